@@ -1,0 +1,41 @@
+.DEFAULT_GOAL := help
+.PHONY: help run chat bench test lint clean
+
+MODEL ?= models/tales
+PROMPT ?= Once upon a time
+ARGS ?=
+PYTHON ?= python3
+VENV = .venv/bin
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
+	@echo 'settings: MODEL=folder  PROMPT="text"  ARGS="more flags, see run.py --help"'
+
+run: .venv/ready  ## generate from PROMPT
+	$(VENV)/python run.py -m $(MODEL) --prompt "$(PROMPT)" $(ARGS)
+
+chat: .venv/ready  ## talk with the model
+	@$(VENV)/python run.py -m $(MODEL) --chat $(ARGS)
+
+bench: .venv/ready  ## tokens per second
+	$(VENV)/python bench.py -m $(MODEL) $(ARGS)
+
+test: .venv/ready-test  ## all tests; no GPU and no network needed
+	$(VENV)/python -m pytest -q test_all.py $(ARGS)
+
+lint: .venv/ready-test  ## ruff: style and formatting
+	$(VENV)/ruff check . && $(VENV)/ruff format --check .
+
+clean:  ## remove .venv and caches
+	rm -rf .venv __pycache__ .pytest_cache .ruff_cache
+
+.venv/ready: requirements.txt
+	@echo "setting up .venv with torch: minutes, depending on the connection"
+	$(PYTHON) -m venv .venv
+	$(VENV)/pip install --quiet -r requirements.txt
+	@touch $@
+
+.venv/ready-test: .venv/ready requirements-test.txt
+	@echo "adding what the tests need: pytest, ruff, transformers"
+	$(VENV)/pip install --quiet -r requirements-test.txt
+	@touch $@

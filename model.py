@@ -1,0 +1,752 @@
+"""Llama 2: configuration, weights, key/value cache, loading, forward, generate. Shape letters as in kernels.py."""
+
+import json
+import math
+import os
+import re
+import sys
+import time
+import zipfile
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+import kernels
+from kernels import Matrix, Sampling
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CHUNK = 512  # tokens of a prompt evaluated at once: enough to be bound by arithmetic, small enough for little workspace
+
+
+# ---- configuration
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the angles of RoPE are stretched for a longer context: "linear" (Chen et al., 2023) or "llama3" (Meta, 2024)."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a checkpoint's config.json or params.json says, in Meta's names."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_seq_len: int = 4096
+    tie_embeddings: bool = False
+    dtype: torch.dtype | None = None  # None: as the tensors are stored
+    bos_id: int | None = None  # None: as the tokenizer says
+    eos_ids: tuple[int, ...] = ()  # empty: as the tokenizer says
+
+    @property
+    def matrix_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the matrices of one layer, by Meta's names."""
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        return {
+            "attention.wq": (q, self.dim),
+            "attention.wk": (kv, self.dim),
+            "attention.wv": (kv, self.dim),
+            "attention.wo": (self.dim, q),
+            "feed_forward.w1": (self.hidden_dim, self.dim),
+            "feed_forward.w3": (self.hidden_dim, self.dim),
+            "feed_forward.w2": (self.dim, self.hidden_dim),
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors, by Meta's names."""
+        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
+        for layer in range(self.n_layers):
+            for name, shape in self.matrix_shapes.items():
+                shapes[f"layers.{layer}.{name}.weight"] = shape
+            for name in ("attention_norm", "ffn_norm"):
+                shapes[f"layers.{layer}.{name}.weight"] = (self.dim,)
+        shapes["norm.weight"] = (self.dim,)
+        if not self.tie_embeddings:
+            shapes["output.weight"] = (self.vocab_size, self.dim)
+        return shapes
+
+
+class Fields:
+    """Checked access to the fields of a JSON object: every complaint names the file, the field and its value."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        try:
+            self.raw = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is not JSON: {error}") from None
+        if not isinstance(self.raw, dict):
+            raise ValueError(f"{file} holds no JSON object")
+
+    def number(self, name: str, low: float, high: float, default: float | None = None, kind: type = int):
+        value = self.raw.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ValueError(f"{self.file} lacks the field {name}")
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+        if not fits or kind is int and value != int(value):
+            raise ValueError(f"{self.file}: {name} is {value!r}; it must be {_article(kind)} from {low:g} to {high:g}")
+        return kind(value)
+
+    def sub(self, name: str) -> "Fields | None":
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.file}: {name} is {value!r}; it must be an object")
+        inner = object.__new__(Fields)
+        inner.file, inner.raw = self.file, value
+        return inner
+
+    def refuse_unless(self, name: str, *allowed) -> None:
+        """For a field that changes the result in a way not implemented here."""
+        value = self.raw.get(name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"{self.file}: {name} is {value!r}, which is not supported (supported: {_listed(allowed)})")
+
+
+def _article(kind: type) -> str:
+    return "a whole number" if kind is int else "a number"
+
+
+def _listed(values: tuple) -> str:
+    return ", ".join("absent" if value is None else json.dumps(value) for value in values)
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration of a Hugging Face folder (config.json) or of Meta's own (params.json). Raises ValueError."""
+    if (folder / "config.json").is_file():
+        config = _hugging_face_config(folder)
+    elif (folder / "params.json").is_file():
+        config = _meta_config(folder)
+    else:
+        raise FileNotFoundError(f"{folder} holds neither config.json nor params.json: not a checkpoint")
+    if config.n_heads % config.n_kv_heads:
+        raise ValueError(f"{folder}: {config.n_heads} query heads cannot share {config.n_kv_heads} key/value heads evenly")
+    if config.head_dim % 2:
+        raise ValueError(f"{folder}: head_dim is {config.head_dim}; RoPE needs an even one")
+    return config
+
+
+def _hugging_face_config(folder: Path) -> Config:
+    f = Fields(folder / "config.json")
+    f.refuse_unless("model_type", "llama", "mistral")
+    f.refuse_unless("hidden_act", "silu")
+    for name in ("attention_bias", "mlp_bias"):
+        f.refuse_unless(name, False, None)
+    f.refuse_unless("quantization_config", None)
+    f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
+    n_heads = f.number("num_attention_heads", 1, 1024)
+    dim = f.number("hidden_size", 1, 1 << 17)
+    max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
+    window = f.number("sliding_window", 1, 1 << 24, max_seq_len)
+    if window < max_seq_len:
+        raise ValueError(
+            f"{f.file}: sliding_window is {window}, shorter than max_position_embeddings {max_seq_len}, which is not supported"
+        )
+    if f.raw.get("head_dim") is None and dim % n_heads:
+        raise ValueError(f"{f.file}: hidden_size is {dim}, not a multiple of num_attention_heads {n_heads}")
+    theta, scaling = _rope(f, max_seq_len)
+    generation = Fields(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else f
+    bos, eos = (generation if generation.raw.get(name) is not None else f for name in ("bos_token_id", "eos_token_id"))
+    vocab_size = f.number("vocab_size", 1, 1 << 22)
+    return Config(
+        dim=dim,
+        n_layers=f.number("num_hidden_layers", 1, 1024),
+        n_heads=n_heads,
+        n_kv_heads=f.number("num_key_value_heads", 1, 1024, n_heads),
+        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
+        hidden_dim=f.number("intermediate_size", 1, 1 << 20),
+        vocab_size=vocab_size,
+        norm_eps=f.number("rms_norm_eps", 0, 1, 1e-6, float),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_seq_len=max_seq_len,
+        tie_embeddings=bool(f.raw.get("tie_word_embeddings", False)),
+        dtype=_stored_dtype(f),
+        bos_id=bos.number("bos_token_id", 0, vocab_size - 1) if bos.raw.get("bos_token_id") is not None else None,
+        eos_ids=_ids(eos, "eos_token_id", vocab_size),
+    )
+
+
+def _stored_dtype(f: Fields) -> torch.dtype | None:
+    name = f.raw.get("dtype") or f.raw.get("torch_dtype")
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, None: None}
+    if name not in known:
+        raise ValueError(f"{f.file}: torch_dtype is {name!r}, which is not supported (float32, float16, bfloat16)")
+    return known[name]
+
+
+def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
+    value = f.raw.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for i in ids:
+        if type(i) is not int or not 0 <= i < vocab_size:
+            raise ValueError(f"{f.file}: {name} is {value!r}; it must hold ids below vocab_size {vocab_size}")
+    return tuple(ids)
+
+
+def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
+    """theta and scaling, from rope_parameters or from the older rope_theta and rope_scaling."""
+    rope = f.sub("rope_parameters") or f.sub("rope_scaling")
+    theta_from = rope if rope and rope.raw.get("rope_theta") is not None else f
+    theta = theta_from.number("rope_theta", 1, 1e12, 10000.0, float)
+    if rope is None:
+        return theta, None
+    if "type" in rope.raw and "rope_type" not in rope.raw:
+        rope.raw["rope_type"] = rope.raw["type"]
+    rope.refuse_unless("rope_type", "default", "linear", "llama3")
+    rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
+    kind = rope.raw.get("rope_type", "default")
+    if kind == "default":
+        return theta, None
+    factor = rope.number("factor", 1, 1e6, None, float)
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
+    return theta, RopeScaling(
+        "llama3",
+        factor,
+        rope.number("low_freq_factor", 1e-6, 1e6, None, float),
+        rope.number("high_freq_factor", 1e-6, 1e6, None, float),
+        rope.number("original_max_position_embeddings", 1, 1 << 24, None),
+    )
+
+
+def _meta_config(folder: Path) -> Config:
+    f = Fields(folder / "params.json")
+    f.refuse_unless("use_scaled_rope", False, None)
+    dim, n_heads = f.number("dim", 1, 1 << 17), f.number("n_heads", 1, 1024)
+    if dim % n_heads:
+        raise ValueError(f"{f.file}: dim is {dim}, not a multiple of n_heads {n_heads}")
+    multiple_of = f.number("multiple_of", 1, 1 << 17, 256)
+    # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
+    hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
+    vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
+    if vocab_size < 1:  # "as the tokenizer": every shard of Meta's holds all rows of the embedding, and a part of its columns
+        rows = {part.name: part.shape[0] for part in _parts(_tensor_files(folder, hugging_face=False)[0])}
+        vocab_size = rows.get("tok_embeddings.weight", 1)
+    return Config(
+        dim=dim,
+        n_layers=f.number("n_layers", 1, 1024),
+        n_heads=n_heads,
+        n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
+        head_dim=dim // n_heads,
+        hidden_dim=multiple_of * -(-hidden // multiple_of),
+        vocab_size=vocab_size,
+        norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
+        rope_theta=f.number("rope_theta", 1, 1e12, 10000.0, float),
+    )
+
+
+# ---- checkpoint: the tensors of a folder by Meta's names, each read from disk when it is asked for
+
+HF_NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+
+
+@dataclass
+class Part:
+    """One tensor of one file; a tensor of Meta's checkpoints is split over several."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Checkpoint:
+    """The tensors of a folder. Nothing is read before `read`, and each file is mapped anew for each tensor: pages of a
+    mapping count as this process's memory until it goes, and the model must never be in memory twice."""
+
+    def __init__(self, folder: Path, config: Config):
+        self.folder, self.config = folder, config
+        self.hugging_face = (folder / "config.json").is_file()
+        self.parts: dict[str, list[Part]] = {}
+        for file in _tensor_files(folder, self.hugging_face):
+            for part in _parts(file):
+                name = _meta_name(part.name) if self.hugging_face else part.name
+                if not name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # derived from the config
+                    self.parts.setdefault(name, []).append(part)
+        if config.tie_embeddings:
+            self.parts.pop("output.weight", None)
+        self._check(config.shapes())
+
+    def _check(self, expected: dict[str, tuple[int, ...]]) -> None:
+        problems = [f"{name} is missing" for name in expected if name not in self.parts]
+        for name, parts in self.parts.items():
+            if name not in expected:
+                problems.append(f"{parts[0].name} is unexpected")
+            elif self._split_axis(name, expected[name]) is None:
+                shapes = " + ".join(str(list(part.shape)) for part in parts)
+                problems.append(f"{parts[0].name} is {shapes}, expected {list(expected[name])}")
+        if problems:
+            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise ValueError(f"{self.folder}: the tensors do not fit the config: {shown}")
+
+    def _split_axis(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """The axis along which the parts make up `shape`: 0 also when each part is the whole; None if they do not."""
+        parts = self.parts[name]
+        if all(part.shape == shape for part in parts) and (len(parts) == 1 or len(shape) == 1):
+            return 0
+        for axis in range(len(shape)):
+            if all(len(part.shape) == len(shape) for part in parts):
+                joined = list(parts[0].shape)
+                joined[axis] = sum(part.shape[axis] for part in parts)
+                if tuple(joined) == shape and all(part.shape == parts[0].shape for part in parts):
+                    return axis
+        return None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.config.dtype or self.parts["tok_embeddings.weight"][0].dtype
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(part.shape) for parts in self.parts.values() for part in parts)
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor; rows of wq and wk come in Meta's RoPE convention, interleaved pairs."""
+        parts, shape = self.parts[name], self.config.shapes()[name]
+        if parts[0].shape == shape:
+            tensor = _read(parts[0])
+        else:
+            tensor = torch.cat([_read(part) for part in parts], self._split_axis(name, shape))
+        if self.hugging_face and name.endswith(("wq.weight", "wk.weight")):
+            D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
+            tensor = tensor.view(-1, 2, D // 2, shape[1]).transpose(1, 2).reshape(shape)
+        return tensor
+
+    def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
+        """Name and file of the first tensor that holds NaN or inf once converted to dtype."""
+        for parts in self.parts.values():
+            for part in parts:
+                if not torch.isfinite(_read(part).to(dtype)).all():
+                    return f"{part.name} in {part.file.name}"
+        return None
+
+
+def _meta_name(name: str) -> str:
+    layer = re.fullmatch(r"model\.(layers\.\d+\.)(.+)\.weight", name)
+    prefix, stem = layer.groups() if layer else ("", name.removesuffix(".weight"))
+    return f"{prefix}{HF_NAMES[stem]}.weight" if stem in HF_NAMES else name
+
+
+def _tensor_files(folder: Path, hugging_face: bool) -> list[Path]:
+    if not hugging_face:
+        files = sorted(folder.glob("consolidated.*.pth"))
+        if not files:
+            raise FileNotFoundError(f"{folder} holds params.json but no consolidated.*.pth")
+        return files
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / f"{single}.index.json").is_file():
+            return _indexed_files(folder / f"{single}.index.json")
+        if (folder / single).is_file():
+            return [folder / single]
+    raise FileNotFoundError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin, or an index of their shards)")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = Fields(index).raw.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} lacks the field weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith((".safetensors", ".bin")):
+            raise ValueError(f"{index} names {name!r}, which is not a file of its own folder")
+        if not (index.parent / name).is_file():
+            raise FileNotFoundError(f"{index} names {name}, which is missing")
+    return [index.parent / name for name in names]
+
+
+def _parts(file: Path) -> list[Part]:
+    """What a file holds, from its header alone."""
+    if file.suffix == ".safetensors":
+        types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        try:
+            with safe_open(file, "pt") as f:
+                slices = {name: f.get_slice(name) for name in f.keys()}
+                parts = [Part(file, n, tuple(s.get_shape()), types.get(s.get_dtype())) for n, s in slices.items()]
+        except OSError:
+            raise
+        except Exception as error:  # the library's SafetensorError
+            raise ValueError(f"{file} is not a sound safetensors file: {error}") from None
+    else:
+        parts = [Part(file, n, tuple(t.shape), t.dtype) for n, t in _unpickle(file).items()]
+    for part in parts:
+        if part.dtype not in DTYPES.values():
+            raise ValueError(f"{file}: {part.name} has a type other than float32, float16, bfloat16")
+    return parts
+
+
+def _read(part: Part) -> Tensor:
+    if part.file.suffix == ".safetensors":
+        with safe_open(part.file, "pt") as f:
+            return f.get_tensor(part.name)
+    return _unpickle(part.file)[part.name]
+
+
+def _unpickle(file: Path) -> dict[str, Tensor]:
+    """The tensors of a .bin or .pth, mapped, through torch's unpickler that runs no code."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed")  # torch never does that, and a few bytes could unpack to any size
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+            raise ValueError("it holds something other than named tensors")
+        return tensors
+    except OSError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{file} is not a checkpoint that can be read safely: {reason}") from None
+
+
+def find_checkpoint(name: str) -> Path:
+    """A folder, or a Hugging Face repository id ("owner/name") that is already in the local hub cache."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FileNotFoundError(f"{name} is a file; -m takes the folder of a checkpoint")
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    repository = hub / f"models--{name.replace('/', '--')}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and (repository / "refs" / "main").is_file():
+        return repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    raise FileNotFoundError(f"no such folder, and no such repository in the hub cache {hub}: {name}")
+
+
+# ---- weights
+
+
+@dataclass
+class LayerWeights:
+    attention_norm: Tensor  # [C]
+    wqkv: Matrix  # [(H + 2 KH) D, C]: wq, wk, wv, one after the other
+    wo: Matrix  # [C, H D]
+    ffn_norm: Tensor  # [C]
+    w13: Matrix  # [2 F, C]: the rows of w1 and w3 in turn
+    w2: Matrix  # [C, F]
+
+
+@dataclass
+class Weights:
+    embedding: Tensor  # [V, C]
+    layers: list[LayerWeights]
+    norm: Tensor  # [C]
+    output: Matrix  # [V, C]; the embedding itself when tied
+
+
+def read_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Each tensor goes from the file to its place on the device, converted to dtype, one at a time."""
+    c = checkpoint.config
+    bar = tqdm(total=checkpoint.elements, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
+
+    def read(name: str) -> Tensor:
+        tensor = checkpoint.read(f"{name}.weight")
+        bar.update(tensor.numel())
+        return tensor
+
+    def vector(name: str) -> Tensor:
+        return read(name).to(device, dtype, copy=True)
+
+    def stacked(*names: str) -> Matrix:
+        """The matrices one below the other."""
+        rows = [c.matrix_shapes[re.sub(r"layers\.\d+\.", "", name)] for name in names]
+        data = torch.empty(sum(r for r, _ in rows), rows[0][1], dtype=dtype, device=device)
+        for part, name in zip(data.split([r for r, _ in rows]), names, strict=True):
+            part.copy_(read(name))
+        return Matrix(data).pack()
+
+    def alternating(a: str, b: str) -> Matrix:
+        """The rows of two matrices in turn."""
+        data = torch.empty(c.hidden_dim, 2, c.dim, dtype=dtype, device=device)
+        data[:, 0].copy_(read(a))
+        data[:, 1].copy_(read(b))
+        return Matrix(data.view(-1, c.dim)).pack()
+
+    with bar:
+        embedding = vector("tok_embeddings")
+        layers = []
+        for i in range(c.n_layers):
+            at, ff = f"layers.{i}.attention", f"layers.{i}.feed_forward"
+            layers.append(
+                LayerWeights(
+                    attention_norm=vector(f"layers.{i}.attention_norm"),
+                    wqkv=stacked(f"{at}.wq", f"{at}.wk", f"{at}.wv"),
+                    wo=stacked(f"{at}.wo"),
+                    ffn_norm=vector(f"layers.{i}.ffn_norm"),
+                    w13=alternating(f"{ff}.w1", f"{ff}.w3"),
+                    w2=stacked(f"{ff}.w2"),
+                )
+            )
+        output = embedding if c.tie_embeddings else vector("output")
+        return Weights(embedding, layers, vector("norm"), Matrix(output).pack())
+
+
+# ---- key/value cache
+
+
+def rope_table(config: Config, length: int) -> Tensor:
+    """[length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), the frequencies scaled as the config says."""
+    D, scaling = config.head_dim, config.rope_scaling
+    freqs = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    if scaling and scaling.kind == "linear":
+        freqs = freqs / scaling.factor
+    if scaling and scaling.kind == "llama3":  # long wavelengths are divided by factor, short ones kept, a ramp between
+        turns = scaling.original_max_seq_len * freqs / (2 * math.pi)
+        ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = ramp.clamp(0, 1)
+        freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), freqs)
+    return torch.stack((angles.cos(), angles.sin()), -1).float()
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, and the tokens themselves."""
+
+    def __init__(self, model: "Llama", size: int | None = None):
+        c, size = model.config, size or model.ctx_size
+        shape = (c.n_layers, c.n_kv_heads, size, c.head_dim)
+        self.size = size
+        self.pos = 0  # positions in use, on the host
+        self.position = torch.zeros(1, dtype=torch.int32, device=model.device)  # the same, on the device
+        self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
+        self.k = torch.zeros(shape, dtype=model.dtype, device=model.device).unbind()  # L x [KH, S, D]
+        self.v = torch.zeros(shape, dtype=model.dtype, device=model.device).unbind()
+        self.rope = rope_table(c, size).to(model.device)  # [S, D/2, 2]
+
+    def append(self, tokens: Tensor) -> None:
+        """Place tokens at pos, where forward will evaluate them. The one place that checks the capacity."""
+        end = self.pos + len(tokens)
+        if end > self.size:
+            raise ValueError(f"{end} tokens do not fit a context of {self.size}")
+        self.tokens[self.pos : end] = tokens
+
+    def truncate(self, pos: int) -> None:
+        """Forget everything from pos on."""
+        assert 0 <= pos <= self.pos, (pos, self.pos)
+        self._seek(pos)
+
+    def advance(self, count: int) -> None:
+        self._seek(self.pos + count)
+
+    def _seek(self, pos: int) -> None:
+        self.pos = pos
+        self.position.fill_(pos)
+
+    def reuse(self, tokens: list[int]) -> int:
+        """Keep the longest common beginning of what is cached and tokens, less the last one; its length."""
+        cached = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
+        same = next((i for i, (a, b) in enumerate(zip(cached, tokens)) if a != b), len(cached))
+        self.truncate(same)
+        return same
+
+
+# ---- the model
+
+
+@dataclass
+class Llama:
+    """A loaded model: what forward and generate need."""
+
+    config: Config
+    weights: Weights
+    ops: SimpleNamespace  # kernels.reference
+    device: torch.device
+    dtype: torch.dtype
+    ctx_size: int  # positions of a cache made for it
+    checkpoint: Checkpoint | None = None  # where the weights came from
+
+    def forward(self, tokens: Tensor, cache: KVCache, all_logits: bool = False) -> Tensor:
+        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 of the last token [1, V], or of all [T, V]."""
+        ops, w, eps, T = self.ops, self.weights, self.config.norm_eps, len(tokens)
+        cache.append(tokens)
+        pos, rope = cache.position, cache.rope
+        x = ops.embedding(cache.tokens, pos, T, w.embedding)
+        for layer, k, v in zip(w.layers, cache.k, cache.v):
+            q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps)
+            x = ops.linear_add(ops.attention(q, k, v, pos), layer.wo, x)
+            h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps)
+            x = ops.linear_add(h, layer.w2, x)
+        cache.advance(T)
+        return ops.rmsnorm_linear(x if all_logits else x[-1:], w.norm, w.output, eps)
+
+    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
+        """Evaluate a prompt in chunks. -> logits float32 of its last token [1, V]."""
+        if cache.pos + len(tokens) > cache.size:
+            raise ValueError(f"the prompt has {cache.pos + len(tokens)} tokens; the context holds {cache.size} (see -c)")
+        for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK):
+            logits = self.forward(chunk, cache)
+        return logits
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N")
+    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+        raise ValueError(f"device {name} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """auto is the checkpoint's own, except for half floats on a CPU: bf16 where the CPU multiplies it, otherwise fp32."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda" or stored == torch.float32:
+        return stored
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated; None where the system does not say (no GPU and no /proc/meminfo)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1))
+    except (OSError, AttributeError):
+        return None
+
+
+def check_memory(config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int) -> None:
+    """Raise MemoryError when weights, cache and workspace will not fit, before any of it is allocated."""
+    c, size = config, dtype.itemsize
+    weights = size * sum(math.prod(shape) for shape in c.shapes().values())
+    cache = 2 * size * c.n_layers * c.n_kv_heads * ctx_size * c.head_dim
+    widest = 3 * c.dim + (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 3 * c.hidden_dim
+    workspace = min(ctx_size, CHUNK) * (size * widest + ctx_size) + 8 * c.vocab_size
+    free = free_memory(device)
+    if free is not None and weights + cache + workspace > free:
+        w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
+        raise MemoryError(
+            f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {device} has {has} free:"
+            " try a smaller context (-c) or a smaller --dtype"
+        )
+
+
+def load(name: str, dtype: str = "auto", device: str = "auto", ctx_size: int | None = None) -> Llama:
+    """Load a checkpoint: Hugging Face's or Meta's folder, or a repository id in the hub cache.
+
+    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
+    is longer. Raises ValueError, OSError or MemoryError, in one line that says what to do.
+    """
+    folder = find_checkpoint(name)
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder, config)
+    on = pick_device(device)
+    torch_dtype = pick_dtype(dtype, checkpoint.dtype, on)
+    ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
+    check_memory(config, torch_dtype, on, ctx_size)
+    with torch.inference_mode():
+        weights = read_weights(checkpoint, torch_dtype, on)
+    return Llama(config, weights, kernels.reference, on, torch_dtype, ctx_size, checkpoint)
+
+
+# ---- generation
+
+
+@dataclass
+class Timings:
+    """Filled in by generate, added up over calls."""
+
+    prompt_tokens: int = 0  # evaluated, so without those that were still in the cache
+    prompt_seconds: float = 0.0
+    new_tokens: int = 0
+    steps: int = 0  # new tokens but for the first of each call, whose logits the prompt has paid for
+    step_seconds: float = 0.0
+    clock: float = field(default=0.0, repr=False)
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        return seconds
+
+
+@torch.inference_mode()
+def generate(
+    model: Llama,
+    prompt: list[int],
+    cache: KVCache | None = None,
+    n: int = -1,
+    sampling: Sampling = Sampling(),
+    eos: Collection[int] | None = None,
+    ignore_eos: bool = False,
+    timings: Timings | None = None,
+) -> Iterator[int]:
+    """Evaluate the prompt, then yield new tokens: at most n (-1: no limit), until an eos (yielded too) or a full context.
+
+    What the cache holds and the prompt begins with is not evaluated again. eos: by default the config's.
+    Raises ValueError when the prompt is longer than the cache, RuntimeError when the logits are not finite.
+    """
+    assert prompt, "a prompt has at least one token: bos"
+    cache = cache or KVCache(model)
+    eos = model.config.eos_ids if eos is None else eos
+    timings = timings or Timings()
+    timings.lap()
+    reused = cache.reuse(prompt)
+    logits = model.prefill(prompt[reused:], cache)[0]
+    timings.prompt_tokens += len(prompt) - reused
+    timings.prompt_seconds += timings.lap()
+    while n != 0 and cache.pos < cache.size:
+        if ignore_eos:
+            logits[list(eos)] = torch.finfo(torch.float32).min
+        token = int(model.ops.sample(logits, cache.tokens, cache.position, sampling))
+        if token < 0:
+            raise RuntimeError(not_finite(model))
+        timings.new_tokens += 1
+        timings.step_seconds += timings.lap()
+        yield token
+        n -= 1
+        if n == 0 or (token in eos and not ignore_eos):
+            return
+        timings.lap()
+        logits = model.forward(torch.tensor([token], dtype=torch.int32, device=model.device), cache)[0]
+        timings.steps += 1
+
+
+def not_finite(model: Llama) -> str:
+    bad = model.checkpoint and model.checkpoint.first_bad_tensor(model.dtype)
+    if bad:
+        return f"the logits are not finite: {bad} holds NaN or inf"
+    return "the logits are not finite, though every weight is: the activations overflow; try --dtype bf16 or fp32"

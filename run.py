@@ -1,0 +1,294 @@
+"""The command line: generate text from a prompt, or chat. Text goes to stdout, everything else to stderr."""
+
+import argparse
+import os
+import random
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kernels import Sampling
+from model import DTYPES, KVCache, Timings, generate, load
+from tokenizer import TEMPLATES, TextStream, Tokenizer, recognise_template
+
+DEFAULT_MODEL = Path(__file__).parent / "models" / "tales"
+HELP = "/clear forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit or end-of-file leaves"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one-line errors."""
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message} (see --help)\n")
+
+
+def within(kind: type, low: float, high: float = float("inf")):
+    """An argparse type: a number in a range."""
+
+    def number(text: str):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not in {low:g} .. {high:g}")
+        return value
+
+    number.__name__ = kind.__name__
+    return number
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("-m", "--model", default=str(DEFAULT_MODEL), help="folder of a checkpoint, or a repository id in the hub cache")
+    add("-p", "--prompt", help="text to continue; - reads standard input")
+    add("-f", "--file", help="read the prompt from a file")
+    add("-n", "--n-predict", type=within(int, -1), default=-1, help="tokens to generate; -1: until the end or a full context")
+    add("-c", "--ctx-size", type=within(int, 0, 1 << 24), help="context; 0: the model's; default: that, at most 4096")
+    add("--temp", type=within(float, 0), default=0.8, help="temperature; 0 is greedy")
+    add("--top-k", type=within(int, 0), default=40, help="keep the k best tokens; 0 is off")
+    add(
+        "--top-p",
+        type=within(float, 0, 1),
+        default=0.95,
+        help="keep the best tokens that have this probability together; 1 is off",
+    )
+    add("--min-p", type=within(float, 0, 1), default=0.05, help="keep tokens this probable, relative to the best; 0 is off")
+    add("--repeat-penalty", type=within(float, 0.01, 100), default=1.0, help="divide the logits of recent tokens; 1 is off")
+    add("--repeat-last-n", type=within(int, -1), default=64, help="how many tokens are recent; -1: the whole context")
+    add("-s", "--seed", type=within(int, -1, (1 << 63) - 1), default=-1, help="-1: random, and printed")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end where this text would come; may be repeated")
+    add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
+    add("--no-display-prompt", action="store_true", help="print only what is generated")
+    add("--chat", action="store_true", help="talk with the model")
+    add("--system", default="", metavar="TEXT", help="system prompt of the chat")
+    add("--chat-template", choices=sorted(TEMPLATES), help="default: as the checkpoint's tokenizer_config.json says")
+    add("--device", default="auto", help="cpu, cuda or cuda:N")
+    add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
+    add("--quiet", action="store_true", help="no model summary and no timings on stderr")
+    add("--debug", action="store_true", help="errors with their traceback")
+    args = parser.parse_args(argv)
+    if args.prompt is not None and args.file is not None:
+        parser.error("--prompt and --file are two prompts; give one")
+    if args.chat and (args.prompt is not None or args.file is not None):
+        parser.error("--chat reads what you say from standard input; it takes no --prompt or --file")
+    if args.seed < 0:
+        args.seed = random.SystemRandom().randrange(1 << 32)
+    return args
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """--prompt, --file or standard input when it is no terminal; one newline at the end is taken away from the latter two."""
+    if args.prompt not in (None, "-"):
+        return args.prompt
+    if args.file is not None:
+        raw, source = Path(args.file).read_bytes(), args.file
+    elif args.prompt == "-" or not sys.stdin.isatty():
+        raw, source = sys.stdin.buffer.read(), "standard input"
+    else:
+        return ""
+    try:
+        return raw.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+
+
+class Session:
+    """A model with its tokenizer, cache and settings, and what it has cost so far."""
+
+    def __init__(self, args: argparse.Namespace):
+        start = time.perf_counter()
+        self.args = args
+        self.model = load(args.model, args.dtype, args.device, args.ctx_size)
+        config = self.model.config
+        self.tokenizer = Tokenizer(self.model.checkpoint.folder, config.vocab_size, config.bos_id)
+        self.eos = set(config.eos_ids or [self.tokenizer.eos])
+        self.cache = KVCache(self.model)
+        self.sampling = Sampling(
+            args.temp, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.repeat_last_n, args.seed
+        )
+        self.timings = Timings()
+        self.load_seconds = time.perf_counter() - start
+
+    def summary(self) -> str:
+        m, c = self.model, self.model.config
+        heads = f"{c.n_heads} heads" + (f" ({c.n_kv_heads} of keys and values)" if c.n_kv_heads != c.n_heads else "")
+        size = f"{m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, dim {c.dim}, {heads}"
+        dtype = next(name for name, value in DTYPES.items() if value == m.dtype)
+        return (
+            f"model     {m.checkpoint.folder}: {size}\n"
+            f"running   {dtype} on {m.device}, torch ops, context {self.cache.size}, seed {self.args.seed}"
+        )
+
+    def closing(self) -> str:
+        t = self.timings
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        prompt_rate = t.prompt_tokens / max(t.prompt_seconds, 1e-9)
+        rate = (
+            f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {t.steps / t.step_seconds:.1f} tokens/s" if t.steps else ""
+        )
+        return (
+            f"load      {self.load_seconds:.2f} s\n"
+            f"prompt    {t.prompt_tokens} tokens in {1e3 * t.prompt_seconds:.1f} ms, {prompt_rate:.1f} tokens/s\n"
+            f"generated {t.new_tokens} tokens{rate}\n"
+            f"memory    peak {peak / 1e9:.2f} GB"
+        )
+
+    def stream(self, ids: list[int], text: TextStream, answer: list[int], eos: set[int]) -> Iterator[str]:
+        """Generate after ids; yield printable text. answer collects the new ids, without an eos."""
+        args = self.args
+        for token in generate(self.model, ids, self.cache, args.n_predict, self.sampling, eos, args.ignore_eos, self.timings):
+            if token not in eos:
+                answer.append(token)
+            yield text.push(token)
+            if text.stopped:
+                return
+        yield text.finish()
+        if self.cache.pos == self.cache.size:
+            note(f"\nnote: the context of {self.cache.size} tokens is full (see -c)")
+
+
+def put(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def complete(session: Session, prompt: str) -> None:
+    """Print the prompt and its continuation."""
+    args, tokenizer = session.args, session.tokenizer
+    if not args.no_display_prompt:
+        put(prompt)
+    text = TextStream(tokenizer, at_start=not prompt, stops=args.stop)
+    for piece in session.stream(tokenizer.encode(prompt) or [tokenizer.eos], text, [], session.eos):
+        put(piece)
+    put("\n")
+
+
+class Chat:
+    """A conversation. The cache keeps what was evaluated, so that each turn evaluates only what is new."""
+
+    def __init__(self, session: Session):
+        self.session = session
+        name = session.args.chat_template or recognise_template(session.model.checkpoint.folder, session.tokenizer.config)
+        self.template = TEMPLATES[name]
+        self.system = session.args.system
+        self.turns: list[tuple[str, list[int]]] = []  # what the user said, the ids of the answer
+        control = session.tokenizer.control
+        self.eos = session.eos | {control[stop] for stop in self.template.stops if stop in control}
+        self.stops = [*session.args.stop, *(stop for stop in self.template.stops if stop not in control)]
+        how = "given" if session.args.chat_template else "recognised; --chat-template overrides"
+        if not session.args.quiet:
+            note(f"chat      template {name} ({how}); /help lists commands")
+
+    def render(self, user: str) -> list[int]:
+        """The ids of the whole conversation up to the answer that comes next."""
+        tokenizer, ids = self.session.tokenizer, []
+        for i, (said, answer) in enumerate(self.turns):
+            ids += tokenizer.encode_segments(self.template.ask(self.system, said, i == 0)) + answer
+            ids += tokenizer.encode_segments(self.template.close, after_text=True)
+        return ids + tokenizer.encode_segments(self.template.ask(self.system, user, not self.turns))
+
+    def fit(self, user: str) -> list[int]:
+        """render, with the oldest turns dropped until there is room for an answer."""
+        size, dropped = self.session.cache.size, 0
+        room = min(size // 4, 256)
+        while len(ids := self.render(user)) + room > size and self.turns:
+            self.turns.pop(0)
+            dropped += 1
+        if dropped:
+            note(f"note: the context of {size} tokens is full: dropped the oldest {dropped} of the conversation's turns")
+        return ids
+
+    def answer(self, user: str) -> None:
+        """Print the model's answer and remember the turn; Ctrl-C ends the answer early."""
+        tokenizer = self.session.tokenizer
+        ids, new, said = self.fit(user), [], []
+        text = TextStream(tokenizer, at_start=True, stops=self.stops)
+        try:
+            for piece in self.session.stream(ids, text, new, self.eos):
+                said.append(piece)
+                put(piece)
+        except KeyboardInterrupt:
+            pass
+        put("\n")
+        self.turns.append((user, tokenizer.sp.encode("".join(said)) if text.stopped else new))
+
+    def command(self, line: str) -> bool:
+        """Carry out a line that begins with /; whether the chat goes on."""
+        name, _, rest = line.partition(" ")
+        if name in ("/exit", "/quit", "/bye"):
+            return False
+        if name == "/clear":
+            self.turns.clear()
+        elif name == "/system":
+            self.system = rest.strip()
+            self.turns.clear()
+        elif name == "/help":
+            note(HELP)
+        else:
+            note(f"no such command: {name}. {HELP}")
+        return True
+
+    def loop(self) -> None:
+        prompt = "> " if sys.stdin.isatty() else ""
+        while True:
+            try:
+                line = input(prompt).strip()
+            except EOFError:
+                return
+            if line.startswith("/"):
+                if not self.command(line):
+                    return
+            elif line:
+                try:
+                    self.answer(line)
+                except ValueError as error:  # a message longer than the context
+                    note(f"error: {error}")
+
+
+def work(args: argparse.Namespace) -> int:
+    prompt = "" if args.chat else read_prompt(args)
+    session = Session(args)
+    if not args.quiet:
+        note(session.summary())
+    code = 0
+    try:
+        if args.chat:
+            if sys.stdin.isatty():
+                import readline  # noqa: F401  line editing and history for input()
+            Chat(session).loop()
+        else:
+            complete(session, prompt)
+    except KeyboardInterrupt:
+        code = 130
+    if not args.quiet:
+        note("\n" + session.closing())
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        return work(args)
+    except BrokenPipeError:  # whoever read our text has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        note(f"error: {lines[0]}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

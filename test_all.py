@@ -1,0 +1,732 @@
+"""The tests. `make test` runs them all; they need no GPU and no network. Fresh random inputs each run: the seed is printed."""
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file, save_file
+
+import kernels
+import run
+from kernels import Sampling
+from model import KVCache, Timings, check_memory, generate, load, read_config, rope_table
+from tokenizer import BOS, EOS, TEMPLATES, Control, TextStream, Tokenizer, recognise_template
+
+HERE = Path(__file__).parent
+SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(1 << 31)))
+TEXT = "Once upon a time there was a fox. It said: good day, crow! Żółw zjadł 12 jabłek. [INST] USER: tell me a tale [/INST]\n"
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    print(f"TEST_SEED={SEED}")  # pytest shows it with a failure
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+
+
+# ---- checkpoints to load: random tiny Llamas made by transformers, which is also the oracle
+
+
+SHAPES = {
+    "mha": dict(num_attention_heads=4, num_key_value_heads=4),
+    "gqa": dict(num_attention_heads=4, num_key_value_heads=2, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+    "mqa, tied": dict(num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=True, rms_norm_eps=1e-3),
+    "head_dim": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=24),
+    "linear": dict(num_attention_heads=4, rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4)),
+    "llama3": dict(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=1e4,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+}
+
+
+def hugging_face_llama(vocab_size: int = 300, **shape):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=2,
+        vocab_size=vocab_size,
+        max_position_embeddings=256,
+        initializer_range=0.3,  # large enough that logits differ and attention is sharp
+        bos_token_id=1,
+        eos_token_id=2,
+        **shape,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@torch.no_grad()
+def oracle(model, ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([ids])).logits[0]
+
+
+def our_logits(folder: Path, ids: list[int], **options) -> torch.Tensor:
+    model = load(folder, dtype="fp32", device="cpu", **options)
+    with torch.inference_mode():
+        return model.forward(torch.tensor(ids), KVCache(model), all_logits=True)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
+    assert ours.shape == theirs.shape
+    error = ((ours - theirs).norm() / theirs.norm()).item()
+    assert error < tolerance, error
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_and_greedy_tokens_equal_transformers(tmp_path, shape):
+    theirs = hugging_face_llama(**SHAPES[shape])
+    theirs.save_pretrained(tmp_path)
+    prompt = torch.randint(3, 300, (40,)).tolist()
+    assert_close(our_logits(tmp_path, prompt), oracle(theirs, prompt))
+    ours = list(generate(load(tmp_path, dtype="fp32", device="cpu"), prompt, n=16, sampling=Sampling(temp=0), eos=[]))
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert ours == expected[0, 40:].tolist()
+
+
+def to_bin(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def to_shards(folder: Path, suffix: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    names, stem = sorted(tensors), "model" if suffix == "safetensors" else "pytorch_model"
+    weight_map = {}
+    for shard, part in enumerate((names[::2], names[1::2])):
+        file = f"{stem}-0000{shard + 1}-of-00002.{suffix}"
+        held = {name: tensors[name] for name in part}
+        save_file(held, folder / file) if suffix == "safetensors" else torch.save(held, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = "model.safetensors.index.json" if suffix == "safetensors" else "pytorch_model.bin.index.json"
+    (folder / index).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+
+
+def to_meta(folder: Path, shards: int) -> None:
+    """Meta's own layout, written from its description: interleaved q and k, tensors split by column or by row."""
+    raw, config = load_file(folder / "model.safetensors"), read_config(folder)
+    names = {f"{x}_proj": f"w{x}" for x in "qkvo"} | {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    split_axis = {"wq": 0, "wk": 0, "wv": 0, "wo": 1, "w1": 0, "w3": 0, "w2": 1, "tok_embeddings": 1, "output": 0}
+    parts: list[dict] = [{} for _ in range(shards)]
+    for name, tensor in raw.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = tensor.unflatten(0, (-1, config.head_dim))
+            half = config.head_dim // 2
+            tensor = torch.stack((heads[:, :half], heads[:, half:]), 2).reshape(tensor.shape)
+        name = name.replace("model.", "").replace("self_attn", "attention").replace("mlp", "feed_forward")
+        name = name.replace("input_layernorm", "attention_norm").replace("post_attention_layernorm", "ffn_norm")
+        name = name.replace("embed_tokens", "tok_embeddings").replace("lm_head", "output")
+        for theirs, metas in names.items():
+            name = name.replace(theirs, metas)
+        axis = split_axis.get(name.split(".")[-2])
+        for i, part in enumerate(parts):
+            part[name] = (tensor if axis is None else tensor.chunk(shards, axis)[i]).clone()
+    for i, part in enumerate(parts):
+        torch.save(part, folder / f"consolidated.{i:02}.pth")
+    c = config
+    (folder / "params.json").write_text(
+        json.dumps(
+            dict(dim=c.dim, n_layers=c.n_layers, n_heads=c.n_heads, n_kv_heads=c.n_kv_heads, norm_eps=c.norm_eps)
+            | dict(vocab_size=-1, multiple_of=16, ffn_dim_multiplier=0.6, rope_theta=c.rope_theta)  # hidden_dim 112
+        )
+    )
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").unlink()
+
+
+FORMATS = {
+    "bin": to_bin,
+    "safetensors shards": lambda folder: to_shards(folder, "safetensors"),
+    "bin shards": lambda folder: to_shards(folder, "bin"),
+    "meta": lambda folder: to_meta(folder, 1),
+    "meta, 2 shards": lambda folder: to_meta(folder, 2),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_is_the_same_model(tmp_path, form):
+    theirs = hugging_face_llama(**SHAPES["gqa"])
+    theirs.save_pretrained(tmp_path)
+    ids = torch.randint(3, 300, (20,)).tolist()
+    FORMATS[form](tmp_path)
+    assert_close(our_logits(tmp_path, ids), oracle(theirs, ids))
+
+
+def test_older_top_level_rope_fields(tmp_path):
+    theirs = hugging_face_llama(**SHAPES["linear"])
+    theirs.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4.0})
+    ids = torch.randint(3, 300, (20,)).tolist()
+    assert_close(our_logits(tmp_path, ids), oracle(theirs, ids))
+
+
+def test_hub_cache_is_resolved_without_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    repository = tmp_path / "hub" / "models--someone--tiny"
+    hugging_face_llama(**SHAPES["mha"]).save_pretrained(repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert load("someone/tiny", device="cpu").config.dim == 64
+    with pytest.raises(FileNotFoundError, match="someone/other"):
+        load("someone/other", device="cpu")
+
+
+# ---- the tiny checkpoint that most tests share, with a tokenizer of its own
+
+
+def edit(file: Path, **fields) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "text").write_text(TEXT * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=350,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    size = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).vocab_size()
+    torch.manual_seed(0)
+    hugging_face_llama(size, **SHAPES["gqa"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(tiny, tmp_path) -> Path:
+    """The tiny checkpoint, to be spoiled."""
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+# ---- the model
+
+
+def test_cached_decoding_and_chunks_equal_one_prefill(tiny, monkeypatch):
+    model = load(tiny, dtype="fp32", device="cpu")
+    tokens = torch.randint(3, 300, (50,))
+    with torch.inference_mode():
+        whole = model.forward(tokens, KVCache(model), all_logits=True)
+        cache = KVCache(model)
+        pieces = [model.forward(part, cache, all_logits=True) for part in tokens.split([7, 1, 1, 17, 1, 23])]
+        assert_close(torch.cat(pieces), whole, 1e-5)
+        monkeypatch.setattr("model.CHUNK", 16)
+        assert_close(model.prefill(tokens.tolist(), KVCache(model)), whole[-1:], 1e-5)
+
+
+def test_cache_truncates_and_reuses_the_common_beginning(tiny):
+    model = load(tiny, dtype="fp32", device="cpu")
+    cache, timings = KVCache(model), Timings()
+    first = list(generate(model, [1, 5, 6, 7], cache, 4, Sampling(temp=0), [], timings=timings))
+    again = list(generate(model, [1, 5, 6, 7], cache, 4, Sampling(temp=0), [], timings=timings))
+    assert first == again and timings.prompt_tokens == 4 + 1
+    longer = [1, 5, 6, 7, *first[:2], 9]
+    assert list(generate(model, longer, cache, 4, Sampling(temp=0), [], timings=timings)) == list(
+        generate(model, longer, KVCache(model), 4, Sampling(temp=0), [])
+    )
+    assert timings.prompt_tokens == 4 + 1 + 1
+
+
+def test_generation_ends_at_n_at_eos_and_at_a_full_context(tiny):
+    model = load(tiny, dtype="fp32", device="cpu", ctx_size=12)
+    greedy = list(generate(model, [1, 5], n=5, sampling=Sampling(temp=0), eos=[]))
+    assert len(greedy) == 5
+    ended = list(generate(model, [1, 5], n=5, sampling=Sampling(temp=0), eos=[greedy[2]]))
+    assert ended == greedy[: greedy.index(greedy[2]) + 1]
+    ignoring = list(generate(model, [1, 5], n=5, sampling=Sampling(temp=0), eos=[greedy[2]], ignore_eos=True))
+    assert greedy[2] not in ignoring and len(ignoring) == 5
+    assert len(list(generate(model, [1, 5], sampling=Sampling(temp=0), eos=[]))) == 10
+    with pytest.raises(ValueError, match="13 tokens.*12"):
+        list(generate(model, [1] * 13))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_stays_near_fp32(tiny, dtype):
+    ids = torch.randint(3, 300, (30,))
+    logits = {}
+    for name in ("fp32", dtype):
+        model = load(tiny, dtype=name, device="cpu")
+        with torch.inference_mode():
+            cache = KVCache(model)
+            logits[name] = torch.cat([model.forward(part, cache, all_logits=True) for part in ids.split([29, 1])])
+    assert_close(logits[dtype], logits["fp32"], 0.05 if dtype == "bf16" else 0.01)  # a few roundings of 2^-9, of 2^-12
+
+
+def test_rope_table_is_the_formula():
+    config = read_config_like(head_dim=8, rope_theta=100.0)
+    table = rope_table(config, 5)
+    for position in range(5):
+        for i in range(4):
+            angle = torch.tensor(position * 100.0 ** (-2 * i / 8), dtype=torch.float64)
+            assert torch.allclose(table[position, i].double(), torch.stack((angle.cos(), angle.sin())), atol=1e-6)
+
+
+def read_config_like(**fields):
+    from model import Config
+
+    base = dict(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=8, hidden_dim=64, vocab_size=100, norm_eps=1e-5)
+    return Config(**(base | fields))
+
+
+# ---- sampling
+
+
+def draw(logits: torch.Tensor, count: int = 4000, history=(), **settings) -> torch.Tensor:
+    """How often each token is chosen, over positions and so over random numbers."""
+    tokens = torch.zeros(len(history) + count, dtype=torch.int32)
+    tokens[: len(history)] = torch.tensor(history, dtype=torch.int32)
+    counts = torch.zeros(len(logits))
+    for i in range(len(history), len(history) + count):
+        position = torch.tensor([i], dtype=torch.int32)
+        settings["seed"] = SEED + i
+        counts[int(kernels.reference.sample(logits.clone(), tokens, position, Sampling(**settings)))] += 1
+    return counts / count
+
+
+OFF = dict(temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    for temp in (0.5, 1.0, 2.0):
+        expected = (logits / temp).softmax(0)
+        assert (draw(logits, **(OFF | dict(temp=temp))) - expected).abs().max() < 0.04  # 5 sigma of 4000 draws
+
+
+def test_each_filter_keeps_what_it_should():
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).log()
+    kept = lambda **s: draw(logits, 600, **(OFF | s)).gt(0).tolist()  # noqa: E731
+    assert kept() == [True] * 5
+    assert kept(top_k=2) == [True, True, False, False, False]
+    assert kept(top_p=0.76) == [True, True, True, False, False]
+    assert kept(top_p=0.0) == [True, False, False, False, False]
+    assert kept(min_p=0.2) == [True, True, True, False, False]
+    assert kept(temp=0.0) == [True, False, False, False, False]
+
+
+def test_filters_act_before_temperature():
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    assert draw(logits, 600, **(OFF | dict(top_p=0.6, temp=100.0))).gt(0).tolist() == [True, True, False]
+
+
+def test_repeat_penalty_looks_back_its_window():
+    logits = torch.tensor([2.0, 1.9, -1.0, -1.1])
+    greedy = lambda **s: int(draw(logits, 1, **(OFF | dict(temp=0.0) | s)).argmax())  # noqa: E731
+    assert greedy() == 0
+    assert greedy(history=[0], repeat_penalty=1.5) == 1
+    assert greedy(history=[0, 3, 3], repeat_penalty=1.5, repeat_last_n=2) == 0
+    assert greedy(history=[0, 3, 3], repeat_penalty=1.5, repeat_last_n=-1) == 1
+
+
+def test_a_seed_repeats_and_not_finite_logits_are_told(tiny):
+    model = load(tiny, device="cpu")
+    runs = [list(generate(model, [1, 5], n=20, sampling=Sampling(seed=seed), eos=[])) for seed in (SEED, SEED, SEED + 1)]
+    assert runs[0] == runs[1] != runs[2]
+    bad = torch.tensor([1.0, float("nan"), 2.0])
+    assert int(kernels.reference.sample(bad, torch.zeros(1), torch.zeros(1, dtype=torch.int32), Sampling())) == -1
+
+
+# ---- tokenizer
+
+
+def test_text_survives_encoding_and_streams_as_it_decodes(tiny):
+    tokenizer = Tokenizer(tiny)
+    for text in ("Once upon a time", " two spaces  inside ", "Żółw \U0001f422 \u4f60\u597d\n\n", "", "</s><s>", "a\tb"):
+        ids = tokenizer.encode(text, bos=False)
+        assert tokenizer.decode(ids) == text == tokenizer.sp.decode(ids)
+        assert tokenizer.bos not in ids and tokenizer.eos not in ids
+        stream = TextStream(tokenizer, at_start=True)
+        pieces = [stream.push(i) for i in ids] + [stream.finish()]
+        assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert tokenizer.encode("x")[0] == tokenizer.bos
+
+
+def test_leading_space_of_a_continuation_is_kept(tiny):
+    tokenizer = Tokenizer(tiny)
+    ids = tokenizer.encode("time", bos=False)
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push(i) for i in ids) + stream.finish() == " time"
+
+
+def test_broken_utf8_at_the_end_is_replaced(tiny):
+    tokenizer = Tokenizer(tiny)
+    half = [tokenizer.sp.piece_to_id("<0xF0>"), tokenizer.sp.piece_to_id("<0x9F>")]
+    assert tokenizer.decode(half) == "\ufffd"
+
+
+@pytest.mark.parametrize("stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"]])
+def test_stop_strings_may_straddle_tokens(tiny, stops):
+    tokenizer, text = Tokenizer(tiny), "Once upon a time there was a fox. It said"
+    stream = TextStream(tokenizer, at_start=True, stops=stops)
+    shown = ""
+    for i in tokenizer.encode(text, bos=False):
+        shown += stream.push(i)
+        assert text.startswith(shown) and not any(stop in shown for stop in stops)
+    assert stream.stopped and shown + stream.finish() == text[: min(text.find(s) for s in stops if s in text)]
+
+
+def test_what_looked_like_a_stop_string_is_printed(tiny):
+    tokenizer, text = Tokenizer(tiny), "Once upon a time there"
+    stream = TextStream(tokenizer, at_start=True, stops=["there was"])
+    assert "".join(stream.push(i) for i in tokenizer.encode(text, bos=False)) + stream.finish() == text
+
+
+def test_llama2_template_is_metas(tiny):
+    """Meta encodes bos + "[INST] question [/INST] answer " + eos for each past turn, then the last question."""
+    t = Tokenizer(tiny)
+    template = TEMPLATES["llama2"]
+    answer = t.encode("good day", bos=False)
+    ids = t.encode_segments(template.ask("Be kind.", " hello ", True)) + answer + t.encode_segments(template.close, True)
+    ids += t.encode_segments(template.ask("Be kind.", "tell me a tale", False))
+    first = t.sp.encode("[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\n hello [/INST] good day ")
+    assert ids == [t.bos, *first, t.eos, t.bos, *t.sp.encode("[INST] tell me a tale [/INST]")]
+
+
+def test_other_templates_place_control_tokens(tiny):
+    t = Tokenizer(tiny)
+    enc = t.sp.encode
+    assert t.encode_segments(TEMPLATES["zephyr"].ask("S", "U", True)) == [
+        *[t.bos, *enc("<|system|>\nS"), t.eos],
+        *[*enc("\n<|user|>\nU"), t.eos, *enc("\n<|assistant|>\n")],
+    ]
+    assert t.encode_segments(TEMPLATES["vicuna"].ask("S", "U", True)) == [t.bos, *enc("S USER: U ASSISTANT:")]
+    assert t.encode_segments(TEMPLATES["plain"].ask("", "U", True)) == [t.bos, *enc("U")]
+    t.control |= {"<|im_start|>": 400, "<|im_end|>": 401}
+    assert t.encode_segments(TEMPLATES["chatml"].ask("", "U", True)) == [
+        *[t.bos, 400, *enc("user\nU"), 401, *enc("\n")],
+        *[400, *enc("assistant\n")],
+    ]
+    assert t.encode_segments([BOS, "a </s> b", Control("<|none|>"), EOS]) == [t.bos, *enc("a </s> b"), *enc("<|none|>"), t.eos]
+
+
+def test_templates_are_recognised(tmp_path):
+    for sign, name in (("<<SYS>>", "llama2"), ("<|im_start|>", "chatml"), ("<|user|>", "zephyr"), ("USER: ", "vicuna")):
+        assert recognise_template(tmp_path, {"chat_template": "{% x %}" + sign}) == name
+    assert recognise_template(tmp_path, {}) == "plain"
+    assert recognise_template(tmp_path / "llama-2-7b-chat", {}) == "llama2"
+
+
+def test_added_tokens_are_read(copy):
+    tokenizer = Tokenizer(copy)
+    (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": tokenizer.size}))
+    assert Tokenizer(copy).control["<|im_end|>"] == tokenizer.size
+    with pytest.raises(ValueError, match=f"has {tokenizer.size + 1} tokens.*vocabulary of {tokenizer.size}"):
+        Tokenizer(copy, tokenizer.size)
+
+
+# ---- the command line as a user meets it
+
+
+@pytest.fixture
+def cli(monkeypatch, capfd):
+    """Run the program in this process: cli(*arguments, stdin=bytes) -> exit code, stdout, stderr."""
+
+    def call(*arguments, stdin: bytes = b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            code = run.main([str(a) for a in arguments])
+        except SystemExit as exit:
+            code = exit.code
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_prompt_is_printed_then_continued_and_the_rest_goes_to_stderr(cli, tiny):
+    code, out, err = cli("-m", tiny, "-p", "Once upon", "-n", 8, "--temp", 0)
+    assert code == 0 and out.startswith("Once upon") and out.endswith("\n") and len(out) > 10
+    for word in ("load", "prompt", "generated 8 tokens", "memory", "seed", "fp32 on cpu"):
+        assert word in err
+    code, bare, err = cli("-m", tiny, "-p", "Once upon", "-n", 8, "--temp", 0, "--no-display-prompt", "--quiet")
+    assert code == 0 and "Once upon" + bare == out and err == ""
+
+
+def test_prompt_from_file_and_from_standard_input(cli, tiny, tmp_path):
+    (tmp_path / "prompt").write_text("Once upon\n")
+    flags = ("-m", tiny, "-n", 8, "--temp", 0)
+    expected = cli(*flags, "-p", "Once upon")[1]
+    assert cli(*flags, "-f", tmp_path / "prompt")[1] == expected
+    assert cli(*flags, stdin=b"Once upon\n")[1] == expected
+    assert cli(*flags, "-p", "-", stdin=b"Once upon")[1] == expected
+
+
+def test_seed_repeats_the_text_and_empty_prompt_starts_from_bos(cli, tiny):
+    flags = ("-m", tiny, "-n", 12, "--ignore-eos")
+    assert cli(*flags, "--seed", 7)[1] == cli(*flags, "--seed", 7)[1] != cli(*flags, "--seed", 8)[1]
+    _, out, err = cli(*flags)
+    assert cli(*flags, "--seed", err.split("seed ")[1].split()[0])[1] == out, "the printed seed does not repeat a random run"
+
+
+def test_full_context_is_noted(cli, tiny):
+    code, out, err = cli("-m", tiny, "-p", "Once", "-c", 16, "--ignore-eos", "--quiet")
+    assert code == 0 and "context of 16 tokens is full" in err
+
+
+def test_stop_string_ends_the_text(cli, tiny):
+    flags = ("-m", tiny, "-p", "Once", "-n", 40, "--temp", 0, "--ignore-eos", "--no-display-prompt", "--quiet")
+    whole = cli(*flags)[1]
+    stop = whole[3:6]
+    code, out, _ = cli(*flags, "--stop", stop, "--stop", "\x00")
+    assert code == 0 and out == whole[: whole.find(stop)] + "\n"
+
+
+def test_wrong_usage_exits_2_in_one_line(cli, tiny):
+    wrong = ["--temp -1", "--top-p 2", "-n x", "--nonsense", "-p a -f b", "--chat -p a", "--seed 1e99", "-c -1"]
+    for arguments in wrong:
+        code, out, err = cli("-m", tiny, *arguments.split())
+        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, arguments
+
+
+def spoil_config(**fields):
+    return lambda folder: edit(folder / "config.json", **fields)
+
+
+def spoil_header(change):
+    """Rewrite the JSON header of model.safetensors, and leave the data as it is."""
+
+    def spoil(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        raw = file.read_bytes()
+        size = struct.unpack("<Q", raw[:8])[0]
+        header = json.loads(raw[8 : 8 + size])
+        change(header)
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+
+    return spoil
+
+
+def overlap(header: dict) -> None:
+    a, b = sorted(name for name in header if "gate_proj" in name)
+    header[a]["data_offsets"] = header[b]["data_offsets"]
+
+
+def spoil_tensors(change):
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return spoil
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.system, ("touch PICKLE_HAS_RUN",))
+
+
+def plant_bomb(folder: Path) -> None:
+    to_bin(folder)
+    torch.save({"x": Bomb()}, folder / "pytorch_model.bin")
+
+
+def plant_plain_pickle(folder: Path) -> None:
+    to_bin(folder)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+
+
+def plant_index(name: str):
+    def spoil(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+
+    return spoil
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+SPOILED = {  # how a checkpoint is spoiled: what the one line of error must hold
+    "empty folder": (lambda f: [file.unlink() for file in f.iterdir()], ["neither config.json nor params.json"]),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json is not JSON"]),
+    "config lacks a field": (spoil_config(hidden_size=None), ["config.json lacks the field hidden_size"]),
+    "zero heads": (spoil_config(num_attention_heads=0), ["num_attention_heads is 0"]),
+    "negative layers": (spoil_config(num_hidden_layers=-1), ["num_hidden_layers is -1"]),
+    "absurd vocabulary": (spoil_config(vocab_size=10**15), ["vocab_size is 1000000000000000"]),
+    "wordy number": (spoil_config(intermediate_size="many"), ["intermediate_size is 'many'"]),
+    "nan eps": (spoil_config(rms_norm_eps=float("nan")), ["rms_norm_eps is nan"]),
+    "uneven heads": (spoil_config(num_key_value_heads=3), ["4 query heads cannot share 3"]),
+    "attention bias": (spoil_config(attention_bias=True), ["attention_bias is True"]),
+    "another activation": (spoil_config(hidden_act="gelu"), ["hidden_act is 'gelu'"]),
+    "another model": (spoil_config(model_type="gpt2"), ["model_type is 'gpt2'"]),
+    "sliding window": (spoil_config(sliding_window=64), ["sliding_window is 64"]),
+    "another rope": (spoil_config(rope_parameters={"rope_type": "yarn", "factor": 2}), ["rope_type is 'yarn'"]),
+    "quantised": (spoil_config(quantization_config={"bits": 4}), ["quantization_config is"]),
+    "eos beyond the vocabulary": (
+        lambda f: edit(f / "generation_config.json", eos_token_id=[2, 99999]),
+        ["generation_config.json: eos_token_id is [2, 99999]"],
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["holds no weights"]),
+    "truncated": (lambda f: (f / "model.safetensors").open("r+b").truncate(5000), ["not a sound safetensors file"]),
+    "lying header": (spoil_header(lambda h: h[NORM].update(shape=[10**9])), ["not a sound safetensors file"]),
+    "overlapping offsets": (spoil_header(overlap), ["not a sound safetensors file"]),
+    "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), ["layers.1.feed_forward.w2.weight is missing"]),
+    "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), ["extra is unexpected"]),
+    "wrong shape": (spoil_tensors(lambda t: t.update({NORM: torch.ones(3)})), [f"{NORM} is [3], expected [64]"]),
+    "whole numbers": (spoil_tensors(lambda t: t.update({NORM: torch.ones(64, dtype=torch.int8)})), [NORM, "a type other than"]),
+    "nan": (spoil_tensors(lambda t: t[DOWN].view(-1)[5:6].fill_(float("nan"))), [f"{DOWN} in model.safetensors", "not finite"]),
+    "inf": (spoil_tensors(lambda t: t[DOWN].view(-1)[5:6].fill_(float("inf"))), [f"{DOWN} in model.safetensors", "not finite"]),
+    "pickle that runs code": (plant_bomb, ["pytorch_model.bin is not a checkpoint that can be read safely"]),
+    "plain pickle": (plant_plain_pickle, ["pytorch_model.bin is not a checkpoint that can be read safely"]),
+    "index without its shard": (plant_index("gone.safetensors"), ["names gone.safetensors, which is missing"]),
+    "index that leaves the folder": (plant_index("../model.safetensors"), ["which is not a file of its own folder"]),
+    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), ["holds no tokenizer.model"]),
+    "broken tokenizer": (lambda f: (f / "tokenizer.model").write_bytes(b"x" * 99), ["is not a SentencePiece model"]),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_spoiled_checkpoint_is_one_line_of_error(cli, copy, how, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    spoil, expected = SPOILED[how]
+    spoil(copy)
+    code, out, err = cli("-m", copy, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt")
+    assert code == 1 and out == "", (out, err)
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert all(text in err for text in expected), err
+    assert not (tmp_path / "PICKLE_HAS_RUN").exists()
+
+
+def test_the_bomb_would_have_run(tmp_path, monkeypatch):
+    """The check above is worth something only if an unsafe load runs the code."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": Bomb()}, "bomb")
+    torch.load("bomb", weights_only=False)
+    assert (tmp_path / "PICKLE_HAS_RUN").exists()
+
+
+def test_tokenizer_of_another_size(cli, tiny, copy):
+    theirs = hugging_face_llama(5000, **SHAPES["gqa"])
+    theirs.save_pretrained(copy)
+    code, _, err = cli("-m", copy, "-p", "Once")
+    assert code == 1 and "the model has a vocabulary of 5000" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, stdin, expected",
+    [
+        (["-m", "nowhere"], b"", "no such folder, and no such repository in the hub cache"),
+        (["-m", "no/where"], b"", "no/where"),
+        (["-f", "nofile"], b"", "nofile"),
+        (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
+        (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
+        (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
+    ],
+)
+def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
+    code, out, err = cli("-m", tiny, "--quiet", "--no-display-prompt", *arguments, stdin=stdin)
+    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
+
+
+def test_a_model_that_does_not_fit_says_so_before_allocating(cli, tiny, monkeypatch):
+    monkeypatch.setattr("model.free_memory", lambda device: 1_000_000)
+    code, _, err = cli("-m", tiny, "-p", "a")
+    assert code == 1 and "weights" in err and "cache of 256 tokens" in err and "(-c)" in err and err.count("\n") == 1
+    with pytest.raises(MemoryError, match="GB"):
+        check_memory(read_config_like(), torch.float32, torch.device("cpu"), 1 << 24)
+
+
+def program(*arguments, **options) -> subprocess.Popen:
+    command = [sys.executable, str(HERE / "run.py"), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def test_closed_stdout_ends_quietly(tiny):
+    process = program("-m", tiny, "-p", "Once", "--ignore-eos", "--quiet", stdin=subprocess.DEVNULL)
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(60) == 0 and process.stderr.read() == b""
+
+
+def test_ctrl_c_prints_timings_and_exits_130(tiny):
+    flags = ("-c", 100_000, "--ignore-eos", "--temp", 0)
+    process = program("-m", tiny, "-p", "Once", *flags, stdin=subprocess.DEVNULL)
+    process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"generated" in err and b"Traceback" not in err
+
+
+# ---- chat
+
+
+def chat(cli, folder, *lines: str, flags=()):
+    text = "".join(line + "\n" for line in lines).encode()
+    return cli("-m", folder, "--chat", "-n", 6, "--ignore-eos", "--temp", 0, *flags, stdin=text)
+
+
+def test_chat_answers_each_line_and_ends_with_the_input(cli, tiny):
+    code, out, err = chat(cli, tiny, "hello", "", "/help", "/nonsense", "again")
+    assert code == 0 and len(out.splitlines()) >= 2 and "generated 12 tokens" in err
+    assert "template plain (recognised" in err and "/clear forgets" in err and "no such command: /nonsense" in err
+    assert chat(cli, tiny, "hello", "/exit", "again")[2].count("generated 6 tokens") == 1
+
+
+def test_chat_forgets_on_clear(cli, tiny):
+    once = chat(cli, tiny, "hello")[1]
+    assert chat(cli, tiny, "hello", "/clear", "hello")[1] == once * 2
+    assert chat(cli, tiny, "good day", "hello")[1] != chat(cli, tiny, "good day")[1] + once
+    kind = chat(cli, tiny, "/system Be kind.", "hello")[1]
+    assert kind == chat(cli, tiny, "hello", flags=["--system", "Be kind."])[1] != once
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chat_evaluates_only_what_is_new(cli, tiny, template):
+    flags = ["--chat-template", template, "-c", 256]
+    one, two = (chat(cli, tiny, *["tell me a tale"] * n, flags=flags)[2] for n in (1, 2))
+    first, both = (int(err.split("prompt    ")[1].split()[0]) for err in (one, two))
+    assert both - first < first + 6 + 8, "the second turn evaluated the first again"
+    assert f"template {template} (given)" in one
+
+
+def test_chat_drops_its_oldest_turns_and_keeps_the_system_prompt(cli, tiny, monkeypatch):
+    seen = []
+    original = run.Chat.fit
+    monkeypatch.setattr(run.Chat, "fit", lambda self, user: seen.append(original(self, user)) or seen[-1])
+    flags = ["--system", "Be kind.", "--chat-template", "llama2", "-c", 128]
+    code, _, err = chat(cli, tiny, *["tell me a tale"] * 8, flags=flags)
+    assert code == 0 and "dropped the oldest" in err and "error" not in err
+    kind = Tokenizer(tiny).decode(seen[0]).split("Be kind.")[0]
+    assert all(len(ids) <= 128 and Tokenizer(tiny).decode(ids).startswith(kind + "Be kind.") for ids in seen)
+
+
+def test_a_message_longer_than_the_context_does_not_end_the_chat(cli, tiny):
+    code, out, err = chat(cli, tiny, "tell me a tale " * 60, "hello", flags=["-c", 64])
+    assert code == 0 and "the context holds 64" in err and "generated 6 tokens" in err
