@@ -1,18 +1,34 @@
-"""Every op of the model. One op is one block: the formula and its shapes, then a reference in plain torch.
+"""Every op of the model. One op is one block: formula and shapes, a reference in plain torch, the Triton kernel, its launcher.
 
 Shape letters, used everywhere: T new tokens, S cached positions, H query heads, KH key/value heads, D head_dim,
 C dim, F hidden_dim, V vocabulary, L layers. One sequence at a time, so there is no batch axis.
 
-The file ends with the op table. `reference` runs on any torch device: it is the CPU path.
-`pos`, wherever it appears, is an int32 tensor of one element: how many positions are already in the cache.
+The file ends with two facing tables. `reference` runs on any torch device: it is the CPU path, and the oracle in tests.
+`fused` runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1. To add an op: write its block, add it to both tables
+and to the cases of test_all.py.
+
+`pos`, wherever it appears, is an int32 tensor of one element on the device: how many positions are already in the cache.
+Kernels take contiguous tensors only, and derive every stride from the shapes.
+
+At T = 1 a product is bound by reading W: kernels stream its rows once, and do everything else on the way. At T > 1 it is
+bound by arithmetic: the library's product between small fused kernels is faster than a fused `tl.dot` (BENCHMARKS.md).
 """
 
+from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+import math
+import os
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fp8 import decode_tile, jit, tl, triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass
@@ -20,12 +36,22 @@ class Matrix:
     """A weight matrix W of N rows and K columns, applied as y = x W^T."""
 
     data: Tensor  # [N, K] row-major, or the same in oneDNN's blocked layout (see `pack`)
+    scale: Tensor | None = None  # [N] float32, of 8-bit weights
+    format: str = ""  # of 8-bit weights: "e4m3" or "e5m2"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.data.shape)
 
     @property
     def rows(self) -> int:
         return self.data.shape[0]
 
-    def pack(self) -> "Matrix":
+    @property
+    def columns(self) -> int:
+        return self.data.shape[1]
+
+    def pack(self) -> Matrix:
         """For a CPU in bf16: oneDNN's blocked layout, which streams 1.4 to 1.7 times faster than row-major at T = 1."""
         if self.data.device.type == "cpu" and self.data.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
             self.data = torch.ops.mkldnn._reorder_linear_weight(self.data, 1)
@@ -34,6 +60,148 @@ class Matrix:
     def dense(self) -> Tensor:
         """[N, K] row-major, whatever the layout."""
         return self.data.to_dense() if self.data.is_mkldnn else self.data
+
+
+# ---- launching
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a product is cut up at T = 1: each program takes `rows` rows of W, `block` columns at a time."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+# By compute capability (the nearest at or below the card's is taken), op, and columns of W (likewise, or else the first).
+# To tune for another card: `python bench.py --tune` times the candidates for the shapes of a model and prints such a table.
+OPS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
+LAUNCHES = {
+    0: dict.fromkeys(OPS, {0: Launch(64, 1024, 4)}),  # the interpreter: as few programs as possible
+    80: dict.fromkeys(OPS, {0: Launch(2, 2048, 4)}),
+    90: {
+        "rmsnorm_qkv_rope": {0: Launch(2, 1024, 4), 4096: Launch(2, 4096, 4)},
+        "linear_add": {0: Launch(2, 1024, 4), 4096: Launch(2, 2048, 8), 5120: Launch(2, 2048, 4), 8192: Launch(4, 4096, 8)},
+        "rmsnorm_swiglu": {0: Launch(2, 1024, 4), 4096: Launch(2, 2048, 8)},
+        "rmsnorm_linear": {0: Launch(2, 2048, 8)},
+    },
+}
+
+
+def nearest(table: dict, key: int):
+    """The entry of the largest key that is not above this one."""
+    return table[max(k for k in table if k <= key)]
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Compute capability of a GPU, 90 for Hopper; 0 for the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, warps: int = 4, stages: int = 1, **constants) -> None:
+    """Run a kernel. From sm_90 on it starts while the one before it still runs (programmatic dependent launch): each kernel
+    lets the next start at once, fetches what no kernel writes, waits, and only then reads or writes anything else."""
+    early = capability(device) >= 90
+    kernel[grid](*args, **constants, EARLY=early, num_warps=warps, num_stages=stages, launch_pdl=early)
+
+
+@jit
+def _start(EARLY: tl.constexpr):
+    """Let the next kernel start; its own waiting keeps it correct."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def _wait(EARLY: tl.constexpr):
+    """Wait until the kernel before this one, and so all before that, have written what they write."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+def interpreted(dtype: torch.dtype) -> bool:
+    """Whether tiles are widened to fp32 before a tl.dot: the interpreter's own bf16 products are wrong."""
+    return INTERPRETED and dtype == torch.bfloat16
+
+
+@jit
+def _dot(a, b, WIDEN: tl.constexpr):
+    """a b with fp32 sums."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b)
+
+
+# ---- the product at T = 1, which four ops share
+
+
+@jit
+def _weight_tile(w, rows, first, cols, N, K: tl.constexpr, BLOCK: tl.constexpr):
+    """W[rows, first + cols], streamed: read once and not kept in the caches."""
+    pointers = w + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + first + cols[None, :]
+    if K % BLOCK == 0:
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=first + cols[None, :] < K, other=0, eviction_policy="evict_first")
+
+
+@jit
+def _vector_tile(x, first, cols, K: tl.constexpr, BLOCK: tl.constexpr):
+    """x[first + cols] as a row."""
+    pointers = x + first + cols[None, :]
+    if K % BLOCK == 0:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=first + cols[None, :] < K, other=0.0)
+
+
+@jit
+def _product(
+    tile, x, norm, norm_tile, w, scale, rows, N, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """rmsnorm(x) W[rows]^T in fp32 (x W[rows]^T without NORM). The factor of the norm is applied after the product, with
+    which it commutes. The first tiles of W and norm come from before the wait."""
+    cols = tl.arange(0, BLOCK)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    squares = tl.zeros([1, BLOCK], tl.float32)
+    for first in tl.static_range(0, K, BLOCK):
+        now = tile
+        if first + BLOCK < K:
+            tile = _weight_tile(w, rows, first + BLOCK, cols, N, K, BLOCK)
+        x_tile = _vector_tile(x, first, cols, K, BLOCK).to(tl.float32)
+        if NORM:
+            squares += x_tile * x_tile
+            x_tile *= norm_tile.to(tl.float32)
+            if first + BLOCK < K:
+                norm_tile = _vector_tile(norm, first + BLOCK, cols, K, BLOCK)
+        sums += decode_tile(now, FORMAT).to(tl.float32) * x_tile
+    y = tl.sum(sums, 1)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares) / K + eps)
+    if FORMAT != "":
+        y *= tl.load(scale + rows, mask=rows < N, other=0.0)
+    return y
+
+
+def product_launch(op: str, kernel, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, args: tuple, **constants) -> None:
+    """Launch a kernel built on _product, as LAUNCHES says for this card."""
+    assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
+    how = nearest(nearest(LAUNCHES, capability(x.device))[op], w.columns)
+    block = min(how.block, triton.next_power_of_2(w.columns))
+    grid = (triton.cdiv(w.rows, how.rows),)
+    launch(
+        kernel, grid, x.device, x, norm if norm is not None else x, w.data, w.scale if w.scale is not None else x, eps, *args,
+        N=w.rows, K=w.columns, ROWS=how.rows, BLOCK=block, FORMAT=w.format, warps=how.warps, **constants,
+    )  # fmt: skip
+
+
+def library_product(x: Tensor, w: Matrix) -> Tensor:
+    """y = x W^T by the library, for T > 1."""
+    return F.linear(x, w.data)
 
 
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
@@ -51,12 +219,50 @@ def embedding_ref(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
     return F.embedding(tokens[first : first + T], table)
 
 
+@jit
+def _embedding_kernel(tokens, pos, table, out, C: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    _start(EARLY)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _wait(EARLY)
+    t = tl.program_id(0)
+    token = tl.load(tokens + tl.load(pos) + t).to(tl.int64)
+    tl.store(out + t * C + cols, tl.load(table + token * C + cols, mask=cols < C), mask=cols < C)
+
+
+def embedding(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
+    C = table.shape[1]
+    out = table.new_empty(T, C)
+    launch(_embedding_kernel, (T, triton.cdiv(C, 1024)), table.device, tokens, pos, table, out, C=C, BLOCK=1024)
+    return out
+
+
 # ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight. x [T, C], weight [C] -> [T, C]  (Zhang and Sennrich, 2019)
 
 
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+@jit
+def _rmsnorm_kernel(x, weight, out, eps, C: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    _start(EARLY)
+    cols = tl.arange(0, BLOCK)
+    weights = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+    _wait(EARLY)
+    row = tl.program_id(0).to(tl.int64) * C
+    values = tl.load(x + row + cols, mask=cols < C, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y = values * tl.rsqrt(tl.sum(values * values) / C + eps) * weights
+    tl.store(out + row + cols, y.to(out.dtype.element_ty), mask=cols < C)
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    T, C = x.shape
+    assert x.is_contiguous() and weight.shape == (C,), (x.shape, weight.shape)
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(C)
+    launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, eps, C=C, BLOCK=block, warps=min(16, max(1, block // 512)))
+    return out
 
 
 # ---- rope: neighbouring pairs (x[2i], x[2i+1]) turned by the angle table[position, i]. x [T, N, D] -> [T, N, D]
@@ -68,6 +274,73 @@ def rope_ref(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     turn = torch.view_as_complex(table[first : first + T]).unsqueeze(1)
     return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+
+
+@jit
+def _angle(table, position, pair, mask, HALF: tl.constexpr):
+    """Cosine and sine for a pair at a position; no turn where the mask is off."""
+    entry = table + (position * HALF + pair) * 2
+    return tl.load(entry, mask=mask, other=1.0), tl.load(entry + 1, mask=mask, other=0.0)
+
+
+@jit
+def _turn(even, odd, cos, sin):
+    return even * cos - odd * sin, even * sin + odd * cos
+
+
+@jit
+def _rope_kernel(
+    x, table, k_cache, v_cache, q, pos,
+    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One token's heads, [H + 2 KH, D]: the first H are turned into q, the next KH into the cache, the last copied there."""
+    _start(EARLY)
+    pairs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # over all heads
+    head, pair = pairs // HALF, pairs % HALF
+    _wait(EARLY)
+    t = tl.program_id(0)
+    position = tl.load(pos) + t
+    inside = pairs < (H + 2 * KH) * HALF
+    source = x + (t * (H + 2 * KH) * HALF + pairs) * 2
+    even = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(source + 1, mask=inside, other=0.0).to(tl.float32)
+    cos, sin = _angle(table, position, pair, inside & (head < H + KH), HALF)
+    even, odd = _turn(even, odd, cos, sin)
+    _store_qkv(q, k_cache, v_cache, even, odd, t, position, head, pair, inside, S, H, KH, HALF)
+
+
+@jit
+def _store_qkv(
+    q, k_cache, v_cache, even, odd, t, position, head, pair, inside,
+    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Pairs to where their head belongs: q [T, H, D], or the caches [KH, S, D] at position."""
+    to = q + ((t * H + head) * HALF + pair) * 2
+    tl.store(to, even.to(q.dtype.element_ty), mask=inside & (head < H))
+    tl.store(to + 1, odd.to(q.dtype.element_ty), mask=inside & (head < H))
+    to = k_cache + (((head - H).to(tl.int64) * S + position) * HALF + pair) * 2
+    is_k = inside & (head >= H) & (head < H + KH)
+    tl.store(to, even.to(k_cache.dtype.element_ty), mask=is_k)
+    tl.store(to + 1, odd.to(k_cache.dtype.element_ty), mask=is_k)
+    to = v_cache + (((head - H - KH).to(tl.int64) * S + position) * HALF + pair) * 2
+    is_v = inside & (head >= H + KH)
+    tl.store(to, even.to(v_cache.dtype.element_ty), mask=is_v)
+    tl.store(to + 1, odd.to(v_cache.dtype.element_ty), mask=is_v)
+
+
+def rope(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
+    T, N, D = x.shape
+    out = torch.empty_like(x)
+    _launch_rope(x, table, out, out, out, pos, S=0, H=N, KH=0, D=D)
+    return out
+
+
+def _launch_rope(x: Tensor, table: Tensor, k: Tensor, v: Tensor, q: Tensor, pos: Tensor, S: int, H: int, KH: int, D: int):
+    assert x.is_contiguous() and D % 2 == 0, (x.shape, D)
+    pairs = (H + 2 * KH) * D // 2
+    block = min(1024, triton.next_power_of_2(pairs))
+    grid = (x.shape[0], triton.cdiv(pairs, block))
+    launch(_rope_kernel, grid, x.device, x, table, k, v, q, pos, S=S, H=H, KH=KH, HALF=D // 2, BLOCK=block)
 
 
 # ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T); q and k turned by rope; k, v written into the cache at pos.
@@ -85,6 +358,43 @@ def rmsnorm_qkv_rope_ref(
     k_cache[:, first : first + T] = qk[:, H:].transpose(0, 1)
     v_cache[:, first : first + T] = qkv[:, H + KH :].transpose(0, 1)
     return qk[:, :H]
+
+
+@jit
+def _qkv_kernel(
+    x, norm, w, scale, eps, table, k_cache, v_cache, q, pos,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    _start(EARLY)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    pairs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    head, pair = pairs // HALF, pairs % HALF
+    inside = pairs < N // 2
+    w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
+    norm_tile = _vector_tile(norm, 0, cols, K, BLOCK)
+    position = tl.load(pos)  # moves only between steps
+    cos, sin = _angle(table, position, pair, inside & (head < H + KH), HALF)
+    _wait(EARLY)
+    y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT)
+    even, odd = tl.split(tl.reshape(y, [ROWS // 2, 2]))
+    even, odd = _turn(even, odd, cos, sin)
+    _store_qkv(q, k_cache, v_cache, even, odd, 0, position, head, pair, inside, S, H, KH, HALF)
+
+
+def rmsnorm_qkv_rope(
+    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float
+) -> Tensor:
+    (KH, S, D), T = k_cache.shape, x.shape[0]
+    H = wqkv.rows // D - 2 * KH
+    q = x.new_empty(T, H, D)
+    if T == 1:
+        args = (table, k_cache, v_cache, q, pos)
+        product_launch("rmsnorm_qkv_rope", _qkv_kernel, x, norm, wqkv, eps, args, S=S, H=H, KH=KH, HALF=D // 2)
+    else:
+        qkv = library_product(rmsnorm(x, norm, eps), wqkv)
+        _launch_rope(qkv, table, k_cache, v_cache, q, pos, S, H, KH, D)
+    return q
 
 
 # ---- attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; H / KH query heads share one k, v head.
@@ -106,11 +416,240 @@ def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> T
     return y.permute(2, 0, 1, 3).reshape(T, H * D).to(q.dtype)
 
 
+@jit
+def _attend(q, k, v, m, l, acc, visible, scale, DOT: tl.constexpr, WIDEN: tl.constexpr):
+    """One block of keys and values [N, D] added to the running softmax of rows [M, D]: maximum m, sum l, product acc.
+    Exponentials are of base 2, the factor log2(e) is in scale (online softmax: Milakov and Gimelshein, 2018)."""
+    if DOT:
+        scores = _dot(q, tl.trans(k), WIDEN)
+    else:  # few rows: tensor cores would work on padding
+        scores = tl.sum(q[:, None, :].to(tl.float32) * k[None, :, :].to(tl.float32), 2)
+    scores = tl.where(visible, scores * scale, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, 1))
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen nothing yet
+    p = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(m - base)
+    if DOT:
+        product = _dot(p.to(v.dtype), v, WIDEN)
+    else:
+        product = tl.sum(p[:, :, None] * v[None, :, :].to(tl.float32), 1)
+    return new_m, l * shrink + tl.sum(p, 1), acc * shrink[:, None] + product
+
+
+@jit
+def _attention_kernel(
+    q, k_cache, v_cache, out, pos, T, scale,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """M tokens of one head at a time, over the keys they see: first those that all of them see, then those on the diagonal."""
+    _start(EARLY)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+    head = tl.program_id(1)
+    rows = block * M + tl.arange(0, M)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, N)
+    k_head = k_cache + (head // G).to(tl.int64) * S * D
+    v_head = v_cache + (head // G).to(tl.int64) * S * D
+    _wait(EARLY)
+    before = tl.load(pos)
+    inside = (rows[:, None] < T) & (d[None, :] < D)
+    place = (rows[:, None] * H + head) * D + d[None, :]
+    q_tile = tl.load(q + place, mask=inside, other=0.0)
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BLOCK_D], tl.float32)
+    all_see = (before + block * M + 1) // N * N
+    end = before + tl.minimum(T, (block + 1) * M)
+    for first in range(0, all_see, N):
+        s = first + n
+        at = s[:, None] * D + d[None, :]
+        k = tl.load(k_head + at, mask=d[None, :] < D, other=0.0)
+        v = tl.load(v_head + at, mask=d[None, :] < D, other=0.0)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, (s >= 0)[None, :], scale, True, WIDEN)
+    for first in range(all_see, end, N):
+        s = first + n
+        at, there = s[:, None] * D + d[None, :], (d[None, :] < D) & (s[:, None] < end)
+        k = tl.load(k_head + at, mask=there, other=0.0)
+        v = tl.load(v_head + at, mask=there, other=0.0)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, s[None, :] <= before + rows[:, None], scale, True, WIDEN)
+    tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _split_attention_kernel(
+    q, k_cache, v_cache, out, partial, ends, arrived, pos, T, scale,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
+    M: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr,
+    DOT: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Few tokens: the G query heads of one key/value head stand as rows, and the cache is cut into chunks that run side by
+    side. Whoever comes last of a head's chunks joins them: no second launch. What earlier steps have cached is fetched
+    before the wait: pos moves only between steps, when everything has been written."""
+    _start(EARLY)
+    head, split = tl.program_id(0), tl.program_id(1)
+    rows, d, n = tl.arange(0, M), tl.arange(0, BLOCK_D), tl.arange(0, N)
+    t, g = rows // G, rows % G
+    k_head = k_cache + head.to(tl.int64) * S * D
+    v_head = v_cache + head.to(tl.int64) * S * D
+    before = tl.load(pos)
+    length = before + T
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), N) * N, LEAST)
+    used = tl.cdiv(length, chunk)
+    start = split * chunk
+    s = start + n
+    end = tl.minimum(start + chunk, length)
+    at, real = s[:, None] * D + d[None, :], d[None, :] < D
+    old, new = s < tl.minimum(end, before), (s >= before) & (s < end)
+    k = tl.load(k_head + at, mask=real & old[:, None], other=0.0)
+    v = tl.load(v_head + at, mask=real & old[:, None], other=0.0)
+    _wait(EARLY)
+    if split < used:
+        inside = (rows[:, None] < T * G) & (d[None, :] < D)
+        place = (t[:, None] * H + head * G + g[:, None]) * D + d[None, :]
+        q_tile = tl.load(q + place, mask=inside, other=0.0)
+        k += tl.load(k_head + at, mask=real & new[:, None], other=0.0)
+        v += tl.load(v_head + at, mask=real & new[:, None], other=0.0)
+        m = tl.full([M], float("-inf"), tl.float32)
+        l = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, BLOCK_D], tl.float32)
+        visible = (s[None, :] <= before + t[:, None]) & (s[None, :] < end)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, DOT, WIDEN)
+        for first in range(start + N, end, N):
+            s = first + n
+            at, there = s[:, None] * D + d[None, :], (d[None, :] < D) & (s[:, None] < end)
+            k = tl.load(k_head + at, mask=there, other=0.0)
+            v = tl.load(v_head + at, mask=there, other=0.0)
+            visible = (s[None, :] <= before + t[:, None]) & (s[None, :] < end)
+            m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, DOT, WIDEN)
+        if used == 1:
+            tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
+        else:
+            slot = (head * SPLITS + split) * M + rows
+            tl.store(ends + slot * 2, m)
+            tl.store(ends + slot * 2 + 1, l)
+            tl.store(partial + slot[:, None] * D + d[None, :], acc, mask=inside)
+            tl.debug_barrier()
+            if tl.atomic_add(arrived + head, 1, sem="acq_rel") == used - 1:
+                tl.store(arrived + head, 0)
+                _join_splits(out, partial, ends, head, used, T * G, H, G, D, SPLITS, JOIN, M, R, BLOCK_D)
+
+
+@jit
+def _join_splits(
+    out, partial, ends, head, used, count, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    SPLITS: tl.constexpr, JOIN: tl.constexpr, M: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The softmax over all chunks from those of each, JOIN of them at a time, for `count` rows of at most R."""
+    rows, d, splits = tl.arange(0, R), tl.arange(0, BLOCK_D), tl.arange(0, SPLITS)
+    slots = (head * SPLITS + splits[:, None]) * M + rows[None, :]
+    written = (splits[:, None] < used) & (rows[None, :] < count)
+    peak = tl.max(tl.load(ends + slots * 2, mask=written, other=-1e30, cache_modifier=".cg"), 0)
+    total = tl.zeros([R], tl.float32)
+    y = tl.zeros([R, BLOCK_D], tl.float32)
+    for first in tl.static_range(0, SPLITS, JOIN):
+        split = first + tl.arange(0, JOIN)
+        slot = (head * SPLITS + split[:, None]) * M + rows[None, :]
+        there = (split[:, None] < used) & (rows[None, :] < count)
+        weight = tl.exp2(tl.load(ends + slot * 2, mask=there, other=float("-inf"), cache_modifier=".cg") - peak[None, :])
+        total += tl.sum(weight * tl.load(ends + slot * 2 + 1, mask=there, other=0.0, cache_modifier=".cg"), 0)
+        inside = there[:, :, None] & (d < D)[None, None, :]
+        part = tl.load(partial + slot[:, :, None] * D + d[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        y += tl.sum(weight[:, :, None] * part, 0)
+    place = ((rows // G)[:, None] * H + head * G + (rows % G)[:, None]) * D + d[None, :]
+    y = (y / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place, y, mask=(rows[:, None] < count) & (d[None, :] < D))
+
+
+SPLIT_ROWS = 64  # up to so many query rows a key/value head, attention is bound by reading the cache: split it over positions
+
+
+@dataclass(frozen=True)
+class SplitLaunch:
+    """How the cache is cut up: into at most `programs` chunks a processor, read in tiles of `block` positions."""
+
+    programs: int
+    block: int
+    warps: int
+    stages: int
+    least: int  # positions of a chunk
+    dot: bool  # by tensor cores, also where there are few query heads a key/value head
+
+
+# by compute capability and query heads a key/value head
+SPLIT_LAUNCHES = {
+    0: {1: SplitLaunch(4, 32, 4, 1, 0, False)},
+    80: {1: SplitLaunch(2, 64, 4, 2, 0, True)},
+    90: {1: SplitLaunch(2, 32, 2, 3, 0, True), 2: SplitLaunch(1, 128, 8, 1, 256, True)},
+}
+
+
+@cache
+def _split_buffers(device: torch.device, KH: int, D: int, splits: int, M: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Workspace of _split_attention_kernel, kept from call to call; `arrived` is left at zero by every launch."""
+    f32 = dict(dtype=torch.float32, device=device)
+    arrived = torch.zeros(KH, dtype=torch.int32, device=device)
+    return torch.empty(KH, splits, M, D, **f32), torch.empty(KH, splits, M, 2, **f32), arrived
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
+    (T, H, D), (KH, S, _) = q.shape, k_cache.shape
+    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and D % 8 == 0, (q.shape, k_cache.shape)
+    out, scale = q.new_empty(T, H * D), math.log2(math.e) / math.sqrt(D)
+    shape = dict(S=S, H=H, G=H // KH, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), WIDEN=interpreted(q.dtype))
+    if T * H // KH <= SPLIT_ROWS:
+        how = nearest(nearest(SPLIT_LAUNCHES, capability(q.device)), H // KH)
+        splits = min(32, triton.next_power_of_2(triton.cdiv(how.programs * processors(q.device), KH)))
+        R = triton.next_power_of_2(T * H // KH)
+        dot = how.dot or R > 8
+        M = max(16, R) if dot else R  # tl.dot wants 16 rows
+        join = min(splits, max(1, 4096 // (R * shape["BLOCK_D"])))
+        N = how.block if D <= 128 else how.block // 2
+        args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, D, splits, M), pos, T, scale)
+        cut = dict(
+            SPLITS=splits, JOIN=join, M=M, R=R, N=N, LEAST=max(N, how.least), DOT=dot, warps=how.warps, stages=how.stages
+        )
+        launch(_split_attention_kernel, (KH, splits), q.device, *args, **shape, **cut)
+    else:
+        M, N, stages = (128 if T > 64 else 64, 64, 3) if D <= 128 else (64, 32, 2)  # within 99 KB of shared memory
+        args = (q, k_cache, v_cache, out, pos, T, scale)
+        launch(_attention_kernel, (triton.cdiv(T, M), H), q.device, *args, **shape, M=M, N=N, warps=M // 16, stages=stages)
+    return out
+
+
 # ---- linear_add: residual += x W^T, in place. x [T, K], W [C, K], residual [T, C] -> residual
 
 
 def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
     return residual.add_(linear_ref(x, w))
+
+
+@jit
+def _linear_add_kernel(
+    x, norm, w, scale, eps, residual,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    _start(EARLY)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
+    _wait(EARLY)
+    y = tl.load(residual + rows, mask=rows < N, other=0.0).to(tl.float32)
+    y += _product(w_tile, x, norm, w_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, False, FORMAT)
+    tl.store(residual + rows, y.to(residual.dtype.element_ty), mask=rows < N)
+
+
+def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
+    assert residual.shape == (x.shape[0], w.rows) and residual.is_contiguous(), (residual.shape, w.shape)
+    if x.shape[0] == 1:
+        product_launch("linear_add", _linear_add_kernel, x, None, w, 0.0, (residual,))
+        return residual
+    return residual.addmm_(x, w.data.t())
 
 
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T. x [T, C] -> [T, F]  (Shazeer, 2020)
@@ -122,17 +661,86 @@ def rmsnorm_swiglu_ref(x: Tensor, norm: Tensor, w13: Matrix, eps: float) -> Tens
     return F.silu(a) * b
 
 
-# ---- rmsnorm_linear: logits = rmsnorm(x) W^T in float32. x [T, C], W [V, C] -> [T, V]
+@jit
+def _silu_mul(a, b):
+    return a / (1.0 + tl.exp(-a)) * b
 
 
-def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, eps: float) -> Tensor:
-    return linear_ref(rmsnorm_ref(x, norm, eps), w).float()
+@jit
+def _rmsnorm_swiglu_kernel(
+    x, norm, w, scale, eps, out,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    _start(EARLY)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
+    norm_tile = _vector_tile(norm, 0, cols, K, BLOCK)
+    _wait(EARLY)
+    y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT)
+    a, b = tl.split(tl.reshape(y, [ROWS // 2, 2]))
+    to = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    tl.store(out + to, _silu_mul(a, b).to(out.dtype.element_ty), mask=to < N // 2)
 
 
-# ---- sample: the next token from logits float32 [V]; -1 when they are not finite. tokens int32 [S] -> tensor of one id.
+@jit
+def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """silu(a) * b of neighbouring a and b. ab [T, 2 F] -> [T, F]"""
+    _start(EARLY)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _wait(EARLY)
+    at = tl.program_id(0).to(tl.int64) * F + cols
+    pairs = tl.load(ab + at[:, None] * 2 + tl.arange(0, 2)[None, :], mask=cols[:, None] < F, other=0.0).to(tl.float32)
+    a, b = tl.split(pairs)
+    tl.store(out + at, _silu_mul(a, b).to(out.dtype.element_ty), mask=cols < F)
+
+
+def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float) -> Tensor:
+    T, F = x.shape[0], w13.rows // 2
+    out = x.new_empty(T, F)
+    if T == 1:
+        product_launch("rmsnorm_swiglu", _rmsnorm_swiglu_kernel, x, norm, w13, eps, (out,))
+    else:
+        ab = library_product(rmsnorm(x, norm, eps), w13)
+        launch(_swiglu_kernel, (T, triton.cdiv(F, 1024)), x.device, ab, out, F, BLOCK=1024)
+    return out
+
+
+# ---- rmsnorm_linear: out = rmsnorm(x) W^T. x [T, C], W [V, C], out float32 [T, V], the logits -> out
+
+
+def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
+    return out.copy_(linear_ref(rmsnorm_ref(x, norm, eps), w))
+
+
+@jit
+def _rmsnorm_linear_kernel(
+    x, norm, w, scale, eps, out,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    _start(EARLY)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
+    norm_tile = _vector_tile(norm, 0, cols, K, BLOCK)
+    _wait(EARLY)
+    y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT)
+    tl.store(out + rows, y, mask=rows < N)
+
+
+def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
+    assert out.shape == (x.shape[0], w.rows) and out.is_contiguous(), (out.shape, w.shape)
+    if x.shape[0] == 1:
+        product_launch("rmsnorm_linear", _rmsnorm_linear_kernel, x, norm, w, eps, (out,))
+        return out
+    return out.copy_(library_product(rmsnorm(x, norm, eps), w))
+
+
+# ---- sample: the next token, from logits float32 [V], is written to tokens[pos] and to told[pos] (int32 [S] both).
+#      told is where the host reads: pinned memory on a GPU. It gets -1, and tokens 0, when the logits are not finite.
 #      In llama.cpp's order: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. The draw is
 #      the inverse of the cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device.
-#      Each filter keeps the tokens at or above one threshold, so equals at the edge stay together.
+#      Each filter keeps the tokens at or above one threshold, so equals at the edge stay together. logits are used up.
 
 
 @dataclass(frozen=True)
@@ -157,28 +765,155 @@ def uniform(seed: int, index: int) -> float:
     return ((z ^ (z >> 31)) >> 40) / (1 << 24)
 
 
-def sample_ref(logits: Tensor, tokens: Tensor, pos: Tensor, s: Sampling) -> Tensor:
+def sample_ref(logits: Tensor, tokens: Tensor, told: Tensor, pos: Tensor, s: Sampling) -> None:
     position = int(pos)
-    if not torch.isfinite(logits.sum()):
-        return torch.tensor([-1], device=logits.device)
+    token = _choose_ref(logits, tokens, position, s) if torch.isfinite(logits.sum()) else -1
+    tokens[position] = max(token, 0)
+    told[position] = token
+
+
+def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> int:
     if s.repeat_penalty != 1:
         first = 0 if s.repeat_last_n < 0 else max(0, position - s.repeat_last_n)
         recent = tokens[first:position].long().unique()
         seen = logits[recent]
-        logits = logits.index_copy(0, recent, torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty))
+        logits[recent] = torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
     if s.temp == 0:
-        return logits.argmax(keepdim=True)
+        return int(logits.argmax())
     ranked = logits.topk(s.top_k if 0 < s.top_k < len(logits) else len(logits)).values  # what top-k keeps, best first
     if s.top_p < 1:
         p = ranked.softmax(0)
         ranked = ranked[: int((p.cumsum(0) - p < s.top_p).sum().clamp(min=1))]
     floor = ranked[-1]
     if s.min_p > 0:
-        floor = torch.maximum(floor, ranked[0] + torch.tensor(s.min_p).log())
+        floor = torch.maximum(floor, ranked[0] + math.log(s.min_p))
     p = torch.where(logits >= floor, (logits - ranked[0]) / s.temp, -torch.inf).exp()
     cdf = p.double().cumsum(0)
     drawn = torch.searchsorted(cdf, uniform(s.seed, position) * cdf[-1], right=True)
-    return drawn.clamp(max=int(p.nonzero()[-1])).view(1)
+    return min(int(drawn), int(p.nonzero()[-1]))
+
+
+@jit
+def _uniform(seed, index):
+    z = (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return ((z ^ (z >> 31)) >> 40).to(tl.float32) / 16777216.0
+
+
+@jit
+def _threshold(l, weights, target, low, high):
+    """The largest of the values l such that the weights of those at or above it reach the target. low and high are values
+    between which it lies: bisection, in which both ends move on to the next value there is."""
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where(middle > low, middle, high)
+        above = l >= middle
+        reached = tl.sum(tl.where(above, weights, 0.0), 0)
+        next_above = tl.min(tl.where(above, l, float("inf")), 0)
+        next_below = tl.max(tl.where(above, float("-inf"), l), 0)
+        high = tl.where(reached == target, next_above, tl.where(reached > target, high, next_below))
+        low = tl.where(reached >= target, next_above, low)
+    return low
+
+
+@jit
+def _choose(
+    l, ids, u, temp, top_p, log_min_p,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    """One of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1)."""
+    best = tl.max(l, 0)
+    if GREEDY:
+        return tl.min(tl.where(l == best, ids, 2147483647), 0)
+    floor = tl.min(tl.where(l > float("-inf"), l, best), 0)
+    if TOP_K > 0:
+        floor = _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, floor, best)
+    if TOP_P:
+        p = tl.where(l >= floor, tl.exp(l - best), 0.0)
+        floor = _threshold(l, p, tl.maximum(top_p * tl.sum(p, 0), 1e-30), floor, best)
+    if MIN_P:
+        floor = tl.maximum(floor, best + log_min_p)
+    p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0)
+    cdf = tl.cumsum(p, 0)
+    last = tl.max(tl.where(p > 0, ids, 0), 0)
+    return tl.min(tl.where((cdf > u * tl.max(cdf, 0)) & (p > 0), ids, last), 0)
+
+
+@jit
+def _sample_kernel(
+    logits, tokens, told, pos, few, arrived, seed, temp, top_p, log_min_p, penalty, window,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """With a small TOP_K, each program keeps the best of its part of the vocabulary, and the last to come chooses among
+    these; otherwise there is one part."""
+    _start(EARLY)
+    part = tl.program_id(0)
+    ids = part * BLOCK + tl.arange(0, BLOCK)
+    _wait(EARLY)
+    position = tl.load(pos)
+    if PENALTY:
+        back = tl.arange(0, WINDOW)
+        recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
+        mine = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
+        seen = tl.load(logits + recent, mask=mine, other=0.0)
+        tl.debug_barrier()  # a token seen twice is penalised once: all are read before any is written
+        tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mine)
+        tl.debug_barrier()
+    l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
+    bad = tl.sum(tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), 1, 0), 0)
+    u = _uniform(seed, position)
+    if PARTS == 1:
+        token = _choose(l, ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
+        tl.store(tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
+        tl.store(told + position, tl.where(bad > 0, -1, token).to(tl.int32))
+    else:
+        best = tl.max(l, 0)
+        lowest = tl.min(tl.where(ids < V, l, best), 0)
+        chosen = (l >= _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, lowest, best)) & (ids < V)
+        slot = part * KEEP + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        chosen &= slot < (part + 1) * KEEP
+        count = tl.sum(chosen.to(tl.int32), 0)
+        lane = tl.arange(0, KEEP)
+        filler = tl.where(bad > 0, float("nan"), float("-inf"))
+        tl.store(few + slot, l, mask=chosen)
+        tl.store(few + PARTS * KEEP + slot, ids.to(tl.float32, bitcast=True), mask=chosen)
+        tl.store(few + part * KEEP + lane, filler + tl.zeros([KEEP], tl.float32), mask=(lane >= count) | (bad > 0))
+        tl.debug_barrier()
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(arrived, 0)
+            kept = few + tl.arange(0, PARTS * KEEP)
+            kept_l = tl.load(kept, cache_modifier=".cg")
+            kept_ids = tl.load(kept + PARTS * KEEP, cache_modifier=".cg").to(tl.int32, bitcast=True)
+            any_bad = tl.sum((kept_l != kept_l).to(tl.int32), 0)
+            chosen_id = _choose(kept_l, kept_ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
+            tl.store(tokens + position, tl.where(any_bad > 0, 0, chosen_id).to(tl.int32))
+            tl.store(told + position, tl.where(any_bad > 0, -1, chosen_id).to(tl.int32))
+
+
+KEEP = 64  # logits that a part keeps at most: top-k up to so many is chosen in parts
+
+
+@cache
+def _few(device: torch.device, parts: int) -> tuple[Tensor, Tensor]:
+    """Workspace of _sample_kernel: what each part kept (logits, then ids), and how many parts are done."""
+    return torch.zeros(2 * parts * KEEP, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def sample(logits: Tensor, tokens: Tensor, told: Tensor, pos: Tensor, s: Sampling) -> None:
+    V = len(logits)
+    window = len(tokens) if s.repeat_last_n < 0 else s.repeat_last_n
+    top_k = 1 if s.temp == 0 else s.top_k if s.top_k < V else 0
+    block = 1024 if 0 < top_k <= KEEP else triton.next_power_of_2(V)
+    parts = triton.next_power_of_2(triton.cdiv(V, block))
+    on = dict(TOP_K=top_k, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0)
+    on |= dict(PENALTY=s.repeat_penalty != 1 and window > 0, WINDOW=triton.next_power_of_2(max(window, 1)))
+    launch(
+        _sample_kernel, (parts,), logits.device, logits, tokens, told, pos, *_few(logits.device, parts),
+        s.seed, max(s.temp, 1e-6), s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window,
+        **on, V=V, BLOCK=block, PARTS=parts, KEEP=KEEP, warps=min(16, max(4, block // 1024)),
+    )  # fmt: skip
 
 
 reference = SimpleNamespace(
@@ -191,4 +926,16 @@ reference = SimpleNamespace(
     rmsnorm_swiglu=rmsnorm_swiglu_ref,
     rmsnorm_linear=rmsnorm_linear_ref,
     sample=sample_ref,
+)
+
+fused = SimpleNamespace(
+    embedding=embedding,
+    rmsnorm=rmsnorm,
+    rope=rope,
+    rmsnorm_qkv_rope=rmsnorm_qkv_rope,
+    attention=attention,
+    linear_add=linear_add,
+    rmsnorm_swiglu=rmsnorm_swiglu,
+    rmsnorm_linear=rmsnorm_linear,
+    sample=sample,
 )

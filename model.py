@@ -8,6 +8,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import kernels
 from kernels import Matrix, Sampling
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-CHUNK = 512  # tokens of a prompt evaluated at once: enough to be bound by arithmetic, small enough for little workspace
+CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: bound by arithmetic, yet little workspace
 
 
 # ---- configuration
@@ -546,16 +547,21 @@ class KVCache:
         self.pos = 0  # positions in use, on the host
         self.position = torch.zeros(1, dtype=torch.int32, device=model.device)  # the same, on the device
         self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
+        self.told = torch.zeros(size, dtype=torch.int32, pin_memory=model.device.type == "cuda")  # sampled ones, for the host
+        self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
         self.k = torch.zeros(shape, dtype=model.dtype, device=model.device).unbind()  # L x [KH, S, D]
         self.v = torch.zeros(shape, dtype=model.dtype, device=model.device).unbind()
         self.rope = rope_table(c, size).to(model.device)  # [S, D/2, 2]
 
+    def check_room(self, count: int) -> None:
+        """The one place that checks the capacity."""
+        if self.pos + count > self.size:
+            raise ValueError(f"the prompt has {self.pos + count} tokens; the context holds {self.size} (see -c)")
+
     def append(self, tokens: Tensor) -> None:
-        """Place tokens at pos, where forward will evaluate them. The one place that checks the capacity."""
-        end = self.pos + len(tokens)
-        if end > self.size:
-            raise ValueError(f"{end} tokens do not fit a context of {self.size}")
-        self.tokens[self.pos : end] = tokens
+        """Place tokens at pos, where forward will evaluate them."""
+        self.check_room(len(tokens))
+        self.tokens[self.pos : self.pos + len(tokens)] = tokens
 
     def truncate(self, pos: int) -> None:
         """Forget everything from pos on."""
@@ -563,7 +569,8 @@ class KVCache:
         self._seek(pos)
 
     def advance(self, count: int) -> None:
-        self._seek(self.pos + count)
+        self.pos += count
+        self.position += count
 
     def _seek(self, pos: int) -> None:
         self.pos = pos
@@ -591,11 +598,26 @@ class Llama:
     dtype: torch.dtype
     ctx_size: int  # positions of a cache made for it
     checkpoint: Checkpoint | None = None  # where the weights came from
+    _graph: tuple = field(default=(None, None), repr=False)  # what the last decode step was captured for, and the capture
 
-    def forward(self, tokens: Tensor, cache: KVCache, all_logits: bool = False) -> Tensor:
-        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 of the last token [1, V], or of all [T, V]."""
-        ops, w, eps, T = self.ops, self.weights, self.config.norm_eps, len(tokens)
+    @property
+    def backend(self) -> str:
+        if self.ops is kernels.reference:
+            return "torch ops"
+        return "Triton kernels" if self.device.type == "cuda" else "Triton kernels in the interpreter, which is slow"
+
+    def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""
         cache.append(tokens)
+        logits = torch.empty(len(tokens), self.config.vocab_size, device=self.device)
+        return self._evaluate(len(tokens), cache, logits)
+
+    def step(self, T: int, cache: KVCache) -> None:
+        """Evaluate the T tokens that stand at cache.pos; the last one's logits go to cache.logits."""
+        self._evaluate(T, cache, cache.logits.view(1, -1))
+
+    def _evaluate(self, T: int, cache: KVCache, logits: Tensor) -> Tensor:
+        ops, w, eps = self.ops, self.weights, self.config.norm_eps
         pos, rope = cache.position, cache.rope
         x = ops.embedding(cache.tokens, pos, T, w.embedding)
         for layer, k, v in zip(w.layers, cache.k, cache.v):
@@ -603,16 +625,36 @@ class Llama:
             x = ops.linear_add(ops.attention(q, k, v, pos), layer.wo, x)
             h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps)
             x = ops.linear_add(h, layer.w2, x)
+        ops.rmsnorm_linear(x[T - len(logits) :], w.norm, w.output, eps, logits)
         cache.advance(T)
-        return ops.rmsnorm_linear(x if all_logits else x[-1:], w.norm, w.output, eps)
-
-    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
-        """Evaluate a prompt in chunks. -> logits float32 of its last token [1, V]."""
-        if cache.pos + len(tokens) > cache.size:
-            raise ValueError(f"the prompt has {cache.pos + len(tokens)} tokens; the context holds {cache.size} (see -c)")
-        for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK):
-            logits = self.forward(chunk, cache)
         return logits
+
+    def graph(self, cache: KVCache, sampling: Sampling, banned: Tensor | None) -> torch.cuda.CUDAGraph:
+        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured once for its arguments."""
+        key = (cache, sampling, None if banned is None else tuple(banned.tolist()))
+        if self._graph[0] != key:
+            pos, logits = cache.pos, cache.logits.clone()
+
+            def run() -> None:
+                _choose(self, cache, sampling, banned)
+                self.step(1, cache)
+
+            run()  # compiles what is not compiled yet
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                run()
+            self._graph = (key, graph)
+            cache._seek(pos)
+            cache.logits.copy_(logits)
+        return self._graph[1]
+
+    def prefill(self, tokens: list[int], cache: KVCache) -> None:
+        """Evaluate a prompt in chunks; the last token's logits go to cache.logits."""
+        cache.check_room(len(tokens))
+        for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
+            cache.append(chunk)
+            self.step(len(chunk), cache)
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -624,8 +666,11 @@ def pick_device(name: str = "auto") -> torch.device:
         raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N")
-    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
-        raise ValueError(f"device {name} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {name} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)  # where Triton launches
     return device
 
 
@@ -654,7 +699,7 @@ def check_memory(config: Config, dtype: torch.dtype, device: torch.device, ctx_s
     weights = size * sum(math.prod(shape) for shape in c.shapes().values())
     cache = 2 * size * c.n_layers * c.n_kv_heads * ctx_size * c.head_dim
     widest = 3 * c.dim + (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 3 * c.hidden_dim
-    workspace = min(ctx_size, CHUNK) * (size * widest + ctx_size) + 8 * c.vocab_size
+    workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
     free = free_memory(device)
     if free is not None and weights + cache + workspace > free:
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
@@ -664,7 +709,21 @@ def check_memory(config: Config, dtype: torch.dtype, device: torch.device, ctx_s
         )
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", ctx_size: int | None = None) -> Llama:
+def pick_ops(backend: str, device: torch.device) -> SimpleNamespace:
+    """The op table: "torch" is the reference, "triton" the fused one, auto that on a GPU. Raises ValueError."""
+    if backend == "torch" or backend == "auto" and device.type == "cpu":
+        return kernels.reference
+    if kernels.triton is None:
+        raise ValueError("Triton is not installed: --backend torch runs without it")
+    if device.type == "cpu" and not kernels.INTERPRETED:
+        raise ValueError("on a CPU the Triton kernels run only in Triton's interpreter: set TRITON_INTERPRET=1")
+    if device.type == "cuda" and kernels.capability(device) < 80:
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"{name} is older than compute capability 8.0, which the kernels need: use --backend torch")
+    return kernels.fused
+
+
+def load(name: str, dtype: str = "auto", device: str = "auto", ctx_size: int | None = None, backend: str = "auto") -> Llama:
     """Load a checkpoint: Hugging Face's or Meta's folder, or a repository id in the hub cache.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
@@ -674,12 +733,13 @@ def load(name: str, dtype: str = "auto", device: str = "auto", ctx_size: int | N
     config = read_config(folder)
     checkpoint = Checkpoint(folder, config)
     on = pick_device(device)
+    ops = pick_ops(backend, on)
     torch_dtype = pick_dtype(dtype, checkpoint.dtype, on)
     ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
     check_memory(config, torch_dtype, on, ctx_size)
     with torch.inference_mode():
         weights = read_weights(checkpoint, torch_dtype, on)
-    return Llama(config, weights, kernels.reference, on, torch_dtype, ctx_size, checkpoint)
+    return Llama(config, weights, ops, on, torch_dtype, ctx_size, checkpoint)
 
 
 # ---- generation
@@ -692,15 +752,17 @@ class Timings:
     prompt_tokens: int = 0  # evaluated, so without those that were still in the cache
     prompt_seconds: float = 0.0
     new_tokens: int = 0
-    steps: int = 0  # new tokens but for the first of each call, whose logits the prompt has paid for
+    steps: int = 0  # new tokens but for the first of each call, whose time counts as the prompt's
     step_seconds: float = 0.0
-    clock: float = field(default=0.0, repr=False)
 
-    def lap(self) -> float:
-        """Seconds since the last call."""
-        now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
-        return seconds
+    def add(self, seconds: float, first: bool) -> None:
+        """Count one new token."""
+        self.new_tokens += 1
+        if first:
+            self.prompt_seconds += seconds
+        else:
+            self.steps += 1
+            self.step_seconds += seconds
 
 
 @torch.inference_mode()
@@ -723,26 +785,60 @@ def generate(
     cache = cache or KVCache(model)
     eos = model.config.eos_ids if eos is None else eos
     timings = timings or Timings()
-    timings.lap()
+    start = time.perf_counter()
     reused = cache.reuse(prompt)
-    logits = model.prefill(prompt[reused:], cache)[0]
+    model.prefill(prompt[reused:], cache)
+    n = min(n, cache.size - cache.pos) if n >= 0 else cache.size - cache.pos
     timings.prompt_tokens += len(prompt) - reused
-    timings.prompt_seconds += timings.lap()
-    while n != 0 and cache.pos < cache.size:
-        if ignore_eos:
-            logits[list(eos)] = torch.finfo(torch.float32).min
-        token = int(model.ops.sample(logits, cache.tokens, cache.position, sampling))
-        if token < 0:
-            raise RuntimeError(not_finite(model))
-        timings.new_tokens += 1
-        timings.step_seconds += timings.lap()
-        yield token
-        n -= 1
-        if n == 0 or (token in eos and not ignore_eos):
-            return
-        timings.lap()
-        logits = model.forward(torch.tensor([token], dtype=torch.int32, device=model.device), cache)[0]
-        timings.steps += 1
+    banned = torch.tensor(list(eos), device=model.device) if ignore_eos and eos else None
+    decode = _decode_on_gpu if model.device.type == "cuda" and model.ops is kernels.fused else _decode
+    with closing(decode(model, cache, n, sampling, banned)) as tokens:
+        for i, token in enumerate(tokens):
+            timings.add(time.perf_counter() - start, first=i == 0)
+            start = time.perf_counter()
+            if token < 0:
+                raise RuntimeError(not_finite(model))
+            yield token
+            if token in eos and not ignore_eos:
+                return
+
+
+def _choose(model: Llama, cache: KVCache, sampling: Sampling, banned: Tensor | None) -> None:
+    """Sample from cache.logits into cache.tokens and cache.told, at pos."""
+    if banned is not None:
+        cache.logits.index_fill_(0, banned, -1e4)
+    model.ops.sample(cache.logits, cache.tokens, cache.told, cache.position, sampling)
+
+
+def _decode(model: Llama, cache: KVCache, n: int, sampling: Sampling, banned: Tensor | None) -> Iterator[int]:
+    """Up to n tokens, one after the other; each is evaluated only when the next is asked for."""
+    for i in range(n):
+        _choose(model, cache, sampling, banned)
+        yield int(cache.told[cache.pos])
+        if i + 1 < n:
+            model.step(1, cache)
+
+
+def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampling: Sampling, banned: Tensor | None) -> Iterator[int]:
+    """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), the host one step ahead: while it
+    reads a token, the GPU is at the next. Token and position stay on the device."""
+    if n == 0:
+        return
+    graph = model.graph(cache, sampling, banned)
+    first, read = cache.pos, 0
+    done = [torch.cuda.Event(), torch.cuda.Event()]
+    try:
+        for launched in range(n + 1):
+            if launched < n:
+                graph.replay()
+                done[launched % 2].record()
+            if launched > 0:
+                read = launched - 1
+                done[read % 2].synchronize()
+                cache.pos = first + read
+                yield int(cache.told[cache.pos])
+    finally:
+        cache._seek(first + read)
 
 
 def not_finite(model: Llama) -> str:

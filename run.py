@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kernels import Sampling
-from model import DTYPES, KVCache, Timings, generate, load
+from kernels import INTERPRETED, Sampling
+from model import DTYPES, KVCache, Timings, generate, load, pick_device
 from tokenizer import TEMPLATES, TextStream, Tokenizer, recognise_template
 
 DEFAULT_MODEL = Path(__file__).parent / "models" / "tales"
@@ -64,6 +64,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--system", default="", metavar="TEXT", help="system prompt of the chat")
     add("--chat-template", choices=sorted(TEMPLATES), help="default: as the checkpoint's tokenizer_config.json says")
     add("--device", default="auto", help="cpu, cuda or cuda:N")
+    add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
     add("--quiet", action="store_true", help="no model summary and no timings on stderr")
     add("--debug", action="store_true", help="errors with their traceback")
@@ -103,7 +104,7 @@ class Session:
     def __init__(self, args: argparse.Namespace):
         start = time.perf_counter()
         self.args = args
-        self.model = load(args.model, args.dtype, args.device, args.ctx_size)
+        self.model = load(args.model, args.dtype, args.device, args.ctx_size, args.backend)
         config = self.model.config
         self.tokenizer = Tokenizer(self.model.checkpoint.folder, config.vocab_size, config.bos_id)
         self.eos = set(config.eos_ids or [self.tokenizer.eos])
@@ -121,7 +122,7 @@ class Session:
         dtype = next(name for name, value in DTYPES.items() if value == m.dtype)
         return (
             f"model     {m.checkpoint.folder}: {size}\n"
-            f"running   {dtype} on {m.device}, torch ops, context {self.cache.size}, seed {self.args.seed}"
+            f"running   {dtype} on {m.device}, {m.backend}, context {self.cache.size}, seed {self.args.seed}"
         )
 
     def closing(self) -> str:
@@ -148,7 +149,7 @@ class Session:
             if text.stopped:
                 return
         yield text.finish()
-        if self.cache.pos == self.cache.size:
+        if self.cache.pos >= self.cache.size - 1:  # the last token stands at pos
             note(f"\nnote: the context of {self.cache.size} tokens is full (see -c)")
 
 
@@ -251,7 +252,16 @@ class Chat:
                     note(f"error: {error}")
 
 
+def use_interpreter(args: argparse.Namespace) -> None:
+    """Triton's kernels run on a CPU in its interpreter, which must be chosen before they are imported: start again."""
+    if args.backend == "triton" and pick_device(args.device).type == "cpu" and not INTERPRETED:
+        os.environ["TRITON_INTERPRET"] = "1"
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 def work(args: argparse.Namespace) -> int:
+    use_interpreter(args)
     prompt = "" if args.chat else read_prompt(args)
     session = Session(args)
     if not args.quiet:

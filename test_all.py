@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import kernels
 import run
 from kernels import Sampling
-from model import KVCache, Timings, check_memory, generate, load, read_config, rope_table
+from model import CHUNK, KVCache, Timings, check_memory, generate, load, read_config, rope_table
 from tokenizer import BOS, EOS, TEMPLATES, Control, TextStream, Tokenizer, recognise_template
 
 HERE = Path(__file__).parent
@@ -93,7 +93,7 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
 def our_logits(folder: Path, ids: list[int], **options) -> torch.Tensor:
     model = load(folder, dtype="fp32", device="cpu", **options)
     with torch.inference_mode():
-        return model.forward(torch.tensor(ids), KVCache(model), all_logits=True)
+        return model.forward(torch.tensor(ids), KVCache(model))
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -243,12 +243,14 @@ def test_cached_decoding_and_chunks_equal_one_prefill(tiny, monkeypatch):
     model = load(tiny, dtype="fp32", device="cpu")
     tokens = torch.randint(3, 300, (50,))
     with torch.inference_mode():
-        whole = model.forward(tokens, KVCache(model), all_logits=True)
+        whole = model.forward(tokens, KVCache(model))
         cache = KVCache(model)
-        pieces = [model.forward(part, cache, all_logits=True) for part in tokens.split([7, 1, 1, 17, 1, 23])]
+        pieces = [model.forward(part, cache) for part in tokens.split([7, 1, 1, 17, 1, 23])]
         assert_close(torch.cat(pieces), whole, 1e-5)
-        monkeypatch.setattr("model.CHUNK", 16)
-        assert_close(model.prefill(tokens.tolist(), KVCache(model)), whole[-1:], 1e-5)
+        monkeypatch.setitem(CHUNK, "cpu", 16)
+        cache = KVCache(model)
+        model.prefill(tokens.tolist(), cache)
+        assert_close(cache.logits, whole[-1], 1e-5)
 
 
 def test_cache_truncates_and_reuses_the_common_beginning(tiny):
@@ -285,7 +287,7 @@ def test_half_precision_stays_near_fp32(tiny, dtype):
         model = load(tiny, dtype=name, device="cpu")
         with torch.inference_mode():
             cache = KVCache(model)
-            logits[name] = torch.cat([model.forward(part, cache, all_logits=True) for part in ids.split([29, 1])])
+            logits[name] = torch.cat([model.forward(part, cache) for part in ids.split([29, 1])])
     assert_close(logits[dtype], logits["fp32"], 0.05 if dtype == "bf16" else 0.01)  # a few roundings of 2^-9, of 2^-12
 
 
@@ -308,6 +310,14 @@ def read_config_like(**fields):
 # ---- sampling
 
 
+def choose(logits: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, ops=kernels.reference, **settings) -> int:
+    tokens, told = tokens.clone(), torch.zeros_like(tokens)
+    ops.sample(logits.clone(), tokens, told, position, Sampling(**settings))
+    at = int(position)
+    assert told[at] == tokens[at] or told[at] == -1 and tokens[at] == 0
+    return int(told[at])
+
+
 def draw(logits: torch.Tensor, count: int = 4000, history=(), **settings) -> torch.Tensor:
     """How often each token is chosen, over positions and so over random numbers."""
     tokens = torch.zeros(len(history) + count, dtype=torch.int32)
@@ -316,7 +326,7 @@ def draw(logits: torch.Tensor, count: int = 4000, history=(), **settings) -> tor
     for i in range(len(history), len(history) + count):
         position = torch.tensor([i], dtype=torch.int32)
         settings["seed"] = SEED + i
-        counts[int(kernels.reference.sample(logits.clone(), tokens, position, Sampling(**settings)))] += 1
+        counts[choose(logits, tokens, position, **settings)] += 1
     return counts / count
 
 
@@ -359,8 +369,9 @@ def test_a_seed_repeats_and_not_finite_logits_are_told(tiny):
     model = load(tiny, device="cpu")
     runs = [list(generate(model, [1, 5], n=20, sampling=Sampling(seed=seed), eos=[])) for seed in (SEED, SEED, SEED + 1)]
     assert runs[0] == runs[1] != runs[2]
-    bad = torch.tensor([1.0, float("nan"), 2.0])
-    assert int(kernels.reference.sample(bad, torch.zeros(1), torch.zeros(1, dtype=torch.int32), Sampling())) == -1
+    nowhere = torch.zeros(1, dtype=torch.int32)
+    for bad in ("nan", "inf", "-inf"):
+        assert choose(torch.tensor([1.0, float(bad), 2.0]), nowhere, nowhere) == -1
 
 
 # ---- tokenizer
