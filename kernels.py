@@ -31,11 +31,11 @@ from fp8 import decode_tile, jit, tl, triton
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@dataclass
+@dataclass(eq=False)
 class Matrix:
     """A weight matrix W of N rows and K columns, applied as y = x W^T."""
 
-    data: Tensor  # [N, K] row-major, or the same in oneDNN's blocked layout (see `pack`)
+    data: Tensor  # [N, K]
     scale: Tensor | None = None  # [N] float32, of 8-bit weights
     format: str = ""  # of 8-bit weights: "e4m3" or "e5m2"
 
@@ -51,15 +51,35 @@ class Matrix:
     def columns(self) -> int:
         return self.data.shape[1]
 
-    def pack(self) -> Matrix:
-        """For a CPU in bf16: oneDNN's blocked layout, which streams 1.4 to 1.7 times faster than row-major at T = 1."""
-        if self.data.device.type == "cpu" and self.data.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
-            self.data = torch.ops.mkldnn._reorder_linear_weight(self.data, 1)
-        return self
 
-    def dense(self) -> Tensor:
-        """[N, K] row-major, whatever the layout."""
-        return self.data.to_dense() if self.data.is_mkldnn else self.data
+def storage_dtype(ops: SimpleNamespace, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type in which an op table wants the matrices of a model in dtype. `reference` on a CPU: fp16 for bf16 too, which
+    torch streams twice as fast; a bf16 weight fits exactly, but for magnitudes under 6e-5, which are off by at most 3e-8."""
+    return torch.float16 if ops is reference and device.type == "cpu" and dtype == torch.bfloat16 else dtype
+
+
+def linear_ref(x: Tensor, w: Matrix) -> Tensor:
+    """y = x W^T. x [T, K] -> [T, N]."""
+    if w.data.dtype == torch.float16 and w.data.device.type == "cpu":
+        return _cpu_half_linear(x, w.data)
+    return F.linear(x, w.data)
+
+
+def _cpu_half_linear(x: Tensor, w: Tensor) -> Tensor:
+    """On a CPU, fp16 weights. One token: torch's fp16 matrix-vector product (fp32 sums), which runs at the speed of memory; x
+    is scaled so that neither it nor the result leaves the range of fp16. More: the library's product in bf16 (fp32 for fp16
+    activations), to which the weights are widened a block of rows at a time, so that the copies stay in the cache."""
+    if x.shape[0] == 1:
+        scale = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp_(min=1e-30) / 16
+        return (torch.mv(w, (x[0] / scale).half()) * scale).to(x.dtype)[None]
+    wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    x_wide, out = x.to(wide), x.new_empty(x.shape[0], w.shape[0])
+    single, block = torch.empty(512, w.shape[1]), torch.empty(512, w.shape[1], dtype=wide)
+    for rows, columns in zip(w.split(512), out.split(512, 1)):
+        n = len(rows)
+        block[:n] = single[:n].copy_(rows)  # by way of fp32: torch's own way from fp16 to bf16 is three times slower
+        columns.copy_(F.linear(x_wide, block[:n]))
+    return out
 
 
 # ---- launching
@@ -204,13 +224,6 @@ def library_product(x: Tensor, w: Matrix) -> Tensor:
     return F.linear(x, w.data)
 
 
-def linear_ref(x: Tensor, w: Matrix) -> Tensor:
-    """y = x W^T. x [T, K] -> [T, N]."""
-    if w.data.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, w.data, None, "none", [], "")
-    return F.linear(x, w.data)
-
-
 # ---- embedding: x = table[tokens]. tokens int32 [S], of which T from pos on; table [V, C] -> [T, C]
 
 
@@ -261,7 +274,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert x.is_contiguous() and weight.shape == (C,), (x.shape, weight.shape)
     out = torch.empty_like(x)
     block = triton.next_power_of_2(C)
-    launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, eps, C=C, BLOCK=block, warps=min(16, max(1, block // 512)))
+    launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, eps, C=C, BLOCK=block, warps=min(16, max(1, block // 256)))
     return out
 
 
@@ -417,23 +430,16 @@ def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> T
 
 
 @jit
-def _attend(q, k, v, m, l, acc, visible, scale, DOT: tl.constexpr, WIDEN: tl.constexpr):
+def _attend(q, k, v, m, l, acc, visible, scale, WIDEN: tl.constexpr):
     """One block of keys and values [N, D] added to the running softmax of rows [M, D]: maximum m, sum l, product acc.
     Exponentials are of base 2, the factor log2(e) is in scale (online softmax: Milakov and Gimelshein, 2018)."""
-    if DOT:
-        scores = _dot(q, tl.trans(k), WIDEN)
-    else:  # few rows: tensor cores would work on padding
-        scores = tl.sum(q[:, None, :].to(tl.float32) * k[None, :, :].to(tl.float32), 2)
+    scores = _dot(q, tl.trans(k), WIDEN)
     scores = tl.where(visible, scores * scale, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen nothing yet
     p = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(m - base)
-    if DOT:
-        product = _dot(p.to(v.dtype), v, WIDEN)
-    else:
-        product = tl.sum(p[:, :, None] * v[None, :, :].to(tl.float32), 1)
-    return new_m, l * shrink + tl.sum(p, 1), acc * shrink[:, None] + product
+    return new_m, l * shrink + tl.sum(p, 1), acc * shrink[:, None] + _dot(p.to(v.dtype), v, WIDEN)
 
 
 @jit
@@ -465,13 +471,13 @@ def _attention_kernel(
         at = s[:, None] * D + d[None, :]
         k = tl.load(k_head + at, mask=d[None, :] < D, other=0.0)
         v = tl.load(v_head + at, mask=d[None, :] < D, other=0.0)
-        m, l, acc = _attend(q_tile, k, v, m, l, acc, (s >= 0)[None, :], scale, True, WIDEN)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, (s >= 0)[None, :], scale, WIDEN)
     for first in range(all_see, end, N):
         s = first + n
         at, there = s[:, None] * D + d[None, :], (d[None, :] < D) & (s[:, None] < end)
         k = tl.load(k_head + at, mask=there, other=0.0)
         v = tl.load(v_head + at, mask=there, other=0.0)
-        m, l, acc = _attend(q_tile, k, v, m, l, acc, s[None, :] <= before + rows[:, None], scale, True, WIDEN)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, s[None, :] <= before + rows[:, None], scale, WIDEN)
     tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -480,7 +486,7 @@ def _split_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, T, scale,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr,
-    DOT: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Few tokens: the G query heads of one key/value head stand as rows, and the cache is cut into chunks that run side by
     side. Whoever comes last of a head's chunks joins them: no second launch. What earlier steps have cached is fetched
@@ -513,14 +519,14 @@ def _split_attention_kernel(
         l = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, BLOCK_D], tl.float32)
         visible = (s[None, :] <= before + t[:, None]) & (s[None, :] < end)
-        m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, DOT, WIDEN)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, WIDEN)
         for first in range(start + N, end, N):
             s = first + n
             at, there = s[:, None] * D + d[None, :], (d[None, :] < D) & (s[:, None] < end)
             k = tl.load(k_head + at, mask=there, other=0.0)
             v = tl.load(v_head + at, mask=there, other=0.0)
             visible = (s[None, :] <= before + t[:, None]) & (s[None, :] < end)
-            m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, DOT, WIDEN)
+            m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, WIDEN)
         if used == 1:
             tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
@@ -572,14 +578,13 @@ class SplitLaunch:
     warps: int
     stages: int
     least: int  # positions of a chunk
-    dot: bool  # by tensor cores, also where there are few query heads a key/value head
 
 
 # by compute capability and query heads a key/value head
 SPLIT_LAUNCHES = {
-    0: {1: SplitLaunch(4, 32, 4, 1, 0, False)},
-    80: {1: SplitLaunch(2, 64, 4, 2, 0, True)},
-    90: {1: SplitLaunch(2, 32, 2, 3, 0, True), 2: SplitLaunch(1, 128, 8, 1, 256, True)},
+    0: {1: SplitLaunch(4, 32, 4, 1, 0)},
+    80: {1: SplitLaunch(2, 64, 4, 2, 0)},
+    90: {1: SplitLaunch(2, 32, 2, 3, 0), 2: SplitLaunch(1, 128, 8, 1, 256)},
 }
 
 
@@ -606,14 +611,11 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tenso
         how = nearest(nearest(SPLIT_LAUNCHES, capability(q.device)), H // KH)
         splits = min(32, triton.next_power_of_2(triton.cdiv(how.programs * processors(q.device), KH)))
         R = triton.next_power_of_2(T * H // KH)
-        dot = how.dot or R > 8
-        M = max(16, R) if dot else R  # tl.dot wants 16 rows
+        M = max(16, R)  # tl.dot wants 16 rows
         join = min(splits, max(1, 4096 // (R * shape["BLOCK_D"])))
         N = how.block if D <= 128 else how.block // 2
         args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, D, splits, M), pos, T, scale)
-        cut = dict(
-            SPLITS=splits, JOIN=join, M=M, R=R, N=N, LEAST=max(N, how.least), DOT=dot, warps=how.warps, stages=how.stages
-        )
+        cut = dict(SPLITS=splits, JOIN=join, M=M, R=R, N=N, LEAST=max(N, how.least), warps=how.warps, stages=how.stages)
         launch(_split_attention_kernel, (KH, splits), q.device, *args, **shape, **cut)
     else:
         M, N, stages = (128 if T > 64 else 64, 64, 3) if D <= 128 else (64, 32, 2)  # within 99 KB of shared memory
@@ -734,6 +736,42 @@ def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) 
         product_launch("rmsnorm_linear", _rmsnorm_linear_kernel, x, norm, w, eps, (out,))
         return out
     return out.copy_(library_product(rmsnorm(x, norm, eps), w))
+
+
+# ---- cross_entropy: loss of each row, log(sum(exp(logits))) - logits[target]. logits float32 [T, V], targets int [T] -> [T]
+
+
+def cross_entropy_ref(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets.long(), reduction="none")
+
+
+@jit
+def _cross_entropy_kernel(logits, targets, out, V, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """One reading of the row, with a running maximum and sum: no second copy of the logits."""
+    _start(EARLY)
+    cols = tl.arange(0, BLOCK)
+    _wait(EARLY)
+    row = logits + tl.program_id(0).to(tl.int64) * V
+    peaks = tl.full([BLOCK], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, V, BLOCK):
+        l = tl.load(row + first + cols, mask=first + cols < V, other=float("-inf"), eviction_policy="evict_first")
+        new = tl.maximum(tl.maximum(peaks, l), -1e30)  # finite, so that lanes without a logit add nothing
+        sums = sums * tl.exp(peaks - new) + tl.exp(l - new)
+        peaks = new
+    peak = tl.max(peaks, 0)
+    total = tl.sum(sums * tl.exp(peaks - peak), 0)
+    target = tl.load(row + tl.load(targets + tl.program_id(0)))
+    tl.store(out + tl.program_id(0), peak + tl.log(total) - target)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    T, V = logits.shape
+    assert logits.is_contiguous() and targets.shape == (T,), (logits.shape, targets.shape)
+    out = logits.new_empty(T)
+    block = min(4096, triton.next_power_of_2(V))
+    launch(_cross_entropy_kernel, (T,), logits.device, logits, targets, out, V, BLOCK=block, warps=max(1, block // 512))
+    return out
 
 
 # ---- sample: the next token, from logits float32 [V], is written to tokens[pos] and to told[pos] (int32 [S] both).
@@ -925,6 +963,7 @@ reference = SimpleNamespace(
     linear_add=linear_add_ref,
     rmsnorm_swiglu=rmsnorm_swiglu_ref,
     rmsnorm_linear=rmsnorm_linear_ref,
+    cross_entropy=cross_entropy_ref,
     sample=sample_ref,
 )
 
@@ -937,5 +976,6 @@ fused = SimpleNamespace(
     linear_add=linear_add,
     rmsnorm_swiglu=rmsnorm_swiglu,
     rmsnorm_linear=rmsnorm_linear,
+    cross_entropy=cross_entropy,
     sample=sample,
 )

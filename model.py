@@ -472,15 +472,15 @@ class Weights:
     output: Matrix  # [V, C]; the embedding itself when tied
 
 
-def read_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Each tensor goes from the file to its place on the device, converted to dtype, one at a time."""
+def read_weights(checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype, device: torch.device) -> Weights:
+    """Each tensor goes from the file to its place on the device, one at a time: matrices in `stored`, all else in dtype."""
     c = checkpoint.config
     bar = tqdm(total=checkpoint.elements, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
 
     def read(name: str) -> Tensor:
         tensor = checkpoint.read(f"{name}.weight")
         bar.update(tensor.numel())
-        return tensor
+        return tensor.float() if device.type == "cpu" else tensor  # torch is slow from one 16-bit type to another
 
     def vector(name: str) -> Tensor:
         return read(name).to(device, dtype, copy=True)
@@ -488,17 +488,17 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     def stacked(*names: str) -> Matrix:
         """The matrices one below the other."""
         rows = [c.matrix_shapes[re.sub(r"layers\.\d+\.", "", name)] for name in names]
-        data = torch.empty(sum(r for r, _ in rows), rows[0][1], dtype=dtype, device=device)
+        data = torch.empty(sum(r for r, _ in rows), rows[0][1], dtype=stored, device=device)
         for part, name in zip(data.split([r for r, _ in rows]), names, strict=True):
             part.copy_(read(name))
-        return Matrix(data).pack()
+        return Matrix(data)
 
     def alternating(a: str, b: str) -> Matrix:
         """The rows of two matrices in turn."""
-        data = torch.empty(c.hidden_dim, 2, c.dim, dtype=dtype, device=device)
+        data = torch.empty(c.hidden_dim, 2, c.dim, dtype=stored, device=device)
         data[:, 0].copy_(read(a))
         data[:, 1].copy_(read(b))
-        return Matrix(data.view(-1, c.dim)).pack()
+        return Matrix(data.view(-1, c.dim))
 
     with bar:
         embedding = vector("tok_embeddings")
@@ -515,8 +515,8 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
                     w2=stacked(f"{ff}.w2"),
                 )
             )
-        output = embedding if c.tie_embeddings else vector("output")
-        return Weights(embedding, layers, vector("norm"), Matrix(output).pack())
+        output = embedding if c.tie_embeddings else read("output")
+        return Weights(embedding, layers, vector("norm"), Matrix(output.to(device, stored)))
 
 
 # ---- key/value cache
@@ -738,7 +738,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", ctx_size: int | N
     ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
     check_memory(config, torch_dtype, on, ctx_size)
     with torch.inference_mode():
-        weights = read_weights(checkpoint, torch_dtype, on)
+        weights = read_weights(checkpoint, torch_dtype, kernels.storage_dtype(ops, torch_dtype, on), on)
     return Llama(config, weights, ops, on, torch_dtype, ctx_size, checkpoint)
 
 
@@ -842,7 +842,7 @@ def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampling: Sampling, ban
 
 
 def not_finite(model: Llama) -> str:
-    bad = model.checkpoint and model.checkpoint.first_bad_tensor(model.dtype)
+    bad = model.checkpoint and model.checkpoint.first_bad_tensor(kernels.storage_dtype(model.ops, model.dtype, model.device))
     if bad:
         return f"the logits are not finite: {bad} holds NaN or inf"
     return "the logits are not finite, though every weight is: the activations overflow; try --dtype bf16 or fp32"

@@ -6,7 +6,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kernels import INTERPRETED, Sampling
@@ -281,23 +281,28 @@ def work(args: argparse.Namespace) -> int:
     return code
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+def one_line_errors(work: Callable[[], int], debug: bool) -> int:
+    """The exit code of a program's work: 1 and one line on stderr when it fails (a traceback with debug)."""
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="strict")
     try:
-        return work(args)
+        return work()
     except BrokenPipeError:  # whoever read our text has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if args.debug:
+        if debug:
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         note(f"error: {lines[0]}")
         return 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return one_line_errors(lambda: work(args), args.debug)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,17 @@
-"""The tests. `make test` runs them all; they need no GPU and no network. Fresh random inputs each run: the seed is printed."""
+"""The tests. `make test` runs them all; they need no GPU and no network. Fresh random inputs each run: the seed is printed.
 
+The Triton kernels run on the GPU when there is one, in Triton's interpreter when there is none; either way they are compiled
+ahead of time for every supported architecture.
+"""
+
+import csv
+import inspect
 import io
 import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import struct
@@ -17,10 +24,15 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+if DEVICE.type == "cpu" and "COMPILE_FOR" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is imported
+
+import bench
 import kernels
 import run
-from kernels import Sampling
-from model import CHUNK, KVCache, Timings, check_memory, generate, load, read_config, rope_table
+from kernels import Matrix, Sampling
+from model import CHUNK, Config, KVCache, Timings, check_memory, generate, load, read_config, rope_table
 from tokenizer import BOS, EOS, TEMPLATES, Control, TextStream, Tokenizer, recognise_template
 
 HERE = Path(__file__).parent
@@ -38,6 +50,14 @@ def seeded():
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+
+
+GOLDENS = {  # greedy text of models/tales in fp32
+    "Once upon a time": "there lived a king who had a daughter who was so beautiful that no one could have her. The king was so much",
+    "The fox said": ', "I am the fox, and the fox is the fox, and the fox is the fox, and the fox',
+    "[INST] Tell me a story. [/INST]": "There was once a man who had three sons, and they were both very poor. "
+    "One day the eldest said to the",
+}
 
 
 # ---- checkpoints to load: random tiny Llamas made by transformers, which is also the oracle
@@ -300,18 +320,305 @@ def test_rope_table_is_the_formula():
             assert torch.allclose(table[position, i].double(), torch.stack((angle.cos(), angle.sin())), atol=1e-6)
 
 
-def read_config_like(**fields):
-    from model import Config
-
+def read_config_like(**fields) -> Config:
     base = dict(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=8, hidden_dim=64, vocab_size=100, norm_eps=1e-5)
     return Config(**(base | fields))
+
+
+# ---- the op tables, and each op against its reference
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and what is not finite on purpose
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton exists on Linux only")
+ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one last place each
+
+
+@pytest.fixture(autouse=True)
+def sound_interpreter(monkeypatch):
+    """Triton's interpreter truncates from fp32 to bf16; the hardware rounds to the nearest."""
+    if kernels.triton is None or DEVICE.type == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert(data, source, target, rounding):
+        if (source, target) != (kernels.tl.float32, kernels.tl.bfloat16):
+            return original(data, source, target, rounding)
+        return torch.from_numpy(data.astype("float32")).bfloat16().view(torch.int16).numpy().view("uint16")
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def test_tables_have_the_same_ops_and_signatures():
+    assert vars(kernels.reference).keys() == vars(kernels.fused).keys()
+    for name, op in vars(kernels.fused).items():
+        assert inspect.signature(op) == inspect.signature(getattr(kernels.reference, name)), name
+        assert op.__name__ == name and getattr(kernels.reference, name).__name__ == f"{name}_ref"
+
+
+GUARD, MARGIN = 77.0, 64
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Outputs are poisoned with NaN before the op, and stand between guard values. -> a check that the guards still stand."""
+    buffers = []
+
+    def allocate(shape, dtype, device) -> torch.Tensor:
+        count = torch.Size(shape).numel()
+        buffer = torch.full((count + 2 * MARGIN,), GUARD, dtype=dtype, device=device)
+        buffers.append(buffer)
+        return buffer[MARGIN : MARGIN + count].fill_(float("nan")).view(*shape)
+
+    original = torch.Tensor.new_empty  # which the interpreter calls too, with keywords
+
+    def new_empty(self, *shape, **keywords) -> torch.Tensor:
+        return original(self, *shape, **keywords) if keywords else allocate(shape, self.dtype, self.device)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(torch, "empty_like", lambda x: allocate(x.shape, x.dtype, x.device))
+
+    def check() -> None:
+        assert buffers, "the op allocates its output in a way that is not guarded"
+        for buffer in buffers:
+            assert (buffer[:MARGIN] == GUARD).all() and (buffer[-MARGIN:] == GUARD).all(), "written outside of the output"
+
+    return check
+
+
+def nmse(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((ours.double() - exact.double()).square().sum() / exact.double().square().sum()).item()
+
+
+def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).to(DEVICE, dtype)
+
+
+def as_fp32(value):
+    if isinstance(value, Matrix):
+        return Matrix(value.data.float())
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def op_arguments(op: str, dtype: torch.dtype, heads: tuple[int, int, int], T: int, before: int) -> dict[str, tuple]:
+    """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, by index."""
+    H, KH, D = heads
+    C, F, V, S = 8 * (2 * H + 1), 52, 201, before + T + 9
+    pos = torch.tensor([before], dtype=torch.int32, device=DEVICE)
+    table = torch.randn(S, D // 2, 2, device=DEVICE)
+    x, norm = randn(T, C, dtype=dtype, scale=3000), randn(C, dtype=dtype)  # activations as large as real outliers
+    cache = [randn(KH, S, D, dtype=dtype) for _ in range(2)]
+    matrix = lambda rows, columns: Matrix(randn(rows, columns, dtype=dtype, scale=columns**-0.5))
+    logits = torch.randn(T, V, device=DEVICE) * 5
+    return {
+        "embedding": ((torch.randint(0, V, (S,), dtype=torch.int32, device=DEVICE), pos, T, randn(V, C, dtype=dtype)), ()),
+        "rmsnorm": ((x, norm, 1e-5), ()),
+        "rope": ((randn(T, H, D, dtype=dtype), table, pos), ()),
+        "rmsnorm_qkv_rope": ((x, norm, matrix((H + 2 * KH) * D, C), table, *cache, pos, 1e-5), (4, 5)),
+        "attention": ((randn(T, H, D, dtype=dtype), *cache, pos), ()),
+        "linear_add": ((randn(T, F, dtype=dtype), matrix(C, F), randn(T, C, dtype=dtype)), (2,)),
+        "rmsnorm_swiglu": ((x, norm, matrix(2 * F, C), 1e-5), ()),
+        "rmsnorm_linear": ((x, norm, matrix(V, C), 1e-5, torch.full((T, V), float("nan"), device=DEVICE)), (4,)),
+        "cross_entropy": ((logits, torch.randint(0, V, (T,), device=DEVICE)), ()),
+    }[op]
+
+
+OPS = [name for name in vars(kernels.fused) if name != "sample"]  # which is tested below, by what it chooses
+
+
+@needs_triton
+@pytest.mark.parametrize("T", [1, 2, 17, 64])
+@pytest.mark.parametrize("before", [0, 5, 40])
+@pytest.mark.parametrize("heads", [(2, 2, 16), (4, 1, 24), (6, 2, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_op_equals_its_reference(dtype, heads, before, T, guarded):
+    check_guards = guarded
+    for op in OPS:
+        arguments, written = op_arguments(op, dtype, heads, T, before)
+        exact_arguments = [as_fp32(a).clone() if isinstance(a, torch.Tensor) else as_fp32(a) for a in arguments]
+        untouched = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
+        exact = getattr(kernels.reference, op)(*exact_arguments)
+        ours = getattr(kernels.fused, op)(*arguments)
+        limit = ONE_UNIT[dtype if op != "cross_entropy" else torch.float32]
+        assert ours.shape == exact.shape and nmse(ours, exact) < limit, (op, nmse(ours, exact))
+        tensors = [(i, a) for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
+        for (i, after), was in zip(tensors, untouched):
+            if i in written:
+                assert nmse(after, exact_arguments[i]) < limit, (op, i)
+                if op == "rmsnorm_qkv_rope":  # other positions of the cache
+                    assert torch.equal(after[:, :before], was[:, :before])
+                    assert torch.equal(after[:, before + T :], was[:, before + T :])
+            else:
+                assert torch.equal(after, was), (op, i, "changed its input")
+    check_guards()
+
+
+@needs_triton
+@pytest.mark.parametrize("launch", [(2, 32, 4), (4, 16, 2), (8, 64, 4)], ids=str)
+def test_products_do_not_depend_on_how_they_are_cut(launch, monkeypatch):
+    table = {op: {0: kernels.Launch(*launch)} for op in kernels.OPS}
+    monkeypatch.setattr(kernels, "LAUNCHES", {0: table})
+    for op in kernels.OPS:
+        arguments, _ = op_arguments(op, torch.float16, (4, 2, 16), 1, 5)
+        exact = getattr(kernels.reference, op)(*[as_fp32(a) for a in arguments])
+        ours = getattr(kernels.fused, op)(*arguments)
+        assert nmse(ours, exact) < ONE_UNIT[torch.float16], op
+
+
+@needs_triton
+@pytest.mark.parametrize("split", [(4, 16, 4, 1, 0), (64, 16, 4, 1, 0), (1, 32, 4, 2, 64)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 16), (8, 1, 32), (4, 2, 136)], ids=str)
+def test_attention_does_not_depend_on_how_it_is_split(heads, split, monkeypatch):
+    monkeypatch.setattr(kernels, "SPLIT_LAUNCHES", {0: {1: kernels.SplitLaunch(*split)}})
+    for T, before in ((1, 0), (1, 200), (3, 300)):
+        arguments, _ = op_arguments("attention", torch.float16, heads, T, before)
+        exact = kernels.attention_ref(*[as_fp32(a) for a in arguments])
+        assert nmse(kernels.attention(*arguments), exact) < ONE_UNIT[torch.float16], (T, before)
+
+
+@needs_triton
+def test_launchers_refuse_what_the_kernels_cannot_read():
+    x, norm, w, eps = op_arguments("rmsnorm_swiglu", torch.float16, (2, 2, 16), 1, 0)[0]
+    wide = torch.zeros(2, x.shape[1], 1, dtype=x.dtype, device=DEVICE)
+    for bad in (wide[:, ::2, 0], x[:, :-1]):
+        with pytest.raises(AssertionError):
+            kernels.fused.rmsnorm(bad.t() if bad is not x[:, :-1] else bad, norm, eps)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_fused_model_is_the_reference_model(tiny, dtype):
+    exact, plain, fused = (
+        load(tiny, dtype=d, device=DEVICE.type, backend=b) for d, b in (("fp32", "torch"), (dtype, "torch"), (dtype, "triton"))
+    )
+    ids = torch.randint(3, 300, (19,))
+    logits = []
+    for model in (exact, plain, fused):
+        cache = KVCache(model)
+        with torch.inference_mode():
+            logits.append(torch.cat([model.forward(part.to(DEVICE), cache).cpu() for part in ids.split([17, 1, 1])]))
+    assert nmse(logits[2], logits[0]) < 2 * nmse(logits[1], logits[0]) + 1e-10, "less exact than plain PyTorch in the same type"
+    if dtype == "fp32":
+        for sampling in (Sampling(temp=0), Sampling(seed=SEED), Sampling(seed=SEED, repeat_penalty=1.3, top_k=0)):
+            ours, theirs = (list(generate(m, [1, 5, 9], n=6, sampling=sampling, eos=[])) for m in (fused, exact))
+            assert ours == theirs
+
+
+@needs_triton
+def test_sampling_on_the_device_chooses_what_the_reference_chooses():
+    for _ in range(60):
+        V, S = random.choice([17, 300, 3000]), 64
+        settings = dict(
+            temp=random.choice([0, 0.5, 0.8, 1.5]),
+            top_k=random.choice([0, 1, 5, 40, 100, 5000]),
+            top_p=random.choice([0.0, 0.5, 0.95, 1.0]),
+            min_p=random.choice([0.0, 0.05, 0.5]),
+            repeat_penalty=random.choice([1.0, 1.3]),
+            repeat_last_n=random.choice([-1, 0, 7, 64]),
+            seed=random.choice([0, 1, SEED, 1 << 62]),
+        )
+        logits, position = torch.randn(V) * 3, torch.tensor([random.choice([0, 1, 20, 50])], dtype=torch.int32)
+        tokens = torch.randint(0, V, (S,), dtype=torch.int32)
+        expected = choose(logits, tokens, position, **settings)
+        on_device = (t.to(DEVICE) for t in (logits, tokens, position))
+        assert choose(*on_device, ops=kernels.fused, **settings) == expected, settings
+
+
+@needs_triton
+def test_sampling_on_the_device_follows_the_distribution():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    expected = (logits / 0.7).softmax(0)
+    drawn = draw(logits.to(DEVICE), 1000, ops=kernels.fused, **(OFF | dict(temp=0.7)))
+    assert (drawn - expected).abs().max() < 0.08  # 5 sigma of 1000 draws
+
+
+@needs_triton
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_sampling_on_the_device_tells_of_not_finite_logits(bad, top_k):
+    logits = torch.randn(2500)
+    logits[2000] = float(bad)
+    nowhere = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    assert choose(logits.to(DEVICE), nowhere, nowhere, ops=kernels.fused, top_k=top_k) == -1
+
+
+# ---- every kernel compiles for every architecture, with no GPU present
+
+
+ARCHITECTURES = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes of shared memory that a program may have
+
+
+def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
+    """All launches of the ops on shapes that reach every kernel: kernel, arguments, constants, warps, stages."""
+    recorded = []
+
+    def record(kernel, grid, device, *arguments, warps=4, stages=1, **constants):
+        recorded.append((kernel, arguments, constants | {"EARLY": arch >= 90}, warps, stages))
+
+    kernels.launch, kernels.capability, kernels.processors = record, lambda device: arch, lambda device: 128
+    shapes = [((8, 8, 128), 1), ((8, 8, 128), 100), ((8, 1, 64), 1), ((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100)]
+    for heads, T in shapes[: 6 if dtype == torch.float16 else 2]:
+        for op in OPS:
+            getattr(kernels.fused, op)(*op_arguments(op, dtype, heads, T, 300)[0])
+    one = torch.zeros(1, dtype=torch.int32)
+    for sampling in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
+        tokens, told = (torch.zeros(512, dtype=torch.int32) for _ in range(2))
+        kernels.fused.sample(torch.zeros(32000), tokens, told, one, sampling)
+    return recorded
+
+
+def compile_kernels(arch: int) -> None:
+    """Compile what is launched, to machine code of an architecture."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+    names, done = set(), set()
+    for dtype in (torch.float16, torch.bfloat16):
+        for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
+            values = dict(zip(kernel.arg_names, arguments)) | constants
+            signature, constexprs, aligned = {}, {}, {}
+            for i, name in enumerate(kernel.arg_names):
+                value = values[name]
+                if isinstance(value, torch.Tensor):
+                    signature[name], aligned[(i,)] = types[value.dtype], [["tt.divisibility", 16]]
+                elif kernel.params[i].is_constexpr:
+                    signature[name], constexprs[name] = "constexpr", value
+                else:
+                    signature[name] = "i32" if isinstance(value, int) else "fp32"
+            key = (kernel.__name__, str(signature), str(constexprs), warps, stages)
+            if key in done:
+                continue
+            done.add(key)
+            options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90)
+            source = ASTSource(kernel, signature, constexprs, aligned)
+            compiled = kernels.triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+            assert compiled.asm["cubin"]
+            assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (key, compiled.metadata.shared)
+            assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90), key
+            names.add(kernel.__name__)
+    print(f"{len(done)} variants of {len(names)} kernels for sm_{arch}: {' '.join(sorted(names))}")
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_compile_ahead_of_time(arch):
+    environment = os.environ | {"COMPILE_FOR": str(arch), "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    source = (HERE / "kernels.py").read_text()
+    every = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
+    assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
 
 
 # ---- sampling
 
 
 def choose(logits: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, ops=kernels.reference, **settings) -> int:
-    tokens, told = tokens.clone(), torch.zeros_like(tokens)
+    tokens, told = tokens.clone(), tokens.clone()
     ops.sample(logits.clone(), tokens, told, position, Sampling(**settings))
     at = int(position)
     assert told[at] == tokens[at] or told[at] == -1 and tokens[at] == 0
@@ -320,11 +627,11 @@ def choose(logits: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, o
 
 def draw(logits: torch.Tensor, count: int = 4000, history=(), **settings) -> torch.Tensor:
     """How often each token is chosen, over positions and so over random numbers."""
-    tokens = torch.zeros(len(history) + count, dtype=torch.int32)
-    tokens[: len(history)] = torch.tensor(history, dtype=torch.int32)
+    tokens = torch.zeros(len(history) + count, dtype=torch.int32, device=logits.device)
+    tokens[: len(history)] = torch.tensor(history, dtype=torch.int32, device=logits.device)
     counts = torch.zeros(len(logits))
     for i in range(len(history), len(history) + count):
-        position = torch.tensor([i], dtype=torch.int32)
+        position = torch.tensor([i], dtype=torch.int32, device=logits.device)
         settings["seed"] = SEED + i
         counts[choose(logits, tokens, position, **settings)] += 1
     return counts / count
@@ -741,3 +1048,168 @@ def test_chat_drops_its_oldest_turns_and_keeps_the_system_prompt(cli, tiny, monk
 def test_a_message_longer_than_the_context_does_not_end_the_chat(cli, tiny):
     code, out, err = chat(cli, tiny, "tell me a tale " * 60, "hello", flags=["-c", 64])
     assert code == 0 and "the context holds 64" in err and "generated 6 tokens" in err
+
+
+# ---- measuring
+
+
+def test_costs_are_those_counted_by_hand():
+    c = read_config_like(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10)
+    # 16-bit: Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
+    assert bench.cost("rmsnorm_qkv_rope", c, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
+    # 3 tokens after 5: they see 6 + 7 + 8 = 21 keys; 8 cached positions of 2 heads of 2, for keys and for values
+    assert bench.cost("attention", c, 3, 5) == (2 * (3 * 8 * 2 + 2 * 8 * 4), 4 * 8 * 21)
+    assert bench.cost("w2", c, 1) == (2 * (8 * 12 + 12 + 8 + 8), 2 * 8 * 12)
+    assert bench.cost("rmsnorm_swiglu", c, 2, size=4) == (4 * (24 * 8 + 2 * 8 + 8 + 2 * 12), 2 * 2 * 24 * 8)
+    assert bench.cost("rmsnorm", c, 3, size=4) == (4 * (3 * 8 * 2 + 8), 4 * 3 * 8)
+    assert bench.cost("cross_entropy", c, 3)[0] == 4 * 3 * 10 + 3 * 12
+    layer = 2 * 16 * 8 + 4 * 8 * 1 + 2 * 8 * 8 + 2 * 24 * 8 + 2 * 8 * 12
+    assert bench.prefill_operations(c, 1) == 2 * layer + 2 * 10 * 8
+
+
+def test_bytes_of_a_decode_step_are_the_matrices_and_the_cache(tiny):
+    model = load(tiny, dtype="fp32", device="cpu")
+    matrices = {name: shape for name, shape in model.config.shapes().items() if len(shape) == 2 and "tok" not in name}
+    expected = 4 * sum(rows * columns for rows, columns in matrices.values())
+    assert bench.decode_bytes(model, 0) == expected
+    assert bench.decode_bytes(model, 10) - expected == 4 * 2 * 2 * 10 * 2 * 16  # k and v, layers, positions, heads, head_dim
+
+
+def test_windows_count_every_token_once():
+    for count, ctx, stride in ((100, 16, 16), (100, 16, 5), (7, 16, 16), (33, 16, 1)):
+        counted = []
+        for start, end, first in bench.windows(count, ctx, stride):
+            assert start <= first <= end <= start + ctx
+            counted += range(first, end)
+        assert counted == list(range(count))
+
+
+@pytest.mark.parametrize("stride", [24, 10])
+def test_perplexity_equals_transformers(tiny, stride):
+    from transformers import LlamaForCausalLM
+
+    model, theirs = load(tiny, dtype="fp32", device="cpu"), LlamaForCausalLM.from_pretrained(tiny)
+    ids, ctx, losses = torch.randint(3, 300, (70,)).tolist(), 24, []
+    *_, quality = bench.perplexity(model, ids, 1, ctx, stride, against=model)
+    for start, end, first in bench.windows(len(ids), ctx, stride):
+        log_p = oracle(theirs, [1, *ids[start : end - 1]]).log_softmax(-1)
+        losses += [-log_p[i - start, ids[i]].item() for i in range(first, end)]
+    report = quality.report(text_bytes=200)
+    assert report["tokens"] == 70
+    assert abs(report["perplexity"] / torch.tensor(losses).double().mean().exp().item() - 1) < 1e-4
+    assert abs(report["bits_per_byte"] - sum(losses) / 0.6931471805599453 / 200) < 1e-4
+    assert report["mean_kl"] < 1e-9 and report["same_top_%"] == 100 and abs(report["perplexity_ratio"] - 1) < 1e-9
+
+
+@pytest.fixture
+def bench_cli(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(bench, "read_ceiling", lambda device: 1e10)  # the real ones take seconds
+    monkeypatch.setattr(bench, "copy_ceiling", lambda device: 1e10)
+    monkeypatch.setattr(bench, "product_ceiling", lambda device, dtype: 1e11)
+
+    def call(*arguments):
+        try:
+            code = bench.main([str(a) for a in arguments])
+        except SystemExit as exit:
+            code = exit.code
+        return (code, *capfd.readouterr())
+
+    return call
+
+
+QUICK = ["-p", "4", "-n", "2", "-r", "1", "--device", "cpu"]
+
+
+def test_bench_prints_each_form(bench_cli, tiny):
+    code, out, err = bench_cli("-m", tiny, *QUICK, "-o", "json", "-d", "0,5", "--dtype", "fp32,bf16")
+    rows = json.loads(out)
+    assert code == 0 and [(r["dtype"], r["test"]) for r in rows] == [
+        (dtype, test) for dtype in ("fp32", "bf16") for test in ("pp4", "pp4 @ d5", "tg2", "tg2 @ d5")
+    ]
+    assert all(r["tokens_per_s"] > 0 and r["share_of_ceiling"] > 0 for r in rows) and "load" in err and "first token" in err
+    _, out, _ = bench_cli("-m", tiny, *QUICK, "-o", "jsonl")
+    assert [json.loads(line)["test"] for line in out.splitlines()] == ["pp4", "tg2"]
+    _, out, _ = bench_cli("-m", tiny, *QUICK, "-o", "csv")
+    assert [row["test"] for row in csv.DictReader(io.StringIO(out))] == ["pp4", "tg2"]
+    _, out, _ = bench_cli("-m", tiny, *QUICK)
+    lines = out.splitlines()
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1 and "pp4" in lines[2]
+
+
+def test_bench_makes_random_models_and_compares_with_transformers(bench_cli, tiny):
+    code, out, _ = bench_cli("-m", f"random:{tiny / 'config.json'}", *QUICK, "-o", "json", "--vs", "transformers")
+    rows = json.loads(out)
+    assert code == 0 and [r["backend"] for r in rows[2:]] == [
+        "transformers",
+        "transformers, eager",
+        "transformers, static cache",
+    ]
+    assert all(r["ratio"] > 0 for r in rows[2:])
+    assert bench.random_config("70b:3").n_layers == 3 and bench.random_config("7b").n_kv_heads == 32
+
+
+def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
+    code, out, _ = bench_cli("-m", tiny, *QUICK, "--kernels", "-o", "json")
+    assert code == 0 and {"rmsnorm", "rope", "attention", "wo", "w2", "cross_entropy", "sample"} <= {
+        r["op"] for r in json.loads(out)
+    }
+    code, out, _ = bench_cli("-m", tiny, *QUICK, "--profile")
+    assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
+
+
+def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tmp_path):
+    (tmp_path / "text").write_text(TEXT * 3)
+    code, out, _ = bench_cli(
+        "-m", tiny, "--device", "cpu", "--perplexity", tmp_path / "text", "--against", "bf16", "-o", "json"
+    )
+    (row,) = json.loads(out)
+    assert code == 0 and row["perplexity"] > 1 and row["mean_kl"] > 0 and 0 < row["standard_error"] < row["perplexity"]
+
+
+def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    for arguments, code, text in (
+        (["-m", "random:9b"], 1, "the shapes are 1.1b, 7b"),
+        (["-m", "nowhere"], 1, "no such folder"),
+        (["-p", "x"], 2, "argument -p"),
+        (["-m", tiny, "--perplexity", tmp_path / "bad"], 1, "not UTF-8: byte 0xff at offset 2"),
+        (["-m", tiny, "--perplexity", tmp_path / "none"], 1, "none"),
+        (["-m", "random:tales", "--perplexity", tmp_path / "bad"], 1, "not UTF-8"),
+        (["--perplexity", "x", "--stride", "600"], 2, "leaves out text"),
+        (["-m", tiny, "--tune", "--device", "cpu"], 1, "on a GPU"),
+    ):
+        seen, out, err = bench_cli(*arguments)
+        assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1 and text in err, err
+
+
+# ---- the embedded model
+
+
+def test_embedded_model_says_what_it_said():
+    """Greedy text in fp32. A change here is a change of the weights or of the arithmetic."""
+    model, tokenizer = load(run.DEFAULT_MODEL, dtype="fp32", device="cpu"), Tokenizer(run.DEFAULT_MODEL)
+    for prompt, text in GOLDENS.items():
+        ids = tokenizer.encode(prompt)
+        assert tokenizer.decode(generate(model, ids, n=24, sampling=Sampling(temp=0))) == text, prompt
+
+
+def test_train_makes_a_model_that_runs(tmp_path, cli):
+    tale = "Once upon a time there was a fox who lived in a wood. He met a crow, and the crow sang.\n" * 6
+    for part in ("train", "held_out"):
+        (tmp_path / part).mkdir()
+        text = f"The Fox and the Crow\n{tale}The King of the Wood\n{tale.replace('fox', 'king')}"
+        (tmp_path / part / "book.txt").write_text(text)
+    small = "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2"
+    teacher = "--teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
+    command = [sys.executable, "models/tales/train.py", "--corpus", tmp_path, "--out", tmp_path / "out", "--device", "cpu"]
+    trained = subprocess.run(
+        [*map(str, command), *small.split(), *teacher.split()],
+        cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"
+    ]  # fmt: skip
+    code, out, _ = cli("-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
+    assert code == 0 and out.startswith("Once") and len(out) > 8

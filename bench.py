@@ -1,0 +1,1040 @@
+"""Measuring: tokens per second, kernels, a profile, perplexity; each beside what the hardware can do, found in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import gc
+import io
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import kernels
+from fp8 import jit, tl
+from kernels import Matrix, Sampling
+from model import (
+    CHUNK,
+    DTYPES,
+    Config,
+    KVCache,
+    LayerWeights,
+    Llama,
+    Timings,
+    Weights,
+    check_memory,
+    generate,
+    load,
+    pick_device,
+    pick_dtype,
+    pick_ops,
+    read_config,
+)
+from run import DEFAULT_MODEL, Parser, note, one_line_errors, within
+from tokenizer import TextStream, Tokenizer
+
+SHAPES = {  # of TinyLlama-1.1B and Llama-2
+    "1.1b": dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632),
+    "7b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008),
+    "13b": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128, hidden_dim=13824),
+    "70b": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, hidden_dim=28672),
+}
+SEED_RATIOS = {"rope": 4.94, "rmsnorm": 2.3, "rmsnorm_qkv_rope": 1.52, "rmsnorm_swiglu": 1.2}  # over PyTorch, Kernl's, RTX 3090
+
+
+# ---- models to measure
+
+
+def random_config(spec: str) -> Config:
+    """The config of "7b", of "70b:8" (8 of its layers), of "tales", or of a config.json. Raises ValueError."""
+    name, _, layers = spec.partition(":")
+    if name.endswith(".json"):
+        config = read_config(Path(name).parent)
+    elif name == "tales":
+        config = read_config(DEFAULT_MODEL)
+    elif name in SHAPES:
+        config = Config(**SHAPES[name], vocab_size=32000, norm_eps=1e-5, max_seq_len=1 << 15, dtype=torch.float16)
+    else:
+        raise ValueError(f"random:{spec}: the shapes are {', '.join(SHAPES)}, tales or a config.json")
+    if layers and not (layers.isdecimal() and int(layers) > 0):
+        raise ValueError(f"random:{spec}: {layers!r} is no number of layers")
+    return dataclasses.replace(config, n_layers=int(layers)) if layers else config
+
+
+def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device) -> Weights:
+    """Normal weights of the size that training starts from, made on the device."""
+
+    def matrix(rows: int, columns: int) -> Matrix:
+        return Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02))
+
+    def ones() -> Tensor:
+        return torch.ones(c.dim, dtype=dtype, device=device)
+
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    layers = [
+        LayerWeights(
+            attention_norm=ones(),
+            wqkv=matrix(q + 2 * kv, c.dim),
+            wo=matrix(c.dim, q),
+            ffn_norm=ones(),
+            w13=matrix(2 * c.hidden_dim, c.dim),
+            w2=matrix(c.dim, c.hidden_dim),
+        )
+        for _ in range(c.n_layers)
+    ]
+    embedding = torch.randn(c.vocab_size, c.dim, dtype=dtype, device=device).mul_(0.02)
+    return Weights(embedding, layers, ones(), matrix(c.vocab_size, c.dim))
+
+
+def open_model(args: argparse.Namespace, dtype: str, ctx_size: int) -> Llama:
+    """A checkpoint, or random weights for a name like random:7b."""
+    if not args.model.startswith("random:"):
+        return load(args.model, dtype, args.device, ctx_size, args.backend)
+    config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device)
+    ops, as_dtype = pick_ops(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
+    check_memory(config, as_dtype, device, ctx_size)
+    with torch.inference_mode():
+        weights = random_weights(config, as_dtype, kernels.storage_dtype(ops, as_dtype, device), device)
+    return Llama(config, weights, ops, device, as_dtype, ctx_size)
+
+
+def release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- time
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_times(run: Callable[[], object], device: torch.device, repetitions: int = 5, warmup: int = 1) -> list[float]:
+    """Seconds of each call, from start to the device's end, without those of the warm-up."""
+    times = []
+    for _ in range(warmup + repetitions):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times[warmup:]
+
+
+def gpu_time(calls: list[Callable[[], object]], repetitions: int = 10) -> float:
+    """Median GPU seconds of one of the calls, back to back in a CUDA graph. The calls do the same on different data, together
+    several times the L2, so that they measure memory and not the cache."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(2 + repetitions):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3 / len(calls))
+    return statistics.median(times[2:])
+
+
+# ---- ceilings
+
+
+@jit
+def _read_kernel(data, out, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(data + at, eviction_policy="evict_first"))
+    if total == 12345.678:  # never: without a use the load would be removed
+        tl.store(out, total)
+
+
+@cache
+def read_ceiling(device: torch.device) -> float:
+    """Bytes a second that memory gives to who only reads: the best of a few ways."""
+    if device.type == "cuda":
+        data = torch.ones(1 << 31, device=device)
+        ways = [lambda b=b: _read_kernel[(data.numel() // b,)](data, data, BLOCK=b, num_warps=4) for b in (2048, 4096)]
+    else:
+        data = torch.ones(1 << 27)
+        rows, column = data.view(torch.float16).view(1 << 14, -1), torch.ones(1 << 14, dtype=torch.float16)
+        ways = [data.sum, lambda: torch.mv(rows, column)]
+    return 4.0 * data.numel() / min(statistics.median(wall_times(way, device)) for way in ways)
+
+
+@cache
+def copy_ceiling(device: torch.device) -> float:
+    """Bytes a second, read and written together, of a large copy."""
+    data = torch.ones(1 << 30 if device.type == "cuda" else 1 << 27, device=device)
+    other = torch.empty_like(data)
+    return 8.0 * data.numel() / statistics.median(wall_times(lambda: other.copy_(data), device))
+
+
+@cache
+def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a large product of random matrices."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / statistics.median(wall_times(lambda: a @ b, device, warmup=2))
+
+
+# ---- what must be read and computed
+
+
+def cost(op: str, c: Config, T: int, before: int = 0, size: int = 2) -> tuple[float, float]:
+    """Bytes that must move and operations that must be done by one launch of an op on T tokens after `before` others, `size`
+    bytes an element: every input read once, every output written once; a multiplication and an addition are two."""
+    C, ff, V = c.dim, c.hidden_dim, c.vocab_size
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+
+    def product(rows: int, columns: int, extra: float) -> tuple[float, float]:
+        return size * (rows * columns + T * columns + extra), 2.0 * T * rows * columns
+
+    seen = T * before + T * (T + 1) / 2  # keys seen by all tokens together
+    return {
+        "embedding": (size * 2.0 * T * C, 0.0),
+        "rmsnorm": (size * (2.0 * T * C + C), 4.0 * T * C),
+        "rope": (size * 2.0 * T * q + 4.0 * T * c.head_dim, 3.0 * T * q),
+        "rmsnorm_qkv_rope": product(q + 2 * kv, C, C + T * (q + 2 * kv)),
+        "attention": (size * (2.0 * T * q + 2.0 * (before + T) * kv), 4.0 * q * seen),
+        "wo": product(C, q, 2 * T * C),
+        "rmsnorm_swiglu": product(2 * ff, C, C + T * ff),
+        "w2": product(C, ff, 2 * T * C),
+        "rmsnorm_linear": (size * (V * C + C + T * C) + 4.0 * T * V, 2.0 * T * V * C),
+        "cross_entropy": (4.0 * T * V + 12.0 * T, 4.0 * T * V),
+        "sample": (4.0 * V, 2.0 * V),
+    }[op]
+
+
+def matrices(weights: Weights) -> list[Matrix]:
+    return [m for layer in weights.layers for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)] + [weights.output]
+
+
+def matrix_bytes(weights: Weights) -> float:
+    """Of the matrices that every token reads."""
+    scales = sum(m.scale.numel() * m.scale.element_size() for m in matrices(weights) if m.scale is not None)
+    return scales + sum(m.rows * m.columns * m.data.element_size() for m in matrices(weights))
+
+
+def decode_bytes(model: Llama, length: float) -> float:
+    """Bytes read for one token when `length` positions are cached: every matrix once, and the keys and values."""
+    c = model.config
+    return matrix_bytes(model.weights) + 2.0 * c.n_layers * c.n_kv_heads * c.head_dim * length * model.dtype.itemsize
+
+
+def prefill_operations(c: Config, T: int, before: int = 0) -> float:
+    """Operations for T tokens after `before` others, the logits of the last one only."""
+    layer = sum(cost(op, c, T, before)[1] for op in ("rmsnorm_qkv_rope", "attention", "wo", "rmsnorm_swiglu", "w2"))
+    return c.n_layers * layer + cost("rmsnorm_linear", c, 1)[1]
+
+
+# ---- tokens per second
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table."""
+
+    model: str
+    size_gb: float
+    backend: str
+    device: str
+    dtype: str
+    test: str
+    tokens_per_s: float
+    std: float
+    share_of_ceiling: float | None  # of the read ceiling for generation, of the product ceiling for a prompt
+    ratio: float | None = None  # ours over a peer's
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+@torch.inference_mode()
+def prompt_speed(model: Llama, cache: KVCache, T: int, depth: int, repetitions: int) -> list[float]:
+    """Tokens a second of a prompt of T tokens after `depth` others."""
+    tokens = torch.randint(3, model.config.vocab_size, (depth + T,)).tolist()
+    cache.truncate(0)
+    if depth:
+        model.prefill(tokens[:depth], cache)
+
+    def run() -> None:
+        cache.truncate(depth)
+        model.prefill(tokens[depth:], cache)
+
+    return [T / s for s in wall_times(run, model.device, repetitions)]
+
+
+def generation_speed(model: Llama, cache: KVCache, n: int, depth: int, repetitions: int, stream: TextStream) -> list[float]:
+    """Tokens a second of the whole loop, sampling and text included, after a prompt of `depth` tokens (at least one)."""
+    prompt = torch.randint(3, model.config.vocab_size, (max(depth, 1),)).tolist()
+    speeds = []
+    for _ in range(1 + repetitions):
+        timings = Timings()
+        for token in generate(model, prompt, cache, n + 1, Sampling(), eos=[], timings=timings):
+            stream.push(token)
+        speeds.append(timings.steps / timings.step_seconds)
+    return speeds[1:]
+
+
+def throughput(args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of the default table: prompts, then generation, at each depth, for each dtype."""
+    longest = max(args.depth) + max(args.n_prompt + args.n_gen) + 1
+    for dtype in args.dtype:
+        start = time.perf_counter()
+        model = open_model(args, dtype, max(longest, args.ctx_size or 0))
+        loaded = time.perf_counter() - start
+        cache, stream = KVCache(model), TextStream(Tokenizer(DEFAULT_MODEL))
+        first = time_to_first_token(model, cache)
+        note(f"load {loaded:.2f} s, first token {first[0]:.2f} s the first time, {1e3 * first[1]:.1f} ms after that")
+
+        def row(test: str, speeds: list[float], share: Callable[[float], float], model: Llama = model) -> Row:
+            mean, std = spread(speeds)
+            name = {v: k for k, v in DTYPES.items()}[model.dtype]
+            size = matrix_bytes(model.weights) / 1e9
+            backend = "torch" if model.ops is kernels.reference else "triton"
+            return Row(args.model, size, backend, device_name(model.device), name, test, mean, std, share(mean))
+
+        for depth, T in itertools.product(args.depth, args.n_prompt):
+            operations = prefill_operations(model.config, T, depth) / T
+            speeds = prompt_speed(model, cache, T, depth, args.repetitions)
+            rate = product_ceiling(model.device, model.dtype)
+            yield row(f"pp{T}{at(depth)}", speeds, lambda mean, o=operations, r=rate: mean * o / r)
+        for depth, n in itertools.product(args.depth, args.n_gen):
+            moved = decode_bytes(model, depth + n / 2)
+            speeds = generation_speed(model, cache, n, depth, args.repetitions, stream)
+            rate = read_ceiling(model.device)
+            yield row(f"tg{n}{at(depth)}", speeds, lambda mean, b=moved, r=rate: mean * b / r)
+        del model, cache
+        release()
+
+
+def at(depth: int) -> str:
+    return f" @ d{depth}" if depth else ""
+
+
+def time_to_first_token(model: Llama, cache: KVCache) -> tuple[float, float]:
+    """Seconds from a prompt of 5 tokens to the first new one: with whatever has to be compiled, and without."""
+    times = []
+    for _ in range(2):
+        cache.truncate(0)
+        start = time.perf_counter()
+        list(generate(model, [1, 4, 5, 6, 7], cache, 2, eos=[]))
+        times.append(time.perf_counter() - start)
+    return times[0], times[1]
+
+
+def markdown(rows: list[dict]) -> str:
+    """A markdown table of dictionaries with the same keys."""
+
+    def cell(value: object) -> str:
+        return "" if value is None else f"{value:,.{2 if abs(value) < 100 else 0}f}" if isinstance(value, float) else str(value)
+
+    table = [list(rows[0])] + [[cell(v) for v in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths)) + " |" for line in table]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)
+
+
+def show(rows: list[dict], form: str) -> None:
+    """Print rows as md, csv, json or jsonl."""
+    if form == "md":
+        print(markdown(rows))
+    elif form == "json":
+        print(json.dumps(rows, indent=1))
+    elif form == "jsonl":
+        print("\n".join(json.dumps(row) for row in rows))
+    else:
+        out = io.StringIO()
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        print(out.getvalue(), end="")
+    sys.stdout.flush()
+
+
+# ---- peers, on the same machine in the same run
+
+
+def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row]:
+    """Hugging Face's generate, eager and with its static cache, with a model of the same shape."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    device, dtype = pick_device(args.device), DTYPES[ours[0].dtype]
+    if args.model.startswith("random:"):
+        c = random_config(args.model.removeprefix("random:"))
+        config = LlamaConfig(
+            hidden_size=c.dim,
+            intermediate_size=c.hidden_dim,
+            num_hidden_layers=c.n_layers,
+            num_attention_heads=c.n_heads,
+            num_key_value_heads=c.n_kv_heads,
+            head_dim=c.head_dim,
+            vocab_size=c.vocab_size,
+            max_position_embeddings=c.max_seq_len,
+            dtype=dtype,
+        )
+        with torch.device(device):
+            torch.set_default_dtype(dtype)
+            theirs = LlamaForCausalLM(config).eval()
+            torch.set_default_dtype(torch.float32)
+    else:
+        theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+    vocab = theirs.config.vocab_size
+    fixed = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    for row in ours:
+        T, _, depth = row.test[2:].partition(" @ d")
+        T, depth = int(T), max(int(depth or 0), 1)
+        if row.test.startswith("pp"):
+            ids = torch.randint(3, vocab, (1, T), device=device)
+            with torch.inference_mode():
+                times = wall_times(lambda i=ids: theirs(i, logits_to_keep=1), device, args.repetitions)
+            yield peer(row, "transformers", [T / s for s in times])
+            continue
+        ids = torch.randint(3, vocab, (1, depth), device=device)
+        for name, extra in (("eager", {}), ("static cache", {"cache_implementation": "static"})):
+            times = []
+            for n in (T + 1, 1):  # the difference is the generation without the prompt
+                run = lambda n=n, i=ids, e=extra: theirs.generate(i, max_new_tokens=n, min_new_tokens=n, **fixed, **e)
+                times.append(statistics.median(wall_times(run, device, args.repetitions)))
+            yield peer(row, f"transformers, {name}", [T / (times[0] - times[1])])
+
+
+def peer(row: Row, backend: str, speeds: list[float]) -> Row:
+    mean, std = spread(speeds)
+    share = row.share_of_ceiling and row.share_of_ceiling * mean / row.tokens_per_s
+    return dataclasses.replace(
+        row, backend=backend, tokens_per_s=mean, std=std, share_of_ceiling=share, ratio=row.tokens_per_s / mean
+    )
+
+
+def llama_cpp_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row]:
+    """llama.cpp on the CPU, through llama-cpp-python, with random weights of the same shape written as a GGUF file."""
+    from llama_cpp import Llama as LlamaCpp
+
+    if args.model.startswith("random:"):
+        config = random_config(args.model.removeprefix("random:"))
+    else:
+        config = read_config(Path(args.model))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        write_gguf(file, config, ours[0].dtype)
+        threads = torch.get_num_threads()
+        theirs = LlamaCpp(str(file), n_ctx=4096, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+        for row in ours:
+            T, _, depth = row.test[2:].partition(" @ d")
+            T, depth = int(T), max(int(depth or 0), 1)
+            before = torch.randint(3, config.vocab_size, (depth,)).tolist()
+            tokens = torch.randint(3, config.vocab_size, (T,)).tolist()
+            times = []
+            for _ in range(1 + args.repetitions):
+                theirs.reset()
+                theirs.eval(before)
+                start = time.perf_counter()
+                for part in [tokens] if row.test.startswith("pp") else [[t] for t in tokens]:
+                    theirs.eval(part)
+                times.append(T / (time.perf_counter() - start))
+            yield peer(row, "llama.cpp", times[1:])
+        theirs.close()
+
+
+def write_gguf(file: Path, c: Config, dtype: str) -> None:
+    """A GGUF file of random weights."""
+    import gguf
+    import numpy as np
+
+    kind = {"fp32": gguf.GGMLQuantizationType.F32, "fp16": gguf.GGMLQuantizationType.F16}.get(
+        dtype, gguf.GGMLQuantizationType.BF16
+    )
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(c.max_seq_len)
+    writer.add_embedding_length(c.dim)
+    writer.add_block_count(c.n_layers)
+    writer.add_feed_forward_length(c.hidden_dim)
+    writer.add_head_count(c.n_heads)
+    writer.add_head_count_kv(c.n_kv_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    names = {"attention.wq": "attn_q", "attention.wk": "attn_k", "attention.wv": "attn_v", "attention.wo": "attn_output"}
+    names |= {"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"}
+    names |= {"tok_embeddings": "token_embd", "norm": "output_norm", "attention_norm": "attn_norm", "ffn_norm": "ffn_norm"}
+    for name, shape in c.shapes().items():
+        layer, stem = "", name.removesuffix(".weight")
+        if stem.startswith("layers."):
+            _, number, stem = stem.split(".", 2)
+            layer = f"blk.{number}."
+        data = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.02
+        exact = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else kind
+        raw = gguf.quants.quantize(np.ascontiguousarray(data.numpy()), exact)
+        writer.add_tensor(f"{layer}{names.get(stem, stem)}.weight", raw, raw_dtype=exact)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+PEERS = {"transformers": transformers_rows, "llama.cpp": llama_cpp_rows}
+
+
+def run_throughput(args: argparse.Namespace) -> None:
+    rows = []
+    for row in throughput(args):
+        rows.append(row)
+        note(f"{row.test}: {row.tokens_per_s:.1f} tokens/s")
+    ours = list(rows)
+    for name in args.vs:
+        try:
+            rows += PEERS[name](args, ours)
+        except ImportError as error:
+            raise ValueError(f"--vs {name} needs a package that is not installed: {error.name}") from None
+        release()
+    show([dataclasses.asdict(row) for row in rows], args.output)
+    device = pick_device(args.device)
+    products = [
+        f"{name} product {product_ceiling(device, DTYPES[name]) / 1e12:.2f} TFLOP/s" for name in {r.dtype for r in ours}
+    ]
+    note(", ".join([f"ceilings of this run: read {read_ceiling(device) / 1e9:.1f} GB/s", *products]))
+
+
+# ---- kernels, each against its ceiling and against plain PyTorch
+
+
+@dataclasses.dataclass
+class Case:
+    """One op at one shape, on several sets of data: ours and plain PyTorch's way to the same."""
+
+    op: str
+    regime: str
+    T: int
+    ours: list[Callable[[], object]]
+    plain: list[Callable[[], object]]
+    bytes: float
+    operations: float
+
+
+def plain_rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, N, D], neighbouring pairs; cos and sin [T, 1, D / 2]."""
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
+    """The ops of a layer of the model at T tokens after `before` others, on the data of one layer after the other."""
+    c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
+    KV, H, KH, D, eps = KVCache(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
+    KV.advance(before)
+    pos, size = KV.position, dtype.itemsize
+    end = before + T
+    x, y, h = (torch.randn(T, width, device=device, dtype=dtype) for width in (c.dim, H * D, c.hidden_dim))
+    q = torch.randn(T, H, D, device=device, dtype=dtype)
+    cos, sin = (t.to(dtype)[:, None] for t in KV.rope[before:end].unbind(-1))
+    logits, residual = torch.empty(T, c.vocab_size, device=device), torch.randn_like(x)
+    layers = list(zip(w.layers, KV.k, KV.v))
+    copies = [torch.randn_like(x) for _ in range(max(1, min(64, (256 << 20) // (x.numel() * size))))]
+    heads = [torch.randn_like(q) for _ in copies]
+
+    @cache
+    def dense(m: Matrix) -> Tensor:  # in the model's dtype, where it is kept in another
+        return m.data.to(dtype)
+
+    def plain_qkv(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
+        n = plain_rmsnorm(x, layer.attention_norm, eps)
+        parts = [F.linear(n, part) for part in dense(layer.wqkv).split([H * D, KH * D, KH * D])]
+        k[:, before:end] = plain_rope(parts[1].view(T, KH, D), cos, sin).transpose(0, 1)
+        v[:, before:end] = parts[2].view(T, KH, D).transpose(0, 1)
+        return plain_rope(parts[0].view(T, H, D), cos, sin)
+
+    def plain_attention(k: Tensor, v: Tensor) -> Tensor:
+        mask = None if T == 1 or before == 0 else torch.ones(T, end, dtype=torch.bool, device=device).tril(before)
+        args = dict(attn_mask=mask, is_causal=T > 1 and before == 0, enable_gqa=True)
+        return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None, :, :end], v[None, :, :end], **args)
+
+    def plain_swiglu(layer: LayerWeights) -> Tensor:
+        n = plain_rmsnorm(x, layer.ffn_norm, eps)
+        half = dense(layer.w13).view(2, -1, c.dim)  # two matrices of the right size
+        return F.silu(F.linear(n, half[0])) * F.linear(n, half[1])
+
+    regime = f"T {T}, {before} before"
+
+    def case(op: str, ours: list, plain: list, name: str = "") -> Case:
+        return Case(name or op, regime, T, ours, plain, *cost(name or op, c, T, before, size))
+
+    norm = w.layers[0].ffn_norm
+    yield case(
+        "rmsnorm",
+        [lambda a=a: ops.rmsnorm(a, norm, eps) for a in copies],
+        [lambda a=a: plain_rmsnorm(a, norm, eps) for a in copies],
+    )
+    yield case(
+        "rope", [lambda a=a: ops.rope(a, KV.rope, pos) for a in heads], [lambda a=a: plain_rope(a, cos, sin) for a in heads]
+    )
+    yield case(
+        "rmsnorm_qkv_rope",
+        [
+            lambda l=l, k=k, v=v: ops.rmsnorm_qkv_rope(x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps)
+            for l, k, v in layers
+        ],
+        [lambda l=l, k=k, v=v: plain_qkv(l, k, v) for l, k, v in layers],
+    )
+    yield case(
+        "attention",
+        [lambda k=k, v=v: ops.attention(q, k, v, pos) for _, k, v in layers],
+        [lambda k=k, v=v: plain_attention(k, v) for _, k, v in layers],
+    )
+    for name, field, inner in (("wo", "wo", y), ("w2", "w2", h)):
+        weights = [getattr(layer, field) for layer in w.layers]
+        yield case(
+            "linear_add",
+            [lambda m=m, i=inner: ops.linear_add(i, m, residual) for m in weights],
+            [lambda m=m, i=inner: residual + F.linear(i, dense(m)) for m in weights],
+            name,
+        )
+    yield case(
+        "rmsnorm_swiglu",
+        [lambda l=l: ops.rmsnorm_swiglu(x, l.ffn_norm, l.w13, eps) for l in w.layers],
+        [lambda l=l: plain_swiglu(l) for l in w.layers],
+    )
+    if T == 1:
+        yield case(
+            "rmsnorm_linear",
+            [lambda: ops.rmsnorm_linear(x, w.norm, w.output, eps, logits)] * 4,
+            [lambda: F.linear(plain_rmsnorm(x, w.norm, eps), dense(w.output)).float()] * 4,
+        )
+        tokens, told = (torch.zeros(KV.size, dtype=torch.int32, device=device) for _ in range(2))
+        yield case(
+            "sample",
+            [lambda: ops.sample(logits[0], tokens, told, pos, Sampling())] * 4,
+            [lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1)] * 4,
+        )
+    else:
+        targets = torch.randint(0, c.vocab_size, (T,), device=device)
+        yield case(
+            "cross_entropy",
+            [lambda: ops.cross_entropy(logits, targets)] * 4,
+            [lambda: F.cross_entropy(logits, targets, reduction="none")] * 4,
+        )
+
+
+def large_rmsnorm(device: torch.device, ops) -> Case:
+    """2^18 rows of 4096 floats: far more than any cache holds."""
+    rows = 1 << 18 if device.type == "cuda" else 1 << 13
+    x, weight = torch.randn(rows, 4096, device=device), torch.ones(4096, device=device)
+    ours, plain = [lambda: ops.rmsnorm(x, weight, 1e-5)] * 2, [lambda: plain_rmsnorm(x, weight, 1e-5)] * 2
+    return Case("rmsnorm", f"{rows} x 4096 fp32", rows, ours, plain, 8.0 * x.numel(), 4.0 * x.numel())
+
+
+def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
+    """Microseconds of a case on the device and by the clock, its share of the ceiling that binds it, and of plain PyTorch."""
+
+    def device_time(calls: list) -> float:
+        if device.type == "cuda":
+            return gpu_time(calls)
+        return statistics.median(wall_times(lambda: [call() for call in calls], device)) / len(calls)
+
+    ours, plain = device_time(case.ours), device_time(case.plain)
+    wall = statistics.median(wall_times(case.ours[0], device, 10))
+    copies = case.op in ("rmsnorm", "rope")  # as much written as read
+    memory = case.bytes / (copy_ceiling(device) if copies else read_ceiling(device))
+    compute = case.operations / product_ceiling(device, dtype)
+    return {
+        "op": case.op,
+        "shape": case.regime,
+        "us": 1e6 * ours,
+        "wall us": 1e6 * wall,
+        "MB": case.bytes / 1e6,
+        "GFLOP": case.operations / 1e9,
+        "bound by": "memory" if memory > compute else "arithmetic",
+        "% of ceiling": 100 * max(memory, compute) / ours,
+        "PyTorch us": 1e6 * plain,
+        "x PyTorch": plain / ours,
+        "seed's x": SEED_RATIOS.get(case.op),
+    }
+
+
+@torch.inference_mode()
+def run_kernels(args: argparse.Namespace) -> None:
+    shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
+    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, max(T + before for T, before in shapes)))
+    rows = []
+    for T, before in shapes:
+        for case in cases(model, T, before):
+            rows.append(measure(case, model.device, model.dtype))
+    rows.append(measure(large_rmsnorm(model.device, model.ops), model.device, model.dtype))
+    show(rows, args.output)
+    if args.plot:
+        plot_roofline(rows, model, args.plot)
+
+
+def plot_roofline(rows: list[dict], model: Llama, file: str) -> None:
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise ValueError("--plot needs matplotlib, which is not installed") from None
+    read, product = read_ceiling(model.device), product_ceiling(model.device, model.dtype)
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    intensity = [10 ** (i / 10) for i in range(-20, 45)]
+    axes.loglog(intensity, [min(i * read, product) / 1e12 for i in intensity], color="black")
+    for row in rows:
+        x, y = 1e3 * row["GFLOP"] / row["MB"], row["GFLOP"] * 1e-3 / (row["us"] * 1e-6)
+        axes.loglog(x, y, "o")
+        axes.annotate(f"{row['op']}, {row['shape']}", (x, y), fontsize=6)
+    axes.set(xlabel="operations per byte", ylabel="TFLOP/s", title=f"{device_name(model.device)}: read and product ceilings")
+    figure.savefig(file, dpi=150)
+
+
+# ---- profile
+
+
+def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, float]]:
+    """Name, start and end in seconds of every kernel of a call (of every op on a CPU), in order."""
+    activity = torch.profiler.ProfilerActivity
+    run()
+    synchronize(device)
+    kinds = [activity.CPU] + [activity.CUDA] * (device.type == "cuda")
+    with torch.profiler.profile(activities=kinds) as profile:
+        run()
+        synchronize(device)
+    where = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
+    events = [e for e in profile.events() if e.device_type == where and e.cpu_parent is None]
+    return sorted(((e.name, e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in events), key=lambda e: e[1])
+
+
+KERNEL_OPS = {  # which cost a kernel is charged with
+    "_embedding_kernel": "embedding",
+    "_qkv_kernel": "rmsnorm_qkv_rope",
+    "_split_attention_kernel": "attention",
+    "_attention_kernel": "attention",
+    "_rmsnorm_swiglu_kernel": "rmsnorm_swiglu",
+    "_rmsnorm_linear_kernel": "rmsnorm_linear",
+    "_sample_kernel": "sample",
+    "_rmsnorm_kernel": "rmsnorm",
+}
+
+
+def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, before: int) -> tuple[list[dict], dict]:
+    """A row for each kernel name, and the summary. A kernel that starts while the one before it runs (programmatic dependent
+    launch) is charged only with the time by which it ends later, so that the rows and the gaps add up to the whole."""
+    c, size = model.config, model.dtype.itemsize
+    products = ("rmsnorm_qkv_rope", "wo", "rmsnorm_swiglu", "w2")
+    spent: dict[str, list[float]] = {}
+    gaps, clock = 0.0, events[0][1]
+    for name, start, end in events:
+        gaps += max(0.0, start - clock)
+        spent.setdefault(name, []).append(max(0.0, end - max(start, clock)))
+        clock = max(clock, end)
+    total = clock - events[0][1]
+    read, rate = read_ceiling(model.device), product_ceiling(model.device, model.dtype)
+    rows, ideal, charged = [], 0.0, False
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+        kind = KERNEL_OPS.get(name)
+        if name == "_linear_add_kernel":
+            need = [c.n_layers * (a + b) for a, b in zip(cost("wo", c, T, size=size), cost("w2", c, T, size=size))]
+        elif kind:
+            need = [len(times) * n for n in cost(kind, c, T, before, size)]
+        elif not charged and (T > 1 or model.ops is kernels.reference):
+            # the library's products: all their work is charged to the kernel that takes longest
+            need, charged = [c.n_layers * sum(cost(op, c, T, size=size)[i] for op in products) for i in (0, 1)], True
+        else:
+            need = [0.0, 0.0]
+        ms, floor = 1e3 * sum(times), max(need[0] / read, need[1] / rate)
+        ideal += floor
+        rows.append(
+            {
+                "kernel": name[:60],
+                "ms": ms,
+                "% of time": 100e-3 * ms / total,
+                "count": len(times),
+                "GB/s": need[0] / sum(times) / 1e9 if sum(times) else 0.0,
+                "% of read": 100 * need[0] / read / sum(times) if sum(times) else 0.0,
+                "% of product": 100 * need[1] / rate / sum(times) if sum(times) else 0.0,
+            }
+        )
+    return rows, {"ms": 1e3 * total, "gaps_ms": 1e3 * gaps, "ideal_ms": 1e3 * ideal}
+
+
+def kind_of(name: str) -> str:
+    """The type of a kernel, for the summary."""
+    kinds = {"attention": "attention", "norm": "product" if "linear" in name or "swiglu" in name else "norm"}
+    kinds |= {"qkv": "product", "linear": "product", "gemm": "product", "nvjet": "product", "cutlass": "product"}
+    kinds |= {
+        "mm": "product",
+        "sample": "sampling",
+        "elementwise": "elementwise",
+        "swiglu": "elementwise",
+        "rope": "elementwise",
+    }
+    return next((kind for sign, kind in kinds.items() if sign in name), "other")
+
+
+@torch.inference_mode()
+def run_profile(args: argparse.Namespace) -> None:
+    """One decode step and one prefill, kernel by kernel."""
+    before, T = max(args.depth[0], 100), args.n_prompt[0]
+    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, before + T + 8))
+    tokens = torch.randint(3, model.config.vocab_size, (before + T,)).tolist()
+    cache = KVCache(model)
+    model.prefill(tokens[:before], cache)
+    if model.device.type == "cuda" and model.ops is kernels.fused:
+        step = model.graph(cache, Sampling(), None).replay
+    else:
+        step = lambda: model.step(1, cache)
+
+    def prefill() -> None:
+        cache.truncate(0)
+        model.prefill(tokens[:T], cache)
+
+    for title, run, count, past in (("decode step", step, 1, before), ("prefill", prefill, T, 0)):
+        rows, summary = profile_rows(profiled(run, model.device), model, count, past)
+        print(f"\n{title}, T {count}, {past} before, {model.backend} on {device_name(model.device)}\n\n{markdown(rows)}\n")
+        kinds: dict[str, float] = {}
+        for row in rows:
+            kinds[kind_of(row["kernel"])] = kinds.get(kind_of(row["kernel"]), 0.0) + row["ms"]
+        kinds["gaps between kernels"] = summary["gaps_ms"]
+        print(markdown([{"type": k, "ms": v, "% of time": 100 * v / summary["ms"]} for k, v in kinds.items()]))
+        print(
+            f"\nevery kernel at its own ceiling would take {summary['ideal_ms']:.3f} ms of {summary['ms']:.3f}: "
+            f"overall efficiency {100 * summary['ideal_ms'] / summary['ms']:.1f}%"
+        )
+
+
+# ---- perplexity
+
+
+def windows(count: int, ctx: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Where windows begin and end, and the first token that each counts, so that every token counts once."""
+    counted = 0
+    for start in range(0, count, stride):
+        end = min(start + ctx, count)
+        yield start, end, counted
+        counted = end
+        if end == count:
+            return
+
+
+@dataclasses.dataclass
+class Quality:
+    """Sums over tokens; with a second model also what separates their distributions."""
+
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
+    other_losses: list[Tensor] = dataclasses.field(default_factory=list)
+    divergences: list[Tensor] = dataclasses.field(default_factory=list)
+    same_top: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def add(self, logits: Tensor, other: Tensor | None, targets: Tensor, ops) -> None:
+        """Logits [T, V] of the model and of the one it is held against, and the tokens that came."""
+        self.losses.append(ops.cross_entropy(logits, targets).cpu())
+        if other is not None:
+            self.other_losses.append(ops.cross_entropy(other, targets).cpu())
+            p, q = other.log_softmax(-1), logits.log_softmax(-1)
+            self.divergences.append((p.exp() * (p - q)).sum(-1).cpu())
+            self.same_top.append((logits.argmax(-1) == other.argmax(-1)).cpu())
+
+    def report(self, text_bytes: int) -> dict:
+        """Perplexity with its standard error, bits per byte of text_bytes, and the comparison."""
+        losses = torch.cat(self.losses).double()
+        mean, error = losses.mean().item(), losses.std().item() / math.sqrt(len(losses))
+        result = {"tokens": len(losses), "perplexity": math.exp(mean), "standard_error": math.exp(mean) * error}
+        result["bits_per_byte"] = losses.sum().item() / math.log(2) / text_bytes
+        if self.divergences:
+            kl = torch.cat(self.divergences).double()
+            result["perplexity_ratio"] = math.exp(mean - torch.cat(self.other_losses).double().mean().item())
+            result["mean_kl"], result["kl_99"] = kl.mean().item(), kl.quantile(0.99).item()
+            result["same_top_%"] = 100 * torch.cat(self.same_top).double().mean().item()
+        return result
+
+
+@torch.inference_mode()
+def perplexity(
+    model: Llama, ids: list[int], bos: int, ctx: int, stride: int, against: Llama | None = None
+) -> Iterator[Quality]:
+    """Evaluate ids in windows of ctx tokens, every `stride`, each begun with bos; yields the running sums after each window.
+
+    A window's input is bos and all its tokens but the last; each token counts once, in the first window that holds it.
+    """
+    quality = Quality()
+    models = [m for m in (model, against) if m]
+    caches = [KVCache(m, ctx) for m in models]
+    for start, end, counted in windows(len(ids), ctx, stride):
+        inputs, targets = [bos, *ids[start : end - 1]], ids[start:end]
+        for kv in caches:
+            kv.truncate(0)
+        for first in range(0, len(inputs), CHUNK["cpu"]):  # whole logits are large
+            part = torch.tensor(inputs[first : first + CHUNK["cpu"]], dtype=torch.int32, device=model.device)
+            logits = [m.forward(part, kv) for m, kv in zip(models, caches)]
+            skip = min(max(counted - start - first, 0), len(part))
+            if skip < len(part):
+                goal = torch.tensor(targets[first + skip : first + len(part)], device=model.device)
+                quality.add(logits[0][skip:], logits[1][skip:] if against else None, goal, model.ops)
+        yield quality
+
+
+def run_perplexity(args: argparse.Namespace) -> None:
+    raw = Path(args.perplexity).read_bytes()
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.perplexity} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+    model = open_model(args, args.dtype[0], args.ctx_size or 512)
+    if model.checkpoint is None:
+        raise ValueError("--perplexity needs a checkpoint with its tokenizer, not random weights")
+    against = open_model(args, args.against, model.ctx_size) if args.against else None
+    tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
+    ids, stride = tokenizer.encode(text, bos=False), args.stride or model.ctx_size
+    if not ids:
+        raise ValueError(f"{args.perplexity} is empty")
+    quality, done = Quality(), 0
+    bar = tqdm(total=len(ids), unit=" tokens", disable=not sys.stderr.isatty(), leave=False)
+    try:
+        for quality in perplexity(model, ids, tokenizer.bos, model.ctx_size, stride, against):
+            bar.update(sum(map(len, quality.losses)) - done)
+            done = sum(map(len, quality.losses))
+            bar.set_postfix(perplexity=f"{torch.cat(quality.losses).mean().exp():.4f}")
+    except KeyboardInterrupt:
+        note(f"interrupted after {done} of {len(ids)} tokens")
+    bar.close()
+    if not done:
+        return
+    counted_bytes = len(raw) if done == len(ids) else len(tokenizer.decode(ids[:done]).encode())
+    row = {"model": args.model, "dtype": args.dtype[0], "against": args.against, "ctx": model.ctx_size, "stride": stride}
+    show([row | quality.report(counted_bytes)], args.output)
+
+
+# ---- tuning
+
+
+@torch.inference_mode()
+def run_tune(args: argparse.Namespace) -> None:
+    """Time the candidates for each op and each shape of a model, and print entries for kernels.LAUNCHES."""
+    model = open_model(args, args.dtype[0], 256)
+    if model.device.type != "cuda" or model.ops is not kernels.fused:
+        raise ValueError("--tune times the Triton kernels on a GPU")
+    arch = max(k for k in kernels.LAUNCHES if k <= kernels.capability(model.device))
+    table = kernels.LAUNCHES[arch]
+    names = {"wo": "linear_add", "w2": "linear_add"}
+    columns = {"rmsnorm_qkv_rope": model.config.dim, "wo": model.config.n_heads * model.config.head_dim}
+    columns |= {"rmsnorm_swiglu": model.config.dim, "w2": model.config.hidden_dim, "rmsnorm_linear": model.config.dim}
+    for case in cases(model, 1, 100):
+        if case.op not in columns:
+            continue
+        op, K, found = names.get(case.op, case.op), columns[case.op], []
+        for rows, block, warps in itertools.product((2, 4, 8), (1024, 2048, 4096), (2, 4, 8)):
+            if 16 <= rows * block // (32 * warps) <= 64:
+                table[op] = {**table[op], K: kernels.Launch(rows, block, warps)}
+                found.append((gpu_time(case.ours, 5), table[op][K]))
+        found.sort(key=lambda pair: pair[0])
+        table[op][K] = found[0][1]
+        share = 100 * case.bytes / read_ceiling(model.device) / found[0][0]
+        print(
+            f"{op:18s} columns {K:6d}: {found[0][1]}  {1e6 * found[0][0]:.2f} us, {share:.1f}% of the read ceiling", flush=True
+        )
+    print(f"LAUNCHES[{arch}] = {table}")
+
+
+# ---- the command line
+
+
+def numbers(text: str) -> list[int]:
+    return [within(int, 0, 1 << 24)(part) for part in text.split(",")]
+
+
+def one_of(*allowed: str) -> Callable[[str], list[str]]:
+    def names(text: str) -> list[str]:
+        for part in text.split(","):
+            if part not in allowed:
+                raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(allowed)}")
+        return text.split(",")
+
+    return names
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("-m", "--model", default=str(DEFAULT_MODEL), help=f"a checkpoint, or random:SHAPE, one of {', '.join(SHAPES)}, tales, "
+        "SHAPE:LAYERS, a config.json")  # fmt: skip
+    add("-p", "--n-prompt", type=numbers, default=[512], help="prompt lengths, comma between them")
+    add("-n", "--n-gen", type=numbers, default=[128], help="tokens to generate")
+    add("-d", "--depth", type=numbers, default=[0], help="tokens already in the cache")
+    add("-r", "--repetitions", type=within(int, 1, 1000), default=5, help="counted runs, after one that is not")
+    add("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", help="form of the table")
+    add("--dtype", type=one_of("auto", *DTYPES), default=["auto"], help="auto, fp32, fp16, bf16, comma between them")
+    add("--device", default="auto", help="cpu, cuda or cuda:N")
+    add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
+    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), help="context; with --perplexity the window (default 512)")
+    add("--vs", type=one_of(*PEERS), default=[], help=f"compare with {', '.join(PEERS)}, in the same run")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--kernels", action="store_true", help="each op against its ceiling and against plain PyTorch")
+    mode.add_argument("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
+    mode.add_argument("--perplexity", metavar="FILE", help="perplexity of a text")
+    mode.add_argument("--tune", action="store_true", help="find launch sizes for this card and the shapes of this model")
+    add("--stride", type=within(int, 1, 1 << 24), help="with --perplexity: from window to window; default: the window")
+    add("--against", choices=list(DTYPES), help="with --perplexity: compare distributions with the model in this dtype")
+    add("--plot", metavar="FILE.png", help="with --kernels: draw them on a roofline (needs matplotlib)")
+    add("--debug", action="store_true", help="errors with their traceback")
+    args = parser.parse_args(argv)
+    if args.perplexity and args.stride and args.stride > (args.ctx_size or 512):
+        parser.error(f"--stride {args.stride} leaves out text between windows of {args.ctx_size or 512}")
+    if not (args.n_prompt and args.n_gen and args.depth):
+        parser.error("-p, -n and -d each need a number")
+    args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+
+    def work() -> int:
+        if args.kernels:
+            run_kernels(args)
+        elif args.profile:
+            run_profile(args)
+        elif args.perplexity:
+            run_perplexity(args)
+        elif args.tune:
+            run_tune(args)
+        else:
+            run_throughput(args)
+        return 0
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return one_line_errors(work, args.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

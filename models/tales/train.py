@@ -1,0 +1,450 @@
+#!/usr/bin/env python3
+"""Train the embedded model: text files in, a Llama 2 folder in Hugging Face's layout out.
+
+    python models/tales/train.py --corpus DIR --out DIR        DIR holds train/*.txt and held_out/*.txt
+
+A corpus of 21 MB is tiny for a language model: anything big enough to learn it learns it by heart. So the recipe is
+mostly about not doing that. It reads the books many times and never twice alike (books.py: sub-word dropout, other
+requests; here: other windows), trains two larger teachers that can afford dropout, and lets the small model that is
+shipped imitate their averaged predictions: a distribution over the next token tells more than the one token that came.
+The model is defined anew here: the inference program works in place on a cache, and code that does that cannot train.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+from bisect import bisect
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import sentencepiece as spm
+import torch
+import torch.nn.functional as F
+from books import BOS, EOS, UNK, Data, epochs, sections, train_tokenizer
+from torch import nn
+
+# ---------------------------------------------------------------- the model: Llama 2, named as Hugging Face names it
+
+
+@dataclass
+class Config:
+    vocab: int
+    dim: int
+    layers: int
+    kv_heads: int
+    hidden: int
+    context: int
+    head_dim: int = 64
+    eps: float = 1e-5
+    theta: float = 10000.0
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x):
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.head_dim, self.repeats = c.head_dim, c.dim // c.head_dim // c.kv_heads
+        self.q_proj = nn.Linear(c.dim, c.dim, bias=False)
+        self.k_proj = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.dim, c.dim, bias=False)
+
+    def forward(self, x, cos, sin):
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        k, v = (t.repeat_interleave(self.repeats, dim=1) for t in (k, v))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def rotate(x, cos, sin):
+    """RoPE as Hugging Face lays it out: component i is paired with i + D/2."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.dim, c.hidden, bias=False)
+        self.up_proj = nn.Linear(c.dim, c.hidden, bias=False)
+        self.down_proj = nn.Linear(c.hidden, c.dim, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c, dropout):
+        super().__init__()
+        self.self_attn, self.mlp, self.dropout = Attention(c), MLP(c), nn.Dropout(dropout)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(c.dim, c.eps), RMSNorm(c.dim, c.eps)
+
+    def forward(self, x, cos, sin):
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Llama(nn.Module):
+    def __init__(self, c, dropout=0.0):
+        super().__init__()
+        self.config = c
+        self.embed_tokens = nn.Embedding(c.vocab, c.dim)
+        self.layers = nn.ModuleList(Block(c, dropout) for _ in range(c.layers))
+        self.norm, self.dropout = RMSNorm(c.dim, c.eps), nn.Dropout(dropout)
+        angles = torch.outer(torch.arange(c.context), c.theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim))
+        self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
+        self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
+        for name, p in self.named_parameters():
+            if p.ndim == 2:  # the ends of the branches start smaller, since depth adds them up
+                ends = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.layers) if ends else 0.02)
+
+    def forward(self, tokens):
+        x = self.dropout(self.embed_tokens(tokens))
+        for block in self.layers:
+            x = block(x, self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
+        return F.linear(self.norm(x), self.embed_tokens.weight)
+
+
+# ---------------------------------------------------------------- training
+
+
+@dataclass
+class Plan:
+    """How a model is trained."""
+
+    epochs: int
+    lr: float
+    decay: float  # of the weights; the embedding's is a tenth of it
+    dropout: float
+    hide: float  # share of the input tokens that are hidden
+    respell: float  # mean chance that sub-word dropout leaves out a merge of the tokenizer
+
+
+TEACHER = Plan(epochs=12, lr=4e-3, decay=0.5, dropout=0.15, hide=0.05, respell=0.08)
+# the student's rate is high because that keeps it from learning by heart: without teachers 6e-3 beat 3e-3 clearly
+STUDENT = Plan(epochs=18, lr=1e-2, decay=0.3, dropout=0.0, hide=0.0, respell=0.05)
+ALIGNED = 0.5  # chance that a document's beginning is the beginning of a window
+WARMUP, FALL = 0.03, 0.7  # shares of a training in which the learning rate rises, and falls to nothing
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrix is made orthogonal before it is applied: every direction of a weight matrix learns at the
+    same speed. Five Newton-Schulz steps in bf16 do it, for all matrices of one shape at once. The result is scaled to
+    the size of an AdamW step, so that one learning rate serves both."""
+
+    def __init__(self, params, lr, weight_decay, momentum=0.95):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["m"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            shapes = {}
+            for p in group["params"]:
+                shapes.setdefault(p.shape, []).append(p)
+            for shape, params in shapes.items():
+                grads, moments = [p.grad for p in params], [self.state[p]["m"] for p in params]
+                torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
+                update = torch.stack(torch._foreach_lerp(grads, moments, group["momentum"]))  # Nesterov
+                update = orthogonal(update) * (0.2 * math.sqrt(max(shape)) * group["lr"])
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_sub_(params, list(update.to(params[0].dtype)))
+
+
+def orthogonal(x):
+    """The matrices with all singular values brought close to 1, by Newton-Schulz steps; the factors are Muon's own."""
+    tall, x = x.shape[-2] > x.shape[-1], x.bfloat16() if x.is_cuda else x
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.mT if tall else x
+
+
+def optimizers(model, plan):
+    """Muon for the matrices, AdamW for the embedding and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    embedding = dict(params=[model.embed_tokens.weight], weight_decay=0.1 * plan.decay)
+    norms = dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)
+    adamw = torch.optim.AdamW([embedding, norms], lr=plan.lr, betas=(0.9, 0.95), eps=1e-10)
+    return [adamw, Muon(matrices, lr=plan.lr, weight_decay=plan.decay)]
+
+
+def loss_of(logits, guides, y):
+    """What to minimise, and for the report the cross-entropy with the token that came. They differ where there are
+    teachers: then the target is the mean of their predictions."""
+    logits = logits.float()
+    hard = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if not guides:
+        return hard, hard
+    soft = sum(guide.float().softmax(-1) for guide in guides) / len(guides)
+    return -(soft * logits.log_softmax(-1)).sum(-1).mean(), hard
+
+
+def windows(size, heads, length, rng):
+    """Where the windows of an epoch begin. A model that only ever saw windows cut anywhere takes the first <s> for the
+    middle of a text, and does not know a prompt for a beginning; so half of the documents begin a window."""
+    starts, at = [], rng.randrange(length)
+    while at + length <= size:
+        starts.append(at)
+        head = heads[min(bisect(heads, at), len(heads) - 1)]
+        at = head if at < head < at + length and rng.random() < ALIGNED else at + length
+    return rng.sample(starts, len(starts))
+
+
+def grouped(epoch, args, device, rng):
+    """An epoch's tokens, and the beginnings of its windows, a row for each step."""
+    stream, heads = epoch
+    starts = windows(len(stream), heads, args.context, rng)
+    if not starts:
+        sys.exit(f"train.py: the books hold {len(stream)} tokens, too few for --context {args.context}")
+    batch = min(args.batch, len(starts))
+    groups = torch.tensor(starts[: len(starts) // batch * batch], device=device).view(-1, batch)
+    return torch.from_numpy(stream.astype(np.int64)).to(device), groups
+
+
+def pick(tokens, starts, length):
+    """Inputs and targets of some windows. Each begins with <s>, as text does when the model is used."""
+    y = tokens[starts[:, None] + torch.arange(length, device=tokens.device)]
+    return torch.cat((torch.full_like(y[:, :1], BOS), y[:, :-1]), 1), y
+
+
+def compiled(models):
+    """Compile the models block by block, since all blocks of a model share one compilation. Returns the compiled loss."""
+    for model in models:
+        for block in model.layers:
+            block.compile(dynamic=False)
+    return torch.compile(loss_of, dynamic=False)
+
+
+def rate(progress):
+    """The learning rate's factor: rise, level, fall to nothing."""
+    return min(1, (progress + 1e-3) / WARMUP, (1 - progress) / FALL)
+
+
+def update(model, optims, lr):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optim in optims:
+        for group in optim.param_groups:
+            group["lr"] = lr
+        optim.step()
+        optim.zero_grad()
+
+
+def fit(name, model, teachers, plan, data, args, seed):
+    """Train the model in place and return it. The books are spelt by other processes while the GPU is set up."""
+    began, rng, readings = time.time(), random.Random(seed), epochs(data, plan, seed)
+    device, gpu = next(model.to(args.device).parameters()).device, args.device == "cuda"
+    loss_fn = compiled([model, *teachers]) if gpu else loss_of
+    optims = optimizers(model, plan)
+    for epoch, reading in enumerate(readings):
+        tokens, groups = grouped(reading, args, device, rng)
+        losses = torch.zeros((), device=device)
+        for i, starts in enumerate(groups):
+            x, y = pick(tokens, starts, args.context)
+            if plan.hide:
+                x = torch.where(torch.rand(x.shape, device=device) < plan.hide, UNK, x)
+            with torch.autocast(args.device, torch.bfloat16, enabled=gpu):
+                with torch.no_grad():
+                    guides = [teacher(x) for teacher in teachers]
+                loss, hard = loss_fn(model(x), guides, y)
+            loss.backward()
+            update(model, optims, plan.lr * rate((epoch + i / len(groups)) / plan.epochs))
+            losses += hard.detach()
+        if (epoch + 1) % 4 == 0 or epoch + 1 == plan.epochs:
+            done, loss = f"{name}, epoch {epoch + 1} of {plan.epochs}, {time.time() - began:.0f} s", losses / len(groups)
+            say(f"{done}: training loss {loss.item():.3f}, held out {evaluate(model, data)[0]:.4f} bits per byte")
+    return model.eval()
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def evaluate(model, data):
+    """Bits per byte and perplexity per token of the held-out text: windows of 512 tokens without overlap, each read
+    afresh after <s>, so that a token is predicted from 256 others on average. Every token counts once."""
+    was, device = model.training, next(model.parameters()).device
+    model.eval()
+    nats, tokens = 0.0, torch.tensor(data.judged, device=device)
+    for y in tokens.split(min(512, model.config.context)):
+        x = torch.cat((tokens.new_tensor([BOS]), y[:-1]))
+        nats += F.cross_entropy(model(x[None])[0].float(), y, reduction="sum").item()
+    model.train(was)
+    return nats / math.log(2) / data.n_bytes, math.exp(nats / len(tokens))
+
+
+def teach(i, folder, data, args):
+    """Train a teacher and save it: run in a process of its own, on a GPU of its own where there are enough."""
+    seed, plan = args.seed + 1 + i, replace(TEACHER, epochs=args.teacher_epochs)
+    torch.manual_seed(seed)
+    if args.device == "cuda":
+        torch.cuda.set_device(i % torch.cuda.device_count())
+    model = Llama(shaped(data, args.teacher_dim, args.teacher_layers, 1, args.context), plan.dropout)
+    save(fit(f"teacher {i + 1}", model, [], plan, data, args, seed), folder / str(i))
+
+
+def taught(data, args):
+    """The teachers, trained side by side."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+        with ProcessPoolExecutor(max(1, args.teachers), context) as pool:
+            jobs = [pool.submit(teach, i, Path(folder), data, args) for i in range(args.teachers)]
+            for job in jobs:
+                job.result()
+        return [load(Path(folder) / str(i)).to(args.device).requires_grad_(False) for i in range(args.teachers)]
+
+
+# ---------------------------------------------------------------- the folder
+
+# Llama 2's, as Meta's code builds it
+CHAT_TEMPLATE = r"""
+{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}
+{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}
+{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}
+""".replace("\n", "")
+
+
+def shaped(data, dim, layers, sharing, context):
+    """A Llama of Llama 2's proportions; so many query heads share one key and value head."""
+    return Config(data.sp.vocab_size(), dim, layers, dim // 64 // sharing, dim * 11 // 4 // 64 * 64, context)
+
+
+def save(model, folder):
+    """Write everything but tokenizer.model, rounded to fp16."""
+    c = model.config
+    state = {f"model.{k}": v.detach().half().cpu().contiguous() for k, v in model.state_dict().items()}
+    config = dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        hidden_size=c.dim,
+        intermediate_size=c.hidden,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.dim // c.head_dim,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        vocab_size=c.vocab,
+        max_position_embeddings=c.context,
+        rope_theta=c.theta,
+        rms_norm_eps=c.eps,
+        hidden_act="silu",
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        torch_dtype="float16",
+    )
+    tokenizer = dict(
+        tokenizer_class="LlamaTokenizer",
+        add_bos_token=True,
+        add_eos_token=False,
+        legacy=True,
+        model_max_length=c.context,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(safetensors.torch.save(state, metadata={"format": "pt"}))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
+
+
+def load(folder):
+    """A model that `save` wrote."""
+    j = json.loads((folder / "config.json").read_text())
+    keys = "vocab_size hidden_size num_hidden_layers num_key_value_heads intermediate_size max_position_embeddings"
+    model = Llama(Config(*(j[key] for key in keys.split())))
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    model.load_state_dict({k.removeprefix("model."): v.float() for k, v in state.items()})
+    return model.eval()
+
+
+# ---------------------------------------------------------------- the command
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def arguments():
+    p = argparse.ArgumentParser(description="Train the model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = p.add_argument
+    add("--corpus", type=Path, required=True, help="folder with train/*.txt and held_out/*.txt, a paragraph a line")
+    add("--out", type=Path, required=True, help="folder to write the model to")
+    add("--seed", type=int, default=1, help="of the weights, the requests and the order of the books")
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
+    add("--vocab", type=int, default=4096, help="size of the tokenizer")
+    add("--dim", type=int, default=256, help="width, a multiple of 128: two heads of 64 share a key head")
+    add("--layers", type=int, default=9, help="depth")
+    add("--context", type=int, default=1024, help="tokens a window")
+    add("--batch", type=int, default=32, help="windows a step")
+    add("--epochs", type=int, default=STUDENT.epochs, help="readings of the books")
+    add("--teachers", type=int, default=2, help="larger models to train first and to imitate")
+    add("--teacher-dim", type=int, default=512, help="their width, a multiple of 64")
+    add("--teacher-layers", type=int, default=8, help="their depth")
+    add("--teacher-epochs", type=int, default=TEACHER.epochs, help="their readings")
+    args = p.parse_args()
+    if args.dim % 128 or args.teacher_dim % 64:
+        p.error("--dim must be a multiple of 128 and --teacher-dim one of 64")
+    return args
+
+
+def read(folder):
+    """The books of a folder."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        sys.exit(f"train.py: no *.txt in {folder}: --corpus wants a folder with train/*.txt and held_out/*.txt")
+    return [f.read_text(encoding="utf-8") for f in files]
+
+
+def prepare(args):
+    """Read the books, and train the tokenizer on them."""
+    books = [s for text in read(args.corpus / "train") for s in sections(text)]
+    held_out, path = "".join(read(args.corpus / "held_out")), args.out / "tokenizer.model"
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        train_tokenizer(books, path, args.vocab)
+    except RuntimeError as error:
+        sys.exit(f"train.py: SentencePiece refuses --vocab {args.vocab}: {error}")
+    sp = spm.SentencePieceProcessor(model_file=str(path))
+    say(f"{len(books)} sections, {sum(s.is_tale for s in books)} of them tales; {sp.vocab_size()} tokens; {args.device}")
+    return Data(books, sp, sp.encode(held_out), len(held_out.encode()))
+
+
+def main():
+    args, began = arguments(), time.time()
+    data = prepare(args)
+    teachers, plan = taught(data, args), replace(STUDENT, epochs=args.epochs)
+    torch.manual_seed(args.seed)
+    model = Llama(shaped(data, args.dim, args.layers, 2, args.context), plan.dropout)
+    save(fit("student", model, teachers, plan, data, args, args.seed), args.out)
+    bits, perplexity = evaluate(load(args.out).to(args.device), data)  # what was saved, rounded to fp16
+    print(
+        f"{sum(p.numel() for p in model.parameters())} parameters, held out: {bits:.4f} bits per byte, "
+        f"perplexity {perplexity:.2f} per token, {time.time() - began:.0f} s in all"
+    )
+
+
+if __name__ == "__main__":
+    main()
