@@ -67,17 +67,18 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
 
 def _cpu_half_linear(x: Tensor, w: Tensor) -> Tensor:
     """On a CPU, fp16 weights. One token: torch's fp16 matrix-vector product (fp32 sums), which runs at the speed of memory; x
-    is scaled so that neither it nor the result leaves the range of fp16. More: the library's product in bf16 (fp32 for fp16
-    activations), to which the weights are widened a block of rows at a time, so that the copies stay in the cache."""
+    is scaled to at most 1, so that a result fits fp16 if its row of |W| sums to less than 65504. More tokens: the library's
+    product in bf16 (fp32 for fp16 activations), to which the weights are widened a block of rows at a time, so that the copies
+    stay in the cache."""
     if x.shape[0] == 1:
-        scale = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp_(min=1e-30) / 16
+        scale = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp_(min=1e-30)
         return (torch.mv(w, (x[0] / scale).half()) * scale).to(x.dtype)[None]
     wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     x_wide, out = x.to(wide), x.new_empty(x.shape[0], w.shape[0])
     single, block = torch.empty(512, w.shape[1]), torch.empty(512, w.shape[1], dtype=wide)
     for rows, columns in zip(w.split(512), out.split(512, 1)):
         n = len(rows)
-        block[:n] = single[:n].copy_(rows)  # by way of fp32: torch's own way from fp16 to bf16 is three times slower
+        block[:n] = single[:n].copy_(rows)  # torch is slow from fp16 to bf16 directly
         columns.copy_(F.linear(x_wide, block[:n]))
     return out
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import kernels
 from kernels import Matrix, Sampling
+from tokenizer import read_json
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: bound by arithmetic, yet little workspace
@@ -54,6 +55,7 @@ class Config:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     max_seq_len: int = 4096
+    sliding_window: int | None = None  # how far back a token sees, which is not implemented: the context must not be longer
     tie_embeddings: bool = False
     dtype: torch.dtype | None = None  # None: as the tensors are stored
     bos_id: int | None = None  # None: as the tokenizer says
@@ -90,14 +92,9 @@ class Config:
 class Fields:
     """Checked access to the fields of a JSON object: every complaint names the file, the field and its value."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, raw: dict | None = None):
         self.file = file
-        try:
-            self.raw = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} is not JSON: {error}") from None
-        if not isinstance(self.raw, dict):
-            raise ValueError(f"{file} holds no JSON object")
+        self.raw = read_json(file) if raw is None else raw
 
     def number(self, name: str, low: float, high: float, default: float | None = None, kind: type = int):
         value = self.raw.get(name)
@@ -116,9 +113,7 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise ValueError(f"{self.file}: {name} is {value!r}; it must be an object")
-        inner = object.__new__(Fields)
-        inner.file, inner.raw = self.file, value
-        return inner
+        return Fields(self.file, value)
 
     def refuse_unless(self, name: str, *allowed) -> None:
         """For a field that changes the result in a way not implemented here."""
@@ -161,11 +156,9 @@ def _hugging_face_config(folder: Path) -> Config:
     n_heads = f.number("num_attention_heads", 1, 1024)
     dim = f.number("hidden_size", 1, 1 << 17)
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
-    window = f.number("sliding_window", 1, 1 << 24, max_seq_len)
-    if window < max_seq_len:
-        raise ValueError(
-            f"{f.file}: sliding_window is {window}, shorter than max_position_embeddings {max_seq_len}, which is not supported"
-        )
+    f.refuse_unless("tie_word_embeddings", False, True, None)
+    if f.raw.get("model_type") == "mistral":
+        f.raw.setdefault("sliding_window", 4096)  # transformers' default
     if f.raw.get("head_dim") is None and dim % n_heads:
         raise ValueError(f"{f.file}: hidden_size is {dim}, not a multiple of num_attention_heads {n_heads}")
     theta, scaling = _rope(f, max_seq_len)
@@ -184,6 +177,7 @@ def _hugging_face_config(folder: Path) -> Config:
         rope_theta=theta,
         rope_scaling=scaling,
         max_seq_len=max_seq_len,
+        sliding_window=f.number("sliding_window", 1, 1 << 24) if f.raw.get("sliding_window") is not None else None,
         tie_embeddings=bool(f.raw.get("tie_word_embeddings", False)),
         dtype=_stored_dtype(f),
         bos_id=bos.number("bos_token_id", 0, vocab_size - 1) if bos.raw.get("bos_token_id") is not None else None,
@@ -194,7 +188,7 @@ def _hugging_face_config(folder: Path) -> Config:
 def _stored_dtype(f: Fields) -> torch.dtype | None:
     name = f.raw.get("dtype") or f.raw.get("torch_dtype")
     known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, None: None}
-    if name not in known:
+    if not isinstance(name, str | None) or name not in known:
         raise ValueError(f"{f.file}: torch_dtype is {name!r}, which is not supported (float32, float16, bfloat16)")
     return known[name]
 
@@ -210,7 +204,10 @@ def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
 
 def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from rope_parameters or from the older rope_theta and rope_scaling."""
-    rope = f.sub("rope_parameters") or f.sub("rope_scaling")
+    rope, older = f.sub("rope_parameters"), f.sub("rope_scaling")
+    if rope and older and rope.raw != older.raw:
+        raise ValueError(f"{f.file}: rope_parameters and rope_scaling say different things: {rope.raw} and {older.raw}")
+    rope = rope or older
     theta_from = rope if rope and rope.raw.get("rope_theta") is not None else f
     theta = theta_from.number("rope_theta", 1, 1e12, 10000.0, float)
     if rope is None:
@@ -225,13 +222,10 @@ def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     factor = rope.number("factor", 1, 1e6, None, float)
     if kind == "linear":
         return theta, RopeScaling("linear", factor)
-    return theta, RopeScaling(
-        "llama3",
-        factor,
-        rope.number("low_freq_factor", 1e-6, 1e6, None, float),
-        rope.number("high_freq_factor", 1e-6, 1e6, None, float),
-        rope.number("original_max_position_embeddings", 1, 1 << 24, None),
-    )
+    low, high = (rope.number(f"{name}_freq_factor", 1e-6, 1e6, None, float) for name in ("low", "high"))
+    if low >= high:
+        raise ValueError(f"{f.file}: high_freq_factor is {high:g}; it must be above low_freq_factor {low:g}")
+    return theta, RopeScaling("llama3", factor, low, high, rope.number("original_max_position_embeddings", 1, 1 << 24, None))
 
 
 def _meta_config(folder: Path) -> Config:
@@ -245,8 +239,8 @@ def _meta_config(folder: Path) -> Config:
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
     vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
     if vocab_size < 1:  # "as the tokenizer": every shard of Meta's holds all rows of the embedding, and a part of its columns
-        rows = {part.name: part.shape[0] for part in _parts(_tensor_files(folder, hugging_face=False)[0])}
-        vocab_size = rows.get("tok_embeddings.weight", 1)
+        shapes = {part.name: part.shape for part in _parts(_tensor_files(folder, hugging_face=False)[0])}
+        vocab_size = next(iter(shapes.get("tok_embeddings.weight", ())), 1)
     return Config(
         dim=dim,
         n_layers=f.number("n_layers", 1, 1024),
@@ -306,7 +300,7 @@ class Checkpoint:
         self._check(config.shapes())
 
     def _check(self, expected: dict[str, tuple[int, ...]]) -> None:
-        problems = [f"{name} is missing" for name in expected if name not in self.parts]
+        problems = [f"{self._name_in_file(name)} is missing" for name in expected if name not in self.parts]
         for name, parts in self.parts.items():
             if name not in expected:
                 problems.append(f"{parts[0].name} is unexpected")
@@ -318,17 +312,25 @@ class Checkpoint:
             raise ValueError(f"{self.folder}: the tensors do not fit the config: {shown}")
 
     def _split_axis(self, name: str, shape: tuple[int, ...]) -> int | None:
-        """The axis along which the parts make up `shape`: 0 also when each part is the whole; None if they do not."""
-        parts = self.parts[name]
-        if all(part.shape == shape for part in parts) and (len(parts) == 1 or len(shape) == 1):
-            return 0
+        """The axis along which the parts make up `shape`, any when it is whole (Meta's shards repeat the norms); None if they
+        do not."""
+        parts, first = self.parts[name], self.parts[name][0].shape
+        if any(part.shape != first for part in parts) or len(first) != len(shape):
+            return None
+        repeated = not self.hugging_face and len(shape) == 1
         for axis in range(len(shape)):
-            if all(len(part.shape) == len(shape) for part in parts):
-                joined = list(parts[0].shape)
-                joined[axis] = sum(part.shape[axis] for part in parts)
-                if tuple(joined) == shape and all(part.shape == parts[0].shape for part in parts):
-                    return axis
+            count = 1 if repeated else len(parts)
+            if (*first[:axis], first[axis] * count, *first[axis + 1 :]) == shape:
+                return axis
         return None
+
+    def _name_in_file(self, name: str) -> str:
+        """A tensor's name as the checkpoint's own kind writes it."""
+        if not self.hugging_face:
+            return name
+        names = {meta: theirs for theirs, meta in HF_NAMES.items()}
+        layer, stem = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", name).groups()
+        return f"model.{layer}{names[stem]}.weight" if layer else f"{names[stem]}.weight"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -336,7 +338,7 @@ class Checkpoint:
 
     @property
     def elements(self) -> int:
-        return sum(math.prod(part.shape) for parts in self.parts.values() for part in parts)
+        return sum(math.prod(shape) for shape in self.config.shapes().values())
 
     def read(self, name: str) -> Tensor:
         """One whole tensor; rows of wq and wk come in Meta's RoPE convention, interleaved pairs."""
@@ -351,11 +353,13 @@ class Checkpoint:
         return tensor
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
-        """Name and file of the first tensor that holds NaN or inf once converted to dtype."""
-        for parts in self.parts.values():
-            for part in parts:
-                if not torch.isfinite(_read(part).to(dtype)).all():
-                    return f"{part.name} in {part.file.name}"
+        """What is wrong with the first tensor that holds NaN or inf, as it is or once converted to dtype."""
+        for part in (part for parts in self.parts.values() for part in parts):
+            tensor = _read(part)
+            if not torch.isfinite(tensor).all():
+                return f"{part.name} in {part.file.name} holds NaN or inf"
+            if not torch.isfinite(tensor.to(dtype)).all():
+                return f"{part.name} in {part.file.name} holds values beyond the range of {dtype}; try --dtype fp32"
         return None
 
 
@@ -426,14 +430,20 @@ def _unpickle(file: Path) -> dict[str, Tensor]:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise ValueError("it is compressed")  # torch never does that, and a few bytes could unpack to any size
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-            raise ValueError("it holds something other than named tensors")
+        if not isinstance(tensors, dict) or not all(isinstance(n, str) and _is_plain(t) for n, t in tensors.items()):
+            raise ValueError("it holds something other than named, dense tensors")
         return tensors
     except OSError:
         raise
+    except zipfile.BadZipFile:
+        raise ValueError(f"{file} is not in torch's zip format: save it anew with a torch from 1.6 on") from None
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{file} is not a checkpoint that can be read safely: {reason}") from None
+
+
+def _is_plain(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def find_checkpoint(name: str) -> Path:
@@ -593,7 +603,7 @@ class Llama:
 
     config: Config
     weights: Weights
-    ops: SimpleNamespace  # kernels.reference
+    ops: SimpleNamespace  # kernels.reference or kernels.fused
     device: torch.device
     dtype: torch.dtype
     ctx_size: int  # positions of a cache made for it
@@ -736,6 +746,10 @@ def load(name: str, dtype: str = "auto", device: str = "auto", ctx_size: int | N
     ops = pick_ops(backend, on)
     torch_dtype = pick_dtype(dtype, checkpoint.dtype, on)
     ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
+    if config.sliding_window and ctx_size > config.sliding_window:
+        raise ValueError(
+            f"{folder}: sliding_window is {config.sliding_window}: a context of {ctx_size} is not supported (see -c)"
+        )
     check_memory(config, torch_dtype, on, ctx_size)
     with torch.inference_mode():
         weights = read_weights(checkpoint, torch_dtype, kernels.storage_dtype(ops, torch_dtype, on), on)
@@ -844,5 +858,5 @@ def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampling: Sampling, ban
 def not_finite(model: Llama) -> str:
     bad = model.checkpoint and model.checkpoint.first_bad_tensor(kernels.storage_dtype(model.ops, model.dtype, model.device))
     if bad:
-        return f"the logits are not finite: {bad} holds NaN or inf"
+        return f"the logits are not finite: {bad}"
     return "the logits are not finite, though every weight is: the activations overflow; try --dtype bf16 or fp32"

@@ -1,16 +1,21 @@
 """The command line: generate text from a prompt, or chat. Text goes to stdout, everything else to stderr."""
 
-import argparse
 import os
+import signal
+import sys
+
+if __name__ == "__main__":  # Ctrl-C while the imports below load torch: no traceback
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import argparse
 import random
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kernels import INTERPRETED, Sampling
-from model import DTYPES, KVCache, Timings, generate, load, pick_device
+from model import DTYPES, KVCache, Timings, find_checkpoint, generate, load, pick_device, read_config
 from tokenizer import TEMPLATES, TextStream, Tokenizer, recognise_template
 
 DEFAULT_MODEL = Path(__file__).parent / "models" / "tales"
@@ -73,6 +78,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--prompt and --file are two prompts; give one")
     if args.chat and (args.prompt is not None or args.file is not None):
         parser.error("--chat reads what you say from standard input; it takes no --prompt or --file")
+    if not args.chat and (args.system or args.chat_template):
+        parser.error("--system and --chat-template are for --chat")
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args
@@ -83,17 +90,21 @@ def note(text: str) -> None:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """--prompt, --file or standard input when it is no terminal; one newline at the end is taken away from the latter two."""
+    """--prompt, --file, or standard input when it is no terminal; a newline at the end of the latter two is taken away."""
     if args.prompt not in (None, "-"):
-        return args.prompt
+        return decoded(os.fsencode(args.prompt), "--prompt")
     if args.file is not None:
         raw, source = Path(args.file).read_bytes(), args.file
     elif args.prompt == "-" or not sys.stdin.isatty():
         raw, source = sys.stdin.buffer.read(), "standard input"
     else:
         return ""
+    return decoded(raw, source).removesuffix("\n").removesuffix("\r")
+
+
+def decoded(raw: bytes, source: str) -> str:
     try:
-        return raw.decode().removesuffix("\n")
+        return raw.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
 
@@ -104,9 +115,10 @@ class Session:
     def __init__(self, args: argparse.Namespace):
         start = time.perf_counter()
         self.args = args
+        folder = find_checkpoint(args.model)
+        config = read_config(folder)
+        self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id)  # its errors come before the weights' minutes
         self.model = load(args.model, args.dtype, args.device, args.ctx_size, args.backend)
-        config = self.model.config
-        self.tokenizer = Tokenizer(self.model.checkpoint.folder, config.vocab_size, config.bos_id)
         self.eos = set(config.eos_ids or [self.tokenizer.eos])
         self.cache = KVCache(self.model)
         self.sampling = Sampling(
@@ -120,9 +132,10 @@ class Session:
         heads = f"{c.n_heads} heads" + (f" ({c.n_kv_heads} of keys and values)" if c.n_kv_heads != c.n_heads else "")
         size = f"{m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, dim {c.dim}, {heads}"
         dtype = next(name for name, value in DTYPES.items() if value == m.dtype)
+        beyond = f" (beyond the model's {c.max_seq_len}: expect nonsense there)" if self.cache.size > c.max_seq_len else ""
         return (
             f"model     {m.checkpoint.folder}: {size}\n"
-            f"running   {dtype} on {m.device}, {m.backend}, context {self.cache.size}, seed {self.args.seed}"
+            f"running   {dtype} on {m.device}, {m.backend}, context {self.cache.size}{beyond}, seed {self.args.seed}"
         )
 
     def closing(self) -> str:
@@ -141,15 +154,16 @@ class Session:
 
     def stream(self, ids: list[int], text: TextStream, answer: list[int], eos: set[int]) -> Iterator[str]:
         """Generate after ids; yield printable text. answer collects the new ids, without an eos."""
-        args = self.args
+        args, token, count = self.args, None, 0
         for token in generate(self.model, ids, self.cache, args.n_predict, self.sampling, eos, args.ignore_eos, self.timings):
+            count += 1
             if token not in eos:
                 answer.append(token)
             yield text.push(token)
             if text.stopped:
                 return
         yield text.finish()
-        if self.cache.pos >= self.cache.size - 1:  # the last token stands at pos
+        if token not in eos and count != args.n_predict:
             note(f"\nnote: the context of {self.cache.size} tokens is full (see -c)")
 
 
@@ -162,12 +176,25 @@ def put(text: str) -> None:
 def complete(session: Session, prompt: str) -> None:
     """Print the prompt and its continuation."""
     args, tokenizer = session.args, session.tokenizer
+    ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
+    if not ids:
+        raise ValueError("the prompt is empty, and the tokenizer has no token to begin with")
+    session.cache.check_room(len(ids))
     if not args.no_display_prompt:
         put(prompt)
     text = TextStream(tokenizer, at_start=not prompt, stops=args.stop)
-    for piece in session.stream(tokenizer.encode(prompt) or [tokenizer.eos], text, [], session.eos):
+    for piece in session.stream(ids, text, [], session.eos):
         put(piece)
     put("\n")
+
+
+def ask(prompt: str) -> str:
+    """A line of standard input. A person sees a prompt: from input(), which edits lines, unless stdout is kept for the text."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return input(prompt)
+    if sys.stdin.isatty():
+        print(prompt, end="", file=sys.stderr, flush=True)
+    return input()
 
 
 class Chat:
@@ -186,38 +213,40 @@ class Chat:
         if not session.args.quiet:
             note(f"chat      template {name} ({how}); /help lists commands")
 
-    def render(self, user: str) -> list[int]:
-        """The ids of the whole conversation up to the answer that comes next."""
+    def render(self, user: str, turns: list) -> list[int]:
+        """The ids of a conversation up to the answer that comes next."""
         tokenizer, ids = self.session.tokenizer, []
-        for i, (said, answer) in enumerate(self.turns):
+        for i, (said, answer) in enumerate(turns):
             ids += tokenizer.encode_segments(self.template.ask(self.system, said, i == 0)) + answer
             ids += tokenizer.encode_segments(self.template.close, after_text=True)
-        return ids + tokenizer.encode_segments(self.template.ask(self.system, user, not self.turns))
+        return ids + tokenizer.encode_segments(self.template.ask(self.system, user, not turns))
 
     def fit(self, user: str) -> list[int]:
         """render, with the oldest turns dropped until there is room for an answer."""
         size, dropped = self.session.cache.size, 0
+        alone = len(self.render(user, []))
+        if alone > size:
+            raise ValueError(f"the message makes {alone} tokens; the context holds {size} (see -c)")
         room = min(size // 4, 256)
-        while len(ids := self.render(user)) + room > size and self.turns:
-            self.turns.pop(0)
+        while len(ids := self.render(user, self.turns[dropped:])) + room > size and dropped < len(self.turns):
             dropped += 1
         if dropped:
             note(f"note: the context of {size} tokens is full: dropped the oldest {dropped} of the conversation's turns")
+        del self.turns[:dropped]
         return ids
 
     def answer(self, user: str) -> None:
         """Print the model's answer and remember the turn; Ctrl-C ends the answer early."""
-        tokenizer = self.session.tokenizer
-        ids, new, said = self.fit(user), [], []
+        tokenizer, new, said = self.session.tokenizer, [], []
         text = TextStream(tokenizer, at_start=True, stops=self.stops)
         try:
-            for piece in self.session.stream(ids, text, new, self.eos):
+            for piece in self.session.stream(self.fit(user), text, new, self.eos):
                 said.append(piece)
                 put(piece)
         except KeyboardInterrupt:
             pass
         put("\n")
-        self.turns.append((user, tokenizer.sp.encode("".join(said)) if text.stopped else new))
+        self.turns.append((user, tokenizer.encode("".join(said), bos=False) if text.stopped else new))
 
     def command(self, line: str) -> bool:
         """Carry out a line that begins with /; whether the chat goes on."""
@@ -236,13 +265,15 @@ class Chat:
         return True
 
     def loop(self) -> None:
-        prompt = "> " if sys.stdin.isatty() else ""
+        sys.stdin.reconfigure(errors="surrogateescape")  # one bad byte costs its line, not the conversation
         while True:
             try:
-                line = input(prompt).strip()
+                line = ask("> ").strip()
             except EOFError:
                 return
-            if line.startswith("/"):
+            if not line.isprintable() and any(0xDC80 <= ord(c) <= 0xDCFF for c in line):
+                note("error: standard input is not UTF-8; this line is left out")
+            elif line.startswith("/"):
                 if not self.command(line):
                     return
             elif line:
@@ -283,6 +314,8 @@ def work(args: argparse.Namespace) -> int:
 
 def one_line_errors(work: Callable[[], int], debug: bool) -> int:
     """The exit code of a program's work: 1 and one line on stderr when it fails (a traceback with debug)."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  None when they were closed before the start
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="strict")
     try:
@@ -295,12 +328,13 @@ def one_line_errors(work: Callable[[], int], debug: bool) -> int:
     except Exception as error:
         if debug:
             raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        note(f"error: {lines[0]}")
+        line = " ".join(str(error).split())[:500] or type(error).__name__
+        note("error: " + "".join(c if c.isprintable() else "?" for c in line))
         return 1
 
 
 def main(argv: list[str] | None = None) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parse_args(argv)
     return one_line_errors(lambda: work(args), args.debug)
 

@@ -53,7 +53,8 @@ def one_thread():
 
 
 GOLDENS = {  # greedy text of models/tales in fp32
-    "Once upon a time": "there lived a king who had a daughter who was so beautiful that no one could have her. The king was so much",
+    "Once upon a time": "there lived a king who had a daughter who was so beautiful that no one could have her. "
+    "The king was so much",
     "The fox said": ', "I am the fox, and the fox is the fox, and the fox is the fox, and the fox',
     "[INST] Tell me a story. [/INST]": "There was once a man who had three sons, and they were both very poor. "
     "One day the eldest said to the",
@@ -200,6 +201,15 @@ def test_every_format_is_the_same_model(tmp_path, form):
     ids = torch.randint(3, 300, (20,)).tolist()
     FORMATS[form](tmp_path)
     assert_close(our_logits(tmp_path, ids), oracle(theirs, ids))
+
+
+def test_mistral_runs_within_its_window(copy):
+    edit(copy / "config.json", model_type="mistral", max_position_embeddings=8192)
+    assert load(copy, device="cpu").ctx_size == 4096
+    with pytest.raises(ValueError, match="sliding_window is 4096: a context of 5000"):
+        load(copy, device="cpu", ctx_size=5000)
+    edit(copy / "config.json", sliding_window=None)
+    assert load(copy, device="cpu", ctx_size=5000).ctx_size == 5000
 
 
 def test_older_top_level_rope_fields(tmp_path):
@@ -755,18 +765,46 @@ def test_other_templates_place_control_tokens(tiny):
 
 
 def test_templates_are_recognised(tmp_path):
-    for sign, name in (("<<SYS>>", "llama2"), ("<|im_start|>", "chatml"), ("<|user|>", "zephyr"), ("USER: ", "vicuna")):
+    (tmp_path / "vicuna-7b").mkdir()
+    (tmp_path / "vicuna-7b" / "chat_template.jinja").write_text("<|user|>")
+    assert recognise_template(tmp_path / "vicuna-7b", {}) == "zephyr"
+    assert recognise_template(tmp_path / "vicuna-13b", {}) == "vicuna"
+    assert recognise_template(tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc", {}) == "llama2"
+    for sign, name in (
+        ("[INST]", "mistral"),
+        ("<<SYS>>", "llama2"),
+        ("<|im_start|>", "chatml"),
+        ("<|user|>", "zephyr"),
+        ("USER: ", "vicuna"),
+    ):
         assert recognise_template(tmp_path, {"chat_template": "{% x %}" + sign}) == name
     assert recognise_template(tmp_path, {}) == "plain"
     assert recognise_template(tmp_path / "llama-2-7b-chat", {}) == "llama2"
 
 
 def test_added_tokens_are_read(copy):
-    tokenizer = Tokenizer(copy)
-    (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": tokenizer.size}))
-    assert Tokenizer(copy).control["<|im_end|>"] == tokenizer.size
-    with pytest.raises(ValueError, match=f"has {tokenizer.size + 1} tokens.*vocabulary of {tokenizer.size}"):
-        Tokenizer(copy, tokenizer.size)
+    size = Tokenizer(copy).sp.vocab_size()
+    (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
+    assert Tokenizer(copy).control["<|im_end|>"] == Tokenizer(copy, size + 1).control["<|im_end|>"] == size
+    assert "<|im_end|>" not in Tokenizer(copy, size).control, "the model has no embedding for it"
+
+
+def test_symbols_that_a_tokenizer_defines_are_control_tokens_of_templates_only(tmp_path):
+    (tmp_path / "text").write_text(TEXT * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=350, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, user_defined_symbols=["<|im_start|>", "<|im_end|>"],
+    )  # fmt: skip
+    t = Tokenizer(tmp_path)
+    end = t.control["<|im_end|>"]
+    assert t.encode_segments(TEMPLATES["chatml"].ask("", "U", True)).count(end) == 1 and t.decode([end]) == ""
+    typed = "a <|im_end|> b<|im_end|><|im_start|>"
+    assert end not in t.encode(typed) and t.decode(t.encode(typed)) == typed
+
+
+def test_bos_is_left_out_where_the_checkpoint_says_so(copy):
+    (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    assert Tokenizer(copy).encode("x") == Tokenizer(copy).sp.encode("x")
 
 
 # ---- the command line as a user meets it
@@ -827,7 +865,18 @@ def test_stop_string_ends_the_text(cli, tiny):
 
 
 def test_wrong_usage_exits_2_in_one_line(cli, tiny):
-    wrong = ["--temp -1", "--top-p 2", "-n x", "--nonsense", "-p a -f b", "--chat -p a", "--seed 1e99", "-c -1"]
+    wrong = [
+        "--system x",
+        "--chat-template plain",
+        "--temp -1",
+        "--top-p 2",
+        "-n x",
+        "--nonsense",
+        "-p a -f b",
+        "--chat -p a",
+        "--seed 1e99",
+        "-c -1",
+    ]
     for arguments in wrong:
         code, out, err = cli("-m", tiny, *arguments.split())
         assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, arguments
@@ -904,7 +953,31 @@ SPOILED = {  # how a checkpoint is spoiled: what the one line of error must hold
     "attention bias": (spoil_config(attention_bias=True), ["attention_bias is True"]),
     "another activation": (spoil_config(hidden_act="gelu"), ["hidden_act is 'gelu'"]),
     "another model": (spoil_config(model_type="gpt2"), ["model_type is 'gpt2'"]),
-    "sliding window": (spoil_config(sliding_window=64), ["sliding_window is 64"]),
+    "sliding window": (spoil_config(sliding_window=64), ["sliding_window is 64: a context of 256"]),
+    "deep JSON": (lambda f: (f / "config.json").write_text("[" * 100_000), ["config.json is not JSON"]),
+    "listed dtype": (spoil_config(dtype=["float32"]), ["torch_dtype is ['float32']"]),
+    "wordy tie": (spoil_config(tie_word_embeddings="false"), ["tie_word_embeddings is 'false'"]),
+    "two ropes": (spoil_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), ["say different things"]),
+    "flat llama3 ramp": (
+        spoil_config(rope_parameters=SHAPES["llama3"]["rope_parameters"] | {"high_freq_factor": 1.0}),
+        ["high_freq_factor is 1; it must be above low_freq_factor 1"],
+    ),
+    "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;x\x07\ny": torch.ones(1)})), ["?]0;x? y is unexpected"]),
+    "numbered tensors": (
+        lambda f: [to_bin(f), torch.save({1: torch.ones(1)}, f / "pytorch_model.bin")],
+        ["can be read safely"],
+    ),
+    "sparse tensors": (
+        lambda f: [to_bin(f), torch.save({"x": torch.ones(1).to_sparse()}, f / "pytorch_model.bin")],
+        ["can be read safely"],
+    ),
+    "wrong types beside the tokenizer": (
+        lambda f: [
+            (f / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"600": {"content": ["x"]}}})),
+            (f / "added_tokens.json").write_text("[]"),
+        ],
+        ["added_tokens.json holds no JSON object"],
+    ),
     "another rope": (spoil_config(rope_parameters={"rope_type": "yarn", "factor": 2}), ["rope_type is 'yarn'"]),
     "quantised": (spoil_config(quantization_config={"bits": 4}), ["quantization_config is"]),
     "eos beyond the vocabulary": (
@@ -915,14 +988,14 @@ SPOILED = {  # how a checkpoint is spoiled: what the one line of error must hold
     "truncated": (lambda f: (f / "model.safetensors").open("r+b").truncate(5000), ["not a sound safetensors file"]),
     "lying header": (spoil_header(lambda h: h[NORM].update(shape=[10**9])), ["not a sound safetensors file"]),
     "overlapping offsets": (spoil_header(overlap), ["not a sound safetensors file"]),
-    "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), ["layers.1.feed_forward.w2.weight is missing"]),
+    "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), [f"{DOWN} is missing"]),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), ["extra is unexpected"]),
     "wrong shape": (spoil_tensors(lambda t: t.update({NORM: torch.ones(3)})), [f"{NORM} is [3], expected [64]"]),
     "whole numbers": (spoil_tensors(lambda t: t.update({NORM: torch.ones(64, dtype=torch.int8)})), [NORM, "a type other than"]),
     "nan": (spoil_tensors(lambda t: t[DOWN].view(-1)[5:6].fill_(float("nan"))), [f"{DOWN} in model.safetensors", "not finite"]),
     "inf": (spoil_tensors(lambda t: t[DOWN].view(-1)[5:6].fill_(float("inf"))), [f"{DOWN} in model.safetensors", "not finite"]),
     "pickle that runs code": (plant_bomb, ["pytorch_model.bin is not a checkpoint that can be read safely"]),
-    "plain pickle": (plant_plain_pickle, ["pytorch_model.bin is not a checkpoint that can be read safely"]),
+    "plain pickle": (plant_plain_pickle, ["pytorch_model.bin is not in torch's zip format"]),
     "index without its shard": (plant_index("gone.safetensors"), ["names gone.safetensors, which is missing"]),
     "index that leaves the folder": (plant_index("../model.safetensors"), ["which is not a file of its own folder"]),
     "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), ["holds no tokenizer.model"]),
@@ -966,6 +1039,8 @@ def test_tokenizer_of_another_size(cli, tiny, copy):
         (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
         (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
         (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
+        (["-p", "a\udcffb"], b"", "--prompt is not UTF-8: byte 0xff at offset 1"),
+        (["-p", "a\0", "-c", "1"], b"", "the context holds 1"),
     ],
 )
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
@@ -1046,8 +1121,13 @@ def test_chat_drops_its_oldest_turns_and_keeps_the_system_prompt(cli, tiny, monk
 
 
 def test_a_message_longer_than_the_context_does_not_end_the_chat(cli, tiny):
-    code, out, err = chat(cli, tiny, "tell me a tale " * 60, "hello", flags=["-c", 64])
-    assert code == 0 and "the context holds 64" in err and "generated 6 tokens" in err
+    code, out, err = chat(cli, tiny, "hello", "tell me a tale " * 60, "hello", flags=["-c", 64])
+    assert code == 0 and "the context holds 64" in err and "generated 12 tokens" in err and "dropped" not in err
+
+
+def test_a_line_that_is_not_utf8_does_not_end_the_chat(cli, tiny):
+    code, _, err = cli("-m", tiny, "--chat", "-n", 4, "--ignore-eos", stdin=b"hello\n\xff\nhello\n")
+    assert code == 0 and "not UTF-8" in err and "generated 8 tokens" in err
 
 
 # ---- measuring

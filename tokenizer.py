@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 
+TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # of templates: control tokens, even if SentencePiece has them as user's symbols
 PADDING = 1024  # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 
 
@@ -24,37 +25,46 @@ class Tokenizer:
         file = next((f / "tokenizer.model" for f in (folder, folder.parent) if (f / "tokenizer.model").is_file()), None)
         if file is None:
             raise FileNotFoundError(f"{folder} holds no tokenizer.model (other kinds of tokenizer are not supported)")
+        self.config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
         try:
             self.sp = SentencePieceProcessor(model_proto=file.read_bytes())
-        except RuntimeError:
+            pieces = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
+        except (RuntimeError, ValueError):
             raise ValueError(f"{file} is not a SentencePiece model") from None
-        self.config = _json_object(folder / "tokenizer_config.json")
-        self.control = _added_tokens(folder, self.config, self.sp.vocab_size())  # text of a control token -> id
-        for i in range(self.sp.vocab_size()):
-            if self.sp.is_control(i):
-                self.control[self.sp.id_to_piece(i)] = i
-        self.size = max(self.sp.vocab_size(), *(i + 1 for i in self.control.values()))
-        if vocab_size is not None and not self.size <= vocab_size <= self.size + PADDING:
-            raise ValueError(f"{file} has {self.size} tokens, but the model has a vocabulary of {vocab_size}")
+        size = len(pieces)
+        added = {text: i for text, i in _added_tokens(folder, self.config).items() if i >= size}
+        if vocab_size is not None:
+            if not size <= vocab_size <= max([size, *added.values()]) + PADDING:
+                raise ValueError(f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}")
+            added = {text: i for text, i in added.items() if i < vocab_size}  # the model has no embedding for the others
+        self.control = added | {piece: i for i, piece in enumerate(pieces) if self.sp.is_control(i) or piece in TURN_MARKS}
+        self._in_text = [text for text in TURN_MARKS if text in pieces]  # which SentencePiece would take for control tokens
         self.bos = self.sp.bos_id() if bos_id is None else bos_id
         self.eos = self.sp.eos_id()
-        self._bytes = [self._token_bytes(i) for i in range(self.sp.vocab_size())]
+        self.adds_bos = self.bos >= 0 and self.config.get("add_bos_token") is not False
+        self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
+        self._bytes = [self._token_bytes(i) for i in range(size)]
 
     def _token_bytes(self, token: int) -> bytes:
-        if self.sp.is_control(token):
-            return b""
         piece = self.sp.id_to_piece(token)
+        if piece in self.control:
+            return b""
         if self.sp.is_byte(token):
             return bytes([int(piece[3:5], 16)])  # "<0x0A>"
         return (" \u2047 " if self.sp.is_unknown(token) else piece.replace("\u2581", " ")).encode()
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Text to ids. What looks like a control token in the text, "</s>" say, is text."""
-        return [self.bos] * (bos and self.bos >= 0) + self.sp.encode(text)
+        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token in the text is text."""
+        ids = [self.bos] * (bos and self.adds_bos)
+        for name in self._in_text:
+            if name in text:  # cut it, so that it is not seen as one
+                head, tail = text.split(name, 1)
+                return ids + self.encode(head + name[0], bos=False) + self.encode_after(name[1:] + tail)
+        return ids + self.sp.encode(text)
 
     def encode_after(self, text: str) -> list[int]:
         """Text that goes on after other text: without the space that SentencePiece puts before a text."""
-        return self.sp.encode("." + text)[len(self.sp.encode(".")) :]
+        return self.encode("." + text, bos=False)[len(self.sp.encode(".")) :]
 
     def encode_segments(self, segments: "Segments", after_text: bool = False) -> list[int]:
         """A rendered template to ids: control tokens only where it places them. One that the model does not have is text."""
@@ -64,7 +74,7 @@ class Tokenizer:
             if isinstance(segment, Control):
                 ids += [named[segment.name]] if segment.name in named else self.sp.encode(segment.name)
             else:
-                ids += self.encode_after(segment) if after_text else self.sp.encode(segment)
+                ids += self.encode_after(segment) if after_text else self.encode(segment, bos=False)
             after_text = False
         return ids
 
@@ -78,25 +88,26 @@ class Tokenizer:
         return "".join(stream.push(i) for i in ids) + stream.finish()
 
 
-def _json_object(file: Path) -> dict:
-    if not file.is_file():
-        return {}
+def read_json(file: Path) -> dict:
+    """The object that a JSON file holds. Raises ValueError."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{file} holds no JSON object")
     return value
 
 
-def _added_tokens(folder: Path, config: dict, first: int) -> dict[str, int]:
-    """Tokens beyond SentencePiece's, from added_tokens.json and tokenizer_config.json's added_tokens_decoder."""
-    added = dict(_json_object(folder / "added_tokens.json"))
-    decoder = config.get("added_tokens_decoder", {})
-    if isinstance(decoder, dict):
-        added |= {t["content"]: int(i) for i, t in decoder.items() if i.isdecimal() and isinstance(t, dict) and "content" in t}
-    return {text: i for text, i in added.items() if type(i) is int and i >= first}
+def _added_tokens(folder: Path, config: dict) -> dict[str, int]:
+    """Tokens beside SentencePiece's, from added_tokens.json and tokenizer_config.json's added_tokens_decoder."""
+    file = folder / "added_tokens.json"
+    added = read_json(file) if file.is_file() else {}
+    decoder = config.get("added_tokens_decoder")
+    for i, token in decoder.items() if isinstance(decoder, dict) else ():
+        if i.isdecimal() and len(i) < 10 and isinstance(token, dict) and isinstance(token.get("content"), str):
+            added[token["content"]] = int(i)
+    return {text: i for text, i in added.items() if type(i) is int}
 
 
 class TextStream:
@@ -110,7 +121,7 @@ class TextStream:
         """at_start: the text begins here, so that the leading space of the first token is not part of it."""
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
-        self.strip_space = at_start
+        self.strip_space = at_start and tokenizer.adds_space
         self.stopped = False  # a stop string has come
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -197,20 +208,29 @@ def _plain(system: str, user: str, first: bool) -> Segments:
     return [BOS, f"{system}\n{user}" if system else user] if first else [user]
 
 
+def _mistral(system: str, user: str, first: bool) -> Segments:
+    head = f"{system}\n\n" if first and system else ""
+    return ([BOS] if first else []) + [f"[INST] {head}{user.strip()} [/INST]"]
+
+
 TEMPLATES = {
     "llama2": Template(_llama2, [" ", EOS]),
     "zephyr": Template(_zephyr, [EOS]),
     "vicuna": Template(_vicuna, [EOS], ("USER:",)),
     "chatml": Template(_chatml, [Control("<|im_end|>"), "\n"], ("<|im_end|>",)),
+    "mistral": Template(_mistral, [EOS]),
     "plain": Template(_plain, ["\n"]),
 }
 
 
 def recognise_template(folder: str | Path, config: dict) -> str:
-    """Name of the template that a checkpoint was tuned on, from tokenizer_config.json; Meta's own have none, but a name."""
-    jinja = json.dumps(config.get("chat_template") or "")
-    signs = {"<<SYS>>": "llama2", "<|im_start|>": "chatml", "<|user|>": "zephyr", "USER:": "vicuna"}
+    """Name of the template that a checkpoint was tuned on: from its own (chat_template.jinja, or in tokenizer_config.json), or
+    from the folder's path, since Meta's checkpoints and Vicuna's come without one."""
+    file = Path(folder) / "chat_template.jinja"
+    jinja = json.dumps(config.get("chat_template") or "") + (file.read_text(errors="replace") if file.is_file() else "")
+    signs = {"<<SYS>>": "llama2", "<|im_start|>": "chatml", "<|user|>": "zephyr", "USER:": "vicuna", "[INST]": "mistral"}
     for sign, name in signs.items():
         if sign in jinja:
             return name
-    return "llama2" if re.search("llama-2.*chat", Path(folder).resolve().name.lower()) else "plain"
+    path = str(Path(folder).absolute()).lower()
+    return "llama2" if re.search("llama-2[^/]*chat", path) else "vicuna" if "vicuna" in path else "plain"
