@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help run chat bench test lint clean
+.PHONY: help run chat bench kernels profile test lint clean
 
 MODEL ?= models/tales
 PROMPT ?= Once upon a time
@@ -12,13 +12,19 @@ help:  ## this list
 	@echo 'settings: MODEL=folder  PROMPT="text"  ARGS="more flags, see run.py --help"'
 
 run: .venv/ready  ## generate from PROMPT
-	$(VENV)/python run.py -m $(MODEL) --prompt "$(PROMPT)" $(ARGS)
+	$(VENV)/python run.py -m $(MODEL) --prompt "$(PROMPT)" --repeat-penalty 1.1 $(ARGS)
 
 chat: .venv/ready  ## talk with the model
 	@$(VENV)/python run.py -m $(MODEL) --chat $(ARGS)
 
 bench: .venv/ready  ## tokens per second
 	$(VENV)/python bench.py -m $(MODEL) $(ARGS)
+
+kernels: .venv/ready  ## each op against its ceiling and plain PyTorch
+	$(VENV)/python bench.py --kernels -m $(MODEL) $(ARGS)
+
+profile: .venv/ready  ## one step, kernel by kernel
+	$(VENV)/python bench.py --profile -m $(MODEL) $(ARGS)
 
 test: .venv/ready-test  ## all tests; no GPU and no network needed
 	$(VENV)/python -m pytest -q test_all.py $(ARGS)

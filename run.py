@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from kernels import INTERPRETED, Sampling
 from model import DTYPES, KVCache, Timings, find_checkpoint, generate, load, pick_device, read_config
 from tokenizer import TEMPLATES, TextStream, Tokenizer, recognise_template
@@ -141,6 +143,8 @@ class Session:
     def closing(self) -> str:
         t = self.timings
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        gpu = self.model.device.type == "cuda"
+        on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU" if gpu else ""
         prompt_rate = t.prompt_tokens / max(t.prompt_seconds, 1e-9)
         rate = (
             f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {t.steps / t.step_seconds:.1f} tokens/s" if t.steps else ""
@@ -149,7 +153,7 @@ class Session:
             f"load      {self.load_seconds:.2f} s\n"
             f"prompt    {t.prompt_tokens} tokens in {1e3 * t.prompt_seconds:.1f} ms, {prompt_rate:.1f} tokens/s\n"
             f"generated {t.new_tokens} tokens{rate}\n"
-            f"memory    peak {peak / 1e9:.2f} GB"
+            f"memory    peak {peak / 1e9:.2f} GB{on_gpu}"
         )
 
     def stream(self, ids: list[int], text: TextStream, answer: list[int], eos: set[int]) -> Iterator[str]:
