@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kernels
-from fp8 import jit, tl
+from fp8 import TYPES, jit, tl
 from kernels import Matrix, Sampling
 from model import (
     CHUNK,
@@ -75,11 +75,12 @@ def random_config(spec: str) -> Config:
     return dataclasses.replace(config, n_layers=int(layers)) if layers else config
 
 
-def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device) -> Weights:
+def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, form: str = "") -> Weights:
     """Normal weights of the size that training starts from, made on the device."""
 
     def matrix(rows: int, columns: int) -> Matrix:
-        return Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02))
+        made = Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02))
+        return made.encoded(form) if form else made
 
     def ones() -> Tensor:
         return torch.ones(c.dim, dtype=dtype, device=device)
@@ -100,15 +101,16 @@ def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: t
     return Weights(embedding, layers, ones(), matrix(c.vocab_size, c.dim))
 
 
-def open_model(args: argparse.Namespace, dtype: str, ctx_size: int) -> Llama:
+def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "none") -> Llama:
     """A checkpoint, or random weights for a name like random:7b."""
+    form = "" if fp8 == "none" else fp8
     if not args.model.startswith("random:"):
-        return load(args.model, dtype, args.device, ctx_size, args.backend)
+        return load(args.model, dtype, args.device, ctx_size, args.backend, form)
     config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device)
     ops, as_dtype = pick_ops(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
-    check_memory(config, as_dtype, device, ctx_size)
+    check_memory(config, as_dtype, device, ctx_size, form)
     with torch.inference_mode():
-        weights = random_weights(config, as_dtype, kernels.storage_dtype(ops, as_dtype, device), device)
+        weights = random_weights(config, as_dtype, kernels.storage_dtype(ops, as_dtype, device), device, form)
     return Llama(config, weights, ops, device, as_dtype, ctx_size)
 
 
@@ -261,6 +263,7 @@ class Row:
     backend: str
     device: str
     dtype: str
+    fp8: str  # of the matrices
     test: str
     tokens_per_s: float
     std: float
@@ -306,20 +309,20 @@ def generation_speed(model: Llama, cache: KVCache, n: int, depth: int, repetitio
 def throughput(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of the default table: prompts, then generation, at each depth, for each dtype."""
     longest = max(args.depth) + max(args.n_prompt + args.n_gen) + 1
-    for dtype in args.dtype:
+    for dtype, fp8 in itertools.product(args.dtype, args.fp8):
         start = time.perf_counter()
-        model = open_model(args, dtype, max(longest, args.ctx_size or 0))
+        model = open_model(args, dtype, max(longest, args.ctx_size or 0), fp8)
         loaded = time.perf_counter() - start
         cache, stream = KVCache(model), TextStream(Tokenizer(DEFAULT_MODEL))
         first = time_to_first_token(model, cache)
         note(f"load {loaded:.2f} s, first token {first[0]:.2f} s the first time, {1e3 * first[1]:.1f} ms after that")
 
-        def row(test: str, speeds: list[float], share: Callable[[float], float], model: Llama = model) -> Row:
+        def row(test: str, speeds: list[float], share: Callable[[float], float], model: Llama = model, fp8: str = fp8) -> Row:
             mean, std = spread(speeds)
             name = {v: k for k, v in DTYPES.items()}[model.dtype]
             size = matrix_bytes(model.weights) / 1e9
             backend = "torch" if model.ops is kernels.reference else "triton"
-            return Row(args.model, size, backend, device_name(model.device), name, test, mean, std, share(mean))
+            return Row(args.model, size, backend, device_name(model.device), name, fp8, test, mean, std, share(mean))
 
         for depth, T in itertools.product(args.depth, args.n_prompt):
             operations = prefill_operations(model.config, T, depth) / T
@@ -690,7 +693,7 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
 @torch.inference_mode()
 def run_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
-    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, max(T + before for T, before in shapes)))
+    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, max(T + before for T, before in shapes)), args.fp8[0])
     rows = []
     for T, before in shapes:
         for case in cases(model, T, before):
@@ -806,7 +809,7 @@ def kind_of(name: str) -> str:
 def run_profile(args: argparse.Namespace) -> None:
     """One decode step and one prefill, kernel by kernel."""
     before, T = max(args.depth[0], 100), args.n_prompt[0]
-    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, before + T + 8))
+    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, before + T + 8), args.fp8[0])
     tokens = torch.randint(3, model.config.vocab_size, (before + T,)).tolist()
     cache = KVCache(model)
     model.prefill(tokens[:before], cache)
@@ -910,7 +913,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{args.perplexity} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
-    model = open_model(args, args.dtype[0], args.ctx_size or 512)
+    model = open_model(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
     if model.checkpoint is None:
         raise ValueError("--perplexity needs a checkpoint with its tokenizer, not random weights")
     against = open_model(args, args.against, model.ctx_size) if args.against else None
@@ -931,7 +934,8 @@ def run_perplexity(args: argparse.Namespace) -> None:
     if not done:
         return
     counted_bytes = len(raw) if done == len(ids) else len(tokenizer.decode(ids[:done]).encode())
-    row = {"model": args.model, "dtype": args.dtype[0], "against": args.against, "ctx": model.ctx_size, "stride": stride}
+    row = {"model": args.model, "dtype": args.dtype[0], "fp8": args.fp8[0], "against": args.against}
+    row |= {"ctx": model.ctx_size, "stride": stride}
     show([row | quality.report(counted_bytes)], args.output)
 
 
@@ -994,6 +998,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("-r", "--repetitions", type=within(int, 1, 1000), default=5, help="counted runs, after one that is not")
     add("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", help="form of the table")
     add("--dtype", type=one_of("auto", *DTYPES), default=["auto"], help="auto, fp32, fp16, bf16, comma between them")
+    add("--fp8", type=one_of("none", *TYPES), default=["none"], help="8-bit matrices: none, e4m3, e5m2, comma between them")
     add("--device", default="auto", help="cpu, cuda or cuda:N")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
     add("-c", "--ctx-size", type=within(int, 1, 1 << 24), help="context; with --perplexity the window (default 512)")
@@ -1004,7 +1009,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     mode.add_argument("--perplexity", metavar="FILE", help="perplexity of a text")
     mode.add_argument("--tune", action="store_true", help="find launch sizes for this card and the shapes of this model")
     add("--stride", type=within(int, 1, 1 << 24), help="with --perplexity: from window to window; default: the window")
-    add("--against", choices=list(DTYPES), help="with --perplexity: compare distributions with the model in this dtype")
+    add("--against", choices=list(DTYPES), help="with --perplexity: compare with the model in this dtype, not in 8 bits")
     add("--plot", metavar="FILE.png", help="with --kernels: draw them on a roofline (needs matplotlib)")
     add("--debug", action="store_true", help="errors with their traceback")
     args = parser.parse_args(argv)

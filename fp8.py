@@ -1,12 +1,17 @@
-"""8-bit floats kept in int8 tensors: decode inside a kernel.
+"""8-bit floats kept in int8 tensors: encode and decode in torch, and decode inside a kernel.
 
-Both formats are decoded to a half float by moving bits, so that any GPU can do it:
+Both formats are decoded by moving bits into a half float, so that any GPU and any CPU can do it:
 
     e5m2  sign, 5 exponent bits, 2 of mantissa: the upper byte of a half float
-    e4m3  sign, 4 exponent bits, 3 of mantissa: its bits under a half's sign are the value times 2^-8, subnormals too
+    e4m3  sign, 4 exponent bits, 3 of mantissa: under a half's sign, these bits are the value times 2^-8, subnormals too
+
+A matrix has one scale a row. The codes for NaN and infinity are never written: encode saturates.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+import torch
+from torch import Tensor
 
 try:
     import triton
@@ -14,18 +19,68 @@ try:
 except ImportError:  # not on this system: the reference ops run without it
     triton = tl = None
 
+TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+GAIN = {"e4m3": 256.0, "e5m2": 1.0}  # what decoded halves are to be multiplied with
+TOP = {"e4m3": 448.0, "e5m2": 1.75}  # what a row's largest is scaled to, as a half 1.75 in both: products stay far from 65504
+
 
 def jit(function):
     """triton.jit where there is Triton."""
     return triton.jit(function) if triton else function
 
 
+def round_to(x: Tensor, form: str) -> Tensor:
+    """The nearest codes (ties to even) as int8; magnitudes beyond the largest become the largest."""
+    return x.float().clamp(-LARGEST[form], LARGEST[form]).to(TYPES[form]).view(torch.int8)
+
+
+def halves(codes: Tensor, form: str, space: Tensor | None = None) -> Tensor:
+    """int8 codes to float16: the values they stand for over GAIN, exactly; in int16 space of the same shape, if given."""
+    bits = codes.to(torch.int16) if space is None else space.copy_(codes)
+    bits = bits.bitwise_left_shift_(8) if form == "e5m2" else bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return bits.view(torch.float16)
+
+
+def encode(weights: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """[N, K] to int8 codes [N, K] and float32 scales [N]. Of a few scales between the smallest that lets a row's largest
+    magnitude fit and its double, each row takes the one with the least squared error. Raises ValueError on NaN or inf."""
+    codes = torch.empty(weights.shape, dtype=torch.int8, device=weights.device)
+    scales = torch.empty(len(weights), dtype=torch.float32, device=weights.device)
+    for rows, code, scale in zip(weights.split(2048), codes.split(2048), scales.split(2048)):
+        rows = rows.float()
+        smallest = rows.abs().amax(1) / TOP[form]
+        if not torch.isfinite(smallest).all():
+            raise ValueError("NaN or inf cannot be written as an 8-bit float")
+        smallest.clamp_(min=1e-30)
+        least = torch.full_like(smallest, torch.inf)
+        for step in (0.0, 0.25, 0.5, 0.75):
+            tried = smallest * 2**step
+            written = round_to(rows / tried[:, None], form)
+            error = (decode(written, tried, form) - rows).square().sum(1)
+            better = error < least
+            least[better], scale[better], code[better] = error[better], tried[better], written[better]
+    return codes, scales
+
+
+def decode(codes: Tensor, scales: Tensor, form: str) -> Tensor:
+    """Codes [N, K] and scales [N] to float32 [N, K]."""
+    return halves(codes, form).float().mul_(GAIN[form] * scales[:, None])
+
+
 @jit
 def decode_tile(tile, FORMAT: tl.constexpr):
-    """A tile of weights as it is stored to floats: themselves without a format, else what they stand for over GAIN[FORMAT]."""
+    """A tile of weights as it is stored to floats: itself without a format, else `halves`."""
     if FORMAT == "e4m3":
-        bits = tile.to(tl.int16)
-        tile = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
+        tile = ((tile.to(tl.int16) << 7) & ~0x4000).to(tl.float16, bitcast=True)
     if FORMAT == "e5m2":
         tile = (tile.to(tl.int16) << 8).to(tl.float16, bitcast=True)
     return tile
+
+
+@jit
+def rescale(y, scale, FORMAT: tl.constexpr):
+    """A product with decoded tiles to the product with the weights; scale is that of its rows."""
+    if FORMAT == "e4m3":
+        return y * (scale * 256.0)
+    return y * scale

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8 import decode_tile, jit, tl, triton
+import fp8
+from fp8 import decode_tile, jit, rescale, tl, triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -37,7 +38,11 @@ class Matrix:
 
     data: Tensor  # [N, K]
     scale: Tensor | None = None  # [N] float32, of 8-bit weights
-    format: str = ""  # of 8-bit weights: "e4m3" or "e5m2"
+    format: str = ""  # of 8-bit weights, whose data is int8: "e4m3" or "e5m2"
+
+    def encoded(self, form: str) -> Matrix:
+        """The same in 8 bits. Raises ValueError on NaN or inf."""
+        return Matrix(*fp8.encode(self.data, form), form)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,24 +65,32 @@ def storage_dtype(ops: SimpleNamespace, dtype: torch.dtype, device: torch.device
 
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     """y = x W^T. x [T, K] -> [T, N]."""
-    if w.data.dtype == torch.float16 and w.data.device.type == "cpu":
-        return _cpu_half_linear(x, w.data)
-    return F.linear(x, w.data)
+    if w.data.device.type == "cpu" and (w.format or w.data.dtype == torch.float16):
+        return _cpu_narrow_linear(x, w)
+    return F.linear(x, fp8.decode(w.data, w.scale, w.format).to(x.dtype) if w.format else w.data)
 
 
-def _cpu_half_linear(x: Tensor, w: Tensor) -> Tensor:
-    """On a CPU, fp16 weights. One token: torch's fp16 matrix-vector product (fp32 sums), which runs at the speed of memory; x
-    is scaled to at most 1, so that a result fits fp16 if its row of |W| sums to less than 65504. More tokens: the library's
-    product in bf16 (fp32 for fp16 activations), to which the weights are widened a block of rows at a time, so that the copies
-    stay in the cache."""
+def _cpu_narrow_linear(x: Tensor, w: Matrix) -> Tensor:
+    """On a CPU, fp16 or 8-bit weights. One token: torch's fp16 matrix-vector product (fp32 sums), which runs at the speed of
+    memory; x is scaled to at most 1, so that a result fits fp16 if its row of |W| sums to less than 65504. More tokens: the
+    library's product in bf16 (fp32 for other activations). Weights are decoded and widened a block of rows at a time, so that
+    the copies stay in the cache."""
     if x.shape[0] == 1:
         scale = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp_(min=1e-30)
-        return (torch.mv(w, (x[0] / scale).half()) * scale).to(x.dtype)[None]
+        row = (x[0] / scale).half()
+        if not w.format:
+            return (torch.mv(w.data, row) * scale).to(x.dtype)[None]
+        y, space = row.new_empty(w.rows), torch.empty(1024, w.columns, dtype=torch.int16)
+        for rows, part in zip(w.data.split(1024), y.split(1024)):
+            torch.mv(fp8.halves(rows, w.format, space[: len(rows)]), row, out=part)
+        return (y * (w.scale * (scale * fp8.GAIN[w.format]))).to(x.dtype)[None]
     wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     x_wide, out = x.to(wide), x.new_empty(x.shape[0], w.shape[0])
-    single, block = torch.empty(512, w.shape[1]), torch.empty(512, w.shape[1], dtype=wide)
-    for rows, columns in zip(w.split(512), out.split(512, 1)):
+    single, block = torch.empty(512, w.columns), torch.empty(512, w.columns, dtype=wide)
+    for i, (rows, columns) in enumerate(zip(w.data.split(512), out.split(512, 1))):
         n = len(rows)
+        if w.format:
+            rows = fp8.decode(rows, w.scale[512 * i : 512 * i + n], w.format)
         block[:n] = single[:n].copy_(rows)  # torch is slow from fp16 to bf16 directly
         columns.copy_(F.linear(x_wide, block[:n]))
     return out
@@ -204,7 +217,7 @@ def _product(
     if NORM:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
     if FORMAT != "":
-        y *= tl.load(scale + rows, mask=rows < N, other=0.0)
+        y = rescale(y, tl.load(scale + rows, mask=rows < N, other=0.0), FORMAT)
     return y
 
 
@@ -220,9 +233,26 @@ def product_launch(op: str, kernel, x: Tensor, norm: Tensor | None, w: Matrix, e
     )  # fmt: skip
 
 
-def library_product(x: Tensor, w: Matrix) -> Tensor:
-    """y = x W^T by the library, for T > 1."""
-    return F.linear(x, w.data)
+@jit
+def _decode_kernel(codes, scale, out, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr):
+    """One block of a row of 8-bit weights to the type of `out`."""
+    _start(EARLY)
+    row = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * K + cols
+    y = rescale(decode_tile(tl.load(codes + at, mask=cols < K, other=0), FORMAT).to(tl.float32), tl.load(scale + row), FORMAT)
+    _wait(EARLY)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=cols < K)
+
+
+def library_weights(w: Matrix, like: Tensor) -> Tensor:
+    """W [N, K] for the library's products, for T > 1: 8-bit weights decoded to the type of `like`."""
+    if not w.format:
+        return w.data
+    out, block = like.new_empty(w.rows, w.columns), min(4096, triton.next_power_of_2(w.columns))
+    grid = (w.rows, triton.cdiv(w.columns, block))
+    launch(_decode_kernel, grid, like.device, w.data, w.scale, out, K=w.columns, BLOCK=block, FORMAT=w.format)
+    return out
 
 
 # ---- embedding: x = table[tokens]. tokens int32 [S], of which T from pos on; table [V, C] -> [T, C]
@@ -406,7 +436,7 @@ def rmsnorm_qkv_rope(
         args = (table, k_cache, v_cache, q, pos)
         product_launch("rmsnorm_qkv_rope", _qkv_kernel, x, norm, wqkv, eps, args, S=S, H=H, KH=KH, HALF=D // 2)
     else:
-        qkv = library_product(rmsnorm(x, norm, eps), wqkv)
+        qkv = F.linear(rmsnorm(x, norm, eps), library_weights(wqkv, x))
         _launch_rope(qkv, table, k_cache, v_cache, q, pos, S, H, KH, D)
     return q
 
@@ -652,7 +682,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
     if x.shape[0] == 1:
         product_launch("linear_add", _linear_add_kernel, x, None, w, 0.0, (residual,))
         return residual
-    return residual.addmm_(x, w.data.t())
+    return residual.addmm_(x, library_weights(w, x).t())
 
 
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T. x [T, C] -> [T, F]  (Shazeer, 2020)
@@ -699,13 +729,13 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, EARLY: tl.constexpr):
 
 
 def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float) -> Tensor:
-    T, F = x.shape[0], w13.rows // 2
-    out = x.new_empty(T, F)
+    T, hidden = x.shape[0], w13.rows // 2
+    out = x.new_empty(T, hidden)
     if T == 1:
         product_launch("rmsnorm_swiglu", _rmsnorm_swiglu_kernel, x, norm, w13, eps, (out,))
     else:
-        ab = library_product(rmsnorm(x, norm, eps), w13)
-        launch(_swiglu_kernel, (T, triton.cdiv(F, 1024)), x.device, ab, out, F, BLOCK=1024)
+        ab = F.linear(rmsnorm(x, norm, eps), library_weights(w13, x))
+        launch(_swiglu_kernel, (T, triton.cdiv(hidden, 1024)), x.device, ab, out, hidden, BLOCK=1024)
     return out
 
 
@@ -736,7 +766,7 @@ def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) 
     if x.shape[0] == 1:
         product_launch("rmsnorm_linear", _rmsnorm_linear_kernel, x, norm, w, eps, (out,))
         return out
-    return out.copy_(library_product(rmsnorm(x, norm, eps), w))
+    return out.copy_(F.linear(rmsnorm(x, norm, eps), library_weights(w, x)))
 
 
 # ---- cross_entropy: loss of each row, log(sum(exp(logits))) - logits[target]. logits float32 [T, V], targets int [T] -> [T]

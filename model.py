@@ -482,8 +482,11 @@ class Weights:
     output: Matrix  # [V, C]; the embedding itself when tied
 
 
-def read_weights(checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype, device: torch.device) -> Weights:
-    """Each tensor goes from the file to its place on the device, one at a time: matrices in `stored`, all else in dtype."""
+def read_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype, device: torch.device, form: str = ""
+) -> Weights:
+    """Each tensor goes from the file to its place on the device, one at a time: matrices in `stored`, or encoded in the 8-bit
+    `form`; all else in dtype (the norms are small, and of the embedding a token reads one row)."""
     c = checkpoint.config
     bar = tqdm(total=checkpoint.elements, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
 
@@ -495,20 +498,26 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype
     def vector(name: str) -> Tensor:
         return read(name).to(device, dtype, copy=True)
 
+    def finished(data: Tensor, *names: str) -> Matrix:
+        try:
+            return Matrix(data).encoded(form) if form else Matrix(data)
+        except ValueError as error:
+            raise ValueError(f"{' or '.join(names)} of {checkpoint.folder}: {error}") from None
+
     def stacked(*names: str) -> Matrix:
         """The matrices one below the other."""
         rows = [c.matrix_shapes[re.sub(r"layers\.\d+\.", "", name)] for name in names]
         data = torch.empty(sum(r for r, _ in rows), rows[0][1], dtype=stored, device=device)
         for part, name in zip(data.split([r for r, _ in rows]), names, strict=True):
             part.copy_(read(name))
-        return Matrix(data)
+        return finished(data, *names)
 
     def alternating(a: str, b: str) -> Matrix:
         """The rows of two matrices in turn."""
         data = torch.empty(c.hidden_dim, 2, c.dim, dtype=stored, device=device)
         data[:, 0].copy_(read(a))
         data[:, 1].copy_(read(b))
-        return Matrix(data.view(-1, c.dim))
+        return finished(data.view(-1, c.dim), a, b)
 
     with bar:
         embedding = vector("tok_embeddings")
@@ -526,7 +535,7 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype
                 )
             )
         output = embedding if c.tie_embeddings else read("output")
-        return Weights(embedding, layers, vector("norm"), Matrix(output.to(device, stored)))
+        return Weights(embedding, layers, vector("norm"), finished(output.to(device, stored), "output"))
 
 
 # ---- key/value cache
@@ -703,10 +712,13 @@ def free_memory(device: torch.device) -> int | None:
         return None
 
 
-def check_memory(config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int) -> None:
+def check_memory(config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int, form: str = "") -> None:
     """Raise MemoryError when weights, cache and workspace will not fit, before any of it is allocated."""
     c, size = config, dtype.itemsize
-    weights = size * sum(math.prod(shape) for shape in c.shapes().values())
+    matrices = sum(math.prod(shape) for name, shape in c.shapes().items() if len(shape) == 2 and "tok_embeddings" not in name)
+    matrices += c.vocab_size * c.dim * c.tie_embeddings * bool(form)  # encoded beside the embedding
+    others = sum(math.prod(shape) for name, shape in c.shapes().items() if len(shape) == 1 or "tok_embeddings" in name)
+    weights = (1 if form else size) * matrices + size * others
     cache = 2 * size * c.n_layers * c.n_kv_heads * ctx_size * c.head_dim
     widest = 3 * c.dim + (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
@@ -715,7 +727,7 @@ def check_memory(config: Config, dtype: torch.dtype, device: torch.device, ctx_s
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
         raise MemoryError(
             f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {device} has {has} free:"
-            " try a smaller context (-c) or a smaller --dtype"
+            " try a smaller context (-c), a smaller --dtype or --fp8"
         )
 
 
@@ -733,11 +745,19 @@ def pick_ops(backend: str, device: torch.device) -> SimpleNamespace:
     return kernels.fused
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", ctx_size: int | None = None, backend: str = "auto") -> Llama:
+def load(
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    ctx_size: int | None = None,
+    backend: str = "auto",
+    form: str = "",
+) -> Llama:
     """Load a checkpoint: Hugging Face's or Meta's folder, or a repository id in the hub cache.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
-    is longer. Raises ValueError, OSError or MemoryError, in one line that says what to do.
+    is longer. form: "e4m3" or "e5m2" keeps the matrices in 8 bits. Raises ValueError, OSError or MemoryError, in one line
+    that says what to do.
     """
     folder = find_checkpoint(name)
     config = read_config(folder)
@@ -750,9 +770,9 @@ def load(name: str, dtype: str = "auto", device: str = "auto", ctx_size: int | N
         raise ValueError(
             f"{folder}: sliding_window is {config.sliding_window}: a context of {ctx_size} is not supported (see -c)"
         )
-    check_memory(config, torch_dtype, on, ctx_size)
+    check_memory(config, torch_dtype, on, ctx_size, form)
     with torch.inference_mode():
-        weights = read_weights(checkpoint, torch_dtype, kernels.storage_dtype(ops, torch_dtype, on), on)
+        weights = read_weights(checkpoint, torch_dtype, kernels.storage_dtype(ops, torch_dtype, on), on, form)
     return Llama(config, weights, ops, on, torch_dtype, ctx_size, checkpoint)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from fp8 import TYPES
 from kernels import INTERPRETED, Sampling
 from model import DTYPES, KVCache, Timings, find_checkpoint, generate, load, pick_device, read_config
 from tokenizer import TEMPLATES, TextStream, Tokenizer, recognise_template
@@ -73,6 +74,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="cpu, cuda or cuda:N")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
+    add(
+        "--fp8", nargs="?", const="e4m3", default="", choices=list(TYPES), help="keep the matrices as 8-bit floats; alone: e4m3"
+    )
     add("--quiet", action="store_true", help="no model summary and no timings on stderr")
     add("--debug", action="store_true", help="errors with their traceback")
     args = parser.parse_args(argv)
@@ -120,7 +124,7 @@ class Session:
         folder = find_checkpoint(args.model)
         config = read_config(folder)
         self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id)  # its errors come before the weights' minutes
-        self.model = load(args.model, args.dtype, args.device, args.ctx_size, args.backend)
+        self.model = load(args.model, args.dtype, args.device, args.ctx_size, args.backend, args.fp8)
         self.eos = set(config.eos_ids or [self.tokenizer.eos])
         self.cache = KVCache(self.model)
         self.sampling = Sampling(
@@ -135,6 +139,7 @@ class Session:
         size = f"{m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, dim {c.dim}, {heads}"
         dtype = next(name for name, value in DTYPES.items() if value == m.dtype)
         beyond = f" (beyond the model's {c.max_seq_len}: expect nonsense there)" if self.cache.size > c.max_seq_len else ""
+        dtype += self.args.fp8 and f" with {self.args.fp8} matrices"
         return (
             f"model     {m.checkpoint.folder}: {size}\n"
             f"running   {dtype} on {m.device}, {m.backend}, context {self.cache.size}{beyond}, seed {self.args.seed}"

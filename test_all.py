@@ -29,6 +29,7 @@ if DEVICE.type == "cpu" and "COMPILE_FOR" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is imported
 
 import bench
+import fp8
 import kernels
 import run
 from kernels import Matrix, Sampling
@@ -553,6 +554,103 @@ def test_sampling_on_the_device_tells_of_not_finite_logits(bad, top_k):
     assert choose(logits.to(DEVICE), nowhere, nowhere, ops=kernels.fused, top_k=top_k) == -1
 
 
+# ---- 8-bit floats
+
+
+def value_of(code: int, exponent_bits: int) -> float:
+    """What an 8-bit float stands for, from the definition: sign, exponent, mantissa, and subnormals."""
+    mantissa_bits = 7 - exponent_bits
+    bias = 2 ** (exponent_bits - 1) - 1
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (2**mantissa_bits - 1)
+    fraction = mantissa / 2**mantissa_bits
+    return sign * (2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction))
+
+
+FORMATS_8 = {"e4m3": 4, "e5m2": 5}
+
+
+def finite_codes(form: str) -> list[int]:
+    return [c for c in range(256) if c & 0x7F < (0x7F if form == "e4m3" else 0x7C)]
+
+
+@pytest.mark.parametrize("form", FORMATS_8)
+def test_all_codes_decode_and_all_halves_encode_to_the_nearest(form):
+    codes = torch.tensor(finite_codes(form), dtype=torch.uint8).view(torch.int8)
+    values = torch.tensor([value_of(c, FORMATS_8[form]) for c in finite_codes(form)], dtype=torch.float64)
+    assert torch.equal(fp8.halves(codes, form).double() * fp8.GAIN[form], values)
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    every = every[torch.isfinite(every)]
+    written = fp8.round_to(every, form)
+    got = fp8.halves(written, form).double() * fp8.GAIN[form]
+    positive = values[values >= 0].sort().values
+    distance = (every.double().abs().clamp(max=fp8.LARGEST[form])[:, None] - positive).abs()
+    nearest = distance.min(1).values
+    assert torch.equal((every.double().abs().clamp(max=fp8.LARGEST[form]) - got.abs()).abs(), nearest)
+    ties = (distance == nearest[:, None]).sum(1) == 2
+    assert ties.any() and not (written[ties] & 1).any(), "a tie did not go to the even code"
+    assert torch.equal(got.sign()[got != 0], every.double().sign()[got != 0])
+
+
+@pytest.mark.parametrize("form, bound", [("e4m3", 2.0**-4), ("e5m2", 2.0**-3)])
+def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
+    weights = torch.randn(70, 300) * torch.logspace(-6, 6, 70)[:, None]
+    weights[3] = 0
+    codes, scales = fp8.encode(weights, form)
+    near = fp8.decode(codes, scales, form)
+    peak = weights.abs().amax(1, keepdim=True)
+    assert ((near - weights).abs() <= bound * torch.maximum(weights.abs(), peak * 2.0**-6)).all()
+    simple = weights.abs().amax(1).clamp(min=1e-30) / fp8.TOP[form]
+    plainly = fp8.decode(fp8.round_to(weights / simple[:, None], form), simple, form)
+    assert ((near - weights).square().sum(1) <= (plainly - weights).square().sum(1)).all()
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="NaN or inf"):
+            fp8.encode(torch.tensor([[1.0, bad]]), form)
+
+
+@needs_triton
+@pytest.mark.parametrize("form", FORMATS_8)
+@pytest.mark.parametrize("T", [1, 5])
+def test_ops_read_8_bit_matrices(form, T):
+    """Against the reference with the same weights decoded: reading them adds no error of its own. All codes occur."""
+    for op in kernels.OPS:
+        arguments, _ = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
+        arguments = [a.encoded(form) if isinstance(a, Matrix) else a for a in arguments]
+        dense = [decoded(a) if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
+        clones = lambda values: [a.clone() if isinstance(a, torch.Tensor) else a for a in values]
+        exact = getattr(kernels.reference, op)(*clones(dense))
+        for table in (kernels.fused, kernels.reference):
+            assert nmse(getattr(table, op)(*clones(arguments)), exact) < ONE_UNIT[torch.float16], op
+
+
+def decoded(m: Matrix) -> Matrix:
+    return Matrix(fp8.decode(m.data, m.scale, m.format))
+
+
+@pytest.mark.parametrize("form", FORMATS_8)
+def test_a_model_in_8_bits_is_the_model_with_its_weights_decoded(tiny, form, cli):
+    ours, dense = (load(tiny, dtype="fp32", device="cpu", form=form) for _ in range(2))
+    for layer in dense.weights.layers:
+        for name in ("wqkv", "wo", "w13", "w2"):
+            setattr(layer, name, decoded(getattr(layer, name)))
+    dense.weights.output = decoded(dense.weights.output)
+    ids, logits = torch.randint(3, 300, (30,)), []
+    for model in (ours, dense):
+        cache = KVCache(model)
+        with torch.inference_mode():
+            logits.append([model.forward(part, cache) for part in ids.split([29, 1])])
+    assert_close(logits[0][0], logits[1][0], 1e-4)
+    assert_close(logits[0][1], logits[1][1], 0.01)  # one token's activations are rounded to half floats on a CPU
+    code, _, err = cli("-m", tiny, "-p", "Once", "-n", 4, "--temp", 0, *(["--fp8"] if form == "e4m3" else ["--fp8", form]))
+    assert code == 0 and f"with {form} matrices" in err
+
+
+def test_nan_is_refused_by_name_in_8_bits(cli, copy):
+    spoil_tensors(lambda t: t[DOWN].view(-1)[5:6].fill_(float("nan")))(copy)
+    code, _, err = cli("-m", copy, "-p", "Once", "--fp8")
+    assert code == 1 and "layers.1.feed_forward.w2" in err and "NaN or inf" in err and err.count("\n") == 1
+
+
 # ---- every kernel compiles for every architecture, with no GPU present
 
 
@@ -571,6 +669,10 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     for heads, T in shapes[: 6 if dtype == torch.float16 else 2]:
         for op in OPS:
             getattr(kernels.fused, op)(*op_arguments(op, dtype, heads, T, 300)[0])
+    for form, T in (("e4m3", 1), ("e5m2", 1), ("e4m3", 3)):
+        for op in kernels.OPS:
+            arguments = op_arguments(op, dtype, (8, 8, 128), T, 300)[0]
+            getattr(kernels.fused, op)(*[a.encoded(form) if isinstance(a, Matrix) else a for a in arguments])
     one = torch.zeros(1, dtype=torch.int32)
     for sampling in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
         tokens, told = (torch.zeros(512, dtype=torch.int32) for _ in range(2))
@@ -584,6 +686,7 @@ def compile_kernels(arch: int) -> None:
     from triton.compiler import ASTSource
 
     types = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+    types[torch.int8] = "*i8"
     names, done = set(), set()
     for dtype in (torch.float16, torch.bfloat16):
         for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
@@ -1202,6 +1305,8 @@ QUICK = ["-p", "4", "-n", "2", "-r", "1", "--device", "cpu"]
 
 
 def test_bench_prints_each_form(bench_cli, tiny):
+    _, out, _ = bench_cli("-m", tiny, *QUICK, "-o", "json", "--fp8", "none,e4m3")
+    assert [(r["fp8"], r["test"]) for r in json.loads(out)] == [(f, t) for f in ("none", "e4m3") for t in ("pp4", "tg2")]
     code, out, err = bench_cli("-m", tiny, *QUICK, "-o", "json", "-d", "0,5", "--dtype", "fp32,bf16")
     rows = json.loads(out)
     assert code == 0 and [(r["dtype"], r["test"]) for r in rows] == [
