@@ -11,7 +11,8 @@ and to the cases of test_all.py.
 Kernels take contiguous tensors only, and derive every stride from the shapes.
 
 At T = 1 a product is bound by reading W: kernels stream its rows once, and do everything else on the way. At T > 1 it is
-bound by arithmetic: the library's product between small fused kernels is faster than a fused `tl.dot` (BENCHMARKS.md).
+bound by arithmetic: the library's product, at up to 97% of what the card multiplies (BENCHMARKS.md), stands between small fused
+kernels.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -85,7 +86,7 @@ def _cpu_narrow_linear(x: Tensor, w: Matrix) -> Tensor:
             torch.mv(fp8.halves(rows, w.format, space[: len(rows)]), row, out=part)
         return (y * (w.scale * (scale * fp8.GAIN[w.format]))).to(x.dtype)[None]
     wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    x_wide, out = x.to(wide), x.new_empty(x.shape[0], w.shape[0])
+    x_wide, out = x.to(wide), x.new_empty(x.shape[0], w.rows)
     single, block = torch.empty(512, w.columns), torch.empty(512, w.columns, dtype=wide)
     for i, (rows, columns) in enumerate(zip(w.data.split(512), out.split(512, 1))):
         n = len(rows)

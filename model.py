@@ -699,7 +699,8 @@ def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dt
         return DTYPES[name]
     if device.type == "cuda" or stored == torch.float32:
         return stored
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    multiplies_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if multiplies_bf16 else torch.float32
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -722,6 +723,7 @@ def check_memory(config: Config, dtype: torch.dtype, device: torch.device, ctx_s
     cache = 2 * size * c.n_layers * c.n_kv_heads * ctx_size * c.head_dim
     widest = 3 * c.dim + (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
+    workspace += size * 2 * c.hidden_dim * c.dim * bool(form)  # the largest matrix of a layer, decoded for a prompt
     free = free_memory(device)
     if free is not None and weights + cache + workspace > free:
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
