@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+import fp8
 import kernels
 from fp8 import TYPES, jit, tl
 from kernels import Matrix, Sampling
@@ -37,6 +39,7 @@ from model import (
     Timings,
     Weights,
     check_memory,
+    find_checkpoint,
     generate,
     load,
     pick_device,
@@ -101,9 +104,9 @@ def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: t
     return Weights(embedding, layers, ones(), matrix(c.vocab_size, c.dim))
 
 
-def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "none") -> Llama:
+def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, eight_bits: str = "none") -> Llama:
     """A checkpoint, or random weights for a name like random:7b."""
-    form = "" if fp8 == "none" else fp8
+    form = "" if eight_bits == "none" else eight_bits
     if not args.model.startswith("random:"):
         return load(args.model, dtype, args.device, ctx_size, args.backend, form)
     config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device)
@@ -204,14 +207,18 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 # ---- what must be read and computed
 
 
-def cost(op: str, c: Config, T: int, before: int = 0, size: int = 2) -> tuple[float, float]:
+def cost(op: str, c: Config, T: int, before: int = 0, size: int = 2, eight_bit: bool = False) -> tuple[float, float]:
     """Bytes that must move and operations that must be done by one launch of an op on T tokens after `before` others, `size`
-    bytes an element: every input read once, every output written once; a multiplication and an addition are two."""
+    bytes an element (of 8-bit matrices 1, and 4 a row for the scale): every input read once, every output written once; a
+    multiplication and an addition are two."""
     C, ff, V = c.dim, c.hidden_dim, c.vocab_size
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
 
+    def matrix(rows: int, columns: int) -> float:
+        return rows * (columns + 4.0) if eight_bit else size * rows * columns
+
     def product(rows: int, columns: int, extra: float) -> tuple[float, float]:
-        return size * (rows * columns + T * columns + extra), 2.0 * T * rows * columns
+        return matrix(rows, columns) + size * (T * columns + extra), 2.0 * T * rows * columns
 
     seen = T * before + T * (T + 1) / 2  # keys seen by all tokens together
     return {
@@ -223,7 +230,7 @@ def cost(op: str, c: Config, T: int, before: int = 0, size: int = 2) -> tuple[fl
         "wo": product(C, q, 2 * T * C),
         "rmsnorm_swiglu": product(2 * ff, C, C + T * ff),
         "w2": product(C, ff, 2 * T * C),
-        "rmsnorm_linear": (size * (V * C + C + T * C) + 4.0 * T * V, 2.0 * T * V * C),
+        "rmsnorm_linear": (matrix(V, C) + size * (C + T * C) + 4.0 * T * V, 2.0 * T * V * C),
         "cross_entropy": (4.0 * T * V + 12.0 * T, 4.0 * T * V),
         "sample": (4.0 * V, 2.0 * V),
     }[op]
@@ -308,21 +315,21 @@ def generation_speed(model: Llama, cache: KVCache, n: int, depth: int, repetitio
 
 def throughput(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of the default table: prompts, then generation, at each depth, for each dtype."""
-    longest = max(args.depth) + max(args.n_prompt + args.n_gen) + 1
-    for dtype, fp8 in itertools.product(args.dtype, args.fp8):
+    longest = max(8, max(args.depth) + max(args.n_prompt + args.n_gen) + 1)  # 8: for the time to the first token
+    for dtype, form in itertools.product(args.dtype, args.fp8):
         start = time.perf_counter()
-        model = open_model(args, dtype, max(longest, args.ctx_size or 0), fp8)
+        model = open_model(args, dtype, max(longest, args.ctx_size or 0), form)
         loaded = time.perf_counter() - start
         cache, stream = KVCache(model), TextStream(Tokenizer(DEFAULT_MODEL))
         first = time_to_first_token(model, cache)
         note(f"load {loaded:.2f} s, first token {first[0]:.2f} s the first time, {1e3 * first[1]:.1f} ms after that")
 
-        def row(test: str, speeds: list[float], share: Callable[[float], float], model: Llama = model, fp8: str = fp8) -> Row:
+        def row(test: str, speeds: list[float], share: Callable[[float], float], model: Llama = model, form: str = form) -> Row:
             mean, std = spread(speeds)
             name = {v: k for k, v in DTYPES.items()}[model.dtype]
             size = matrix_bytes(model.weights) / 1e9
             backend = "torch" if model.ops is kernels.reference else "triton"
-            return Row(args.model, size, backend, device_name(model.device), name, fp8, test, mean, std, share(mean))
+            return Row(args.model, size, backend, device_name(model.device), name, form, test, mean, std, share(mean))
 
         for depth, T in itertools.product(args.depth, args.n_prompt):
             operations = prefill_operations(model.config, T, depth) / T
@@ -348,7 +355,8 @@ def time_to_first_token(model: Llama, cache: KVCache) -> tuple[float, float]:
     for _ in range(2):
         cache.truncate(0)
         start = time.perf_counter()
-        list(generate(model, [1, 4, 5, 6, 7], cache, 2, eos=[]))
+        with closing(generate(model, [1, 4, 5, 6, 7], cache, eos=[])) as tokens:
+            next(tokens)
         times.append(time.perf_counter() - start)
     return times[0], times[1]
 
@@ -388,7 +396,7 @@ def show(rows: list[dict], form: str) -> None:
 
 def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row]:
     """Hugging Face's generate, eager and with its static cache, with a model of the same shape."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
     device, dtype = pick_device(args.device), DTYPES[ours[0].dtype]
     if args.model.startswith("random:"):
@@ -413,12 +421,19 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
     vocab = theirs.config.vocab_size
     fixed = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     for row in ours:
-        T, _, depth = row.test[2:].partition(" @ d")
-        T, depth = int(T), max(int(depth or 0), 1)
+        T, depth = lengths(row)
+        ids = torch.randint(3, vocab, (1, T), device=device)
         if row.test.startswith("pp"):
-            ids = torch.randint(3, vocab, (1, T), device=device)
+            kv = DynamicCache()
             with torch.inference_mode():
-                times = wall_times(lambda i=ids: theirs(i, logits_to_keep=1), device, args.repetitions)
+                theirs(torch.randint(3, vocab, (1, depth), device=device), past_key_values=kv, logits_to_keep=1)
+
+                def prompt(i: Tensor = ids, kv: DynamicCache = kv, depth: int = depth) -> None:
+                    if kv.get_seq_length() > depth:
+                        kv.crop(depth - kv.get_seq_length())
+                    theirs(i, past_key_values=kv, logits_to_keep=1)
+
+                times = wall_times(prompt, device, args.repetitions)
             yield peer(row, "transformers", [T / s for s in times])
             continue
         ids = torch.randint(3, vocab, (1, depth), device=device)
@@ -428,6 +443,12 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
                 run = lambda n=n, i=ids, e=extra: theirs.generate(i, max_new_tokens=n, min_new_tokens=n, **fixed, **e)
                 times.append(statistics.median(wall_times(run, device, args.repetitions)))
             yield peer(row, f"transformers, {name}", [T / (times[0] - times[1])])
+
+
+def lengths(row: Row) -> tuple[int, int]:
+    """Tokens of a row's test, and before it (at least one, which a peer wants in its cache)."""
+    T, _, depth = row.test[2:].partition(" @ d")
+    return int(T), max(int(depth or 0), 1)
 
 
 def peer(row: Row, backend: str, speeds: list[float]) -> Row:
@@ -442,18 +463,20 @@ def llama_cpp_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row]:
     """llama.cpp on the CPU, through llama-cpp-python, with random weights of the same shape written as a GGUF file."""
     from llama_cpp import Llama as LlamaCpp
 
+    if pick_device(args.device).type != "cpu":
+        raise ValueError("--vs llama.cpp compares on a CPU: add --device cpu")
     if args.model.startswith("random:"):
         config = random_config(args.model.removeprefix("random:"))
     else:
-        config = read_config(Path(args.model))
+        config = read_config(find_checkpoint(args.model))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
         write_gguf(file, config, ours[0].dtype)
         threads = torch.get_num_threads()
-        theirs = LlamaCpp(str(file), n_ctx=4096, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+        longest = max(sum(lengths(row)) for row in ours)
+        theirs = LlamaCpp(str(file), n_ctx=longest + 1, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
         for row in ours:
-            T, _, depth = row.test[2:].partition(" @ d")
-            T, depth = int(T), max(int(depth or 0), 1)
+            T, depth = lengths(row)
             before = torch.randint(3, config.vocab_size, (depth,)).tolist()
             tokens = torch.randint(3, config.vocab_size, (T,)).tolist()
             times = []
@@ -517,11 +540,13 @@ def run_throughput(args: argparse.Namespace) -> None:
         note(f"{row.test}: {row.tokens_per_s:.1f} tokens/s")
     ours = list(rows)
     for name in args.vs:
-        try:
-            rows += PEERS[name](args, ours)
-        except ImportError as error:
-            raise ValueError(f"--vs {name} needs a package that is not installed: {error.name}") from None
-        release()
+        for dtype in dict.fromkeys(row.dtype for row in ours):
+            comparable = [row for row in ours if row.dtype == dtype and row.fp8 == "none"]  # peers have no such 8 bits
+            try:
+                rows += PEERS[name](args, comparable) if comparable else []
+            except ImportError as error:
+                raise ValueError(f"--vs {name} needs a package that is not installed: {error.name}") from None
+            release()
     show([dataclasses.asdict(row) for row in rows], args.output)
     device = pick_device(args.device)
     products = [
@@ -562,7 +587,7 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
     KV, H, KH, D, eps = KVCache(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     KV.advance(before)
-    pos, size = KV.position, dtype.itemsize
+    pos, size, eight_bit = KV.position, dtype.itemsize, bool(w.output.format)
     end = before + T
     x, y, h = (torch.randn(T, width, device=device, dtype=dtype) for width in (c.dim, H * D, c.hidden_dim))
     q = torch.randn(T, H, D, device=device, dtype=dtype)
@@ -574,7 +599,7 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
 
     @cache
     def dense(m: Matrix) -> Tensor:  # in the model's dtype, where it is kept in another
-        return m.data.to(dtype)
+        return (fp8.decode(m.data, m.scale, m.format) if m.format else m.data).to(dtype)
 
     def plain_qkv(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
         n = plain_rmsnorm(x, layer.attention_norm, eps)
@@ -596,7 +621,7 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
     regime = f"T {T}, {before} before"
 
     def case(op: str, ours: list, plain: list, name: str = "") -> Case:
-        return Case(name or op, regime, T, ours, plain, *cost(name or op, c, T, before, size))
+        return Case(name or op, regime, T, ours, plain, *cost(name or op, c, T, before, size, eight_bit))
 
     norm = w.layers[0].ffn_norm
     yield case(
@@ -753,7 +778,8 @@ KERNEL_OPS = {  # which cost a kernel is charged with
 def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, before: int) -> tuple[list[dict], dict]:
     """A row for each kernel name, and the summary. A kernel that starts while the one before it runs (programmatic dependent
     launch) is charged only with the time by which it ends later, so that the rows and the gaps add up to the whole."""
-    c, size = model.config, model.dtype.itemsize
+    c = model.config
+    each = dict(size=model.dtype.itemsize, eight_bit=bool(model.weights.output.format))
     products = ("rmsnorm_qkv_rope", "wo", "rmsnorm_swiglu", "w2")
     spent: dict[str, list[float]] = {}
     gaps, clock = 0.0, events[0][1]
@@ -767,12 +793,12 @@ def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, b
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
         kind = KERNEL_OPS.get(name)
         if name == "_linear_add_kernel":
-            need = [c.n_layers * (a + b) for a, b in zip(cost("wo", c, T, size=size), cost("w2", c, T, size=size))]
+            need = [c.n_layers * (a + b) for a, b in zip(cost("wo", c, T, **each), cost("w2", c, T, **each))]
         elif kind:
-            need = [len(times) * n for n in cost(kind, c, T, before, size)]
+            need = [len(times) * n for n in cost(kind, c, T, before, **each)]
         elif not charged and (T > 1 or model.ops is kernels.reference):
             # the library's products: all their work is charged to the kernel that takes longest
-            need, charged = [c.n_layers * sum(cost(op, c, T, size=size)[i] for op in products) for i in (0, 1)], True
+            need, charged = [c.n_layers * sum(cost(op, c, T, **each)[i] for op in products) for i in (0, 1)], True
         else:
             need = [0.0, 0.0]
         ms, floor = 1e3 * sum(times), max(need[0] / read, need[1] / rate)
@@ -1018,6 +1044,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if not (args.n_prompt and args.n_gen and args.depth):
         parser.error("-p, -n and -d each need a number")
     args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
+    if not args.n_prompt and (args.profile or not args.n_gen):
+        parser.error("-p 0 leaves nothing to measure")
     return args
 
 

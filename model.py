@@ -498,11 +498,11 @@ def read_weights(
     def vector(name: str) -> Tensor:
         return read(name).to(device, dtype, copy=True)
 
-    def finished(data: Tensor, *names: str) -> Matrix:
+    def finished(data: Tensor) -> Matrix:
         try:
             return Matrix(data).encoded(form) if form else Matrix(data)
         except ValueError as error:
-            raise ValueError(f"{' or '.join(names)} of {checkpoint.folder}: {error}") from None
+            raise ValueError(checkpoint.first_bad_tensor(stored) or str(error)) from None
 
     def stacked(*names: str) -> Matrix:
         """The matrices one below the other."""
@@ -510,14 +510,14 @@ def read_weights(
         data = torch.empty(sum(r for r, _ in rows), rows[0][1], dtype=stored, device=device)
         for part, name in zip(data.split([r for r, _ in rows]), names, strict=True):
             part.copy_(read(name))
-        return finished(data, *names)
+        return finished(data)
 
     def alternating(a: str, b: str) -> Matrix:
         """The rows of two matrices in turn."""
         data = torch.empty(c.hidden_dim, 2, c.dim, dtype=stored, device=device)
         data[:, 0].copy_(read(a))
         data[:, 1].copy_(read(b))
-        return finished(data.view(-1, c.dim), a, b)
+        return finished(data.view(-1, c.dim))
 
     with bar:
         embedding = vector("tok_embeddings")
@@ -535,7 +535,7 @@ def read_weights(
                 )
             )
         output = embedding if c.tie_embeddings else read("output")
-        return Weights(embedding, layers, vector("norm"), finished(output.to(device, stored), "output"))
+        return Weights(embedding, layers, vector("norm"), finished(output.to(device, stored)))
 
 
 # ---- key/value cache
