@@ -28,7 +28,7 @@ from tqdm import tqdm
 import fp8
 import kernels
 from fp8 import TYPES, jit, tl
-from kernels import Matrix, Sampling
+from kernels import Launch, Matrix, Sampling
 from model import (
     CHUNK,
     DTYPES,
@@ -153,14 +153,19 @@ def gpu_time(calls: list[Callable[[], object]], repetitions: int = 10) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return event_time(graph.replay, repetitions) / len(calls)
+
+
+def event_time(run: Callable[[], object], repetitions: int = 10) -> float:
+    """Median GPU seconds of a call, by events around it."""
     times = []
     for _ in range(2 + repetitions):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        run()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / len(calls))
+        times.append(start.elapsed_time(end) * 1e-3)
     return statistics.median(times[2:])
 
 
@@ -968,32 +973,47 @@ def run_perplexity(args: argparse.Namespace) -> None:
 # ---- tuning
 
 
+def candidates(size: int, columns: int) -> Iterator[Launch]:
+    """Launch sizes worth trying for weights of `size` bytes: eight neighbours a thread at least, and neither too few nor too
+    many weights a thread to hide the latency of memory."""
+    for rows, block, warps in itertools.product((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16)):
+        each = rows * block // (32 * warps)
+        if 256 * warps <= block < 2 * columns and 16 <= each <= 128 * (3 - size) and rows <= 8 * (3 - size):
+            yield Launch(rows, block, warps)
+
+
 @torch.inference_mode()
 def run_tune(args: argparse.Namespace) -> None:
-    """Time the candidates for each op and each shape of a model, and print entries for kernels.LAUNCHES."""
-    model = open_model(args, args.dtype[0], 256)
+    """Time whole steps with one launch size after the other, op by op, and print the best as entries for kernels.LAUNCHES: a
+    kernel that is best alone need not be so between others, whose ends and beginnings overlap with its own."""
+    model = open_model(args, args.dtype[0], 256, args.fp8[0])
     if model.device.type != "cuda" or model.ops is not kernels.fused:
         raise ValueError("--tune times the Triton kernels on a GPU")
-    arch = max(k for k in kernels.LAUNCHES if k <= kernels.capability(model.device))
-    table = kernels.LAUNCHES[arch]
-    names = {"wo": "linear_add", "w2": "linear_add"}
-    columns = {"rmsnorm_qkv_rope": model.config.dim, "wo": model.config.n_heads * model.config.head_dim}
-    columns |= {"rmsnorm_swiglu": model.config.dim, "w2": model.config.hidden_dim, "rmsnorm_linear": model.config.dim}
-    for case in cases(model, 1, 100):
-        if case.op not in columns:
-            continue
-        op, K, found = names.get(case.op, case.op), columns[case.op], []
-        for rows, block, warps in itertools.product((2, 4, 8), (1024, 2048, 4096), (2, 4, 8)):
-            if 16 <= rows * block // (32 * warps) <= 64:
-                table[op] = {**table[op], K: kernels.Launch(rows, block, warps)}
-                found.append((gpu_time(case.ours, 5), table[op][K]))
+    cache, layer = KVCache(model), model.weights.layers[0]
+    model.prefill([1] * 64, cache)
+    size = layer.wo.data.element_size()
+    table = kernels.nearest(kernels.nearest(kernels.LAUNCHES, kernels.capability(model.device)), size)
+    tuned = {(op, m.columns): None for op, m in (
+        ("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13), ("linear_add", layer.w2),
+        ("rmsnorm_linear", model.weights.output),
+    )}  # fmt: skip
+
+    def step_time() -> float:
+        model._graph = (None, None)
+        cache.truncate(64)
+        return event_time(model.graph(cache, Sampling(), None).replay, 20)
+
+    print(f"as it is: {1e6 * step_time():.1f} us a step")
+    for op, columns in tuned:
+        found = []
+        for how in candidates(size, columns):
+            table[op] = {**table[op], columns: how}
+            found.append((step_time(), how))
         found.sort(key=lambda pair: pair[0])
-        table[op][K] = found[0][1]
-        share = 100 * case.bytes / read_ceiling(model.device) / found[0][0]
-        print(
-            f"{op:18s} columns {K:6d}: {found[0][1]}  {1e6 * found[0][0]:.2f} us, {share:.1f}% of the read ceiling", flush=True
-        )
-    print(f"LAUNCHES[{arch}] = {table}")
+        table[op][columns] = tuned[op, columns] = found[0][1]
+        print(f"{op:18s} columns {columns:6d}: {1e6 * found[0][0]:.1f} us a step with {found[0][1]}", flush=True)
+    entries = {op: {c: how for (o, c), how in tuned.items() if o == op} for op in kernels.OPS}
+    print(f"LAUNCHES[{kernels.capability(model.device)}][{size}]: {entries}")
 
 
 # ---- the command line

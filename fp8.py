@@ -30,6 +30,11 @@ def jit(function):
     return triton.jit(function) if triton else function
 
 
+def constexpr_function(function):
+    """A function of constants that a kernel calls while it is compiled."""
+    return triton.constexpr_function(function) if triton else function
+
+
 def round_to(x: Tensor, form: str) -> Tensor:
     """The nearest codes (ties to even) as int8; magnitudes beyond the largest become the largest."""
     return x.float().clamp(-LARGEST[form], LARGEST[form]).to(TYPES[form]).view(torch.int8)
@@ -70,9 +75,12 @@ def decode(codes: Tensor, scales: Tensor, form: str) -> Tensor:
 
 @jit
 def decode_tile(tile, FORMAT: tl.constexpr):
-    """A tile of weights as it is stored to floats: itself without a format, else `halves`."""
+    """A tile of weights as it is stored to floats: itself without a format, else `halves`, or the conversion that GPUs have
+    from sm_89 on."""
     if FORMAT == "e4m3":
         tile = ((tile.to(tl.int16) << 7) & ~0x4000).to(tl.float16, bitcast=True)
+    if FORMAT == "e4m3 native":
+        tile = tile.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     if FORMAT == "e5m2":
         tile = (tile.to(tl.int16) << 8).to(tl.float16, bitcast=True)
     return tile
@@ -84,3 +92,39 @@ def rescale(y, scale, FORMAT: tl.constexpr):
     if FORMAT == "e4m3":
         return y * (scale * 256.0)
     return y * scale
+
+
+# PTX: two codes in the lower or the upper half of a register, $, to two halves in p. A permutation puts each code under a zero
+# byte; the bits of e4m3 then move one place to the right under their sign.
+_TWO_HALVES = {
+    "e5m2": ("prmt.b32 p, $, 0, 0x1404;", "prmt.b32 p, $, 0, 0x3424;"),
+    "e4m3": tuple(
+        f"prmt.b32 p, $, 0, {order}; shr.u32 q, p, 1; and.b32 q, q, 0x3f803f80; and.b32 p, p, 0x80008000; or.b32 p, p, q;"
+        for order in ("0x1404", "0x3424")
+    ),
+    "e4m3 native": ("mov.b32 {a, b}, $; cvt.rn.f16x2.e4m3x2 p, a;", "mov.b32 {a, b}, $; cvt.rn.f16x2.e4m3x2 p, b;"),
+}
+
+
+@constexpr_function
+def products_asm(FORMAT):
+    """PTX for tl.inline_asm_elementwise: eight weights times eight halves, as two floats, each a sum of four products in half
+    precision."""
+    weights, halves, lines = 2, 4 if FORMAT else 6, []  # the numbers of the first registers; 0 and 1 are the sums
+    for pair in range(4):
+        p = f"${weights + pair}"
+        if FORMAT:
+            lines.append(_TWO_HALVES[FORMAT][pair % 2].replace("$", f"${weights + pair // 2}"))
+            p = "p"
+        lines.append(f"fma.rn.f16x2 h, {p}, ${halves + pair}, h;" if pair else f"mul.rn.f16x2 h, {p}, ${halves};")
+    return (
+        "{ .reg .b16 a, b; .reg .b32 h, p, q; "
+        + " ".join(lines)
+        + " mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+    )
+
+
+@constexpr_function
+def products_registers(FORMAT):
+    """The constraints that go with it: sums, weights, halves."""
+    return ",".join(["=&r"] * 2 + ["r"] * (6 if FORMAT else 8))

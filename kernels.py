@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fp8
-from fp8 import decode_tile, jit, rescale, tl, triton
+from fp8 import decode_tile, jit, products_asm, products_registers, rescale, tl, triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = tl and tl.constexpr(INTERPRETED)  # the same for kernels: the interpreter knows no PTX
 
 
 @dataclass(eq=False)
@@ -109,17 +110,55 @@ class Launch:
     warps: int
 
 
-# By compute capability (the nearest at or below the card's is taken), op, and columns of W (likewise, or else the first).
+# By compute capability (the nearest at or below the card's is taken), bytes a weight, op, and columns of W (likewise).
 # To tune for another card: `python bench.py --tune` times the candidates for the shapes of a model and prints such a table.
 OPS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
 LAUNCHES = {
-    0: dict.fromkeys(OPS, {0: Launch(64, 1024, 4)}),  # the interpreter: as few programs as possible
-    80: dict.fromkeys(OPS, {0: Launch(2, 2048, 4)}),
+    0: {1: dict.fromkeys(OPS, {0: Launch(64, 1024, 4)})},  # the interpreter: as few programs as possible
+    80: {1: dict.fromkeys(OPS, {0: Launch(4, 2048, 4)}), 2: dict.fromkeys(OPS, {0: Launch(2, 2048, 4)})},
     90: {
-        "rmsnorm_qkv_rope": {0: Launch(2, 1024, 4), 4096: Launch(2, 4096, 4)},
-        "linear_add": {0: Launch(2, 1024, 4), 4096: Launch(2, 2048, 8), 5120: Launch(2, 2048, 4), 8192: Launch(4, 4096, 8)},
-        "rmsnorm_swiglu": {0: Launch(2, 1024, 4), 4096: Launch(2, 2048, 8)},
-        "rmsnorm_linear": {0: Launch(2, 2048, 8)},
+        1: {
+            "rmsnorm_qkv_rope": {
+                0: Launch(2, 2048, 2),
+                4096: Launch(8, 1024, 2),
+                5120: Launch(8, 2048, 4),
+                8192: Launch(8, 8192, 8),
+            },
+            "linear_add": {
+                0: Launch(8, 1024, 4),
+                4096: Launch(16, 2048, 4),
+                5632: Launch(4, 4096, 4),
+                8192: Launch(16, 1024, 2),
+                11008: Launch(16, 2048, 4),
+                13824: Launch(4, 8192, 8),
+                28672: Launch(16, 4096, 8),
+            },
+            "rmsnorm_swiglu": {0: Launch(16, 1024, 2), 4096: Launch(8, 4096, 4), 5120: Launch(8, 2048, 4)},
+            "rmsnorm_linear": {0: Launch(8, 1024, 2), 4096: Launch(4, 1024, 4), 5120: Launch(8, 2048, 4)},
+        },
+        2: {
+            "rmsnorm_qkv_rope": {0: Launch(2, 1024, 4), 4096: Launch(2, 4096, 4), 8192: Launch(4, 8192, 8)},
+            "linear_add": {
+                0: Launch(2, 1024, 4),
+                4096: Launch(4, 4096, 8),
+                5632: Launch(4, 2048, 4),
+                8192: Launch(2, 2048, 8),
+                11008: Launch(4, 4096, 8),
+                13824: Launch(2, 2048, 4),
+            },
+            "rmsnorm_swiglu": {
+                0: Launch(8, 2048, 4),
+                4096: Launch(4, 2048, 8),
+                5120: Launch(2, 4096, 8),
+                8192: Launch(4, 4096, 16),
+            },
+            "rmsnorm_linear": {
+                0: Launch(4, 2048, 8),
+                4096: Launch(4, 4096, 4),
+                5120: Launch(2, 4096, 8),
+                8192: Launch(4, 8192, 8),
+            },
+        },
     },
 }
 
@@ -177,8 +216,10 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 @jit
 def _weight_tile(w, rows, first, cols, N, K: tl.constexpr, BLOCK: tl.constexpr):
-    """W[rows, first + cols], streamed: read once and not kept in the caches."""
-    pointers = w + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + first + cols[None, :]
+    """W[rows, first + cols], streamed: read once and not kept in the caches. A thread gets eight neighbours, as it does of
+    x in 16 bits: otherwise 8-bit tiles would go through shared memory to meet it."""
+    offsets = tl.max_contiguous(tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + first + cols[None, :], [1, 8])
+    pointers = w + offsets
     if K % BLOCK == 0:
         return tl.load(pointers, eviction_policy="evict_first")
     return tl.load(pointers, mask=first + cols[None, :] < K, other=0, eviction_policy="evict_first")
@@ -194,28 +235,64 @@ def _vector_tile(x, first, cols, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
+def _packed_products(tile, x, FORMAT: tl.constexpr):
+    """Partial sums, float32 [ROWS, BLOCK / 4], of a tile of 8-bit weights [ROWS, BLOCK] times halves x [1, BLOCK]: two products
+    at a time, of which four are added in half precision before they are widened; 1.5 instructions a weight instead of 2.5."""
+    if EMULATED:
+        return decode_tile(tile, FORMAT).to(tl.float32) * x.to(tl.float32)
+    parts = tl.inline_asm_elementwise(
+        products_asm(FORMAT), products_registers(FORMAT), [tile, x], dtype=tl.int8, is_pure=True, pack=8
+    )
+    parts = tl.reshape(parts, [tile.shape[0], tile.shape[1] // 4, 2, 2]).to(tl.uint8, bitcast=True).to(tl.uint32)
+    even, odd = tl.split(parts)  # four bytes to a float, which costs nothing: it is in one register already
+    b0, b2 = tl.split(even)
+    b1, b3 = tl.split(odd)
+    return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
+
+
+@jit
 def _product(
     tile, x, norm, norm_tile, w, scale, rows, N, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """rmsnorm(x) W[rows]^T in fp32 (x W[rows]^T without NORM). The factor of the norm is applied after the product, with
-    which it commutes. The first tiles of W and norm come from before the wait."""
+    """rmsnorm(x) W[rows]^T in fp32 (x W[rows]^T without NORM). The first tiles of W and norm come from before the wait.
+    PACKED: x is scaled and rounded to halves; otherwise the factor of the norm is applied after the product, with which it
+    commutes."""
     cols = tl.arange(0, BLOCK)
-    sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    squares = tl.zeros([1, BLOCK], tl.float32)
+    x_tile = _vector_tile(x, 0, cols, K, BLOCK).to(tl.float32)
+    squares, peaks = x_tile * x_tile, tl.abs(x_tile)
+    factor = 1.0
+    if PACKED:
+        for first in tl.static_range(BLOCK, K, BLOCK):
+            further = _vector_tile(x, first, cols, K, BLOCK).to(tl.float32)
+            squares += further * further
+            peaks = tl.maximum(peaks, tl.abs(further))
+        # four products with codes of at most 448 stay below 65504, with a norm of up to 50
+        factor = tl.rsqrt(tl.sum(squares) / K + eps) / 64 if NORM else 16 / tl.maximum(tl.max(peaks), 1e-30)
     for first in tl.static_range(0, K, BLOCK):
         now = tile
         if first + BLOCK < K:
             tile = _weight_tile(w, rows, first + BLOCK, cols, N, K, BLOCK)
-        x_tile = _vector_tile(x, first, cols, K, BLOCK).to(tl.float32)
+        if first > 0:
+            x_tile = _vector_tile(x, first, cols, K, BLOCK).to(tl.float32)
+            if not PACKED:
+                squares += x_tile * x_tile
         if NORM:
-            squares += x_tile * x_tile
             x_tile *= norm_tile.to(tl.float32)
             if first + BLOCK < K:
                 norm_tile = _vector_tile(norm, first + BLOCK, cols, K, BLOCK)
-        sums += decode_tile(now, FORMAT).to(tl.float32) * x_tile
+        if PACKED:
+            parts = _packed_products(now, (x_tile * factor).to(tl.float16), FORMAT)
+        else:
+            parts = decode_tile(now, FORMAT).to(tl.float32) * x_tile
+        if first == 0:
+            sums = parts
+        else:
+            sums += parts
     y = tl.sum(sums, 1)
-    if NORM:
+    if PACKED:
+        y *= 64.0 if NORM else 1 / factor
+    elif NORM:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
     if FORMAT != "":
         y = rescale(y, tl.load(scale + rows, mask=rows < N, other=0.0), FORMAT)
@@ -225,13 +302,20 @@ def _product(
 def product_launch(op: str, kernel, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, args: tuple, **constants) -> None:
     """Launch a kernel built on _product, as LAUNCHES says for this card."""
     assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
-    how = nearest(nearest(LAUNCHES, capability(x.device))[op], w.columns)
-    block = min(how.block, triton.next_power_of_2(w.columns))
+    how = nearest(nearest(nearest(LAUNCHES, capability(x.device)), w.data.element_size())[op], w.columns)
+    block = min(how.block, max(256, triton.next_power_of_2(w.columns)))
+    warps = min(how.warps, block // 256)  # so that each thread has eight neighbours, as _packed_products wants
+    packed = w.format != "" and w.columns % 8 == 0
     grid = (triton.cdiv(w.rows, how.rows),)
     launch(
         kernel, grid, x.device, x, norm if norm is not None else x, w.data, w.scale if w.scale is not None else x, eps, *args,
-        N=w.rows, K=w.columns, ROWS=how.rows, BLOCK=block, FORMAT=w.format, warps=how.warps, **constants,
+        N=w.rows, K=w.columns, ROWS=how.rows, BLOCK=block, FORMAT=kernel_format(w), PACKED=packed, warps=warps, **constants,
     )  # fmt: skip
+
+
+def kernel_format(w: Matrix) -> str:
+    """The format of a matrix, and whether this GPU converts it by an instruction of its own."""
+    return "e4m3 native" if w.format == "e4m3" and capability(w.data.device) >= 89 else w.format
 
 
 @jit
@@ -252,7 +336,7 @@ def library_weights(w: Matrix, like: Tensor) -> Tensor:
         return w.data
     out, block = like.new_empty(w.rows, w.columns), min(4096, triton.next_power_of_2(w.columns))
     grid = (w.rows, triton.cdiv(w.columns, block))
-    launch(_decode_kernel, grid, like.device, w.data, w.scale, out, K=w.columns, BLOCK=block, FORMAT=w.format)
+    launch(_decode_kernel, grid, like.device, w.data, w.scale, out, K=w.columns, BLOCK=block, FORMAT=kernel_format(w))
     return out
 
 
@@ -408,7 +492,7 @@ def rmsnorm_qkv_rope_ref(
 @jit
 def _qkv_kernel(
     x, norm, w, scale, eps, table, k_cache, v_cache, q, pos,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr,
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _start(EARLY)
@@ -421,7 +505,7 @@ def _qkv_kernel(
     position = tl.load(pos)  # moves only between steps
     cos, sin = _angle(table, position, pair, inside & (head < H + KH), HALF)
     _wait(EARLY)
-    y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT)
+    y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT, PACKED)
     even, odd = tl.split(tl.reshape(y, [ROWS // 2, 2]))
     even, odd = _turn(even, odd, cos, sin)
     _store_qkv(q, k_cache, v_cache, even, odd, 0, position, head, pair, inside, S, H, KH, HALF)
@@ -667,14 +751,14 @@ def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
 def _linear_add_kernel(
     x, norm, w, scale, eps, residual,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _start(EARLY)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
     _wait(EARLY)
     y = tl.load(residual + rows, mask=rows < N, other=0.0).to(tl.float32)
-    y += _product(w_tile, x, norm, w_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, False, FORMAT)
+    y += _product(w_tile, x, norm, w_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, False, FORMAT, PACKED)
     tl.store(residual + rows, y.to(residual.dtype.element_ty), mask=rows < N)
 
 
@@ -704,14 +788,14 @@ def _silu_mul(a, b):
 def _rmsnorm_swiglu_kernel(
     x, norm, w, scale, eps, out,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _start(EARLY)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
     norm_tile = _vector_tile(norm, 0, cols, K, BLOCK)
     _wait(EARLY)
-    y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT)
+    y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT, PACKED)
     a, b = tl.split(tl.reshape(y, [ROWS // 2, 2]))
     to = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     tl.store(out + to, _silu_mul(a, b).to(out.dtype.element_ty), mask=to < N // 2)
@@ -751,14 +835,14 @@ def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tens
 def _rmsnorm_linear_kernel(
     x, norm, w, scale, eps, out,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _start(EARLY)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
     norm_tile = _vector_tile(norm, 0, cols, K, BLOCK)
     _wait(EARLY)
-    y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT)
+    y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT, PACKED)
     tl.store(out + rows, y, mask=rows < N)
 
 
