@@ -534,7 +534,8 @@ def read_weights(
                     w2=stacked(f"{ff}.w2"),
                 )
             )
-        output = embedding if c.tie_embeddings else read("output")
+        tied = c.tie_embeddings
+        output = embedding if tied and not form else read("tok_embeddings" if tied else "output")
         return Weights(embedding, layers, vector("norm"), finished(output.to(device, stored)))
 
 
@@ -773,8 +774,9 @@ def load(
             f"{folder}: sliding_window is {config.sliding_window}: a context of {ctx_size} is not supported (see -c)"
         )
     check_memory(config, torch_dtype, on, ctx_size, form)
+    stored = checkpoint.dtype if form else kernels.storage_dtype(ops, torch_dtype, on)  # codes do not depend on --dtype
     with torch.inference_mode():
-        weights = read_weights(checkpoint, torch_dtype, kernels.storage_dtype(ops, torch_dtype, on), on, form)
+        weights = read_weights(checkpoint, torch_dtype, stored, on, form)
     return Llama(config, weights, ops, on, torch_dtype, ctx_size, checkpoint)
 
 

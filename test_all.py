@@ -650,6 +650,13 @@ def test_nan_is_refused_by_name_in_8_bits(cli, copy):
     assert code == 1 and f"{DOWN} in model.safetensors" in err and "NaN or inf" in err and err.count("\n") == 1
 
 
+def test_codes_do_not_depend_on_the_dtype(tmp_path):
+    hugging_face_llama(**SHAPES["mqa, tied"]).half().save_pretrained(tmp_path)
+    models = [load(tmp_path, dtype, "cpu", form="e4m3").weights for dtype in ("fp32", "bf16")]
+    for matrices in zip(*([w.output, *(layer.wqkv for layer in w.layers)] for w in models)):
+        assert torch.equal(*(m.data for m in matrices)) and torch.equal(*(m.scale for m in matrices))
+
+
 # ---- every kernel compiles for every architecture, with no GPU present
 
 
