@@ -283,6 +283,11 @@ class Row:
     ratio: float | None = None  # ours over a peer's
 
 
+def form_of(model: Llama) -> str:
+    """What --fp8 calls the form of the matrices."""
+    return model.weights.output.format or "none"
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
@@ -329,12 +334,12 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
         first = time_to_first_token(model, cache)
         note(f"load {loaded:.2f} s, first token {first[0]:.2f} s the first time, {1e3 * first[1]:.1f} ms after that")
 
-        def row(test: str, speeds: list[float], share: Callable[[float], float], model: Llama = model, form: str = form) -> Row:
+        def row(test: str, speeds: list[float], share: Callable[[float], float], model: Llama = model) -> Row:
             mean, std = spread(speeds)
             name = {v: k for k, v in DTYPES.items()}[model.dtype]
             size = matrix_bytes(model.weights) / 1e9
             backend = "torch" if model.ops is kernels.reference else "triton"
-            return Row(args.model, size, backend, device_name(model.device), name, form, test, mean, std, share(mean))
+            return Row(args.model, size, backend, device_name(model.device), name, form_of(model), test, mean, std, share(mean))
 
         for depth, T in itertools.product(args.depth, args.n_prompt):
             operations = prefill_operations(model.config, T, depth) / T
@@ -947,6 +952,8 @@ def run_perplexity(args: argparse.Namespace) -> None:
     model = open_model(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
     if model.checkpoint is None:
         raise ValueError("--perplexity needs a checkpoint with its tokenizer, not random weights")
+    if args.against and model.checkpoint.form:
+        raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {model.checkpoint.form} matrices")
     against = open_model(args, args.against, model.ctx_size) if args.against else None
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids, stride = tokenizer.encode(text, bos=False), args.stride or model.ctx_size
@@ -965,7 +972,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
     if not done:
         return
     counted_bytes = len(raw) if done == len(ids) else len(tokenizer.decode(ids[:done]).encode())
-    row = {"model": args.model, "dtype": args.dtype[0], "fp8": args.fp8[0], "against": args.against}
+    row = {"model": args.model, "dtype": args.dtype[0], "fp8": form_of(model), "against": args.against}
     row |= {"ctx": model.ctx_size, "stride": stride}
     show([row | quality.report(counted_bytes)], args.output)
 

@@ -22,6 +22,7 @@ except ImportError:  # not on this system: the reference ops run without it
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 GAIN = {"e4m3": 256.0, "e5m2": 1.0}  # what decoded halves are to be multiplied with
+NOT_FINITE = {"e4m3": 0x7F, "e5m2": 0x7C}  # from here on, the bits under the sign mean NaN or infinity
 TOP = {"e4m3": 448.0, "e5m2": 1.75}  # what a row's largest is scaled to, as a half 1.75 in both: products stay far from 65504
 
 
@@ -71,6 +72,14 @@ def encode(weights: Tensor, form: str) -> tuple[Tensor, Tensor]:
 def decode(codes: Tensor, scales: Tensor, form: str) -> Tensor:
     """Codes [N, K] and scales [N] to float32 [N, K]."""
     return halves(codes, form).float().mul_(GAIN[form] * scales[:, None])
+
+
+def check(codes: Tensor, scales: Tensor, form: str) -> None:
+    """Raise ValueError for what encode never writes: codes of NaN or infinity, scales that are not positive and finite."""
+    if not ((scales > 0) & (scales < torch.inf)).all():
+        raise ValueError("scales that are not positive and finite")
+    if torch.stack([(rows & 0x7F).max() for rows in codes.split(512)]).max() >= NOT_FINITE[form]:
+        raise ValueError("codes of NaN or infinity")
 
 
 @jit

@@ -4,23 +4,26 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
 import zipfile
 from collections.abc import Collection, Iterator
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+import fp8
 import kernels
 from kernels import Matrix, Sampling
-from tokenizer import read_json
+from tokenizer import SIGNS, read_json, recognise_template, tokenizer_file
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: bound by arithmetic, yet little workspace
@@ -87,6 +90,17 @@ class Config:
         if not self.tie_embeddings:
             shapes["output.weight"] = (self.vocab_size, self.dim)
         return shapes
+
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors of a model saved in 8 bits: the matrices as LayerWeights and Weights hold them, each with its
+        scale; the norms and the embedding by Meta's names."""
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        layer = {"wqkv": (q + 2 * kv, self.dim), "wo": (self.dim, q)}
+        layer |= {"w13": (2 * self.hidden_dim, self.dim), "w2": (self.dim, self.hidden_dim)}
+        matrices = {f"layers.{i}.{name}": shape for i in range(self.n_layers) for name, shape in layer.items()}
+        matrices["output"] = (self.vocab_size, self.dim)
+        others = {name: shape for name, shape in self.shapes().items() if len(shape) == 1 or "tok_embeddings" in name}
+        return others | matrices | {f"{name}.scale": shape[:1] for name, shape in matrices.items()}
 
 
 class Fields:
@@ -288,16 +302,27 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
-        self.hugging_face = (folder / "config.json").is_file()
+        self.form = saved_form(folder)  # of the matrices, where they are stored in 8 bits
+        self.hugging_face = not self.form and (folder / "config.json").is_file()
+        self.shapes = config.saved_shapes() if self.form else config.shapes()
         self.parts: dict[str, list[Part]] = {}
-        for file in _tensor_files(folder, self.hugging_face):
+        for file in [folder / SAVED] if self.form else _tensor_files(folder, self.hugging_face):
             for part in _parts(file):
                 name = _meta_name(part.name) if self.hugging_face else part.name
                 if not name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # derived from the config
+                    self._check_type(name, part)
                     self.parts.setdefault(name, []).append(part)
         if config.tie_embeddings:
             self.parts.pop("output.weight", None)
-        self._check(config.shapes())
+        self._check(self.shapes)
+
+    def _check_type(self, name: str, part: Part) -> None:
+        types = [*DTYPES.values()]
+        if self.form and not name.endswith(".weight"):
+            types = [torch.float32 if name.endswith(".scale") else torch.int8]
+        if part.dtype not in types:
+            listed = ", ".join(str(t).removeprefix("torch.") for t in types)
+            raise ValueError(f"{part.file}: {part.name} has a type other than {listed}")
 
     def _check(self, expected: dict[str, tuple[int, ...]]) -> None:
         problems = [f"{self._name_in_file(name)} is missing" for name in expected if name not in self.parts]
@@ -334,7 +359,8 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.config.dtype or self.parts["tok_embeddings.weight"][0].dtype
+        stored = self.parts["tok_embeddings.weight"][0].dtype
+        return stored if self.form else self.config.dtype or stored
 
     @property
     def elements(self) -> int:
@@ -342,7 +368,7 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """One whole tensor; rows of wq and wk come in Meta's RoPE convention, interleaved pairs."""
-        parts, shape = self.parts[name], self.config.shapes()[name]
+        parts, shape = self.parts[name], self.shapes[name]
         if parts[0].shape == shape:
             tensor = _read(parts[0])
         else:
@@ -353,8 +379,9 @@ class Checkpoint:
         return tensor
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
-        """What is wrong with the first tensor that holds NaN or inf, as it is or once converted to dtype."""
-        for part in (part for parts in self.parts.values() for part in parts):
+        """What is wrong with the first tensor that holds NaN or inf, as it is or once converted to dtype. Codes and scales are
+        not converted, and were checked when they were read."""
+        for part in (part for name, parts in self.parts.items() if name.endswith(".weight") for part in parts):
             tensor = _read(part)
             if not torch.isfinite(tensor).all():
                 return f"{part.name} in {part.file.name} holds NaN or inf"
@@ -399,21 +426,23 @@ def _indexed_files(index: Path) -> list[Path]:
 def _parts(file: Path) -> list[Part]:
     """What a file holds, from its header alone."""
     if file.suffix == ".safetensors":
-        types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        try:
-            with safe_open(file, "pt") as f:
-                slices = {name: f.get_slice(name) for name in f.keys()}
-                parts = [Part(file, n, tuple(s.get_shape()), types.get(s.get_dtype())) for n, s in slices.items()]
-        except OSError:
-            raise
-        except Exception as error:  # the library's SafetensorError
-            raise ValueError(f"{file} is not a sound safetensors file: {error}") from None
-    else:
-        parts = [Part(file, n, tuple(t.shape), t.dtype) for n, t in _unpickle(file).items()]
-    for part in parts:
-        if part.dtype not in DTYPES.values():
-            raise ValueError(f"{file}: {part.name} has a type other than float32, float16, bfloat16")
-    return parts
+        types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+        with _opened(file) as f:
+            slices = {name: f.get_slice(name) for name in f.keys()}
+            return [Part(file, n, tuple(s.get_shape()), types.get(s.get_dtype())) for n, s in slices.items()]
+    return [Part(file, n, tuple(t.shape), t.dtype) for n, t in _unpickle(file).items()]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator:
+    """A safetensors file, for its header."""
+    try:
+        with safe_open(file, "pt") as f:
+            yield f
+    except OSError:
+        raise
+    except Exception as error:  # the library's SafetensorError
+        raise ValueError(f"{file} is not a sound safetensors file: {error}") from None
 
 
 def _read(part: Part) -> Tensor:
@@ -486,13 +515,19 @@ def read_weights(
     checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype, device: torch.device, form: str = ""
 ) -> Weights:
     """Each tensor goes from the file to its place on the device, one at a time: matrices in `stored`, or encoded in the 8-bit
-    `form`; all else in dtype (the norms are small, and of the embedding a token reads one row)."""
+    `form`, or as they are where the file has them in it; all else in dtype (the norms are small, and of the embedding a token
+    reads one row)."""
     c = checkpoint.config
-    bar = tqdm(total=checkpoint.elements, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
+    total = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    bar = tqdm(total=total, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
+
+    def as_stored(name: str) -> Tensor:
+        tensor = checkpoint.read(name)
+        bar.update(tensor.numel())
+        return tensor
 
     def read(name: str) -> Tensor:
-        tensor = checkpoint.read(f"{name}.weight")
-        bar.update(tensor.numel())
+        tensor = as_stored(f"{name}.weight")
         return tensor.float() if device.type == "cpu" else tensor  # torch is slow from one 16-bit type to another
 
     def vector(name: str) -> Tensor:
@@ -519,8 +554,24 @@ def read_weights(
         data[:, 1].copy_(read(b))
         return finished(data.view(-1, c.dim))
 
+    def encoded(name: str) -> Matrix:
+        """A matrix that the file has in 8 bits."""
+        data, scale = (as_stored(part).to(device, copy=True) for part in (name, f"{name}.scale"))
+        try:
+            fp8.check(data, scale, form)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.folder / SAVED}: {name} has {error}: save it anew from the original") from None
+        return Matrix(data, scale, form)
+
+    def layer_as_saved(i: int) -> LayerWeights:
+        names = [f.name for f in fields(LayerWeights)]
+        return LayerWeights(*((vector if "norm" in n else encoded)(f"layers.{i}.{n}") for n in names))
+
     with bar:
         embedding = vector("tok_embeddings")
+        if checkpoint.form:
+            layers = [layer_as_saved(i) for i in range(c.n_layers)]
+            return Weights(embedding, layers, vector("norm"), encoded("output"))
         layers = []
         for i in range(c.n_layers):
             at, ff = f"layers.{i}.attention", f"layers.{i}.feed_forward"
@@ -537,6 +588,91 @@ def read_weights(
         tied = c.tie_embeddings
         output = embedding if tied and not form else read("tok_embeddings" if tied else "output")
         return Weights(embedding, layers, vector("norm"), finished(output.to(device, stored)))
+
+
+# ---- a model saved in 8 bits: a folder whose model.safetensors says so in its metadata, with what else a checkpoint has
+
+SAVED = "model.safetensors"
+LAYOUT = "1"  # of such a file; another is refused
+
+
+def saved_form(folder: Path) -> str:
+    """The 8-bit format of a folder that save_fp8 wrote, "" for any other. Raises ValueError."""
+    file = folder / SAVED
+    if not file.is_file():
+        return ""
+    with _opened(file) as f:
+        metadata = f.metadata() or {}
+    version, form = metadata.get("fused-llama", ""), metadata.get("fp8")
+    if version and version != LAYOUT:
+        raise ValueError(f"{file} was saved by another version of fused-llama: save it anew from the original")
+    if version and form not in fp8.TYPES:
+        raise ValueError(f"{file}: fp8 is {form!r}, which is not supported (supported: {', '.join(fp8.TYPES)})")
+    return form if version else ""
+
+
+def save_fp8(name: str, target: str, form: str = "e4m3", dtype: str = "auto", device: str = "auto") -> Path:
+    """Write a checkpoint with its matrices in 8 bits to the folder `target`, which must be new or empty: whole or not at all.
+    Returns its model.safetensors. The norms and the embedding are in dtype; auto is the checkpoint's own, on a CPU too.
+
+    Raises ValueError, OSError or MemoryError, in one line that says what to do.
+    """
+    folder, to = find_checkpoint(name), Path(target).expanduser().resolve()
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise FileExistsError(f"{to} is not an empty folder: save to a new one")
+    if not to.parent.is_dir():
+        raise FileNotFoundError(f"{to.parent} is not there: make that folder first")
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder, config)
+    if checkpoint.form:
+        raise ValueError(f"{folder} holds {checkpoint.form} matrices already: save from the original")
+    on, as_dtype = pick_device(device), DTYPES.get(dtype, checkpoint.dtype)
+    check_memory(config, as_dtype, on, 1, form)
+    sizes = {"weight": as_dtype.itemsize, "scale": 4}
+    need = sum(math.prod(shape) * sizes.get(n.rsplit(".")[-1], 1) for n, shape in config.saved_shapes().items())
+    free = shutil.disk_usage(to.parent).free
+    if need > free:
+        raise OSError(f"the model takes {need / 1e9:.2f} GB, but {to.parent} has {free / 1e9:.2f} GB free: save elsewhere")
+    made = to.with_name(f".{to.name}.{os.getpid()}")
+    made.mkdir()
+    try:
+        _copy_what_is_small(folder, made, config)
+        with torch.inference_mode():
+            weights = read_weights(checkpoint, as_dtype, checkpoint.dtype, on, form)
+        save_file(_saved_tensors(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": form})
+        (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library's own is for the owner alone
+        made.rename(to)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return to / SAVED
+
+
+def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
+    """All that read_config, Tokenizer and recognise_template read, so that they find in `to` what they find in the folder."""
+    names = ["config.json", "generation_config.json", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"]
+    for file in (*(folder / name for name in names), tokenizer_file(folder)):
+        if file and file.is_file():
+            shutil.copyfile(file, to / file.name)
+    if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: as in files that are not copied
+        (to / "params.json").write_text(json.dumps(read_json(folder / "params.json") | {"vocab_size": config.vocab_size}))
+    beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}
+    template = recognise_template(folder, beside)
+    if template not in ("plain", recognise_template(to, beside)):  # it was recognised from the folder's path
+        with (to / "chat_template.jinja").open("a") as file:
+            file.write(f"{{# {next(sign for sign, name in SIGNS.items() if name == template)} #}}\n")
+
+
+def _saved_tensors(w: Weights) -> dict[str, Tensor]:
+    """The tensors on the CPU, by the names of Config.saved_shapes."""
+    tensors, named = {}, {"tok_embeddings": w.embedding, "norm": w.norm, "output": w.output}
+    named |= {f"layers.{i}.{name}": value for i, layer in enumerate(w.layers) for name, value in vars(layer).items()}
+    for name, value in named.items():
+        if isinstance(value, Matrix):
+            tensors |= {name: value.data.cpu(), f"{name}.scale": value.scale.cpu()}
+        else:
+            tensors[f"{name}.weight"] = value.cpu()
+    return tensors
 
 
 # ---- key/value cache
@@ -759,12 +895,15 @@ def load(
     """Load a checkpoint: Hugging Face's or Meta's folder, or a repository id in the hub cache.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
-    is longer. form: "e4m3" or "e5m2" keeps the matrices in 8 bits. Raises ValueError, OSError or MemoryError, in one line
-    that says what to do.
+    is longer. form: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own. Raises ValueError,
+    OSError or MemoryError, in one line that says what to do.
     """
     folder = find_checkpoint(name)
     config = read_config(folder)
     checkpoint = Checkpoint(folder, config)
+    if checkpoint.form and form not in ("", checkpoint.form):
+        raise ValueError(f"{folder} holds {checkpoint.form} matrices: for {form} ones, load the original")
+    form = checkpoint.form or form
     on = pick_device(device)
     ops = pick_ops(backend, on)
     torch_dtype = pick_dtype(dtype, checkpoint.dtype, on)

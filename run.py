@@ -18,7 +18,7 @@ import torch
 
 from fp8 import TYPES
 from kernels import INTERPRETED, Sampling
-from model import DTYPES, KVCache, Timings, find_checkpoint, generate, load, pick_device, read_config
+from model import DTYPES, KVCache, Timings, find_checkpoint, generate, load, pick_device, read_config, save_fp8
 from tokenizer import TEMPLATES, TextStream, Tokenizer, recognise_template
 
 DEFAULT_MODEL = Path(__file__).parent / "models" / "tales"
@@ -77,6 +77,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--fp8", nargs="?", const="e4m3", default="", choices=list(TYPES), help="keep the matrices as 8-bit floats; alone: e4m3"
     )
+    add("--save-fp8", metavar="DIR", help="write the model with 8-bit matrices (see --fp8) to DIR, and no text; -m DIR runs it")
     add("--quiet", action="store_true", help="no model summary and no timings on stderr")
     add("--debug", action="store_true", help="errors with their traceback")
     args = parser.parse_args(argv)
@@ -84,6 +85,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--prompt and --file are two prompts; give one")
     if args.chat and (args.prompt is not None or args.file is not None):
         parser.error("--chat reads what you say from standard input; it takes no --prompt or --file")
+    if args.save_fp8 is not None and (args.chat or args.prompt is not None or args.file is not None):
+        parser.error("--save-fp8 generates nothing; it takes no --prompt, --file or --chat")
     if not args.chat and (args.system or args.chat_template):
         parser.error("--system and --chat-template are for --chat")
     if args.seed < 0:
@@ -139,7 +142,8 @@ class Session:
         size = f"{m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, dim {c.dim}, {heads}"
         dtype = next(name for name, value in DTYPES.items() if value == m.dtype)
         beyond = f" (beyond the model's {c.max_seq_len}: expect nonsense there)" if self.cache.size > c.max_seq_len else ""
-        dtype += self.args.fp8 and f" with {self.args.fp8} matrices"
+        form = m.weights.output.format
+        dtype += form and f" with {form} matrices"
         return (
             f"model     {m.checkpoint.folder}: {size}\n"
             f"running   {dtype} on {m.device}, {m.backend}, context {self.cache.size}{beyond}, seed {self.args.seed}"
@@ -300,7 +304,17 @@ def use_interpreter(args: argparse.Namespace) -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
+def save(args: argparse.Namespace) -> int:
+    form = args.fp8 or "e4m3"
+    file = save_fp8(args.model, args.save_fp8, form, args.dtype, args.device)
+    if not args.quiet:
+        note(f"saved     {file.parent}: {form} matrices, {file.name} of {file.stat().st_size:,} bytes")
+    return 0
+
+
 def work(args: argparse.Namespace) -> int:
+    if args.save_fp8 is not None:
+        return save(args)
     use_interpreter(args)
     prompt = "" if args.chat else read_prompt(args)
     session = Session(args)

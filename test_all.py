@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -33,7 +35,7 @@ import fp8
 import kernels
 import run
 from kernels import Matrix, Sampling
-from model import CHUNK, Config, KVCache, Timings, check_memory, generate, load, read_config, rope_table
+from model import CHUNK, Config, KVCache, Timings, check_memory, generate, load, read_config, rope_table, save_fp8
 from tokenizer import BOS, EOS, TEMPLATES, Control, TextStream, Tokenizer, recognise_template
 
 HERE = Path(__file__).parent
@@ -657,6 +659,21 @@ def test_codes_do_not_depend_on_the_dtype(tmp_path):
         assert torch.equal(*(m.data for m in matrices)) and torch.equal(*(m.scale for m in matrices))
 
 
+@pytest.mark.parametrize("form", FORMATS_8)
+def test_codes_and_scales_that_encode_never_writes_are_told(form):
+    finite, ones = finite_codes(form), torch.ones(1)
+    for code in range(256):
+        codes = torch.tensor([[0] * 9 + [code]], dtype=torch.uint8).view(torch.int8)
+        if code in finite:
+            fp8.check(codes, ones, form)
+        else:
+            with pytest.raises(ValueError, match="codes of NaN"):
+                fp8.check(codes, ones, form)
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="scales"):
+            fp8.check(torch.zeros(2, 9, dtype=torch.int8), torch.tensor([1.0, scale]), form)
+
+
 # ---- every kernel compiles for every architecture, with no GPU present
 
 
@@ -983,6 +1000,9 @@ def test_wrong_usage_exits_2_in_one_line(cli, tiny):
         "--nonsense",
         "-p a -f b",
         "--chat -p a",
+        "--save-fp8 d -p a",
+        "--save-fp8 d -f a",
+        "--save-fp8 d --chat",
         "--seed 1e99",
         "-c -1",
     ]
@@ -1186,6 +1206,169 @@ def test_ctrl_c_prints_timings_and_exits_130(tiny):
     assert process.returncode == 130 and b"generated" in err and b"Traceback" not in err
 
 
+# ---- a model saved in 8 bits
+
+
+@pytest.mark.parametrize("form", FORMATS_8)
+@pytest.mark.parametrize("shape, layout", [("gqa", None), ("mqa, tied", None), ("gqa", "meta, 2 shards")])
+def test_a_saved_model_is_the_model_in_8_bits(cli, capfd, copy, shape, layout, form):
+    config, saved = read_config(copy), copy.parent / "saved"
+    hugging_face_llama(config.vocab_size, **SHAPES[shape]).half().save_pretrained(copy)
+    capfd.readouterr()  # transformers' progress
+    if layout:
+        FORMATS[layout](copy)
+        (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
+    code, out, err = cli("-m", copy, "--save-fp8", saved, *(["--fp8", form] if form == "e5m2" else []))
+    assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
+    assert (
+        sorted(f.name for f in copy.parent.iterdir() if f.is_dir()) == ["copy", "saved"]
+        and (saved / "tokenizer.model").exists()
+    )
+    tensors = load_file(saved / "model.safetensors")
+    shapes = read_config(saved).saved_shapes()
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == shapes
+    sizes = {torch.int8: 1, torch.float16: 2, torch.float32: 4}
+    codes = {name for name, t in tensors.items() if t.dtype == torch.int8}
+    assert codes == {name.removesuffix(".scale") for name in shapes if name.endswith(".scale")}
+    assert (saved / "model.safetensors").stat().st_size < sum(sizes[t.dtype] * t.numel() for t in tensors.values()) + 4096
+    ids = torch.randint(3, 300, (20,), device=DEVICE)
+    for dtype in ("fp32", "bf16"):
+        logits = []
+        for model in (load(copy, dtype, DEVICE, form=form), load(saved, dtype, DEVICE)):
+            cache = KVCache(model)
+            with torch.inference_mode():
+                logits.append(torch.cat([model.forward(part, cache) for part in ids.split([19, 1])]))
+        assert torch.equal(*logits), "a saved model says something else"
+    flags = ("-p", "Once", "-n", 8, "--temp", 0)
+    (_, expected, _), (code, text, err) = cli("-m", copy, "--fp8", form, *flags), cli("-m", saved, *flags)
+    assert code == 0 and text == expected and f"with {form} matrices" in err
+    assert cli("-m", saved, "--fp8", form, *flags)[1] == expected
+    other = "e4m3" if form == "e5m2" else "e5m2"
+    code, _, err = cli("-m", saved, "--fp8", other, *flags)
+    assert code == 1 and f"holds {form} matrices: for {other} ones, load the original" in err and err.count("\n") == 1
+    code, _, err = cli("-m", saved, "--save-fp8", copy.parent / "again")
+    assert code == 1 and f"holds {form} matrices already: save from the original" in err and err.count("\n") == 1
+
+
+@pytest.fixture(scope="session")
+def tiny_saved(tiny, tmp_path_factory) -> Path:
+    return save_fp8(tiny, tmp_path_factory.mktemp("saved")).parent
+
+
+def spoil_saved(change=lambda tensors: None, **metadata):
+    def spoil(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        with safe_open(file, "pt") as f:
+            held = f.metadata()
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, held | {name.replace("_", "-"): value for name, value in metadata.items()})
+
+    return spoil
+
+
+def to_type(name: str, dtype: torch.dtype):
+    return spoil_saved(lambda t: t.update({name: t[name].to(dtype)}))
+
+
+def set_one(name: str, value: float):
+    return spoil_saved(lambda t: t[name].view(-1)[7:8].fill_(value))
+
+
+W13 = "layers.1.w13"
+SPOILED_8 = {  # as SPOILED
+    "no metadata": (
+        lambda f: save_file(load_file(f / "model.safetensors"), f / "model.safetensors"),
+        ["a type other than float"],
+    ),
+    "another layout": (
+        spoil_saved(fused_llama="2"),
+        ["saved by another version of fused-llama: save it anew from the original"],
+    ),
+    "another format": (spoil_saved(fp8="e3m4"), ["model.safetensors: fp8 is 'e3m4', which is not supported"]),
+    "missing matrix": (spoil_saved(lambda t: t.pop(W13)), [f"{W13} is missing"]),
+    "missing scale": (spoil_saved(lambda t: t.pop("output.scale")), ["output.scale is missing"]),
+    "unexpected": (spoil_saved(lambda t: t.update({"x.weight": torch.ones(1)})), ["x.weight is unexpected"]),
+    "short matrix": (spoil_saved(lambda t: t.update({W13: t[W13][:9]})), [f"{W13} is [9, 64], expected [224, 64]"]),
+    "flat scale": (
+        spoil_saved(lambda t: t.update({f"{W13}.scale": torch.ones(224, 1)})),
+        [f"{W13}.scale is [224, 1], expected [224]"],
+    ),
+    "another config": (spoil_config(intermediate_size=1 << 20), ["do not fit the config: layers.0.w13 is [224, 64], expected"]),
+    "matrix of floats": (to_type(W13, torch.float16), [f"{W13} has a type other than int8"]),
+    "matrix of bytes": (to_type(W13, torch.uint8), [f"{W13} has a type other than int8"]),
+    "scale of halves": (to_type(f"{W13}.scale", torch.float16), [f"{W13}.scale has a type other than float32"]),
+    "norm of whole numbers": (
+        to_type("norm.weight", torch.int8),
+        ["norm.weight has a type other than float32, float16, bfloat16"],
+    ),
+    "nan code": (set_one(W13, 0x7F), [f"{W13} has codes of NaN or infinity: save it anew"]),
+    "negative nan code": (set_one("output", -1), ["output has codes of NaN or infinity"]),
+    "zero scale": (set_one(f"{W13}.scale", 0), [f"{W13} has scales that are not positive and finite"]),
+    "nan scale": (set_one("output.scale", float("nan")), ["output has scales that are not positive and finite"]),
+    "nan norm": (set_one("norm.weight", float("nan")), ["not finite", "norm.weight in model.safetensors holds NaN"]),
+    "truncated": (lambda f: (f / "model.safetensors").open("r+b").truncate(5000), ["not a sound safetensors file"]),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED_8)
+def test_a_spoiled_saved_model_is_one_line_of_error(cli, tiny_saved, how, tmp_path):
+    folder = Path(shutil.copytree(tiny_saved, tmp_path / "copy"))
+    spoil, expected = SPOILED_8[how]
+    spoil(folder)
+    code, out, err = cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt")
+    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (out, err)
+    assert all(text in err for text in expected), err
+
+
+def fails(error: BaseException):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def test_a_model_is_saved_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+
+    def refused(to: str, expected: str, code: int = 1) -> None:
+        seen, out, err = cli("-m", copy, "--save-fp8", tmp_path / to)
+        assert seen == code and out == "" and expected in err and err.count("\n") == (code == 1), err
+        assert sorted(tmp_path.rglob("*")) == before
+
+    refused("copy", "copy is not an empty folder: save to a new one")
+    refused("file", "file is not an empty folder")
+    refused("no/where", "no is not there: make that folder first")
+    with monkeypatch.context() as patch:
+        patch.setattr("model.free_memory", lambda device: 100_000)
+        refused("new", "try a smaller")
+    with monkeypatch.context() as patch:
+        patch.setattr("model.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(1, 1, 0))
+        refused("new", "has 0.00 GB free: save elsewhere")
+    for error, expected, code in ((OSError("No space left"), "No space left", 1), (KeyboardInterrupt(), "", 130)):
+        for step in ("read_weights", "save_file"):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"model.{step}", fails(error))
+                refused("new", expected, code)
+    assert cli("-m", copy, "--save-fp8", tmp_path / "empty", "--quiet") == (0, "", "")
+    assert (tmp_path / "empty" / "model.safetensors").stat().st_mode & 0o777 == (copy / "config.json").stat().st_mode & 0o777
+
+
+def test_a_full_disk_leaves_nothing(tiny, tmp_path):
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    process = program("-m", tiny, "--save-fp8", tmp_path / "new", preexec_fn=limit)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and err.startswith(b"error: ") and err.count(b"\n") == 1 and not [*tmp_path.iterdir()], err
+
+
+def test_a_saved_model_keeps_the_template_that_its_path_told(copy, tmp_path):
+    source = copy.rename(tmp_path / "Llama-2-7b-chat")
+    saved = save_fp8(source, tmp_path / "new").parent
+    assert recognise_template(source, {}) == recognise_template(saved, {}) == "llama2"
+
+
 # ---- chat
 
 
@@ -1358,6 +1541,16 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tmp_path):
     )
     (row,) = json.loads(out)
     assert code == 0 and row["perplexity"] > 1 and row["mean_kl"] > 0 and 0 < row["standard_error"] < row["perplexity"]
+
+
+def test_bench_says_that_a_saved_model_is_in_8_bits(bench_cli, tiny_saved, tmp_path):
+    _, out, _ = bench_cli("-m", tiny_saved, *QUICK, "-o", "json", "--vs", "transformers")
+    assert [(r["fp8"], r["backend"]) for r in json.loads(out)] == [("e4m3", "torch")] * 2
+    (tmp_path / "text").write_text(TEXT)
+    flags = ("-m", tiny_saved, "--device", "cpu", "--perplexity", tmp_path / "text", "-o", "json")
+    assert json.loads(bench_cli(*flags)[1])[0]["fp8"] == "e4m3"
+    code, _, err = bench_cli(*flags, "--against", "fp32")
+    assert code == 1 and "--against needs the original" in err and err.count("\n") == 1
 
 
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):

@@ -22,7 +22,7 @@ class Tokenizer:
         Raises FileNotFoundError; ValueError when the file is broken or its size does not fit the model.
         """
         folder = Path(folder)
-        file = next((f / "tokenizer.model" for f in (folder, folder.parent) if (f / "tokenizer.model").is_file()), None)
+        file = tokenizer_file(folder)
         if file is None:
             raise FileNotFoundError(f"{folder} holds no tokenizer.model (other kinds of tokenizer are not supported)")
         self.config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
@@ -86,6 +86,11 @@ class Tokenizer:
         """Ids to text; the space that SentencePiece puts before a text is taken away."""
         stream = TextStream(self, at_start=True)
         return "".join(stream.push(i) for i in ids) + stream.finish()
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """tokenizer.model in the folder or, with Meta's own, in its parent."""
+    return next((f / "tokenizer.model" for f in (folder, folder.parent) if (f / "tokenizer.model").is_file()), None)
 
 
 def read_json(file: Path) -> dict:
@@ -223,13 +228,15 @@ TEMPLATES = {
 }
 
 
+SIGNS = {"<<SYS>>": "llama2", "<|im_start|>": "chatml", "<|user|>": "zephyr", "USER:": "vicuna", "[INST]": "mistral"}
+
+
 def recognise_template(folder: str | Path, config: dict) -> str:
     """Name of the template that a checkpoint was tuned on: from its own (chat_template.jinja, or in tokenizer_config.json), or
     from the folder's path, since Meta's checkpoints and Vicuna's come without one."""
     file = Path(folder) / "chat_template.jinja"
     jinja = json.dumps(config.get("chat_template") or "") + (file.read_text(errors="replace") if file.is_file() else "")
-    signs = {"<<SYS>>": "llama2", "<|im_start|>": "chatml", "<|user|>": "zephyr", "USER:": "vicuna", "[INST]": "mistral"}
-    for sign, name in signs.items():
+    for sign, name in SIGNS.items():
         if sign in jinja:
             return name
     path = str(Path(folder).absolute()).lower()
