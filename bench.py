@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -44,10 +45,11 @@ from model import (
     load,
     pick_device,
     pick_dtype,
+    pick_half_sums,
     pick_ops,
     read_config,
 )
-from run import DEFAULT_MODEL, Parser, note, one_line_errors, within
+from run import DEFAULT_MODEL, Parser, decoded, note, one_line_errors, within
 from tokenizer import TextStream, Tokenizer
 
 SHAPES = {  # of TinyLlama-1.1B and Llama-2
@@ -108,13 +110,14 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, eight_bits: 
     """A checkpoint, or random weights for a name like random:7b."""
     form = "" if eight_bits == "none" else eight_bits
     if not args.model.startswith("random:"):
-        return load(args.model, dtype, args.device, ctx_size, args.backend, form)
+        return load(args.model, dtype, args.device, ctx_size, args.backend, form, args.kv_fp8, args.accumulate)
     config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device)
     ops, as_dtype = pick_ops(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
-    check_memory(config, as_dtype, device, ctx_size, form)
+    half_sums = pick_half_sums(args.accumulate, ops, device, as_dtype)
+    check_memory(config, as_dtype, device, ctx_size, form, args.kv_fp8)
     with torch.inference_mode():
         weights = random_weights(config, as_dtype, kernels.storage_dtype(ops, as_dtype, device), device, form)
-    return Llama(config, weights, ops, device, as_dtype, ctx_size)
+    return Llama(config, weights, ops, device, as_dtype, ctx_size, None, args.kv_fp8, half_sums)
 
 
 def release() -> None:
@@ -212,10 +215,12 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 # ---- what must be read and computed
 
 
-def cost(op: str, c: Config, T: int, before: int = 0, size: int = 2, eight_bit: bool = False) -> tuple[float, float]:
+def cost(
+    op: str, c: Config, T: int, before: int = 0, size: int = 2, eight_bit: bool = False, kv_size: int = 2
+) -> tuple[float, float]:
     """Bytes that must move and operations that must be done by one launch of an op on T tokens after `before` others, `size`
-    bytes an element (of 8-bit matrices 1, and 4 a row for the scale): every input read once, every output written once; a
-    multiplication and an addition are two."""
+    bytes an element (kv_size of keys and values; of 8-bit matrices 1, and 4 a row for the scale): every input read once,
+    every output written once; a multiplication and an addition are two."""
     C, ff, V = c.dim, c.hidden_dim, c.vocab_size
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
 
@@ -231,7 +236,7 @@ def cost(op: str, c: Config, T: int, before: int = 0, size: int = 2, eight_bit: 
         "rmsnorm": (size * (2.0 * T * C + C), 4.0 * T * C),
         "rope": (size * 2.0 * T * q + 4.0 * T * c.head_dim, 3.0 * T * q),
         "rmsnorm_qkv_rope": product(q + 2 * kv, C, C + T * (q + 2 * kv)),
-        "attention": (size * (2.0 * T * q + 2.0 * (before + T) * kv), 4.0 * q * seen),
+        "attention": (size * 2.0 * T * q + kv_size * 2.0 * (before + T) * kv, 4.0 * q * seen),
         "wo": product(C, q, 2 * T * C),
         "rmsnorm_swiglu": product(2 * ff, C, C + T * ff),
         "w2": product(C, ff, 2 * T * C),
@@ -241,20 +246,16 @@ def cost(op: str, c: Config, T: int, before: int = 0, size: int = 2, eight_bit: 
     }[op]
 
 
-def matrices(weights: Weights) -> list[Matrix]:
-    return [m for layer in weights.layers for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)] + [weights.output]
-
-
 def matrix_bytes(weights: Weights) -> float:
     """Of the matrices that every token reads."""
-    scales = sum(m.scale.numel() * m.scale.element_size() for m in matrices(weights) if m.scale is not None)
-    return scales + sum(m.rows * m.columns * m.data.element_size() for m in matrices(weights))
+    scales = sum(m.scale.numel() * m.scale.element_size() for m in weights.matrices if m.scale is not None)
+    return scales + sum(m.rows * m.columns * m.data.element_size() for m in weights.matrices)
 
 
 def decode_bytes(model: Llama, length: float) -> float:
     """Bytes read for one token when `length` positions are cached: every matrix once, and the keys and values."""
     c = model.config
-    return matrix_bytes(model.weights) + 2.0 * c.n_layers * c.n_kv_heads * c.head_dim * length * model.dtype.itemsize
+    return matrix_bytes(model.weights) + 2.0 * c.n_layers * c.n_kv_heads * c.head_dim * length * model.kv_dtype.itemsize
 
 
 def prefill_operations(c: Config, T: int, before: int = 0) -> float:
@@ -276,6 +277,7 @@ class Row:
     device: str
     dtype: str
     fp8: str  # of the matrices
+    kv: str  # type of keys and values
     test: str
     tokens_per_s: float
     std: float
@@ -338,8 +340,11 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
             mean, std = spread(speeds)
             name = {v: k for k, v in DTYPES.items()}[model.dtype]
             size = matrix_bytes(model.weights) / 1e9
+            kv = "e4m3" if model.kv_fp8 else name
             backend = "torch" if model.ops is kernels.reference else "triton"
-            return Row(args.model, size, backend, device_name(model.device), name, form_of(model), test, mean, std, share(mean))
+            return Row(
+                args.model, size, backend, device_name(model.device), name, form_of(model), kv, test, mean, std, share(mean)
+            )
 
         for depth, T in itertools.product(args.depth, args.n_prompt):
             operations = prefill_operations(model.config, T, depth) / T
@@ -603,7 +608,8 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
     q = torch.randn(T, H, D, device=device, dtype=dtype)
     cos, sin = (t.to(dtype)[:, None] for t in KV.rope[before:end].unbind(-1))
     logits, residual = torch.empty(T, c.vocab_size, device=device), torch.randn_like(x)
-    layers = list(zip(w.layers, KV.k, KV.v))
+    plain_kv = KVCache(dataclasses.replace(model, kv_fp8=False)) if model.kv_fp8 else KV
+    layers, plain_layers = (list(zip(w.layers, kv.k, kv.v)) for kv in (KV, plain_kv))
     copies = [torch.randn_like(x) for _ in range(max(1, min(64, (256 << 20) // (x.numel() * size))))]
     heads = [torch.randn_like(q) for _ in copies]
 
@@ -631,7 +637,9 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
     regime = f"T {T}, {before} before"
 
     def case(op: str, ours: list, plain: list, name: str = "") -> Case:
-        return Case(name or op, regime, T, ours, plain, *cost(name or op, c, T, before, size, eight_bit))
+        return Case(
+            name or op, regime, T, ours, plain, *cost(name or op, c, T, before, size, eight_bit, model.kv_dtype.itemsize)
+        )
 
     norm = w.layers[0].ffn_norm
     yield case(
@@ -648,12 +656,12 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
             lambda l=l, k=k, v=v: ops.rmsnorm_qkv_rope(x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps)
             for l, k, v in layers
         ],
-        [lambda l=l, k=k, v=v: plain_qkv(l, k, v) for l, k, v in layers],
+        [lambda l=l, k=k, v=v: plain_qkv(l, k, v) for l, k, v in plain_layers],
     )
     yield case(
         "attention",
-        [lambda k=k, v=v: ops.attention(q, k, v, pos) for _, k, v in layers],
-        [lambda k=k, v=v: plain_attention(k, v) for _, k, v in layers],
+        [lambda k=k, v=v: ops.attention(q, k, v, pos, model.half_sums) for _, k, v in layers],
+        [lambda k=k, v=v: plain_attention(k, v) for _, k, v in plain_layers],
     )
     for name, field, inner in (("wo", "wo", y), ("w2", "w2", h)):
         weights = [getattr(layer, field) for layer in w.layers]
@@ -789,7 +797,7 @@ def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, b
     """A row for each kernel name, and the summary. A kernel that starts while the one before it runs (programmatic dependent
     launch) is charged only with the time by which it ends later, so that the rows and the gaps add up to the whole."""
     c = model.config
-    each = dict(size=model.dtype.itemsize, eight_bit=bool(model.weights.output.format))
+    each = dict(size=model.dtype.itemsize, eight_bit=bool(model.weights.output.format), kv_size=model.kv_dtype.itemsize)
     products = ("rmsnorm_qkv_rope", "wo", "rmsnorm_swiglu", "w2")
     spent: dict[str, list[float]] = {}
     gaps, clock = 0.0, events[0][1]
@@ -943,22 +951,26 @@ def perplexity(
         yield quality
 
 
-def run_perplexity(args: argparse.Namespace) -> None:
-    raw = Path(args.perplexity).read_bytes()
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{args.perplexity} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
-    model = open_model(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
+def read_text(file: str, model: Llama) -> tuple[bytes, list[int], Tokenizer]:
+    """A file's bytes and tokens. Raises ValueError."""
     if model.checkpoint is None:
-        raise ValueError("--perplexity needs a checkpoint with its tokenizer, not random weights")
+        raise ValueError("a text needs a checkpoint with its tokenizer, not random weights")
+    raw = Path(file).read_bytes()
+    tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
+    ids = tokenizer.encode(decoded(raw, file), bos=False)
+    if not ids:
+        raise ValueError(f"{file} is empty")
+    return raw, ids, tokenizer
+
+
+def run_perplexity(args: argparse.Namespace) -> None:
+    model = open_model(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
+    raw, ids, tokenizer = read_text(args.perplexity, model)
     if args.against and model.checkpoint.form:
         raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {model.checkpoint.form} matrices")
-    against = open_model(args, args.against, model.ctx_size) if args.against else None
-    tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
-    ids, stride = tokenizer.encode(text, bos=False), args.stride or model.ctx_size
-    if not ids:
-        raise ValueError(f"{args.perplexity} is empty")
+    plainly = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
+    against = open_model(plainly, args.against, model.ctx_size) if args.against else None
+    stride = args.stride or model.ctx_size
     quality, done = Quality(), 0
     bar = tqdm(total=len(ids), unit=" tokens", disable=not sys.stderr.isatty(), leave=False)
     try:
@@ -972,9 +984,63 @@ def run_perplexity(args: argparse.Namespace) -> None:
     if not done:
         return
     counted_bytes = len(raw) if done == len(ids) else len(tokenizer.decode(ids[:done]).encode())
-    row = {"model": args.model, "dtype": args.dtype[0], "fp8": form_of(model), "against": args.against}
+    row = {"model": args.model, "dtype": args.dtype[0], "fp8": form_of(model), "kv fp8": args.kv_fp8, "against": args.against}
     row |= {"ctx": model.ctx_size, "stride": stride}
     show([row | quality.report(counted_bytes)], args.output)
+
+
+# ---- limits
+
+
+LARGEST_HALF = 65504.0
+
+
+class Peaks:
+    """An op table that notes, layer by layer, the largest magnitudes of what could overflow in half precision."""
+
+    def __init__(self, ops: SimpleNamespace, n_layers: int):
+        self.ops, self.peaks, self.calls = ops, [{} for _ in range(n_layers)], 0
+
+    def note(self, name: str, values: Tensor) -> None:
+        layer = self.peaks[self.calls % len(self.peaks)]
+        layer[name] = max(layer.get(name, 0.0), values.abs().max().item())
+
+    def table(self) -> SimpleNamespace:
+        ops = self.ops
+
+        def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps):
+            self.note("x", x)
+            q, (KH, end) = (
+                ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps),
+                (len(k_cache), int(pos) + len(x)),
+            )
+            keys, values = (kernels.cached_ref(kept[:, :end]) for kept in (k_cache, v_cache))
+            for name, seen in (("q", q), ("k", keys), ("v", values)):
+                self.note(name, seen)
+            self.note("q k", q.float().unflatten(1, (KH, -1)).permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2))
+            return q
+
+        def rmsnorm_swiglu(x, norm, w13, eps):
+            self.note("x", x)
+            h = ops.rmsnorm_swiglu(x, norm, w13, eps)
+            self.note("h", h)
+            self.calls += 1
+            return h
+
+        return SimpleNamespace(**vars(ops) | {"rmsnorm_qkv_rope": rmsnorm_qkv_rope, "rmsnorm_swiglu": rmsnorm_swiglu})
+
+
+@torch.inference_mode()
+def run_limits(args: argparse.Namespace) -> None:
+    """Over a text, the largest magnitudes layer by layer: x (the residual), q, k, v, the sums q k, and h between w13 and w2."""
+    model = open_model(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
+    _, ids, tokenizer = read_text(args.limits, model)
+    seen = Peaks(model.ops, model.config.n_layers)
+    model.ops = seen.table()
+    for _ in perplexity(model, ids, tokenizer.bos, model.ctx_size, model.ctx_size):
+        pass
+    rows = [{"layer": i} | p | {"% of 65504": 100 * max(p.values()) / LARGEST_HALF} for i, p in enumerate(seen.peaks)]
+    show(rows, args.output)
 
 
 # ---- tuning
@@ -1052,6 +1118,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", help="form of the table")
     add("--dtype", type=one_of("auto", *DTYPES), default=["auto"], help="auto, fp32, fp16, bf16, comma between them")
     add("--fp8", type=one_of("none", *TYPES), default=["none"], help="8-bit matrices: none, e4m3, e5m2, comma between them")
+    add("--kv-fp8", action="store_true", help="8-bit keys and values")
+    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help="sums of a prompt's products, as in run.py")
     add("--device", default="auto", help="cpu, cuda or cuda:N")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
     add("-c", "--ctx-size", type=within(int, 1, 1 << 24), help="context; with --perplexity the window (default 512)")
@@ -1060,6 +1128,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     mode.add_argument("--kernels", action="store_true", help="each op against its ceiling and against plain PyTorch")
     mode.add_argument("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
     mode.add_argument("--perplexity", metavar="FILE", help="perplexity of a text")
+    mode.add_argument("--limits", metavar="FILE", help="how near a text's activations come to the largest half, layer by layer")
     mode.add_argument("--tune", action="store_true", help="find launch sizes for this card and the shapes of this model")
     add("--stride", type=within(int, 1, 1 << 24), help="with --perplexity: from window to window; default: the window")
     add("--against", choices=list(DTYPES), help="with --perplexity: compare with the model in this dtype, not in 8 bits")
@@ -1086,6 +1155,8 @@ def main(argv: list[str] | None = None) -> int:
             run_profile(args)
         elif args.perplexity:
             run_perplexity(args)
+        elif args.limits:
+            run_limits(args)
         elif args.tune:
             run_tune(args)
         else:

@@ -96,6 +96,18 @@ def decode_tile(tile, FORMAT: tl.constexpr):
 
 
 @jit
+def encode_tile(x):
+    """Floats to codes of e4m3, as `round_to` does: nearest, ties to even, magnitudes beyond 448 as 448; NaN as 0x7f."""
+    a = tl.minimum(tl.abs(x), 448.0)
+    bits = a.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # the biases are 127 and 7
+    subnormal = (a + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # the last place of the sum is 2^-9, their unit
+    code = tl.where(a < 0.015625, subnormal, normal)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where(x == x, code | sign, 0x7F).to(tl.int8)
+
+
+@jit
 def rescale(y, scale, FORMAT: tl.constexpr):
     """A product with decoded tiles to the product with the weights; scale is that of its rows."""
     if FORMAT == "e4m3":

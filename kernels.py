@@ -19,6 +19,8 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fp8
-from fp8 import decode_tile, jit, products_asm, products_registers, rescale, tl, triton
+from fp8 import decode_tile, encode_tile, jit, products_asm, products_registers, rescale, tl, triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = tl and tl.constexpr(INTERPRETED)  # the same for kernels: the interpreter knows no PTX
@@ -41,10 +43,11 @@ class Matrix:
     data: Tensor  # [N, K]
     scale: Tensor | None = None  # [N] float32, of 8-bit weights
     format: str = ""  # of 8-bit weights, whose data is int8: "e4m3" or "e5m2"
+    half_sums: bool = False  # at T > 1 products may be summed up in half precision, which GeForce cards do twice as fast
 
     def encoded(self, form: str) -> Matrix:
         """The same in 8 bits. Raises ValueError on NaN or inf."""
-        return Matrix(*fp8.encode(self.data, form), form)
+        return Matrix(*fp8.encode(self.data, form), form, self.half_sums)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -204,10 +207,12 @@ def interpreted(dtype: torch.dtype) -> bool:
 
 
 @jit
-def _dot(a, b, WIDEN: tl.constexpr):
-    """a b with fp32 sums."""
+def _dot(a, b, WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr):
+    """a b in fp32, with fp32 sums, or half-precision ones that saturate."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    if HALF_SUMS:
+        return tl.clamp(tl.dot(a, b, out_dtype=tl.float16).to(tl.float32), -65504.0, 65504.0)
     return tl.dot(a, b)
 
 
@@ -340,6 +345,60 @@ def library_weights(w: Matrix, like: Tensor) -> Tensor:
     return out
 
 
+@jit
+def _encode_rows_kernel(x, codes, scales, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """A row as e4m3, its largest magnitude as 448."""
+    _start(EARLY)
+    cols = tl.arange(0, BLOCK)
+    _wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    values = tl.load(x + row * K + cols, mask=cols < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-30) / 448
+    tl.store(codes + row * K + cols, encode_tile(values / scale), mask=cols < K)
+    tl.store(scales + row, scale)
+
+
+def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations [T, K] as codes of e4m3, int8 [T, K], and a scale a row, float32 [T, 1]."""
+    T, K = x.shape
+    codes, scales = x.new_empty(T, K, dtype=torch.int8), x.new_empty(T, 1, dtype=torch.float32)
+    block = triton.next_power_of_2(K)
+    launch(_encode_rows_kernel, (T,), x.device, x, codes, scales, K=K, BLOCK=block, warps=min(16, max(1, block // 512)))
+    return codes, scales
+
+
+def multiplies_8_bits(w: Matrix) -> bool:
+    """Whether the library multiplies these weights as they are, by tensor cores for e4m3."""
+    return kernel_format(w) == "e4m3 native" and w.rows % 16 == 0 and w.columns % 16 == 0
+
+
+def library_linear(x: Tensor, w: Matrix) -> Tensor:
+    """x W^T for T > 1. x [T, K] -> [T, N] in the type of x, or in bf16 where tensor cores multiply the 8-bit weights: x is then
+    rounded to e4m3, with a scale a row."""
+    if multiplies_8_bits(w):
+        codes, scales = encode_rows(x)
+        e4m3 = fp8.TYPES["e4m3"]
+        weights = w.data.view(e4m3).t()
+        return torch._scaled_mm(codes.view(e4m3), weights, scales, w.scale[None], out_dtype=torch.bfloat16)
+    with half_sums(w.half_sums):
+        return F.linear(x, library_weights(w, x))
+
+
+@contextmanager
+def half_sums(on: bool) -> Iterator[None]:
+    """The library's products of halves summed up in half precision: the switch is torch's own and global, so it is put back."""
+    before = torch.backends.cuda.matmul.allow_fp16_accumulation
+    torch.backends.cuda.matmul.allow_fp16_accumulation = on
+    yield
+    torch.backends.cuda.matmul.allow_fp16_accumulation = before
+
+
+@jit
+def _saturated(x, SATURATE: tl.constexpr):
+    """What overflowed in half precision becomes the largest half, which no later sum turns into NaN."""
+    return tl.clamp(x, -65504.0, 65504.0) if SATURATE else x
+
+
 # ---- embedding: x = table[tokens]. tokens int32 [S], of which T from pos on; table [V, C] -> [T, C]
 
 
@@ -420,7 +479,8 @@ def _turn(even, odd, cos, sin):
 @jit
 def _rope_kernel(
     x, table, k_cache, v_cache, q, pos,
-    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    SATURATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token's heads, [H + 2 KH, D]: the first H are turned into q, the next KH into the cache, the last copied there."""
     _start(EARLY)
@@ -431,11 +491,17 @@ def _rope_kernel(
     position = tl.load(pos) + t
     inside = pairs < (H + 2 * KH) * HALF
     source = x + (t * (H + 2 * KH) * HALF + pairs) * 2
-    even = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    odd = tl.load(source + 1, mask=inside, other=0.0).to(tl.float32)
+    even = _saturated(tl.load(source, mask=inside, other=0.0).to(tl.float32), SATURATE)
+    odd = _saturated(tl.load(source + 1, mask=inside, other=0.0).to(tl.float32), SATURATE)
     cos, sin = _angle(table, position, pair, inside & (head < H + KH), HALF)
     even, odd = _turn(even, odd, cos, sin)
     _store_qkv(q, k_cache, v_cache, even, odd, t, position, head, pair, inside, S, H, KH, HALF)
+
+
+@jit
+def _to_cache(x, cache):
+    """Keys or values as a cache stores them."""
+    return encode_tile(x) if cache.dtype.element_ty == tl.int8 else x.to(cache.dtype.element_ty)
 
 
 @jit
@@ -449,12 +515,12 @@ def _store_qkv(
     tl.store(to + 1, odd.to(q.dtype.element_ty), mask=inside & (head < H))
     to = k_cache + (((head - H).to(tl.int64) * S + position) * HALF + pair) * 2
     is_k = inside & (head >= H) & (head < H + KH)
-    tl.store(to, even.to(k_cache.dtype.element_ty), mask=is_k)
-    tl.store(to + 1, odd.to(k_cache.dtype.element_ty), mask=is_k)
+    tl.store(to, _to_cache(even, k_cache), mask=is_k)
+    tl.store(to + 1, _to_cache(odd, k_cache), mask=is_k)
     to = v_cache + (((head - H - KH).to(tl.int64) * S + position) * HALF + pair) * 2
     is_v = inside & (head >= H + KH)
-    tl.store(to, even.to(v_cache.dtype.element_ty), mask=is_v)
-    tl.store(to + 1, odd.to(v_cache.dtype.element_ty), mask=is_v)
+    tl.store(to, _to_cache(even, v_cache), mask=is_v)
+    tl.store(to + 1, _to_cache(odd, v_cache), mask=is_v)
 
 
 def rope(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
@@ -464,16 +530,29 @@ def rope(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
     return out
 
 
-def _launch_rope(x: Tensor, table: Tensor, k: Tensor, v: Tensor, q: Tensor, pos: Tensor, S: int, H: int, KH: int, D: int):
+def _launch_rope(
+    x: Tensor,
+    table: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    pos: Tensor,
+    S: int,
+    H: int,
+    KH: int,
+    D: int,
+    saturate: bool = False,
+) -> None:
     assert x.is_contiguous() and D % 2 == 0, (x.shape, D)
     pairs = (H + 2 * KH) * D // 2
     block = min(1024, triton.next_power_of_2(pairs))
     grid = (x.shape[0], triton.cdiv(pairs, block))
-    launch(_rope_kernel, grid, x.device, x, table, k, v, q, pos, S=S, H=H, KH=KH, HALF=D // 2, BLOCK=block)
+    launch(_rope_kernel, grid, x.device, x, table, k, v, q, pos, S=S, H=H, KH=KH, HALF=D // 2, BLOCK=block, SATURATE=saturate)
 
 
 # ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T); q and k turned by rope; k, v written into the cache at pos.
 #      x [T, C], wqkv [(H + 2 KH) D, C], caches of one layer [KH, S, D] -> q [T, H, D]
+#      A cache in int8 holds codes of e4m3, without a scale: magnitudes up to 448, in three bits of mantissa from 0.016 on.
 
 
 def rmsnorm_qkv_rope_ref(
@@ -484,8 +563,8 @@ def rmsnorm_qkv_rope_ref(
     qkv = linear_ref(rmsnorm_ref(x, norm, eps), wqkv).view(T, -1, D)
     H = qkv.shape[1] - 2 * KH
     qk = rope_ref(qkv[:, : H + KH], table, pos)
-    k_cache[:, first : first + T] = qk[:, H:].transpose(0, 1)
-    v_cache[:, first : first + T] = qkv[:, H + KH :].transpose(0, 1)
+    for kept, new in ((k_cache, qk[:, H:]), (v_cache, qkv[:, H + KH :])):
+        kept[:, first : first + T] = (fp8.round_to(new, "e4m3") if kept.dtype == torch.int8 else new).transpose(0, 1)
     return qk[:, :H]
 
 
@@ -521,21 +600,26 @@ def rmsnorm_qkv_rope(
         args = (table, k_cache, v_cache, q, pos)
         product_launch("rmsnorm_qkv_rope", _qkv_kernel, x, norm, wqkv, eps, args, S=S, H=H, KH=KH, HALF=D // 2)
     else:
-        qkv = F.linear(rmsnorm(x, norm, eps), library_weights(wqkv, x))
-        _launch_rope(qkv, table, k_cache, v_cache, q, pos, S, H, KH, D)
+        qkv = library_linear(rmsnorm(x, norm, eps), wqkv)
+        _launch_rope(qkv, table, k_cache, v_cache, q, pos, S, H, KH, D, wqkv.half_sums)
     return q
 
 
 # ---- attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; H / KH query heads share one k, v head.
 #      q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
+#      half_sums: at prefill, products are summed up in half precision, and saturate.
 
 
-def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
+def cached_ref(kept: Tensor) -> Tensor:
+    """Keys or values in fp32, from a cache in any type."""
+    return fp8.halves(kept, "e4m3").float() * fp8.GAIN["e4m3"] if kept.dtype == torch.int8 else kept.float()
+
+
+def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, half_sums: bool = False) -> Tensor:
     T, H, D = q.shape
     KH, length = k_cache.shape[0], int(pos) + T
     q32 = q.float().view(T, KH, H // KH, D).permute(1, 2, 0, 3)  # [KH, H / KH, T, D]
-    k = k_cache[:, None, :length].float()
-    v = v_cache[:, None, :length].float()
+    k, v = (cached_ref(kept[:, None, :length]) for kept in (k_cache, v_cache))
     if T == 1:  # the heads of a group stand as rows of one product, so that k and v are read once
         y = F.scaled_dot_product_attention(q32.transpose(1, 2), k, v).transpose(1, 2)
     else:
@@ -546,23 +630,30 @@ def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> T
 
 
 @jit
-def _attend(q, k, v, m, l, acc, visible, scale, WIDEN: tl.constexpr):
-    """One block of keys and values [N, D] added to the running softmax of rows [M, D]: maximum m, sum l, product acc.
-    Exponentials are of base 2, the factor log2(e) is in scale (online softmax: Milakov and Gimelshein, 2018)."""
-    scores = _dot(q, tl.trans(k), WIDEN)
+def _attend(q, k, v, m, l, acc, visible, scale, WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr):
+    """One block of keys and values [N, D], as they are cached, added to the running softmax of rows [M, D]: maximum m, sum l,
+    product acc. Exponentials are of base 2, the factor log2(e) is in scale (online softmax: Milakov and Gimelshein, 2018)."""
+    k, v = _from_cache(k, q), _from_cache(v, q)
+    scores = _dot(q, tl.trans(k), WIDEN, HALF_SUMS)
     scores = tl.where(visible, scores * scale, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen nothing yet
     p = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(m - base)
-    return new_m, l * shrink + tl.sum(p, 1), acc * shrink[:, None] + _dot(p.to(v.dtype), v, WIDEN)
+    return new_m, l * shrink + tl.sum(p, 1), acc * shrink[:, None] + _dot(p.to(v.dtype), v, WIDEN, HALF_SUMS)
+
+
+@jit
+def _from_cache(tile, like):
+    """Keys or values for a product with tiles like this one; those of 8 bits over GAIN."""
+    return decode_tile(tile, "e4m3").to(like.dtype) if tile.dtype == tl.int8 else tile
 
 
 @jit
 def _attention_kernel(
-    q, k_cache, v_cache, out, pos, T, scale,
-    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    q, k_cache, v_cache, out, pos, T, scale, gain,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """M tokens of one head at a time, over the keys they see: first those that all of them see, then those on the diagonal."""
     _start(EARLY)
@@ -585,21 +676,21 @@ def _attention_kernel(
     for first in range(0, all_see, N):
         s = first + n
         at = s[:, None] * D + d[None, :]
-        k = tl.load(k_head + at, mask=d[None, :] < D, other=0.0)
-        v = tl.load(v_head + at, mask=d[None, :] < D, other=0.0)
-        m, l, acc = _attend(q_tile, k, v, m, l, acc, (s >= 0)[None, :], scale, WIDEN)
+        k = tl.load(k_head + at, mask=d[None, :] < D, other=0)
+        v = tl.load(v_head + at, mask=d[None, :] < D, other=0)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, (s >= 0)[None, :], scale, WIDEN, HALF_SUMS)
     for first in range(all_see, end, N):
         s = first + n
         at, there = s[:, None] * D + d[None, :], (d[None, :] < D) & (s[:, None] < end)
-        k = tl.load(k_head + at, mask=there, other=0.0)
-        v = tl.load(v_head + at, mask=there, other=0.0)
-        m, l, acc = _attend(q_tile, k, v, m, l, acc, s[None, :] <= before + rows[:, None], scale, WIDEN)
-    tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
+        k = tl.load(k_head + at, mask=there, other=0)
+        v = tl.load(v_head + at, mask=there, other=0)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, s[None, :] <= before + rows[:, None], scale, WIDEN, HALF_SUMS)
+    tl.store(out + place, (acc * gain / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @jit
 def _split_attention_kernel(
-    q, k_cache, v_cache, out, partial, ends, arrived, pos, T, scale,
+    q, k_cache, v_cache, out, partial, ends, arrived, pos, T, scale, gain,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr, EARLY: tl.constexpr,
@@ -622,27 +713,28 @@ def _split_attention_kernel(
     end = tl.minimum(start + chunk, length)
     at, real = s[:, None] * D + d[None, :], d[None, :] < D
     old, new = s < tl.minimum(end, before), (s >= before) & (s < end)
-    k = tl.load(k_head + at, mask=real & old[:, None], other=0.0)
-    v = tl.load(v_head + at, mask=real & old[:, None], other=0.0)
+    k = tl.load(k_head + at, mask=real & old[:, None], other=0)
+    v = tl.load(v_head + at, mask=real & old[:, None], other=0)
     _wait(EARLY)
     if split < used:
         inside = (rows[:, None] < T * G) & (d[None, :] < D)
         place = (t[:, None] * H + head * G + g[:, None]) * D + d[None, :]
         q_tile = tl.load(q + place, mask=inside, other=0.0)
-        k += tl.load(k_head + at, mask=real & new[:, None], other=0.0)
-        v += tl.load(v_head + at, mask=real & new[:, None], other=0.0)
+        k += tl.load(k_head + at, mask=real & new[:, None], other=0)
+        v += tl.load(v_head + at, mask=real & new[:, None], other=0)
         m = tl.full([M], float("-inf"), tl.float32)
         l = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, BLOCK_D], tl.float32)
         visible = (s[None, :] <= before + t[:, None]) & (s[None, :] < end)
-        m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, WIDEN)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, WIDEN, False)
         for first in range(start + N, end, N):
             s = first + n
             at, there = s[:, None] * D + d[None, :], (d[None, :] < D) & (s[:, None] < end)
-            k = tl.load(k_head + at, mask=there, other=0.0)
-            v = tl.load(v_head + at, mask=there, other=0.0)
+            k = tl.load(k_head + at, mask=there, other=0)
+            v = tl.load(v_head + at, mask=there, other=0)
             visible = (s[None, :] <= before + t[:, None]) & (s[None, :] < end)
-            m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, WIDEN)
+            m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, WIDEN, False)
+        acc *= gain
         if used == 1:
             tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
@@ -718,10 +810,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, half_sums: bool = False) -> Tensor:
     (T, H, D), (KH, S, _) = q.shape, k_cache.shape
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and D % 8 == 0, (q.shape, k_cache.shape)
-    out, scale = q.new_empty(T, H * D), math.log2(math.e) / math.sqrt(D)
+    out, gain = q.new_empty(T, H * D), fp8.GAIN["e4m3"] if k_cache.dtype == torch.int8 else 1.0
+    scale = gain * math.log2(math.e) / math.sqrt(D)
     shape = dict(S=S, H=H, G=H // KH, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), WIDEN=interpreted(q.dtype))
     if T * H // KH <= SPLIT_ROWS:
         how = nearest(nearest(SPLIT_LAUNCHES, capability(q.device)), H // KH)
@@ -730,13 +823,24 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tenso
         M = max(16, R)  # tl.dot wants 16 rows
         join = min(splits, max(1, 4096 // (R * shape["BLOCK_D"])))
         N = how.block if D <= 128 else how.block // 2
-        args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, D, splits, M), pos, T, scale)
+        args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, D, splits, M), pos, T, scale, gain)
         cut = dict(SPLITS=splits, JOIN=join, M=M, R=R, N=N, LEAST=max(N, how.least), warps=how.warps, stages=how.stages)
         launch(_split_attention_kernel, (KH, splits), q.device, *args, **shape, **cut)
     else:
         M, N, stages = (128 if T > 64 else 64, 64, 3) if D <= 128 else (64, 32, 2)  # within 99 KB of shared memory
-        args = (q, k_cache, v_cache, out, pos, T, scale)
-        launch(_attention_kernel, (triton.cdiv(T, M), H), q.device, *args, **shape, M=M, N=N, warps=M // 16, stages=stages)
+        args = (q, k_cache, v_cache, out, pos, T, scale, gain)
+        launch(
+            _attention_kernel,
+            (triton.cdiv(T, M), H),
+            q.device,
+            *args,
+            **shape,
+            M=M,
+            N=N,
+            HALF_SUMS=half_sums,
+            warps=M // 16,
+            stages=stages,
+        )
     return out
 
 
@@ -767,7 +871,11 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
     if x.shape[0] == 1:
         product_launch("linear_add", _linear_add_kernel, x, None, w, 0.0, (residual,))
         return residual
-    return residual.addmm_(x, library_weights(w, x).t())
+    if multiplies_8_bits(w):
+        return residual.add_(library_linear(x, w))
+    with half_sums(w.half_sums):
+        residual.addmm_(x, library_weights(w, x).t())
+    return residual.nan_to_num_(0.0, 65504.0, -65504.0) if w.half_sums else residual
 
 
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T. x [T, C] -> [T, F]  (Shazeer, 2020)
@@ -802,15 +910,15 @@ def _rmsnorm_swiglu_kernel(
 
 
 @jit
-def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, SATURATE: tl.constexpr, EARLY: tl.constexpr):
     """silu(a) * b of neighbouring a and b. ab [T, 2 F] -> [T, F]"""
     _start(EARLY)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     _wait(EARLY)
     at = tl.program_id(0).to(tl.int64) * F + cols
     pairs = tl.load(ab + at[:, None] * 2 + tl.arange(0, 2)[None, :], mask=cols[:, None] < F, other=0.0).to(tl.float32)
-    a, b = tl.split(pairs)
-    tl.store(out + at, _silu_mul(a, b).to(out.dtype.element_ty), mask=cols < F)
+    a, b = tl.split(_saturated(pairs, SATURATE))
+    tl.store(out + at, _saturated(_silu_mul(a, b), SATURATE).to(out.dtype.element_ty), mask=cols < F)
 
 
 def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float) -> Tensor:
@@ -819,8 +927,9 @@ def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float) -> Tensor:
     if T == 1:
         product_launch("rmsnorm_swiglu", _rmsnorm_swiglu_kernel, x, norm, w13, eps, (out,))
     else:
-        ab = F.linear(rmsnorm(x, norm, eps), library_weights(w13, x))
-        launch(_swiglu_kernel, (T, triton.cdiv(hidden, 1024)), x.device, ab, out, hidden, BLOCK=1024)
+        ab = library_linear(rmsnorm(x, norm, eps), w13)
+        grid = (T, triton.cdiv(hidden, 1024))
+        launch(_swiglu_kernel, grid, x.device, ab, out, hidden, BLOCK=1024, SATURATE=w13.half_sums)
     return out
 
 
@@ -851,7 +960,7 @@ def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) 
     if x.shape[0] == 1:
         product_launch("rmsnorm_linear", _rmsnorm_linear_kernel, x, norm, w, eps, (out,))
         return out
-    return out.copy_(F.linear(rmsnorm(x, norm, eps), library_weights(w, x)))
+    return out.copy_(library_linear(rmsnorm(x, norm, eps), w))
 
 
 # ---- cross_entropy: loss of each row, log(sum(exp(logits))) - logits[target]. logits float32 [T, V], targets int [T] -> [T]

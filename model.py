@@ -510,6 +510,10 @@ class Weights:
     norm: Tensor  # [C]
     output: Matrix  # [V, C]; the embedding itself when tied
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [m for layer in self.layers for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)] + [self.output]
+
 
 def read_weights(
     checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype, device: torch.device, form: str = ""
@@ -705,8 +709,8 @@ class KVCache:
         self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
         self.told = torch.zeros(size, dtype=torch.int32, pin_memory=model.device.type == "cuda")  # sampled ones, for the host
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
-        self.k = torch.zeros(shape, dtype=model.dtype, device=model.device).unbind()  # L x [KH, S, D]
-        self.v = torch.zeros(shape, dtype=model.dtype, device=model.device).unbind()
+        self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
+        self.v = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
         self.rope = rope_table(c, size).to(model.device)  # [S, D/2, 2]
 
     def check_room(self, count: int) -> None:
@@ -754,7 +758,17 @@ class Llama:
     dtype: torch.dtype
     ctx_size: int  # positions of a cache made for it
     checkpoint: Checkpoint | None = None  # where the weights came from
+    kv_fp8: bool = False  # keys and values in 8 bits
+    half_sums: bool = False  # a prompt's products summed up in half precision
     _graph: tuple = field(default=(None, None), repr=False)  # what the last decode step was captured for, and the capture
+
+    def __post_init__(self) -> None:
+        for matrix in self.weights.matrices:
+            matrix.half_sums = self.half_sums
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return torch.int8 if self.kv_fp8 else self.dtype
 
     @property
     def backend(self) -> str:
@@ -778,7 +792,7 @@ class Llama:
         x = ops.embedding(cache.tokens, pos, T, w.embedding)
         for layer, k, v in zip(w.layers, cache.k, cache.v):
             q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps)
-            x = ops.linear_add(ops.attention(q, k, v, pos), layer.wo, x)
+            x = ops.linear_add(ops.attention(q, k, v, pos, self.half_sums), layer.wo, x)
             h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps)
             x = ops.linear_add(h, layer.w2, x)
         ops.rmsnorm_linear(x[T - len(logits) :], w.norm, w.output, eps, logits)
@@ -850,14 +864,16 @@ def free_memory(device: torch.device) -> int | None:
         return None
 
 
-def check_memory(config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int, form: str = "") -> None:
+def check_memory(
+    config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int, form: str = "", kv_fp8: bool = False
+) -> None:
     """Raise MemoryError when weights, cache and workspace will not fit, before any of it is allocated."""
     c, size = config, dtype.itemsize
     matrices = sum(math.prod(shape) for name, shape in c.shapes().items() if len(shape) == 2 and "tok_embeddings" not in name)
     matrices += c.vocab_size * c.dim * c.tie_embeddings * bool(form)  # encoded beside the embedding
     others = sum(math.prod(shape) for name, shape in c.shapes().items() if len(shape) == 1 or "tok_embeddings" in name)
     weights = (1 if form else size) * matrices + size * others
-    cache = 2 * size * c.n_layers * c.n_kv_heads * ctx_size * c.head_dim
+    cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.n_kv_heads * ctx_size * c.head_dim
     widest = 3 * c.dim + (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
     workspace += size * 2 * c.hidden_dim * c.dim * bool(form)  # the largest matrix of a layer, decoded for a prompt
@@ -866,7 +882,7 @@ def check_memory(config: Config, dtype: torch.dtype, device: torch.device, ctx_s
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
         raise MemoryError(
             f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {device} has {has} free:"
-            " try a smaller context (-c), a smaller --dtype or --fp8"
+            " try a smaller context (-c), a smaller --dtype, --fp8 or --kv-fp8"
         )
 
 
@@ -884,6 +900,15 @@ def pick_ops(backend: str, device: torch.device) -> SimpleNamespace:
     return kernels.fused
 
 
+def pick_half_sums(accumulate: str, ops: SimpleNamespace, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a prompt's products are summed up in half precision. auto: on GeForce cards, whose tensor cores do that at twice
+    the rate of fp32 sums; others gain nothing. Raises ValueError where it cannot be done."""
+    able = ops is kernels.fused and device.type == "cuda" and dtype == torch.float16
+    if accumulate == "fp16" and not able:
+        raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
+    return able and (accumulate == "fp16" or accumulate == "auto" and "GeForce" in torch.cuda.get_device_name(device))
+
+
 def load(
     name: str,
     dtype: str = "auto",
@@ -891,12 +916,15 @@ def load(
     ctx_size: int | None = None,
     backend: str = "auto",
     form: str = "",
+    kv_fp8: bool = False,
+    accumulate: str = "auto",
 ) -> Llama:
     """Load a checkpoint: Hugging Face's or Meta's folder, or a repository id in the hub cache.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
-    is longer. form: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own. Raises ValueError,
-    OSError or MemoryError, in one line that says what to do.
+    is longer. form: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own. kv_fp8: keys and
+    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", as pick_half_sums says. Raises ValueError, OSError or
+    MemoryError, in one line that says what to do.
     """
     folder = find_checkpoint(name)
     config = read_config(folder)
@@ -912,11 +940,12 @@ def load(
         raise ValueError(
             f"{folder}: sliding_window is {config.sliding_window}: a context of {ctx_size} is not supported (see -c)"
         )
-    check_memory(config, torch_dtype, on, ctx_size, form)
+    half_sums = pick_half_sums(accumulate, ops, on, torch_dtype)
+    check_memory(config, torch_dtype, on, ctx_size, form, kv_fp8)
     stored = checkpoint.dtype if form else kernels.storage_dtype(ops, torch_dtype, on)  # codes do not depend on --dtype
     with torch.inference_mode():
         weights = read_weights(checkpoint, torch_dtype, stored, on, form)
-    return Llama(config, weights, ops, on, torch_dtype, ctx_size, checkpoint)
+    return Llama(config, weights, ops, on, torch_dtype, ctx_size, checkpoint, kv_fp8, half_sums)
 
 
 # ---- generation

@@ -34,6 +34,7 @@ import bench
 import fp8
 import kernels
 import run
+from fp8 import tl
 from kernels import Matrix, Sampling
 from model import CHUNK, Config, KVCache, Timings, check_memory, generate, load, read_config, rope_table, save_fp8
 from tokenizer import BOS, EOS, TEMPLATES, Control, TextStream, Tokenizer, recognise_template
@@ -646,6 +647,131 @@ def test_a_model_in_8_bits_is_the_model_with_its_weights_decoded(tiny, form, cli
     assert code == 0 and f"with {form} matrices" in err
 
 
+@needs_triton
+def test_kernels_encode_as_torch_does():
+    """All finite halves, what lies between the codes and far beyond them, and NaN."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    between = torch.rand(1 << 16) * 2.0 ** torch.randint(-14, 12, (1 << 16,))
+    x = torch.cat([every[torch.isfinite(every)], between, -between, torch.tensor([1e30, -1e30, torch.inf, torch.nan])]).to(
+        DEVICE
+    )
+    codes = torch.empty(len(x), dtype=torch.int8, device=DEVICE)
+
+    @kernels.jit
+    def encode(x, codes, N, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(codes + at, fp8.encode_tile(tl.load(x + at, mask=at < N)), mask=at < N)
+
+    encode[(-(-len(x) // 4096),)](x, codes, len(x), BLOCK=4096)
+    assert torch.equal(codes[:-1], fp8.round_to(x[:-1], "e4m3")) and codes[-1] == 0x7F
+
+
+@needs_triton
+@pytest.mark.parametrize("T", [1, 3, 80])
+@pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 24)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_ops_on_an_8_bit_cache(dtype, heads, T):
+    """What the QKV op writes are the reference's codes, but where it rounds the other way; attention reads them exactly."""
+    arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)
+    caches = [torch.randint(-0x70, 0x70, arguments[i].shape, dtype=torch.int8, device=DEVICE) for i in written]
+    ours, exact = ([c.clone() for c in caches] for _ in range(2))
+    kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *ours, *arguments[6:])
+    kernels.reference.rmsnorm_qkv_rope(*[as_fp32(a) for a in arguments[:4]], *exact, *arguments[6:])
+    for mine, theirs, before in zip(ours, exact, caches):
+        assert torch.equal(mine[:, :40], before[:, :40]) and torch.equal(mine[:, 40 + T :], before[:, 40 + T :])
+        off, size = (kernels.cached_ref(mine) - kernels.cached_ref(theirs)).abs(), kernels.cached_ref(theirs).abs()
+        rounded = 2 * torch.finfo(dtype).eps * size[:, 40 : 40 + T].max()  # before rope, where terms may cancel
+        assert (off <= 2.0**-3 * size + 2.0**-9 + rounded).all(), "more than the next code"
+        assert (off[:, 40 : 40 + T] > 0).double().mean() < 0.1
+    q, pos = op_arguments("attention", dtype, heads, T, 40)[0][::3]
+    widened = [kernels.cached_ref(c) for c in ours]
+    assert nmse(kernels.fused.attention(q, *ours, pos), kernels.attention_ref(q.float(), *widened, pos)) < ONE_UNIT[dtype]
+    assert torch.equal(kernels.attention_ref(q.float(), *ours, pos), kernels.attention_ref(q.float(), *widened, pos))
+
+
+def test_a_model_with_an_8_bit_cache(tiny, cli, monkeypatch):
+    """It is the model whose keys and values are rounded, with either kind of weights."""
+    ids, write = torch.randint(3, 300, (30,)), kernels.reference.rmsnorm_qkv_rope
+
+    def write_rounded(x, norm, wqkv, rope, k_cache, v_cache, pos, eps):
+        q, new = write(x, norm, wqkv, rope, k_cache, v_cache, pos, eps), slice(int(pos), int(pos) + len(x))
+        for cache in (k_cache, v_cache):
+            cache[:, new] = fp8.halves(fp8.round_to(cache[:, new], "e4m3"), "e4m3").float() * fp8.GAIN["e4m3"]
+        return q
+
+    for form in ("", "e4m3"):
+        whole, ours = (load(tiny, dtype="fp32", device="cpu", form=form, kv_fp8=eight) for eight in (False, True))
+        assert KVCache(ours).k[0].dtype == torch.int8
+        with torch.inference_mode():
+            plain, caches = whole.forward(ids, KVCache(whole)), (KVCache(ours), KVCache(whole))
+            mine = torch.cat([ours.forward(part, caches[0]) for part in ids.split([20, 9, 1])])
+            monkeypatch.setattr(kernels.reference, "rmsnorm_qkv_rope", write_rounded)
+            theirs = torch.cat([whole.forward(part, caches[1]) for part in ids.split([20, 9, 1])])
+            monkeypatch.undo()
+        assert_close(mine, theirs, 1e-4)
+        assert nmse(mine, plain) > 1e-6
+    code, _, err = cli("-m", tiny, "-p", "Once", "-n", 4, "--kv-fp8", "--fp8")
+    assert code == 0 and "with e4m3 matrices, e4m3 keys and values" in err
+
+
+@needs_triton
+def test_half_sums_saturate():
+    """Scores far beyond 65504 in attention, products beyond it before rope and SwiGLU: finite, and the largest wins."""
+    H, D, T = 2, 32, 70
+    q = torch.full((T, H, D), 200.0, dtype=torch.float16, device=DEVICE)
+    k, v = torch.full((2, H, 128, D), 100.0, dtype=torch.float16, device=DEVICE)
+    k[:, :5], v[:, 5:] = -100.0, 900.0
+    pos = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    y = kernels.fused.attention(q, k, v, pos, True)
+    assert torch.isfinite(y).all() and (y[8:] > 890).all()
+    table = torch.zeros(T, D // 2, 2, device=DEVICE)
+    table[..., 0] = 1
+    qkv = torch.tensor([torch.inf, -torch.inf, 5.0], device=DEVICE).half().repeat(T, 2 * 3 * D // 3).contiguous()
+    caches = [torch.empty(H, 128, D, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+    kernels._launch_rope(qkv, table, *caches, torch.empty_like(q), pos, 128, H, H, D, True)
+    for cache in caches:
+        assert set(cache[:, :T].unique().tolist()) == {-65504.0, 5.0, 65504.0}
+    out = torch.empty(T, 64, dtype=torch.float16, device=DEVICE)
+    ab = torch.full((T, 128), torch.inf, dtype=torch.float16, device=DEVICE)
+    kernels.launch(kernels._swiglu_kernel, (T, 1), out.device, ab, out, 64, BLOCK=1024, SATURATE=True)
+    assert (out == 65504).all()
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the library sums up halves in half precision on a GPU only")
+def test_a_prompt_beyond_65504_stays_finite_with_half_sums():
+    for op in kernels.OPS:
+        arguments = op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0]
+        arguments = [Matrix(a.data * 1e4, half_sums=True) if isinstance(a, Matrix) else a for a in arguments]
+        y = getattr(kernels.fused, op)(*arguments)
+        finite = arguments[4:6] if op == "rmsnorm_qkv_rope" else [] if op == "rmsnorm_linear" else [y]
+        assert all(torch.isfinite(t).all() for t in finite), op
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="8-bit tensor cores are on a GPU only")
+def test_8_bit_tensor_cores_multiply_a_prompt():
+    """Activations in E4M3 have an error of 2^-4 at most: the square of a third of that, halved since most err less."""
+    x, w = randn(80, 256, dtype=torch.float16), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16)).encoded("e4m3")
+    if not kernels.multiplies_8_bits(w):
+        pytest.skip("this GPU has none")
+    assert 0 < nmse(kernels.library_linear(x, w), x.float() @ decoded(w).data.t()) < 2.0**-10
+
+
+@needs_triton
+def test_activations_as_rows_of_codes():
+    x = randn(5, 300, dtype=torch.float16) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].half()
+    codes, scales = kernels.encode_rows(x)
+    assert torch.allclose(scales, x.float().abs().amax(1, keepdim=True) / 448)
+    assert torch.equal(codes, fp8.round_to(x.float() / scales, "e4m3"))
+
+
+@pytest.mark.parametrize("options", [["--accumulate", "fp16"], ["--accumulate", "fp16", "--backend", "torch"]], ids=str)
+def test_half_sums_are_refused_where_there_are_none(cli, tiny, options):
+    code, _, err = cli("-m", tiny, "-p", "Once", "--device", "cpu", *options)
+    assert code == 1 and "--accumulate fp16 needs a GPU" in err and err.count("\n") == 1
+
+
 def test_nan_is_refused_by_name_in_8_bits(cli, copy):
     spoil_tensors(lambda t: t[DOWN].view(-1)[5:6].fill_(float("nan")))(copy)
     code, _, err = cli("-m", copy, "-p", "Once", "--fp8")
@@ -697,6 +823,15 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
             arguments = op_arguments(op, dtype, (8, 8, 128), T, 300)[0]
             getattr(kernels.fused, op)(*[a.encoded(form) if isinstance(a, Matrix) else a for a in arguments])
     one = torch.zeros(1, dtype=torch.int32)
+    kernels.encode_rows(torch.zeros(3, 512, dtype=dtype))
+    for T in (1, 100):
+        caches = [torch.zeros(8, 500, 128, dtype=torch.int8) for _ in range(2)]
+        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, 128), T, 300)[0]
+        kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *caches, *arguments[6:])
+        kernels.fused.attention(torch.zeros(T, 8, 128, dtype=dtype), *caches, one)
+    if dtype == torch.float16:
+        halves = [torch.zeros(8, 500, 128, dtype=dtype) for _ in range(2)]
+        kernels.fused.attention(torch.zeros(100, 8, 128, dtype=dtype), *halves, one, True)
     for sampling in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
         tokens, told = (torch.zeros(512, dtype=torch.int32) for _ in range(2))
         kernels.fused.sample(torch.zeros(32000), tokens, told, one, sampling)
@@ -734,6 +869,8 @@ def compile_kernels(arch: int) -> None:
             assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (key, compiled.metadata.shared)
             assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90), key
             names.add(kernel.__name__)
+            if constants.get("HALF_SUMS") and arch < 90:
+                assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in compiled.asm["ptx"], "no sums in half precision"
     print(f"{len(done)} variants of {len(names)} kernels for sm_{arch}: {' '.join(sorted(names))}")
 
 
