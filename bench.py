@@ -951,21 +951,22 @@ def perplexity(
         yield quality
 
 
-def read_text(file: str, model: Llama) -> tuple[bytes, list[int], Tokenizer]:
-    """A file's bytes and tokens. Raises ValueError."""
+def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, bytes, list[int]]:
+    """The model and its tokenizer, the file's bytes and their tokens. Raises ValueError."""
+    raw = Path(file).read_bytes()
+    text = decoded(raw, file)
+    model = open_model(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
     if model.checkpoint is None:
         raise ValueError("a text needs a checkpoint with its tokenizer, not random weights")
-    raw = Path(file).read_bytes()
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
-    ids = tokenizer.encode(decoded(raw, file), bos=False)
+    ids = tokenizer.encode(text, bos=False)
     if not ids:
         raise ValueError(f"{file} is empty")
-    return raw, ids, tokenizer
+    return model, tokenizer, raw, ids
 
 
 def run_perplexity(args: argparse.Namespace) -> None:
-    model = open_model(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
-    raw, ids, tokenizer = read_text(args.perplexity, model)
+    model, tokenizer, raw, ids = open_with_text(args, args.perplexity)
     if args.against and model.checkpoint.form:
         raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {model.checkpoint.form} matrices")
     plainly = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
@@ -1033,8 +1034,7 @@ class Peaks:
 @torch.inference_mode()
 def run_limits(args: argparse.Namespace) -> None:
     """Over a text, the largest magnitudes layer by layer: x (the residual), q, k, v, the sums q k, and h between w13 and w2."""
-    model = open_model(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
-    _, ids, tokenizer = read_text(args.limits, model)
+    model, tokenizer, _, ids = open_with_text(args, args.limits)
     seen = Peaks(model.ops, model.config.n_layers)
     model.ops = seen.table()
     for _ in perplexity(model, ids, tokenizer.bos, model.ctx_size, model.ctx_size):

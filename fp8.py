@@ -10,6 +10,8 @@ A matrix has one scale a row. The codes for NaN and infinity are never written: 
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ try:
 except ImportError:  # not on this system: the reference ops run without it
     triton = tl = None
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = tl and tl.constexpr(INTERPRETED)  # the same for kernels: the interpreter knows no PTX
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 GAIN = {"e4m3": 256.0, "e5m2": 1.0}  # what decoded halves are to be multiplied with
@@ -48,12 +52,14 @@ def halves(codes: Tensor, form: str, space: Tensor | None = None) -> Tensor:
     return bits.view(torch.float16)
 
 
-def encode(weights: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """[N, K] to int8 codes [N, K] and float32 scales [N]. Of a few scales between the smallest that lets a row's largest
-    magnitude fit and its double, each row takes the one with the least squared error. Raises ValueError on NaN or inf."""
-    codes = torch.empty(weights.shape, dtype=torch.int8, device=weights.device)
-    scales = torch.empty(len(weights), dtype=torch.float32, device=weights.device)
-    for rows, code, scale in zip(weights.split(2048), codes.split(2048), scales.split(2048)):
+def encode(weights: Tensor, form: str, codes: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[N, K] to int8 codes [N, K] and float32 scales [N], in the places given for them. Of a few scales between the smallest
+    that lets a row's largest magnitude fit and its double, each row takes the one with the least squared error. Raises
+    ValueError on NaN or inf."""
+    codes = torch.empty(weights.shape, dtype=torch.int8, device=weights.device) if codes is None else codes
+    scales = torch.empty(len(weights), dtype=torch.float32, device=weights.device) if scales is None else scales
+    rows_at_once = max(1, (1 << 22) // weights.shape[1])
+    for rows, code, scale in zip(*(t.split(rows_at_once) for t in (weights, codes, scales))):
         rows = rows.float()
         smallest = rows.abs().amax(1) / TOP[form]
         if not torch.isfinite(smallest).all():
@@ -115,15 +121,15 @@ def rescale(y, scale, FORMAT: tl.constexpr):
     return y * scale
 
 
-# PTX: two codes in the lower or the upper half of a register, $, to two halves in p. A permutation puts each code under a zero
+# PTX: two codes in the lower or the upper half of register SOURCE to two halves in p. A permutation puts each code above a zero
 # byte; the bits of e4m3 then move one place to the right under their sign.
 _TWO_HALVES = {
-    "e5m2": ("prmt.b32 p, $, 0, 0x1404;", "prmt.b32 p, $, 0, 0x3424;"),
+    "e5m2": ("prmt.b32 p, SOURCE, 0, 0x1404;", "prmt.b32 p, SOURCE, 0, 0x3424;"),
     "e4m3": tuple(
-        f"prmt.b32 p, $, 0, {order}; shr.u32 q, p, 1; and.b32 q, q, 0x3f803f80; and.b32 p, p, 0x80008000; or.b32 p, p, q;"
+        f"prmt.b32 p, SOURCE, 0, {order}; shr.u32 q, p, 1; and.b32 q, q, 0x3f803f80; and.b32 p, p, 0x80008000; or.b32 p, p, q;"
         for order in ("0x1404", "0x3424")
     ),
-    "e4m3 native": ("mov.b32 {a, b}, $; cvt.rn.f16x2.e4m3x2 p, a;", "mov.b32 {a, b}, $; cvt.rn.f16x2.e4m3x2 p, b;"),
+    "e4m3 native": tuple(f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4m3x2 p, {half};" for half in "ab"),
 }
 
 
@@ -135,7 +141,7 @@ def products_asm(FORMAT):
     for pair in range(4):
         p = f"${weights + pair}"
         if FORMAT:
-            lines.append(_TWO_HALVES[FORMAT][pair % 2].replace("$", f"${weights + pair // 2}"))
+            lines.append(_TWO_HALVES[FORMAT][pair % 2].replace("SOURCE", f"${weights + pair // 2}"))
             p = "p"
         lines.append(f"fma.rn.f16x2 h, {p}, ${halves + pair}, h;" if pair else f"mul.rn.f16x2 h, {p}, ${halves};")
     return (

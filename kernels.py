@@ -18,7 +18,6 @@ kernels.
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fp8
-from fp8 import decode_tile, encode_tile, jit, products_asm, products_registers, rescale, tl, triton
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-EMULATED = tl and tl.constexpr(INTERPRETED)  # the same for kernels: the interpreter knows no PTX
+from fp8 import EMULATED, INTERPRETED, decode_tile, encode_tile, jit, products_asm, products_registers, rescale, tl, triton
 
 
 @dataclass(eq=False)
@@ -208,12 +204,12 @@ def interpreted(dtype: torch.dtype) -> bool:
 
 @jit
 def _dot(a, b, WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr):
-    """a b in fp32, with fp32 sums, or half-precision ones that saturate."""
+    """a b in fp32, with fp32 sums, or half-precision ones that saturate. Products of fp32 are not rounded to TF32."""
     if WIDEN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     if HALF_SUMS:
         return tl.clamp(tl.dot(a, b, out_dtype=tl.float16).to(tl.float32), -65504.0, 65504.0)
-    return tl.dot(a, b)
+    return tl.dot(a, b, input_precision="ieee")
 
 
 # ---- the product at T = 1, which four ops share
@@ -309,18 +305,16 @@ def product_launch(op: str, kernel, x: Tensor, norm: Tensor | None, w: Matrix, e
     assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
     how = nearest(nearest(nearest(LAUNCHES, capability(x.device)), w.data.element_size())[op], w.columns)
     block = min(how.block, max(256, triton.next_power_of_2(w.columns)))
-    warps = min(how.warps, block // 256)  # so that each thread has eight neighbours, as _packed_products wants
-    packed = w.format != "" and w.columns % 8 == 0
-    grid = (triton.cdiv(w.rows, how.rows),)
-    launch(
-        kernel, grid, x.device, x, norm if norm is not None else x, w.data, w.scale if w.scale is not None else x, eps, *args,
-        N=w.rows, K=w.columns, ROWS=how.rows, BLOCK=block, FORMAT=kernel_format(w), PACKED=packed, warps=warps, **constants,
-    )  # fmt: skip
+    warps = min(how.warps, max(1, block // 256))
+    packed = w.format != "" and w.columns % 8 == 0 and block >= 256 * warps  # eight neighbours a thread
+    cut = dict(ROWS=how.rows, BLOCK=block, FORMAT=kernel_format(w.format, x.device), PACKED=packed, warps=warps)
+    grid, norm, scale = (triton.cdiv(w.rows, how.rows),), x if norm is None else norm, x if w.scale is None else w.scale
+    launch(kernel, grid, x.device, x, norm, w.data, scale, eps, *args, N=w.rows, K=w.columns, **cut, **constants)
 
 
-def kernel_format(w: Matrix) -> str:
-    """The format of a matrix, and whether this GPU converts it by an instruction of its own."""
-    return "e4m3 native" if w.format == "e4m3" and capability(w.data.device) >= 89 else w.format
+def kernel_format(format: str, device: torch.device) -> str:
+    """A format as kernels know it: with "native" where the GPU converts it by an instruction of its own."""
+    return "e4m3 native" if format == "e4m3" and capability(device) >= 89 else format
 
 
 @jit
@@ -341,7 +335,17 @@ def library_weights(w: Matrix, like: Tensor) -> Tensor:
         return w.data
     out, block = like.new_empty(w.rows, w.columns), min(4096, triton.next_power_of_2(w.columns))
     grid = (w.rows, triton.cdiv(w.columns, block))
-    launch(_decode_kernel, grid, like.device, w.data, w.scale, out, K=w.columns, BLOCK=block, FORMAT=kernel_format(w))
+    launch(
+        _decode_kernel,
+        grid,
+        like.device,
+        w.data,
+        w.scale,
+        out,
+        K=w.columns,
+        BLOCK=block,
+        FORMAT=kernel_format(w.format, like.device),
+    )
     return out
 
 
@@ -369,7 +373,7 @@ def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def multiplies_8_bits(w: Matrix) -> bool:
     """Whether the library multiplies these weights as they are, by tensor cores for e4m3."""
-    return kernel_format(w) == "e4m3 native" and w.rows % 16 == 0 and w.columns % 16 == 0
+    return kernel_format(w.format, w.data.device) == "e4m3 native" and w.rows % 16 == 0 and w.columns % 16 == 0
 
 
 def library_linear(x: Tensor, w: Matrix) -> Tensor:
@@ -439,7 +443,7 @@ def _rmsnorm_kernel(x, weight, out, eps, C: tl.constexpr, BLOCK: tl.constexpr, E
     weights = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
     _wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * C
-    values = tl.load(x + row + cols, mask=cols < C, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    values = tl.load(x + row + cols, mask=cols < C, other=0.0).to(tl.float32)
     y = values * tl.rsqrt(tl.sum(values * values) / C + eps) * weights
     tl.store(out + row + cols, y.to(out.dtype.element_ty), mask=cols < C)
 
@@ -495,6 +499,7 @@ def _rope_kernel(
     odd = _saturated(tl.load(source + 1, mask=inside, other=0.0).to(tl.float32), SATURATE)
     cos, sin = _angle(table, position, pair, inside & (head < H + KH), HALF)
     even, odd = _turn(even, odd, cos, sin)
+    even, odd = _saturated(even, SATURATE), _saturated(odd, SATURATE)
     _store_qkv(q, k_cache, v_cache, even, odd, t, position, head, pair, inside, S, H, KH, HALF)
 
 
@@ -630,10 +635,12 @@ def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, half
 
 
 @jit
-def _attend(q, k, v, m, l, acc, visible, scale, WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr):
+def _attend(
+    q, k, v, m, l, acc, visible, scale, FORMAT: tl.constexpr, WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr
+):  # fmt: skip
     """One block of keys and values [N, D], as they are cached, added to the running softmax of rows [M, D]: maximum m, sum l,
     product acc. Exponentials are of base 2, the factor log2(e) is in scale (online softmax: Milakov and Gimelshein, 2018)."""
-    k, v = _from_cache(k, q), _from_cache(v, q)
+    k, v = decode_tile(k, FORMAT).to(q.dtype), decode_tile(v, FORMAT).to(q.dtype)
     scores = _dot(q, tl.trans(k), WIDEN, HALF_SUMS)
     scores = tl.where(visible, scores * scale, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1))
@@ -644,16 +651,10 @@ def _attend(q, k, v, m, l, acc, visible, scale, WIDEN: tl.constexpr, HALF_SUMS: 
 
 
 @jit
-def _from_cache(tile, like):
-    """Keys or values for a product with tiles like this one; those of 8 bits over GAIN."""
-    return decode_tile(tile, "e4m3").to(like.dtype) if tile.dtype == tl.int8 else tile
-
-
-@jit
 def _attention_kernel(
     q, k_cache, v_cache, out, pos, T, scale, gain,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr, EARLY: tl.constexpr,
+    FORMAT: tl.constexpr, WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """M tokens of one head at a time, over the keys they see: first those that all of them see, then those on the diagonal."""
     _start(EARLY)
@@ -678,13 +679,13 @@ def _attention_kernel(
         at = s[:, None] * D + d[None, :]
         k = tl.load(k_head + at, mask=d[None, :] < D, other=0)
         v = tl.load(v_head + at, mask=d[None, :] < D, other=0)
-        m, l, acc = _attend(q_tile, k, v, m, l, acc, (s >= 0)[None, :], scale, WIDEN, HALF_SUMS)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, (s >= 0)[None, :], scale, FORMAT, WIDEN, HALF_SUMS)
     for first in range(all_see, end, N):
         s = first + n
         at, there = s[:, None] * D + d[None, :], (d[None, :] < D) & (s[:, None] < end)
         k = tl.load(k_head + at, mask=there, other=0)
         v = tl.load(v_head + at, mask=there, other=0)
-        m, l, acc = _attend(q_tile, k, v, m, l, acc, s[None, :] <= before + rows[:, None], scale, WIDEN, HALF_SUMS)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, s[None, :] <= before + rows[:, None], scale, FORMAT, WIDEN, HALF_SUMS)
     tl.store(out + place, (acc * gain / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -693,7 +694,7 @@ def _split_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, T, scale, gain,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    FORMAT: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Few tokens: the G query heads of one key/value head stand as rows, and the cache is cut into chunks that run side by
     side. Whoever comes last of a head's chunks joins them: no second launch. What earlier steps have cached is fetched
@@ -726,14 +727,14 @@ def _split_attention_kernel(
         l = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, BLOCK_D], tl.float32)
         visible = (s[None, :] <= before + t[:, None]) & (s[None, :] < end)
-        m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, WIDEN, False)
+        m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, FORMAT, WIDEN, False)
         for first in range(start + N, end, N):
             s = first + n
             at, there = s[:, None] * D + d[None, :], (d[None, :] < D) & (s[:, None] < end)
             k = tl.load(k_head + at, mask=there, other=0)
             v = tl.load(v_head + at, mask=there, other=0)
             visible = (s[None, :] <= before + t[:, None]) & (s[None, :] < end)
-            m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, WIDEN, False)
+            m, l, acc = _attend(q_tile, k, v, m, l, acc, visible, scale, FORMAT, WIDEN, False)
         acc *= gain
         if used == 1:
             tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -746,6 +747,66 @@ def _split_attention_kernel(
             if tl.atomic_add(arrived + head, 1, sem="acq_rel") == used - 1:
                 tl.store(arrived + head, 0)
                 _join_splits(out, partial, ends, head, used, T * G, H, G, D, SPLITS, JOIN, M, R, BLOCK_D)
+
+
+@jit
+def _single_attention_kernel(
+    q, k_cache, v_cache, out, partial, ends, arrived, pos, scale, gain,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
+    N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The same for a single token with as many key/value heads as query heads, without tl.dot, which wants 16 rows: each of the
+    N positions read at a time is a running softmax of its own, and they are joined at the end."""
+    _start(EARLY)
+    head, split = tl.program_id(0), tl.program_id(1)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, N)
+    k_head = k_cache + head.to(tl.int64) * S * D
+    v_head = v_cache + head.to(tl.int64) * S * D
+    before = tl.load(pos)
+    length = before + 1
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), N) * N, LEAST)
+    used = tl.cdiv(length, chunk)
+    start = split * chunk
+    end = tl.minimum(start + chunk, length)
+    at, real = n[:, None] * D + d[None, :], d[None, :] < D
+    cached = start + n[:, None] < tl.minimum(end, before)
+    k = tl.load(k_head + start * D + at, mask=real & cached, other=0)
+    v = tl.load(v_head + start * D + at, mask=real & cached, other=0)
+    _wait(EARLY)
+    if split < used:
+        q_row = tl.load(q + head * D + d, mask=d < D, other=0.0).to(tl.float32) * scale
+        fresh = start + n[:, None] == before
+        k += tl.load(k_head + start * D + at, mask=real & fresh, other=0)
+        v += tl.load(v_head + start * D + at, mask=real & fresh, other=0)
+        m = tl.full([N], float("-inf"), tl.float32)
+        l = tl.zeros([N], tl.float32)
+        acc = tl.zeros([N, BLOCK_D], tl.float32)
+        for first in range(start, end, N):
+            k_now, v_now, following = k, v, first + N
+            there = real & (following + n[:, None] < end)
+            k = tl.load(k_head + following * D + at, mask=there, other=0)
+            v = tl.load(v_head + following * D + at, mask=there, other=0)
+            scores = tl.sum(decode_tile(k_now, FORMAT).to(tl.float32) * q_row[None, :], 1)
+            scores = tl.where(first + n < end, scores, float("-inf"))
+            new_m = tl.maximum(tl.maximum(m, scores), -1e30)  # finite, so that a position not there adds nothing
+            p, shrink = tl.exp2(scores - new_m), tl.exp2(m - new_m)
+            l = l * shrink + p
+            acc = acc * shrink[:, None] + p[:, None] * decode_tile(v_now, FORMAT).to(tl.float32)
+            m = new_m
+        peak = tl.max(m, 0)
+        weight = tl.exp2(m - peak)
+        total, y = tl.sum(l * weight, 0), tl.sum(acc * weight[:, None], 0) * gain
+        if used == 1:
+            tl.store(out + head * D + d, (y / total).to(out.dtype.element_ty), mask=d < D)
+        else:
+            slot = head * SPLITS + split
+            tl.store(ends + slot * 2, peak)
+            tl.store(ends + slot * 2 + 1, total)
+            tl.store(partial + slot * D + d, y, mask=d < D)
+            tl.debug_barrier()
+            if tl.atomic_add(arrived + head, 1, sem="acq_rel") == used - 1:
+                tl.store(arrived + head, 0)
+                _join_splits(out, partial, ends, head, used, 1, H, 1, D, SPLITS, JOIN, 1, 1, BLOCK_D)
 
 
 @jit
@@ -792,7 +853,7 @@ class SplitLaunch:
 SPLIT_LAUNCHES = {
     0: {1: SplitLaunch(4, 32, 4, 1, 0)},
     80: {1: SplitLaunch(2, 64, 4, 2, 0)},
-    90: {1: SplitLaunch(2, 32, 2, 3, 0), 2: SplitLaunch(1, 128, 8, 1, 256)},
+    90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 128, 8, 1, 256)},
 }
 
 
@@ -813,34 +874,29 @@ def processors(device: torch.device) -> int:
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, half_sums: bool = False) -> Tensor:
     (T, H, D), (KH, S, _) = q.shape, k_cache.shape
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and D % 8 == 0, (q.shape, k_cache.shape)
-    out, gain = q.new_empty(T, H * D), fp8.GAIN["e4m3"] if k_cache.dtype == torch.int8 else 1.0
+    out, form = q.new_empty(T, H * D), kernel_format("e4m3", q.device) if k_cache.dtype == torch.int8 else ""
+    gain = fp8.GAIN["e4m3"] if form == "e4m3" else 1.0
     scale = gain * math.log2(math.e) / math.sqrt(D)
-    shape = dict(S=S, H=H, G=H // KH, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), WIDEN=interpreted(q.dtype))
+    shape = dict(S=S, H=H, G=H // KH, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), FORMAT=form, WIDEN=interpreted(q.dtype))
     if T * H // KH <= SPLIT_ROWS:
         how = nearest(nearest(SPLIT_LAUNCHES, capability(q.device)), H // KH)
         splits = min(32, triton.next_power_of_2(triton.cdiv(how.programs * processors(q.device), KH)))
         R = triton.next_power_of_2(T * H // KH)
-        M = max(16, R)  # tl.dot wants 16 rows
-        join = min(splits, max(1, 4096 // (R * shape["BLOCK_D"])))
-        N = how.block if D <= 128 else how.block // 2
-        args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, D, splits, M), pos, T, scale, gain)
-        cut = dict(SPLITS=splits, JOIN=join, M=M, R=R, N=N, LEAST=max(N, how.least), warps=how.warps, stages=how.stages)
-        launch(_split_attention_kernel, (KH, splits), q.device, *args, **shape, **cut)
+        M = 1 if R == 1 else max(16, R)  # tl.dot wants 16 rows
+        N = how.block if D <= 128 else max(16, how.block // 2)
+        args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, D, splits, M), pos)
+        cut = dict(SPLITS=splits, JOIN=min(splits, max(1, 4096 // (R * shape["BLOCK_D"]))), N=N, LEAST=max(N, how.least))
+        if R == 1:
+            shape = {name: shape[name] for name in ("S", "H", "D", "BLOCK_D", "FORMAT")}
+            launch(_single_attention_kernel, (KH, splits), q.device, *args, scale, gain, **shape, **cut, warps=how.warps)
+        else:
+            cut |= dict(M=M, R=R, warps=how.warps, stages=how.stages)
+            launch(_split_attention_kernel, (KH, splits), q.device, *args, T, scale, gain, **shape, **cut)
     else:
         M, N, stages = (128 if T > 64 else 64, 64, 3) if D <= 128 else (64, 32, 2)  # within 99 KB of shared memory
         args = (q, k_cache, v_cache, out, pos, T, scale, gain)
-        launch(
-            _attention_kernel,
-            (triton.cdiv(T, M), H),
-            q.device,
-            *args,
-            **shape,
-            M=M,
-            N=N,
-            HALF_SUMS=half_sums,
-            warps=M // 16,
-            stages=stages,
-        )
+        cut = dict(M=M, N=N, HALF_SUMS=half_sums, warps=M // 16, stages=stages)
+        launch(_attention_kernel, (triton.cdiv(T, M), H), q.device, *args, **shape, **cut)
     return out
 
 

@@ -10,7 +10,7 @@ import time
 import zipfile
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -525,73 +525,79 @@ def read_weights(
     total = sum(math.prod(shape) for shape in checkpoint.shapes.values())
     bar = tqdm(total=total, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
 
-    def as_stored(name: str) -> Tensor:
+    def read(name: str) -> Tensor:
         tensor = checkpoint.read(name)
         bar.update(tensor.numel())
-        return tensor
-
-    def read(name: str) -> Tensor:
-        tensor = as_stored(f"{name}.weight")
-        return tensor.float() if device.type == "cpu" else tensor  # torch is slow from one 16-bit type to another
+        if device.type == "cuda":
+            return tensor.pin_memory()  # so that it is copied while the next is read
+        return tensor.float() if tensor.is_floating_point() else tensor  # torch is slow from one 16-bit type to another
 
     def vector(name: str) -> Tensor:
-        return read(name).to(device, dtype, copy=True)
+        return read(f"{name}.weight").to(device, dtype, copy=True, non_blocking=True)
 
-    def finished(data: Tensor) -> Matrix:
+    def finished(name: str, data: Tensor) -> Matrix:
+        if not form:
+            return Matrix(data)
         try:
-            return Matrix(data).encoded(form) if form else Matrix(data)
+            return Matrix(*fp8.encode(data, form, *room[name]), form)
         except ValueError as error:
             raise ValueError(checkpoint.first_bad_tensor(stored) or str(error)) from None
 
-    def stacked(*names: str) -> Matrix:
+    def empty(rows: int, columns: int) -> Tensor:
+        return (
+            workspace[: rows * columns].view(rows, columns) if form else torch.empty(rows, columns, dtype=stored, device=device)
+        )
+
+    def stacked(name: str, *sources: str) -> Matrix:
         """The matrices one below the other."""
-        rows = [c.matrix_shapes[re.sub(r"layers\.\d+\.", "", name)] for name in names]
-        data = torch.empty(sum(r for r, _ in rows), rows[0][1], dtype=stored, device=device)
-        for part, name in zip(data.split([r for r, _ in rows]), names, strict=True):
-            part.copy_(read(name))
-        return finished(data)
+        shapes = [checkpoint.shapes[f"{source}.weight"] for source in sources]
+        data = empty(sum(rows for rows, _ in shapes), shapes[0][1])
+        for part, source in zip(data.split([rows for rows, _ in shapes]), sources, strict=True):
+            part.copy_(read(f"{source}.weight"), non_blocking=True)
+        return finished(name, data)
 
-    def alternating(a: str, b: str) -> Matrix:
+    def alternating(name: str, a: str, b: str) -> Matrix:
         """The rows of two matrices in turn."""
-        data = torch.empty(c.hidden_dim, 2, c.dim, dtype=stored, device=device)
-        data[:, 0].copy_(read(a))
-        data[:, 1].copy_(read(b))
-        return finished(data.view(-1, c.dim))
+        data = empty(2 * c.hidden_dim, c.dim)
+        for i, source in enumerate((a, b)):
+            data[i::2].copy_(read(f"{source}.weight"), non_blocking=True)
+        return finished(name, data)
 
-    def encoded(name: str) -> Matrix:
-        """A matrix that the file has in 8 bits."""
-        data, scale = (as_stored(part).to(device, copy=True) for part in (name, f"{name}.scale"))
+    def as_saved(name: str) -> Matrix:
+        data, scale = (read(part).to(device, copy=True, non_blocking=True) for part in (name, f"{name}.scale"))
         try:
             fp8.check(data, scale, form)
         except ValueError as error:
             raise ValueError(f"{checkpoint.folder / SAVED}: {name} has {error}: save it anew from the original") from None
         return Matrix(data, scale, form)
 
-    def layer_as_saved(i: int) -> LayerWeights:
-        names = [f.name for f in fields(LayerWeights)]
-        return LayerWeights(*((vector if "norm" in n else encoded)(f"layers.{i}.{n}") for n in names))
-
-    with bar:
-        embedding = vector("tok_embeddings")
+    def layer(i: int) -> LayerWeights:
+        at, ff, name = f"layers.{i}.attention", f"layers.{i}.feed_forward", f"layers.{i}"
+        norms = {norm: vector(f"{name}.{norm}") for norm in ("attention_norm", "ffn_norm")}
         if checkpoint.form:
-            layers = [layer_as_saved(i) for i in range(c.n_layers)]
-            return Weights(embedding, layers, vector("norm"), encoded("output"))
-        layers = []
-        for i in range(c.n_layers):
-            at, ff = f"layers.{i}.attention", f"layers.{i}.feed_forward"
-            layers.append(
-                LayerWeights(
-                    attention_norm=vector(f"layers.{i}.attention_norm"),
-                    wqkv=stacked(f"{at}.wq", f"{at}.wk", f"{at}.wv"),
-                    wo=stacked(f"{at}.wo"),
-                    ffn_norm=vector(f"layers.{i}.ffn_norm"),
-                    w13=alternating(f"{ff}.w1", f"{ff}.w3"),
-                    w2=stacked(f"{ff}.w2"),
-                )
-            )
-        tied = c.tie_embeddings
-        output = embedding if tied and not form else read("tok_embeddings" if tied else "output")
-        return Weights(embedding, layers, vector("norm"), finished(output.to(device, stored)))
+            return LayerWeights(**norms, **{matrix: as_saved(f"{name}.{matrix}") for matrix in ("wqkv", "wo", "w13", "w2")})
+        return LayerWeights(
+            **norms,
+            wqkv=stacked(f"{name}.wqkv", f"{at}.wq", f"{at}.wk", f"{at}.wv"),
+            wo=stacked(f"{name}.wo", f"{at}.wo"),
+            w13=alternating(f"{name}.w13", f"{ff}.w1", f"{ff}.w3"),
+            w2=stacked(f"{name}.w2", f"{ff}.w2"),
+        )
+
+    if form and not checkpoint.form:  # what stays is allocated first, and all is encoded in one place: memory is not cut up
+        shapes = {name: shape for name, shape in c.saved_shapes().items() if f"{name}.scale" in c.saved_shapes()}
+        room = {
+            name: (torch.empty(s, dtype=torch.int8, device=device), torch.empty(s[0], device=device))
+            for name, s in shapes.items()
+        }
+        workspace = torch.empty(max(map(math.prod, shapes.values())), dtype=stored, device=device)
+    with bar:
+        embedding, layers = vector("tok_embeddings"), [layer(i) for i in range(c.n_layers)]
+        if checkpoint.form:
+            return Weights(embedding, layers, vector("norm"), as_saved("output"))
+        if c.tie_embeddings and not form:
+            return Weights(embedding, layers, vector("norm"), Matrix(embedding.to(stored)))
+        return Weights(embedding, layers, vector("norm"), stacked("output", "tok_embeddings" if c.tie_embeddings else "output"))
 
 
 # ---- a model saved in 8 bits: a folder whose model.safetensors says so in its metadata, with what else a checkpoint has
@@ -876,7 +882,7 @@ def check_memory(
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.n_kv_heads * ctx_size * c.head_dim
     widest = 3 * c.dim + (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    workspace += size * 2 * c.hidden_dim * c.dim * bool(form)  # the largest matrix of a layer, decoded for a prompt
+    workspace += size * max(2 * c.hidden_dim, c.vocab_size) * c.dim * bool(form)  # the largest matrix, whole
     free = free_memory(device)
     if free is not None and weights + cache + workspace > free:
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
@@ -945,6 +951,8 @@ def load(
     stored = checkpoint.dtype if form else kernels.storage_dtype(ops, torch_dtype, on)  # codes do not depend on --dtype
     with torch.inference_mode():
         weights = read_weights(checkpoint, torch_dtype, stored, on, form)
+    if on.type == "cuda":
+        torch.cuda.empty_cache()  # what loading needed beside the weights
     return Llama(config, weights, ops, on, torch_dtype, ctx_size, checkpoint, kv_fp8, half_sums)
 
 

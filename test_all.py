@@ -673,7 +673,7 @@ def test_kernels_encode_as_torch_does():
 def test_ops_on_an_8_bit_cache(dtype, heads, T):
     """What the QKV op writes are the reference's codes, but where it rounds the other way; attention reads them exactly."""
     arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)
-    caches = [torch.randint(-0x70, 0x70, arguments[i].shape, dtype=torch.int8, device=DEVICE) for i in written]
+    caches = [fp8.round_to(torch.randn(arguments[i].shape, device=DEVICE), "e4m3") for i in written]
     ours, exact = ([c.clone() for c in caches] for _ in range(2))
     kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *ours, *arguments[6:])
     kernels.reference.rmsnorm_qkv_rope(*[as_fp32(a) for a in arguments[:4]], *exact, *arguments[6:])
@@ -682,7 +682,7 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
         off, size = (kernels.cached_ref(mine) - kernels.cached_ref(theirs)).abs(), kernels.cached_ref(theirs).abs()
         rounded = 2 * torch.finfo(dtype).eps * size[:, 40 : 40 + T].max()  # before rope, where terms may cancel
         assert (off <= 2.0**-3 * size + 2.0**-9 + rounded).all(), "more than the next code"
-        assert (off[:, 40 : 40 + T] > 0).double().mean() < 0.1
+        assert (off[:, 40 : 40 + T] > 0).double().mean() < 0.2
     q, pos = op_arguments("attention", dtype, heads, T, 40)[0][::3]
     widened = [kernels.cached_ref(c) for c in ours]
     assert nmse(kernels.fused.attention(q, *ours, pos), kernels.attention_ref(q.float(), *widened, pos)) < ONE_UNIT[dtype]
@@ -1688,6 +1688,31 @@ def test_bench_says_that_a_saved_model_is_in_8_bits(bench_cli, tiny_saved, tmp_p
     assert json.loads(bench_cli(*flags)[1])[0]["fp8"] == "e4m3"
     code, _, err = bench_cli(*flags, "--against", "fp32")
     assert code == 1 and "--against needs the original" in err and err.count("\n") == 1
+
+
+def test_bench_tells_the_limits_layer_by_layer(bench_cli, tiny, tmp_path):
+    (tmp_path / "text").write_text("Once upon a time there was a cat.")
+    code, out, err = bench_cli("-m", tiny, "--limits", tmp_path / "text", "--dtype", "fp32", "-c", 16, "-o", "json")
+    rows, model = json.loads(out), load(tiny, dtype="fp32", device="cpu")
+    ids = Tokenizer(tiny).encode("Once upon a time there was a cat.", bos=False)
+    assert code == 0, err
+    assert [row["layer"] for row in rows] == list(range(model.config.n_layers))
+    inputs = [i for start in range(0, len(ids), 16) for i in [1, *ids[start : start + 15]]][: len(ids)]
+    with torch.inference_mode():
+        cache = KVCache(model)
+        model.forward(torch.tensor(inputs[:16]), cache)
+    assert rows[0]["x"] >= model.weights.embedding[inputs].abs().max().item()
+    assert all(rows[i]["k"] >= cache.k[i][:, :16].abs().max().item() - 1e-5 for i in range(len(rows)))
+    assert all(
+        row["% of 65504"] == pytest.approx(100 * max(row[n] for n in ("x", "q", "k", "v", "q k", "h")) / 65504) for row in rows
+    )
+
+
+def test_bench_with_an_8_bit_cache(bench_cli, tiny):
+    code, out, err = bench_cli("-m", tiny, *QUICK, "-o", "json", "--kv-fp8", "--fp8", "none,e4m3")
+    assert (
+        code == 0 and [(row["fp8"], row["kv"]) for row in json.loads(out)] == [("none", "e4m3")] * 2 + [("e4m3", "e4m3")] * 2
+    ), err
 
 
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
