@@ -135,23 +135,15 @@ _TWO_HALVES = {
 
 @constexpr_function
 def products_asm(FORMAT):
-    """PTX for tl.inline_asm_elementwise: eight weights times eight halves, as two floats, each a sum of four products in half
-    precision."""
-    weights, halves, lines = 2, 4 if FORMAT else 6, []  # the numbers of the first registers; 0 and 1 are the sums
+    """PTX for tl.inline_asm_elementwise: the sum of eight weights times eight halves in half precision, as a float and a zero."""
+    weights, halves, lines = 2, 4, []  # the numbers of the first registers; 0 and 1 are the sum and the zero
     for pair in range(4):
-        p = f"${weights + pair}"
-        if FORMAT:
-            lines.append(_TWO_HALVES[FORMAT][pair % 2].replace("SOURCE", f"${weights + pair // 2}"))
-            p = "p"
-        lines.append(f"fma.rn.f16x2 h, {p}, ${halves + pair}, h;" if pair else f"mul.rn.f16x2 h, {p}, ${halves};")
-    return (
-        "{ .reg .b16 a, b; .reg .b32 h, p, q; "
-        + " ".join(lines)
-        + " mov.b32 {a, b}, h; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
-    )
+        lines.append(_TWO_HALVES[FORMAT][pair % 2].replace("SOURCE", f"${weights + pair // 2}"))
+        lines.append(f"fma.rn.f16x2 h, p, ${halves + pair}, h;" if pair else f"mul.rn.f16x2 h, p, ${halves};")
+    lines.append("mov.b32 {a, b}, h; add.f16 a, a, b; cvt.f32.f16 $0, a; mov.b32 $1, 0;")
+    return "{ .reg .b16 a, b; .reg .b32 h, p, q; " + " ".join(lines) + " }"
 
 
-@constexpr_function
-def products_registers(FORMAT):
-    """The constraints that go with it: sums, weights, halves."""
-    return ",".join(["=&r"] * 2 + ["r"] * (6 if FORMAT else 8))
+PRODUCTS_REGISTERS = tl and tl.constexpr(
+    "=&r,=&r,r,r,r,r,r,r"
+)  # the constraints that go with it: sum and zero, weights, halves
