@@ -135,7 +135,7 @@ _TWO_HALVES = {
 
 @constexpr_function
 def products_asm(FORMAT):
-    """PTX for tl.inline_asm_elementwise: the sum of eight weights times eight halves in half precision, as a float and a zero."""
+    """PTX for tl.inline_asm_elementwise: eight weights times eight halves, added in half precision: a float, and a zero."""
     weights, halves, lines = 2, 4, []  # the numbers of the first registers; 0 and 1 are the sum and the zero
     for pair in range(4):
         lines.append(_TWO_HALVES[FORMAT][pair % 2].replace("SOURCE", f"${weights + pair // 2}"))

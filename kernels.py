@@ -117,44 +117,51 @@ LAUNCHES = {
     80: {1: dict.fromkeys(OPS, {0: Launch(4, 2048, 4)}), 2: dict.fromkeys(OPS, {0: Launch(2, 2048, 4)})},
     90: {
         1: {
-            "rmsnorm_qkv_rope": {
-                0: Launch(2, 2048, 2),
-                4096: Launch(8, 1024, 2),
-                5120: Launch(8, 2048, 4),
-                8192: Launch(8, 8192, 8),
-            },
+            "rmsnorm_qkv_rope": {0: Launch(2, 1024, 4), 4096: Launch(4, 2048, 2), 5120: Launch(4, 8192, 4)},
             "linear_add": {
-                0: Launch(8, 1024, 4),
-                4096: Launch(16, 2048, 4),
-                5632: Launch(4, 4096, 4),
-                8192: Launch(16, 1024, 2),
-                11008: Launch(16, 2048, 4),
-                13824: Launch(4, 8192, 8),
-                28672: Launch(16, 4096, 8),
+                0: Launch(4, 1024, 2),
+                4096: Launch(4, 2048, 4),
+                5120: Launch(8, 2048, 2),
+                5632: Launch(2, 4096, 2),
+                8192: Launch(4, 4096, 8),
+                11008: Launch(8, 1024, 4),
+                13824: Launch(2, 8192, 8),
+                28672: Launch(8, 4096, 4),
             },
-            "rmsnorm_swiglu": {0: Launch(16, 1024, 2), 4096: Launch(8, 4096, 4), 5120: Launch(8, 2048, 4)},
-            "rmsnorm_linear": {0: Launch(8, 1024, 2), 4096: Launch(4, 1024, 4), 5120: Launch(8, 2048, 4)},
+            "rmsnorm_swiglu": {
+                0: Launch(16, 1024, 2),
+                4096: Launch(8, 2048, 4),
+                5120: Launch(4, 2048, 4),
+                8192: Launch(4, 4096, 4),
+            },
+            "rmsnorm_linear": {0: Launch(8, 1024, 2), 4096: Launch(4, 2048, 4), 5120: Launch(4, 8192, 4)},
         },
         2: {
-            "rmsnorm_qkv_rope": {0: Launch(2, 1024, 4), 4096: Launch(2, 4096, 4), 8192: Launch(4, 8192, 8)},
+            "rmsnorm_qkv_rope": {
+                0: Launch(4, 2048, 2),
+                4096: Launch(4, 4096, 4),
+                5120: Launch(2, 8192, 4),
+                8192: Launch(4, 8192, 8),
+            },
             "linear_add": {
                 0: Launch(2, 1024, 4),
-                4096: Launch(4, 4096, 8),
-                5632: Launch(4, 2048, 4),
-                8192: Launch(2, 2048, 8),
+                4096: Launch(4, 2048, 8),
+                5120: Launch(4, 4096, 8),
+                5632: Launch(2, 2048, 4),
+                8192: Launch(2, 1024, 2),
                 11008: Launch(4, 4096, 8),
                 13824: Launch(2, 2048, 4),
             },
             "rmsnorm_swiglu": {
-                0: Launch(8, 2048, 4),
+                0: Launch(4, 1024, 4),
                 4096: Launch(4, 2048, 8),
                 5120: Launch(2, 4096, 8),
                 8192: Launch(4, 4096, 16),
             },
             "rmsnorm_linear": {
-                0: Launch(4, 2048, 8),
+                0: Launch(4, 1024, 4),
                 4096: Launch(4, 4096, 4),
-                5120: Launch(2, 4096, 8),
+                5120: Launch(4, 4096, 8),
                 8192: Launch(4, 8192, 8),
             },
         },
@@ -315,7 +322,8 @@ def product_launch(op: str, kernel, x: Tensor, norm: Tensor | None, w: Matrix, e
     how = nearest(nearest(nearest(LAUNCHES, capability(x.device)), w.data.element_size())[op], w.columns)
     block = min(how.block, max(256, triton.next_power_of_2(w.columns)))
     warps = min(how.warps, max(1, block // 256))
-    packed = w.format != "" and w.columns % 8 == 0 and block >= 256 * warps  # eight neighbours a thread
+    # _packed_products wants eight neighbours in each thread, of W and of x
+    packed = w.format != "" and w.columns % 8 == 0 and block >= 256 * warps and x.element_size() == 2 and x.data_ptr() % 16 == 0
     cut = dict(ROWS=how.rows, BLOCK=block, FORMAT=kernel_format(w.format, x.device), PACKED=packed, warps=warps)
     grid, norm, scale = (triton.cdiv(w.rows, how.rows),), x if norm is None else norm, x if w.scale is None else w.scale
     launch(kernel, grid, x.device, x, norm, w.data, scale, eps, *args, N=w.rows, K=w.columns, **cut, **constants)
@@ -716,7 +724,7 @@ def _split_attention_kernel(
     v_head = v_cache + head.to(tl.int64) * S * D
     before = tl.load(pos)
     length = before + T
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), N) * N, LEAST)
+    chunk = tl.where(length <= LEAST, LEAST, tl.cdiv(tl.cdiv(length, SPLITS), N) * N)
     used = tl.cdiv(length, chunk)
     start = split * chunk
     s = start + n
@@ -773,7 +781,7 @@ def _single_attention_kernel(
     v_head = v_cache + head.to(tl.int64) * S * D
     before = tl.load(pos)
     length = before + 1
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), N) * N, LEAST)
+    chunk = tl.where(length <= LEAST, LEAST, tl.cdiv(tl.cdiv(length, SPLITS), N) * N)
     used = tl.cdiv(length, chunk)
     start = split * chunk
     end = tl.minimum(start + chunk, length)
@@ -855,7 +863,7 @@ class SplitLaunch:
     block: int
     warps: int
     stages: int
-    least: int  # positions of a chunk
+    least: int  # up to so many positions there is one chunk
 
 
 # by compute capability and query rows a key/value head

@@ -613,15 +613,16 @@ def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
 @needs_triton
 @pytest.mark.parametrize("form", FORMATS_8)
 @pytest.mark.parametrize("T", [1, 5])
-def test_ops_read_8_bit_matrices(form, T):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_ops_read_8_bit_matrices(dtype, form, T):
     """Against the reference with the same weights decoded: reading them adds no error of its own. All codes occur."""
     for op in kernels.OPS:
-        arguments, _ = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
+        arguments, _ = op_arguments(op, dtype, (4, 2, 16), T, 5)
         arguments = [a.encoded(form) if isinstance(a, Matrix) else a for a in arguments]
         dense = [decoded(a) if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
         clones = lambda values: [a.clone() if isinstance(a, torch.Tensor) else a for a in values]
         exact = getattr(kernels.reference, op)(*clones(dense))
-        assert nmse(getattr(kernels.fused, op)(*clones(arguments)), exact) < ONE_UNIT[torch.float16], op
+        assert nmse(getattr(kernels.fused, op)(*clones(arguments)), exact) < ONE_UNIT[dtype], op
         in_fp32 = [a if isinstance(a, Matrix) else as_fp32(a) for a in arguments]  # whose own roundings are not the question
         assert nmse(getattr(kernels.reference, op)(*clones(in_fp32)), exact) < ONE_UNIT[torch.float16], op
 
