@@ -209,7 +209,17 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of a large product of random matrices."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2.0 * size**3 / statistics.median(wall_times(lambda: a @ b, device, warmup=2))
+    product = lambda: a @ b
+    if dtype == TYPES["e4m3"]:
+        ones = torch.ones(size, 1, device=device)
+        product = lambda: torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16)
+    return 2.0 * size**3 / statistics.median(wall_times(product, device, warmup=2))
+
+
+def prompt_dtype(model: Llama) -> torch.dtype:
+    """The type in which a prompt is multiplied."""
+    eight_bit = model.ops is kernels.fused and all(map(kernels.multiplies_8_bits, model.weights.matrices))
+    return TYPES["e4m3"] if eight_bit else model.dtype
 
 
 # ---- what must be read and computed
@@ -349,7 +359,7 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
         for depth, T in itertools.product(args.depth, args.n_prompt):
             operations = prefill_operations(model.config, T, depth) / T
             speeds = prompt_speed(model, cache, T, depth, args.repetitions)
-            rate = product_ceiling(model.device, model.dtype)
+            rate = product_ceiling(model.device, prompt_dtype(model))
             yield row(f"pp{T}{at(depth)}", speeds, lambda mean, o=operations, r=rate: mean * o / r)
         for depth, n in itertools.product(args.depth, args.n_gen):
             moved = decode_bytes(model, depth + n / 2)
@@ -564,9 +574,8 @@ def run_throughput(args: argparse.Namespace) -> None:
             release()
     show([dataclasses.asdict(row) for row in rows], args.output)
     device = pick_device(args.device)
-    products = [
-        f"{name} product {product_ceiling(device, DTYPES[name]) / 1e12:.2f} TFLOP/s" for name in {r.dtype for r in ours}
-    ]
+    dtypes = {"e4m3" if row.fp8 == "e4m3" and kernels.capability(device) >= 89 else row.dtype for row in ours}
+    products = [f"{n} product {product_ceiling(device, (TYPES | DTYPES)[n]) / 1e12:.2f} TFLOP/s" for n in sorted(dtypes)]
     note(", ".join([f"ceilings of this run: read {read_ceiling(device) / 1e9:.1f} GB/s", *products]))
 
 
@@ -740,7 +749,8 @@ def run_kernels(args: argparse.Namespace) -> None:
     rows = []
     for T, before in shapes:
         for case in cases(model, T, before):
-            rows.append(measure(case, model.device, model.dtype))
+            multiplied = prompt_dtype(model) if T > 1 and case.op in kernels.OPS else model.dtype
+            rows.append(measure(case, model.device, multiplied))
     rows.append(measure(large_rmsnorm(model.device, model.ops), model.device, model.dtype))
     show(rows, args.output)
     if args.plot:
@@ -785,6 +795,7 @@ KERNEL_OPS = {  # which cost a kernel is charged with
     "_embedding_kernel": "embedding",
     "_qkv_kernel": "rmsnorm_qkv_rope",
     "_split_attention_kernel": "attention",
+    "_single_attention_kernel": "attention",
     "_attention_kernel": "attention",
     "_rmsnorm_swiglu_kernel": "rmsnorm_swiglu",
     "_rmsnorm_linear_kernel": "rmsnorm_linear",
@@ -806,7 +817,7 @@ def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, b
         spent.setdefault(name, []).append(max(0.0, end - max(start, clock)))
         clock = max(clock, end)
     total = clock - events[0][1]
-    read, rate = read_ceiling(model.device), product_ceiling(model.device, model.dtype)
+    read = read_ceiling(model.device)
     rows, ideal, charged = [], 0.0, False
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
         kind = KERNEL_OPS.get(name)
@@ -819,6 +830,7 @@ def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, b
             need, charged = [c.n_layers * sum(cost(op, c, T, **each)[i] for op in products) for i in (0, 1)], True
         else:
             need = [0.0, 0.0]
+        rate = product_ceiling(model.device, model.dtype if kind == "attention" or T == 1 else prompt_dtype(model))
         ms, floor = 1e3 * sum(times), max(need[0] / read, need[1] / rate)
         ideal += floor
         rows.append(

@@ -58,7 +58,7 @@ def encode(weights: Tensor, form: str, codes: Tensor | None = None, scales: Tens
     ValueError on NaN or inf."""
     codes = torch.empty(weights.shape, dtype=torch.int8, device=weights.device) if codes is None else codes
     scales = torch.empty(len(weights), dtype=torch.float32, device=weights.device) if scales is None else scales
-    rows_at_once = max(1, (1 << 22) // weights.shape[1])
+    rows_at_once = max(1, (1 << 23) // weights.shape[1])
     for rows, code, scale in zip(*(t.split(rows_at_once) for t in (weights, codes, scales))):
         rows = rows.float()
         smallest = rows.abs().amax(1) / TOP[form]
