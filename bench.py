@@ -749,7 +749,7 @@ def run_kernels(args: argparse.Namespace) -> None:
     rows = []
     for T, before in shapes:
         for case in cases(model, T, before):
-            multiplied = prompt_dtype(model) if T > 1 and case.op in kernels.OPS else model.dtype
+            multiplied = prompt_dtype(model) if T > 1 and case.op in (*kernels.OPS, "wo", "w2") else model.dtype
             rows.append(measure(case, model.device, multiplied))
     rows.append(measure(large_rmsnorm(model.device, model.ops), model.device, model.dtype))
     show(rows, args.output)
