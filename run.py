@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--kv-fp8", action="store_true", help="keep keys and values as 8-bit floats: half the memory of the context")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help="sums of a prompt's fp16 products; auto: fp16 "
-        "on GeForce cards, twice as fast there")  # fmt: skip
+        "on GeForce cards")  # fmt: skip
     add("--save-fp8", metavar="DIR", help="write the model with 8-bit matrices (see --fp8) to DIR, and no text; -m DIR runs it")
     add("--quiet", action="store_true", help="no model summary and no timings on stderr")
     add("--debug", action="store_true", help="errors with their traceback")
