@@ -1,6 +1,7 @@
-"""8-bit floats kept in int8 tensors: encode and decode in torch, and decode inside a kernel.
+"""8-bit floats kept in int8 tensors: encode and decode in torch; encode, decode and multiply inside a kernel.
 
-Both formats are decoded by moving bits into a half float, so that any GPU and any CPU can do it:
+Both formats are decoded by moving bits into a half float, so that any GPU and any CPU can do it; GPUs from sm_89 on convert
+e4m3 by an instruction of their own, "e4m3 native" to kernels:
 
     e5m2  sign, 5 exponent bits, 2 of mantissa: the upper byte of a half float
     e4m3  sign, 4 exponent bits, 3 of mantissa: under a half's sign, these bits are the value times 2^-8, subnormals too

@@ -39,7 +39,7 @@ class Matrix:
     data: Tensor  # [N, K]
     scale: Tensor | None = None  # [N] float32, of 8-bit weights
     format: str = ""  # of 8-bit weights, whose data is int8: "e4m3" or "e5m2"
-    half_sums: bool = False  # at T > 1 products may be summed up in half precision, which GeForce cards do twice as fast
+    half_sums: bool = False  # at T > 1, products of fp16 are summed up in half precision
 
     def encoded(self, form: str) -> Matrix:
         """The same in 8 bits. Raises ValueError on NaN or inf."""
@@ -351,18 +351,8 @@ def library_weights(w: Matrix, like: Tensor) -> Tensor:
     if not w.format:
         return w.data
     out, block = like.new_empty(w.rows, w.columns), min(4096, triton.next_power_of_2(w.columns))
-    grid = (w.rows, triton.cdiv(w.columns, block))
-    launch(
-        _decode_kernel,
-        grid,
-        like.device,
-        w.data,
-        w.scale,
-        out,
-        K=w.columns,
-        BLOCK=block,
-        FORMAT=kernel_format(w.format, like.device),
-    )
+    cut = dict(K=w.columns, BLOCK=block, FORMAT=kernel_format(w.format, like.device))
+    launch(_decode_kernel, (w.rows, triton.cdiv(w.columns, block)), like.device, w.data, w.scale, out, **cut)
     return out
 
 
@@ -410,8 +400,10 @@ def half_sums(on: bool) -> Iterator[None]:
     """The library's products of halves summed up in half precision: the switch is torch's own and global, so it is put back."""
     before = torch.backends.cuda.matmul.allow_fp16_accumulation
     torch.backends.cuda.matmul.allow_fp16_accumulation = on
-    yield
-    torch.backends.cuda.matmul.allow_fp16_accumulation = before
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = before
 
 
 @jit
@@ -869,7 +861,7 @@ class SplitLaunch:
 # by compute capability and query rows a key/value head
 SPLIT_LAUNCHES = {
     0: {1: SplitLaunch(4, 32, 4, 1, 0)},
-    80: {1: SplitLaunch(2, 64, 4, 2, 0)},
+    80: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(2, 64, 4, 2, 0)},
     90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 128, 8, 1, 256)},
 }
 
@@ -900,7 +892,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, half_sum
         splits = min(32, triton.next_power_of_2(triton.cdiv(how.programs * processors(q.device), KH)))
         R = triton.next_power_of_2(T * H // KH)
         M = 1 if R == 1 else max(16, R)  # tl.dot wants 16 rows
-        N = how.block if D <= 128 else max(16, how.block // 2)
+        N = how.block if D <= 128 else max(how.block // 2, 1 if R == 1 else 16)
         args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, D, splits, M), pos)
         cut = dict(SPLITS=splits, JOIN=min(splits, max(1, 4096 // (R * shape["BLOCK_D"]))), N=N, LEAST=max(N, how.least))
         if R == 1:
