@@ -699,6 +699,13 @@ def _attention_kernel(
 
 
 @jit
+def _chunk(length, split, SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr):
+    """Into how many chunks `length` positions are cut, and where this one begins and ends."""
+    chunk = tl.where(length <= LEAST, LEAST, tl.cdiv(tl.cdiv(length, SPLITS), N) * N)
+    return tl.cdiv(length, chunk), split * chunk, tl.minimum(split * chunk + chunk, length)
+
+
+@jit
 def _split_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, T, scale, gain,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
@@ -715,12 +722,8 @@ def _split_attention_kernel(
     k_head = k_cache + head.to(tl.int64) * S * D
     v_head = v_cache + head.to(tl.int64) * S * D
     before = tl.load(pos)
-    length = before + T
-    chunk = tl.where(length <= LEAST, LEAST, tl.cdiv(tl.cdiv(length, SPLITS), N) * N)
-    used = tl.cdiv(length, chunk)
-    start = split * chunk
+    used, start, end = _chunk(before + T, split, SPLITS, N, LEAST)
     s = start + n
-    end = tl.minimum(start + chunk, length)
     at, real = s[:, None] * D + d[None, :], d[None, :] < D
     old, new = s < tl.minimum(end, before), (s >= before) & (s < end)
     k = tl.load(k_head + at, mask=real & old[:, None], other=0)
@@ -772,11 +775,7 @@ def _single_attention_kernel(
     k_head = k_cache + head.to(tl.int64) * S * D
     v_head = v_cache + head.to(tl.int64) * S * D
     before = tl.load(pos)
-    length = before + 1
-    chunk = tl.where(length <= LEAST, LEAST, tl.cdiv(tl.cdiv(length, SPLITS), N) * N)
-    used = tl.cdiv(length, chunk)
-    start = split * chunk
-    end = tl.minimum(start + chunk, length)
+    used, start, end = _chunk(before + 1, split, SPLITS, N, LEAST)
     at, real = n[:, None] * D + d[None, :], d[None, :] < D
     cached = start + n[:, None] < tl.minimum(end, before)
     k = tl.load(k_head + start * D + at, mask=real & cached, other=0)
