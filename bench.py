@@ -1023,10 +1023,8 @@ class Peaks:
 
         def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps):
             self.note("x", x)
-            q, (KH, end) = (
-                ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps),
-                (len(k_cache), int(pos) + len(x)),
-            )
+            q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps)
+            KH, end = len(k_cache), int(pos) + len(x)
             keys, values = (kernels.cached_ref(kept[:, :end]) for kept in (k_cache, v_cache))
             for name, seen in (("q", q), ("k", keys), ("v", values)):
                 self.note(name, seen)

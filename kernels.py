@@ -545,18 +545,9 @@ def rope(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
 
 
 def _launch_rope(
-    x: Tensor,
-    table: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    pos: Tensor,
-    S: int,
-    H: int,
-    KH: int,
-    D: int,
-    saturate: bool = False,
-) -> None:
+    x: Tensor, table: Tensor, k: Tensor, v: Tensor, q: Tensor, pos: Tensor,
+    S: int, H: int, KH: int, D: int, saturate: bool = False,
+) -> None:  # fmt: skip
     assert x.is_contiguous() and D % 2 == 0, (x.shape, D)
     pairs = (H + 2 * KH) * D // 2
     block = min(1024, triton.next_power_of_2(pairs))
