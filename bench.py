@@ -9,7 +9,6 @@ import gc
 import io
 import itertools
 import json
-import math
 import os
 import statistics
 import sys
@@ -19,29 +18,17 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 import fp8
 import kernels
-from fp8 import TYPES, jit, tl
-from kernels import Launch, Matrix, Sampling
-from model import (
-    CHUNK,
+from checkpoint import (
     DTYPES,
-    Config,
-    KVCache,
-    LayerWeights,
-    Llama,
-    Timings,
-    Weights,
     check_memory,
     find_checkpoint,
-    generate,
     load,
     pick_device,
     pick_dtype,
@@ -49,7 +36,13 @@ from model import (
     pick_ops,
     read_config,
 )
-from run import DEFAULT_MODEL, Parser, decoded, note, one_line_errors, within
+from fp8 import TYPES
+from kernels import Matrix
+from launch import LAUNCHES, OPS, Launch, capability, jit, nearest, tl
+from model import Config, KVCache, LayerWeights, Llama, Timings, Weights, generate
+from quality import run_limits, run_perplexity
+from run import DEFAULT_MODEL, Parser, note, one_line_errors, within
+from sampling import Sampling
 from tokenizer import TextStream, Tokenizer
 
 SHAPES = {  # of TinyLlama-1.1B and Llama-2
@@ -574,7 +567,7 @@ def run_throughput(args: argparse.Namespace) -> None:
             release()
     show([dataclasses.asdict(row) for row in rows], args.output)
     device = pick_device(args.device)
-    dtypes = {"e4m3" if row.fp8 == "e4m3" and kernels.capability(device) >= 89 else row.dtype for row in ours}
+    dtypes = {"e4m3" if row.fp8 == "e4m3" and capability(device) >= 89 else row.dtype for row in ours}
     products = [f"{n} product {product_ceiling(device, (TYPES | DTYPES)[n]) / 1e12:.2f} TFLOP/s" for n in sorted(dtypes)]
     note(", ".join([f"ceilings of this run: read {read_ceiling(device) / 1e9:.1f} GB/s", *products]))
 
@@ -749,7 +742,7 @@ def run_kernels(args: argparse.Namespace) -> None:
     rows = []
     for T, before in shapes:
         for case in cases(model, T, before):
-            multiplied = prompt_dtype(model) if T > 1 and case.op in (*kernels.OPS, "wo", "w2") else model.dtype
+            multiplied = prompt_dtype(model) if T > 1 and case.op in (*OPS, "wo", "w2") else model.dtype
             rows.append(measure(case, model.device, multiplied))
     rows.append(measure(large_rmsnorm(model.device, model.ops), model.device, model.dtype))
     show(rows, args.output)
@@ -892,167 +885,6 @@ def run_profile(args: argparse.Namespace) -> None:
         )
 
 
-# ---- perplexity
-
-
-def windows(count: int, ctx: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Where windows begin and end, and the first token that each counts, so that every token counts once."""
-    counted = 0
-    for start in range(0, count, stride):
-        end = min(start + ctx, count)
-        yield start, end, counted
-        counted = end
-        if end == count:
-            return
-
-
-@dataclasses.dataclass
-class Quality:
-    """Sums over tokens; with a second model also what separates their distributions."""
-
-    losses: list[Tensor] = dataclasses.field(default_factory=list)
-    other_losses: list[Tensor] = dataclasses.field(default_factory=list)
-    divergences: list[Tensor] = dataclasses.field(default_factory=list)
-    same_top: list[Tensor] = dataclasses.field(default_factory=list)
-
-    def add(self, logits: Tensor, other: Tensor | None, targets: Tensor, ops) -> None:
-        """Logits [T, V] of the model and of the one it is held against, and the tokens that came."""
-        self.losses.append(ops.cross_entropy(logits, targets).cpu())
-        if other is not None:
-            self.other_losses.append(ops.cross_entropy(other, targets).cpu())
-            p, q = other.log_softmax(-1), logits.log_softmax(-1)
-            self.divergences.append((p.exp() * (p - q)).sum(-1).cpu())
-            self.same_top.append((logits.argmax(-1) == other.argmax(-1)).cpu())
-
-    def report(self, text_bytes: int) -> dict:
-        """Perplexity with its standard error, bits per byte of text_bytes, and the comparison."""
-        losses = torch.cat(self.losses).double()
-        mean, error = losses.mean().item(), losses.std().item() / math.sqrt(len(losses))
-        result = {"tokens": len(losses), "perplexity": math.exp(mean), "standard_error": math.exp(mean) * error}
-        result["bits_per_byte"] = losses.sum().item() / math.log(2) / text_bytes
-        if self.divergences:
-            kl = torch.cat(self.divergences).double()
-            result["perplexity_ratio"] = math.exp(mean - torch.cat(self.other_losses).double().mean().item())
-            result["mean_kl"], result["kl_99"] = kl.mean().item(), kl.quantile(0.99).item()
-            result["same_top_%"] = 100 * torch.cat(self.same_top).double().mean().item()
-        return result
-
-
-@torch.inference_mode()
-def perplexity(
-    model: Llama, ids: list[int], bos: int, ctx: int, stride: int, against: Llama | None = None
-) -> Iterator[Quality]:
-    """Evaluate ids in windows of ctx tokens, every `stride`, each begun with bos; yields the running sums after each window.
-
-    A window's input is bos and all its tokens but the last; each token counts once, in the first window that holds it.
-    """
-    quality = Quality()
-    models = [m for m in (model, against) if m]
-    caches = [KVCache(m, ctx) for m in models]
-    for start, end, counted in windows(len(ids), ctx, stride):
-        inputs, targets = [bos, *ids[start : end - 1]], ids[start:end]
-        for kv in caches:
-            kv.truncate(0)
-        for first in range(0, len(inputs), CHUNK["cpu"]):  # whole logits are large
-            part = torch.tensor(inputs[first : first + CHUNK["cpu"]], dtype=torch.int32, device=model.device)
-            logits = [m.forward(part, kv) for m, kv in zip(models, caches)]
-            skip = min(max(counted - start - first, 0), len(part))
-            if skip < len(part):
-                goal = torch.tensor(targets[first + skip : first + len(part)], device=model.device)
-                quality.add(logits[0][skip:], logits[1][skip:] if against else None, goal, model.ops)
-        yield quality
-
-
-def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, bytes, list[int]]:
-    """The model and its tokenizer, the file's bytes and their tokens. Raises ValueError."""
-    raw = Path(file).read_bytes()
-    text = decoded(raw, file)
-    model = open_model(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
-    if model.checkpoint is None:
-        raise ValueError("a text needs a checkpoint with its tokenizer, not random weights")
-    tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
-    ids = tokenizer.encode(text, bos=False)
-    if not ids:
-        raise ValueError(f"{file} is empty")
-    return model, tokenizer, raw, ids
-
-
-def run_perplexity(args: argparse.Namespace) -> None:
-    model, tokenizer, raw, ids = open_with_text(args, args.perplexity)
-    if args.against and model.checkpoint.form:
-        raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {model.checkpoint.form} matrices")
-    plainly = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
-    against = open_model(plainly, args.against, model.ctx_size) if args.against else None
-    stride = args.stride or model.ctx_size
-    quality, done = Quality(), 0
-    bar = tqdm(total=len(ids), unit=" tokens", disable=not sys.stderr.isatty(), leave=False)
-    try:
-        for quality in perplexity(model, ids, tokenizer.bos, model.ctx_size, stride, against):
-            bar.update(sum(map(len, quality.losses)) - done)
-            done = sum(map(len, quality.losses))
-            bar.set_postfix(perplexity=f"{torch.cat(quality.losses).mean().exp():.4f}")
-    except KeyboardInterrupt:
-        note(f"interrupted after {done} of {len(ids)} tokens")
-    bar.close()
-    if not done:
-        return
-    counted_bytes = len(raw) if done == len(ids) else len(tokenizer.decode(ids[:done]).encode())
-    row = {"model": args.model, "dtype": args.dtype[0], "fp8": form_of(model), "kv fp8": args.kv_fp8, "against": args.against}
-    row |= {"ctx": model.ctx_size, "stride": stride}
-    show([row | quality.report(counted_bytes)], args.output)
-
-
-# ---- limits
-
-
-LARGEST_HALF = 65504.0
-
-
-class Peaks:
-    """An op table that notes, layer by layer, the largest magnitudes of what could overflow in half precision."""
-
-    def __init__(self, ops: SimpleNamespace, n_layers: int):
-        self.ops, self.peaks, self.calls = ops, [{} for _ in range(n_layers)], 0
-
-    def note(self, name: str, values: Tensor) -> None:
-        layer = self.peaks[self.calls % len(self.peaks)]
-        layer[name] = max(layer.get(name, 0.0), values.abs().max().item())
-
-    def table(self) -> SimpleNamespace:
-        ops = self.ops
-
-        def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps):
-            self.note("x", x)
-            q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps)
-            KH, end = len(k_cache), int(pos) + len(x)
-            keys, values = (kernels.cached_ref(kept[:, :end]) for kept in (k_cache, v_cache))
-            for name, seen in (("q", q), ("k", keys), ("v", values)):
-                self.note(name, seen)
-            self.note("q k", q.float().unflatten(1, (KH, -1)).permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2))
-            return q
-
-        def rmsnorm_swiglu(x, norm, w13, eps):
-            self.note("x", x)
-            h = ops.rmsnorm_swiglu(x, norm, w13, eps)
-            self.note("h", h)
-            self.calls += 1
-            return h
-
-        return SimpleNamespace(**vars(ops) | {"rmsnorm_qkv_rope": rmsnorm_qkv_rope, "rmsnorm_swiglu": rmsnorm_swiglu})
-
-
-@torch.inference_mode()
-def run_limits(args: argparse.Namespace) -> None:
-    """Over a text, the largest magnitudes layer by layer: x (the residual), q, k, v, the sums q k, and h between w13 and w2."""
-    model, tokenizer, _, ids = open_with_text(args, args.limits)
-    seen = Peaks(model.ops, model.config.n_layers)
-    model.ops = seen.table()
-    for _ in perplexity(model, ids, tokenizer.bos, model.ctx_size, model.ctx_size):
-        pass
-    rows = [{"layer": i} | p | {"% of 65504": 100 * max(p.values()) / LARGEST_HALF} for i, p in enumerate(seen.peaks)]
-    show(rows, args.output)
-
-
 # ---- tuning
 
 
@@ -1067,7 +899,7 @@ def candidates(size: int, columns: int) -> Iterator[Launch]:
 
 @torch.inference_mode()
 def run_tune(args: argparse.Namespace) -> None:
-    """Time whole steps with one launch size after the other, op by op, and print the best as entries for kernels.LAUNCHES: a
+    """Time whole steps with one launch size after the other, op by op, and print the best as entries for LAUNCHES: a
     kernel that is best alone need not be so between others, whose ends and beginnings overlap with its own."""
     model = open_model(args, args.dtype[0], 256, args.fp8[0])
     if model.device.type != "cuda" or model.ops is not kernels.fused:
@@ -1075,7 +907,7 @@ def run_tune(args: argparse.Namespace) -> None:
     cache, layer = KVCache(model), model.weights.layers[0]
     model.prefill([1] * 64, cache)
     size = layer.wo.data.element_size()
-    table = kernels.nearest(kernels.nearest(kernels.LAUNCHES, kernels.capability(model.device)), size)
+    table = nearest(nearest(LAUNCHES, capability(model.device)), size)
     tuned = {(op, m.columns): None for op, m in (
         ("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13), ("linear_add", layer.w2),
         ("rmsnorm_linear", model.weights.output),
@@ -1097,8 +929,8 @@ def run_tune(args: argparse.Namespace) -> None:
         found.sort(key=lambda pair: pair[0])
         table[op][columns] = tuned[op, columns] = found[0][1]
         print(f"{op:18s} columns {columns:6d}: {1e6 * found[0][0]:.1f} us a step with {found[0][1]}", flush=True)
-    entries = {op: {c: how for (o, c), how in tuned.items() if o == op} for op in kernels.OPS}
-    print(f"LAUNCHES[{kernels.capability(model.device)}][{size}]: {entries}")
+    entries = {op: {c: how for (o, c), how in tuned.items() if o == op} for op in OPS}
+    print(f"LAUNCHES[{capability(model.device)}][{size}]: {entries}")
 
 
 # ---- the command line
@@ -1166,9 +998,10 @@ def main(argv: list[str] | None = None) -> int:
         elif args.profile:
             run_profile(args)
         elif args.perplexity:
-            run_perplexity(args)
+            if rows := run_perplexity(args):
+                show(rows, args.output)
         elif args.limits:
-            run_limits(args)
+            show(run_limits(args), args.output)
         elif args.tune:
             run_tune(args)
         else:

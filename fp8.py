@@ -11,29 +11,17 @@ A matrix has one scale a row. The codes for NaN and infinity are never written: 
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
-import os
-
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # not on this system: the reference ops run without it
-    triton = tl = None
+from launch import INTERPRETED, jit, tl, triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = tl and tl.constexpr(INTERPRETED)  # the same for kernels: the interpreter knows no PTX
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 GAIN = {"e4m3": 256.0, "e5m2": 1.0}  # what decoded halves are to be multiplied with
 NOT_FINITE = {"e4m3": 0x7F, "e5m2": 0x7C}  # from here on, the bits under the sign mean NaN or infinity
 TOP = {"e4m3": 448.0, "e5m2": 1.75}  # what a row's largest is scaled to, as a half 1.75 in both: products stay far from 65504
-
-
-def jit(function):
-    """triton.jit where there is Triton."""
-    return triton.jit(function) if triton else function
 
 
 def constexpr_function(function):

@@ -29,7 +29,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fp8
-from fp8 import EMULATED, INTERPRETED, PRODUCTS_REGISTERS, decode_tile, encode_tile, jit, products_asm, rescale, tl, triton
+from fp8 import EMULATED, PRODUCTS_REGISTERS, decode_tile, encode_tile, products_asm, rescale
+from launch import (
+    INTERPRETED,
+    LAUNCHES,
+    SPLIT_LAUNCHES,
+    capability,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch,
+    nearest,
+    processors,
+    tl,
+    triton,
+)
+from sampling import sample, sample_ref
 
 
 @dataclass(eq=False)
@@ -95,113 +110,6 @@ def _cpu_narrow_linear(x: Tensor, w: Matrix) -> Tensor:
         block[:n] = single[:n].copy_(rows)  # torch is slow from fp16 to bf16 directly
         columns.copy_(F.linear(x_wide, block[:n]))
     return out
-
-
-# ---- launching
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a product is cut up at T = 1: each program takes `rows` rows of W, `block` columns at a time."""
-
-    rows: int
-    block: int
-    warps: int
-
-
-# By compute capability (the nearest at or below the card's is taken), bytes a weight, op, and columns of W (likewise).
-# To tune for another card: `python bench.py --tune` times the candidates for the shapes of a model and prints such a table.
-OPS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
-LAUNCHES = {
-    0: {1: dict.fromkeys(OPS, {0: Launch(64, 1024, 4)})},  # the interpreter: as few programs as possible
-    80: {1: dict.fromkeys(OPS, {0: Launch(4, 2048, 4)}), 2: dict.fromkeys(OPS, {0: Launch(2, 2048, 4)})},
-    90: {
-        1: {
-            "rmsnorm_qkv_rope": {0: Launch(2, 1024, 4), 4096: Launch(4, 2048, 2), 5120: Launch(4, 8192, 4)},
-            "linear_add": {
-                0: Launch(4, 1024, 2),
-                4096: Launch(4, 2048, 4),
-                5120: Launch(8, 2048, 2),
-                5632: Launch(2, 4096, 2),
-                8192: Launch(4, 4096, 8),
-                11008: Launch(8, 1024, 4),
-                13824: Launch(2, 8192, 8),
-                28672: Launch(8, 4096, 4),
-            },
-            "rmsnorm_swiglu": {
-                0: Launch(16, 1024, 2),
-                4096: Launch(8, 2048, 4),
-                5120: Launch(4, 2048, 4),
-                8192: Launch(4, 4096, 4),
-            },
-            "rmsnorm_linear": {0: Launch(8, 1024, 2), 4096: Launch(4, 2048, 4), 5120: Launch(4, 8192, 4)},
-        },
-        2: {
-            "rmsnorm_qkv_rope": {
-                0: Launch(4, 2048, 2),
-                4096: Launch(4, 4096, 4),
-                5120: Launch(2, 8192, 4),
-                8192: Launch(4, 8192, 8),
-            },
-            "linear_add": {
-                0: Launch(2, 1024, 4),
-                4096: Launch(4, 2048, 8),
-                5120: Launch(4, 4096, 8),
-                5632: Launch(2, 2048, 4),
-                8192: Launch(2, 1024, 2),
-                11008: Launch(4, 4096, 8),
-                13824: Launch(2, 2048, 4),
-            },
-            "rmsnorm_swiglu": {
-                0: Launch(4, 1024, 4),
-                4096: Launch(4, 2048, 8),
-                5120: Launch(2, 4096, 8),
-                8192: Launch(4, 4096, 16),
-            },
-            "rmsnorm_linear": {
-                0: Launch(4, 1024, 4),
-                4096: Launch(4, 4096, 4),
-                5120: Launch(4, 4096, 8),
-                8192: Launch(4, 8192, 8),
-            },
-        },
-    },
-}
-
-
-def nearest(table: dict, key: int):
-    """The entry of the largest key that is not above this one."""
-    return table[max(k for k in table if k <= key)]
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """Compute capability of a GPU, 90 for Hopper; 0 for the interpreter."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, warps: int = 4, stages: int = 1, **constants) -> None:
-    """Run a kernel. From sm_90 on it starts while the one before it still runs (programmatic dependent launch): each kernel
-    lets the next start at once, fetches what no kernel writes, waits, and only then reads or writes anything else."""
-    early = capability(device) >= 90
-    kernel[grid](*args, **constants, EARLY=early, num_warps=warps, num_stages=stages, launch_pdl=early)
-
-
-@jit
-def _start(EARLY: tl.constexpr):
-    """Let the next kernel start; its own waiting keeps it correct."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@jit
-def _wait(EARLY: tl.constexpr):
-    """Wait until the kernel before this one, and so all before that, have written what they write."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
 
 
 def interpreted(dtype: torch.dtype) -> bool:
@@ -335,14 +243,14 @@ def kernel_format(format: str, device: torch.device) -> str:
 
 
 @jit
-def _decode_kernel(codes, scale, out, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr):
+def _decode_kernel(codes, scale, out, K: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr):
     """One block of a row of 8-bit weights to the type of `out`."""
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row.to(tl.int64) * K + cols
     y = rescale(decode_tile(tl.load(codes + at, mask=cols < K, other=0), FORMAT).to(tl.float32), tl.load(scale + row), FORMAT)
-    _wait(EARLY)
+    gdc_wait(PDL)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=cols < K)
 
 
@@ -357,11 +265,11 @@ def library_weights(w: Matrix, like: Tensor) -> Tensor:
 
 
 @jit
-def _encode_rows_kernel(x, codes, scales, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _encode_rows_kernel(x, codes, scales, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A row as e4m3, its largest magnitude as 448."""
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     cols = tl.arange(0, BLOCK)
-    _wait(EARLY)
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     values = tl.load(x + row * K + cols, mask=cols < K, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-30) / 448
@@ -421,10 +329,10 @@ def embedding_ref(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
 
 
 @jit
-def _embedding_kernel(tokens, pos, table, out, C: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    _start(EARLY)
+def _embedding_kernel(tokens, pos, table, out, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    gdc_launch_dependents(PDL)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    _wait(EARLY)
+    gdc_wait(PDL)
     t = tl.program_id(0)
     token = tl.load(tokens + tl.load(pos) + t).to(tl.int64)
     tl.store(out + t * C + cols, tl.load(table + token * C + cols, mask=cols < C), mask=cols < C)
@@ -446,11 +354,11 @@ def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @jit
-def _rmsnorm_kernel(x, weight, out, eps, C: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    _start(EARLY)
+def _rmsnorm_kernel(x, weight, out, eps, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    gdc_launch_dependents(PDL)
     cols = tl.arange(0, BLOCK)
     weights = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
-    _wait(EARLY)
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * C
     values = tl.load(x + row + cols, mask=cols < C, other=0.0).to(tl.float32)
     y = values * tl.rsqrt(tl.sum(values * values) / C + eps) * weights
@@ -493,13 +401,13 @@ def _turn(even, odd, cos, sin):
 def _rope_kernel(
     x, table, k_cache, v_cache, q, pos,
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    SATURATE: tl.constexpr, EARLY: tl.constexpr,
+    SATURATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's heads, [H + 2 KH, D]: the first H are turned into q, the next KH into the cache, the last copied there."""
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     pairs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # over all heads
     head, pair = pairs // HALF, pairs % HALF
-    _wait(EARLY)
+    gdc_wait(PDL)
     t = tl.program_id(0)
     position = tl.load(pos) + t
     inside = pairs < (H + 2 * KH) * HALF
@@ -577,9 +485,9 @@ def rmsnorm_qkv_rope_ref(
 def _qkv_kernel(
     x, norm, w, scale, eps, table, k_cache, v_cache, q, pos,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr,
-    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     pairs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     head, pair = pairs // HALF, pairs % HALF
@@ -588,7 +496,7 @@ def _qkv_kernel(
     norm_tile = _vector_tile(norm, 0, cols, K, BLOCK)
     position = tl.load(pos)  # moves only between steps
     cos, sin = _angle(table, position, pair, inside & (head < H + KH), HALF)
-    _wait(EARLY)
+    gdc_wait(PDL)
     y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT, PACKED)
     even, odd = tl.split(tl.reshape(y, [ROWS // 2, 2]))
     even, odd = _turn(even, odd, cos, sin)
@@ -654,17 +562,17 @@ def _attend(
 def _attention_kernel(
     q, k_cache, v_cache, out, pos, T, scale, gain,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-    FORMAT: tl.constexpr, WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr, EARLY: tl.constexpr,
+    FORMAT: tl.constexpr, WIDEN: tl.constexpr, HALF_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """M tokens of one head at a time, over the keys they see: first those that all of them see, then those on the diagonal."""
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     head = tl.program_id(1)
     rows = block * M + tl.arange(0, M)
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, N)
     k_head = k_cache + (head // G).to(tl.int64) * S * D
     v_head = v_cache + (head // G).to(tl.int64) * S * D
-    _wait(EARLY)
+    gdc_wait(PDL)
     before = tl.load(pos)
     inside = (rows[:, None] < T) & (d[None, :] < D)
     place = (rows[:, None] * H + head) * D + d[None, :]
@@ -701,12 +609,12 @@ def _split_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, T, scale, gain,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
     M: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr,
-    FORMAT: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    FORMAT: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Few tokens: the G query heads of one key/value head stand as rows, and the cache is cut into chunks that run side by
     side. Whoever comes last of a head's chunks joins them: no second launch. What earlier steps have cached is fetched
     before the wait: pos moves only between steps, when everything has been written."""
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
     rows, d, n = tl.arange(0, M), tl.arange(0, BLOCK_D), tl.arange(0, N)
     t, g = rows // G, rows % G
@@ -719,7 +627,7 @@ def _split_attention_kernel(
     old, new = s < tl.minimum(end, before), (s >= before) & (s < end)
     k = tl.load(k_head + at, mask=real & old[:, None], other=0)
     v = tl.load(v_head + at, mask=real & old[:, None], other=0)
-    _wait(EARLY)
+    gdc_wait(PDL)
     if split < used:
         inside = (rows[:, None] < T * G) & (d[None, :] < D)
         place = (t[:, None] * H + head * G + g[:, None]) * D + d[None, :]
@@ -756,11 +664,11 @@ def _split_attention_kernel(
 def _single_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, scale, gain,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, JOIN: tl.constexpr,
-    N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
+    N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for a single token with as many key/value heads as query heads, without tl.dot, which wants 16 rows: each of the
     N positions read at a time is a running softmax of its own, and they are joined at the end."""
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, N)
     k_head = k_cache + head.to(tl.int64) * S * D
@@ -771,7 +679,7 @@ def _single_attention_kernel(
     cached = start + n[:, None] < tl.minimum(end, before)
     k = tl.load(k_head + start * D + at, mask=real & cached, other=0)
     v = tl.load(v_head + start * D + at, mask=real & cached, other=0)
-    _wait(EARLY)
+    gdc_wait(PDL)
     if split < used:
         q_row = tl.load(q + head * D + d, mask=d < D, other=0.0).to(tl.float32) * scale
         fresh = start + n[:, None] == before
@@ -837,37 +745,12 @@ def _join_splits(
 SPLIT_ROWS = 64  # up to so many query rows a key/value head, attention is bound by reading the cache: split it over positions
 
 
-@dataclass(frozen=True)
-class SplitLaunch:
-    """How the cache is cut up: into at most `programs` chunks a processor, read in tiles of `block` positions."""
-
-    programs: int
-    block: int
-    warps: int
-    stages: int
-    least: int  # up to so many positions there is one chunk
-
-
-# by compute capability and query rows a key/value head
-SPLIT_LAUNCHES = {
-    0: {1: SplitLaunch(4, 32, 4, 1, 0)},
-    80: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(2, 64, 4, 2, 0)},
-    90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 128, 8, 1, 256)},
-}
-
-
 @cache
 def _split_buffers(device: torch.device, KH: int, D: int, splits: int, M: int) -> tuple[Tensor, Tensor, Tensor]:
     """Workspace of _split_attention_kernel, kept from call to call; `arrived` is left at zero by every launch."""
     f32 = dict(dtype=torch.float32, device=device)
     arrived = torch.zeros(KH, dtype=torch.int32, device=device)
     return torch.empty(KH, splits, M, D, **f32), torch.empty(KH, splits, M, 2, **f32), arrived
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a few for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, half_sums: bool = False) -> Tensor:
@@ -910,12 +793,12 @@ def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
 def _linear_add_kernel(
     x, norm, w, scale, eps, residual,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    PACKED: tl.constexpr, EARLY: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
-    _wait(EARLY)
+    gdc_wait(PDL)
     y = tl.load(residual + rows, mask=rows < N, other=0.0).to(tl.float32)
     y += _product(w_tile, x, norm, w_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, False, FORMAT, PACKED)
     tl.store(residual + rows, y.to(residual.dtype.element_ty), mask=rows < N)
@@ -951,13 +834,13 @@ def _silu_mul(a, b):
 def _rmsnorm_swiglu_kernel(
     x, norm, w, scale, eps, out,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    PACKED: tl.constexpr, EARLY: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
     norm_tile = _vector_tile(norm, 0, cols, K, BLOCK)
-    _wait(EARLY)
+    gdc_wait(PDL)
     y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT, PACKED)
     a, b = tl.split(tl.reshape(y, [ROWS // 2, 2]))
     to = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
@@ -965,11 +848,11 @@ def _rmsnorm_swiglu_kernel(
 
 
 @jit
-def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, SATURATE: tl.constexpr, EARLY: tl.constexpr):
+def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, SATURATE: tl.constexpr, PDL: tl.constexpr):
     """silu(a) * b of neighbouring a and b. ab [T, 2 F] -> [T, F]"""
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    _wait(EARLY)
+    gdc_wait(PDL)
     at = tl.program_id(0).to(tl.int64) * F + cols
     pairs = tl.load(ab + at[:, None] * 2 + tl.arange(0, 2)[None, :], mask=cols[:, None] < F, other=0.0).to(tl.float32)
     a, b = tl.split(_saturated(pairs, SATURATE))
@@ -999,13 +882,13 @@ def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tens
 def _rmsnorm_linear_kernel(
     x, norm, w, scale, eps, out,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    PACKED: tl.constexpr, EARLY: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     w_tile = _weight_tile(w, rows, 0, cols, N, K, BLOCK)
     norm_tile = _vector_tile(norm, 0, cols, K, BLOCK)
-    _wait(EARLY)
+    gdc_wait(PDL)
     y = _product(w_tile, x, norm, norm_tile, w, scale, rows, N, eps, K, ROWS, BLOCK, True, FORMAT, PACKED)
     tl.store(out + rows, y, mask=rows < N)
 
@@ -1026,11 +909,11 @@ def cross_entropy_ref(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @jit
-def _cross_entropy_kernel(logits, targets, out, V, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _cross_entropy_kernel(logits, targets, out, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One reading of the row, with a running maximum and sum: no second copy of the logits."""
-    _start(EARLY)
+    gdc_launch_dependents(PDL)
     cols = tl.arange(0, BLOCK)
-    _wait(EARLY)
+    gdc_wait(PDL)
     row = logits + tl.program_id(0).to(tl.int64) * V
     peaks = tl.full([BLOCK], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -1052,186 +935,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     block = min(4096, triton.next_power_of_2(V))
     launch(_cross_entropy_kernel, (T,), logits.device, logits, targets, out, V, BLOCK=block, warps=max(1, block // 512))
     return out
-
-
-# ---- sample: the next token, from logits float32 [V], is written to tokens[pos] and to told[pos] (int32 [S] both).
-#      told is where the host reads: pinned memory on a GPU. It gets -1, and tokens 0, when the logits are not finite.
-#      In llama.cpp's order: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. The draw is
-#      the inverse of the cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device.
-#      Each filter keeps the tokens at or above one threshold, so equals at the edge stay together. logits are used up.
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 are off."""
-
-    temp: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64  # tokens that the penalty looks back on; -1 is all of them
-    seed: int = 0
-
-
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 24 random bits, from a seed and a position: SplitMix64's output function (Vigna, 2015)."""
-    mask = (1 << 64) - 1
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-    return ((z ^ (z >> 31)) >> 40) / (1 << 24)
-
-
-def sample_ref(logits: Tensor, tokens: Tensor, told: Tensor, pos: Tensor, s: Sampling) -> None:
-    position = int(pos)
-    token = _choose_ref(logits, tokens, position, s) if torch.isfinite(logits.sum()) else -1
-    tokens[position] = max(token, 0)
-    told[position] = token
-
-
-def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> int:
-    if s.repeat_penalty != 1:
-        first = 0 if s.repeat_last_n < 0 else max(0, position - s.repeat_last_n)
-        recent = tokens[first:position].long().unique()
-        seen = logits[recent]
-        logits[recent] = torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
-    if s.temp == 0:
-        return int(logits.argmax())
-    ranked = logits.topk(s.top_k if 0 < s.top_k < len(logits) else len(logits)).values  # what top-k keeps, best first
-    if s.top_p < 1:
-        p = ranked.softmax(0)
-        ranked = ranked[: int((p.cumsum(0) - p < s.top_p).sum().clamp(min=1))]
-    floor = ranked[-1]
-    if s.min_p > 0:
-        floor = torch.maximum(floor, ranked[0] + math.log(s.min_p))
-    p = torch.where(logits >= floor, (logits - ranked[0]) / s.temp, -torch.inf).exp()
-    cdf = p.double().cumsum(0)
-    drawn = torch.searchsorted(cdf, uniform(s.seed, position) * cdf[-1], right=True)
-    return min(int(drawn), int(p.nonzero()[-1]))
-
-
-@jit
-def _uniform(seed, index):
-    z = (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return ((z ^ (z >> 31)) >> 40).to(tl.float32) / 16777216.0
-
-
-@jit
-def _threshold(l, weights, target, low, high):
-    """The largest of the values l such that the weights of those at or above it reach the target. low and high are values
-    between which it lies: bisection, in which both ends move on to the next value there is."""
-    while low < high:
-        middle = low + (high - low) * 0.5
-        middle = tl.where(middle > low, middle, high)
-        above = l >= middle
-        reached = tl.sum(tl.where(above, weights, 0.0), 0)
-        next_above = tl.min(tl.where(above, l, float("inf")), 0)
-        next_below = tl.max(tl.where(above, float("-inf"), l), 0)
-        high = tl.where(reached == target, next_above, tl.where(reached > target, high, next_below))
-        low = tl.where(reached >= target, next_above, low)
-    return low
-
-
-@jit
-def _choose(
-    l, ids, u, temp, top_p, log_min_p,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr,
-):  # fmt: skip
-    """One of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1)."""
-    best = tl.max(l, 0)
-    if GREEDY:
-        return tl.min(tl.where(l == best, ids, 2147483647), 0)
-    floor = tl.min(tl.where(l > float("-inf"), l, best), 0)
-    if TOP_K > 0:
-        floor = _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, floor, best)
-    if TOP_P:
-        p = tl.where(l >= floor, tl.exp(l - best), 0.0)
-        floor = _threshold(l, p, tl.maximum(top_p * tl.sum(p, 0), 1e-30), floor, best)
-    if MIN_P:
-        floor = tl.maximum(floor, best + log_min_p)
-    p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0)
-    cdf = tl.cumsum(p, 0)
-    last = tl.max(tl.where(p > 0, ids, 0), 0)
-    return tl.min(tl.where((cdf > u * tl.max(cdf, 0)) & (p > 0), ids, last), 0)
-
-
-@jit
-def _sample_kernel(
-    logits, tokens, told, pos, few, arrived, seed, temp, top_p, log_min_p, penalty, window,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """With a small TOP_K, each program keeps the best of its part of the vocabulary, and the last to come chooses among
-    these; otherwise there is one part."""
-    _start(EARLY)
-    part = tl.program_id(0)
-    ids = part * BLOCK + tl.arange(0, BLOCK)
-    _wait(EARLY)
-    position = tl.load(pos)
-    if PENALTY:
-        back = tl.arange(0, WINDOW)
-        recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
-        mine = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
-        seen = tl.load(logits + recent, mask=mine, other=0.0)
-        tl.debug_barrier()  # a token seen twice is penalised once: all are read before any is written
-        tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mine)
-        tl.debug_barrier()
-    l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    bad = tl.sum(tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), 1, 0), 0)
-    u = _uniform(seed, position)
-    if PARTS == 1:
-        token = _choose(l, ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
-        tl.store(tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
-        tl.store(told + position, tl.where(bad > 0, -1, token).to(tl.int32))
-    else:
-        best = tl.max(l, 0)
-        lowest = tl.min(tl.where(ids < V, l, best), 0)
-        chosen = (l >= _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, lowest, best)) & (ids < V)
-        slot = part * KEEP + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        chosen &= slot < (part + 1) * KEEP
-        count = tl.sum(chosen.to(tl.int32), 0)
-        lane = tl.arange(0, KEEP)
-        filler = tl.where(bad > 0, float("nan"), float("-inf"))
-        tl.store(few + slot, l, mask=chosen)
-        tl.store(few + PARTS * KEEP + slot, ids.to(tl.float32, bitcast=True), mask=chosen)
-        tl.store(few + part * KEEP + lane, filler + tl.zeros([KEEP], tl.float32), mask=(lane >= count) | (bad > 0))
-        tl.debug_barrier()
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
-            tl.store(arrived, 0)
-            kept = few + tl.arange(0, PARTS * KEEP)
-            kept_l = tl.load(kept, cache_modifier=".cg")
-            kept_ids = tl.load(kept + PARTS * KEEP, cache_modifier=".cg").to(tl.int32, bitcast=True)
-            any_bad = tl.sum((kept_l != kept_l).to(tl.int32), 0)
-            chosen_id = _choose(kept_l, kept_ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
-            tl.store(tokens + position, tl.where(any_bad > 0, 0, chosen_id).to(tl.int32))
-            tl.store(told + position, tl.where(any_bad > 0, -1, chosen_id).to(tl.int32))
-
-
-KEEP = 64  # logits that a part keeps at most: top-k up to so many is chosen in parts
-
-
-@cache
-def _few(device: torch.device, parts: int) -> tuple[Tensor, Tensor]:
-    """Workspace of _sample_kernel: what each part kept (logits, then ids), and how many parts are done."""
-    return torch.zeros(2 * parts * KEEP, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def sample(logits: Tensor, tokens: Tensor, told: Tensor, pos: Tensor, s: Sampling) -> None:
-    V = len(logits)
-    window = len(tokens) if s.repeat_last_n < 0 else s.repeat_last_n
-    top_k = 1 if s.temp == 0 else s.top_k if s.top_k < V else 0
-    block = 1024 if 0 < top_k <= KEEP else triton.next_power_of_2(V)
-    parts = triton.next_power_of_2(triton.cdiv(V, block))
-    on = dict(TOP_K=top_k, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0)
-    on |= dict(PENALTY=s.repeat_penalty != 1 and window > 0, WINDOW=triton.next_power_of_2(max(window, 1)))
-    launch(
-        _sample_kernel, (parts,), logits.device, logits, tokens, told, pos, *_few(logits.device, parts),
-        s.seed, max(s.temp, 1e-6), s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window,
-        **on, V=V, BLOCK=block, PARTS=parts, KEEP=KEEP, warps=min(16, max(4, block // 1024)),
-    )  # fmt: skip
 
 
 reference = SimpleNamespace(

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import DTYPES, find_checkpoint, load, pick_device, read_config, save_fp8
 from fp8 import TYPES
-from kernels import INTERPRETED, Sampling
-from model import DTYPES, KVCache, Timings, find_checkpoint, generate, load, pick_device, read_config, save_fp8
+from launch import INTERPRETED
+from model import KVCache, Timings, generate
+from sampling import Sampling
 from tokenizer import TEMPLATES, TextStream, Tokenizer, recognise_template
 
 DEFAULT_MODEL = Path(__file__).parent / "models" / "tales"

@@ -33,10 +33,15 @@ if DEVICE.type == "cpu" and "COMPILE_FOR" not in os.environ:
 import bench
 import fp8
 import kernels
+import launch
+import quality
 import run
-from fp8 import tl
-from kernels import Matrix, Sampling
-from model import CHUNK, Config, KVCache, Timings, check_memory, generate, load, read_config, rope_table, save_fp8
+import sampling
+from checkpoint import check_memory, load, read_config, save_fp8
+from kernels import Matrix
+from launch import tl
+from model import CHUNK, Config, KVCache, Timings, generate, rope_table
+from sampling import Sampling
 from tokenizer import BOS, EOS, TEMPLATES, Control, TextStream, Tokenizer, recognise_template
 
 HERE = Path(__file__).parent
@@ -343,21 +348,21 @@ def read_config_like(**fields) -> Config:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and what is not finite on purpose
-needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton exists on Linux only")
+needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
 ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one last place each
 
 
 @pytest.fixture(autouse=True)
 def sound_interpreter(monkeypatch):
     """Triton's interpreter truncates from fp32 to bf16; the hardware rounds to the nearest."""
-    if kernels.triton is None or DEVICE.type == "cuda":
+    if launch.triton is None or DEVICE.type == "cuda":
         return
     from triton.runtime import interpreter
 
     original = interpreter._convert_float
 
     def convert(data, source, target, rounding):
-        if (source, target) != (kernels.tl.float32, kernels.tl.bfloat16):
+        if (source, target) != (tl.float32, tl.bfloat16):
             return original(data, source, target, rounding)
         return torch.from_numpy(data.astype("float32")).bfloat16().view(torch.int16).numpy().view("uint16")
 
@@ -471,10 +476,10 @@ def test_op_equals_its_reference(dtype, heads, before, T, guarded):
 
 
 @needs_triton
-@pytest.mark.parametrize("launch", [(2, 32, 4), (4, 16, 2), (8, 64, 4)], ids=str)
-def test_products_do_not_depend_on_how_they_are_cut(launch, monkeypatch):
-    monkeypatch.setattr(kernels, "LAUNCHES", {0: {1: dict.fromkeys(kernels.OPS, {0: kernels.Launch(*launch)})}})
-    for op in kernels.OPS:
+@pytest.mark.parametrize("cut", [(2, 32, 4), (4, 16, 2), (8, 64, 4)], ids=str)
+def test_products_do_not_depend_on_how_they_are_cut(cut, monkeypatch):
+    monkeypatch.setattr(kernels, "LAUNCHES", {0: {1: dict.fromkeys(launch.OPS, {0: launch.Launch(*cut)})}})
+    for op in launch.OPS:
         arguments, _ = op_arguments(op, torch.float16, (4, 2, 16), 1, 5)
         exact = getattr(kernels.reference, op)(*[as_fp32(a) for a in arguments])
         ours = getattr(kernels.fused, op)(*arguments)
@@ -485,7 +490,7 @@ def test_products_do_not_depend_on_how_they_are_cut(launch, monkeypatch):
 @pytest.mark.parametrize("split", [(4, 16, 4, 1, 0), (64, 16, 4, 1, 0), (1, 32, 4, 2, 64)], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2, 16), (8, 1, 32), (4, 2, 136)], ids=str)
 def test_attention_does_not_depend_on_how_it_is_split(heads, split, monkeypatch):
-    monkeypatch.setattr(kernels, "SPLIT_LAUNCHES", {0: {1: kernels.SplitLaunch(*split)}})
+    monkeypatch.setattr(kernels, "SPLIT_LAUNCHES", {0: {1: launch.SplitLaunch(*split)}})
     for T, before in ((1, 0), (1, 200), (3, 300)):
         arguments, _ = op_arguments("attention", torch.float16, heads, T, before)
         exact = kernels.attention_ref(*[as_fp32(a) for a in arguments])
@@ -618,7 +623,7 @@ def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_ops_read_8_bit_matrices(dtype, form, T):
     """Against the reference with the same weights decoded: reading them adds no error of its own. All codes occur."""
-    for op in kernels.OPS:
+    for op in launch.OPS:
         arguments, _ = op_arguments(op, dtype, (4, 2, 16), T, 5)
         arguments = [a.encoded(form) if isinstance(a, Matrix) else a for a in arguments]
         dense = [decoded(a) if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
@@ -661,7 +666,7 @@ def test_kernels_encode_as_torch_does():
     )
     codes = torch.empty(len(x), dtype=torch.int8, device=DEVICE)
 
-    @kernels.jit
+    @launch.jit
     def encode(x, codes, N, BLOCK: tl.constexpr):
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         tl.store(codes + at, fp8.encode_tile(tl.load(x + at, mask=at < N)), mask=at < N)
@@ -738,14 +743,14 @@ def test_half_sums_saturate():
         assert set(cache[:, :T].unique().tolist()) == {-65504.0, 5.0, 65504.0}
     out = torch.empty(T, 64, dtype=torch.float16, device=DEVICE)
     ab = torch.full((T, 128), torch.inf, dtype=torch.float16, device=DEVICE)
-    kernels.launch(kernels._swiglu_kernel, (T, 1), out.device, ab, out, 64, BLOCK=1024, SATURATE=True)
+    launch.launch(kernels._swiglu_kernel, (T, 1), out.device, ab, out, 64, BLOCK=1024, SATURATE=True)
     assert (out == 65504).all()
 
 
 @needs_triton
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the library sums up halves in half precision on a GPU only")
 def test_a_prompt_beyond_65504_stays_finite_with_half_sums():
-    for op in kernels.OPS:
+    for op in launch.OPS:
         arguments = op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0]
         arguments = [Matrix(a.data * 1e4, half_sums=True) if isinstance(a, Matrix) else a for a in arguments]
         y = getattr(kernels.fused, op)(*arguments)
@@ -816,16 +821,17 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     recorded = []
 
     def record(kernel, grid, device, *arguments, warps=4, stages=1, **constants):
-        recorded.append((kernel, arguments, constants | {"EARLY": arch >= 90}, warps, stages))
+        recorded.append((kernel, arguments, constants | {"PDL": arch >= 90}, warps, stages))
 
-    kernels.launch, kernels.capability, kernels.processors = record, lambda device: arch, lambda device: 128
+    for module in (launch, kernels, sampling):
+        module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     shapes = [((8, 8, 128), T) for T in (1, 100, 3, 60)] + [((8, 1, 64), T) for T in (1, 3)]
     shapes += [((4, 2, 256), T) for T in (1, 100)] + [((2, 2, 256), 1)]
     for heads, T in shapes if dtype == torch.float16 else shapes[:2]:
         for op in OPS:
             getattr(kernels.fused, op)(*op_arguments(op, dtype, heads, T, 300)[0])
     for form, T in (("e4m3", 1), ("e5m2", 1), ("e4m3", 3)):
-        for op in kernels.OPS:
+        for op in launch.OPS:
             arguments = op_arguments(op, dtype, (8, 8, 128), T, 300)[0]
             getattr(kernels.fused, op)(*[a.encoded(form) if isinstance(a, Matrix) else a for a in arguments])
     one = torch.zeros(1, dtype=torch.int32)
@@ -838,9 +844,9 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     if dtype == torch.float16:
         halves = [torch.zeros(8, 500, 128, dtype=dtype) for _ in range(2)]
         kernels.fused.attention(torch.zeros(100, 8, 128, dtype=dtype), *halves, one, True)
-    for sampling in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
+    for settings in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
         tokens, told = (torch.zeros(512, dtype=torch.int32) for _ in range(2))
-        kernels.fused.sample(torch.zeros(32000), tokens, told, one, sampling)
+        kernels.fused.sample(torch.zeros(32000), tokens, told, one, settings)
     return recorded
 
 
@@ -870,7 +876,7 @@ def compile_kernels(arch: int) -> None:
             done.add(key)
             options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90)
             source = ASTSource(kernel, signature, constexprs, aligned)
-            compiled = kernels.triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+            compiled = launch.triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
             assert compiled.asm["cubin"]
             assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (key, compiled.metadata.shared)
             assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90), key
@@ -888,7 +894,7 @@ def test_kernels_compile_ahead_of_time(arch):
     command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    source = (HERE / "kernels.py").read_text()
+    source = "".join((HERE / file).read_text() for file in ("kernels.py", "sampling.py"))
     every = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
     assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
 
@@ -1321,7 +1327,7 @@ def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
 
 
 def test_a_model_that_does_not_fit_says_so_before_allocating(cli, tiny, monkeypatch):
-    monkeypatch.setattr("model.free_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("checkpoint.free_memory", lambda device: 1_000_000)
     code, _, err = cli("-m", tiny, "-p", "a")
     assert code == 1 and "weights" in err and "cache of 256 tokens" in err and "(-c)" in err and err.count("\n") == 1
     with pytest.raises(MemoryError, match="GB"):
@@ -1485,15 +1491,15 @@ def test_a_model_is_saved_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
     refused("file", "file is not an empty folder")
     refused("no/where", "no is not there: make that folder first")
     with monkeypatch.context() as patch:
-        patch.setattr("model.free_memory", lambda device: 100_000)
+        patch.setattr("checkpoint.free_memory", lambda device: 100_000)
         refused("new", "try a smaller")
     with monkeypatch.context() as patch:
-        patch.setattr("model.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(1, 1, 0))
+        patch.setattr("checkpoint.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(1, 1, 0))
         refused("new", "has 0.00 GB free: save elsewhere")
     for error, expected, code in ((OSError("No space left"), "No space left", 1), (KeyboardInterrupt(), "", 130)):
         for step in ("read_weights", "save_file"):
             with monkeypatch.context() as patch:
-                patch.setattr(f"model.{step}", fails(error))
+                patch.setattr(f"checkpoint.{step}", fails(error))
                 refused("new", expected, code)
     assert cli("-m", copy, "--save-fp8", tmp_path / "empty", "--quiet") == (0, "", "")
     assert (tmp_path / "empty" / "model.safetensors").stat().st_mode & 0o777 == (copy / "config.json").stat().st_mode & 0o777
@@ -1594,7 +1600,7 @@ def test_bytes_of_a_decode_step_are_the_matrices_and_the_cache(tiny):
 def test_windows_count_every_token_once():
     for count, ctx, stride in ((100, 16, 16), (100, 16, 5), (7, 16, 16), (33, 16, 1)):
         counted = []
-        for start, end, first in bench.windows(count, ctx, stride):
+        for start, end, first in quality.windows(count, ctx, stride):
             assert start <= first <= end <= start + ctx
             counted += range(first, end)
         assert counted == list(range(count))
@@ -1606,11 +1612,11 @@ def test_perplexity_equals_transformers(tiny, stride):
 
     model, theirs = load(tiny, dtype="fp32", device="cpu"), LlamaForCausalLM.from_pretrained(tiny)
     ids, ctx, losses = torch.randint(3, 300, (70,)).tolist(), 24, []
-    *_, quality = bench.perplexity(model, ids, 1, ctx, stride, against=model)
-    for start, end, first in bench.windows(len(ids), ctx, stride):
+    *_, measured = quality.perplexity(model, ids, 1, ctx, stride, against=model)
+    for start, end, first in quality.windows(len(ids), ctx, stride):
         log_p = oracle(theirs, [1, *ids[start : end - 1]]).log_softmax(-1)
         losses += [-log_p[i - start, ids[i]].item() for i in range(first, end)]
-    report = quality.report(text_bytes=200)
+    report = measured.report(text_bytes=200)
     assert report["tokens"] == 70
     assert abs(report["perplexity"] / torch.tensor(losses).double().mean().exp().item() - 1) < 1e-4
     assert abs(report["bits_per_byte"] - sum(losses) / 0.6931471805599453 / 200) < 1e-4

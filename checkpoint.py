@@ -1,0 +1,712 @@
+"""What lies on disk: configuration, tensors in each layout, the check of memory, loading, saving."""
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+import fp8
+import kernels
+import launch
+from kernels import Matrix
+from model import CHUNK, Config, LayerWeights, Llama, RopeScaling, Weights
+from tokenizer import SIGNS, read_json, recognise_template, tokenizer_file
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+# ---- configuration
+
+
+class Fields:
+    """Checked access to the fields of a JSON object: every complaint names the file, the field and its value."""
+
+    def __init__(self, file: Path, raw: dict | None = None):
+        self.file = file
+        self.raw = read_json(file) if raw is None else raw
+
+    def number(self, name: str, low: float, high: float, default: float | None = None, kind: type = int):
+        value = self.raw.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ValueError(f"{self.file} lacks the field {name}")
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+        if not fits or kind is int and value != int(value):
+            raise ValueError(f"{self.file}: {name} is {value!r}; it must be {_article(kind)} from {low:g} to {high:g}")
+        return kind(value)
+
+    def sub(self, name: str) -> "Fields | None":
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.file}: {name} is {value!r}; it must be an object")
+        return Fields(self.file, value)
+
+    def refuse_unless(self, name: str, *allowed) -> None:
+        """For a field that changes the result in a way not implemented here."""
+        value = self.raw.get(name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"{self.file}: {name} is {value!r}, which is not supported (supported: {_listed(allowed)})")
+
+
+def _article(kind: type) -> str:
+    return "a whole number" if kind is int else "a number"
+
+
+def _listed(values: tuple) -> str:
+    return ", ".join("absent" if value is None else json.dumps(value) for value in values)
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration of a Hugging Face folder (config.json) or of Meta's own (params.json). Raises ValueError."""
+    if (folder / "config.json").is_file():
+        config = _hugging_face_config(folder)
+    elif (folder / "params.json").is_file():
+        config = _meta_config(folder)
+    else:
+        raise FileNotFoundError(f"{folder} holds neither config.json nor params.json: not a checkpoint")
+    if config.n_heads % config.n_kv_heads:
+        raise ValueError(f"{folder}: {config.n_heads} query heads cannot share {config.n_kv_heads} key/value heads evenly")
+    if config.head_dim % 2:
+        raise ValueError(f"{folder}: head_dim is {config.head_dim}; RoPE needs an even one")
+    return config
+
+
+def _hugging_face_config(folder: Path) -> Config:
+    f = Fields(folder / "config.json")
+    f.refuse_unless("model_type", "llama", "mistral")
+    f.refuse_unless("hidden_act", "silu")
+    for name in ("attention_bias", "mlp_bias"):
+        f.refuse_unless(name, False, None)
+    f.refuse_unless("quantization_config", None)
+    f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
+    n_heads = f.number("num_attention_heads", 1, 1024)
+    dim = f.number("hidden_size", 1, 1 << 17)
+    max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
+    f.refuse_unless("tie_word_embeddings", False, True, None)
+    if f.raw.get("model_type") == "mistral":
+        f.raw.setdefault("sliding_window", 4096)  # transformers' default
+    if f.raw.get("head_dim") is None and dim % n_heads:
+        raise ValueError(f"{f.file}: hidden_size is {dim}, not a multiple of num_attention_heads {n_heads}")
+    theta, scaling = _rope(f, max_seq_len)
+    generation = Fields(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else f
+    bos, eos = (generation if generation.raw.get(name) is not None else f for name in ("bos_token_id", "eos_token_id"))
+    vocab_size = f.number("vocab_size", 1, 1 << 22)
+    return Config(
+        dim=dim,
+        n_layers=f.number("num_hidden_layers", 1, 1024),
+        n_heads=n_heads,
+        n_kv_heads=f.number("num_key_value_heads", 1, 1024, n_heads),
+        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
+        hidden_dim=f.number("intermediate_size", 1, 1 << 20),
+        vocab_size=vocab_size,
+        norm_eps=f.number("rms_norm_eps", 0, 1, 1e-6, float),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_seq_len=max_seq_len,
+        sliding_window=f.number("sliding_window", 1, 1 << 24) if f.raw.get("sliding_window") is not None else None,
+        tie_embeddings=bool(f.raw.get("tie_word_embeddings", False)),
+        dtype=_stored_dtype(f),
+        bos_id=bos.number("bos_token_id", 0, vocab_size - 1) if bos.raw.get("bos_token_id") is not None else None,
+        eos_ids=_ids(eos, "eos_token_id", vocab_size),
+    )
+
+
+def _stored_dtype(f: Fields) -> torch.dtype | None:
+    name = f.raw.get("dtype") or f.raw.get("torch_dtype")
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, None: None}
+    if not isinstance(name, str | None) or name not in known:
+        raise ValueError(f"{f.file}: torch_dtype is {name!r}, which is not supported (float32, float16, bfloat16)")
+    return known[name]
+
+
+def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
+    value = f.raw.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for i in ids:
+        if type(i) is not int or not 0 <= i < vocab_size:
+            raise ValueError(f"{f.file}: {name} is {value!r}; it must hold ids below vocab_size {vocab_size}")
+    return tuple(ids)
+
+
+def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
+    """theta and scaling, from rope_parameters or from the older rope_theta and rope_scaling."""
+    rope, older = f.sub("rope_parameters"), f.sub("rope_scaling")
+    if rope and older and rope.raw != older.raw:
+        raise ValueError(f"{f.file}: rope_parameters and rope_scaling say different things: {rope.raw} and {older.raw}")
+    rope = rope or older
+    theta_from = rope if rope and rope.raw.get("rope_theta") is not None else f
+    theta = theta_from.number("rope_theta", 1, 1e12, 10000.0, float)
+    if rope is None:
+        return theta, None
+    if "type" in rope.raw and "rope_type" not in rope.raw:
+        rope.raw["rope_type"] = rope.raw["type"]
+    rope.refuse_unless("rope_type", "default", "linear", "llama3")
+    rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
+    kind = rope.raw.get("rope_type", "default")
+    if kind == "default":
+        return theta, None
+    factor = rope.number("factor", 1, 1e6, None, float)
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
+    low, high = (rope.number(f"{name}_freq_factor", 1e-6, 1e6, None, float) for name in ("low", "high"))
+    if low >= high:
+        raise ValueError(f"{f.file}: high_freq_factor is {high:g}; it must be above low_freq_factor {low:g}")
+    return theta, RopeScaling("llama3", factor, low, high, rope.number("original_max_position_embeddings", 1, 1 << 24, None))
+
+
+def _meta_config(folder: Path) -> Config:
+    f = Fields(folder / "params.json")
+    f.refuse_unless("use_scaled_rope", False, None)
+    dim, n_heads = f.number("dim", 1, 1 << 17), f.number("n_heads", 1, 1024)
+    if dim % n_heads:
+        raise ValueError(f"{f.file}: dim is {dim}, not a multiple of n_heads {n_heads}")
+    multiple_of = f.number("multiple_of", 1, 1 << 17, 256)
+    # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
+    hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
+    vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
+    if vocab_size < 1:  # "as the tokenizer": every shard of Meta's holds all rows of the embedding, and a part of its columns
+        shapes = {part.name: part.shape for part in _parts(_tensor_files(folder, hugging_face=False)[0])}
+        vocab_size = next(iter(shapes.get("tok_embeddings.weight", ())), 1)
+    return Config(
+        dim=dim,
+        n_layers=f.number("n_layers", 1, 1024),
+        n_heads=n_heads,
+        n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
+        head_dim=dim // n_heads,
+        hidden_dim=multiple_of * -(-hidden // multiple_of),
+        vocab_size=vocab_size,
+        norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
+        rope_theta=f.number("rope_theta", 1, 1e12, 10000.0, float),
+    )
+
+
+# ---- checkpoint: the tensors of a folder by Meta's names, each read from disk when it is asked for
+
+HF_NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+
+
+@dataclass
+class Part:
+    """One tensor of one file; a tensor of Meta's checkpoints is split over several."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Checkpoint:
+    """The tensors of a folder. Nothing is read before `read`, and each file is mapped anew for each tensor: pages of a
+    mapping count as this process's memory until it goes, and the model must never be in memory twice."""
+
+    def __init__(self, folder: Path, config: Config):
+        self.folder, self.config = folder, config
+        self.form = saved_form(folder)  # of the matrices, where they are stored in 8 bits
+        self.hugging_face = not self.form and (folder / "config.json").is_file()
+        self.shapes = config.saved_shapes() if self.form else config.shapes()
+        self.parts: dict[str, list[Part]] = {}
+        for file in [folder / SAVED] if self.form else _tensor_files(folder, self.hugging_face):
+            for part in _parts(file):
+                name = _meta_name(part.name) if self.hugging_face else part.name
+                if not name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # derived from the config
+                    self._check_type(name, part)
+                    self.parts.setdefault(name, []).append(part)
+        if config.tie_embeddings:
+            self.parts.pop("output.weight", None)
+        self._check(self.shapes)
+
+    def _check_type(self, name: str, part: Part) -> None:
+        types = [*DTYPES.values()]
+        if self.form and not name.endswith(".weight"):
+            types = [torch.float32 if name.endswith(".scale") else torch.int8]
+        if part.dtype not in types:
+            listed = ", ".join(str(t).removeprefix("torch.") for t in types)
+            raise ValueError(f"{part.file}: {part.name} has a type other than {listed}")
+
+    def _check(self, expected: dict[str, tuple[int, ...]]) -> None:
+        problems = [f"{self._name_in_file(name)} is missing" for name in expected if name not in self.parts]
+        for name, parts in self.parts.items():
+            if name not in expected:
+                problems.append(f"{parts[0].name} is unexpected")
+            elif self._split_axis(name, expected[name]) is None:
+                shapes = " + ".join(str(list(part.shape)) for part in parts)
+                problems.append(f"{parts[0].name} is {shapes}, expected {list(expected[name])}")
+        if problems:
+            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise ValueError(f"{self.folder}: the tensors do not fit the config: {shown}")
+
+    def _split_axis(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """The axis along which the parts make up `shape`, any when it is whole (Meta's shards repeat the norms); None if they
+        do not."""
+        parts, first = self.parts[name], self.parts[name][0].shape
+        if any(part.shape != first for part in parts) or len(first) != len(shape):
+            return None
+        repeated = not self.hugging_face and len(shape) == 1
+        for axis in range(len(shape)):
+            count = 1 if repeated else len(parts)
+            if (*first[:axis], first[axis] * count, *first[axis + 1 :]) == shape:
+                return axis
+        return None
+
+    def _name_in_file(self, name: str) -> str:
+        """A tensor's name as the checkpoint's own kind writes it."""
+        if not self.hugging_face:
+            return name
+        names = {meta: theirs for theirs, meta in HF_NAMES.items()}
+        layer, stem = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", name).groups()
+        return f"model.{layer}{names[stem]}.weight" if layer else f"{names[stem]}.weight"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        stored = self.parts["tok_embeddings.weight"][0].dtype
+        return stored if self.form else self.config.dtype or stored
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.config.shapes().values())
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor; rows of wq and wk come in Meta's RoPE convention, interleaved pairs."""
+        parts, shape = self.parts[name], self.shapes[name]
+        if parts[0].shape == shape:
+            tensor = _read(parts[0])
+        else:
+            tensor = torch.cat([_read(part) for part in parts], self._split_axis(name, shape))
+        if self.hugging_face and name.endswith(("wq.weight", "wk.weight")):
+            D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
+            tensor = tensor.view(-1, 2, D // 2, shape[1]).transpose(1, 2).reshape(shape)
+        return tensor
+
+    def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
+        """What is wrong with the first tensor that holds NaN or inf, as it is or once converted to dtype. Codes and scales are
+        not converted, and were checked when they were read."""
+        for part in (part for name, parts in self.parts.items() if name.endswith(".weight") for part in parts):
+            tensor = _read(part)
+            if not torch.isfinite(tensor).all():
+                return f"{part.name} in {part.file.name} holds NaN or inf"
+            if not torch.isfinite(tensor.to(dtype)).all():
+                return f"{part.name} in {part.file.name} holds values beyond the range of {dtype}; try --dtype fp32"
+        return None
+
+
+def _meta_name(name: str) -> str:
+    layer = re.fullmatch(r"model\.(layers\.\d+\.)(.+)\.weight", name)
+    prefix, stem = layer.groups() if layer else ("", name.removesuffix(".weight"))
+    return f"{prefix}{HF_NAMES[stem]}.weight" if stem in HF_NAMES else name
+
+
+def _tensor_files(folder: Path, hugging_face: bool) -> list[Path]:
+    if not hugging_face:
+        files = sorted(folder.glob("consolidated.*.pth"))
+        if not files:
+            raise FileNotFoundError(f"{folder} holds params.json but no consolidated.*.pth")
+        return files
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / f"{single}.index.json").is_file():
+            return _indexed_files(folder / f"{single}.index.json")
+        if (folder / single).is_file():
+            return [folder / single]
+    raise FileNotFoundError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin, or an index of their shards)")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = Fields(index).raw.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} lacks the field weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith((".safetensors", ".bin")):
+            raise ValueError(f"{index} names {name!r}, which is not a file of its own folder")
+        if not (index.parent / name).is_file():
+            raise FileNotFoundError(f"{index} names {name}, which is missing")
+    return [index.parent / name for name in names]
+
+
+def _parts(file: Path) -> list[Part]:
+    """What a file holds, from its header alone."""
+    if file.suffix == ".safetensors":
+        types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+        with _opened(file) as f:
+            slices = {name: f.get_slice(name) for name in f.keys()}
+            return [Part(file, n, tuple(s.get_shape()), types.get(s.get_dtype())) for n, s in slices.items()]
+    return [Part(file, n, tuple(t.shape), t.dtype) for n, t in _unpickle(file).items()]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator:
+    """A safetensors file, for its header."""
+    try:
+        with safe_open(file, "pt") as f:
+            yield f
+    except OSError:
+        raise
+    except Exception as error:  # the library's SafetensorError
+        raise ValueError(f"{file} is not a sound safetensors file: {error}") from None
+
+
+def _read(part: Part) -> Tensor:
+    if part.file.suffix == ".safetensors":
+        with safe_open(part.file, "pt") as f:
+            return f.get_tensor(part.name)
+    return _unpickle(part.file)[part.name]
+
+
+def _unpickle(file: Path) -> dict[str, Tensor]:
+    """The tensors of a .bin or .pth, mapped, through torch's unpickler that runs no code."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed")  # torch never does that, and a few bytes could unpack to any size
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(tensors, dict) or not all(isinstance(n, str) and _is_plain(t) for n, t in tensors.items()):
+            raise ValueError("it holds something other than named, dense tensors")
+        return tensors
+    except OSError:
+        raise
+    except zipfile.BadZipFile:
+        raise ValueError(f"{file} is not in torch's zip format: save it anew with a torch from 1.6 on") from None
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{file} is not a checkpoint that can be read safely: {reason}") from None
+
+
+def _is_plain(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+def find_checkpoint(name: str) -> Path:
+    """A folder, or a Hugging Face repository id ("owner/name") that is already in the local hub cache."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FileNotFoundError(f"{name} is a file; -m takes the folder of a checkpoint")
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    repository = hub / f"models--{name.replace('/', '--')}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and (repository / "refs" / "main").is_file():
+        return repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    raise FileNotFoundError(f"no such folder, and no such repository in the hub cache {hub}: {name}")
+
+
+def read_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype, device: torch.device, form: str = ""
+) -> Weights:
+    """Each tensor goes from the file to its place on the device, one at a time: matrices in `stored`, or encoded in the 8-bit
+    `form`, or as they are where the file has them in it; all else in dtype (the norms are small, and of the embedding a token
+    reads one row)."""
+    c = checkpoint.config
+    total = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    bar = tqdm(total=total, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
+
+    def read(name: str) -> Tensor:
+        tensor = checkpoint.read(name)
+        bar.update(tensor.numel())
+        if device.type == "cuda":
+            return tensor.pin_memory()  # so that it is copied while the next is read
+        return tensor.float() if tensor.is_floating_point() else tensor  # torch is slow from one 16-bit type to another
+
+    def vector(name: str) -> Tensor:
+        return read(f"{name}.weight").to(device, dtype, copy=True, non_blocking=True)
+
+    def finished(name: str, data: Tensor) -> Matrix:
+        if not form:
+            return Matrix(data)
+        try:
+            return Matrix(*fp8.encode(data, form, *room[name]), form)
+        except ValueError as error:
+            raise ValueError(checkpoint.first_bad_tensor(stored) or str(error)) from None
+
+    def empty(rows: int, columns: int) -> Tensor:
+        return (
+            workspace[: rows * columns].view(rows, columns) if form else torch.empty(rows, columns, dtype=stored, device=device)
+        )
+
+    def stacked(name: str, *sources: str) -> Matrix:
+        """The matrices one below the other."""
+        shapes = [checkpoint.shapes[f"{source}.weight"] for source in sources]
+        data = empty(sum(rows for rows, _ in shapes), shapes[0][1])
+        for part, source in zip(data.split([rows for rows, _ in shapes]), sources, strict=True):
+            part.copy_(read(f"{source}.weight"), non_blocking=True)
+        return finished(name, data)
+
+    def alternating(name: str, a: str, b: str) -> Matrix:
+        """The rows of two matrices in turn."""
+        data = empty(2 * c.hidden_dim, c.dim)
+        for i, source in enumerate((a, b)):
+            data[i::2].copy_(read(f"{source}.weight"), non_blocking=True)
+        return finished(name, data)
+
+    def as_saved(name: str) -> Matrix:
+        data, scale = (read(part).to(device, copy=True, non_blocking=True) for part in (name, f"{name}.scale"))
+        try:
+            fp8.check(data, scale, form)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.folder / SAVED}: {name} has {error}: save it anew from the original") from None
+        return Matrix(data, scale, form)
+
+    def layer(i: int) -> LayerWeights:
+        at, ff, name = f"layers.{i}.attention", f"layers.{i}.feed_forward", f"layers.{i}"
+        norms = {norm: vector(f"{name}.{norm}") for norm in ("attention_norm", "ffn_norm")}
+        if checkpoint.form:
+            return LayerWeights(**norms, **{matrix: as_saved(f"{name}.{matrix}") for matrix in ("wqkv", "wo", "w13", "w2")})
+        return LayerWeights(
+            **norms,
+            wqkv=stacked(f"{name}.wqkv", f"{at}.wq", f"{at}.wk", f"{at}.wv"),
+            wo=stacked(f"{name}.wo", f"{at}.wo"),
+            w13=alternating(f"{name}.w13", f"{ff}.w1", f"{ff}.w3"),
+            w2=stacked(f"{name}.w2", f"{ff}.w2"),
+        )
+
+    if form and not checkpoint.form:  # what stays is allocated first, and all is encoded in one place: memory is not cut up
+        shapes = {name: shape for name, shape in c.saved_shapes().items() if f"{name}.scale" in c.saved_shapes()}
+        room = {
+            name: (torch.empty(s, dtype=torch.int8, device=device), torch.empty(s[0], device=device))
+            for name, s in shapes.items()
+        }
+        workspace = torch.empty(max(map(math.prod, shapes.values())), dtype=stored, device=device)
+    with bar:
+        embedding, layers = vector("tok_embeddings"), [layer(i) for i in range(c.n_layers)]
+        if checkpoint.form:
+            return Weights(embedding, layers, vector("norm"), as_saved("output"))
+        if c.tie_embeddings and not form:
+            return Weights(embedding, layers, vector("norm"), Matrix(embedding.to(stored)))
+        return Weights(embedding, layers, vector("norm"), stacked("output", "tok_embeddings" if c.tie_embeddings else "output"))
+
+
+# ---- a model saved in 8 bits: a folder whose model.safetensors says so in its metadata, with what else a checkpoint has
+
+SAVED = "model.safetensors"
+LAYOUT = "1"  # of such a file; another is refused
+
+
+def saved_form(folder: Path) -> str:
+    """The 8-bit format of a folder that save_fp8 wrote, "" for any other. Raises ValueError."""
+    file = folder / SAVED
+    if not file.is_file():
+        return ""
+    with _opened(file) as f:
+        metadata = f.metadata() or {}
+    version, form = metadata.get("fused-llama", ""), metadata.get("fp8")
+    if version and version != LAYOUT:
+        raise ValueError(f"{file} was saved by another version of fused-llama: save it anew from the original")
+    if version and form not in fp8.TYPES:
+        raise ValueError(f"{file}: fp8 is {form!r}, which is not supported (supported: {', '.join(fp8.TYPES)})")
+    return form if version else ""
+
+
+def save_fp8(name: str, target: str, form: str = "e4m3", dtype: str = "auto", device: str = "auto") -> Path:
+    """Write a checkpoint with its matrices in 8 bits to the folder `target`, which must be new or empty: whole or not at all.
+    Returns its model.safetensors. The norms and the embedding are in dtype; auto is the checkpoint's own, on a CPU too.
+
+    Raises ValueError, OSError or MemoryError, in one line that says what to do.
+    """
+    folder, to = find_checkpoint(name), Path(target).expanduser().resolve()
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise FileExistsError(f"{to} is not an empty folder: save to a new one")
+    if not to.parent.is_dir():
+        raise FileNotFoundError(f"{to.parent} is not there: make that folder first")
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder, config)
+    if checkpoint.form:
+        raise ValueError(f"{folder} holds {checkpoint.form} matrices already: save from the original")
+    on, as_dtype = pick_device(device), DTYPES.get(dtype, checkpoint.dtype)
+    check_memory(config, as_dtype, on, 1, form)
+    sizes = {"weight": as_dtype.itemsize, "scale": 4}
+    need = sum(math.prod(shape) * sizes.get(n.rsplit(".")[-1], 1) for n, shape in config.saved_shapes().items())
+    free = shutil.disk_usage(to.parent).free
+    if need > free:
+        raise OSError(f"the model takes {need / 1e9:.2f} GB, but {to.parent} has {free / 1e9:.2f} GB free: save elsewhere")
+    made = to.with_name(f".{to.name}.{os.getpid()}")
+    made.mkdir()
+    try:
+        _copy_what_is_small(folder, made, config)
+        with torch.inference_mode():
+            weights = read_weights(checkpoint, as_dtype, checkpoint.dtype, on, form)
+        save_file(_saved_tensors(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": form})
+        (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library's own is for the owner alone
+        made.rename(to)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return to / SAVED
+
+
+def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
+    """All that read_config, Tokenizer and recognise_template read, so that they find in `to` what they find in the folder."""
+    names = ["config.json", "generation_config.json", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"]
+    for file in (*(folder / name for name in names), tokenizer_file(folder)):
+        if file and file.is_file():
+            shutil.copyfile(file, to / file.name)
+    if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: as in files that are not copied
+        (to / "params.json").write_text(json.dumps(read_json(folder / "params.json") | {"vocab_size": config.vocab_size}))
+    beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}
+    template = recognise_template(folder, beside)
+    if template not in ("plain", recognise_template(to, beside)):  # it was recognised from the folder's path
+        with (to / "chat_template.jinja").open("a") as file:
+            file.write(f"{{# {next(sign for sign, name in SIGNS.items() if name == template)} #}}\n")
+
+
+def _saved_tensors(w: Weights) -> dict[str, Tensor]:
+    """The tensors on the CPU, by the names of Config.saved_shapes."""
+    tensors, named = {}, {"tok_embeddings": w.embedding, "norm": w.norm, "output": w.output}
+    named |= {f"layers.{i}.{name}": value for i, layer in enumerate(w.layers) for name, value in vars(layer).items()}
+    for name, value in named.items():
+        if isinstance(value, Matrix):
+            tensors |= {name: value.data.cpu(), f"{name}.scale": value.scale.cpu()}
+        else:
+            tensors[f"{name}.weight"] = value.cpu()
+    return tensors
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {name} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)  # where Triton launches
+    return device
+
+
+def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """auto is the checkpoint's own, except for half floats on a CPU: bf16 where the CPU multiplies it, otherwise fp32."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda" or stored == torch.float32:
+        return stored
+    multiplies_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if multiplies_bf16 else torch.float32
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated; None where the system does not say (no GPU and no /proc/meminfo)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1))
+    except (OSError, AttributeError):
+        return None
+
+
+def check_memory(
+    config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int, form: str = "", kv_fp8: bool = False
+) -> None:
+    """Raise MemoryError when weights, cache and workspace will not fit, before any of it is allocated."""
+    c, size = config, dtype.itemsize
+    matrices = sum(math.prod(shape) for name, shape in c.shapes().items() if len(shape) == 2 and "tok_embeddings" not in name)
+    matrices += c.vocab_size * c.dim * c.tie_embeddings * bool(form)  # encoded beside the embedding
+    others = sum(math.prod(shape) for name, shape in c.shapes().items() if len(shape) == 1 or "tok_embeddings" in name)
+    weights = (1 if form else size) * matrices + size * others
+    cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.n_kv_heads * ctx_size * c.head_dim
+    widest = 3 * c.dim + (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 3 * c.hidden_dim
+    workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
+    workspace += size * max(2 * c.hidden_dim, c.vocab_size) * c.dim * bool(form)  # the largest matrix, whole
+    free = free_memory(device)
+    if free is not None and weights + cache + workspace > free:
+        w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
+        raise MemoryError(
+            f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {device} has {has} free:"
+            " try a smaller context (-c), a smaller --dtype, --fp8 or --kv-fp8"
+        )
+
+
+def pick_ops(backend: str, device: torch.device) -> SimpleNamespace:
+    """The op table: "torch" is the reference, "triton" the fused one, auto that on a GPU. Raises ValueError."""
+    if backend == "torch" or backend == "auto" and device.type == "cpu":
+        return kernels.reference
+    if launch.triton is None:
+        raise ValueError("Triton is not installed: --backend torch runs without it")
+    if device.type == "cpu" and not launch.INTERPRETED:
+        raise ValueError("on a CPU the Triton kernels run only in Triton's interpreter: set TRITON_INTERPRET=1")
+    if device.type == "cuda" and launch.capability(device) < 80:
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"{name} is older than compute capability 8.0, which the kernels need: use --backend torch")
+    return kernels.fused
+
+
+def pick_half_sums(accumulate: str, ops: SimpleNamespace, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a prompt's products are summed up in half precision. auto: on GeForce cards, whose tensor cores do that at twice
+    the rate of fp32 sums; others gain nothing. Raises ValueError where it cannot be done."""
+    able = ops is kernels.fused and device.type == "cuda" and dtype == torch.float16
+    if accumulate == "fp16" and not able:
+        raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
+    return able and (accumulate == "fp16" or accumulate == "auto" and "GeForce" in torch.cuda.get_device_name(device))
+
+
+def load(
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    ctx_size: int | None = None,
+    backend: str = "auto",
+    form: str = "",
+    kv_fp8: bool = False,
+    accumulate: str = "auto",
+) -> Llama:
+    """Load a checkpoint: Hugging Face's or Meta's folder, or a repository id in the hub cache.
+
+    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
+    is longer. form: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own. kv_fp8: keys and
+    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", as pick_half_sums says. Raises ValueError, OSError or
+    MemoryError, in one line that says what to do.
+    """
+    folder = find_checkpoint(name)
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder, config)
+    if checkpoint.form and form not in ("", checkpoint.form):
+        raise ValueError(f"{folder} holds {checkpoint.form} matrices: for {form} ones, load the original")
+    form = checkpoint.form or form
+    on = pick_device(device)
+    ops = pick_ops(backend, on)
+    torch_dtype = pick_dtype(dtype, checkpoint.dtype, on)
+    ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
+    if config.sliding_window and ctx_size > config.sliding_window:
+        raise ValueError(
+            f"{folder}: sliding_window is {config.sliding_window}: a context of {ctx_size} is not supported (see -c)"
+        )
+    half_sums = pick_half_sums(accumulate, ops, on, torch_dtype)
+    check_memory(config, torch_dtype, on, ctx_size, form, kv_fp8)
+    stored = checkpoint.dtype if form else kernels.storage_dtype(ops, torch_dtype, on)  # codes do not depend on --dtype
+    with torch.inference_mode():
+        weights = read_weights(checkpoint, torch_dtype, stored, on, form)
+    if on.type == "cuda":
+        torch.cuda.empty_cache()  # what loading needed beside the weights
+    return Llama(config, weights, ops, on, torch_dtype, ctx_size, checkpoint, kv_fp8, half_sums)

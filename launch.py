@@ -1,0 +1,169 @@
+"""How kernels are launched: Triton or none, programmatic dependent launch, and the launch sizes for each card.
+
+Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a few microseconds long, and by
+default a kernel starts only when the one before it has ended. From sm_90 on it may start earlier: every kernel here calls
+`gdc_launch_dependents` first, so that the next one is launched as soon as processors become free, and `gdc_wait` later, which
+returns when the kernel before has ended and its writes can be seen. Between the two a kernel may do whatever depends on no
+other kernel: compute offsets, load its first tile of weights. The rules that keep this correct:
+
+- every kernel waits, so "the kernel before has ended" includes all the kernels before that one;
+- before the wait a kernel reads only what no kernel of the same step writes (weights, tables, and `pos`, which `advance` moves
+  between steps), and it writes nothing;
+- there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
+"""
+
+from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on this system: the reference ops run without it
+    triton = tl = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton when a kernel is decorated
+
+
+def jit(function):
+    """triton.jit where there is Triton."""
+    return triton.jit(function) if triton else function
+
+
+def constexpr(value):
+    """A global constant that kernels may read, where there is Triton."""
+    return tl.constexpr(value) if triton else value
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Compute capability of a GPU, 90 for Hopper; 0 for the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, warps: int = 4, stages: int = 1, **constants) -> None:
+    """Run a kernel, with programmatic dependent launch where the GPU has it."""
+    pdl = capability(device) >= 90
+    kernel[grid](*args, **constants, PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl)
+
+
+@jit
+def gdc_launch_dependents(PDL: tl.constexpr):
+    """Let the next kernel start; its own wait keeps it correct."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def gdc_wait(PDL: tl.constexpr):
+    """Wait until the kernel before this one, and so every kernel before that, has ended."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+# ---- launch sizes
+
+
+def nearest(table: dict, key: int):
+    """The entry of the largest key that is not above this one."""
+    return table[max(k for k in table if k <= key)]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a product is cut up at T = 1: each program takes `rows` rows of W, `block` columns at a time."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class SplitLaunch:
+    """How the cache is cut up: into at most `programs` chunks a processor, read in tiles of `block` positions."""
+
+    programs: int
+    block: int
+    warps: int
+    stages: int
+    least: int  # up to so many positions there is one chunk
+
+
+# By compute capability (the nearest at or below the card's is taken), bytes a weight, op, and columns of W (likewise).
+# To tune for another card: `python bench.py --tune` times the candidates for the shapes of a model and prints such a table.
+OPS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
+LAUNCHES = {
+    0: {1: dict.fromkeys(OPS, {0: Launch(64, 1024, 4)})},  # the interpreter: as few programs as possible
+    80: {1: dict.fromkeys(OPS, {0: Launch(4, 2048, 4)}), 2: dict.fromkeys(OPS, {0: Launch(2, 2048, 4)})},
+    90: {
+        1: {
+            "rmsnorm_qkv_rope": {0: Launch(2, 1024, 4), 4096: Launch(4, 2048, 2), 5120: Launch(4, 8192, 4)},
+            "linear_add": {
+                0: Launch(4, 1024, 2),
+                4096: Launch(4, 2048, 4),
+                5120: Launch(8, 2048, 2),
+                5632: Launch(2, 4096, 2),
+                8192: Launch(4, 4096, 8),
+                11008: Launch(8, 1024, 4),
+                13824: Launch(2, 8192, 8),
+                28672: Launch(8, 4096, 4),
+            },
+            "rmsnorm_swiglu": {
+                0: Launch(16, 1024, 2),
+                4096: Launch(8, 2048, 4),
+                5120: Launch(4, 2048, 4),
+                8192: Launch(4, 4096, 4),
+            },
+            "rmsnorm_linear": {0: Launch(8, 1024, 2), 4096: Launch(4, 2048, 4), 5120: Launch(4, 8192, 4)},
+        },
+        2: {
+            "rmsnorm_qkv_rope": {
+                0: Launch(4, 2048, 2),
+                4096: Launch(4, 4096, 4),
+                5120: Launch(2, 8192, 4),
+                8192: Launch(4, 8192, 8),
+            },
+            "linear_add": {
+                0: Launch(2, 1024, 4),
+                4096: Launch(4, 2048, 8),
+                5120: Launch(4, 4096, 8),
+                5632: Launch(2, 2048, 4),
+                8192: Launch(2, 1024, 2),
+                11008: Launch(4, 4096, 8),
+                13824: Launch(2, 2048, 4),
+            },
+            "rmsnorm_swiglu": {
+                0: Launch(4, 1024, 4),
+                4096: Launch(4, 2048, 8),
+                5120: Launch(2, 4096, 8),
+                8192: Launch(4, 4096, 16),
+            },
+            "rmsnorm_linear": {
+                0: Launch(4, 1024, 4),
+                4096: Launch(4, 4096, 4),
+                5120: Launch(4, 4096, 8),
+                8192: Launch(4, 8192, 8),
+            },
+        },
+    },
+}
+
+# by compute capability and query rows a key/value head
+SPLIT_LAUNCHES = {
+    0: {1: SplitLaunch(4, 32, 4, 1, 0)},
+    80: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(2, 64, 4, 2, 0)},
+    90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 128, 8, 1, 256)},
+}

@@ -1,0 +1,191 @@
+"""How the next token is chosen: the settings, the reference in plain torch, the Triton kernel. A new sampler touches this file
+and the command line.
+
+The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. The draw inverts the
+cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device. Each filter keeps the tokens at or
+above one threshold, so ties at the edge stay together.
+"""
+
+from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 are off."""
+
+    temp: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64  # tokens that the penalty looks back on; -1 is all of them
+    seed: int = 0
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) with 24 random bits, from a seed and a position: SplitMix64's output function (Vigna, 2015)."""
+    mask = (1 << 64) - 1
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    return ((z ^ (z >> 31)) >> 40) / (1 << 24)
+
+
+def sample_ref(logits: Tensor, tokens: Tensor, told: Tensor, pos: Tensor, s: Sampling) -> None:
+    position = int(pos)
+    token = _choose_ref(logits, tokens, position, s) if torch.isfinite(logits.sum()) else -1
+    tokens[position] = max(token, 0)
+    told[position] = token
+
+
+def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> int:
+    if s.repeat_penalty != 1:
+        first = 0 if s.repeat_last_n < 0 else max(0, position - s.repeat_last_n)
+        recent = tokens[first:position].long().unique()
+        seen = logits[recent]
+        logits[recent] = torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
+    if s.temp == 0:
+        return int(logits.argmax())
+    ranked = logits.topk(s.top_k if 0 < s.top_k < len(logits) else len(logits)).values  # what top-k keeps, best first
+    if s.top_p < 1:
+        p = ranked.softmax(0)
+        ranked = ranked[: int((p.cumsum(0) - p < s.top_p).sum().clamp(min=1))]
+    floor = ranked[-1]
+    if s.min_p > 0:
+        floor = torch.maximum(floor, ranked[0] + math.log(s.min_p))
+    p = torch.where(logits >= floor, (logits - ranked[0]) / s.temp, -torch.inf).exp()
+    cdf = p.double().cumsum(0)
+    drawn = torch.searchsorted(cdf, uniform(s.seed, position) * cdf[-1], right=True)
+    return min(int(drawn), int(p.nonzero()[-1]))
+
+
+@jit
+def _uniform(seed, index):
+    z = (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return ((z ^ (z >> 31)) >> 40).to(tl.float32) / 16777216.0
+
+
+@jit
+def _threshold(l, weights, target, low, high):
+    """The largest of the values l such that the weights of those at or above it reach the target. low and high are values
+    between which it lies: bisection, in which both ends move on to the next value there is."""
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where(middle > low, middle, high)
+        above = l >= middle
+        reached = tl.sum(tl.where(above, weights, 0.0), 0)
+        next_above = tl.min(tl.where(above, l, float("inf")), 0)
+        next_below = tl.max(tl.where(above, float("-inf"), l), 0)
+        high = tl.where(reached == target, next_above, tl.where(reached > target, high, next_below))
+        low = tl.where(reached >= target, next_above, low)
+    return low
+
+
+@jit
+def _choose(
+    l, ids, u, temp, top_p, log_min_p,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    """One of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1)."""
+    best = tl.max(l, 0)
+    if GREEDY:
+        return tl.min(tl.where(l == best, ids, 2147483647), 0)
+    floor = tl.min(tl.where(l > float("-inf"), l, best), 0)
+    if TOP_K > 0:
+        floor = _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, floor, best)
+    if TOP_P:
+        p = tl.where(l >= floor, tl.exp(l - best), 0.0)
+        floor = _threshold(l, p, tl.maximum(top_p * tl.sum(p, 0), 1e-30), floor, best)
+    if MIN_P:
+        floor = tl.maximum(floor, best + log_min_p)
+    p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0)
+    cdf = tl.cumsum(p, 0)
+    last = tl.max(tl.where(p > 0, ids, 0), 0)
+    return tl.min(tl.where((cdf > u * tl.max(cdf, 0)) & (p > 0), ids, last), 0)
+
+
+@jit
+def _sample_kernel(
+    logits, tokens, told, pos, few, arrived, seed, temp, top_p, log_min_p, penalty, window,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """With a small TOP_K, each program keeps the best of its part of the vocabulary, and the last to come chooses among
+    these; otherwise there is one part."""
+    gdc_launch_dependents(PDL)
+    part = tl.program_id(0)
+    ids = part * BLOCK + tl.arange(0, BLOCK)
+    gdc_wait(PDL)
+    position = tl.load(pos)
+    if PENALTY:
+        back = tl.arange(0, WINDOW)
+        recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
+        mine = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
+        seen = tl.load(logits + recent, mask=mine, other=0.0)
+        tl.debug_barrier()  # a token seen twice is penalised once: all are read before any is written
+        tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mine)
+        tl.debug_barrier()
+    l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
+    bad = tl.sum(tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), 1, 0), 0)
+    u = _uniform(seed, position)
+    if PARTS == 1:
+        token = _choose(l, ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
+        tl.store(tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
+        tl.store(told + position, tl.where(bad > 0, -1, token).to(tl.int32))
+    else:
+        best = tl.max(l, 0)
+        lowest = tl.min(tl.where(ids < V, l, best), 0)
+        chosen = (l >= _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, lowest, best)) & (ids < V)
+        slot = part * KEEP + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        chosen &= slot < (part + 1) * KEEP
+        count = tl.sum(chosen.to(tl.int32), 0)
+        lane = tl.arange(0, KEEP)
+        filler = tl.where(bad > 0, float("nan"), float("-inf"))
+        tl.store(few + slot, l, mask=chosen)
+        tl.store(few + PARTS * KEEP + slot, ids.to(tl.float32, bitcast=True), mask=chosen)
+        tl.store(few + part * KEEP + lane, filler + tl.zeros([KEEP], tl.float32), mask=(lane >= count) | (bad > 0))
+        tl.debug_barrier()
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(arrived, 0)
+            kept = few + tl.arange(0, PARTS * KEEP)
+            kept_l = tl.load(kept, cache_modifier=".cg")
+            kept_ids = tl.load(kept + PARTS * KEEP, cache_modifier=".cg").to(tl.int32, bitcast=True)
+            any_bad = tl.sum((kept_l != kept_l).to(tl.int32), 0)
+            chosen_id = _choose(kept_l, kept_ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
+            tl.store(tokens + position, tl.where(any_bad > 0, 0, chosen_id).to(tl.int32))
+            tl.store(told + position, tl.where(any_bad > 0, -1, chosen_id).to(tl.int32))
+
+
+KEEP = 64  # logits that a part keeps at most: top-k up to so many is chosen in parts
+
+
+@cache
+def _few(device: torch.device, parts: int) -> tuple[Tensor, Tensor]:
+    """Workspace of _sample_kernel: what each part kept (logits, then ids), and how many parts are done."""
+    return torch.zeros(2 * parts * KEEP, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def sample(logits: Tensor, tokens: Tensor, told: Tensor, pos: Tensor, s: Sampling) -> None:
+    V = len(logits)
+    window = len(tokens) if s.repeat_last_n < 0 else s.repeat_last_n
+    top_k = 1 if s.temp == 0 else s.top_k if s.top_k < V else 0
+    block = 1024 if 0 < top_k <= KEEP else triton.next_power_of_2(V)
+    parts = triton.next_power_of_2(triton.cdiv(V, block))
+    on = dict(TOP_K=top_k, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0)
+    on |= dict(PENALTY=s.repeat_penalty != 1 and window > 0, WINDOW=triton.next_power_of_2(max(window, 1)))
+    launch(
+        _sample_kernel, (parts,), logits.device, logits, tokens, told, pos, *_few(logits.device, parts),
+        s.seed, max(s.temp, 1e-6), s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window,
+        **on, V=V, BLOCK=block, PARTS=parts, KEEP=KEEP, warps=min(16, max(4, block // 1024)),
+    )  # fmt: skip
