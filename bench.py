@@ -20,27 +20,25 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 import fp8
-import kernels
 from checkpoint import (
     DTYPES,
     check_memory,
     find_checkpoint,
-    load,
+    pick_backend,
     pick_device,
     pick_dtype,
-    pick_half_sums,
-    pick_ops,
+    pick_fp16_sums,
     read_config,
 )
-from fp8 import TYPES
-from kernels import Matrix
+from fp8 import E4M3, FORMATS, Format, Matrix
+from kernels import storage_dtype
 from launch import LAUNCHES, OPS, Launch, capability, jit, nearest, tl
 from model import Config, KVCache, LayerWeights, Llama, Timings, Weights, generate
-from quality import run_limits, run_perplexity
+from quality import open_checkpoint, run_limits, run_perplexity
 from run import DEFAULT_MODEL, Parser, note, one_line_errors, within
 from sampling import Sampling
 from tokenizer import TextStream, Tokenizer
@@ -73,25 +71,19 @@ def random_config(spec: str) -> Config:
     return dataclasses.replace(config, n_layers=int(layers)) if layers else config
 
 
-def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, form: str = "") -> Weights:
+def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None) -> Weights:
     """Normal weights of the size that training starts from, made on the device."""
 
     def matrix(rows: int, columns: int) -> Matrix:
         made = Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02))
-        return made.encoded(form) if form else made
+        return made.encoded(format) if format else made
 
     def ones() -> Tensor:
         return torch.ones(c.dim, dtype=dtype, device=device)
 
-    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     layers = [
         LayerWeights(
-            attention_norm=ones(),
-            wqkv=matrix(q + 2 * kv, c.dim),
-            wo=matrix(c.dim, q),
-            ffn_norm=ones(),
-            w13=matrix(2 * c.hidden_dim, c.dim),
-            w2=matrix(c.dim, c.hidden_dim),
+            attention_norm=ones(), ffn_norm=ones(), **{name: matrix(*shape) for name, shape in c.layer_matrices.items()}
         )
         for _ in range(c.n_layers)
     ]
@@ -99,18 +91,17 @@ def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: t
     return Weights(embedding, layers, ones(), matrix(c.vocab_size, c.dim))
 
 
-def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, eight_bits: str = "none") -> Llama:
+def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "none") -> Llama:
     """A checkpoint, or random weights for a name like random:7b."""
-    form = "" if eight_bits == "none" else eight_bits
     if not args.model.startswith("random:"):
-        return load(args.model, dtype, args.device, ctx_size, args.backend, form, args.kv_fp8, args.accumulate)
-    config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device)
-    ops, as_dtype = pick_ops(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
-    half_sums = pick_half_sums(args.accumulate, ops, device, as_dtype)
-    check_memory(config, as_dtype, device, ctx_size, form, args.kv_fp8)
+        return open_checkpoint(args, dtype, ctx_size, fp8)
+    config, device, format = random_config(args.model.removeprefix("random:")), pick_device(args.device), FORMATS.get(fp8)
+    backend, as_dtype = pick_backend(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
+    fp16_sums = pick_fp16_sums(args.accumulate, backend, device, as_dtype)
+    check_memory(config, as_dtype, device, ctx_size, format, args.kv_fp8)
     with torch.inference_mode():
-        weights = random_weights(config, as_dtype, kernels.storage_dtype(ops, as_dtype, device), device, form)
-    return Llama(config, weights, ops, device, as_dtype, ctx_size, None, args.kv_fp8, half_sums)
+        weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, format)
+    return Llama(config, weights, backend, device, as_dtype, ctx_size, None, args.kv_fp8, fp16_sums)
 
 
 def release() -> None:
@@ -178,7 +169,7 @@ def _read_kernel(data, out, BLOCK: tl.constexpr):
 
 @cache
 def read_ceiling(device: torch.device) -> float:
-    """Bytes a second that memory gives to who only reads: the best of a few ways."""
+    """Read bandwidth: bytes per second of a kernel that only reads, the best of a few."""
     if device.type == "cuda":
         data = torch.ones(1 << 31, device=device)
         ways = [lambda b=b: _read_kernel[(data.numel() // b,)](data, data, BLOCK=b, num_warps=4) for b in (2048, 4096)]
@@ -191,7 +182,7 @@ def read_ceiling(device: torch.device) -> float:
 
 @cache
 def copy_ceiling(device: torch.device) -> float:
-    """Bytes a second, read and written together, of a large copy."""
+    """Copy bandwidth: bytes per second, read and written together, of a large copy."""
     data = torch.ones(1 << 30 if device.type == "cuda" else 1 << 27, device=device)
     other = torch.empty_like(data)
     return 8.0 * data.numel() / statistics.median(wall_times(lambda: other.copy_(data), device))
@@ -199,11 +190,11 @@ def copy_ceiling(device: torch.device) -> float:
 
 @cache
 def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large product of random matrices."""
+    """Product rate: operations per second of a large product of random matrices."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = lambda: a @ b
-    if dtype == TYPES["e4m3"]:
+    if dtype == E4M3.dtype:
         ones = torch.ones(size, 1, device=device)
         product = lambda: torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16)
     return 2.0 * size**3 / statistics.median(wall_times(product, device, warmup=2))
@@ -211,59 +202,57 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 
 def prompt_dtype(model: Llama) -> torch.dtype:
     """The type in which a prompt is multiplied."""
-    eight_bit = model.ops is kernels.fused and all(map(kernels.multiplies_8_bits, model.weights.matrices))
-    return TYPES["e4m3"] if eight_bit else model.dtype
+    on_tensor_cores = model.backend == "triton" and all(map(fp8.on_tensor_cores, model.weights.matrices))
+    return E4M3.dtype if on_tensor_cores else model.dtype
 
 
 # ---- what must be read and computed
 
 
 def cost(
-    op: str, c: Config, T: int, before: int = 0, size: int = 2, eight_bit: bool = False, kv_size: int = 2
+    op: str, c: Config, T: int, start_pos: int = 0, size: int = 2, format: Format | None = None, kv_size: int = 2
 ) -> tuple[float, float]:
-    """Bytes that must move and operations that must be done by one launch of an op on T tokens after `before` others, `size`
-    bytes an element (kv_size of keys and values; of 8-bit matrices 1, and 4 a row for the scale): every input read once,
-    every output written once; a multiplication and an addition are two."""
-    C, ff, V = c.dim, c.hidden_dim, c.vocab_size
-    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    """Bytes that must move and operations that must be done by one launch of an op on T tokens after start_pos others: every
+    input read once, every output written once; a multiplication and an addition are two. size and kv_size: bytes an element,
+    and a number of the cache. format: of 8-bit matrices."""
+    C, F, V, q, kv = c.dim, c.hidden_dim, c.vocab_size, c.q_dim, c.kv_dim
 
     def matrix(rows: int, columns: int) -> float:
-        return rows * (columns + 4.0) if eight_bit else size * rows * columns
+        return float(format.matrix_bytes(rows, columns) if format else size * rows * columns)
 
     def product(rows: int, columns: int, extra: float) -> tuple[float, float]:
         return matrix(rows, columns) + size * (T * columns + extra), 2.0 * T * rows * columns
 
-    seen = T * before + T * (T + 1) / 2  # keys seen by all tokens together
+    seen = T * start_pos + T * (T + 1) / 2  # keys seen by all tokens together
     return {
         "embedding": (size * 2.0 * T * C, 0.0),
         "rmsnorm": (size * (2.0 * T * C + C), 4.0 * T * C),
         "rope": (size * 2.0 * T * q + 4.0 * T * c.head_dim, 3.0 * T * q),
         "rmsnorm_qkv_rope": product(q + 2 * kv, C, C + T * (q + 2 * kv)),
-        "attention": (size * 2.0 * T * q + kv_size * 2.0 * (before + T) * kv, 4.0 * q * seen),
+        "attention": (size * 2.0 * T * q + kv_size * 2.0 * (start_pos + T) * kv, 4.0 * q * seen),
         "wo": product(C, q, 2 * T * C),
-        "rmsnorm_swiglu": product(2 * ff, C, C + T * ff),
-        "w2": product(C, ff, 2 * T * C),
+        "rmsnorm_swiglu": product(2 * F, C, C + T * F),
+        "w2": product(C, F, 2 * T * C),
         "rmsnorm_linear": (matrix(V, C) + size * (C + T * C) + 4.0 * T * V, 2.0 * T * V * C),
         "cross_entropy": (4.0 * T * V + 12.0 * T, 4.0 * T * V),
         "sample": (4.0 * V, 2.0 * V),
     }[op]
 
 
-def matrix_bytes(weights: Weights) -> float:
+def matrix_bytes(weights: Weights) -> int:
     """Of the matrices that every token reads."""
-    scales = sum(m.scale.numel() * m.scale.element_size() for m in weights.matrices if m.scale is not None)
-    return scales + sum(m.rows * m.columns * m.data.element_size() for m in weights.matrices)
+    return sum(matrix.nbytes for matrix in weights.matrices)
 
 
 def decode_bytes(model: Llama, length: float) -> float:
     """Bytes read for one token when `length` positions are cached: every matrix once, and the keys and values."""
     c = model.config
-    return matrix_bytes(model.weights) + 2.0 * c.n_layers * c.n_kv_heads * c.head_dim * length * model.kv_dtype.itemsize
+    return matrix_bytes(model.weights) + 2.0 * c.n_layers * c.kv_dim * length * model.kv_dtype.itemsize
 
 
-def prefill_operations(c: Config, T: int, before: int = 0) -> float:
-    """Operations for T tokens after `before` others, the logits of the last one only."""
-    layer = sum(cost(op, c, T, before)[1] for op in ("rmsnorm_qkv_rope", "attention", "wo", "rmsnorm_swiglu", "w2"))
+def prefill_operations(c: Config, T: int, start_pos: int = 0) -> float:
+    """Operations for T tokens after start_pos others, the logits of the last one only."""
+    layer = sum(cost(op, c, T, start_pos)[1] for op in ("rmsnorm_qkv_rope", "attention", "wo", "rmsnorm_swiglu", "w2"))
     return c.n_layers * layer + cost("rmsnorm_linear", c, 1)[1]
 
 
@@ -288,9 +277,10 @@ class Row:
     ratio: float | None = None  # ours over a peer's
 
 
-def form_of(model: Llama) -> str:
-    """What --fp8 calls the form of the matrices."""
-    return model.weights.output.format or "none"
+def fp8_of(model: Llama) -> str:
+    """What --fp8 calls the format of the matrices."""
+    format = model.weights.output.format
+    return format.name if format else "none"
 
 
 def device_name(device: torch.device) -> str:
@@ -344,9 +334,18 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
             name = {v: k for k, v in DTYPES.items()}[model.dtype]
             size = matrix_bytes(model.weights) / 1e9
             kv = "e4m3" if model.kv_fp8 else name
-            backend = "torch" if model.ops is kernels.reference else "triton"
             return Row(
-                args.model, size, backend, device_name(model.device), name, form_of(model), kv, test, mean, std, share(mean)
+                args.model,
+                size,
+                model.backend,
+                device_name(model.device),
+                name,
+                fp8_of(model),
+                kv,
+                test,
+                mean,
+                std,
+                share(mean),
             )
 
         for depth, T in itertools.product(args.depth, args.n_prompt):
@@ -568,7 +567,10 @@ def run_throughput(args: argparse.Namespace) -> None:
     show([dataclasses.asdict(row) for row in rows], args.output)
     device = pick_device(args.device)
     dtypes = {"e4m3" if row.fp8 == "e4m3" and capability(device) >= 89 else row.dtype for row in ours}
-    products = [f"{n} product {product_ceiling(device, (TYPES | DTYPES)[n]) / 1e12:.2f} TFLOP/s" for n in sorted(dtypes)]
+    products = [
+        f"{n} product {product_ceiling(device, (DTYPES | {E4M3.name: E4M3.dtype})[n]) / 1e12:.2f} TFLOP/s"
+        for n in sorted(dtypes)
+    ]
     note(", ".join([f"ceilings of this run: read {read_ceiling(device) / 1e9:.1f} GB/s", *products]))
 
 
@@ -599,16 +601,16 @@ def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
-def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
-    """The ops of a layer of the model at T tokens after `before` others, on the data of one layer after the other."""
+def cases(model: Llama, T: int, start_pos: int) -> Iterator[Case]:
+    """The ops of a layer of the model at T tokens after start_pos others, on the data of one layer after the other."""
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
     KV, H, KH, D, eps = KVCache(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
-    KV.advance(before)
-    pos, size, eight_bit = KV.position, dtype.itemsize, bool(w.output.format)
-    end = before + T
+    KV.advance(start_pos)
+    pos, size, format = KV.device_pos, dtype.itemsize, w.output.format
+    end = start_pos + T
     x, y, h = (torch.randn(T, width, device=device, dtype=dtype) for width in (c.dim, H * D, c.hidden_dim))
     q = torch.randn(T, H, D, device=device, dtype=dtype)
-    cos, sin = (t.to(dtype)[:, None] for t in KV.rope[before:end].unbind(-1))
+    cos, sin = (t.to(dtype)[:, None] for t in KV.rope[start_pos:end].unbind(-1))
     logits, residual = torch.empty(T, c.vocab_size, device=device), torch.randn_like(x)
     plain_kv = KVCache(dataclasses.replace(model, kv_fp8=False)) if model.kv_fp8 else KV
     layers, plain_layers = (list(zip(w.layers, kv.k, kv.v)) for kv in (KV, plain_kv))
@@ -617,30 +619,30 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
 
     @cache
     def dense(m: Matrix) -> Tensor:  # in the model's dtype, where it is kept in another
-        return (fp8.decode(m.data, m.scale, m.format) if m.format else m.data).to(dtype)
+        return m.dense().to(dtype)
 
     def plain_qkv(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
         n = plain_rmsnorm(x, layer.attention_norm, eps)
-        parts = [F.linear(n, part) for part in dense(layer.wqkv).split([H * D, KH * D, KH * D])]
-        k[:, before:end] = plain_rope(parts[1].view(T, KH, D), cos, sin).transpose(0, 1)
-        v[:, before:end] = parts[2].view(T, KH, D).transpose(0, 1)
+        parts = [functional.linear(n, part) for part in dense(layer.wqkv).split([H * D, KH * D, KH * D])]
+        k[:, start_pos:end] = plain_rope(parts[1].view(T, KH, D), cos, sin).transpose(0, 1)
+        v[:, start_pos:end] = parts[2].view(T, KH, D).transpose(0, 1)
         return plain_rope(parts[0].view(T, H, D), cos, sin)
 
     def plain_attention(k: Tensor, v: Tensor) -> Tensor:
-        mask = None if T == 1 or before == 0 else torch.ones(T, end, dtype=torch.bool, device=device).tril(before)
-        args = dict(attn_mask=mask, is_causal=T > 1 and before == 0, enable_gqa=True)
-        return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None, :, :end], v[None, :, :end], **args)
+        mask = None if T == 1 or start_pos == 0 else torch.ones(T, end, dtype=torch.bool, device=device).tril(start_pos)
+        args = dict(attn_mask=mask, is_causal=T > 1 and start_pos == 0, enable_gqa=True)
+        return functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None, :, :end], v[None, :, :end], **args)
 
     def plain_swiglu(layer: LayerWeights) -> Tensor:
         n = plain_rmsnorm(x, layer.ffn_norm, eps)
         half = dense(layer.w13).view(2, -1, c.dim)  # two matrices of the right size
-        return F.silu(F.linear(n, half[0])) * F.linear(n, half[1])
+        return functional.silu(functional.linear(n, half[0])) * functional.linear(n, half[1])
 
-    regime = f"T {T}, {before} before"
+    regime = f"T {T}, {start_pos} before"
 
     def case(op: str, ours: list, plain: list, name: str = "") -> Case:
         return Case(
-            name or op, regime, T, ours, plain, *cost(name or op, c, T, before, size, eight_bit, model.kv_dtype.itemsize)
+            name or op, regime, T, ours, plain, *cost(name or op, c, T, start_pos, size, format, model.kv_dtype.itemsize)
         )
 
     norm = w.layers[0].ffn_norm
@@ -662,7 +664,7 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
     )
     yield case(
         "attention",
-        [lambda k=k, v=v: ops.attention(q, k, v, pos, model.half_sums) for _, k, v in layers],
+        [lambda k=k, v=v: ops.attention(q, k, v, pos) for _, k, v in layers],
         [lambda k=k, v=v: plain_attention(k, v) for _, k, v in plain_layers],
     )
     for name, field, inner in (("wo", "wo", y), ("w2", "w2", h)):
@@ -670,7 +672,7 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
         yield case(
             "linear_add",
             [lambda m=m, i=inner: ops.linear_add(i, m, residual) for m in weights],
-            [lambda m=m, i=inner: residual + F.linear(i, dense(m)) for m in weights],
+            [lambda m=m, i=inner: residual + functional.linear(i, dense(m)) for m in weights],
             name,
         )
     yield case(
@@ -682,12 +684,12 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
         yield case(
             "rmsnorm_linear",
             [lambda: ops.rmsnorm_linear(x, w.norm, w.output, eps, logits)] * 4,
-            [lambda: F.linear(plain_rmsnorm(x, w.norm, eps), dense(w.output)).float()] * 4,
+            [lambda: functional.linear(plain_rmsnorm(x, w.norm, eps), dense(w.output)).float()] * 4,
         )
-        tokens, told = (torch.zeros(KV.size, dtype=torch.int32, device=device) for _ in range(2))
+        tokens, host_tokens = (torch.zeros(KV.size, dtype=torch.int32, device=device) for _ in range(2))
         yield case(
             "sample",
-            [lambda: ops.sample(logits[0], tokens, told, pos, Sampling())] * 4,
+            [lambda: ops.sample(logits[0], tokens, host_tokens, pos, Sampling())] * 4,
             [lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1)] * 4,
         )
     else:
@@ -695,7 +697,7 @@ def cases(model: Llama, T: int, before: int) -> Iterator[Case]:
         yield case(
             "cross_entropy",
             [lambda: ops.cross_entropy(logits, targets)] * 4,
-            [lambda: F.cross_entropy(logits, targets, reduction="none")] * 4,
+            [lambda: functional.cross_entropy(logits, targets, reduction="none")] * 4,
         )
 
 
@@ -738,10 +740,10 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
 @torch.inference_mode()
 def run_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
-    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, max(T + before for T, before in shapes)), args.fp8[0])
+    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, max(T + start_pos for T, start_pos in shapes)), args.fp8[0])
     rows = []
-    for T, before in shapes:
-        for case in cases(model, T, before):
+    for T, start_pos in shapes:
+        for case in cases(model, T, start_pos):
             multiplied = prompt_dtype(model) if T > 1 and case.op in (*OPS, "wo", "w2") else model.dtype
             rows.append(measure(case, model.device, multiplied))
     rows.append(measure(large_rmsnorm(model.device, model.ops), model.device, model.dtype))
@@ -797,11 +799,11 @@ KERNEL_OPS = {  # which cost a kernel is charged with
 }
 
 
-def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, before: int) -> tuple[list[dict], dict]:
+def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, start_pos: int) -> tuple[list[dict], dict]:
     """A row for each kernel name, and the summary. A kernel that starts while the one before it runs (programmatic dependent
     launch) is charged only with the time by which it ends later, so that the rows and the gaps add up to the whole."""
     c = model.config
-    each = dict(size=model.dtype.itemsize, eight_bit=bool(model.weights.output.format), kv_size=model.kv_dtype.itemsize)
+    each = dict(size=model.dtype.itemsize, format=model.weights.output.format, kv_size=model.kv_dtype.itemsize)
     products = ("rmsnorm_qkv_rope", "wo", "rmsnorm_swiglu", "w2")
     spent: dict[str, list[float]] = {}
     gaps, clock = 0.0, events[0][1]
@@ -817,8 +819,8 @@ def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, b
         if name == "_linear_add_kernel":
             need = [c.n_layers * (a + b) for a, b in zip(cost("wo", c, T, **each), cost("w2", c, T, **each))]
         elif kind:
-            need = [len(times) * n for n in cost(kind, c, T, before, **each)]
-        elif not charged and (T > 1 or model.ops is kernels.reference):
+            need = [len(times) * n for n in cost(kind, c, T, start_pos, **each)]
+        elif not charged and (T > 1 or model.backend == "torch"):
             # the library's products: all their work is charged to the kernel that takes longest
             need, charged = [c.n_layers * sum(cost(op, c, T, **each)[i] for op in products) for i in (0, 1)], True
         else:
@@ -857,12 +859,12 @@ def kind_of(name: str) -> str:
 @torch.inference_mode()
 def run_profile(args: argparse.Namespace) -> None:
     """One decode step and one prefill, kernel by kernel."""
-    before, T = max(args.depth[0], 100), args.n_prompt[0]
-    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, before + T + 8), args.fp8[0])
-    tokens = torch.randint(3, model.config.vocab_size, (before + T,)).tolist()
+    start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
+    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, start_pos + T + 8), args.fp8[0])
+    tokens = torch.randint(3, model.config.vocab_size, (start_pos + T,)).tolist()
     cache = KVCache(model)
-    model.prefill(tokens[:before], cache)
-    if model.device.type == "cuda" and model.ops is kernels.fused:
+    model.prefill(tokens[:start_pos], cache)
+    if model.uses_graphs:
         step = model.graph(cache, Sampling(), None).replay
     else:
         step = lambda: model.step(1, cache)
@@ -871,9 +873,9 @@ def run_profile(args: argparse.Namespace) -> None:
         cache.truncate(0)
         model.prefill(tokens[:T], cache)
 
-    for title, run, count, past in (("decode step", step, 1, before), ("prefill", prefill, T, 0)):
+    for title, run, count, past in (("decode step", step, 1, start_pos), ("prefill", prefill, T, 0)):
         rows, summary = profile_rows(profiled(run, model.device), model, count, past)
-        print(f"\n{title}, T {count}, {past} before, {model.backend} on {device_name(model.device)}\n\n{markdown(rows)}\n")
+        print(f"\n{title}, T {count}, {past} before, {model.backend} ops on {device_name(model.device)}\n\n{markdown(rows)}\n")
         kinds: dict[str, float] = {}
         for row in rows:
             kinds[kind_of(row["kernel"])] = kinds.get(kind_of(row["kernel"]), 0.0) + row["ms"]
@@ -902,7 +904,7 @@ def run_tune(args: argparse.Namespace) -> None:
     """Time whole steps with one launch size after the other, op by op, and print the best as entries for LAUNCHES: a
     kernel that is best alone need not be so between others, whose ends and beginnings overlap with its own."""
     model = open_model(args, args.dtype[0], 256, args.fp8[0])
-    if model.device.type != "cuda" or model.ops is not kernels.fused:
+    if not model.uses_graphs:
         raise ValueError("--tune times the Triton kernels on a GPU")
     cache, layer = KVCache(model), model.weights.layers[0]
     model.prefill([1] * 64, cache)
@@ -961,7 +963,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("-r", "--repetitions", type=within(int, 1, 1000), default=5, help="counted runs, after one that is not")
     add("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", help="form of the table")
     add("--dtype", type=one_of("auto", *DTYPES), default=["auto"], help="auto, fp32, fp16, bf16, comma between them")
-    add("--fp8", type=one_of("none", *TYPES), default=["none"], help="8-bit matrices: none, e4m3, e5m2, comma between them")
+    add("--fp8", type=one_of("none", *FORMATS), default=["none"], help="8-bit matrices: none, e4m3, e5m2, comma between them")
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help="sums of a prompt's products, as in run.py")
     add("--device", default="auto", help="cpu, cuda or cuda:N")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from safetensors import safe_open
@@ -19,10 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-import fp8
 import kernels
 import launch
-from kernels import Matrix
+from fp8 import FORMATS, Format, Matrix
 from model import CHUNK, Config, LayerWeights, Llama, RopeScaling, Weights
 from tokenizer import SIGNS, read_json, recognise_template, tokenizer_file
 
@@ -215,6 +213,42 @@ HF_NAMES = {
 }
 
 
+def tensor_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint, by Meta's names."""
+    layer = {
+        "attention_norm": (c.dim,),
+        "attention.wq": (c.q_dim, c.dim),
+        "attention.wk": (c.kv_dim, c.dim),
+        "attention.wv": (c.kv_dim, c.dim),
+        "attention.wo": (c.dim, c.q_dim),
+        "ffn_norm": (c.dim,),
+        "feed_forward.w1": (c.hidden_dim, c.dim),
+        "feed_forward.w3": (c.hidden_dim, c.dim),
+        "feed_forward.w2": (c.dim, c.hidden_dim),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (c.vocab_size, c.dim)}
+    shapes |= {f"layers.{i}.{name}.weight": shape for i in range(c.n_layers) for name, shape in layer.items()}
+    shapes["norm.weight"] = (c.dim,)
+    return shapes if c.tie_embeddings else shapes | {"output.weight": (c.vocab_size, c.dim)}
+
+
+def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
+    """Shapes [N, K] of the matrices as the model holds them, by the names of Weights and LayerWeights."""
+    layers = {f"layers.{i}.{name}": shape for i in range(c.n_layers) for name, shape in c.layer_matrices.items()}
+    return layers | {"output": (c.vocab_size, c.dim)}
+
+
+def unquantised_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of what is never kept in 8 bits, the norms and the embedding, by Meta's names."""
+    return {name: shape for name, shape in tensor_shapes(c).items() if len(shape) == 1 or "tok_embeddings" in name}
+
+
+def saved_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a model saved in 8 bits: each matrix as the model holds it, with its scale."""
+    matrices = matrix_shapes(c)
+    return unquantised_shapes(c) | matrices | {f"{name}.scale": shape[:1] for name, shape in matrices.items()}
+
+
 @dataclass
 class Part:
     """One tensor of one file; a tensor of Meta's checkpoints is split over several."""
@@ -231,11 +265,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
-        self.form = saved_form(folder)  # of the matrices, where they are stored in 8 bits
-        self.hugging_face = not self.form and (folder / "config.json").is_file()
-        self.shapes = config.saved_shapes() if self.form else config.shapes()
+        self.format = saved_format(folder)  # of the matrices, where they are stored in 8 bits
+        self.hugging_face = not self.format and (folder / "config.json").is_file()
+        self.shapes = saved_shapes(config) if self.format else tensor_shapes(config)
         self.parts: dict[str, list[Part]] = {}
-        for file in [folder / SAVED] if self.form else _tensor_files(folder, self.hugging_face):
+        for file in [folder / SAVED] if self.format else _tensor_files(folder, self.hugging_face):
             for part in _parts(file):
                 name = _meta_name(part.name) if self.hugging_face else part.name
                 if not name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # derived from the config
@@ -247,7 +281,7 @@ class Checkpoint:
 
     def _check_type(self, name: str, part: Part) -> None:
         types = [*DTYPES.values()]
-        if self.form and not name.endswith(".weight"):
+        if self.format and not name.endswith(".weight"):
             types = [torch.float32 if name.endswith(".scale") else torch.int8]
         if part.dtype not in types:
             listed = ", ".join(str(t).removeprefix("torch.") for t in types)
@@ -289,11 +323,11 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         stored = self.parts["tok_embeddings.weight"][0].dtype
-        return stored if self.form else self.config.dtype or stored
+        return stored if self.format else self.config.dtype or stored
 
     @property
     def elements(self) -> int:
-        return sum(math.prod(shape) for shape in self.config.shapes().values())
+        return sum(math.prod(shape) for shape in tensor_shapes(self.config).values())
 
     def read(self, name: str) -> Tensor:
         """One whole tensor; rows of wq and wk come in Meta's RoPE convention, interleaved pairs."""
@@ -419,174 +453,95 @@ def find_checkpoint(name: str) -> Path:
     raise FileNotFoundError(f"no such folder, and no such repository in the hub cache {hub}: {name}")
 
 
-def read_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype, device: torch.device, form: str = ""
-) -> Weights:
-    """Each tensor goes from the file to its place on the device, one at a time: matrices in `stored`, or encoded in the 8-bit
-    `form`, or as they are where the file has them in it; all else in dtype (the norms are small, and of the embedding a token
-    reads one row)."""
-    c = checkpoint.config
-    total = sum(math.prod(shape) for shape in checkpoint.shapes.values())
-    bar = tqdm(total=total, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
+# ---- weights: the checkpoint's tensors to where and what the model wants
 
-    def read(name: str) -> Tensor:
-        tensor = checkpoint.read(name)
-        bar.update(tensor.numel())
-        if device.type == "cuda":
+SOURCES = {  # of each matrix of LayerWeights, in the checkpoint
+    "wqkv": ("attention.wq", "attention.wk", "attention.wv"),
+    "wo": ("attention.wo",),
+    "w13": ("feed_forward.w1", "feed_forward.w3"),
+    "w2": ("feed_forward.w2",),
+}
+
+
+class Loader:
+    """Brings one tensor after the other from the files to its place on the device: matrices in the type `stored`, or encoded
+    in an 8-bit format, or as they are where the file has them in it; all else in dtype (the norms are small, and of the
+    embedding a token reads one row)."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None
+    ):
+        self.checkpoint, self.dtype, self.stored, self.device, self.format = checkpoint, dtype, stored, device, format
+        self.shapes = matrix_shapes(checkpoint.config)
+        if format and not checkpoint.format:  # what stays is allocated first, so that memory is not cut up
+            self.encoded = {name: self._empty_codes(*shape) for name, shape in self.shapes.items()}
+            self.workspace = torch.empty(max(map(math.prod, self.shapes.values())), dtype=stored, device=device)
+        total = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+        self.bar = tqdm(total=total, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
+
+    def _empty_codes(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        return torch.empty(rows, columns, dtype=torch.int8, device=self.device), torch.empty(rows, device=self.device)
+
+    def load(self) -> Weights:
+        c = self.checkpoint.config
+        with self.bar:
+            embedding, layers, norm = (
+                self.vector("tok_embeddings"),
+                [self.layer(i) for i in range(c.n_layers)],
+                self.vector("norm"),
+            )
+            if c.tie_embeddings and not self.format:
+                return Weights(embedding, layers, norm, Matrix(embedding.to(self.stored)))
+            return Weights(embedding, layers, norm, self.matrix("output", "tok_embeddings" if c.tie_embeddings else "output"))
+
+    def layer(self, i: int) -> LayerWeights:
+        at = f"layers.{i}"
+        norms = {name: self.vector(f"{at}.{name}") for name in ("attention_norm", "ffn_norm")}
+        matrices = {name: self.matrix(f"{at}.{name}", *(f"{at}.{s}" for s in sources)) for name, sources in SOURCES.items()}
+        return LayerWeights(**norms, **matrices)
+
+    def vector(self, name: str) -> Tensor:
+        return self.read(f"{name}.weight").to(self.device, self.dtype, copy=True, non_blocking=True)
+
+    def matrix(self, name: str, *sources: str) -> Matrix:
+        """A matrix made of the checkpoint's: the rows of w1 and w3 in turn, others one below the other."""
+        if self.checkpoint.format:
+            return self.saved(name)
+        shape = self.shapes[name]
+        if self.format:
+            data = self.workspace[: math.prod(shape)].view(shape)
+        else:
+            data = torch.empty(shape, dtype=self.stored, device=self.device)
+        counts = [self.checkpoint.shapes[f"{source}.weight"][0] for source in sources]
+        places = [data[0::2], data[1::2]] if name.endswith("w13") else data.split(counts)
+        for place, source in zip(places, sources, strict=True):
+            place.copy_(self.read(f"{source}.weight"), non_blocking=True)
+        return self.encode(name, data) if self.format else Matrix(data)
+
+    def encode(self, name: str, data: Tensor) -> Matrix:
+        try:
+            return Matrix(*self.format.encode(data, *self.encoded[name]), self.format)
+        except ValueError as error:
+            raise ValueError(self.checkpoint.first_bad_tensor(self.stored) or str(error)) from None
+
+    def saved(self, name: str) -> Matrix:
+        data, scale = (self.read(part).to(self.device, copy=True, non_blocking=True) for part in (name, f"{name}.scale"))
+        try:
+            self.format.check(data, scale)
+        except ValueError as error:
+            file = self.checkpoint.folder / SAVED
+            raise ValueError(f"{file}: {name} has {error}: save it anew from the original") from None
+        return Matrix(data, scale, self.format)
+
+    def read(self, name: str) -> Tensor:
+        tensor = self.checkpoint.read(name)
+        self.bar.update(tensor.numel())
+        if self.device.type == "cuda":
             return tensor.pin_memory()  # so that it is copied while the next is read
         return tensor.float() if tensor.is_floating_point() else tensor  # torch is slow from one 16-bit type to another
 
-    def vector(name: str) -> Tensor:
-        return read(f"{name}.weight").to(device, dtype, copy=True, non_blocking=True)
 
-    def finished(name: str, data: Tensor) -> Matrix:
-        if not form:
-            return Matrix(data)
-        try:
-            return Matrix(*fp8.encode(data, form, *room[name]), form)
-        except ValueError as error:
-            raise ValueError(checkpoint.first_bad_tensor(stored) or str(error)) from None
-
-    def empty(rows: int, columns: int) -> Tensor:
-        return (
-            workspace[: rows * columns].view(rows, columns) if form else torch.empty(rows, columns, dtype=stored, device=device)
-        )
-
-    def stacked(name: str, *sources: str) -> Matrix:
-        """The matrices one below the other."""
-        shapes = [checkpoint.shapes[f"{source}.weight"] for source in sources]
-        data = empty(sum(rows for rows, _ in shapes), shapes[0][1])
-        for part, source in zip(data.split([rows for rows, _ in shapes]), sources, strict=True):
-            part.copy_(read(f"{source}.weight"), non_blocking=True)
-        return finished(name, data)
-
-    def alternating(name: str, a: str, b: str) -> Matrix:
-        """The rows of two matrices in turn."""
-        data = empty(2 * c.hidden_dim, c.dim)
-        for i, source in enumerate((a, b)):
-            data[i::2].copy_(read(f"{source}.weight"), non_blocking=True)
-        return finished(name, data)
-
-    def as_saved(name: str) -> Matrix:
-        data, scale = (read(part).to(device, copy=True, non_blocking=True) for part in (name, f"{name}.scale"))
-        try:
-            fp8.check(data, scale, form)
-        except ValueError as error:
-            raise ValueError(f"{checkpoint.folder / SAVED}: {name} has {error}: save it anew from the original") from None
-        return Matrix(data, scale, form)
-
-    def layer(i: int) -> LayerWeights:
-        at, ff, name = f"layers.{i}.attention", f"layers.{i}.feed_forward", f"layers.{i}"
-        norms = {norm: vector(f"{name}.{norm}") for norm in ("attention_norm", "ffn_norm")}
-        if checkpoint.form:
-            return LayerWeights(**norms, **{matrix: as_saved(f"{name}.{matrix}") for matrix in ("wqkv", "wo", "w13", "w2")})
-        return LayerWeights(
-            **norms,
-            wqkv=stacked(f"{name}.wqkv", f"{at}.wq", f"{at}.wk", f"{at}.wv"),
-            wo=stacked(f"{name}.wo", f"{at}.wo"),
-            w13=alternating(f"{name}.w13", f"{ff}.w1", f"{ff}.w3"),
-            w2=stacked(f"{name}.w2", f"{ff}.w2"),
-        )
-
-    if form and not checkpoint.form:  # what stays is allocated first, and all is encoded in one place: memory is not cut up
-        shapes = {name: shape for name, shape in c.saved_shapes().items() if f"{name}.scale" in c.saved_shapes()}
-        room = {
-            name: (torch.empty(s, dtype=torch.int8, device=device), torch.empty(s[0], device=device))
-            for name, s in shapes.items()
-        }
-        workspace = torch.empty(max(map(math.prod, shapes.values())), dtype=stored, device=device)
-    with bar:
-        embedding, layers = vector("tok_embeddings"), [layer(i) for i in range(c.n_layers)]
-        if checkpoint.form:
-            return Weights(embedding, layers, vector("norm"), as_saved("output"))
-        if c.tie_embeddings and not form:
-            return Weights(embedding, layers, vector("norm"), Matrix(embedding.to(stored)))
-        return Weights(embedding, layers, vector("norm"), stacked("output", "tok_embeddings" if c.tie_embeddings else "output"))
-
-
-# ---- a model saved in 8 bits: a folder whose model.safetensors says so in its metadata, with what else a checkpoint has
-
-SAVED = "model.safetensors"
-LAYOUT = "1"  # of such a file; another is refused
-
-
-def saved_form(folder: Path) -> str:
-    """The 8-bit format of a folder that save_fp8 wrote, "" for any other. Raises ValueError."""
-    file = folder / SAVED
-    if not file.is_file():
-        return ""
-    with _opened(file) as f:
-        metadata = f.metadata() or {}
-    version, form = metadata.get("fused-llama", ""), metadata.get("fp8")
-    if version and version != LAYOUT:
-        raise ValueError(f"{file} was saved by another version of fused-llama: save it anew from the original")
-    if version and form not in fp8.TYPES:
-        raise ValueError(f"{file}: fp8 is {form!r}, which is not supported (supported: {', '.join(fp8.TYPES)})")
-    return form if version else ""
-
-
-def save_fp8(name: str, target: str, form: str = "e4m3", dtype: str = "auto", device: str = "auto") -> Path:
-    """Write a checkpoint with its matrices in 8 bits to the folder `target`, which must be new or empty: whole or not at all.
-    Returns its model.safetensors. The norms and the embedding are in dtype; auto is the checkpoint's own, on a CPU too.
-
-    Raises ValueError, OSError or MemoryError, in one line that says what to do.
-    """
-    folder, to = find_checkpoint(name), Path(target).expanduser().resolve()
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise FileExistsError(f"{to} is not an empty folder: save to a new one")
-    if not to.parent.is_dir():
-        raise FileNotFoundError(f"{to.parent} is not there: make that folder first")
-    config = read_config(folder)
-    checkpoint = Checkpoint(folder, config)
-    if checkpoint.form:
-        raise ValueError(f"{folder} holds {checkpoint.form} matrices already: save from the original")
-    on, as_dtype = pick_device(device), DTYPES.get(dtype, checkpoint.dtype)
-    check_memory(config, as_dtype, on, 1, form)
-    sizes = {"weight": as_dtype.itemsize, "scale": 4}
-    need = sum(math.prod(shape) * sizes.get(n.rsplit(".")[-1], 1) for n, shape in config.saved_shapes().items())
-    free = shutil.disk_usage(to.parent).free
-    if need > free:
-        raise OSError(f"the model takes {need / 1e9:.2f} GB, but {to.parent} has {free / 1e9:.2f} GB free: save elsewhere")
-    made = to.with_name(f".{to.name}.{os.getpid()}")
-    made.mkdir()
-    try:
-        _copy_what_is_small(folder, made, config)
-        with torch.inference_mode():
-            weights = read_weights(checkpoint, as_dtype, checkpoint.dtype, on, form)
-        save_file(_saved_tensors(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": form})
-        (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library's own is for the owner alone
-        made.rename(to)
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
-    return to / SAVED
-
-
-def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
-    """All that read_config, Tokenizer and recognise_template read, so that they find in `to` what they find in the folder."""
-    names = ["config.json", "generation_config.json", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"]
-    for file in (*(folder / name for name in names), tokenizer_file(folder)):
-        if file and file.is_file():
-            shutil.copyfile(file, to / file.name)
-    if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: as in files that are not copied
-        (to / "params.json").write_text(json.dumps(read_json(folder / "params.json") | {"vocab_size": config.vocab_size}))
-    beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}
-    template = recognise_template(folder, beside)
-    if template not in ("plain", recognise_template(to, beside)):  # it was recognised from the folder's path
-        with (to / "chat_template.jinja").open("a") as file:
-            file.write(f"{{# {next(sign for sign, name in SIGNS.items() if name == template)} #}}\n")
-
-
-def _saved_tensors(w: Weights) -> dict[str, Tensor]:
-    """The tensors on the CPU, by the names of Config.saved_shapes."""
-    tensors, named = {}, {"tok_embeddings": w.embedding, "norm": w.norm, "output": w.output}
-    named |= {f"layers.{i}.{name}": value for i, layer in enumerate(w.layers) for name, value in vars(layer).items()}
-    for name, value in named.items():
-        if isinstance(value, Matrix):
-            tensors |= {name: value.data.cpu(), f"{name}.scale": value.scale.cpu()}
-        else:
-            tensors[f"{name}.weight"] = value.cpu()
-    return tensors
+# ---- what it runs on, and whether it fits
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -627,18 +582,21 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def check_memory(
-    config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int, form: str = "", kv_fp8: bool = False
+    config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int, format: Format | None = None, kv_fp8: bool = False
 ) -> None:
     """Raise MemoryError when weights, cache and workspace will not fit, before any of it is allocated."""
     c, size = config, dtype.itemsize
-    matrices = sum(math.prod(shape) for name, shape in c.shapes().items() if len(shape) == 2 and "tok_embeddings" not in name)
-    matrices += c.vocab_size * c.dim * c.tie_embeddings * bool(form)  # encoded beside the embedding
-    others = sum(math.prod(shape) for name, shape in c.shapes().items() if len(shape) == 1 or "tok_embeddings" in name)
-    weights = (1 if form else size) * matrices + size * others
-    cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.n_kv_heads * ctx_size * c.head_dim
-    widest = 3 * c.dim + (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 3 * c.hidden_dim
+    weights = size * sum(math.prod(shape) for name, shape in unquantised_shapes(c).items())
+    for name, (rows, columns) in matrix_shapes(c).items():
+        if format:
+            weights += format.matrix_bytes(rows, columns)
+        elif not (name == "output" and c.tie_embeddings):
+            weights += size * rows * columns
+    cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
+    widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    workspace += size * max(2 * c.hidden_dim, c.vocab_size) * c.dim * bool(form)  # the largest matrix, whole
+    if format:  # the largest matrix, decoded
+        workspace += size * max(2 * c.hidden_dim, c.vocab_size) * c.dim
     free = free_memory(device)
     if free is not None and weights + cache + workspace > free:
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
@@ -648,24 +606,25 @@ def check_memory(
         )
 
 
-def pick_ops(backend: str, device: torch.device) -> SimpleNamespace:
-    """The op table: "torch" is the reference, "triton" the fused one, auto that on a GPU. Raises ValueError."""
-    if backend == "torch" or backend == "auto" and device.type == "cpu":
-        return kernels.reference
+def pick_backend(name: str, device: torch.device) -> str:
+    """Whose ops run the model: "torch" (the reference ops) or "triton" (the fused ones), which is auto on a GPU. Raises
+    ValueError."""
+    if name == "torch" or name == "auto" and device.type == "cpu":
+        return "torch"
     if launch.triton is None:
         raise ValueError("Triton is not installed: --backend torch runs without it")
     if device.type == "cpu" and not launch.INTERPRETED:
         raise ValueError("on a CPU the Triton kernels run only in Triton's interpreter: set TRITON_INTERPRET=1")
     if device.type == "cuda" and launch.capability(device) < 80:
-        name = torch.cuda.get_device_name(device)
-        raise ValueError(f"{name} is older than compute capability 8.0, which the kernels need: use --backend torch")
-    return kernels.fused
+        card = torch.cuda.get_device_name(device)
+        raise ValueError(f"{card} is older than compute capability 8.0, which the kernels need: use --backend torch")
+    return "triton"
 
 
-def pick_half_sums(accumulate: str, ops: SimpleNamespace, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a prompt's products are summed up in half precision. auto: on GeForce cards, whose tensor cores do that at twice
+def pick_fp16_sums(accumulate: str, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a prompt's products are added up in half precision. auto: on GeForce cards, whose tensor cores do that at twice
     the rate of fp32 sums; others gain nothing. Raises ValueError where it cannot be done."""
-    able = ops is kernels.fused and device.type == "cuda" and dtype == torch.float16
+    able = backend == "triton" and device.type == "cuda" and dtype == torch.float16
     if accumulate == "fp16" and not able:
         raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
     return able and (accumulate == "fp16" or accumulate == "auto" and "GeForce" in torch.cuda.get_device_name(device))
@@ -673,40 +632,128 @@ def pick_half_sums(accumulate: str, ops: SimpleNamespace, device: torch.device, 
 
 def load(
     name: str,
+    *,
     dtype: str = "auto",
     device: str = "auto",
     ctx_size: int | None = None,
     backend: str = "auto",
-    form: str = "",
+    fp8: str | None = None,
     kv_fp8: bool = False,
     accumulate: str = "auto",
 ) -> Llama:
     """Load a checkpoint: Hugging Face's or Meta's folder, or a repository id in the hub cache.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
-    is longer. form: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own. kv_fp8: keys and
-    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", as pick_half_sums says. Raises ValueError, OSError or
+    is longer. fp8: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own. kv_fp8: keys and
+    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", as pick_fp16_sums says. Raises ValueError, OSError or
     MemoryError, in one line that says what to do.
     """
     folder = find_checkpoint(name)
     config = read_config(folder)
     checkpoint = Checkpoint(folder, config)
-    if checkpoint.form and form not in ("", checkpoint.form):
-        raise ValueError(f"{folder} holds {checkpoint.form} matrices: for {form} ones, load the original")
-    form = checkpoint.form or form
+    if checkpoint.format and fp8 not in (None, checkpoint.format.name):
+        raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {fp8} ones, load the original")
+    format = checkpoint.format or (FORMATS[fp8] if fp8 else None)
     on = pick_device(device)
-    ops = pick_ops(backend, on)
+    backend = pick_backend(backend, on)
     torch_dtype = pick_dtype(dtype, checkpoint.dtype, on)
     ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
     if config.sliding_window and ctx_size > config.sliding_window:
         raise ValueError(
             f"{folder}: sliding_window is {config.sliding_window}: a context of {ctx_size} is not supported (see -c)"
         )
-    half_sums = pick_half_sums(accumulate, ops, on, torch_dtype)
-    check_memory(config, torch_dtype, on, ctx_size, form, kv_fp8)
-    stored = checkpoint.dtype if form else kernels.storage_dtype(ops, torch_dtype, on)  # codes do not depend on --dtype
+    fp16_sums = pick_fp16_sums(accumulate, backend, on, torch_dtype)
+    check_memory(config, torch_dtype, on, ctx_size, format, kv_fp8)
+    stored = checkpoint.dtype if format else kernels.storage_dtype(backend, torch_dtype, on)  # codes do not depend on --dtype
     with torch.inference_mode():
-        weights = read_weights(checkpoint, torch_dtype, stored, on, form)
+        weights = Loader(checkpoint, torch_dtype, stored, on, format).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed beside the weights
-    return Llama(config, weights, ops, on, torch_dtype, ctx_size, checkpoint, kv_fp8, half_sums)
+    return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, fp16_sums)
+
+
+# ---- a model saved in 8 bits: a folder whose model.safetensors says so in its metadata, with what else a checkpoint has
+
+SAVED = "model.safetensors"
+LAYOUT = "1"  # of such a file; another is refused
+
+
+def saved_format(folder: Path) -> Format | None:
+    """The 8-bit format of a folder that save_fp8 wrote, None for any other. Raises ValueError."""
+    file = folder / SAVED
+    if not file.is_file():
+        return None
+    with _opened(file) as f:
+        metadata = f.metadata() or {}
+    version, name = metadata.get("fused-llama"), metadata.get("fp8")
+    if not version:
+        return None
+    if version != LAYOUT:
+        raise ValueError(f"{file} was saved by another version of fused-llama: save it anew from the original")
+    if name not in FORMATS:
+        raise ValueError(f"{file}: fp8 is {name!r}, which is not supported (supported: {', '.join(FORMATS)})")
+    return FORMATS[name]
+
+
+def save_fp8(name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", device: str = "auto") -> Path:
+    """Write a checkpoint with its matrices in 8 bits to the folder `target`, which must be new or empty: whole or not at all.
+    Returns its model.safetensors. The norms and the embedding are in dtype; auto is the checkpoint's own, on a CPU too.
+
+    Raises ValueError, OSError or MemoryError, in one line that says what to do.
+    """
+    folder, to = find_checkpoint(name), Path(target).expanduser().resolve()
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise FileExistsError(f"{to} is not an empty folder: save to a new one")
+    if not to.parent.is_dir():
+        raise FileNotFoundError(f"{to.parent} is not there: make that folder first")
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder, config)
+    if checkpoint.format:
+        raise ValueError(f"{folder} holds {checkpoint.format.name} matrices already: save from the original")
+    on, as_dtype, format = pick_device(device), DTYPES.get(dtype, checkpoint.dtype), FORMATS[fp8]
+    check_memory(config, as_dtype, on, 1, format)
+    sizes = {"weight": as_dtype.itemsize, "scale": 4}
+    need = sum(math.prod(shape) * sizes.get(n.rsplit(".")[-1], 1) for n, shape in saved_shapes(config).items())
+    free = shutil.disk_usage(to.parent).free
+    if need > free:
+        raise OSError(f"the model takes {need / 1e9:.2f} GB, but {to.parent} has {free / 1e9:.2f} GB free: save elsewhere")
+    made = to.with_name(f".{to.name}.{os.getpid()}")
+    made.mkdir()
+    try:
+        _copy_what_is_small(folder, made, config)
+        with torch.inference_mode():
+            weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, format).load()
+        save_file(_saved_tensors(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": format.name})
+        (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library's own is for the owner alone
+        made.rename(to)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return to / SAVED
+
+
+def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
+    """All that read_config, Tokenizer and recognise_template read, so that they find in `to` what they find in the folder."""
+    names = ["config.json", "generation_config.json", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"]
+    for file in (*(folder / name for name in names), tokenizer_file(folder)):
+        if file and file.is_file():
+            shutil.copyfile(file, to / file.name)
+    if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: as in files that are not copied
+        (to / "params.json").write_text(json.dumps(read_json(folder / "params.json") | {"vocab_size": config.vocab_size}))
+    beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}
+    template = recognise_template(folder, beside)
+    if template not in ("plain", recognise_template(to, beside)):  # it was recognised from the folder's path
+        with (to / "chat_template.jinja").open("a") as file:
+            file.write(f"{{# {next(sign for sign, name in SIGNS.items() if name == template)} #}}\n")
+
+
+def _saved_tensors(w: Weights) -> dict[str, Tensor]:
+    """The tensors on the CPU, by the names of saved_shapes."""
+    tensors, named = {}, {"tok_embeddings": w.embedding, "norm": w.norm, "output": w.output}
+    named |= {f"layers.{i}.{name}": value for i, layer in enumerate(w.layers) for name, value in vars(layer).items()}
+    for name, value in named.items():
+        if isinstance(value, Matrix):
+            tensors |= {name: value.data.cpu(), f"{name}.scale": value.scale.cpu()}
+        else:
+            tensors[f"{name}.weight"] = value.cpu()
+    return tensors

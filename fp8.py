@@ -1,98 +1,305 @@
-"""8-bit floats kept in int8 tensors: encode and decode in torch; encode, decode and multiply inside a kernel.
+"""8-bit floats kept in int8 tensors, one scale a row. A format is one block: numbers, and functions for torch and for kernels.
 
-Both formats are decoded by moving bits into a half float, so that any GPU and any CPU can do it; GPUs from sm_89 on convert
-e4m3 by an instruction of their own, "e4m3 native" to kernels:
+    E5M2  sign, 5 exponent bits, 2 of mantissa: the upper byte of a half-precision float
+    E4M3  sign, 4 exponent bits, 3 of mantissa: under the sign of a half, these bits are the value times 2^-8, subnormals too
 
-    e5m2  sign, 5 exponent bits, 2 of mantissa: the upper byte of a half float
-    e4m3  sign, 4 exponent bits, 3 of mantissa: under a half's sign, these bits are the value times 2^-8, subnormals too
+Either is decoded by moving bits into a half, on any GPU and any CPU. GPUs from sm_89 on convert E4M3 by an instruction of
+their own and multiply it on their tensor cores: E4M3_NATIVE. The codes for NaN and infinity are never written: encoding
+saturates.
 
-A matrix has one scale a row. The codes for NaN and infinity are never written: encode saturates.
+To add a format, write its block below and enter it in FORMATS; the tests walk that table.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
-from launch import INTERPRETED, jit, tl, triton
-
-EMULATED = tl and tl.constexpr(INTERPRETED)  # the same for kernels: the interpreter knows no PTX
-TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
-GAIN = {"e4m3": 256.0, "e5m2": 1.0}  # what decoded halves are to be multiplied with
-NOT_FINITE = {"e4m3": 0x7F, "e5m2": 0x7C}  # from here on, the bits under the sign mean NaN or infinity
-TOP = {"e4m3": 448.0, "e5m2": 1.75}  # what a row's largest is scaled to, as a half 1.75 in both: products stay far from 65504
-
-
-def constexpr_function(function):
-    """A function of constants that a kernel calls while it is compiled."""
-    return triton.constexpr_function(function) if triton else function
-
-
-def round_to(x: Tensor, form: str) -> Tensor:
-    """The nearest codes (ties to even) as int8; magnitudes beyond the largest become the largest."""
-    return x.float().clamp(-LARGEST[form], LARGEST[form]).to(TYPES[form]).view(torch.int8)
+from launch import (
+    EMULATED,
+    capability,
+    constexpr,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch,
+    load_vector,
+    load_weights,
+    tl,
+    triton,
+)
 
 
-def halves(codes: Tensor, form: str, space: Tensor | None = None) -> Tensor:
-    """int8 codes to float16: the values they stand for over GAIN, exactly; in int16 space of the same shape, if given."""
-    bits = codes.to(torch.int16) if space is None else space.copy_(codes)
-    bits = bits.bitwise_left_shift_(8) if form == "e5m2" else bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    return bits.view(torch.float16)
+@dataclass(frozen=True, eq=False)
+class Format:
+    """A way to keep a matrix W [N, K] as int8 codes [N, K] and float32 scales [N]."""
+
+    name: str
+    dtype: torch.dtype  # torch's type of the same bits
+    not_finite: int  # from here on, the bits under the sign mean NaN or infinity
+    gain: float  # what decoded halves are to be multiplied with
+    top: float  # what a row's largest magnitude is scaled to; 1.75 as a half in both, so that products stay far from 65504
+    move_bits: Callable[[Tensor], Tensor]  # int16 codes to the bits of halves, in place
+    decode: Callable  # the same for a tile in a kernel, to halves
+    products: Callable  # of a tile of weights and of x in float32, one by one, in a kernel
+    packed_sums: Callable  # of a tile of weights and of x in halves, for packed_product
+    tensor_cores: bool = False  # whether the library multiplies it as it is
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(self.dtype).max
+
+    def on(self, device: torch.device) -> Format:
+        """The format as kernels on this device decode it."""
+        return E4M3_NATIVE if self is E4M3 and capability(device) >= 89 else self
+
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        return rows * (columns + 4)
+
+    def round(self, x: Tensor) -> Tensor:
+        """The nearest codes (ties to even) as int8; magnitudes beyond the largest become the largest."""
+        return x.float().clamp(-self.largest, self.largest).to(self.dtype).view(torch.int8)
+
+    def halves(self, codes: Tensor, space: Tensor | None = None) -> Tensor:
+        """int8 codes to float16, the values they stand for over the gain, exactly; in int16 space of that shape, if given."""
+        return self.move_bits(codes.to(torch.int16) if space is None else space.copy_(codes)).view(torch.float16)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """int8 codes to the float32 values they stand for."""
+        return self.halves(codes).float().mul_(self.gain)
+
+    def encode(self, weights: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[N, K] to int8 codes [N, K] and float32 scales [N], in the tensors given for them. Of four scales between the
+        smallest that lets a row's largest magnitude fit and its double, each row takes the one with the least squared error.
+        Raises ValueError on NaN or inf."""
+        codes = torch.empty(weights.shape, dtype=torch.int8, device=weights.device) if codes is None else codes
+        scales = torch.empty(len(weights), dtype=torch.float32, device=weights.device) if scales is None else scales
+        rows_at_once = max(1, (1 << 23) // weights.shape[1])
+        for rows, code, scale in zip(*(t.split(rows_at_once) for t in (weights, codes, scales))):
+            rows = rows.float()
+            smallest = rows.abs().amax(1) / self.top
+            if not torch.isfinite(smallest).all():
+                raise ValueError("NaN or inf cannot be written as an 8-bit float")
+            smallest.clamp_(min=1e-30)
+            least = torch.full_like(smallest, torch.inf)
+            for step in (0.0, 0.25, 0.5, 0.75):
+                tried = smallest * 2**step
+                written = self.round(rows / tried[:, None])
+                error = (self.decoded(written, tried) - rows).square().sum(1)
+                better = error < least
+                least[better], scale[better], code[better] = error[better], tried[better], written[better]
+        return codes, scales
+
+    def decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Codes [N, K] and scales [N] to float32 [N, K]."""
+        return self.halves(codes).float().mul_(self.gain * scales[:, None])
+
+    def check(self, codes: Tensor, scales: Tensor) -> None:
+        """Raise ValueError for what encode never writes: codes of NaN or infinity, scales that are not positive and finite."""
+        if not ((scales > 0) & (scales < torch.inf)).all():
+            raise ValueError("scales that are not positive and finite")
+        if torch.stack([(rows & 0x7F).max() for rows in codes.split(512)]).max() >= self.not_finite:
+            raise ValueError("codes of NaN or infinity")
 
 
-def encode(weights: Tensor, form: str, codes: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[N, K] to int8 codes [N, K] and float32 scales [N], in the places given for them. Of a few scales between the smallest
-    that lets a row's largest magnitude fit and its double, each row takes the one with the least squared error. Raises
-    ValueError on NaN or inf."""
-    codes = torch.empty(weights.shape, dtype=torch.int8, device=weights.device) if codes is None else codes
-    scales = torch.empty(len(weights), dtype=torch.float32, device=weights.device) if scales is None else scales
-    rows_at_once = max(1, (1 << 23) // weights.shape[1])
-    for rows, code, scale in zip(*(t.split(rows_at_once) for t in (weights, codes, scales))):
-        rows = rows.float()
-        smallest = rows.abs().amax(1) / TOP[form]
-        if not torch.isfinite(smallest).all():
-            raise ValueError("NaN or inf cannot be written as an 8-bit float")
-        smallest.clamp_(min=1e-30)
-        least = torch.full_like(smallest, torch.inf)
-        for step in (0.0, 0.25, 0.5, 0.75):
-            tried = smallest * 2**step
-            written = round_to(rows / tried[:, None], form)
-            error = (decode(written, tried, form) - rows).square().sum(1)
-            better = error < least
-            least[better], scale[better], code[better] = error[better], tried[better], written[better]
-    return codes, scales
+@dataclass(eq=False)
+class Matrix:
+    """A weight matrix W of N rows and K columns, applied as y = x W^T."""
+
+    data: Tensor  # [N, K], in 16 or 32 bits, or int8 codes
+    scale: Tensor | None = None  # [N] float32, of codes
+    format: Format | None = None  # of codes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.data.shape)
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def encoded(self, format: Format) -> Matrix:
+        """The same in 8 bits. Raises ValueError on NaN or inf."""
+        return Matrix(*format.encode(self.data), format)
+
+    def dense(self) -> Tensor:
+        """W as floats: float32 [N, K] for codes, the data itself otherwise."""
+        return self.data if self.format is None else self.format.decoded(self.data, self.scale)
 
 
-def decode(codes: Tensor, scales: Tensor, form: str) -> Tensor:
-    """Codes [N, K] and scales [N] to float32 [N, K]."""
-    return halves(codes, form).float().mul_(GAIN[form] * scales[:, None])
-
-
-def check(codes: Tensor, scales: Tensor, form: str) -> None:
-    """Raise ValueError for what encode never writes: codes of NaN or infinity, scales that are not positive and finite."""
-    if not ((scales > 0) & (scales < torch.inf)).all():
-        raise ValueError("scales that are not positive and finite")
-    if torch.stack([(rows & 0x7F).max() for rows in codes.split(512)]).max() >= NOT_FINITE[form]:
-        raise ValueError("codes of NaN or infinity")
+# ---- packed products: a token's product with 8-bit weights, in half precision.
+#
+#      At 8 bits a weight the arithmetic counts: an H200 reads 4.6e12 weights a second and executes 33e12 fp32 operations,
+#      about 7 a weight. Decoding a code, widening it and multiplying it takes 11 instructions. Packed, it takes 3 to 4: PTX
+#      converts two codes at a time to a pair of halves, multiplies the pair by a pair of x in one instruction (fma.rn.f16x2),
+#      and adds up eight products in half precision before the sum is widened to fp32. What makes that sound is the range: a
+#      half ends at 65504 and loses precision below 6e-5, so x is brought by a power of two, which is exact, to where eight
+#      products with codes of at most 448 stay below 65504 and those that matter lie far above 6e-5. Eight neighbours of a row
+#      must be in one thread.
 
 
 @jit
-def decode_tile(tile, FORMAT: tl.constexpr):
-    """A tile of weights as it is stored to floats: itself without a format, else `halves`, or the conversion that GPUs have
-    from sm_89 on."""
-    if FORMAT == "e4m3":
-        tile = ((tile.to(tl.int16) << 7) & ~0x4000).to(tl.float16, bitcast=True)
-    if FORMAT == "e4m3 native":
-        tile = tile.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    if FORMAT == "e5m2":
-        tile = (tile.to(tl.int16) << 8).to(tl.float16, bitcast=True)
-    return tile
+def _power_of_two(x):
+    """The largest power of two that is not above x > 0."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @jit
-def encode_tile(x):
-    """Floats to codes of e4m3, as `round_to` does: nearest, ties to even, magnitudes beyond 448 as 448; NaN as 0x7f."""
+def packed_product(
+    x, norm, w, scale, residual, rows, N, eps,
+    K: tl.constexpr, BLOCK: tl.constexpr, PARTIAL_SUMS: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """kernels.product with packed products. x is read twice, first for its range, and multiplied with the norm in its own
+    type."""
+    offs_k = tl.arange(0, BLOCK)
+    w_tile = load_weights(w, rows, 0, offs_k, N, K, BLOCK)
+    if norm is not None:
+        norm_tile = load_vector(norm, 0, offs_k, K, BLOCK)
+    gdc_wait(PDL)
+    if residual is not None:
+        residual_tile = tl.load(residual + rows, mask=rows < N, other=0.0).to(tl.float32)
+    x_tile = load_vector(x, 0, offs_k, K, BLOCK)
+    # The range of x: with a norm its root mean square, otherwise its largest magnitude
+    squares, peaks = x_tile.to(tl.float32) * x_tile.to(tl.float32), tl.abs(x_tile)
+    for k in tl.static_range(BLOCK, K, BLOCK):
+        x_next = load_vector(x, k, offs_k, K, BLOCK)
+        squares += x_next.to(tl.float32) * x_next.to(tl.float32)
+        peaks = tl.maximum(peaks, tl.abs(x_next))
+    if norm is not None:  # for norms of up to 30
+        inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
+        power = _power_of_two(inv_rms) / 64
+    else:
+        inv_rms = 1.0
+        power = _power_of_two(tl.minimum(16 / tl.maximum(tl.max(peaks).to(tl.float32), 1e-30), 32768.0))
+    # The product, with the next tile of W on its way while this one is multiplied
+    for k in tl.static_range(0, K, BLOCK):
+        w_now = w_tile
+        if k + BLOCK < K:
+            w_tile = load_weights(w, rows, k + BLOCK, offs_k, N, K, BLOCK)
+        if k > 0:
+            x_tile = load_vector(x, k, offs_k, K, BLOCK)
+        x_tile = x_tile * power.to(x_tile.dtype)
+        if norm is not None:
+            x_tile *= norm_tile.to(x_tile.dtype)
+            if k + BLOCK < K:
+                norm_tile = load_vector(norm, k + BLOCK, offs_k, K, BLOCK)
+        sums = PARTIAL_SUMS(w_now, x_tile.to(tl.float16))
+        if k == 0:
+            acc = sums
+        else:
+            acc += sums
+    y = tl.sum(acc, 1) * (inv_rms / power) * (tl.load(scale + rows, mask=rows < N, other=0.0) * GAIN)
+    return y if residual is None else residual_tile + y
+
+
+def packed_asm(*two_halves: str) -> str:
+    """PTX for eight codes times eight halves, added up in half precision: a float in $0, and zero in $1. two_halves: how the
+    two codes in the lower, and in the upper, half of register SOURCE become the pair of halves p."""
+    weights, x, lines = 2, 4, []  # the numbers of the first registers of each
+    for pair in range(4):
+        lines.append(two_halves[pair % 2].replace("SOURCE", f"${weights + pair // 2}"))
+        lines.append(f"fma.rn.f16x2 sums, p, ${x + pair}, sums;" if pair else f"mul.rn.f16x2 sums, p, ${x};")
+    lines.append("mov.b32 {a, b}, sums; add.f16 a, a, b; cvt.f32.f16 $0, a; mov.b32 $1, 0;")
+    return "{ .reg .b16 a, b; .reg .b32 sums, p, q; " + " ".join(lines) + " }"
+
+
+ASM_REGISTERS = constexpr("=&r,=&r,r,r,r,r,r,r")  # the sum and the zero; two registers of codes, four of halves
+
+
+@jit
+def packed_sums(w_tile, x_tile, DECODE: tl.constexpr, ASM: tl.constexpr):
+    """Codes [ROWS, BLOCK] times halves [1, BLOCK], eight neighbours added up: float32 [ROWS, BLOCK / 8]."""
+    if EMULATED:
+        return DECODE(w_tile).to(tl.float32) * x_tile.to(tl.float32)
+    sums = tl.inline_asm_elementwise(ASM, ASM_REGISTERS, [w_tile, x_tile], dtype=tl.int8, is_pure=True, pack=8)
+    # Eight int8 came back for eight codes: the bytes of the float, then those of the zero
+    sums = tl.reshape(sums, [w_tile.shape[0], w_tile.shape[1] // 8, 2, 2, 2]).to(tl.uint8, bitcast=True).to(tl.uint32)
+    sums, _ = tl.split(sums.permute(0, 1, 3, 4, 2))
+    even, odd = tl.split(sums)  # four bytes to a float, which costs nothing: they are in one register already
+    b0, b2 = tl.split(even)
+    b1, b3 = tl.split(odd)
+    return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
+
+
+# ---- E5M2
+
+
+def _e5m2_bits(codes: Tensor) -> Tensor:
+    return codes.bitwise_left_shift_(8)
+
+
+@jit
+def _e5m2_decode(codes):
+    return (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+
+
+@jit
+def _e5m2_products(w_tile, x_tile):
+    return _e5m2_decode(w_tile).to(tl.float32) * x_tile
+
+
+# a permutation of bytes puts each code above a zero byte
+_E5M2_ASM = constexpr(packed_asm("prmt.b32 p, SOURCE, 0, 0x1404;", "prmt.b32 p, SOURCE, 0, 0x3424;"))
+
+
+@jit
+def _e5m2_packed_sums(w_tile, x_tile):
+    return packed_sums(w_tile, x_tile, _e5m2_decode, _E5M2_ASM)
+
+
+E5M2 = Format(
+    "e5m2", torch.float8_e5m2, not_finite=0x7C, gain=1.0, top=1.75,
+    move_bits=_e5m2_bits, decode=_e5m2_decode, products=_e5m2_products, packed_sums=_e5m2_packed_sums,
+)  # fmt: skip
+
+
+# ---- E4M3
+
+
+def _e4m3_bits(codes: Tensor) -> Tensor:
+    return codes.bitwise_left_shift_(7).bitwise_and_(~0x4000)
+
+
+@jit
+def _e4m3_decode(codes):
+    return ((codes.to(tl.int16) << 7) & ~0x4000).to(tl.float16, bitcast=True)
+
+
+@jit
+def _e4m3_products(w_tile, x_tile):
+    return _e4m3_decode(w_tile).to(tl.float32) * x_tile
+
+
+# as for E5M2, then the bits under the sign move one place to the right
+_UNDER_SIGN = "shr.u32 q, p, 1; and.b32 q, q, 0x3f803f80; and.b32 p, p, 0x80008000; or.b32 p, p, q;"
+_E4M3_ASM = constexpr(packed_asm(*(f"prmt.b32 p, SOURCE, 0, {order}; {_UNDER_SIGN}" for order in ("0x1404", "0x3424"))))
+
+
+@jit
+def _e4m3_packed_sums(w_tile, x_tile):
+    return packed_sums(w_tile, x_tile, _e4m3_decode, _E4M3_ASM)
+
+
+E4M3 = Format(
+    "e4m3", torch.float8_e4m3fn, not_finite=0x7F, gain=256.0, top=448.0,
+    move_bits=_e4m3_bits, decode=_e4m3_decode, products=_e4m3_products, packed_sums=_e4m3_packed_sums,
+)  # fmt: skip
+
+
+@jit
+def e4m3_encode(x):
+    """Floats to codes in a kernel, as Format.round does: nearest, ties to even, magnitudes beyond 448 as 448; NaN as 0x7f."""
     a = tl.minimum(tl.abs(x), 448.0)
     bits = a.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # the biases are 127 and 7
@@ -102,37 +309,89 @@ def encode_tile(x):
     return tl.where(x == x, code | sign, 0x7F).to(tl.int8)
 
 
+# ---- E4M3 as GPUs from sm_89 on know it: one instruction converts two codes
+
+
 @jit
-def rescale(y, scale, FORMAT: tl.constexpr):
-    """A product with decoded tiles to the product with the weights; scale is that of its rows."""
-    if FORMAT == "e4m3":
-        return y * (scale * 256.0)
-    return y * scale
+def _native_decode(codes):
+    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
-# PTX: two codes in the lower or the upper half of register SOURCE to two halves in p. A permutation puts each code above a zero
-# byte; the bits of e4m3 then move one place to the right under their sign.
-_TWO_HALVES = {
-    "e5m2": ("prmt.b32 p, SOURCE, 0, 0x1404;", "prmt.b32 p, SOURCE, 0, 0x3424;"),
-    "e4m3": tuple(
-        f"prmt.b32 p, SOURCE, 0, {order}; shr.u32 q, p, 1; and.b32 q, q, 0x3f803f80; and.b32 p, p, 0x80008000; or.b32 p, p, q;"
-        for order in ("0x1404", "0x3424")
-    ),
-    "e4m3 native": tuple(f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4m3x2 p, {half};" for half in "ab"),
-}
+@jit
+def _native_products(w_tile, x_tile):
+    return _native_decode(w_tile).to(tl.float32) * x_tile
 
 
-@constexpr_function
-def products_asm(FORMAT):
-    """PTX for tl.inline_asm_elementwise: eight weights times eight halves, added in half precision: a float, and a zero."""
-    weights, halves, lines = 2, 4, []  # the numbers of the first registers; 0 and 1 are the sum and the zero
-    for pair in range(4):
-        lines.append(_TWO_HALVES[FORMAT][pair % 2].replace("SOURCE", f"${weights + pair // 2}"))
-        lines.append(f"fma.rn.f16x2 h, p, ${halves + pair}, h;" if pair else f"mul.rn.f16x2 h, p, ${halves};")
-    lines.append("mov.b32 {a, b}, h; add.f16 a, a, b; cvt.f32.f16 $0, a; mov.b32 $1, 0;")
-    return "{ .reg .b16 a, b; .reg .b32 h, p, q; " + " ".join(lines) + " }"
+_NATIVE_ASM = constexpr(packed_asm(*(f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4m3x2 p, {half};" for half in "ab")))
 
 
-PRODUCTS_REGISTERS = tl and tl.constexpr(
-    "=&r,=&r,r,r,r,r,r,r"
-)  # the constraints that go with it: sum and zero, weights, halves
+@jit
+def _native_packed_sums(w_tile, x_tile):
+    return packed_sums(w_tile, x_tile, _native_decode, _NATIVE_ASM)
+
+
+E4M3_NATIVE = replace(
+    E4M3, gain=1.0, decode=_native_decode, products=_native_products, packed_sums=_native_packed_sums, tensor_cores=True
+)
+
+FORMATS = {format.name: format for format in (E4M3, E5M2)}
+
+
+# ---- the product of a prompt
+
+
+@jit
+def _decode_kernel(
+    codes, scale, out, K: tl.constexpr, BLOCK: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr
+):
+    """One block of a row of codes to the type of `out`."""
+    gdc_launch_dependents(PDL)
+    row = tl.program_id(0)
+    offs_k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offs, mask = row.to(tl.int64) * K + offs_k, offs_k < K
+    y = DECODE(tl.load(codes + offs, mask=mask, other=0)).to(tl.float32) * (tl.load(scale + row) * GAIN)
+    gdc_wait(PDL)
+    tl.store(out + offs, y.to(out.dtype.element_ty), mask=mask)
+
+
+def decode_for(w: Matrix, x: Tensor) -> Tensor:
+    """Codes W [N, K] decoded to the type of x, on a GPU."""
+    out, block, format = x.new_empty(w.rows, w.columns), min(4096, triton.next_power_of_2(w.columns)), w.format.on(x.device)
+    cut = dict(K=w.columns, BLOCK=block, DECODE=format.decode, GAIN=format.gain)
+    launch(_decode_kernel, (w.rows, triton.cdiv(w.columns, block)), x.device, w.data, w.scale, out, **cut)
+    return out
+
+
+@jit
+def _encode_rows_kernel(x, codes, scales, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A row as E4M3, its largest magnitude as 448."""
+    gdc_launch_dependents(PDL)
+    offs_k = tl.arange(0, BLOCK)
+    gdc_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    values = tl.load(x + row * K + offs_k, mask=offs_k < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-30) / 448
+    tl.store(codes + row * K + offs_k, e4m3_encode(values / scale), mask=offs_k < K)
+    tl.store(scales + row, scale)
+
+
+def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations [T, K] as codes of E4M3, int8 [T, K], and a scale a row, float32 [T, 1]."""
+    T, K = x.shape
+    codes, scales = x.new_empty(T, K, dtype=torch.int8), x.new_empty(T, 1, dtype=torch.float32)
+    block = triton.next_power_of_2(K)
+    launch(_encode_rows_kernel, (T,), x.device, x, codes, scales, K=K, BLOCK=block, warps=min(16, max(1, block // 512)))
+    return codes, scales
+
+
+def on_tensor_cores(w: Matrix) -> bool:
+    """Whether tensor cores multiply the codes as they are."""
+    return w.format is not None and w.format.on(w.data.device).tensor_cores and w.rows % 16 == 0 and w.columns % 16 == 0
+
+
+def tensor_core_linear(x: Tensor, w: Matrix) -> Tensor:
+    """x W^T on 8-bit tensor cores, x rounded to E4M3 with a scale a row. x [T, K] -> bfloat16 [T, N], the type the library
+    gives with such scales."""
+    codes, scales = encode_rows(x)
+    x8, w8 = codes.view(torch.float8_e4m3fn), w.data.view(w.format.dtype)
+    return torch._scaled_mm(x8, w8.t(), scales, w.scale[None], out_dtype=torch.bfloat16)

@@ -39,6 +39,9 @@ def constexpr(value):
     return tl.constexpr(value) if triton else value
 
 
+EMULATED = constexpr(INTERPRETED)  # the same for kernels: the interpreter knows no PTX
+
+
 @cache
 def capability(device: torch.device) -> int:
     """Compute capability of a GPU, 90 for Hopper; 0 for the interpreter."""
@@ -72,6 +75,27 @@ def gdc_wait(PDL: tl.constexpr):
     """Wait until the kernel before this one, and so every kernel before that, has ended."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+# ---- the loads of a product, which stream a matrix past a vector
+
+
+@jit
+def load_weights(w, rows, k, offs_k, N, K: tl.constexpr, BLOCK: tl.constexpr):
+    """W[rows, k + offs_k], streamed: read once and not kept in the caches. max_contiguous gives a thread eight neighbours, as
+    it has of x in 16 bits: otherwise 8-bit tiles would go through shared memory to meet x."""
+    offs = tl.max_contiguous(tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + k + offs_k[None, :], [1, 8])
+    if K % BLOCK == 0:
+        return tl.load(w + offs, eviction_policy="evict_first")
+    return tl.load(w + offs, mask=k + offs_k[None, :] < K, other=0, eviction_policy="evict_first")
+
+
+@jit
+def load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr):
+    """x[k + offs_k] as a row. In fp32 in the interpreter, whose own bf16 products are wrong."""
+    pointers = x + k + offs_k[None, :]
+    tile = tl.load(pointers) if K % BLOCK == 0 else tl.load(pointers, mask=k + offs_k[None, :] < K, other=0.0)
+    return tile.to(tl.float32) if EMULATED else tile
 
 
 # ---- launch sizes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import Matrix
+from fp8 import Matrix
 from sampling import Sampling
 
 if TYPE_CHECKING:
@@ -59,42 +59,22 @@ class Config:
     eos_ids: tuple[int, ...] = ()  # empty: as the tokenizer says
 
     @property
-    def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of the matrices of one layer, by Meta's names."""
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+    def q_dim(self) -> int:
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.n_kv_heads * self.head_dim
+
+    @property
+    def layer_matrices(self) -> dict[str, tuple[int, int]]:
+        """Shapes [N, K] of the matrices of one layer, by the names of LayerWeights."""
         return {
-            "attention.wq": (q, self.dim),
-            "attention.wk": (kv, self.dim),
-            "attention.wv": (kv, self.dim),
-            "attention.wo": (self.dim, q),
-            "feed_forward.w1": (self.hidden_dim, self.dim),
-            "feed_forward.w3": (self.hidden_dim, self.dim),
-            "feed_forward.w2": (self.dim, self.hidden_dim),
+            "wqkv": (self.q_dim + 2 * self.kv_dim, self.dim),
+            "wo": (self.dim, self.q_dim),
+            "w13": (2 * self.hidden_dim, self.dim),
+            "w2": (self.dim, self.hidden_dim),
         }
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors, by Meta's names."""
-        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
-        for layer in range(self.n_layers):
-            for name, shape in self.matrix_shapes.items():
-                shapes[f"layers.{layer}.{name}.weight"] = shape
-            for name in ("attention_norm", "ffn_norm"):
-                shapes[f"layers.{layer}.{name}.weight"] = (self.dim,)
-        shapes["norm.weight"] = (self.dim,)
-        if not self.tie_embeddings:
-            shapes["output.weight"] = (self.vocab_size, self.dim)
-        return shapes
-
-    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors of a model saved in 8 bits: the matrices as LayerWeights and Weights hold them, each with its
-        scale; the norms and the embedding by Meta's names."""
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        layer = {"wqkv": (q + 2 * kv, self.dim), "wo": (self.dim, q)}
-        layer |= {"w13": (2 * self.hidden_dim, self.dim), "w2": (self.dim, self.hidden_dim)}
-        matrices = {f"layers.{i}.{name}": shape for i in range(self.n_layers) for name, shape in layer.items()}
-        matrices["output"] = (self.vocab_size, self.dim)
-        others = {name: shape for name, shape in self.shapes().items() if len(shape) == 1 or "tok_embeddings" in name}
-        return others | matrices | {f"{name}.scale": shape[:1] for name, shape in matrices.items()}
 
 
 # ---- weights
@@ -120,6 +100,90 @@ class Weights:
     @property
     def matrices(self) -> list[Matrix]:
         return [m for layer in self.layers for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)] + [self.output]
+
+
+# ---- the model
+
+
+@dataclass
+class Llama:
+    """A loaded model: what forward and generate need."""
+
+    config: Config
+    weights: Weights
+    backend: str  # whose ops run it: one of kernels.BACKENDS
+    device: torch.device
+    dtype: torch.dtype
+    ctx_size: int  # positions of a cache made for it
+    checkpoint: Checkpoint | None = None  # where the weights came from
+    kv_fp8: bool = False  # keys and values in 8 bits
+    fp16_sums: bool = False  # a prompt's products are added up in half precision
+    ops: SimpleNamespace = field(init=False, repr=False)
+    _graph: tuple = field(default=(None, None), repr=False)  # what the last decode step was captured for, and the capture
+
+    def __post_init__(self) -> None:
+        self.ops = kernels.BACKENDS[self.backend]
+
+    def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""
+        cache.append(tokens)
+        logits = torch.empty(len(tokens), self.config.vocab_size, device=self.device)
+        return self._forward(len(tokens), cache, logits)
+
+    def _forward(self, T: int, cache: KVCache, logits: Tensor) -> Tensor:
+        """Evaluate the T tokens that stand at cache.pos; logits [n, V] are filled for the last n of them."""
+        ops, w, eps = self.ops, self.weights, self.config.norm_eps
+        pos, rope = cache.device_pos, cache.rope
+        with kernels.fp16_accumulation(self.fp16_sums):
+            x = ops.embedding(cache.tokens, pos, T, w.embedding)
+            for layer, k, v in zip(w.layers, cache.k, cache.v):
+                q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps)
+                x = ops.linear_add(ops.attention(q, k, v, pos), layer.wo, x)
+                h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps)
+                x = ops.linear_add(h, layer.w2, x)
+            ops.rmsnorm_linear(x[T - len(logits) :], w.norm, w.output, eps, logits)
+        cache.advance(T)
+        return logits
+
+    def step(self, T: int, cache: KVCache) -> None:
+        """Evaluate the T tokens that stand at cache.pos; the last one's logits go to cache.logits."""
+        self._forward(T, cache, cache.logits.view(1, -1))
+
+    def prefill(self, tokens: list[int], cache: KVCache) -> None:
+        """Evaluate a prompt in chunks; the last token's logits go to cache.logits."""
+        cache.check_room(len(tokens))
+        for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
+            cache.append(chunk)
+            self.step(len(chunk), cache)
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether a decode step is captured as a CUDA graph."""
+        return self.device.type == "cuda" and self.backend == "triton"
+
+    def graph(self, cache: KVCache, sampling: Sampling, banned: Tensor | None) -> torch.cuda.CUDAGraph:
+        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured once for its arguments."""
+        key = (cache, sampling, None if banned is None else tuple(banned.tolist()))
+        if self._graph[0] != key:
+            pos, logits = cache.pos, cache.logits.clone()
+
+            def run() -> None:
+                _sample(self, cache, sampling, banned)
+                self.step(1, cache)
+
+            run()  # compiles what is not compiled yet
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                run()
+            self._graph = (key, graph)
+            cache._seek(pos)
+            cache.logits.copy_(logits)
+        return self._graph[1]
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return torch.int8 if self.kv_fp8 else self.dtype
 
 
 # ---- key/value cache
@@ -148,9 +212,11 @@ class KVCache:
         shape = (c.n_layers, c.n_kv_heads, size, c.head_dim)
         self.size = size
         self.pos = 0  # positions in use, on the host
-        self.position = torch.zeros(1, dtype=torch.int32, device=model.device)  # the same, on the device
+        self.device_pos = torch.zeros(1, dtype=torch.int32, device=model.device)  # the same, on the device
         self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
-        self.told = torch.zeros(size, dtype=torch.int32, pin_memory=model.device.type == "cuda")  # sampled ones, for the host
+        self.host_tokens = torch.zeros(
+            size, dtype=torch.int32, pin_memory=model.device.type == "cuda"
+        )  # sampled ones, for the host
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
         self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
         self.v = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
@@ -173,11 +239,11 @@ class KVCache:
 
     def advance(self, count: int) -> None:
         self.pos += count
-        self.position += count
+        self.device_pos += count
 
     def _seek(self, pos: int) -> None:
         self.pos = pos
-        self.position.fill_(pos)
+        self.device_pos.fill_(pos)
 
     def reuse(self, tokens: list[int]) -> int:
         """Keep the longest common beginning of what is cached and tokens, less the last one; its length."""
@@ -185,89 +251,6 @@ class KVCache:
         same = next((i for i, (a, b) in enumerate(zip(cached, tokens)) if a != b), len(cached))
         self.truncate(same)
         return same
-
-
-# ---- the model
-
-
-@dataclass
-class Llama:
-    """A loaded model: what forward and generate need."""
-
-    config: Config
-    weights: Weights
-    ops: SimpleNamespace  # kernels.reference or kernels.fused
-    device: torch.device
-    dtype: torch.dtype
-    ctx_size: int  # positions of a cache made for it
-    checkpoint: Checkpoint | None = None  # where the weights came from
-    kv_fp8: bool = False  # keys and values in 8 bits
-    half_sums: bool = False  # a prompt's products summed up in half precision
-    _graph: tuple = field(default=(None, None), repr=False)  # what the last decode step was captured for, and the capture
-
-    def __post_init__(self) -> None:
-        for matrix in self.weights.matrices:
-            matrix.half_sums = self.half_sums
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return torch.int8 if self.kv_fp8 else self.dtype
-
-    @property
-    def backend(self) -> str:
-        if self.ops is kernels.reference:
-            return "torch ops"
-        return "Triton kernels" if self.device.type == "cuda" else "Triton kernels in the interpreter, which is slow"
-
-    def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""
-        cache.append(tokens)
-        logits = torch.empty(len(tokens), self.config.vocab_size, device=self.device)
-        return self._evaluate(len(tokens), cache, logits)
-
-    def step(self, T: int, cache: KVCache) -> None:
-        """Evaluate the T tokens that stand at cache.pos; the last one's logits go to cache.logits."""
-        self._evaluate(T, cache, cache.logits.view(1, -1))
-
-    def _evaluate(self, T: int, cache: KVCache, logits: Tensor) -> Tensor:
-        ops, w, eps = self.ops, self.weights, self.config.norm_eps
-        pos, rope = cache.position, cache.rope
-        x = ops.embedding(cache.tokens, pos, T, w.embedding)
-        for layer, k, v in zip(w.layers, cache.k, cache.v):
-            q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps)
-            x = ops.linear_add(ops.attention(q, k, v, pos, self.half_sums), layer.wo, x)
-            h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps)
-            x = ops.linear_add(h, layer.w2, x)
-        ops.rmsnorm_linear(x[T - len(logits) :], w.norm, w.output, eps, logits)
-        cache.advance(T)
-        return logits
-
-    def graph(self, cache: KVCache, sampling: Sampling, banned: Tensor | None) -> torch.cuda.CUDAGraph:
-        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured once for its arguments."""
-        key = (cache, sampling, None if banned is None else tuple(banned.tolist()))
-        if self._graph[0] != key:
-            pos, logits = cache.pos, cache.logits.clone()
-
-            def run() -> None:
-                _choose(self, cache, sampling, banned)
-                self.step(1, cache)
-
-            run()  # compiles what is not compiled yet
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                run()
-            self._graph = (key, graph)
-            cache._seek(pos)
-            cache.logits.copy_(logits)
-        return self._graph[1]
-
-    def prefill(self, tokens: list[int], cache: KVCache) -> None:
-        """Evaluate a prompt in chunks; the last token's logits go to cache.logits."""
-        cache.check_room(len(tokens))
-        for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
-            cache.append(chunk)
-            self.step(len(chunk), cache)
 
 
 # ---- generation
@@ -319,7 +302,7 @@ def generate(
     n = min(n, cache.size - cache.pos) if n >= 0 else cache.size - cache.pos
     timings.prompt_tokens += len(prompt) - reused
     banned = torch.tensor(list(eos), device=model.device) if ignore_eos and eos else None
-    decode = _decode_on_gpu if model.device.type == "cuda" and model.ops is kernels.fused else _decode
+    decode = _decode_on_gpu if model.uses_graphs else _decode
     with closing(decode(model, cache, n, sampling, banned)) as tokens:
         for i, token in enumerate(tokens):
             timings.add(time.perf_counter() - start, first=i == 0)
@@ -331,18 +314,18 @@ def generate(
                 return
 
 
-def _choose(model: Llama, cache: KVCache, sampling: Sampling, banned: Tensor | None) -> None:
-    """Sample from cache.logits into cache.tokens and cache.told, at pos."""
+def _sample(model: Llama, cache: KVCache, sampling: Sampling, banned: Tensor | None) -> None:
+    """Sample from cache.logits into cache.tokens and cache.host_tokens, at pos."""
     if banned is not None:
         cache.logits.index_fill_(0, banned, -1e4)
-    model.ops.sample(cache.logits, cache.tokens, cache.told, cache.position, sampling)
+    model.ops.sample(cache.logits, cache.tokens, cache.host_tokens, cache.device_pos, sampling)
 
 
 def _decode(model: Llama, cache: KVCache, n: int, sampling: Sampling, banned: Tensor | None) -> Iterator[int]:
     """Up to n tokens, one after the other; each is evaluated only when the next is asked for."""
     for i in range(n):
-        _choose(model, cache, sampling, banned)
-        yield int(cache.told[cache.pos])
+        _sample(model, cache, sampling, banned)
+        yield int(cache.host_tokens[cache.pos])
         if i + 1 < n:
             model.step(1, cache)
 
@@ -364,13 +347,15 @@ def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampling: Sampling, ban
                 read = launched - 1
                 done[read % 2].synchronize()
                 cache.pos = first + read
-                yield int(cache.told[cache.pos])
+                yield int(cache.host_tokens[cache.pos])
     finally:
         cache._seek(first + read)
 
 
 def not_finite(model: Llama) -> str:
-    bad = model.checkpoint and model.checkpoint.first_bad_tensor(kernels.storage_dtype(model.ops, model.dtype, model.device))
+    bad = model.checkpoint and model.checkpoint.first_bad_tensor(
+        kernels.storage_dtype(model.backend, model.dtype, model.device)
+    )
     if bad:
         return f"the logits are not finite: {bad}"
     return "the logits are not finite, though every weight is: the activations overflow; try --dtype bf16 or fp32"

@@ -94,9 +94,18 @@ def perplexity(
         yield quality
 
 
-def open_model(args: argparse.Namespace, dtype: str, eight_bits: str) -> Llama:
-    form = "" if eight_bits == "none" else eight_bits
-    return load(args.model, dtype, args.device, args.ctx_size or 512, args.backend, form, args.kv_fp8, args.accumulate)
+def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str) -> Llama:
+    """The checkpoint of bench.py's command line; fp8 "none" keeps the matrices as they are."""
+    return load(
+        args.model,
+        dtype=dtype,
+        device=args.device,
+        ctx_size=ctx_size,
+        backend=args.backend,
+        fp8=None if fp8 == "none" else fp8,
+        kv_fp8=args.kv_fp8,
+        accumulate=args.accumulate,
+    )
 
 
 def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, bytes, list[int]]:
@@ -105,7 +114,7 @@ def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenize
     text = decoded(raw, file)
     if args.model.startswith("random:"):
         raise ValueError("a text needs a checkpoint with its tokenizer, not random weights")
-    model = open_model(args, args.dtype[0], args.fp8[0])
+    model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
     if not ids:
@@ -116,10 +125,11 @@ def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenize
 def run_perplexity(args: argparse.Namespace) -> list[dict]:
     """The rows of --perplexity; none when it was interrupted before the first window was done."""
     model, tokenizer, raw, ids = open_with_text(args, args.perplexity)
-    if args.against and model.checkpoint.form:
-        raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {model.checkpoint.form} matrices")
+    if args.against and model.checkpoint.format:
+        held = model.checkpoint.format.name
+        raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {held} matrices")
     plainly = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
-    against = open_model(plainly, args.against, "none") if args.against else None
+    against = open_checkpoint(plainly, args.against, model.ctx_size, "none") if args.against else None
     stride = args.stride or model.ctx_size
     quality, done = Quality(), 0
     bar = tqdm(total=len(ids), unit=" tokens", disable=not sys.stderr.isatty(), leave=False)
@@ -134,7 +144,8 @@ def run_perplexity(args: argparse.Namespace) -> list[dict]:
     if not done:
         return []
     counted_bytes = len(raw) if done == len(ids) else len(tokenizer.decode(ids[:done]).encode())
-    row = {"model": args.model, "dtype": args.dtype[0], "fp8": model.weights.output.format or "none"}
+    format = model.weights.output.format
+    row = {"model": args.model, "dtype": args.dtype[0], "fp8": format.name if format else "none"}
     row |= {"kv fp8": args.kv_fp8, "against": args.against, "ctx": model.ctx_size, "stride": stride}
     return [row | quality.report(counted_bytes)]
 

@@ -12,12 +12,13 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from checkpoint import DTYPES, find_checkpoint, load, pick_device, read_config, save_fp8
-from fp8 import TYPES
+from fp8 import FORMATS
 from launch import INTERPRETED
 from model import KVCache, Timings, generate
 from sampling import Sampling
@@ -76,9 +77,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="cpu, cuda or cuda:N")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
-    add(
-        "--fp8", nargs="?", const="e4m3", default="", choices=list(TYPES), help="keep the matrices as 8-bit floats; alone: e4m3"
-    )
+    add("--fp8", nargs="?", const="e4m3", choices=list(FORMATS), help="keep the matrices as 8-bit floats; alone: e4m3")
     add("--kv-fp8", action="store_true", help="keep keys and values as 8-bit floats: half the memory of the context")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help="sums of a prompt's fp16 products; auto: fp16 "
         "on GeForce cards")  # fmt: skip
@@ -133,13 +132,18 @@ class Session:
         config = read_config(folder)
         self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id)  # its errors come before the weights' minutes
         self.model = load(
-            args.model, args.dtype, args.device, args.ctx_size, args.backend, args.fp8, args.kv_fp8, args.accumulate
+            args.model,
+            dtype=args.dtype,
+            device=args.device,
+            ctx_size=args.ctx_size,
+            backend=args.backend,
+            fp8=args.fp8,
+            kv_fp8=args.kv_fp8,
+            accumulate=args.accumulate,
         )
         self.eos = set(config.eos_ids or [self.tokenizer.eos])
         self.cache = KVCache(self.model)
-        self.sampling = Sampling(
-            args.temp, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.repeat_last_n, args.seed
-        )
+        self.sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
         self.timings = Timings()
         self.load_seconds = time.perf_counter() - start
 
@@ -149,12 +153,18 @@ class Session:
         size = f"{m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, dim {c.dim}, {heads}"
         dtype = next(name for name, value in DTYPES.items() if value == m.dtype)
         beyond = f" (beyond the model's {c.max_seq_len}: expect nonsense there)" if self.cache.size > c.max_seq_len else ""
-        form = m.weights.output.format
-        dtype += form and f" with {form} matrices"
-        dtype += ", e4m3 keys and values" * m.kv_fp8 + ", fp16 sums for prompts" * m.half_sums
+        if format := m.weights.output.format:
+            dtype += f" with {format.name} matrices"
+        if m.kv_fp8:
+            dtype += ", e4m3 keys and values"
+        if m.fp16_sums:
+            dtype += ", fp16 sums for prompts"
+        backend = {"torch": "torch ops", "triton": "Triton kernels"}[m.backend]
+        if m.backend == "triton" and m.device.type == "cpu":
+            backend += " in the interpreter, which is slow"
         return (
             f"model     {m.checkpoint.folder}: {size}\n"
-            f"running   {dtype} on {m.device}, {m.backend}, context {self.cache.size}{beyond}, seed {self.args.seed}"
+            f"running   {dtype} on {m.device}, {backend}, context {self.cache.size}{beyond}, seed {self.args.seed}"
         )
 
     def closing(self) -> str:
@@ -313,10 +323,10 @@ def use_interpreter(args: argparse.Namespace) -> None:
 
 
 def save(args: argparse.Namespace) -> int:
-    form = args.fp8 or "e4m3"
-    file = save_fp8(args.model, args.save_fp8, form, args.dtype, args.device)
+    format = args.fp8 or "e4m3"
+    file = save_fp8(args.model, args.save_fp8, fp8=format, dtype=args.dtype, device=args.device)
     if not args.quiet:
-        note(f"saved     {file.parent}: {form} matrices, {file.name} of {file.stat().st_size:,} bytes")
+        note(f"saved     {file.parent}: {format} matrices, {file.name} of {file.stat().st_size:,} bytes")
     return 0
 
 

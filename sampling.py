@@ -4,6 +4,9 @@ and the command line.
 The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. The draw inverts the
 cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device. Each filter keeps the tokens at or
 above one threshold, so ties at the edge stay together.
+
+The op `sample` reads logits float32 [V], which it uses up, and writes the token to tokens[pos] and host_tokens[pos] (int32 [S]
+both). The host reads the latter, which is pinned memory on a GPU; where the logits are not finite it gets -1, and tokens 0.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -18,7 +21,7 @@ from torch import Tensor
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 are off."""
 
@@ -40,11 +43,11 @@ def uniform(seed: int, index: int) -> float:
     return ((z ^ (z >> 31)) >> 40) / (1 << 24)
 
 
-def sample_ref(logits: Tensor, tokens: Tensor, told: Tensor, pos: Tensor, s: Sampling) -> None:
+def sample_ref(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, s: Sampling) -> None:
     position = int(pos)
     token = _choose_ref(logits, tokens, position, s) if torch.isfinite(logits.sum()) else -1
     tokens[position] = max(token, 0)
-    told[position] = token
+    host_tokens[position] = token
 
 
 def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> int:
@@ -117,7 +120,7 @@ def _choose(
 
 @jit
 def _sample_kernel(
-    logits, tokens, told, pos, few, arrived, seed, temp, top_p, log_min_p, penalty, window,
+    logits, tokens, host_tokens, pos, few, arrived, seed, temp, top_p, log_min_p, penalty, window,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +145,7 @@ def _sample_kernel(
     if PARTS == 1:
         token = _choose(l, ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
         tl.store(tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
-        tl.store(told + position, tl.where(bad > 0, -1, token).to(tl.int32))
+        tl.store(host_tokens + position, tl.where(bad > 0, -1, token).to(tl.int32))
     else:
         best = tl.max(l, 0)
         lowest = tl.min(tl.where(ids < V, l, best), 0)
@@ -164,7 +167,7 @@ def _sample_kernel(
             any_bad = tl.sum((kept_l != kept_l).to(tl.int32), 0)
             chosen_id = _choose(kept_l, kept_ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
             tl.store(tokens + position, tl.where(any_bad > 0, 0, chosen_id).to(tl.int32))
-            tl.store(told + position, tl.where(any_bad > 0, -1, chosen_id).to(tl.int32))
+            tl.store(host_tokens + position, tl.where(any_bad > 0, -1, chosen_id).to(tl.int32))
 
 
 KEEP = 64  # logits that a part keeps at most: top-k up to so many is chosen in parts
@@ -176,7 +179,7 @@ def _few(device: torch.device, parts: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(2 * parts * KEEP, device=device), torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def sample(logits: Tensor, tokens: Tensor, told: Tensor, pos: Tensor, s: Sampling) -> None:
+def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, s: Sampling) -> None:
     V = len(logits)
     window = len(tokens) if s.repeat_last_n < 0 else s.repeat_last_n
     top_k = 1 if s.temp == 0 else s.top_k if s.top_k < V else 0
@@ -185,7 +188,7 @@ def sample(logits: Tensor, tokens: Tensor, told: Tensor, pos: Tensor, s: Samplin
     on = dict(TOP_K=top_k, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0)
     on |= dict(PENALTY=s.repeat_penalty != 1 and window > 0, WINDOW=triton.next_power_of_2(max(window, 1)))
     launch(
-        _sample_kernel, (parts,), logits.device, logits, tokens, told, pos, *_few(logits.device, parts),
+        _sample_kernel, (parts,), logits.device, logits, tokens, host_tokens, pos, *_few(logits.device, parts),
         s.seed, max(s.temp, 1e-6), s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window,
         **on, V=V, BLOCK=block, PARTS=parts, KEEP=KEEP, warps=min(16, max(4, block // 1024)),
     )  # fmt: skip
