@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch import Tensor
 import kernels
 from fp8 import Matrix
 from sampling import Sampling
-
-if TYPE_CHECKING:
-    from checkpoint import Checkpoint
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: bound by arithmetic, yet little workspace
 
@@ -115,7 +112,7 @@ class Llama:
     device: torch.device
     dtype: torch.dtype
     ctx_size: int  # positions of a cache made for it
-    checkpoint: Checkpoint | None = None  # where the weights came from
+    checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
     kv_fp8: bool = False  # keys and values in 8 bits
     fp16_sums: bool = False  # a prompt's products are added up in half precision
     ops: SimpleNamespace = field(init=False, repr=False)
