@@ -43,11 +43,12 @@ from run import DEFAULT_MODEL, Parser, note, one_line_errors, within
 from sampling import Sampling
 from tokenizer import TextStream, Tokenizer
 
-SHAPES = {  # of TinyLlama-1.1B and Llama-2
-    "1.1b": dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632),
-    "7b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008),
-    "13b": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128, hidden_dim=13824),
-    "70b": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, hidden_dim=28672),
+SHAPES = {  # of TinyLlama-1.1B, Llama-2 and Llama-3-8B
+    "1.1b": dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632, vocab_size=32000),
+    "7b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008, vocab_size=32000),
+    "8b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336, vocab_size=128256),
+    "13b": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128, hidden_dim=13824, vocab_size=32000),
+    "70b": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, hidden_dim=28672, vocab_size=32000),
 }
 SEED_RATIOS = {"rope": 4.94, "rmsnorm": 2.3, "rmsnorm_qkv_rope": 1.52, "rmsnorm_swiglu": 1.2}  # over PyTorch, Kernl's, RTX 3090
 
@@ -63,7 +64,7 @@ def random_config(spec: str) -> Config:
     elif name == "tales":
         config = read_config(DEFAULT_MODEL)
     elif name in SHAPES:
-        config = Config(**SHAPES[name], vocab_size=32000, norm_eps=1e-5, max_seq_len=1 << 15, dtype=torch.float16)
+        config = Config(**SHAPES[name], norm_eps=1e-5, max_seq_len=1 << 15, dtype=torch.float16)
     else:
         raise ValueError(f"random:{spec}: the shapes are {', '.join(SHAPES)}, tales or a config.json")
     if layers and not (layers.isdecimal() and int(layers) > 0):
