@@ -143,6 +143,7 @@ LAUNCHES = {
                 8192: Launch(4, 4096, 8),
                 11008: Launch(8, 1024, 4),
                 13824: Launch(2, 8192, 8),
+                14336: Launch(16, 2048, 4),
                 28672: Launch(8, 4096, 4),
             },
             "rmsnorm_swiglu": {
@@ -168,6 +169,7 @@ LAUNCHES = {
                 8192: Launch(2, 1024, 2),
                 11008: Launch(4, 4096, 8),
                 13824: Launch(2, 2048, 4),
+                14336: Launch(2, 1024, 4),
             },
             "rmsnorm_swiglu": {
                 0: Launch(4, 1024, 4),
