@@ -22,7 +22,8 @@ import kernels
 import launch
 from fp8 import FORMATS, Format, Matrix
 from model import CHUNK, Config, LayerWeights, Llama, RopeScaling, Weights
-from tokenizer import SIGNS, read_json, recognise_template, tokenizer_file
+from template import find_template
+from tokenizer import read_json, tokenizer_file
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -733,18 +734,17 @@ def save_fp8(name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", 
 
 
 def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
-    """All that read_config, Tokenizer and recognise_template read, so that they find in `to` what they find in the folder."""
-    names = ["config.json", "generation_config.json", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"]
-    for file in (*(folder / name for name in names), tokenizer_file(folder)):
-        if file and file.is_file():
+    """All that read_config and Tokenizer read, so that they find in `to` what they find in the folder."""
+    names = ["config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+    for file in (*(folder / name for name in [*names, "chat_template.jinja"]), tokenizer_file(folder)):
+        if file.is_file():
             shutil.copyfile(file, to / file.name)
     if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: as in files that are not copied
         (to / "params.json").write_text(json.dumps(read_json(folder / "params.json") | {"vocab_size": config.vocab_size}))
     beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}
-    template = recognise_template(folder, beside)
-    if template not in ("plain", recognise_template(to, beside)):  # it was recognised from the folder's path
-        with (to / "chat_template.jinja").open("a") as file:
-            file.write(f"{{# {next(sign for sign, name in SIGNS.items() if name == template)} #}}\n")
+    template, _ = find_template(folder, beside)
+    if template != find_template(to, beside)[0]:  # it is known from the folder's path
+        (to / "chat_template.jinja").write_text(template)
 
 
 def _saved_tensors(w: Weights) -> dict[str, Tensor]:

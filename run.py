@@ -22,7 +22,8 @@ from fp8 import FORMATS
 from launch import INTERPRETED
 from model import KVCache, Timings, generate
 from sampling import Sampling
-from tokenizer import TEMPLATES, TextStream, Tokenizer, recognise_template
+from template import TEMPLATES
+from tokenizer import Prompt, TextStream, Tokenizer
 
 DEFAULT_MODEL = Path(__file__).parent / "models" / "tales"
 HELP = "/clear forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit or end-of-file leaves"
@@ -73,7 +74,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--no-display-prompt", action="store_true", help="print only what is generated")
     add("--chat", action="store_true", help="talk with the model")
     add("--system", default="", metavar="TEXT", help="system prompt of the chat")
-    add("--chat-template", choices=sorted(TEMPLATES), help="default: as the checkpoint's tokenizer_config.json says")
+    add(
+        "--chat-template",
+        metavar="NAME or FILE",
+        help=f"instead of the checkpoint's own template: a file of Jinja, or one of {', '.join(TEMPLATES)}",
+    )
     add("--device", default="auto", help="cpu, cuda or cuda:N")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
@@ -130,7 +135,8 @@ class Session:
         self.args = args
         folder = find_checkpoint(args.model)
         config = read_config(folder)
-        self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id)  # its errors come before the weights' minutes
+        # its errors come before the weights' minutes
+        self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id, args.chat_template)
         self.model = load(
             args.model,
             dtype=args.dtype,
@@ -233,51 +239,54 @@ class Chat:
 
     def __init__(self, session: Session):
         self.session = session
-        name = session.args.chat_template or recognise_template(session.model.checkpoint.folder, session.tokenizer.config)
-        self.template = TEMPLATES[name]
-        self.system = session.args.system
-        self.turns: list[tuple[str, list[int]]] = []  # what the user said, the ids of the answer
-        control = session.tokenizer.control
-        self.eos = session.eos | {control[stop] for stop in self.template.stops if stop in control}
-        self.stops = [*session.args.stop, *(stop for stop in self.template.stops if stop not in control)]
-        how = "given" if session.args.chat_template else "recognised; --chat-template overrides"
+        self.messages: list[dict] = []  # "role" and "content" of each
+        self.past: Prompt | None = None  # what the cache holds, up to the last answer
+        self.set_system(session.args.system)
+        ids, self.stops = session.tokenizer.turn_ends()
+        self.eos, self.stops = session.eos | ids, [*session.args.stop, *self.stops]
         if not session.args.quiet:
-            note(f"chat      template {name} ({how}); /help lists commands")
+            note(f"chat      template: {session.tokenizer.template_name}; /help lists commands")
 
-    def render(self, user: str, turns: list) -> list[int]:
-        """The ids of a conversation up to the answer that comes next."""
-        tokenizer, ids = self.session.tokenizer, []
-        for i, (said, answer) in enumerate(turns):
-            ids += tokenizer.encode_segments(self.template.ask(self.system, said, i == 0)) + answer
-            ids += tokenizer.encode_segments(self.template.close, after_text=True)
-        return ids + tokenizer.encode_segments(self.template.ask(self.system, user, not turns))
+    def set_system(self, text: str) -> None:
+        """Begin anew, with this system prompt."""
+        self.messages = [{"role": "system", "content": text}] if text else []
 
-    def fit(self, user: str) -> list[int]:
-        """render, with the oldest turns dropped until there is room for an answer."""
-        size, dropped = self.session.cache.size, 0
-        alone = len(self.render(user, []))
+    def fit(self) -> Prompt:
+        """The conversation as a prompt, with the oldest turns dropped until there is room for an answer."""
+        tokenizer, size, dropped = self.session.tokenizer, self.session.cache.size, 0
+        system = [message for message in self.messages[:1] if message["role"] == "system"]
+        turns = self.messages[len(system) :]
+        alone = len(tokenizer.apply_chat_template(system + turns[-1:]))
         if alone > size:
             raise ValueError(f"the message makes {alone} tokens; the context holds {size} (see -c)")
         room = min(size // 4, 256)
-        while len(ids := self.render(user, self.turns[dropped:])) + room > size and dropped < len(self.turns):
-            dropped += 1
+        while len((prompt := tokenizer.chat_prompt(system + turns, past=self.past)).ids) + room > size and len(turns) > 1:
+            turns, dropped = turns[2:], dropped + 1
         if dropped:
             note(f"note: the context of {size} tokens is full: dropped the oldest {dropped} of the conversation's turns")
-        del self.turns[:dropped]
-        return ids
+        self.messages = system + turns
+        return prompt
 
     def answer(self, user: str) -> None:
         """Print the model's answer and remember the turn; Ctrl-C ends the answer early."""
         tokenizer, new, said = self.session.tokenizer, [], []
+        self.messages.append({"role": "user", "content": user})
+        try:
+            prompt = self.fit()
+        except ValueError:
+            self.messages.pop()
+            raise
         text = TextStream(tokenizer, at_start=True, stops=self.stops)
         try:
-            for piece in self.session.stream(self.fit(user), text, new, self.eos):
+            for piece in self.session.stream(prompt.ids, text, new, self.eos):
                 said.append(piece)
                 put(piece)
         except KeyboardInterrupt:
             pass
         put("\n")
-        self.turns.append((user, tokenizer.encode("".join(said), bos=False) if text.stopped else new))
+        answer = "".join(said)
+        self.messages.append({"role": "assistant", "content": answer})
+        self.past = prompt.answered(answer, tokenizer.encode(answer, bos=False) if text.stopped else new)
 
     def command(self, line: str) -> bool:
         """Carry out a line that begins with /; whether the chat goes on."""
@@ -285,10 +294,9 @@ class Chat:
         if name in ("/exit", "/quit", "/bye"):
             return False
         if name == "/clear":
-            self.turns.clear()
+            self.messages = [message for message in self.messages if message["role"] == "system"]
         elif name == "/system":
-            self.system = rest.strip()
-            self.turns.clear()
+            self.set_system(rest.strip())
         elif name == "/help":
             note(HELP)
         else:

@@ -42,7 +42,8 @@ from fp8 import E4M3, FORMATS, Matrix
 from launch import tl
 from model import CHUNK, Config, KVCache, Timings, generate, rope_table
 from sampling import Sampling
-from tokenizer import BOS, EOS, TEMPLATES, Control, TextStream, Tokenizer, recognise_template
+from template import TEMPLATES, find_template
+from tokenizer import TextStream, Tokenizer
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(1 << 31)))
@@ -977,7 +978,7 @@ def test_text_survives_encoding_and_streams_as_it_decodes(tiny):
     tokenizer = Tokenizer(tiny)
     for text in ("Once upon a time", " two spaces  inside ", "Żółw \U0001f422 \u4f60\u597d\n\n", "", "</s><s>", "a\tb"):
         ids = tokenizer.encode(text, bos=False)
-        assert tokenizer.decode(ids) == text == tokenizer.sp.decode(ids)
+        assert tokenizer.decode(ids) == text == tokenizer.vocabulary.sp.decode(ids)
         assert tokenizer.bos not in ids and tokenizer.eos not in ids
         stream = TextStream(tokenizer, at_start=True)
         pieces = [stream.push(i) for i in ids] + [stream.finish()]
@@ -994,7 +995,7 @@ def test_leading_space_of_a_continuation_is_kept(tiny):
 
 def test_broken_utf8_at_the_end_is_replaced(tiny):
     tokenizer = Tokenizer(tiny)
-    half = [tokenizer.sp.piece_to_id("<0xF0>"), tokenizer.sp.piece_to_id("<0x9F>")]
+    half = [tokenizer.vocabulary.sp.piece_to_id("<0xF0>"), tokenizer.vocabulary.sp.piece_to_id("<0x9F>")]
     assert tokenizer.decode(half) == "\ufffd"
 
 
@@ -1015,54 +1016,59 @@ def test_what_looked_like_a_stop_string_is_printed(tiny):
     assert "".join(stream.push(i) for i in tokenizer.encode(text, bos=False)) + stream.finish() == text
 
 
+def conversation(*texts: str, system: str = "") -> list[dict]:
+    """What the user and the assistant say in turn."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
+
+
 def test_llama2_template_is_metas(tiny):
     """Meta encodes bos + "[INST] question [/INST] answer " + eos for each past turn, then the last question."""
-    t = Tokenizer(tiny)
-    template = TEMPLATES["llama2"]
-    answer = t.encode("good day", bos=False)
-    ids = t.encode_segments(template.ask("Be kind.", " hello ", True)) + answer + t.encode_segments(template.close, True)
-    ids += t.encode_segments(template.ask("Be kind.", "tell me a tale", False))
-    first = t.sp.encode("[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\n hello [/INST] good day ")
-    assert ids == [t.bos, *first, t.eos, t.bos, *t.sp.encode("[INST] tell me a tale [/INST]")]
+    t = Tokenizer(tiny, chat_template="llama2")
+    ids = t.apply_chat_template(conversation(" hello ", "good day", "tell me a tale", system="Be kind."))
+    first = t.vocabulary.sp.encode("[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\n hello [/INST] good day ")
+    assert ids == [t.bos, *first, t.eos, t.bos, *t.vocabulary.sp.encode("[INST] tell me a tale [/INST]")]
 
 
 def test_other_templates_place_control_tokens(tiny):
+    def ids(name: str, *texts: str, **control: int) -> list[int]:
+        t = Tokenizer(tiny, chat_template=name)
+        t.control |= {f"<|{token}|>": i for token, i in control.items()}
+        return t.apply_chat_template(conversation(*texts, system="S"))
+
     t = Tokenizer(tiny)
-    enc = t.sp.encode
-    assert t.encode_segments(TEMPLATES["zephyr"].ask("S", "U", True)) == [
+    enc = t.vocabulary.sp.encode
+    assert ids("zephyr", "U") == [
         *[t.bos, *enc("<|system|>\nS"), t.eos],
         *[*enc("\n<|user|>\nU"), t.eos, *enc("\n<|assistant|>\n")],
     ]
-    assert t.encode_segments(TEMPLATES["vicuna"].ask("S", "U", True)) == [t.bos, *enc("S USER: U ASSISTANT:")]
-    assert t.encode_segments(TEMPLATES["plain"].ask("", "U", True)) == [t.bos, *enc("U")]
-    t.control |= {"<|im_start|>": 400, "<|im_end|>": 401}
-    assert t.encode_segments(TEMPLATES["chatml"].ask("", "U", True)) == [
-        *[t.bos, 400, *enc("user\nU"), 401, *enc("\n")],
-        *[400, *enc("assistant\n")],
+    assert ids("vicuna", "U", "A", "V") == [t.bos, *enc("S USER: U ASSISTANT: A"), t.eos, *enc("USER: V ASSISTANT:")]
+    assert ids("plain", "U") == [t.bos, *enc("S\nU")]
+    assert ids("chatml", "U", im_start=400, im_end=401) == [
+        *[t.bos, 400, *enc("system\nS"), 401, *enc("\n")],
+        *[400, *enc("user\nU"), 401, *enc("\n"), 400, *enc("assistant\n")],
     ]
-    assert t.encode_segments([BOS, "a </s> b", Control("<|none|>"), EOS]) == [t.bos, *enc("a </s> b"), *enc("<|none|>"), t.eos]
+    assert ids("chatml", "a </s> b")[1:] == enc(
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na </s> b<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
-def test_templates_are_recognised(tmp_path):
-    (tmp_path / "vicuna-7b").mkdir()
-    (tmp_path / "vicuna-7b" / "chat_template.jinja").write_text("<|user|>")
-    assert recognise_template(tmp_path / "vicuna-7b", {}) == "zephyr"
-    assert recognise_template(tmp_path / "vicuna-13b", {}) == "vicuna"
-    assert recognise_template(tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc", {}) == "llama2"
-    for sign, name in (
-        ("[INST]", "mistral"),
-        ("<<SYS>>", "llama2"),
-        ("<|im_start|>", "chatml"),
-        ("<|user|>", "zephyr"),
-        ("USER: ", "vicuna"),
-    ):
-        assert recognise_template(tmp_path, {"chat_template": "{% x %}" + sign}) == name
-    assert recognise_template(tmp_path, {}) == "plain"
-    assert recognise_template(tmp_path / "llama-2-7b-chat", {}) == "llama2"
+def test_templates_are_found(tmp_path):
+    config = {"chat_template": "from the configuration"}
+    folder = tmp_path / "vicuna-7b"
+    folder.mkdir()
+    assert find_template(folder, {}) == (TEMPLATES["vicuna"], "vicuna (from the folder's name)")
+    assert find_template(folder, config)[0] == "from the configuration"
+    assert find_template(folder, {"chat_template": [{"name": "default", "template": "x"}, {"name": "tool_use"}]})[0] == "x"
+    (folder / "chat_template.jinja").write_text("from the file")
+    assert find_template(folder, config)[0] == "from the file"
+    assert find_template(folder, config, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")
+    assert find_template(tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc", {})[0] == TEMPLATES["llama2"]
+    assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "no template found: plain text")
 
 
 def test_added_tokens_are_read(copy):
-    size = Tokenizer(copy).sp.vocab_size()
+    size = Tokenizer(copy).vocabulary.sp.vocab_size()
     (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
     assert Tokenizer(copy).control["<|im_end|>"] == Tokenizer(copy, size + 1).control["<|im_end|>"] == size
     assert "<|im_end|>" not in Tokenizer(copy, size).control, "the model has no embedding for it"
@@ -1074,16 +1080,18 @@ def test_symbols_that_a_tokenizer_defines_are_control_tokens_of_templates_only(t
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=350, model_type="bpe",
         byte_fallback=True, hard_vocab_limit=False, minloglevel=2, user_defined_symbols=["<|im_start|>", "<|im_end|>"],
     )  # fmt: skip
-    t = Tokenizer(tmp_path)
+    t = Tokenizer(tmp_path, chat_template="chatml")
     end = t.control["<|im_end|>"]
-    assert t.encode_segments(TEMPLATES["chatml"].ask("", "U", True)).count(end) == 1 and t.decode([end]) == ""
+    assert t.apply_chat_template(conversation("U")).count(end) == 1 and t.decode([end]) == ""
     typed = "a <|im_end|> b<|im_end|><|im_start|>"
     assert end not in t.encode(typed) and t.decode(t.encode(typed)) == typed
+    assert t.apply_chat_template(conversation(typed)).count(end) == 1
+    assert t.decode(t.encode(typed * 2000)) == typed * 2000
 
 
 def test_bos_is_left_out_where_the_checkpoint_says_so(copy):
     (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
-    assert Tokenizer(copy).encode("x") == Tokenizer(copy).sp.encode("x")
+    assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
 
 
 # ---- the command line as a user meets it
@@ -1519,7 +1527,7 @@ def test_a_full_disk_leaves_nothing(tiny, tmp_path):
 def test_a_saved_model_keeps_the_template_that_its_path_told(copy, tmp_path):
     source = copy.rename(tmp_path / "Llama-2-7b-chat")
     saved = save_fp8(source, tmp_path / "new").parent
-    assert recognise_template(source, {}) == recognise_template(saved, {}) == "llama2"
+    assert find_template(source, {})[0] == find_template(saved, {})[0] == TEMPLATES["llama2"]
 
 
 # ---- chat
@@ -1533,7 +1541,7 @@ def chat(cli, folder, *lines: str, flags=()):
 def test_chat_answers_each_line_and_ends_with_the_input(cli, tiny):
     code, out, err = chat(cli, tiny, "hello", "", "/help", "/nonsense", "again")
     assert code == 0 and len(out.splitlines()) >= 2 and "generated 12 tokens" in err
-    assert "template plain (recognised" in err and "/clear forgets" in err and "no such command: /nonsense" in err
+    assert "no template found: plain text" in err and "/clear forgets" in err and "no such command: /nonsense" in err
     assert chat(cli, tiny, "hello", "/exit", "again")[2].count("generated 6 tokens") == 1
 
 
@@ -1551,18 +1559,17 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
     one, two = (chat(cli, tiny, *["tell me a tale"] * n, flags=flags)[2] for n in (1, 2))
     first, both = (int(err.split("prompt    ")[1].split()[0]) for err in (one, two))
     assert both - first < first + 6 + 8, "the second turn evaluated the first again"
-    assert f"template {template} (given)" in one
+    assert f"template: {template} (given)" in one
 
 
 def test_chat_drops_its_oldest_turns_and_keeps_the_system_prompt(cli, tiny, monkeypatch):
     seen = []
     original = run.Chat.fit
-    monkeypatch.setattr(run.Chat, "fit", lambda self, user: seen.append(original(self, user)) or seen[-1])
+    monkeypatch.setattr(run.Chat, "fit", lambda self: seen.append(original(self)) or seen[-1])
     flags = ["--system", "Be kind.", "--chat-template", "llama2", "-c", 128]
     code, _, err = chat(cli, tiny, *["tell me a tale"] * 8, flags=flags)
     assert code == 0 and "dropped the oldest" in err and "error" not in err
-    kind = Tokenizer(tiny).decode(seen[0]).split("Be kind.")[0]
-    assert all(len(ids) <= 128 and Tokenizer(tiny).decode(ids).startswith(kind + "Be kind.") for ids in seen)
+    assert all(len(prompt.ids) <= 128 and prompt.text.startswith("<s>[INST] <<SYS>>\nBe kind.") for prompt in seen)
 
 
 def test_a_message_longer_than_the_context_does_not_end_the_chat(cli, tiny):

@@ -1,51 +1,57 @@
-"""SentencePiece tokens, chat templates, and text that streams without breaking a character or printing a stop string."""
+"""Text to ids and back: SentencePiece and tokenizer.json, conversations, and text that streams without breaking a character."""
 
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tokenizers
 from sentencepiece import SentencePieceProcessor
+
+from template import Renderer, find_template
 
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # of templates: control tokens, even if SentencePiece has them as user's symbols
 PADDING = 1024  # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+Span = tuple[int, int]  # of characters: from, up to
 
 
-class Tokenizer:
-    """A checkpoint's tokenizer.model, with the control tokens that fine-tuned relatives add beside it."""
+def any_of(texts: Collection[str]) -> re.Pattern:
+    """A pattern that finds these texts, the longest first."""
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or "(?!)")
 
-    def __init__(self, folder: str | Path, vocab_size: int | None = None, bos_id: int | None = None):
-        """folder holds tokenizer.model (or, with Meta's own, its parent does); vocab_size and bos_id are the model's.
 
-        Raises FileNotFoundError; ValueError when the file is broken or its size does not fit the model.
-        """
-        folder = Path(folder)
-        file = tokenizer_file(folder)
-        if file is None:
-            raise FileNotFoundError(f"{folder} holds no tokenizer.model (other kinds of tokenizer are not supported)")
-        self.config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+# ---- the two kinds of vocabulary, with the same methods
+
+
+class SentencePiece:
+    """A tokenizer.model, with the tokens that fine-tuned relatives add beside it."""
+
+    def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
         try:
             self.sp = SentencePieceProcessor(model_proto=file.read_bytes())
             pieces = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
         except (RuntimeError, ValueError):
-            raise ValueError(f"{file} is not a SentencePiece model") from None
-        size = len(pieces)
-        added = {text: i for text, i in _added_tokens(folder, self.config).items() if i >= size}
-        if vocab_size is not None:
-            if not size <= vocab_size <= max([size, *added.values()]) + PADDING:
-                raise ValueError(f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}")
-            added = {text: i for text, i in added.items() if i < vocab_size}  # the model has no embedding for the others
-        self.control = added | {piece: i for i, piece in enumerate(pieces) if self.sp.is_control(i) or piece in TURN_MARKS}
-        self._in_text = [text for text in TURN_MARKS if text in pieces]  # which SentencePiece would take for control tokens
-        self.bos = self.sp.bos_id() if bos_id is None else bos_id
-        self.eos = self.sp.eos_id()
-        self.adds_bos = self.bos >= 0 and self.config.get("add_bos_token") is not False
+            raise ValueError(
+                f"{file} is not a SentencePiece model (of Llama 3, take the folder in Hugging Face's layout)"
+            ) from None
+        added = {text: i for text, i in _added_tokens(folder, config).items() if i >= len(pieces)}
+        _check_size(file, len(pieces), max([len(pieces) - 1, *added.values()]) + 1, vocab_size)
+        embedded = {text: i for text, i in added.items() if vocab_size is None or i < vocab_size}
+        self.control = embedded | {p: i for i, p in enumerate(pieces) if self.sp.is_control(i) or p in TURN_MARKS}
+        self.special = set(self.control)
+        self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
+        ids = {"bos_token": self.sp.bos_id(), "eos_token": self.sp.eos_id(), "unk_token": self.sp.unk_id()}
+        self.named = {name: pieces[i] for name, i in ids.items() if i >= 0}
         self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
-        self._bytes = [self._token_bytes(i) for i in range(size)]
+        self._space_after_control = bool(config.get("legacy", not config))  # as in Meta's own programs
+        self._bytes = [self._bytes_of(i) for i in range(len(pieces))]
 
-    def _token_bytes(self, token: int) -> bytes:
+    def _bytes_of(self, token: int) -> bytes:
         piece = self.sp.id_to_piece(token)
         if piece in self.control:
             return b""
@@ -53,44 +59,160 @@ class Tokenizer:
             return bytes([int(piece[3:5], 16)])  # "<0x0A>"
         return (" \u2047 " if self.sp.is_unknown(token) else piece.replace("\u2581", " ")).encode()
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token in the text is text."""
-        ids = [self.bos] * (bos and self.adds_bos)
-        for name in self._in_text:
-            if name in text:  # cut it, so that it is not seen as one
-                head, tail = text.split(name, 1)
-                return ids + self.encode(head + name[0], bos=False) + self.encode_after(name[1:] + tail)
-        return ids + self.sp.encode(text)
+    def bytes_of(self, token: int) -> bytes:
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def starts(self, bos: int, config: dict) -> list[int]:
+        """What stands before every text."""
+        return [bos] if bos >= 0 and config.get("add_bos_token") is not False else []
+
+    def encode(self, text: str) -> list[int]:
+        """Text to ids. What SentencePiece would take for a control token is cut, so that it is not seen as one."""
+        cuts = [0, *(mark.start() + 1 for mark in self._in_text.finditer(text)), len(text)]
+        ids = self.sp.encode(text[: cuts[1]])
+        for begin, end in zip(cuts[1:], cuts[2:]):
+            ids += self.sp.encode("." + text[begin:end])[len(self.sp.encode(".")) :]
+        return ids
 
     def encode_after(self, text: str) -> list[int]:
         """Text that goes on after other text: without the space that SentencePiece puts before a text."""
-        return self.encode("." + text, bos=False)[len(self.sp.encode(".")) :]
+        return self.encode("." + text)[len(self.sp.encode(".")) :]
 
-    def encode_segments(self, segments: "Segments", after_text: bool = False) -> list[int]:
-        """A rendered template to ids: control tokens only where it places them. One that the model does not have is text."""
-        named = {"bos": self.bos, "eos": self.eos} | self.control
-        ids: list[int] = []
-        for segment in segments:
-            if isinstance(segment, Control):
-                ids += [named[segment.name]] if segment.name in named else self.sp.encode(segment.name)
-            else:
-                ids += self.encode_after(segment) if after_text else self.encode(segment, bos=False)
-            after_text = False
+    def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
+        """A rendered conversation. control: where the template wrote control tokens; all else is text. after: it goes on."""
+        ids, done, spaced = [], 0, not after
+        for begin, end in [*control, (len(text), len(text))]:
+            if begin > done:
+                ids += self.encode(text[done:begin]) if spaced else self.encode_after(text[done:begin])
+            if end > begin:
+                ids.append(self.control[text[begin:end]])
+            done, spaced = end, self._space_after_control
         return ids
 
+
+class TokenizerJson:
+    """A tokenizer.json, run by the library that it comes from."""
+
+    MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)  # "<think>": a control token, special or not
+
+    def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
+        raw = read_json(file)
+        try:
+            added = [t for t in raw.get("added_tokens") or [] if vocab_size is None or t["id"] < vocab_size]  # as above
+            self._added = {token["id"]: token["content"] for token in added}
+            self.special = {token["content"] for token in added if token["special"]}
+            self.control = {text: i for i, text in self._added.items() if text in self.special or self.MARK.fullmatch(text)}
+            raw["added_tokens"] = [token | {"special": token["content"] in self.control} for token in added]
+            kinds = _kinds(raw.get("decoder"))
+            self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:  # one of the library's own is no Exception
+            raise ValueError(f"{file} is no sound tokenizer: {error}") from None
+        size = self._library.get_vocab_size(with_added_tokens=False)
+        _check_size(file, size, max([size - 1, *self._added]) + 1, vocab_size)
+        if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
+            raise ValueError(f"{file}: its decoder is {', '.join(sorted(kinds)) or 'absent'}, which is not supported")
+        self._byte_level = "ByteLevel" in kinds
+        self._control_ids = set(self.control.values()) - {self._library.token_to_id(str(raw["model"].get("unk_token")))}
+        self.named: dict[str, str] = {}
+        first = self._as_text("a").ids
+        self.adds_space = bool(first) and self.bytes_of(first[0]).startswith(b" ")
+
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for: none for a control token or one beyond the tokenizer's."""
-        return self._bytes[token] if token < len(self._bytes) else b""
+        if token in self._added:
+            text = self._added[token]
+            return b"" if text in self.special else text.encode()
+        piece = self._library.id_to_token(token) or ""
+        if self._byte_level and all(c in BYTE_LEVEL for c in piece):
+            return bytes(BYTE_LEVEL[c] for c in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text; the space that SentencePiece puts before a text is taken away."""
-        stream = TextStream(self, at_start=True)
-        return "".join(stream.push(i) for i in ids) + stream.finish()
+    def starts(self, bos: int, config: dict) -> list[int]:
+        """What stands before every text: as the configuration says or, if it says nothing, the file's post-processor."""
+        if config.get("add_bos_token") is not None:
+            return [bos] if config["add_bos_token"] and bos >= 0 else []
+        text, whole = self._as_text("a").ids, self._library.encode("a").ids
+        return next(whole[:i] for i in range(len(whole) + 1) if whole[i : i + len(text)] == text)
+
+    def _as_text(self, text: str) -> tokenizers.Encoding:
+        self._library.encode_special_tokens = True
+        return self._library.encode(text, add_special_tokens=False)
+
+    def _with_control(self, text: str) -> tokenizers.Encoding:
+        self._library.encode_special_tokens = False
+        return self._library.encode(text, add_special_tokens=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Text to ids. Where the vocabulary itself would make a control token of it, the text is cut."""
+        encoding = self._as_text(text)
+        if self._control_ids.isdisjoint(encoding.ids):
+            return encoding.ids
+        found = [span for i, span in zip(encoding.ids, encoding.offsets) if i in self._control_ids and span[1] - span[0] > 1]
+        cuts = [0, *(begin + 1 for begin, _ in found), len(text)]
+        ids = self._as_text(text[: cuts[1]]).ids
+        for begin, end in zip(cuts[1:], cuts[2:]):
+            ids += self._after(text[begin:end], lambda text: self._as_text(text).ids)
+        return ids
+
+    def encode_after(self, text: str) -> list[int]:
+        """Text that goes on after other text: without the space that some vocabularies put before a text."""
+        return self._after(text, self.encode)
+
+    def _after(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        for before in ("\n", ".", "a") if self.adds_space and text else ():
+            start, ids = encode(before), encode(before + text)
+            if ids[: len(start)] == start:  # it did not merge with the text
+                return ids[len(start) :]
+        return encode(text)
+
+    def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
+        """A rendered conversation: what the library makes of it, except that what is typed is text, and so is a control token
+        that only the library finds (it may normalise the text first). after: it goes on after other text."""
+        encoding, own = self._with_control(text), {i for begin, end in control for i in range(begin, end)}
+        spans = [span for i, span in zip(encoding.ids, encoding.offsets) if i in self._control_ids]
+        typed = sorted({*typed, *(span for span in spans if own.isdisjoint(range(*span)))})
+        if not typed and not after:
+            return encoding.ids
+        ids, done = [], 0
+        for begin, end in [*typed, (len(text), len(text))]:
+            with_control = lambda part: self._with_control(part).ids
+            ids += self._after(text[done:begin], with_control) if done or after else with_control(text[:begin])
+            ids += self.encode_after(text[max(begin, done) : end])
+            done = max(end, done)
+        return ids
 
 
-def tokenizer_file(folder: Path) -> Path | None:
-    """tokenizer.model in the folder or, with Meta's own, in its parent."""
-    return next((f / "tokenizer.model" for f in (folder, folder.parent) if (f / "tokenizer.model").is_file()), None)
+def _kinds(decoder: dict | None) -> set[str]:
+    """The types of a tokenizer.json's decoder and of those that it is made of."""
+    if decoder is None:
+        return set()
+    return {decoder["type"]}.union(*(_kinds(part) for part in decoder.get("decoders", [])))
+
+
+def _byte_level() -> dict[str, int]:
+    """GPT-2's alphabet: a character for each byte, the visible ones of Latin-1 for themselves, the others from 256 on."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_LEVEL = _byte_level()
+
+
+def _check_size(file: Path, size: int, with_added: int, vocab_size: int | None) -> None:
+    if vocab_size is not None and not size <= vocab_size <= with_added + PADDING:
+        raise ValueError(f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}")
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """tokenizer.model in the folder or, with Meta's own, in its parent; else tokenizer.json. Raises FileNotFoundError."""
+    for file in folder / "tokenizer.model", folder.parent / "tokenizer.model", folder / "tokenizer.json":
+        if file.is_file():
+            return file
+    raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
 
 
 def read_json(file: Path) -> dict:
@@ -113,6 +235,142 @@ def _added_tokens(folder: Path, config: dict) -> dict[str, int]:
         if i.isdecimal() and len(i) < 10 and isinstance(token, dict) and isinstance(token.get("content"), str):
             added[token["content"]] = int(i)
     return {text: i for text, i in added.items() if type(i) is int}
+
+
+# ---- the tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation, its ids, and once the model has answered, what it said (its ids are the last of `ids`)."""
+
+    text: str
+    ids: list[int]
+    answer: str = ""
+
+    def answered(self, answer: str, ids: list[int]) -> "Prompt":
+        return Prompt(self.text, self.ids + ids, answer)
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.model or tokenizer.json, its control tokens and its chat template."""
+
+    def __init__(
+        self, folder: str | Path, vocab_size: int | None = None, bos_id: int | None = None, chat_template: str | None = None
+    ):
+        """folder: the checkpoint's; vocab_size and bos_id: the model's; chat_template: a name or a file, instead of its own.
+
+        Raises OSError; ValueError when a file is broken or its size does not fit the model.
+        """
+        folder = Path(folder)
+        file, self.config = tokenizer_file(folder), {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            if (folder / name).is_file():
+                self.config |= read_json(folder / name)
+        kind = SentencePiece if file.suffix == ".model" else TokenizerJson
+        self.vocabulary = kind(file, folder, self.config, vocab_size)
+        self.control = self.vocabulary.control
+        self.adds_space = self.vocabulary.adds_space
+        tokens = {name: self.config.get(name) for name in NAMES}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        self.named = self.vocabulary.named | {name: text for name, text in texts.items() if isinstance(text, str)}
+        self.bos = self.control.get(self.named.get("bos_token"), -1) if bos_id is None else bos_id
+        self.eos = self.control.get(self.named.get("eos_token"), -1)
+        self._starts = self.vocabulary.starts(self.bos, self.config)
+        self.chat_template, self.template_name = find_template(folder, self.config, chat_template)
+        self._renderer = Renderer()
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token in the text is text."""
+        return (self._starts if bos else []) + self.vocabulary.encode(text)
+
+    def encode_after(self, text: str) -> list[int]:
+        """Text that goes on after other text: without the space that some tokenizers put before a text."""
+        return self.vocabulary.encode_after(text)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for: none for a control token or one beyond the tokenizer's."""
+        return self.vocabulary.bytes_of(token)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text; the space that some tokenizers put before a text is taken away."""
+        stream = TextStream(self, at_start=True)
+        return "".join(stream.push(i) for i in ids) + stream.finish()
+
+    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
+        """A conversation ("role" and "content" of each message) to ids, up to where the model answers. Only the template itself
+        writes control tokens: what looks like one in a message is text. Raises ValueError where the template fails."""
+        return self.chat_prompt(messages, add_generation_prompt).ids
+
+    def chat_prompt(self, messages: list[dict], add_generation_prompt: bool = True, past: Prompt | None = None) -> Prompt:
+        """The same, with its text. Where it goes on from past, an answered prompt, so do the ids: the tokens of an answer need
+        not be those that its text would be encoded to, and what was evaluated stays."""
+        text, control, typed = self._render(messages, add_generation_prompt)
+        start, ids = self._end_of(past, text), past.ids if past else []
+        if start == 0:
+            ids = []
+        rest = [[(b - start, e - start) for b, e in spans if b >= start] for spans in (control, typed)]
+        return Prompt(text, ids + self.vocabulary.encode_chat(text[start:], *rest, after=start > 0))
+
+    def _end_of(self, past: Prompt | None, text: str) -> int:
+        """Where a conversation that was answered ends in the text of one that goes on from it; 0 if this one does not."""
+        if past is None or not text.startswith(past.text):
+            return 0
+        answer, begin = past.answer.strip(), len(past.text)
+        at = text.find(answer, begin)
+        return at + len(answer) if at >= 0 and not text[begin:at].strip() else 0
+
+    def turn_ends(self) -> tuple[set[int], list[str]]:
+        """What the template writes between an answer and the next question, so what ends an answer: ids of control tokens and,
+        where it has none for the roles, text."""
+        first, answer, second = (secrets.token_hex(8) for _ in range(3))
+        roles = {first: "user", answer: "assistant", second: "user"}
+        text, control, _ = self._render([{"role": role, "content": word} for word, role in roles.items()], False)
+        begin, end = text.find(answer) + len(answer), text.find(second)
+        tokens = [text[b:e] for b, e in control if begin <= b < end]
+        gap = text[begin:end].strip()
+        ids = {self.control[token] for token in tokens[:1] if gap.startswith(token)}
+        if any(self.control[token] not in (self.bos, self.eos) for token in tokens):
+            return ids, []
+        lines = any_of(tokens).sub("", gap).strip().splitlines()
+        return ids, lines[:1]
+
+    def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span], list[Span]]:
+        """The text of a conversation, where in it the template wrote control tokens, and where text only looks like one.
+
+        What looks like a control token in a message goes through the template between two characters that occur nowhere else;
+        so do the ends of a message that could become one together with the template's text.
+        """
+        everything = self.chat_template + "".join(message["content"] for message in messages)
+        unused = (chr(c) for c in range(0x10FFFD, 0xFFFFF, -1) if chr(c) not in everything)  # of plane 16, for private use
+        opening, closing = next(unused), next(unused)
+        marked = [{"role": m["role"], "content": self._marked(m["content"], m["role"], opening, closing)} for m in messages]
+        variables = dict(messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None)
+        rendered = self._renderer.render(self.chat_template, **variables, **self.named)
+        marks, parts, length = {opening: set(), closing: set()}, [], 0
+        for part in re.split(f"([{opening}{closing}])", rendered):
+            if part in marks:
+                marks[part].add(length)
+            else:
+                parts.append(part)
+                length += len(part)
+        text, control, typed = "".join(parts), [], []
+        for match in any_of(self.control).finditer(text):
+            begin, end = match.span()
+            cut = any(i in marks[opening] or i in marks[closing] for i in range(begin + 1, end))
+            (typed if cut or begin in marks[opening] or end in marks[closing] else control).append((begin, end))
+        return text, control, typed
+
+    def _marked(self, content: str, role: str, opening: str, closing: str) -> str:
+        """An answer of the model may hold those control tokens that it prints as text ("<think>")."""
+        names = self.vocabulary.special if role == "assistant" else self.control
+        content = any_of(names).sub(f"{opening}\\g<0>{closing}", content)
+        inner = content.strip()
+        if inner.endswith(tuple({name[:i] for name in names for i in range(1, len(name))})):
+            content = content.rstrip() + closing + content[len(content.rstrip()) :]
+        if inner.startswith(tuple({name[i:] for name in names for i in range(1, len(name))})):
+            content = content[: -len(content.lstrip())] + opening + content.lstrip()
+        return content
 
 
 class TextStream:
@@ -155,89 +413,3 @@ class TextStream:
         ready = self._held[: len(self._held) - keep]
         self._held = self._held[len(ready) :]
         return ready
-
-
-# ---- chat templates
-
-
-@dataclass(frozen=True)
-class Control:
-    """A control token in a rendered template, by name ("bos", "eos") or by its text."""
-
-    name: str
-
-
-BOS, EOS = Control("bos"), Control("eos")
-Segments = list[str | Control]
-
-
-@dataclass(frozen=True)
-class Template:
-    """How a conversation is laid out. A turn is `ask`, the model's answer, `close`."""
-
-    ask: Callable[[str, str, bool], Segments]  # system prompt (may be empty), user's text, is it the first turn
-    close: Segments  # after an answer
-    stops: tuple[str, ...] = ()  # strings that end an answer, besides eos
-
-
-def _llama2(system: str, user: str, first: bool) -> Segments:
-    """Meta's llama/generation.py: every turn is [bos] [INST] user [/INST] answer [eos]."""
-    if first and system:
-        user = f"<<SYS>>\n{system}\n<</SYS>>\n\n{user}"
-    return [BOS, f"[INST] {user.strip()} [/INST]"]
-
-
-def _zephyr(system: str, user: str, first: bool) -> Segments:
-    start: Segments = [BOS] if first else []
-    if first and system:
-        start += [f"<|system|>\n{system}", EOS, f"\n<|user|>\n{user}"]
-    else:
-        start += [f"<|user|>\n{user}" if first else f"\n<|user|>\n{user}"]
-    return [*start, EOS, "\n<|assistant|>\n"]
-
-
-def _vicuna(system: str, user: str, first: bool) -> Segments:
-    head = f"{system} " if first and system else ""
-    return ([BOS] if first else []) + [f"{head}USER: {user} ASSISTANT:"]
-
-
-def _chatml(system: str, user: str, first: bool) -> Segments:
-    start, end = Control("<|im_start|>"), Control("<|im_end|>")
-    head: Segments = [BOS] if first else []
-    if first and system:
-        head += [start, f"system\n{system}", end, "\n"]
-    return [*head, start, f"user\n{user}", end, "\n", start, "assistant\n"]
-
-
-def _plain(system: str, user: str, first: bool) -> Segments:
-    return [BOS, f"{system}\n{user}" if system else user] if first else [user]
-
-
-def _mistral(system: str, user: str, first: bool) -> Segments:
-    head = f"{system}\n\n" if first and system else ""
-    return ([BOS] if first else []) + [f"[INST] {head}{user.strip()} [/INST]"]
-
-
-TEMPLATES = {
-    "llama2": Template(_llama2, [" ", EOS]),
-    "zephyr": Template(_zephyr, [EOS]),
-    "vicuna": Template(_vicuna, [EOS], ("USER:",)),
-    "chatml": Template(_chatml, [Control("<|im_end|>"), "\n"], ("<|im_end|>",)),
-    "mistral": Template(_mistral, [EOS]),
-    "plain": Template(_plain, ["\n"]),
-}
-
-
-SIGNS = {"<<SYS>>": "llama2", "<|im_start|>": "chatml", "<|user|>": "zephyr", "USER:": "vicuna", "[INST]": "mistral"}
-
-
-def recognise_template(folder: str | Path, config: dict) -> str:
-    """Name of the template that a checkpoint was tuned on: from its own (chat_template.jinja, or in tokenizer_config.json), or
-    from the folder's path, since Meta's checkpoints and Vicuna's come without one."""
-    file = Path(folder) / "chat_template.jinja"
-    jinja = json.dumps(config.get("chat_template") or "") + (file.read_text(errors="replace") if file.is_file() else "")
-    for sign, name in SIGNS.items():
-        if sign in jinja:
-            return name
-    path = str(Path(folder).absolute()).lower()
-    return "llama2" if re.search("llama-2[^/]*chat", path) else "vicuna" if "vicuna" in path else "plain"

@@ -1,0 +1,198 @@
+"""Chat templates: where a checkpoint keeps its own, ours for those that have none, and a process of its own that renders them.
+
+A template is a program from elsewhere. It runs in Jinja's immutable sandbox, as in transformers, and in a process with little
+memory and little time, so that one that loops for ever or grows without bound costs one line of error.
+"""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from threading import Timer
+
+SECONDS = 10.0  # for one rendering
+MEMORY = 1 << 30  # bytes of the process that renders
+LENGTH = 1 << 26  # characters of a rendering
+
+# ---- templates by name
+
+LLAMA2 = """\
+{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}\
+{% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
+{{ bos_token ~ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
+{% else %}{{ ' ' ~ message['content'].strip() ~ ' ' ~ eos_token }}{% endif %}{% endfor %}"""
+
+MISTRAL = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\\n\\n' %}\
+{% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
+{{ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
+{% else %}{{ ' ' ~ message['content'].strip() ~ eos_token }}{% endif %}{% endfor %}"""
+
+ZEPHYR = """\
+{{ bos_token }}{% for message in messages %}{{ '<|' ~ message['role'] ~ '|>\\n' ~ message['content'] ~ eos_token ~ '\\n' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+
+VICUNA = """\
+{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] + ' ' }}\
+{% elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ASSISTANT:' }}\
+{% else %}{{ ' ' ~ message['content'].strip() ~ eos_token }}{% endif %}{% endfor %}"""
+
+CHATML = """\
+{{ bos_token }}{% for message in messages %}\
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+PLAIN = """\
+{{ bos_token }}{% for message in messages %}\
+{{ message['content'] + ('' if message['role'] == 'user' else '\\n') }}{% endfor %}"""
+
+TEMPLATES = {
+    "llama2": LLAMA2,
+    "zephyr": ZEPHYR,
+    "vicuna": VICUNA,
+    "chatml": CHATML,
+    "mistral": MISTRAL,
+    "plain": PLAIN,
+}
+
+
+def find_template(folder: Path, config: dict, choice: str | None = None) -> tuple[str, str]:
+    """A checkpoint's template and where it is from. config: its tokenizer_config.json; choice: a name of ours, or a file.
+
+    Meta's Llama 2 and Vicuna come without a template: these two are known by the folder's path. Raises ValueError, OSError.
+    """
+    if choice in TEMPLATES:
+        return TEMPLATES[choice], f"{choice} (given)"
+    if choice is not None:
+        return read_template(Path(choice)), f"{choice} (given)"
+    if (folder / "chat_template.jinja").is_file():
+        return read_template(folder / "chat_template.jinja"), "the checkpoint's own (chat_template.jinja)"
+    own = config.get("chat_template")
+    if isinstance(own, list):  # several, by name
+        own = {t.get("name"): t.get("template") for t in own if isinstance(t, dict)}.get("default")
+    if isinstance(own, str):
+        return own, "the checkpoint's own"
+    path = str(folder.absolute()).lower()
+    for pattern, name in ("llama-2[^/]*chat", "llama2"), ("vicuna", "vicuna"):
+        if re.search(pattern, path):
+            return TEMPLATES[name], f"{name} (from the folder's name)"
+    return PLAIN, "no template found: plain text"
+
+
+def read_template(file: Path) -> str:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is no chat template: neither one of {', '.join(TEMPLATES)} nor a file")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text: not a chat template") from None
+
+
+# ---- the process that renders
+
+
+class Renderer:
+    """Renders templates in one child process, which is started when it is first needed and ends with this object."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen | None = None
+
+    def render(self, template: str, **variables) -> str:
+        """Raises ValueError when the template is wrong, refuses the messages, takes too long or grows too large."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the program that talks
+            )
+        watchdog = Timer(SECONDS, self.process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        except BaseException:  # an answer that comes later must not be taken for the next
+            self.process.kill()
+            raise
+        finally:
+            watchdog.cancel()
+        if not answer:
+            self.process.kill()
+            self.process.wait()
+            raise ValueError(f"the chat template takes more than {SECONDS:g} seconds or {MEMORY >> 20} MiB")
+        text, error = json.loads(answer)
+        if error:
+            raise ValueError(f"the chat template says: {error}")
+        return text
+
+
+def serve() -> None:
+    """The child: a template and its variables as JSON in each line of input, the text or an error in each line of output."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such limits
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    environment = sandbox()
+    for line in sys.stdin.buffer:
+        try:
+            template, variables = json.loads(line)
+            answer = [bounded(environment.from_string(template).generate(**variables)), None]
+        except MemoryError:
+            answer = ["", f"more than {MEMORY >> 20} MiB of memory"]
+        except Exception as error:
+            answer = ["", str(error)[:400] or type(error).__name__]
+        print(json.dumps(answer), flush=True)
+
+
+def sandbox():
+    """The environment that transformers gives a chat template (utils/chat_template_utils.py)."""
+    from datetime import datetime
+
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} marks what the assistant says, for training; here it stands for its content."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            lineno = next(parser.stream).lineno
+            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def bounded(pieces) -> str:
+    """The pieces joined, as long as they are not too long."""
+    text, length = [], 0
+    for piece in pieces:
+        text.append(piece)
+        length += len(piece)
+        if length > LENGTH:
+            raise ValueError(f"more than {LENGTH:,} characters")
+    return "".join(text)
+
+
+if __name__ == "__main__":
+    serve()
