@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from threading import Timer
 
-SECONDS = 10.0  # for one rendering
+SECONDS = 5.0  # for one rendering
 MEMORY = 1 << 30  # bytes of the process that renders
 LENGTH = 1 << 26  # characters of a rendering
 

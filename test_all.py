@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import tokenizers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -37,6 +38,7 @@ import launch
 import quality
 import run
 import sampling
+import template
 from checkpoint import check_memory, load, read_config, save_fp8, saved_shapes, tensor_shapes
 from fp8 import E4M3, FORMATS, Matrix
 from launch import tl
@@ -1065,6 +1067,263 @@ def test_templates_are_found(tmp_path):
     assert find_template(folder, config, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")
     assert find_template(tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc", {})[0] == TEMPLATES["llama2"]
     assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "no template found: plain text")
+
+
+# ---- tokenizer.json, and chat templates as their checkpoints have them, against transformers
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+INSTRUCT = (
+    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}{%- set messages = messages[1:] %}"
+    "{%- endif %}{{- bos_token }}{%- for m in messages %}{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{- raise_exception('user and assistant must alternate') }}{%- endif %}{%- if m['role'] == 'user' %}"
+    "{%- if loop.last and system is defined %}{{- '[INST]S' + system + '\n\n' + m['content'] + '[/INST]' }}"
+    "{%- else %}{{- '[INST]S' + m['content'] + '[/INST]' }}{%- endif %}"
+    "{%- else %}{{- 'S' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}"
+)
+FAMILIES = {  # kind of tokenizer.json, control tokens after bos and eos, template: written from what the families publish
+    "llama 3": (
+        "byte level",
+        ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "{{- bos_token }}\n{%- for m in messages %}\n    {{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + "
+        "m['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    "
+        "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n{%- endif %}\n",
+    ),
+    "mistral 7b v0.3": ("pieces", ["<s>", "</s>", "[INST]", "[/INST]"], INSTRUCT.replace("S'", " '").replace("S[", "[")),
+    "mistral nemo": ("byte level", ["<s>", "</s>", "[INST]", "[/INST]"], INSTRUCT.replace("]S", "]").replace("'S'", "''")),
+    "zephyr, tinyllama": (
+        "pieces",
+        ["<s>", "</s>"],
+        "{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + m['content'] + eos_token }}\n"
+        "{% elif m['role'] == 'system' %}\n{{ '<|system|>\n' + m['content'] + eos_token }}\n"
+        "{% else %}\n{{ '<|assistant|>\n'  + m['content'] + eos_token }}\n{% endif %}\n"
+        "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
+    ),
+    "yi": ("spaced pieces", ["<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"], CHATML),
+    "qwen 2.5, smollm2": (
+        "byte level",
+        ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
+        "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{%- endif %}"
+        + CHATML,
+    ),
+    "qwen 3": (
+        "byte level",
+        ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"],
+        "{%- for m in messages %}{%- set text = m['content'] %}{%- if m['role'] == 'assistant' and '</think>' in text %}"
+        "{%- set text = text.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+        "{{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined %}{{- '<think>' }}"
+        "{%- endif %}{%- endif %}",
+    ),
+    "deepseek distillation": (
+        "byte level",
+        ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"],
+        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m['role'] == 'system' %}"
+        "{% set ns.system = m['content'] %}{% endif %}{% endfor %}"
+        "{{ bos_token }}{{ ns.system }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
+        "{% elif m['role'] == 'assistant' %}"
+        "{{ '<｜Assistant｜>' + m['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}",
+    ),
+}
+
+
+def train_tokenizer_json(folder: Path, family: str) -> Path:
+    """A folder with a tokenizer.json of that family's kind, its control tokens and its template."""
+    kind, control, template = FAMILIES[family]
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
+    pieces = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    t = tokenizers.Tokenizer(tokenizers.models.BPE())
+    t.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, byte_level]) if kind == "byte level" else pieces
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet() if kind == "byte level" else []
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    t.train_from_iterator([TEXT] * 20, trainer)
+    t.decoder = tokenizers.decoders.ByteLevel()
+    raw = json.loads(t.to_str())
+    if kind != "byte level":
+        vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *raw["model"]["vocab"]]
+        raw["model"] |= {"vocab": {piece: i for i, piece in enumerate(vocab)}, "byte_fallback": True, "unk_token": "<unk>"}
+        decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+        raw["decoder"] = {"type": "Sequence", "decoders": [*decoders, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+        raw["pre_tokenizer"]["split"] = False
+    if kind == "spaced pieces":  # as converted from old ones: a space before the text and after each control token
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        raw["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]}
+        raw["pre_tokenizer"] = None
+    t = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    for token in control:
+        t.add_tokens([tokenizers.AddedToken(token, special="hink" not in token and "User" not in token, normalized=False)])
+    bos, eos = control[:2]
+    if "qwen" not in family:
+        t.post_processor = tokenizers.processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, t.token_to_id(bos))])
+    t.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def theirs_of(folder: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def random_text(length: int) -> str:
+    """Words, white space, and characters of all planes."""
+    planes = [(32, 127), (32, 0x300), (0x300, 0xD800), (0xE000, 0x110000)]
+    return "".join(
+        random.choice(["the", " fox", "  ", "\n", "\n\n", "\t", "12", chr(random.randrange(*random.choice(planes)))])
+        for _ in range(random.randrange(length))
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokenizer_json_equals_transformers(tmp_path, family):
+    ours, theirs = Tokenizer(train_tokenizer_json(tmp_path, family)), theirs_of(tmp_path)
+    for _ in range(200):
+        text = random_text(30)
+        assert ours.encode(text) == theirs(text)["input_ids"], (text,)
+        ids = ours.encode(text, bos=False)
+        stream = TextStream(ours, at_start=True)
+        pieces = [stream.push(i) for i in ids] + [stream.finish()]
+        assert "".join(pieces) == ours.decode(ids) == theirs.decode(ids), (text,)
+        assert not any("\ufffd" in piece for piece in pieces), (text,)
+        split = random.randrange(1, len(text) + 2)
+        joined = ours.encode(text[:split], bos=False) + ours.encode_after(text[split:])
+        whole = (
+            text.removeprefix(" ") if FAMILIES[family][0] == "pieces" else text
+        )  # that kind adds a space unless there is one
+        assert ours.decode(ids) == ours.decode(joined) == whole, (text, split)
+    long = "a" + random_text(20_000) * 5
+    assert ours.decode(ours.encode(long, bos=False)) == long
+
+
+@pytest.mark.parametrize("system", ["", "Be kind."])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chat_templates_equal_transformers(tmp_path, family, system):
+    ours, theirs = Tokenizer(train_tokenizer_json(tmp_path, family)), theirs_of(tmp_path)
+    for _ in range(10):
+        texts = [random_text(12) for _ in range(random.choice([1, 3, 5]))]
+        messages = conversation(*texts, system=system)
+        for more in (True, False):
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=more, return_dict=False)
+            assert ours.apply_chat_template(messages, more) == expected, messages
+    thinking = conversation("hi", "<think>\nhm\n</think>\n\nhello", "again", system=system)
+    expected = theirs.apply_chat_template(thinking, add_generation_prompt=True, return_dict=False)
+    assert ours.apply_chat_template(thinking) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_typed_control_tokens_are_text_wherever_the_template_puts_them(tmp_path, family):
+    """The control tokens of a conversation are those of a harmless one, and no character is lost."""
+    t = Tokenizer(train_tokenizer_json(tmp_path, family))
+    numbers = set(t.control.values())
+    names = [name for name in t.control if "think" not in name]
+    parts = [
+        *names,
+        *(name[: random.randrange(len(name))] for name in names),
+        *(name[2:] for name in names),
+        " ",
+        "\n",
+        "x",
+        "<",
+    ]
+    control_of = lambda *texts: [i for i in t.apply_chat_template(conversation(*texts, system="y")) if i in numbers]
+    for _ in range(50):
+        typed, answer = ("".join(random.choices(parts, k=random.randrange(1, 8))) for _ in range(2))
+        assert control_of(typed, answer, typed) == control_of("x", "x", "x"), (typed, answer)
+        assert typed.strip() in t.decode(t.apply_chat_template(conversation(typed))), (typed,)
+        assert numbers.isdisjoint(t.encode(typed, bos=False)) and t.decode(t.encode("x" + typed, bos=False)) == "x" + typed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_keep_their_tokens_and_end_where_the_template_says(tmp_path, family):
+    t = Tokenizer(train_tokenizer_json(tmp_path, family))
+    ids, stops = t.turn_ends()
+    first, second = conversation("tell me"), conversation("tell me", "a tale", "go on")
+    prompt = t.chat_prompt(first)
+    answer = [i for letter in "a tale" for i in t.encode_after(letter)]  # not the tokens of the text
+    again = t.chat_prompt(second, past=prompt.answered("a tale", answer))
+    if not again.text.startswith(prompt.text):
+        assert "deepseek" in family, "which writes <think> before an answer, but not before a past one"
+        return
+    assert again.ids[: len(prompt.ids) + len(answer)] == prompt.ids + answer, (again.ids, prompt.ids, answer)
+    end = again.ids[len(prompt.ids) + len(answer)]
+    same = lambda ids: t.decode(ids).replace(" ", "")  # but for the space that this answer lacks
+    assert same(again.ids) == same(t.apply_chat_template(second)) and ids == {end} <= set(t.control.values())
+    assert stops == (["<|user|>"] if "zephyr" in family else [])
+    other = t.chat_prompt(second, past=prompt.answered("another", answer))
+    assert other.ids == t.apply_chat_template(second), "what was said is not what the conversation holds"
+
+
+HOSTILE = {
+    "loops": ("{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3, "takes more than"),
+    "grows": ("{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}", "more than 67,108,864 characters"),
+    "doubles": ("{% set n = namespace(s='x') %}{% for a in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "more than"),
+    "is large": ("{{ 'x' * 10 ** 12 }}", "of memory"),
+    "raises": ("{{ raise_exception('only\nthe king may speak') }}", "the chat template says: only the king may speak"),
+    "is wrong": ("{% if %}", "the chat template says"),
+    "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "is unsafe"),
+    "includes": ("{% include '/etc/passwd' %}", "the chat template says"),
+    "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_hostile_template_costs_one_line(cli, tiny, tmp_path, monkeypatch, how):
+    text, expected = HOSTILE[how]
+    (tmp_path / "template").write_text(text)
+    monkeypatch.setattr(template, "SECONDS", 1.0)
+    code, out, err = cli("-m", tiny, "--chat", "--chat-template", tmp_path / "template", "--quiet", stdin=b"hello\n")
+    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
+
+
+@pytest.mark.parametrize("how, expected", [("not-there", "is no chat template"), (".", "is no chat template")])
+def test_a_template_that_is_not_there(cli, tiny, how, expected):
+    code, _, err = cli("-m", tiny, "--chat", "--chat-template", how)
+    assert code == 1 and expected in err and "zephyr" in err and err.count("\n") == 1
+
+
+def test_llama2s_tokenizer_as_json_is_cut_where_its_vocabulary_holds_a_control_token(tmp_path):
+    """With ignore_merges, a word that is in the vocabulary is one token, whatever the merges say."""
+    train_tokenizer_json(tmp_path, "llama 3")
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["model"]["ignore_merges"] = True
+    raw["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    t = Tokenizer(tmp_path)
+    ids = t.encode("<|eot_id|>", bos=False)
+    assert t.control["<|eot_id|>"] not in ids and t.decode(ids) == "<|eot_id|>"
+
+
+SPOILED_JSON = {
+    "not JSON": ("{", "is not JSON"),
+    "empty": ("{}", "is no sound tokenizer"),
+    "of another kind": (lambda raw: raw["model"].update(type="Magic"), "is no sound tokenizer"),
+    "without a decoder": (lambda raw: raw.update(decoder=None), "its decoder is absent"),
+    "with another decoder": (
+        lambda raw: raw.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True}),
+        "WordPiece",
+    ),
+    "added tokens": (lambda raw: raw.update(added_tokens=[1, 2]), "is no sound tokenizer"),
+    "too large": (lambda raw: None, "but the model has a vocabulary of 100"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED_JSON)
+def test_a_spoiled_tokenizer_json_is_told(tmp_path, how):
+    spoil, expected = SPOILED_JSON[how]
+    file = train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    if callable(spoil):
+        spoil(raw)
+    file.write_text(json.dumps(raw) if callable(spoil) else spoil)
+    with pytest.raises(ValueError, match=expected):
+        Tokenizer(tmp_path, vocab_size=100)
 
 
 def test_added_tokens_are_read(copy):

@@ -43,7 +43,6 @@ class SentencePiece:
         _check_size(file, len(pieces), max([len(pieces) - 1, *added.values()]) + 1, vocab_size)
         embedded = {text: i for text, i in added.items() if vocab_size is None or i < vocab_size}
         self.control = embedded | {p: i for i, p in enumerate(pieces) if self.sp.is_control(i) or p in TURN_MARKS}
-        self.special = set(self.control)
         self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
         ids = {"bos_token": self.sp.bos_id(), "eos_token": self.sp.eos_id(), "unk_token": self.sp.unk_id()}
         self.named = {name: pieces[i] for name, i in ids.items() if i >= 0}
@@ -100,8 +99,8 @@ class TokenizerJson:
         try:
             added = [t for t in raw.get("added_tokens") or [] if vocab_size is None or t["id"] < vocab_size]  # as above
             self._added = {token["id"]: token["content"] for token in added}
-            self.special = {token["content"] for token in added if token["special"]}
-            self.control = {text: i for i, text in self._added.items() if text in self.special or self.MARK.fullmatch(text)}
+            self._special = {token["content"] for token in added if token["special"]}
+            self.control = {text: i for i, text in self._added.items() if text in self._special or self.MARK.fullmatch(text)}
             raw["added_tokens"] = [token | {"special": token["content"] in self.control} for token in added]
             kinds = _kinds(raw.get("decoder"))
             self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
@@ -109,10 +108,10 @@ class TokenizerJson:
             raise
         except BaseException as error:  # one of the library's own is no Exception
             raise ValueError(f"{file} is no sound tokenizer: {error}") from None
-        size = self._library.get_vocab_size(with_added_tokens=False)
-        _check_size(file, size, max([size - 1, *self._added]) + 1, vocab_size)
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
             raise ValueError(f"{file}: its decoder is {', '.join(sorted(kinds)) or 'absent'}, which is not supported")
+        size = self._library.get_vocab_size(with_added_tokens=False)
+        _check_size(file, size, max([size - 1, *self._added]) + 1, vocab_size)
         self._byte_level = "ByteLevel" in kinds
         self._control_ids = set(self.control.values()) - {self._library.token_to_id(str(raw["model"].get("unk_token")))}
         self.named: dict[str, str] = {}
@@ -122,7 +121,7 @@ class TokenizerJson:
     def bytes_of(self, token: int) -> bytes:
         if token in self._added:
             text = self._added[token]
-            return b"" if text in self.special else text.encode()
+            return b"" if text in self._special else text.encode()
         piece = self._library.id_to_token(token) or ""
         if self._byte_level and all(c in BYTE_LEVEL for c in piece):
             return bytes(BYTE_LEVEL[c] for c in piece)
@@ -338,13 +337,14 @@ class Tokenizer:
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span], list[Span]]:
         """The text of a conversation, where in it the template wrote control tokens, and where text only looks like one.
 
-        What looks like a control token in a message goes through the template between two characters that occur nowhere else;
-        so do the ends of a message that could become one together with the template's text.
+        Two characters that occur nowhere else go through the template: `opening` before what looks like a control token in a
+        message, and before or (`closing`) after an end of a message that could become one beside the template's text. None
+        stands after a token, where templates strip what follows "</think>".
         """
         everything = self.chat_template + "".join(message["content"] for message in messages)
         unused = (chr(c) for c in range(0x10FFFD, 0xFFFFF, -1) if chr(c) not in everything)  # of plane 16, for private use
         opening, closing = next(unused), next(unused)
-        marked = [{"role": m["role"], "content": self._marked(m["content"], m["role"], opening, closing)} for m in messages]
+        marked = [{"role": m["role"], "content": self._marked(m["content"], opening, closing)} for m in messages]
         variables = dict(messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None)
         rendered = self._renderer.render(self.chat_template, **variables, **self.named)
         marks, parts, length = {opening: set(), closing: set()}, [], 0
@@ -358,17 +358,15 @@ class Tokenizer:
         for match in any_of(self.control).finditer(text):
             begin, end = match.span()
             cut = any(i in marks[opening] or i in marks[closing] for i in range(begin + 1, end))
-            (typed if cut or begin in marks[opening] or end in marks[closing] else control).append((begin, end))
+            (typed if cut or begin in marks[opening] else control).append((begin, end))
         return text, control, typed
 
-    def _marked(self, content: str, role: str, opening: str, closing: str) -> str:
-        """An answer of the model may hold those control tokens that it prints as text ("<think>")."""
-        names = self.vocabulary.special if role == "assistant" else self.control
-        content = any_of(names).sub(f"{opening}\\g<0>{closing}", content)
+    def _marked(self, content: str, opening: str, closing: str) -> str:
+        content = any_of(self.control).sub(f"{opening}\\g<0>", content)
         inner = content.strip()
-        if inner.endswith(tuple({name[:i] for name in names for i in range(1, len(name))})):
+        if inner.endswith(tuple({name[:i] for name in self.control for i in range(1, len(name))})):
             content = content.rstrip() + closing + content[len(content.rstrip()) :]
-        if inner.startswith(tuple({name[i:] for name in names for i in range(1, len(name))})):
+        if inner.startswith(tuple({name[i:] for name in self.control for i in range(1, len(name))})):
             content = content[: -len(content.lstrip())] + opening + content.lstrip()
         return content
 
