@@ -104,9 +104,10 @@ def _hugging_face_config(folder: Path) -> Config:
     if f.raw.get("head_dim") is None and dim % n_heads:
         raise ValueError(f"{f.file}: hidden_size is {dim}, not a multiple of num_attention_heads {n_heads}")
     theta, scaling = _rope(f, max_seq_len)
-    generation = Fields(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else f
-    bos, eos = (generation if generation.raw.get(name) is not None else f for name in ("bos_token_id", "eos_token_id"))
+    generation = _generation(folder)
+    bos = generation if generation.raw.get("bos_token_id") is not None else f
     vocab_size = f.number("vocab_size", 1, 1 << 22)
+    eos_ids = _ids(generation, "eos_token_id", vocab_size) + _ids(f, "eos_token_id", vocab_size)
     return Config(
         dim=dim,
         n_layers=f.number("num_hidden_layers", 1, 1024),
@@ -123,8 +124,29 @@ def _hugging_face_config(folder: Path) -> Config:
         tie_embeddings=bool(f.raw.get("tie_word_embeddings", False)),
         dtype=_stored_dtype(f),
         bos_id=bos.number("bos_token_id", 0, vocab_size - 1) if bos.raw.get("bos_token_id") is not None else None,
-        eos_ids=_ids(eos, "eos_token_id", vocab_size),
+        eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def _generation(folder: Path) -> Fields:
+    file = folder / "generation_config.json"
+    return Fields(file) if file.is_file() else Fields(file, {})
+
+
+def read_sampling(folder: Path) -> dict[str, float]:
+    """What a checkpoint's generation_config.json says of sampling, in the names of Sampling. Raises ValueError."""
+    f = _generation(folder)
+    bounds = {  # of each: their name, from, to, type
+        "temp": ("temperature", 0, 1e6, float),
+        "top_k": ("top_k", 0, 1 << 31, int),
+        "top_p": ("top_p", 0, 1, float),
+        "repeat_penalty": ("repetition_penalty", 0.01, 100, float),
+    }
+    return {
+        ours: f.number(theirs, low, high, kind=kind)
+        for ours, (theirs, low, high, kind) in bounds.items()
+        if f.raw.get(theirs) is not None
+    }
 
 
 def _stored_dtype(f: Fields) -> torch.dtype | None:

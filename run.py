@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import DTYPES, find_checkpoint, load, pick_device, read_config, save_fp8
+from checkpoint import DTYPES, find_checkpoint, load, pick_device, read_config, read_sampling, save_fp8
 from fp8 import FORMATS
 from launch import INTERPRETED
 from model import KVCache, Timings, generate
@@ -57,16 +57,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("-f", "--file", help="read the prompt from a file")
     add("-n", "--n-predict", type=within(int, -1), default=-1, help="tokens to generate; -1: until the end or a full context")
     add("-c", "--ctx-size", type=within(int, 0, 1 << 24), help="context; 0: the model's; default: that, at most 4096")
-    add("--temp", type=within(float, 0), default=0.8, help="temperature; 0 is greedy")
-    add("--top-k", type=within(int, 0), default=40, help="keep the k best tokens; 0 is off")
+    add("--temp", type=within(float, 0), help="temperature; 0 is greedy; default: the checkpoint's own, or 0.8")
+    add("--top-k", type=within(int, 0), help="keep the k best tokens; 0 is off; default: the checkpoint's own, or 40")
     add(
         "--top-p",
         type=within(float, 0, 1),
-        default=0.95,
-        help="keep the best tokens that have this probability together; 1 is off",
+        help="keep the best tokens that have this probability together; 1 is off; default: the checkpoint's own, or 0.95",
     )
     add("--min-p", type=within(float, 0, 1), default=0.05, help="keep tokens this probable, relative to the best; 0 is off")
-    add("--repeat-penalty", type=within(float, 0.01, 100), default=1.0, help="divide the logits of recent tokens; 1 is off")
+    add(
+        "--repeat-penalty",
+        type=within(float, 0.01, 100),
+        help="divide the logits of recent tokens; 1 is off; default: the checkpoint's own, or 1",
+    )
     add("--repeat-last-n", type=within(int, -1), default=64, help="how many tokens are recent; -1: the whole context")
     add("-s", "--seed", type=within(int, -1, (1 << 63) - 1), default=-1, help="-1: random, and printed")
     add("--stop", action="append", default=[], metavar="TEXT", help="end where this text would come; may be repeated")
@@ -147,9 +150,12 @@ class Session:
             kv_fp8=args.kv_fp8,
             accumulate=args.accumulate,
         )
-        self.eos = set(config.eos_ids or [self.tokenizer.eos])
+        self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
         self.cache = KVCache(self.model)
-        self.sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
+        given = {field.name: getattr(args, field.name) for field in fields(Sampling)}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.own_sampling = {name: value for name, value in read_sampling(folder).items() if name not in given}
+        self.sampling = Sampling(**self.own_sampling | given)
         self.timings = Timings()
         self.load_seconds = time.perf_counter() - start
 
@@ -168,9 +174,11 @@ class Session:
         backend = {"torch": "torch ops", "triton": "Triton kernels"}[m.backend]
         if m.backend == "triton" and m.device.type == "cpu":
             backend += " in the interpreter, which is slow"
+        own = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.own_sampling.items())
+        sampling = f"\nsampling  {own} (the checkpoint's own; the flags override)" if own else ""
         return (
             f"model     {m.checkpoint.folder}: {size}\n"
-            f"running   {dtype} on {m.device}, {backend}, context {self.cache.size}{beyond}, seed {self.args.seed}"
+            f"running   {dtype} on {m.device}, {backend}, context {self.cache.size}{beyond}, seed {self.args.seed}{sampling}"
         )
 
     def closing(self) -> str:

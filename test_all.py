@@ -1397,6 +1397,32 @@ def test_seed_repeats_the_text_and_empty_prompt_starts_from_bos(cli, tiny):
     assert cli(*flags, "--seed", err.split("seed ")[1].split()[0])[1] == out, "the printed seed does not repeat a random run"
 
 
+def test_the_checkpoints_sampling_is_used_where_no_flag_is_given(cli, copy):
+    fields = dict(temperature=0.0, top_p=0.5, top_k=None, repetition_penalty=1.5, do_sample=True)
+    (copy / "generation_config.json").write_text(json.dumps(fields))
+    run = lambda *flags: cli("-m", copy, "-p", "Once", "-n", 8, "-s", 1, *flags)
+    _, own, err = run()
+    assert "sampling  temp 0, top-p 0.5, repeat-penalty 1.5 (the checkpoint's own" in err
+    _, same, err = run("--temp", 0, "--top-p", 0.5, "--repeat-penalty", 1.5)
+    assert own == same and "sampling  " not in err
+    _, other, err = run("--repeat-penalty", 1, "--temp", 0)
+    assert other != own and "sampling  top-p 0.5 (" in err
+    edit(copy / "generation_config.json", top_p=2)
+    code, _, err = run()
+    assert code == 1 and "generation_config.json: top_p is 2; it must be a number from 0 to 1" in err
+
+
+def test_every_eos_that_the_checkpoint_names_ends_the_text(cli, copy):
+    run = lambda: cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0)[2].split("generated ")[1].split()[0]
+    assert run() == "12"
+    ids = list(generate(load(copy, device="cpu"), Tokenizer(copy).encode("Once"), n=12, sampling=Sampling(temp=0), eos=[]))
+    edit(copy / "config.json", eos_token_id=ids[4])
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, ids[9]]}))
+    assert int(run()) == 1 + min(ids.index(ids[4]), ids.index(ids[9]))
+    edit(copy / "config.json", eos_token_id=2)
+    assert int(run()) == 1 + ids.index(ids[9])
+
+
 def test_full_context_is_noted(cli, tiny):
     code, out, err = cli("-m", tiny, "-p", "Once", "-c", 16, "--ignore-eos", "--quiet")
     assert code == 0 and "context of 16 tokens is full" in err
@@ -2041,7 +2067,7 @@ def test_train_makes_a_model_that_runs(tmp_path, cli):
     )  # fmt: skip
     assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
     assert sorted(f.name for f in (tmp_path / "out").iterdir()) == [
-        "config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"
     ]  # fmt: skip
     code, out, _ = cli("-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
     assert code == 0 and out.startswith("Once") and len(out) > 8

@@ -364,9 +364,11 @@ def save(model, folder):
         unk_token="<unk>",
         chat_template=CHAT_TEMPLATE,
     )
+    generation = dict(bos_token_id=BOS, eos_token_id=EOS, repetition_penalty=1.1)  # it repeats itself without
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(safetensors.torch.save(state, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
 
 
