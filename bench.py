@@ -790,6 +790,7 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str,
 KERNEL_OPS = {  # which cost a kernel is charged with
     "_embedding_kernel": "embedding",
     "_qkv_kernel": "rmsnorm_qkv_rope",
+    "_qkv_norm_kernel": "rmsnorm_qkv_rope",
     "_split_attention_kernel": "attention",
     "_single_attention_kernel": "attention",
     "_attention_kernel": "attention",

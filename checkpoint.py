@@ -23,7 +23,7 @@ import launch
 from fp8 import FORMATS, Format, Matrix
 from model import CHUNK, Config, LayerWeights, Llama, RopeScaling, Weights
 from template import find_template
-from tokenizer import read_json, tokenizer_file
+from tokenizer import read_json, refuse_pointer, tokenizer_file
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -79,7 +79,7 @@ def read_config(folder: Path) -> Config:
     elif (folder / "params.json").is_file():
         config = _meta_config(folder)
     else:
-        raise FileNotFoundError(f"{folder} holds neither config.json nor params.json: not a checkpoint")
+        raise FileNotFoundError(f"{folder} holds {_instead(folder) or 'neither config.json nor params.json: not a checkpoint'}")
     if config.n_heads % config.n_kv_heads:
         raise ValueError(f"{folder}: {config.n_heads} query heads cannot share {config.n_kv_heads} key/value heads evenly")
     if config.head_dim % 2:
@@ -87,20 +87,38 @@ def read_config(folder: Path) -> Config:
     return config
 
 
+QUANTISED = "quantised for another program: take the original safetensors; --fp8 makes 8 bits of them"
+
+
+def _instead(folder: Path) -> str | None:
+    """What a folder without a model holds instead, and what to do."""
+    if any(folder.glob("*.gguf")):
+        return f"GGUF, {QUANTISED}"
+    if (folder / "adapter_config.json").is_file():
+        base = Fields(folder / "adapter_config.json").raw.get("base_model_name_or_path")
+        return f"an adapter without its base: merge it into {base or 'that'} first (peft: merge_and_unload)"
+    return None
+
+
 def _hugging_face_config(folder: Path) -> Config:
     f = Fields(folder / "config.json")
-    f.refuse_unless("model_type", "llama", "mistral")
+    f.refuse_unless("model_type", "llama", "mistral", "qwen2", "qwen3")
+    family = f.raw.get("model_type")
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
         f.refuse_unless(name, False, None)
-    f.refuse_unless("quantization_config", None)
+    refuse_quantised(f)
     f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
     n_heads = f.number("num_attention_heads", 1, 1024)
     dim = f.number("hidden_size", 1, 1 << 17)
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
     f.refuse_unless("tie_word_embeddings", False, True, None)
-    if f.raw.get("model_type") == "mistral":
-        f.raw.setdefault("sliding_window", 4096)  # transformers' default
+    if family == "mistral":
+        f.raw.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
+    if family in ("qwen2", "qwen3") and not f.raw.get("use_sliding_window"):
+        f.raw["sliding_window"] = None
+    if family == "qwen3":
+        f.raw.setdefault("head_dim", 128)
     if f.raw.get("head_dim") is None and dim % n_heads:
         raise ValueError(f"{f.file}: hidden_size is {dim}, not a multiple of num_attention_heads {n_heads}")
     theta, scaling = _rope(f, max_seq_len)
@@ -122,10 +140,20 @@ def _hugging_face_config(folder: Path) -> Config:
         max_seq_len=max_seq_len,
         sliding_window=f.number("sliding_window", 1, 1 << 24) if f.raw.get("sliding_window") is not None else None,
         tie_embeddings=bool(f.raw.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
         dtype=_stored_dtype(f),
         bos_id=bos.number("bos_token_id", 0, vocab_size - 1) if bos.raw.get("bos_token_id") is not None else None,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def refuse_quantised(f: Fields) -> None:
+    """GPTQ, AWQ, exl2, bitsandbytes, mlx: the matrices are other programs' codes."""
+    how = f.raw.get("quantization_config") or f.raw.get("quantization")
+    if how:
+        kind = how.get("quant_method", "mlx") if isinstance(how, dict) else how
+        raise ValueError(f"{f.file}: the model is {QUANTISED} (quantization: {kind})")
 
 
 def _generation(folder: Path) -> Fields:
@@ -178,11 +206,13 @@ def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
         return theta, None
     if "type" in rope.raw and "rope_type" not in rope.raw:
         rope.raw["rope_type"] = rope.raw["type"]
-    rope.refuse_unless("rope_type", "default", "linear", "llama3")
+    rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn")
     rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
     kind = rope.raw.get("rope_type", "default")
     if kind == "default":
         return theta, None
+    if kind == "yarn" and theta > 1:
+        return theta, _yarn(rope, max_seq_len)
     factor = rope.number("factor", 1, 1e6, None, float)
     if kind == "linear":
         return theta, RopeScaling("linear", factor)
@@ -190,6 +220,27 @@ def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     if low >= high:
         raise ValueError(f"{f.file}: high_freq_factor is {high:g}; it must be above low_freq_factor {low:g}")
     return theta, RopeScaling("llama3", factor, low, high, rope.number("original_max_position_embeddings", 1, 1 << 24, None))
+
+
+def _yarn(rope: Fields, max_seq_len: int) -> RopeScaling:
+    """The scale of q and k (attention_factor) is, where none is given, 1 + 0.1 log(factor), as in section 3.4 of the paper;
+    mscale and mscale_all_dim are DeepSeek's way to give it."""
+    original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
+    factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
+    rope.refuse_unless("truncate", True, False, None)
+    mscale, over_all = (rope.number(name, 0, 100, 0, float) for name in ("mscale", "mscale_all_dim"))
+    if not (mscale and over_all):
+        mscale, over_all = 1, 0
+    scale = (1 + 0.1 * mscale * math.log(factor)) / (1 + 0.1 * over_all * math.log(factor))
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_seq_len=original,
+        beta_fast=rope.number("beta_fast", 1e-3, 1e6, 32, float),
+        beta_slow=rope.number("beta_slow", 1e-3, 1e6, 1, float),
+        attention_factor=rope.number("attention_factor", 1e-3, 1e3, scale, float),
+        truncate=rope.raw.get("truncate") is not False,
+    )
 
 
 def _meta_config(folder: Path) -> Config:
@@ -230,6 +281,8 @@ HF_NAMES = {
     "self_attn.k_proj": "attention.wk",
     "self_attn.v_proj": "attention.wv",
     "self_attn.o_proj": "attention.wo",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
@@ -250,7 +303,12 @@ def tensor_shapes(c: Config) -> dict[str, tuple[int, ...]]:
         "feed_forward.w2": (c.dim, c.hidden_dim),
     }
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (c.vocab_size, c.dim)}
-    shapes |= {f"layers.{i}.{name}.weight": shape for i in range(c.n_layers) for name, shape in layer.items()}
+    layer = {f"{name}.weight": shape for name, shape in layer.items()}
+    if c.qkv_bias:
+        layer |= {"attention.wq.bias": (c.q_dim,), "attention.wk.bias": (c.kv_dim,), "attention.wv.bias": (c.kv_dim,)}
+    if c.qk_norm:
+        layer |= {"attention.q_norm.weight": (c.head_dim,), "attention.k_norm.weight": (c.head_dim,)}
+    shapes |= {f"layers.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
     shapes["norm.weight"] = (c.dim,)
     return shapes if c.tie_embeddings else shapes | {"output.weight": (c.vocab_size, c.dim)}
 
@@ -262,8 +320,9 @@ def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
 
 
 def unquantised_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of what is never kept in 8 bits, the norms and the embedding, by Meta's names."""
-    return {name: shape for name, shape in tensor_shapes(c).items() if len(shape) == 1 or "tok_embeddings" in name}
+    """Shapes of what is never kept in 8 bits, by the names of Weights and LayerWeights."""
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (c.vocab_size, c.dim), "norm.weight": (c.dim,)}
+    return shapes | {f"layers.{i}.{name}.weight": shape for i in range(c.n_layers) for name, shape in c.layer_vectors.items()}
 
 
 def saved_shapes(c: Config) -> dict[str, tuple[int, ...]]:
@@ -340,8 +399,8 @@ class Checkpoint:
         if not self.hugging_face:
             return name
         names = {meta: theirs for theirs, meta in HF_NAMES.items()}
-        layer, stem = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", name).groups()
-        return f"model.{layer}{names[stem]}.weight" if layer else f"{names[stem]}.weight"
+        layer, stem, kind = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(weight|bias)", name).groups()
+        return f"model.{layer}{names[stem]}.{kind}" if layer else f"{names[stem]}.{kind}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -353,21 +412,21 @@ class Checkpoint:
         return sum(math.prod(shape) for shape in tensor_shapes(self.config).values())
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor; rows of wq and wk come in Meta's RoPE convention, interleaved pairs."""
+        """One whole tensor; the rows of q and k come in Meta's RoPE convention, interleaved pairs."""
         parts, shape = self.parts[name], self.shapes[name]
         if parts[0].shape == shape:
             tensor = _read(parts[0])
         else:
             tensor = torch.cat([_read(part) for part in parts], self._split_axis(name, shape))
-        if self.hugging_face and name.endswith(("wq.weight", "wk.weight")):
+        if self.hugging_face and name.rpartition(".")[0].endswith((".wq", ".wk", ".q_norm", ".k_norm")):
             D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
-            tensor = tensor.view(-1, 2, D // 2, shape[1]).transpose(1, 2).reshape(shape)
+            tensor = tensor.view(-1, 2, D // 2, *shape[1:]).transpose(1, 2).reshape(shape)
         return tensor
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as it is or once converted to dtype. Codes and scales are
         not converted, and were checked when they were read."""
-        for part in (part for name, parts in self.parts.items() if name.endswith(".weight") for part in parts):
+        for part in (part for name, parts in self.parts.items() if name.endswith((".weight", ".bias")) for part in parts):
             tensor = _read(part)
             if not torch.isfinite(tensor).all():
                 return f"{part.name} in {part.file.name} holds NaN or inf"
@@ -377,9 +436,9 @@ class Checkpoint:
 
 
 def _meta_name(name: str) -> str:
-    layer = re.fullmatch(r"model\.(layers\.\d+\.)(.+)\.weight", name)
-    prefix, stem = layer.groups() if layer else ("", name.removesuffix(".weight"))
-    return f"{prefix}{HF_NAMES[stem]}.weight" if stem in HF_NAMES else name
+    layer = re.fullmatch(r"model\.(layers\.\d+\.)(.+)\.(weight|bias)", name)
+    prefix, stem, kind = layer.groups() if layer else ("", name.removesuffix(".weight"), "weight")
+    return f"{prefix}{HF_NAMES[stem]}.{kind}" if stem in HF_NAMES else name
 
 
 def _tensor_files(folder: Path, hugging_face: bool) -> list[Path]:
@@ -393,7 +452,8 @@ def _tensor_files(folder: Path, hugging_face: bool) -> list[Path]:
             return _indexed_files(folder / f"{single}.index.json")
         if (folder / single).is_file():
             return [folder / single]
-    raise FileNotFoundError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin, or an index of their shards)")
+    usual = "no weights (model.safetensors or pytorch_model.bin, or an index of their shards)"
+    raise FileNotFoundError(f"{folder} holds {_instead(folder) or usual}")
 
 
 def _indexed_files(index: Path) -> list[Path]:
@@ -411,6 +471,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 def _parts(file: Path) -> list[Part]:
     """What a file holds, from its header alone."""
+    refuse_pointer(file)
     if file.suffix == ".safetensors":
         types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
         with _opened(file) as f:
@@ -461,19 +522,97 @@ def _is_plain(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
+# ---- where a checkpoint is: a folder, or a repository of the hub, downloaded when it is first asked for
+
+SMALL_FILES = [
+    "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+]  # fmt: skip
+WEIGHTS = [  # the first kind that a repository has
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
+    r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?",
+    r"consolidated\.\d+\.pth",
+]
+
+
 def find_checkpoint(name: str) -> Path:
-    """A folder, or a Hugging Face repository id ("owner/name") that is already in the local hub cache."""
+    """A folder, or a repository "owner/name" of the Hugging Face hub: from its cache, or else downloaded into it. Raises
+    OSError in one line that says what to do."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise FileNotFoundError(f"{name} is a file; -m takes the folder of a checkpoint")
+        what = f"{name} is GGUF, {QUANTISED}" if folder.suffix == ".gguf" else f"{name} is a file"
+        raise FileNotFoundError(f"{what} (-m takes the folder of a checkpoint)")
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise FileNotFoundError(f"no such folder, nor the name of a repository: {name}")
     repository = hub / f"models--{name.replace('/', '--')}"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and (repository / "refs" / "main").is_file():
-        return repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
-    raise FileNotFoundError(f"no such folder, and no such repository in the hub cache {hub}: {name}")
+    if (repository / "refs" / "main").is_file():
+        snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+        if _is_complete(snapshot):
+            return snapshot
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise FileNotFoundError(
+            f"no such folder, nor whole in the hub cache {hub}, and HF_HUB_OFFLINE forbids a download: {name}"
+        )
+    return _download(name, hub)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a download of these files came to its end."""
+    try:
+        _tensor_files(folder, hugging_face=(folder / "config.json").is_file())
+        return tokenizer_file(folder).is_file()
+    except OSError:
+        return False
+
+
+def _download(name: str, hub: Path) -> Path:
+    """A repository's checkpoint to the hub cache, less what this program does not read. What an interrupted download left
+    there is gone on with."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    if not sys.stderr.isatty():
+        huggingface_hub.utils.disable_progress_bars()
+    huggingface_hub.utils.logging.set_verbosity_error()
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    options = dict(endpoint=endpoint, token=os.environ.get("HF_TOKEN"))
+    try:
+        info = huggingface_hub.HfApi(**options).model_info(name, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
+        files = [file for file in SMALL_FILES if file in sizes] + _weight_files(name, list(sizes))
+        _check_disk(hub, sum(sizes[file] for file in files), name)
+        return Path(huggingface_hub.snapshot_download(name, revision=info.sha, cache_dir=hub, allow_patterns=files, **options))
+    except errors.GatedRepoError:
+        reason = "it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
+    except errors.RepositoryNotFoundError:
+        reason = "no such repository there (a private one needs HF_TOKEN)"
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
+        reason = str(error)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of the network, whose library is the hub's own business
+        reason = f"{type(error).__name__}: {error}"
+    raise OSError(f"no such folder, nor whole in the hub cache {hub}, nor to be had from {endpoint}: {name}: {reason}")
+
+
+def _weight_files(name: str, files: list[str]) -> list[str]:
+    for pattern in WEIGHTS:
+        if found := [file for file in files if re.fullmatch(pattern, file)]:
+            return found
+    if any(file.endswith(".gguf") for file in files):
+        raise FileNotFoundError(f"{name} holds GGUF, {QUANTISED}")
+    raise FileNotFoundError(f"{name} holds no weights that this program reads (model.safetensors, pytorch_model.bin)")
+
+
+def _check_disk(folder: Path, need: int, name: str) -> None:
+    place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    free = shutil.disk_usage(place).free
+    if need > free:
+        raise FileNotFoundError(f"{name} takes {need / 1e9:.2f} GB, but {place} has {free / 1e9:.2f} GB free (see HF_HOME)")
 
 
 # ---- weights: the checkpoint's tensors to where and what the model wants
@@ -483,6 +622,10 @@ SOURCES = {  # of each matrix of LayerWeights, in the checkpoint
     "wo": ("attention.wo",),
     "w13": ("feed_forward.w1", "feed_forward.w3"),
     "w2": ("feed_forward.w2",),
+}
+JOINED = {  # the same for vectors that are not one to one, in the checkpoint's attention
+    "qkv_bias": ("wq.bias", "wk.bias", "wv.bias"),
+    "qk_norm": ("q_norm.weight", "k_norm.weight"),
 }
 
 
@@ -519,12 +662,19 @@ class Loader:
 
     def layer(self, i: int) -> LayerWeights:
         at = f"layers.{i}"
-        norms = {name: self.vector(f"{at}.{name}") for name in ("attention_norm", "ffn_norm")}
+        vectors = {name: self.vector(f"{at}.{name}") for name in self.checkpoint.config.layer_vectors}
         matrices = {name: self.matrix(f"{at}.{name}", *(f"{at}.{s}" for s in sources)) for name, sources in SOURCES.items()}
-        return LayerWeights(**norms, **matrices)
+        return LayerWeights(**vectors, **matrices)
 
     def vector(self, name: str) -> Tensor:
-        return self.read(f"{name}.weight").to(self.device, self.dtype, copy=True, non_blocking=True)
+        """A norm, the embedding, or what joins vectors of the checkpoint."""
+        layer, _, stem = name.rpartition(".")
+        if stem in JOINED and not self.checkpoint.format:
+            tensor = torch.cat([self.read(f"{layer}.attention.{source}") for source in JOINED[stem]])
+            tensor = tensor.view(self.checkpoint.config.layer_vectors[stem])
+        else:
+            tensor = self.read(f"{name}.weight")
+        return tensor.to(self.device, self.dtype, copy=True, non_blocking=True)
 
     def matrix(self, name: str, *sources: str) -> Matrix:
         """A matrix made of the checkpoint's: the rows of w1 and w3 in turn, others one below the other."""
@@ -679,6 +829,8 @@ def load(
     format = checkpoint.format or (FORMATS[fp8] if fp8 else None)
     on = pick_device(device)
     backend = pick_backend(backend, on)
+    if backend == "triton" and config.head_dim % 8:
+        raise ValueError(f"{folder}: head_dim is {config.head_dim}; the kernels need a multiple of 8: use --backend torch")
     torch_dtype = pick_dtype(dtype, checkpoint.dtype, on)
     ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
     if config.sliding_window and ctx_size > config.sliding_window:
@@ -757,8 +909,7 @@ def save_fp8(name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", 
 
 def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
     """All that read_config and Tokenizer read, so that they find in `to` what they find in the folder."""
-    names = ["config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
-    for file in (*(folder / name for name in [*names, "chat_template.jinja"]), tokenizer_file(folder)):
+    for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
         if file.is_file():
             shutil.copyfile(file, to / file.name)
     if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: as in files that are not copied
@@ -776,6 +927,6 @@ def _saved_tensors(w: Weights) -> dict[str, Tensor]:
     for name, value in named.items():
         if isinstance(value, Matrix):
             tensors |= {name: value.data.cpu(), f"{name}.scale": value.scale.cpu()}
-        else:
+        elif value is not None:
             tensors[f"{name}.weight"] = value.cpu()
     return tensors

@@ -171,8 +171,11 @@ def product(
     return y if residual is None else residual_tile + y
 
 
-def launch_product(op: str, kernel, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, *args, **constants) -> None:
-    """Launch a kernel built on `product`, cut up as LAUNCHES says for this card."""
+def launch_product(
+    op: str, kernel, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, *args, within: int = 0, **constants
+) -> None:
+    """Launch a kernel built on `product`, cut up as LAUNCHES says for this card; `within`: each program's rows are in one group
+    of so many."""
     assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
     how = nearest(nearest(nearest(LAUNCHES, capability(x.device)), w.data.element_size())[op], w.columns)
     block = min(how.block, max(256, triton.next_power_of_2(w.columns)))
@@ -184,8 +187,9 @@ def launch_product(op: str, kernel, x: Tensor, norm: Tensor | None, w: Matrix, e
         # packed products want eight neighbours of W and of x in each thread
         if w.columns % 8 == 0 and block >= 256 * warps and x.element_size() == 2 and x.data_ptr() % 16 == 0:
             form |= dict(PRODUCT=fp8.packed_product, PARTIAL_SUMS=format.packed_sums)
-    cut = dict(N=w.rows, K=w.columns, ROWS=how.rows, BLOCK=block, warps=warps)
-    grid = (triton.cdiv(w.rows, how.rows),)
+    rows = math.gcd(how.rows, within)
+    cut = dict(N=w.rows, K=w.columns, ROWS=rows, BLOCK=block, warps=warps)
+    grid = (triton.cdiv(w.rows, rows),)
     launch(kernel, grid, x.device, x, norm, w.data, w.scale, eps, *args, **cut, **form, **constants)
 
 
@@ -304,7 +308,7 @@ def _store_qkv(
 
 @jit
 def _rope_kernel(
-    x, table, k_cache, v_cache, q, pos,
+    x, bias, table, k_cache, v_cache, q, pos,
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF_D: tl.constexpr, BLOCK: tl.constexpr,
     FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -319,6 +323,9 @@ def _rope_kernel(
     offs = (t * (H + 2 * KH) * HALF_D + pairs) * 2
     even = _saturated(tl.load(x + offs, mask=mask, other=0.0).to(tl.float32), FP16_SUMS)
     odd = _saturated(tl.load(x + offs + 1, mask=mask, other=0.0).to(tl.float32), FP16_SUMS)
+    if bias is not None:
+        even += tl.load(bias + pairs * 2, mask=mask, other=0.0).to(tl.float32)
+        odd += tl.load(bias + pairs * 2 + 1, mask=mask, other=0.0).to(tl.float32)
     cos, sin = _load_angle(table, position, pair, mask & (head < H + KH), HALF_D)
     even, odd = _rotate(even, odd, cos, sin)
     even, odd = _saturated(even, FP16_SUMS), _saturated(odd, FP16_SUMS)
@@ -328,33 +335,41 @@ def _rope_kernel(
 def rope(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
     H, D = x.shape[1:]
     out = torch.empty_like(x)
-    _launch_rope(x, table, out, out, out, pos, S=0, H=H, KH=0, D=D)
+    _launch_rope(x, None, table, out, out, out, pos, S=0, H=H, KH=0, D=D)
     return out
 
 
 def _launch_rope(
-    x: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor, pos: Tensor, S: int, H: int, KH: int, D: int
-) -> None:
+    x: Tensor, bias: Tensor | None, table: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor, pos: Tensor,
+    S: int, H: int, KH: int, D: int,
+) -> None:  # fmt: skip
     assert x.is_contiguous() and D % 2 == 0, (x.shape, D)
     pairs = (H + 2 * KH) * D // 2
-    block = min(1024, triton.next_power_of_2(pairs))
+    block, args = min(1024, triton.next_power_of_2(pairs)), (x, bias, table, k_cache, v_cache, q, pos)
     constants = dict(S=S, H=H, KH=KH, HALF_D=D // 2, BLOCK=block, FP16_SUMS=fp16_sums())
-    launch(_rope_kernel, (x.shape[0], triton.cdiv(pairs, block)), x.device, x, table, k_cache, v_cache, q, pos, **constants)
+    launch(_rope_kernel, (x.shape[0], triton.cdiv(pairs, block)), x.device, *args, **constants)
 
 
-# ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T); q and k turned by rope; k, v written into the cache at pos.
+# ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q and k turned by rope; k, v written into the cache at pos.
 #      x [T, C], wqkv [(H + 2 KH) D, C], caches of one layer [KH, S, D] -> q [T, H, D]
+#      bias [(H + 2 KH) D], Qwen2's, or None. qk_norm [2, D], Qwen3's, or None: before rope each head of q is normalised as by
+#      rmsnorm with the first row, each head of k with the second.
 #      An int8 cache holds codes of E4M3 without a scale: magnitudes up to 448, three bits of mantissa from 0.016 on.
 
 
 def rmsnorm_qkv_rope_ref(
-    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float
-) -> Tensor:
+    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float,
+    bias: Tensor | None = None, qk_norm: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     start_pos, T = int(pos), x.shape[0]
     KH, _, D = k_cache.shape
-    qkv = linear_ref(rmsnorm_ref(x, norm, eps), wqkv).view(T, -1, D)
+    qkv = linear_ref(rmsnorm_ref(x, norm, eps), wqkv)
+    qkv = (qkv if bias is None else qkv + bias).view(T, -1, D)
     H = qkv.shape[1] - 2 * KH
-    qk = rope_ref(qkv[:, : H + KH], table, pos)
+    qk = qkv[:, : H + KH]
+    if qk_norm is not None:
+        qk = torch.cat([rmsnorm_ref(heads, weight, eps) for heads, weight in zip(qk.split([H, KH], 1), qk_norm)], 1)
+    qk = rope_ref(qk, table, pos)
     for cache_, new in ((k_cache, qk[:, H:]), (v_cache, qkv[:, H + KH :])):
         cache_[:, start_pos : start_pos + T] = (E4M3.round(new) if cache_.dtype == torch.int8 else new).transpose(0, 1)
     return qk[:, :H]
@@ -362,7 +377,7 @@ def rmsnorm_qkv_rope_ref(
 
 @jit
 def _qkv_kernel(
-    x, norm, w, scale, eps, table, k_cache, v_cache, q, pos,
+    x, norm, w, scale, eps, bias, table, k_cache, v_cache, q, pos,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PRODUCT: tl.constexpr, PARTIAL_SUMS: tl.constexpr, GAIN: tl.constexpr,
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF_D: tl.constexpr, PDL: tl.constexpr,
@@ -374,23 +389,86 @@ def _qkv_kernel(
     position = tl.load(pos)  # before the wait: it moves only between steps
     cos, sin = _load_angle(table, position, pair, mask & (head < H + KH), HALF_D)
     rows = pid * ROWS + tl.arange(0, ROWS)
-    y = PRODUCT(x, norm, w, scale, None, rows, N, eps, K, BLOCK, PARTIAL_SUMS, GAIN, PDL)
+    y = PRODUCT(x, norm, w, scale, bias, rows, N, eps, K, BLOCK, PARTIAL_SUMS, GAIN, PDL)
     even, odd = tl.split(tl.reshape(y, [ROWS // 2, 2]))
     even, odd = _rotate(even, odd, cos, sin)
     _store_qkv(q, k_cache, v_cache, even, odd, 0, position, head, pair, mask, S, H, KH, HALF_D)
 
 
+@jit
+def _qkv_norm_kernel(
+    x, norm, w, scale, eps, qk_norm, table, k_cache, v_cache, q, pos, qkv, arrived,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PRODUCT: tl.constexpr, PARTIAL_SUMS: tl.constexpr, GAIN: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same where q and k are normalised. A head's norm needs all its rows, which several programs compute: each leaves its
+    own in qkv, and the last one to finish does the rest for the head."""
+    gdc_launch_dependents(PDL)
+    pid = tl.program_id(0)
+    head = pid * ROWS // (2 * HALF_D)
+    position = tl.load(pos)
+    rows = pid * ROWS + tl.arange(0, ROWS)
+    y = PRODUCT(x, norm, w, scale, None, rows, N, eps, K, BLOCK, PARTIAL_SUMS, GAIN, PDL)
+    tl.store(qkv + rows, y, mask=rows < N)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + head, 1, sem="acq_rel") == 2 * HALF_D // ROWS - 1:
+        tl.store(arrived + head, 0)
+        pair = tl.arange(0, BLOCK_PAIRS)
+        mask, offs = pair < HALF_D, (head * HALF_D + pair) * 2
+        even = tl.load(qkv + offs, mask=mask, other=0.0, cache_modifier=".cg")
+        odd = tl.load(qkv + offs + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        if head < H + KH:
+            factor = tl.rsqrt((tl.sum(even * even) + tl.sum(odd * odd)) / (2 * HALF_D) + eps)
+            weight = qk_norm + tl.where(head < H, 0, 2 * HALF_D) + pair * 2
+            even *= factor * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+            odd *= factor * tl.load(weight + 1, mask=mask, other=0.0).to(tl.float32)
+        cos, sin = _load_angle(table, position, pair, mask & (head < H + KH), HALF_D)
+        even, odd = _rotate(even, odd, cos, sin)
+        _store_qkv(q, k_cache, v_cache, even, odd, 0, position, head, pair, mask, S, H, KH, HALF_D)
+
+
+@jit
+def _head_norm_kernel(qkv, qk_norm, eps, H, heads, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One head of q or k of one token of a prompt, normalised in place. qkv [T, heads, D]"""
+    gdc_launch_dependents(PDL)
+    t, head, offs_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    mask = offs_d < D
+    weight = tl.load(qk_norm + tl.where(head < H, 0, D) + offs_d, mask=mask, other=0.0).to(tl.float32)
+    gdc_wait(PDL)
+    row = qkv + (t * heads + head) * D
+    values = tl.load(row + offs_d, mask=mask, other=0.0).to(tl.float32)
+    y = values * tl.rsqrt(tl.sum(values * values) / D + eps) * weight
+    tl.store(row + offs_d, y.to(qkv.dtype.element_ty), mask=mask)
+
+
+@cache
+def _head_buffers(device: torch.device, heads: int, D: int) -> tuple[Tensor, Tensor]:
+    """Workspace of _qkv_norm_kernel, kept from call to call: rows, and counters, which every launch leaves at 0."""
+    return torch.empty(heads * D, device=device), torch.zeros(heads, dtype=torch.int32, device=device)
+
+
 def rmsnorm_qkv_rope(
-    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float
-) -> Tensor:
+    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float,
+    bias: Tensor | None = None, qk_norm: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     (KH, S, D), T = k_cache.shape, x.shape[0]
     H = wqkv.rows // D - 2 * KH
+    assert bias is None or qk_norm is None, "no model has both"
     q = x.new_empty(T, H, D)
-    if T == 1:
-        args, heads = (table, k_cache, v_cache, q, pos), dict(S=S, H=H, KH=KH, HALF_D=D // 2)
-        launch_product("rmsnorm_qkv_rope", _qkv_kernel, x, norm, wqkv, eps, *args, **heads)
+    args, heads = (table, k_cache, v_cache, q, pos), dict(S=S, H=H, KH=KH)
+    if T > 1:
+        qkv = library_linear(rmsnorm(x, norm, eps), wqkv)
+        if qk_norm is not None:
+            grid, block = (T, H + KH), triton.next_power_of_2(D)
+            launch(_head_norm_kernel, grid, x.device, qkv, qk_norm, eps, H, H + 2 * KH, D=D, BLOCK=block, warps=1)
+        _launch_rope(qkv, bias, *args, **heads, D=D)
+    elif qk_norm is None:
+        launch_product("rmsnorm_qkv_rope", _qkv_kernel, x, norm, wqkv, eps, bias, *args, **heads, HALF_D=D // 2)
     else:
-        _launch_rope(library_linear(rmsnorm(x, norm, eps), wqkv), table, k_cache, v_cache, q, pos, S, H, KH, D)
+        args = qk_norm, *args, *_head_buffers(x.device, H + 2 * KH, D)
+        heads |= dict(HALF_D=D // 2, BLOCK_PAIRS=triton.next_power_of_2(D // 2))
+        launch_product("rmsnorm_qkv_rope", _qkv_norm_kernel, x, norm, wqkv, eps, *args, **heads, within=D)
     return q
 
 

@@ -25,13 +25,18 @@ CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: boun
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the angles of RoPE are stretched for a longer context: "linear" (Chen et al., 2023) or "llama3" (Meta, 2024)."""
+    """How the angles of RoPE are stretched for a longer context: "linear" (Chen et al., 2023), "yarn" (Peng et al., 2023) or
+    "llama3" (Meta, 2024)."""
 
     kind: str
     factor: float
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # of llama3; so is the next
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+    beta_fast: float = 32.0  # of yarn; so are the next three
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Config:
     max_seq_len: int = 4096
     sliding_window: int | None = None  # how far back a token sees, which is not implemented: the context must not be longer
     tie_embeddings: bool = False
+    qkv_bias: bool = False  # q, k and v have one
+    qk_norm: bool = False  # q and k are normalised head by head before RoPE
     dtype: torch.dtype | None = None  # None: as the tensors are stored
     bos_id: int | None = None  # None: as the tokenizer says
     eos_ids: tuple[int, ...] = ()  # empty: as the tokenizer says
@@ -73,6 +80,16 @@ class Config:
             "w2": (self.dim, self.hidden_dim),
         }
 
+    @property
+    def layer_vectors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what else a layer has, by the names of LayerWeights."""
+        shapes: dict[str, tuple[int, ...]] = {"attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
+        if self.qkv_bias:
+            shapes["qkv_bias"] = (self.q_dim + 2 * self.kv_dim,)
+        if self.qk_norm:
+            shapes["qk_norm"] = (2, self.head_dim)
+        return shapes
+
 
 # ---- weights
 
@@ -85,6 +102,8 @@ class LayerWeights:
     ffn_norm: Tensor  # [C]
     w13: Matrix  # [2 F, C]: the rows of w1 and w3 in turn
     w2: Matrix  # [C, F]
+    qkv_bias: Tensor | None = None  # [(H + 2 KH) D]
+    qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
 
 
 @dataclass
@@ -134,7 +153,8 @@ class Llama:
         with kernels.fp16_accumulation(self.fp16_sums):
             x = ops.embedding(cache.tokens, pos, T, w.embedding)
             for layer, k, v in zip(w.layers, cache.k, cache.v):
-                q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps)
+                extra = layer.qkv_bias, layer.qk_norm
+                q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, *extra)
                 x = ops.linear_add(ops.attention(q, k, v, pos), layer.wo, x)
                 h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps)
                 x = ops.linear_add(h, layer.w2, x)
@@ -187,8 +207,8 @@ class Llama:
 
 
 def rope_table(config: Config, length: int) -> Tensor:
-    """[length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), the frequencies scaled as the config says."""
-    D, scaling = config.head_dim, config.rope_scaling
+    """[length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), scaled as the config says."""
+    D, scaling, gain = config.head_dim, config.rope_scaling, 1.0
     freqs = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     if scaling and scaling.kind == "linear":
         freqs = freqs / scaling.factor
@@ -197,8 +217,17 @@ def rope_table(config: Config, length: int) -> Tensor:
         ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         keep = ramp.clamp(0, 1)
         freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
+    if scaling and scaling.kind == "yarn":  # as llama3, with a ramp over i
+        where = lambda turns: math.log(scaling.original_max_seq_len / (2 * math.pi * turns), config.rope_theta) * D / 2
+        low, high = where(scaling.beta_fast), where(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, D - 1)
+        divide = ((torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
+        freqs = (1 - divide) * freqs + divide * freqs / scaling.factor
+        gain = scaling.attention_factor
     angles = torch.outer(torch.arange(length, dtype=torch.float64), freqs)
-    return torch.stack((angles.cos(), angles.sin()), -1).float()
+    return gain * torch.stack((angles.cos(), angles.sin()), -1).float()
 
 
 class KVCache:

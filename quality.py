@@ -169,9 +169,9 @@ class Peaks:
     def table(self) -> SimpleNamespace:
         ops = self.ops
 
-        def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps):
+        def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps, *bias_and_norm):
             self.note("x", x)
-            q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps)
+            q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, eps, *bias_and_norm)
             KH, end = len(k_cache), int(pos) + len(x)
             keys, values = (kernels.cached_ref(kept[:, :end]) for kept in (k_cache, v_cache))
             for name, seen in (("q", q), ("k", keys), ("v", values)):

@@ -52,7 +52,7 @@ def within(kind: type, low: float, high: float = float("inf")):
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("-m", "--model", default=str(DEFAULT_MODEL), help="folder of a checkpoint, or a repository id in the hub cache")
+    add("-m", "--model", "-hf", default=str(DEFAULT_MODEL), help="folder of a checkpoint, or owner/name of one on the hub")
     add("-p", "--prompt", help="text to continue; - reads standard input")
     add("-f", "--file", help="read the prompt from a file")
     add("-n", "--n-predict", type=within(int, -1), default=-1, help="tokens to generate; -1: until the end or a full context")

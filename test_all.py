@@ -5,6 +5,8 @@ ahead of time for every supported architecture.
 """
 
 import csv
+import hashlib
+import http.server
 import inspect
 import io
 import json
@@ -18,6 +20,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,6 +76,9 @@ GOLDENS = {  # greedy text of models/tales in fp32
 }
 
 
+needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
+
+
 # ---- checkpoints to load: random tiny Llamas made by transformers, which is also the oracle
 
 
@@ -97,24 +103,62 @@ SHAPES = {
 }
 
 
-def hugging_face_llama(vocab_size: int = 300, **shape):
-    from transformers import LlamaConfig, LlamaForCausalLM
+FAMILIES = {  # what they add to Llama 2, as their configurations say it, small
+    "llama 3.2": dict(
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        rope_parameters=SHAPES["llama3"]["rope_parameters"] | dict(rope_theta=5e5),
+        eos_token_id=[2, 3, 4],
+    ),
+    "smollm2": dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=48, tie_word_embeddings=True),
+    "yi": dict(num_key_value_heads=1, rope_parameters=dict(rope_type="default", rope_theta=5e6)),
+    "mistral 7b v0.1": dict(model="Mistral", num_key_value_heads=2, sliding_window=256),
+    "mistral 7b v0.3": dict(model="Mistral", num_key_value_heads=2, sliding_window=None),
+    "mistral nemo": dict(model="Mistral", num_key_value_heads=2, sliding_window=None, head_dim=24),
+    "qwen 2.5": dict(model="Qwen2", num_key_value_heads=2),
+    "qwen 2.5, tied, longer": dict(
+        model="Qwen2",
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64),
+    ),
+    "qwen 3": dict(model="Qwen3", num_key_value_heads=2, head_dim=24),
+    "yarn as deepseek says it": dict(
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32, beta_fast=16.0, beta_slow=2.0,
+            mscale=0.7, mscale_all_dim=0.4,
+        ),
+    ),
+    "yarn, its ramp not rounded": dict(
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=128, attention_factor=1.3,
+            truncate=False,
+        ),
+    ),
+}  # fmt: skip
 
-    config = LlamaConfig(
+
+def hugging_face_model(vocab_size: int = 300, model: str = "Llama", **shape):
+    import transformers
+
+    fields = dict(
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=2,
+        num_attention_heads=4,
         vocab_size=vocab_size,
         max_position_embeddings=256,
         initializer_range=0.3,  # large enough that logits differ and attention is sharp
         bos_token_id=1,
         eos_token_id=2,
-        **shape,
     )
-    model = LlamaForCausalLM(config).eval()
+    config = getattr(transformers, f"{model}Config")(**fields | shape)
+    model = getattr(transformers, f"{model}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=2.0)
     return model
 
 
@@ -137,13 +181,40 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_and_greedy_tokens_equal_transformers(tmp_path, shape):
-    theirs = hugging_face_llama(**SHAPES[shape])
+    theirs = hugging_face_model(**SHAPES[shape])
     theirs.save_pretrained(tmp_path)
     prompt = torch.randint(3, 300, (40,)).tolist()
     assert_close(our_logits(tmp_path, prompt), oracle(theirs, prompt))
     ours = list(generate(load(tmp_path, dtype="fp32", device="cpu"), prompt, n=16, sampling=Sampling(temp=0), eos=[]))
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert ours == expected[0, 40:].tolist()
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("family, fp8", [*((name, None) for name in FAMILIES), ("qwen 2.5", "e4m3"), ("qwen 3", "e4m3")])
+def test_families_equal_transformers(tmp_path, family, fp8, backend):
+    """Logits of a prompt, of the same cached, and greedy tokens; in 8 bits, against themselves with decoded weights."""
+    theirs = hugging_face_model(**FAMILIES[family])
+    theirs.save_pretrained(tmp_path)
+    T, new = (70, 12) if backend == "torch" else (33, 3)  # the interpreter is slow
+    prompt = torch.randint(5, 300, (T,))
+    ours = load(tmp_path, dtype="fp32", device="cpu", backend=backend, fp8=fp8)
+    if fp8:
+        theirs = load(tmp_path, dtype="fp32", device="cpu", fp8=fp8)
+        for layer in theirs.weights.layers:
+            for name in ("wqkv", "wo", "w13", "w2"):
+                setattr(layer, name, decoded(getattr(layer, name)))
+        theirs.weights.output = decoded(theirs.weights.output)
+    with torch.inference_mode():
+        expected = theirs.forward(prompt, KVCache(theirs)) if fp8 else oracle(theirs, prompt.tolist())
+        assert_close(ours.forward(prompt, KVCache(ours)), expected, 1e-4)
+        cache = KVCache(ours)
+        pieces = torch.cat([ours.forward(part, cache) for part in prompt.split([T - 12, 1, 10, 1])])
+        assert_close(pieces, expected, 0.02 if fp8 and backend == "torch" else 1e-4)  # halves on a CPU
+    if not fp8:
+        whole = theirs.generate(prompt[None, :30], max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        greedy = generate(ours, prompt[:30].tolist(), n=new, sampling=Sampling(temp=0), eos=[])
+        assert list(greedy) == whole[0, 30:].tolist()
 
 
 def to_bin(folder: Path) -> None:
@@ -208,7 +279,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_the_same_model(tmp_path, layout):
-    theirs = hugging_face_llama(**SHAPES["gqa"])
+    theirs = hugging_face_model(**SHAPES["gqa"])
     theirs.save_pretrained(tmp_path)
     ids = torch.randint(3, 300, (20,)).tolist()
     LAYOUTS[layout](tmp_path)
@@ -225,7 +296,7 @@ def test_mistral_runs_within_its_window(copy):
 
 
 def test_older_top_level_rope_fields(tmp_path):
-    theirs = hugging_face_llama(**SHAPES["linear"])
+    theirs = hugging_face_model(**SHAPES["linear"])
     theirs.save_pretrained(tmp_path)
     edit(tmp_path / "config.json", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4.0})
     ids = torch.randint(3, 300, (20,)).tolist()
@@ -236,12 +307,130 @@ def test_hub_cache_is_resolved_without_network(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     repository = tmp_path / "hub" / "models--someone--tiny"
-    hugging_face_llama(**SHAPES["mha"]).save_pretrained(repository / "snapshots" / "abc")
+    hugging_face_model(**SHAPES["mha"]).save_pretrained(repository / "snapshots" / "abc")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
+    shutil.copy(HERE / "models/tales/tokenizer.model", repository / "snapshots" / "abc")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert load("someone/tiny", device="cpu").config.dim == 64
-    with pytest.raises(FileNotFoundError, match="someone/other"):
+    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE is set: someone/other"):
         load("someone/other", device="cpu")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The few answers of the Hugging Face hub that a download needs. files: of the repository someone/tiny."""
+
+    files: dict[str, bytes]
+    asked: list[str]
+    token: str | None
+    broken: int  # bytes after which a large file breaks off, once
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
+        if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
+            return self.answer(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the licence"})
+        tree = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in self.files.items()]
+        siblings = [{"rfilename": n, "size": len(data)} for n, data in self.files.items()]
+        about = {"id": "someone/tiny", "sha": "a" * 40, "siblings": siblings}
+        if re.fullmatch("/api/models/someone/tiny(/revision/.*)?", path):
+            return self.answer(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
+        if path.startswith("/api/models/someone/tiny/tree/"):
+            return self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+        name = path.removeprefix(f"/someone/tiny/resolve/{'a' * 40}/")
+        if name not in self.files:
+            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        data, start = self.files[name], int(self.headers.get("Range", "bytes=0-")[6:].split("-")[0])
+        etag = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "a" * 40}
+        if start:
+            etag["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        self.answer(206 if start else 200, data[start:], etag)
+
+    def answer(self, code: int, data: bytes, headers: dict) -> None:
+        self.send_response(code)
+        for name, value in (headers | {"Content-Length": str(len(data))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            if self.broken and len(data) > self.broken:
+                data, type(self).broken = data[: self.broken], 0
+            self.wfile.write(data)
+            self.wfile.flush()
+            self.close_connection = True
+
+
+@pytest.fixture
+def hub(tiny, tmp_path, monkeypatch):
+    """A hub on the loopback address with the tiny checkpoint, and an empty cache."""
+    kept = {f.name: f.read_bytes() for f in tiny.iterdir() if f.name != "text"}
+    others = {"pytorch_model.bin": b"x" * 999, "README.md": b"x", "original/model.safetensors": b"x", "tf_model.h5": b"x"}
+    Hub.files, Hub.asked, Hub.token, Hub.broken = kept | others, [], None, 0
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_repository_is_downloaded_once_and_only_what_is_needed(hub, tiny, cli):
+    run = lambda flag: cli(flag, "someone/tiny", "-p", "Once", "-n", 4, "--temp", 0, "--quiet")
+    code, out, err = run("-hf")
+    assert code == 0 and out == cli("-m", tiny, "-p", "Once", "-n", 4, "--temp", 0)[1] and err == ""
+    fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")}
+    assert fetched == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.model"}
+    before = len(hub.asked)
+    assert run("-m") == (code, out, err) and len(hub.asked) == before, "the second time is without the network"
+
+
+def test_a_download_that_broke_off_is_gone_on_with(hub, cli):
+    hub.broken = 5000
+    run = lambda: cli("-m", "someone/tiny", "-p", "Once", "-n", 2)
+    first = run()[0]
+    assert run()[0] == 0
+    assert [line for line in hub.asked if "model.safetensors bytes=5000-" in line], (first, hub.asked)
+
+
+@pytest.mark.parametrize(
+    "how, expected",
+    [
+        (dict(token="secret"), "it is gated: accept its licence on its page, and set HF_TOKEN"),
+        (dict(files={"config.json": b"{}", "tiny.Q4_0.gguf": b"x"}), "holds GGUF, quantised for another program"),
+        (dict(files={"config.json": b"{}"}), "holds no weights that this program reads"),
+    ],
+)
+def test_what_cannot_be_downloaded_is_one_line(hub, cli, monkeypatch, how, expected):
+    for name, value in how.items():
+        setattr(hub, name, value)
+    code, out, err = cli("-m", "someone/tiny", "-p", "Once", "-n", 2)
+    assert code == 1 and out == "" and expected in err and err.count("\n") == 1, err
+
+
+def test_a_hub_that_is_not_there_is_one_line(hub, cli, monkeypatch):
+    code, _, err = cli("-m", "someone/other", "-p", "Once", "-n", 2)
+    assert code == 1 and "no such repository there (a private one needs HF_TOKEN)" in err and err.count("\n") == 1, err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, _, err = cli("-m", "someone/tiny", "-p", "Once", "-n", 2)
+    assert code == 1 and "HF_HUB_OFFLINE is set" in err and not [line for line in hub.asked if "tiny" in line]
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    code, _, err = cli("-m", "someone/tiny", "-p", "Once", "-n", 2)
+    assert code == 1 and "nor to be had from http://127.0.0.1:9" in err and err.count("\n") == 1, err
+
+
+def test_a_token_opens_a_gated_repository(hub, cli, monkeypatch):
+    hub.token = "secret"
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert cli("-m", "someone/tiny", "-p", "Once", "-n", 2)[0] == 0
 
 
 # ---- the tiny checkpoint that most tests share, with a tokenizer of its own
@@ -268,7 +457,7 @@ def tiny(tmp_path_factory) -> Path:
     )
     size = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).vocab_size()
     torch.manual_seed(0)
-    hugging_face_llama(size, **SHAPES["gqa"]).save_pretrained(folder)
+    hugging_face_model(size, **SHAPES["gqa"]).save_pretrained(folder)
     return folder
 
 
@@ -351,7 +540,6 @@ def read_config_like(**fields) -> Config:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and what is not finite on purpose
-needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
 ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one last place each
 
 
@@ -476,6 +664,30 @@ def test_op_equals_its_reference(dtype, heads, before, T, guarded):
             else:
                 assert torch.equal(after, was), (op, i, "changed its input")
     check_guards()
+
+
+@needs_triton
+@pytest.mark.parametrize("extra", ["bias", "qk_norm"])
+@pytest.mark.parametrize("T, before", [(1, 0), (1, 40), (2, 5), (17, 0), (17, 40)])
+@pytest.mark.parametrize("heads", [(2, 2, 16), (4, 1, 24), (6, 2, 8), (1, 1, 136)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_qkv_with_a_bias_or_normalised_heads(dtype, heads, T, before, extra, guarded):
+    arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
+    H, KH, D = heads
+    shape = ((H + 2 * KH) * D,) if extra == "bias" else (2, D)
+    vector = {extra: randn(*shape, dtype=dtype, scale=30)}
+    exact = [as_fp32(a).clone() if isinstance(a, torch.Tensor) else as_fp32(a) for a in arguments]
+    q = kernels.reference.rmsnorm_qkv_rope(*exact, **{extra: as_fp32(vector[extra])})
+    for _ in range(2):  # the second time with what the first left in its workspace
+        for i in written:
+            arguments[i].fill_(7.0)
+        ours = kernels.fused.rmsnorm_qkv_rope(*arguments, **vector)
+        limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # of a prompt, the norm, the product, its norm, and q are rounded
+        new = slice(before, before + T)
+        for name, mine, right in (("q", ours, q), *((i, arguments[i][:, new], exact[i][:, new]) for i in written)):
+            assert nmse(mine, right) < limit, (name, nmse(mine, right), limit)
+        assert all((arguments[i][:, :before] == 7).all() and (arguments[i][:, before + T :] == 7).all() for i in written)
+    guarded()
 
 
 @needs_triton
@@ -705,8 +917,8 @@ def test_a_model_with_an_8_bit_cache(tiny, cli, monkeypatch):
     """It is the model whose keys and values are rounded, with either kind of weights."""
     ids, write = torch.randint(3, 300, (30,)), kernels.reference.rmsnorm_qkv_rope
 
-    def write_rounded(x, norm, wqkv, rope, k_cache, v_cache, pos, eps):
-        q, new = write(x, norm, wqkv, rope, k_cache, v_cache, pos, eps), slice(int(pos), int(pos) + len(x))
+    def write_rounded(x, norm, wqkv, rope, k_cache, v_cache, pos, *rest):
+        q, new = write(x, norm, wqkv, rope, k_cache, v_cache, pos, *rest), slice(int(pos), int(pos) + len(x))
         for cache in (k_cache, v_cache):
             cache[:, new] = E4M3.values(E4M3.round(cache[:, new]))
         return q
@@ -795,7 +1007,7 @@ def test_nan_is_refused_by_name_in_8_bits(cli, copy):
 
 
 def test_codes_do_not_depend_on_the_dtype(tmp_path):
-    hugging_face_llama(**SHAPES["mqa, tied"]).half().save_pretrained(tmp_path)
+    hugging_face_model(**SHAPES["mqa, tied"]).half().save_pretrained(tmp_path)
     models = [load(tmp_path, dtype=dtype, device="cpu", fp8="e4m3").weights for dtype in ("fp32", "bf16")]
     for matrices in zip(*([w.output, *(layer.wqkv for layer in w.layers)] for w in models)):
         assert torch.equal(*(m.data for m in matrices)) and torch.equal(*(m.scale for m in matrices))
@@ -840,6 +1052,12 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         for op in launch.OPS:
             arguments = op_arguments(op, dtype, (8, 8, 128), T, 300)[0]
             getattr(kernels.fused, op)(*[a.encoded(FORMATS[form]) if isinstance(a, Matrix) else a for a in arguments])
+    for D, T in ((128, 1), (128, 100), (64, 1)):
+        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 2, D), T, 300)[0]
+        bias, qk_norm = randn(12 * D, dtype=dtype), randn(2, D, dtype=dtype)
+        for matrix in (arguments[2], arguments[2].encoded(E4M3)):
+            for extra in (bias, None), (None, qk_norm):
+                kernels.fused.rmsnorm_qkv_rope(*arguments[:2], matrix, *arguments[3:], *extra)
     one = torch.zeros(1, dtype=torch.int32)
     fp8.encode_rows(torch.zeros(3, 512, dtype=dtype))
     for T in (1, 100):
@@ -1083,7 +1301,7 @@ INSTRUCT = (
     "{%- else %}{{- '[INST]S' + m['content'] + '[/INST]' }}{%- endif %}"
     "{%- else %}{{- 'S' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}"
 )
-FAMILIES = {  # kind of tokenizer.json, control tokens after bos and eos, template: written from what the families publish
+CHAT_FAMILIES = {  # kind of tokenizer.json, control tokens after bos and eos, template: written from what the families publish
     "llama 3": (
         "byte level",
         ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
@@ -1132,7 +1350,7 @@ FAMILIES = {  # kind of tokenizer.json, control tokens after bos and eos, templa
 
 def train_tokenizer_json(folder: Path, family: str) -> Path:
     """A folder with a tokenizer.json of that family's kind, its control tokens and its template."""
-    kind, control, template = FAMILIES[family]
+    kind, control, template = CHAT_FAMILIES[family]
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
     pieces = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
@@ -1180,7 +1398,7 @@ def random_text(length: int) -> str:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_tokenizer_json_equals_transformers(tmp_path, family):
     ours, theirs = Tokenizer(train_tokenizer_json(tmp_path, family)), theirs_of(tmp_path)
     for _ in range(200):
@@ -1194,7 +1412,7 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         split = random.randrange(1, len(text) + 2)
         joined = ours.encode(text[:split], bos=False) + ours.encode_after(text[split:])
         whole = (
-            text.removeprefix(" ") if FAMILIES[family][0] == "pieces" else text
+            text.removeprefix(" ") if CHAT_FAMILIES[family][0] == "pieces" else text
         )  # that kind adds a space unless there is one
         assert ours.decode(ids) == ours.decode(joined) == whole, (text, split)
     long = "a" + random_text(20_000) * 5
@@ -1202,7 +1420,7 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
 
 
 @pytest.mark.parametrize("system", ["", "Be kind."])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_chat_templates_equal_transformers(tmp_path, family, system):
     ours, theirs = Tokenizer(train_tokenizer_json(tmp_path, family)), theirs_of(tmp_path)
     for _ in range(10):
@@ -1216,7 +1434,7 @@ def test_chat_templates_equal_transformers(tmp_path, family, system):
     assert ours.apply_chat_template(thinking) == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_typed_control_tokens_are_text_wherever_the_template_puts_them(tmp_path, family):
     """The control tokens of a conversation are those of a harmless one, and no character is lost."""
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
@@ -1239,7 +1457,7 @@ def test_typed_control_tokens_are_text_wherever_the_template_puts_them(tmp_path,
         assert numbers.isdisjoint(t.encode(typed, bos=False)) and t.decode(t.encode("x" + typed, bos=False)) == "x" + typed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_answers_keep_their_tokens_and_end_where_the_template_says(tmp_path, family):
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
     ids, stops = t.turn_ends()
@@ -1599,7 +1817,7 @@ def test_the_bomb_would_have_run(tmp_path, monkeypatch):
 
 
 def test_tokenizer_of_another_size(cli, tiny, copy):
-    theirs = hugging_face_llama(5000, **SHAPES["gqa"])
+    theirs = hugging_face_model(5000, **SHAPES["gqa"])
     theirs.save_pretrained(copy)
     code, _, err = cli("-m", copy, "-p", "Once")
     assert code == 1 and "the model has a vocabulary of 5000" in err
@@ -1659,7 +1877,7 @@ def test_ctrl_c_prints_timings_and_exits_130(tiny):
 @pytest.mark.parametrize("shape, layout", [("gqa", None), ("mqa, tied", None), ("gqa", "meta, 2 shards")])
 def test_a_saved_model_is_the_model_in_8_bits(cli, capfd, copy, shape, layout, form):
     config, saved = read_config(copy), copy.parent / "saved"
-    hugging_face_llama(config.vocab_size, **SHAPES[shape]).half().save_pretrained(copy)
+    hugging_face_model(config.vocab_size, **SHAPES[shape]).half().save_pretrained(copy)
     capfd.readouterr()  # transformers' progress
     if layout:
         LAYOUTS[layout](copy)
