@@ -554,9 +554,7 @@ def find_checkpoint(name: str) -> Path:
         if _is_complete(snapshot):
             return snapshot
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise FileNotFoundError(
-            f"no such folder, nor whole in the hub cache {hub}, and HF_HUB_OFFLINE forbids a download: {name}"
-        )
+        raise FileNotFoundError(f"no such folder, nor whole in the hub cache {hub}, and HF_HUB_OFFLINE is set: {name}")
     return _download(name, hub)
 
 
@@ -585,7 +583,7 @@ def _download(name: str, hub: Path) -> Path:
         sizes = {file.rfilename: file.size or 0 for file in info.siblings}
         files = [file for file in SMALL_FILES if file in sizes] + _weight_files(name, list(sizes))
         _check_disk(hub, sum(sizes[file] for file in files), name)
-        return Path(huggingface_hub.snapshot_download(name, revision=info.sha, cache_dir=hub, allow_patterns=files, **options))
+        return Path(huggingface_hub.snapshot_download(name, cache_dir=hub, allow_patterns=files, **options))
     except errors.GatedRepoError:
         reason = "it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
     except errors.RepositoryNotFoundError:
