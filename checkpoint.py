@@ -150,10 +150,10 @@ def _hugging_face_config(folder: Path) -> Config:
 
 def refuse_quantised(f: Fields) -> None:
     """GPTQ, AWQ, exl2, bitsandbytes, mlx: the matrices are other programs' codes."""
-    how = f.raw.get("quantization_config") or f.raw.get("quantization")
-    if how:
-        kind = how.get("quant_method", "mlx") if isinstance(how, dict) else how
-        raise ValueError(f"{f.file}: the model is {QUANTISED} (quantization: {kind})")
+    for name in ("quantization_config", "quantization"):
+        if how := f.raw.get(name):
+            method = how.get("quant_method") if isinstance(how, dict) else None
+            raise ValueError(f"{f.file}: {name} is {method or how!r}: {QUANTISED}")
 
 
 def _generation(folder: Path) -> Fields:
@@ -471,7 +471,6 @@ def _indexed_files(index: Path) -> list[Path]:
 
 def _parts(file: Path) -> list[Part]:
     """What a file holds, from its header alone."""
-    refuse_pointer(file)
     if file.suffix == ".safetensors":
         types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
         with _opened(file) as f:
@@ -483,6 +482,7 @@ def _parts(file: Path) -> list[Part]:
 @contextmanager
 def _opened(file: Path) -> Iterator:
     """A safetensors file, for its header."""
+    refuse_pointer(file)
     try:
         with safe_open(file, "pt") as f:
             yield f
@@ -501,6 +501,7 @@ def _read(part: Part) -> Tensor:
 
 def _unpickle(file: Path) -> dict[str, Tensor]:
     """The tensors of a .bin or .pth, mapped, through torch's unpickler that runs no code."""
+    refuse_pointer(file)
     try:
         with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):

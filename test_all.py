@@ -1567,6 +1567,26 @@ def test_symbols_that_a_tokenizer_defines_are_control_tokens_of_templates_only(t
     assert t.decode(t.encode(typed * 2000)) == typed * 2000
 
 
+def test_control_tokens_of_a_tokenizer_model_are_those_that_its_template_writes(tmp_path):
+    """Mistral's v2 and v3 have [INST] as a control token, and their texts go on without a space after it."""
+    (tmp_path / "text").write_text(TEXT * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=350, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, control_symbols=["[INST]", "[/INST]"],
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
+    )  # fmt: skip
+    _, _, source = CHAT_FAMILIES["mistral 7b v0.3"]
+    for legacy in (False, True):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, "legacy": legacy}))
+        t = Tokenizer(tmp_path)
+        begin, end = t.control["[INST]"], t.control["[/INST]"]
+        enc = lambda text: t.vocabulary.sp.encode(" " + text if legacy else text)  # after the space that SentencePiece adds
+        ids = t.apply_chat_template(conversation("time [/INST]", "a fox", "day"))
+        asked = [begin, *enc("time [/INST]"), end, *enc("a fox"), t.eos]
+        assert ids == [t.bos, *asked, begin, *enc("day"), end]
+        assert t.turn_ends() == ({t.eos}, [])
+
+
 def test_bos_is_left_out_where_the_checkpoint_says_so(copy):
     (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
     assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
@@ -1734,6 +1754,24 @@ def plant_index(name: str):
 NORM = "model.layers.0.input_layernorm.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
+ELSEWHERE = ["quantised for another program: take the original safetensors; --fp8 makes 8 bits of them"]
+
+
+def replace_by(name: str, content: bytes):
+    """All files gone, but for one."""
+
+    def spoil(folder: Path) -> None:
+        [file.unlink() for file in folder.iterdir()]
+        (folder / name).write_bytes(content)
+
+    return spoil
+
+
+def point(name: str):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
+    return lambda folder: (folder / name).write_text(text)
+
+
 SPOILED = {  # how a checkpoint is spoiled: what the one line of error must hold
     "empty folder": (lambda f: [file.unlink() for file in f.iterdir()], ["neither config.json nor params.json"]),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json is not JSON"]),
@@ -1772,8 +1810,20 @@ SPOILED = {  # how a checkpoint is spoiled: what the one line of error must hold
         ],
         ["added_tokens.json holds no JSON object"],
     ),
-    "another rope": (spoil_config(rope_parameters={"rope_type": "yarn", "factor": 2}), ["rope_type is 'yarn'"]),
-    "quantised": (spoil_config(quantization_config={"bits": 4}), ["quantization_config is"]),
+    "another rope": (spoil_config(rope_parameters={"rope_type": "longrope"}), ["rope_type is 'longrope'"]),
+    "gptq": (
+        spoil_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        ["quantization_config is gptq", *ELSEWHERE],
+    ),
+    "mlx": (spoil_config(quantization={"bits": 4}), ["quantization is {'bits': 4}", *ELSEWHERE]),
+    "gguf": (replace_by("tiny.Q4_0.gguf", b"GGUF"), ["holds GGUF", *ELSEWHERE]),
+    "gguf beside a config": (lambda f: (f / "model.safetensors").rename(f / "tiny.gguf"), ["holds GGUF", *ELSEWHERE]),
+    "adapter": (
+        replace_by("adapter_config.json", b'{"base_model_name_or_path": "someone/base"}'),
+        ["an adapter without its base: merge it into someone/base"],
+    ),
+    "git-lfs weights": (point("model.safetensors"), ["model.safetensors is a git-lfs pointer", "run git lfs pull"]),
+    "git-lfs tokenizer": (point("tokenizer.model"), ["tokenizer.model is a git-lfs pointer", "run git lfs pull"]),
     "eos beyond the vocabulary": (
         lambda f: edit(f / "generation_config.json", eos_token_id=[2, 99999]),
         ["generation_config.json: eos_token_id is [2, 99999]"],
@@ -1815,6 +1865,14 @@ def test_the_bomb_would_have_run(tmp_path, monkeypatch):
     torch.save({"x": Bomb()}, "bomb")
     torch.load("bomb", weights_only=False)
     assert (tmp_path / "PICKLE_HAS_RUN").exists()
+
+
+@needs_triton
+def test_a_head_dim_that_the_kernels_cannot_run_is_told(cli, copy):
+    hugging_face_model(Tokenizer(copy).vocabulary.sp.vocab_size(), head_dim=20).save_pretrained(copy)
+    code, _, err = cli("-m", copy, "-p", "Once", "-n", 2, "--backend", "triton", "--device", "cpu")
+    assert code == 1 and "head_dim is 20; the kernels need a multiple of 8: use --backend torch" in err.splitlines()[-1]
+    assert cli("-m", copy, "-p", "Once", "-n", 2, "--device", "cpu")[0] == 0
 
 
 def test_tokenizer_of_another_size(cli, tiny, copy):
