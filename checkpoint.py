@@ -634,15 +634,22 @@ class Loader:
     embedding a token reads one row)."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        stored: torch.dtype,
+        device: torch.device,
+        format: Format | None,
+        quiet: bool,
     ):
         self.checkpoint, self.dtype, self.stored, self.device, self.format = checkpoint, dtype, stored, device, format
         self.shapes = matrix_shapes(checkpoint.config)
         if format and not checkpoint.format:  # what stays is allocated first, so that memory is not cut up
             self.encoded = {name: self._empty_codes(*shape) for name, shape in self.shapes.items()}
             self.workspace = torch.empty(max(map(math.prod, self.shapes.values())), dtype=stored, device=device)
-        total = sum(math.prod(shape) for shape in checkpoint.shapes.values())
-        self.bar = tqdm(total=total, unit_scale=True, desc="loading", disable=not sys.stderr.isatty(), leave=False)
+        total = sum(math.prod(shape) * checkpoint.parts[name][0].dtype.itemsize for name, shape in checkpoint.shapes.items())
+        hidden = quiet or not sys.stderr.isatty()
+        self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
 
     def _empty_codes(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         return torch.empty(rows, columns, dtype=torch.int8, device=self.device), torch.empty(rows, device=self.device)
@@ -707,7 +714,7 @@ class Loader:
 
     def read(self, name: str) -> Tensor:
         tensor = self.checkpoint.read(name)
-        self.bar.update(tensor.numel())
+        self.bar.update(tensor.nbytes)
         if self.device.type == "cuda":
             return tensor.pin_memory()  # so that it is copied while the next is read
         return tensor.float() if tensor.is_floating_point() else tensor  # torch is slow from one 16-bit type to another
@@ -812,13 +819,14 @@ def load(
     fp8: str | None = None,
     kv_fp8: bool = False,
     accumulate: str = "auto",
+    quiet: bool = False,
 ) -> Llama:
     """Load a checkpoint: Hugging Face's or Meta's folder, or a repository id in the hub cache.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
     is longer. fp8: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own. kv_fp8: keys and
-    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", as pick_fp16_sums says. Raises ValueError, OSError or
-    MemoryError, in one line that says what to do.
+    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", as pick_fp16_sums says. quiet: without the bar that a terminal
+    is shown. Raises ValueError, OSError or MemoryError, in one line that says what to do.
     """
     folder = find_checkpoint(name)
     config = read_config(folder)
@@ -840,7 +848,7 @@ def load(
     check_memory(config, torch_dtype, on, ctx_size, format, kv_fp8)
     stored = checkpoint.dtype if format else kernels.storage_dtype(backend, torch_dtype, on)  # codes do not depend on --dtype
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, format).load()
+        weights = Loader(checkpoint, torch_dtype, stored, on, format, quiet).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed beside the weights
     return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, fp16_sums)
@@ -869,7 +877,9 @@ def saved_format(folder: Path) -> Format | None:
     return FORMATS[name]
 
 
-def save_fp8(name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", device: str = "auto") -> Path:
+def save_fp8(
+    name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", device: str = "auto", quiet: bool = False
+) -> Path:
     """Write a checkpoint with its matrices in 8 bits to the folder `target`, which must be new or empty: whole or not at all.
     Returns its model.safetensors. The norms and the embedding are in dtype; auto is the checkpoint's own, on a CPU too.
 
@@ -896,7 +906,7 @@ def save_fp8(name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", 
     try:
         _copy_what_is_small(folder, made, config)
         with torch.inference_mode():
-            weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, format).load()
+            weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, format, quiet).load()
         save_file(_saved_tensors(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": format.name})
         (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library's own is for the owner alone
         made.rename(to)

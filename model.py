@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,12 +166,16 @@ class Llama:
         """Evaluate the T tokens that stand at cache.pos; the last one's logits go to cache.logits."""
         self._forward(T, cache, cache.logits.view(1, -1))
 
-    def prefill(self, tokens: list[int], cache: KVCache) -> None:
-        """Evaluate a prompt in chunks; the last token's logits go to cache.logits."""
+    def prefill(self, tokens: list[int], cache: KVCache, progress: Callable[[int, int], None] | None = None) -> None:
+        """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is called with how many tokens are
+        done, and of how many."""
         cache.check_room(len(tokens))
+        start = cache.pos
         for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
             cache.append(chunk)
             self.step(len(chunk), cache)
+            if progress:
+                progress(cache.pos - start, len(tokens))
 
     @property
     def uses_graphs(self) -> bool:
@@ -292,6 +296,9 @@ class Timings:
     steps: int = 0  # new tokens but for the first of each call, whose time counts as the prompt's
     step_seconds: float = 0.0
 
+    def __add__(self, other: Timings) -> Timings:
+        return Timings(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
     def add(self, seconds: float, first: bool) -> None:
         """Count one new token."""
         self.new_tokens += 1
@@ -312,10 +319,12 @@ def generate(
     eos: Collection[int] | None = None,
     ignore_eos: bool = False,
     timings: Timings | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[int]:
     """Evaluate the prompt, then yield new tokens: at most n (-1: no limit), until an eos (yielded too) or a full context.
 
     What the cache holds and the prompt begins with is not evaluated again. eos: by default the config's.
+    progress: as prefill's.
     Raises ValueError when the prompt is longer than the cache, RuntimeError when the logits are not finite.
     """
     assert prompt, "a prompt has at least one token: bos"
@@ -324,7 +333,7 @@ def generate(
     timings = timings or Timings()
     start = time.perf_counter()
     reused = cache.reuse(prompt)
-    model.prefill(prompt[reused:], cache)
+    model.prefill(prompt[reused:], cache, progress)
     n = min(n, cache.size - cache.pos) if n >= 0 else cache.size - cache.pos
     timings.prompt_tokens += len(prompt) - reused
     banned = torch.tensor(list(eos), device=model.device) if ignore_eos and eos else None
