@@ -1,0 +1,195 @@
+"""A conversation with the model: at a terminal, or from lines that are piped in."""
+
+import dataclasses
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from session import Answer, Session
+from template import TEMPLATES
+from terminal import Printer, Reader, note, one_line
+from tokenizer import Prompt
+
+HELP = """/clear        forget the conversation
+/system TEXT  set the system prompt, and forget the conversation
+/regen        answer the last message again
+/read FILE    put a text file before the next message
+/exit         leave; so do Ctrl-D and a second Ctrl-C
+A line that ends in \\ goes on in the next one; what is pasted is one message. Ctrl-C ends an answer."""
+LARGEST_TOKEN = 256  # bytes; a file with more than this for each token of the context cannot fit
+
+
+def has_template(session: Session) -> bool:
+    return session.args.chat_template is not None or session.tokenizer.chat_template != TEMPLATES["plain"]
+
+
+class Chat:
+    """A conversation. The cache keeps what was evaluated, so that each turn evaluates only what is new."""
+
+    def __init__(self, session: Session):
+        self.session, args = session, session.args
+        self.past: Prompt | None = None  # what the cache holds, up to the last answer
+        self.begin(args.system)
+        ids, stops = session.tokenizer.turn_ends()
+        self.eos, self.stops = session.eos | ids, [*args.stop, *stops]
+        self.to_read = ""  # the text of /read, which goes before the next message
+        self.printer, self.reader = Printer(), Reader()
+        why = "" if args.mode == "chat" else "; this is a chat since there is no prompt (-no-cnv: plain text)"
+        session.note(f"chat      template: {session.tokenizer.template_name}; /help lists commands{why}")
+
+    # ---- turns
+
+    def run(self, message: str | None, single: bool) -> int:
+        """Answer the one message, or one after the other until the input ends; the exit code."""
+        self.stays = self.reader.interactive and not single  # Ctrl-C ends no more than an answer
+        if single:
+            with suppress(EOFError):
+                self.answer(self.reader.read() if message is None else message)
+            return 0
+        warned = False
+        while True:
+            try:
+                goes_on = self.turn(self.reader.read())
+                warned = False
+                if not goes_on:
+                    return 0
+            except EOFError:
+                self.blank_line()
+                return 0
+            except KeyboardInterrupt:
+                if not self.stays or warned and not self.reader.has_text():
+                    return 130
+                print(file=sys.stderr)
+                self.session.note("(Ctrl-C again, Ctrl-D or /exit leaves)")
+                warned = True
+
+    def turn(self, message: str) -> bool:
+        """Carry out a command or answer a message; whether the chat goes on."""
+        command, _, rest = message.partition(" ")
+        try:
+            if command in ("/exit", "/quit", "/bye"):
+                return False
+            elif command == "/help":
+                note(HELP)
+            elif command == "/clear":
+                del self.messages[self.first :]
+                self.session.note("the conversation is forgotten")
+            elif command == "/system":
+                self.begin(rest.strip())
+                self.session.note(f"a new conversation, {'with this' if rest.strip() else 'without a'} system prompt")
+            elif command == "/read":
+                self.read(rest.strip())
+            elif command == "/regen":
+                self.answer_again()
+            elif message:
+                self.answer(message)
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as error:  # a message longer than the context, a file that cannot be read
+            note(f"error: {one_line(error)}")
+            if self.session.args.output == "jsonl":
+                print(json.dumps({"prompt": message, "error": one_line(error)}), flush=True)
+        return True
+
+    def answer(self, message: str) -> bool:
+        """Print the model's answer to a message, and remember both; Ctrl-C ends the answer early. Whether there is one."""
+        if any(0xDC80 <= ord(c) <= 0xDCFF for c in message):
+            raise ValueError("standard input is not UTF-8; this message is left out")
+        message, self.to_read = self.to_read + message, ""
+        prompt = self.fit(message)
+        answer, as_text = Answer(len(prompt.ids)), self.session.args.output == "text"
+        self.blank_line()
+        try:
+            for piece in self.session.stream(prompt.ids, answer, self.eos, self.stops, at_start=True):
+                if as_text:
+                    self.printer.write(piece)
+        except KeyboardInterrupt:
+            if not self.stays:
+                self.end(message, answer)
+                raise
+        self.end(message, answer)
+        self.session.note_end(answer)
+        answered = bool(answer.ids) or answer.ended_by != "interrupt"
+        if answered:
+            self.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
+            ids = self.session.tokenizer.encode(answer.text, bos=False) if answer.ended_by == "stop" else answer.ids
+            self.past = prompt.answered(answer.text, ids)
+        self.blank_line()
+        return answered
+
+    def end(self, message: str, answer: Answer) -> None:
+        """Of a turn: the end of the line, or its object."""
+        if self.session.args.output == "text":
+            self.printer.end()
+        else:
+            print(json.dumps({"prompt": message} | answer.record()), flush=True)
+
+    def blank_line(self) -> None:
+        """Between what the person says and what the model says, where both are on the screen."""
+        if self.reader.edits and self.session.args.output == "text":
+            print(flush=True)
+
+    # ---- commands
+
+    def begin(self, system: str) -> None:
+        """Forget the conversation, and begin one with a system prompt, which may be empty."""
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self.first = len(self.messages)  # where the turns begin: each a message and its answer
+
+    def answer_again(self) -> None:
+        if len(self.messages) == self.first:
+            raise ValueError("there is no answer yet")
+        if self.session.sampling.temp == 0:
+            self.session.note("note: with --temp 0 the answer is always the same")
+        turn, self.messages = self.messages[-2:], self.messages[:-2]
+        self.session.sampling = dataclasses.replace(self.session.sampling, seed=(self.session.sampling.seed + 1) % (1 << 63))
+        if not self.answer(turn[0]["content"]):
+            self.messages += turn
+
+    def read(self, name: str) -> None:
+        """Put a file's text before the next message. Raises ValueError or OSError."""
+        file = Path(name).expanduser()
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{name} is not a file")
+        if file.stat().st_size > LARGEST_TOKEN * self.session.cache.size:
+            raise ValueError(f"{name} has {file.stat().st_size:,} bytes, too many for this context (see -c)")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}") from None
+        self.to_read += text.rstrip("\n") + "\n\n"
+        self.session.note(f"{name}, {len(text):,} characters, goes before your next message")
+
+    # ---- the context
+
+    def fit(self, message: str) -> Prompt:
+        """The conversation with a new message. Where it leaves little room for an answer, the oldest turns are dropped, and
+        then the beginning of the last answer, until half of the context is free; the system prompt stays."""
+        size, new = self.session.cache.size, [{"role": "user", "content": message}]
+        system, turns = self.messages[: self.first], self.messages[self.first :]
+        prompt = self.render([*self.messages, *new])
+        if len(prompt.ids) + min(size // 4, 256) <= size:
+            return prompt
+        alone = len(self.render([*system, *new]).ids)
+        if alone > size:
+            raise ValueError(f"the message makes {alone} tokens; the context holds {size} (see -c)")
+        if not turns:
+            return prompt
+        while turns and len(prompt.ids) > max(size // 2, alone):
+            turns = turns[2:] if len(turns) > 2 else self.shortened(turns, len(prompt.ids) - size // 2)
+            prompt = self.render([*system, *turns, *new])
+        self.messages = [*system, *turns]
+        self.session.note(f"note: the context of {size} tokens is full: dropped the oldest part of the conversation")
+        return prompt
+
+    def render(self, messages: list[dict]) -> Prompt:
+        return self.session.tokenizer.chat_prompt(messages, past=self.past)
+
+    def shortened(self, turn: list[dict], excess: int) -> list[dict]:
+        """A turn without the first `excess` tokens of its answer; nothing when there are no more."""
+        message, answer = turn
+        ids = self.session.tokenizer.encode(answer["content"], bos=False)
+        ids = ids[excess + 1 :]  # 1: a space that encoding may put first
+        text = self.session.tokenizer.decode(ids).lstrip("\N{REPLACEMENT CHARACTER}")  # a character that was cut in two
+        return [message, answer | {"content": text}] if text else []

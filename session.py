@@ -1,0 +1,270 @@
+"""A session: a loaded model with its tokenizer, cache and settings, what it has cost so far, and the prompt cache on disk."""
+
+import argparse
+import dataclasses
+import hashlib
+import os
+import resource
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import DTYPES, find_checkpoint, load, read_config, read_sampling
+from model import KVCache, Llama, Timings, generate
+from sampling import Sampling
+from terminal import note
+from tokenizer import TextStream, Tokenizer
+
+
+@dataclasses.dataclass
+class Answer:
+    """What was generated after a prompt; filled in while it comes."""
+
+    prompt_tokens: int
+    ids: list[int] = dataclasses.field(default_factory=list)  # without an eos
+    text: str = ""
+    ended_by: str = "interrupt"  # "eos", "stop" (a stop string), "length" (-n) or "context" (it is full)
+    timings: Timings = dataclasses.field(default_factory=Timings)
+
+    def record(self) -> dict:
+        """For -o jsonl."""
+        t = self.timings
+        return {
+            "text": self.text,
+            "ended_by": self.ended_by,
+            "prompt_tokens": self.prompt_tokens,
+            "evaluated_tokens": t.prompt_tokens,  # of the prompt: the others were cached
+            "new_tokens": t.new_tokens,
+            "prompt_seconds": t.prompt_seconds,
+            "generation_seconds": t.step_seconds,
+            "tokens_per_s": t.steps / t.step_seconds if t.steps else None,
+        }
+
+
+class Session:
+    """A model with its tokenizer, cache and settings, and what it has cost so far."""
+
+    def __init__(self, args: argparse.Namespace):
+        start = time.perf_counter()
+        self.args = args
+        folder = find_checkpoint(args.model)
+        config = read_config(folder)
+        # its errors come before the weights' minutes
+        self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id, args.chat_template)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        self.model = load(
+            args.model,
+            dtype=args.dtype,
+            device=args.device,
+            ctx_size=args.ctx_size,
+            backend=args.backend,
+            fp8=args.fp8,
+            kv_fp8=args.kv_fp8,
+            accumulate=args.accumulate,
+            quiet=args.quiet,
+        )
+        self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
+        self.cache = KVCache(self.model)
+        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.own_sampling = {name: value for name, value in read_sampling(folder).items() if name not in given}
+        self.sampling = Sampling(**self.own_sampling | given)
+        self.timings = Timings()
+        self.prompt_cache = PromptCache(Path(args.prompt_cache), self.model) if args.prompt_cache else None
+        if self.prompt_cache:
+            self.prompt_cache.restore(self.cache)
+        self.load_seconds = time.perf_counter() - start
+
+    def note(self, text: str) -> None:
+        """Tell the person something, unless --quiet was given."""
+        if not self.args.quiet:
+            note(text)
+
+    def summary(self) -> str:
+        m, c = self.model, self.model.config
+        heads = f"{c.n_heads} heads" + (f" ({c.n_kv_heads} of keys and values)" if c.n_kv_heads != c.n_heads else "")
+        size = f"{m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, dim {c.dim}, {heads}"
+        beyond = f" (beyond the model's {c.max_seq_len}: expect nonsense there)" if self.cache.size > c.max_seq_len else ""
+        backend = {"torch": "torch ops", "triton": "Triton kernels"}[m.backend]
+        if m.backend == "triton" and m.device.type == "cpu":
+            backend += " in the interpreter, which is slow"
+        own = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.own_sampling.items())
+        sampling = f"\nsampling  {own} (the checkpoint's own; the flags override)" if own else ""
+        return (
+            f"model     {m.checkpoint.folder}: {size}\n"
+            f"running   {types(m)} on {m.device}, {backend}, context {self.cache.size}{beyond}, seed {self.args.seed}{sampling}"
+        )
+
+    def closing(self) -> str:
+        t = self.timings
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        gpu = self.model.device.type == "cuda"
+        on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU" if gpu else ""
+        seconds = t.prompt_seconds
+        prompt = f" in {1e3 * seconds:.1f} ms, {t.prompt_tokens / seconds:.1f} tokens/s" if t.new_tokens else ""
+        rate = (
+            f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {t.steps / t.step_seconds:.1f} tokens/s" if t.steps else ""
+        )
+        return (
+            f"load      {self.load_seconds:.2f} s\n"
+            f"prompt    {t.prompt_tokens} tokens{prompt}\n"
+            f"generated {t.new_tokens} tokens{rate}\n"
+            f"memory    peak {peak / 1e9:.2f} GB{on_gpu}"
+        )
+
+    def stream(
+        self, ids: list[int], answer: Answer, eos: Collection[int], stops: Sequence[str] = (), at_start: bool = False
+    ) -> Iterator[str]:
+        """Generate after ids; yield printable text as it comes, and fill in answer. at_start: the text begins with it."""
+        text, token = TextStream(self.tokenizer, at_start, stops), None
+        n = max(self.args.n_predict, -1)  # -2, "fill the context", is what -1 does when there is no end before
+        try:
+            for token in self._generate(ids, n, eos, answer.timings):
+                if token not in eos:
+                    answer.ids.append(token)
+                answer.text += (piece := text.push(token))
+                yield piece
+                if text.stopped:
+                    break
+            answer.text += (piece := text.finish())
+            yield piece
+            if text.stopped:
+                answer.ended_by = "stop"
+            elif token in eos:
+                answer.ended_by = "eos"
+            else:
+                answer.ended_by = "length" if answer.timings.new_tokens == n else "context"
+        finally:
+            self.timings += answer.timings
+
+    def _generate(self, ids: list[int], n: int, eos: Collection[int], timings: Timings) -> Iterator[int]:
+        """model.generate, with a bar while a long prompt is evaluated; the first prompt goes to the prompt cache."""
+        hidden = self.args.quiet or not sys.stderr.isatty()
+        bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
+                if self.prompt_cache:
+                    self.prompt_cache.keep(ids, self.cache)
+
+        with bar:
+            yield from generate(
+                self.model, ids, self.cache, n, self.sampling, eos, self.args.ignore_eos, timings, progress=progress
+            )
+
+    def note_end(self, answer: Answer) -> None:
+        """Tell, once the text is printed, that it did not come to an end."""
+        if answer.ended_by == "context":
+            self.note(f"note: the context of {self.cache.size} tokens is full (see -c)")
+
+
+def types(model: Llama) -> str:
+    """What a model computes in: its dtype, and what differs from it."""
+    text = next(name for name, value in DTYPES.items() if value == model.dtype)
+    if format := model.weights.output.format:
+        text += f" with {format.name} matrices"
+    if model.kv_fp8:
+        text += ", e4m3 keys and values"
+    if model.fp16_sums:
+        text += ", fp16 sums for prompts"
+    return text
+
+
+# ---- the prompt cache: keys and values of a prompt in a safetensors file
+
+
+class PromptCache:
+    """A file with the keys and values of a prompt, so that a long one costs its seconds once.
+
+    As in llama.cpp, it is read at the start, used as far as the prompt begins with the same tokens, and written when less than
+    three quarters of the prompt came from it.
+    """
+
+    KIND = "prompt cache, layout 1"
+
+    def __init__(self, file: Path, model: Llama):
+        self.file, self.model = file.expanduser(), model
+        self.tokens: list[int] = []  # what the file holds
+        self.first = True  # no prompt of this run has come yet
+        self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
+        if not self.file.parent.is_dir():
+            raise FileNotFoundError(f"{self.file.parent} is not there: make that folder first")
+
+    def restore(self, cache: KVCache) -> None:
+        """Fill an empty cache from the file, if there is one. Raises ValueError for one that was not made for this model."""
+        if not self.file.exists():
+            return
+        if not self.file.is_file():
+            raise ValueError(f"{self.file} is not a file")
+        try:
+            with safe_open(self.file, "pt") as f:
+                self._check(f)
+                self.tokens = f.get_tensor("tokens").tolist()[: cache.size]
+                count = len(self.tokens)
+                k, v = (f.get_slice(name)[:, :, :count] for name in ("k", "v"))
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # the library's SafetensorError
+            raise ValueError(f"{self.file} is not a sound safetensors file: {error}") from None
+        if not all(torch.isfinite(t).all() if t.is_floating_point() else (t & 0x7F != 0x7F).all() for t in (k, v)):
+            raise ValueError(f"{self.file} holds keys or values that are not finite: delete it")
+        cache.append(torch.tensor(self.tokens, dtype=torch.int32))
+        for kept, read in ((cache.k, k), (cache.v, v)):
+            for layer, values in zip(kept, read):
+                layer[:, :count] = values
+        cache.advance(count)
+
+    def _check(self, f) -> None:
+        """By the header alone, that this is a prompt cache of this model and its tensors are of the right size."""
+        metadata = f.metadata() or {}
+        if metadata.get("fused-llama") != self.KIND:
+            raise ValueError(f"{self.file} is no prompt cache of this program; it was left as it is")
+        if metadata.get("model") != self.metadata["model"]:
+            raise ValueError(
+                f"{self.file} was made with another model or other types ({metadata.get('types')}): delete it or name another"
+            )
+        c, names = self.model.config, {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
+        found = {name: (f.get_slice(name).get_dtype(), f.get_slice(name).get_shape()) for name in f.keys()}
+        n = found.get("tokens", ("", [0]))[1][0:1]
+        kv = (names[self.model.kv_dtype], [c.n_layers, c.n_kv_heads, *n, c.head_dim])
+        if found != {"tokens": ("I32", n), "k": kv, "v": kv}:
+            raise ValueError(f"{self.file} does not hold the keys and values that it should: delete it")
+
+    def keep(self, ids: list[int], cache: KVCache) -> None:
+        """On the first call, write the keys and values of ids, which begin the cache, unless the file has most of them."""
+        same, n = len(os.path.commonprefix([self.tokens, ids])), len(ids)
+        first, self.first = self.first, False
+        if not first or 4 * same >= 3 * n:
+            return
+        tensors = {name: torch.stack([t[:, :n] for t in kept]).cpu() for name, kept in (("k", cache.k), ("v", cache.v))}
+        tensors["tokens"] = cache.tokens[:n].cpu()
+        made = self.file.with_name(f".{self.file.name}.{os.getpid()}")
+        try:
+            save_file(tensors, made, self.metadata)
+            made.replace(self.file)
+        except Exception as error:
+            raise OSError(f"the prompt cache {self.file} cannot be written: {error}") from None
+        finally:
+            made.unlink(missing_ok=True)
+
+
+def fingerprint(model: Llama) -> str:
+    """Of what keys and values depend on: the configuration, the types, and 64 numbers of each tensor."""
+    w = model.weights
+    fields = [w.embedding, w.norm, *(field for layer in w.layers for field in vars(layer).values())]
+    tensors = [field for field in fields if isinstance(field, Tensor)]
+    for matrix in w.matrices:
+        tensors += [matrix.data] if matrix.scale is None else [matrix.data, matrix.scale]
+    numbers = [t.flatten()[:: max(1, t.numel() // 64)][:64].float() for t in tensors]
+    return hashlib.sha256(f"{model.config} {types(model)} {torch.cat(numbers).tolist()}".encode()).hexdigest()

@@ -1,0 +1,180 @@
+"""What a person sees and types: notes, words kept whole at the edge of the screen, line editing, pasting, a history."""
+
+import json
+import os
+import shutil
+import sys
+import unicodedata
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+try:
+    import readline
+except ImportError:  # not in every build of Python: lines are then read without editing
+    readline = None
+
+HISTORY = 1000  # messages kept
+YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the person types is bold green
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def one_line(error: Exception) -> str:
+    """An error's message in one printable line; of the system's own errors the file and the reason, without the number."""
+    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    line = " ".join(said.split())[:500] or type(error).__name__
+    return "".join(c if c.isprintable() else "?" for c in line)
+
+
+def is_dumb() -> bool:
+    """Whether the terminal shows control sequences as they are."""
+    return os.environ.get("TERM", "dumb") in ("", "dumb")
+
+
+def has_colours(stream) -> bool:
+    """Whether a stream is a terminal with colours, and they are wanted (https://no-color.org)."""
+    return stream.isatty() and not is_dumb() and not os.environ.get("NO_COLOR")
+
+
+def columns(char: str) -> int:
+    """How many columns of a terminal a character takes."""
+    if unicodedata.category(char) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+class Printer:
+    """Writes text to stdout as it comes. On a terminal a word that does not fit goes to the next line as a whole, so that it is
+    held until it ends, and control characters, which could move the cursor, are replaced."""
+
+    def __init__(self):
+        self.wraps = sys.stdout.isatty()
+        self._column = 0
+        self._word = ""
+
+    def write(self, text: str) -> None:
+        if text:
+            sys.stdout.write("".join(map(self._wrapped, text)) if self.wraps else text)
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        """Write what is held, and end the line."""
+        sys.stdout.write(self._release() + "\n")
+        sys.stdout.flush()
+        self._column = 0
+
+    def _wrapped(self, char: str) -> str:
+        """What can be written now that this character has come."""
+        if char == "\n":
+            out = self._release() + char
+            self._column = 0
+            return out
+        if char.isspace():
+            out = self._release()
+            if self._column + 1 > self._width():  # the next word begins a line; it needs no space before it
+                return out
+            self._column += 1
+            return out + " "
+        if unicodedata.category(char) == "Cc":
+            char = "\N{REPLACEMENT CHARACTER}"
+        breakable = columns(char) == 2  # between wide characters a line may end anywhere
+        out = self._release() if breakable or self._length() + columns(char) > self._width() else ""
+        self._word += char
+        return out + self._release() if breakable else out
+
+    def _release(self) -> str:
+        """The word that is held, on the next line if it does not fit on this one."""
+        word, length = self._word, self._length()
+        self._word = ""
+        if not word:
+            return ""
+        fits = self._column + length <= self._width() or self._column == 0
+        self._column = self._column + length if fits else length
+        return word if fits else "\n" + word
+
+    def _length(self) -> int:
+        return sum(map(columns, self._word))
+
+    @staticmethod
+    def _width() -> int:
+        return max(shutil.get_terminal_size().columns - 1, 2)  # some terminals begin a line when the last column is written
+
+
+class Reader:
+    """Reads messages from standard input; at a terminal with editing, pasted lines as one message, and a history that stays."""
+
+    def __init__(self):
+        sys.stdin.reconfigure(errors="surrogateescape")  # one bad byte costs its message, not the conversation
+        self.interactive = sys.stdin.isatty()
+        self.edits = self.interactive and sys.stdout.isatty() and readline is not None
+        if self.edits:
+            readline.parse_and_bind(f"set enable-bracketed-paste {'off' if is_dumb() else 'on'}")  # CPython turns it off
+            readline.set_auto_history(False)
+            self._history = history_file()
+            for message in recalled(self._history):
+                readline.add_history(message)
+
+    def read(self) -> str:
+        """A message: one line; more when they are pasted, or when a line ends in a backslash. Raises EOFError at the end."""
+        lines = [self._line("> ")]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            with suppress(EOFError):
+                lines.append(self._line("  "))
+        message = "\n".join(lines).strip()
+        if self.edits and message and "\0" not in message:
+            readline.add_history(message)
+            remember(self._history, message)
+        return message
+
+    def has_text(self) -> bool:
+        """Whether the line that Ctrl-C interrupted had text."""
+        return self.edits and readline.get_line_buffer() != ""
+
+    def _line(self, prompt: str) -> str:
+        if not self.edits:
+            if self.interactive:
+                print(prompt, end="", file=sys.stderr, flush=True)
+            return input()
+        if not has_colours(sys.stdout):
+            return input(prompt)
+        try:
+            return input(f"\001{YOURS}\002{prompt}")  # \001 and \002 tell readline that nothing between them takes a column
+        finally:
+            sys.stdout.write(PLAIN)
+            sys.stdout.flush()
+
+
+def history_file() -> Path | None:
+    """Where messages are kept from one run to the next: in the user's state folder; None where there is no such folder."""
+    state = Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state"))
+    if not state.is_dir():
+        return None
+    try:
+        (state / "fused-llama").mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return None
+    return state / "fused-llama" / "history"
+
+
+def recalled(file: Path | None) -> Iterator[str]:
+    """The latest messages of a history file, which has one JSON string a line, so that a message may have several lines."""
+    with suppress(OSError, UnicodeDecodeError):
+        lines = file.read_text(encoding="ascii").splitlines() if file else []
+        if len(lines) > 2 * HISTORY:
+            file.write_text("".join(f"{line}\n" for line in lines[-HISTORY:]))
+        for line in lines[-HISTORY:]:
+            with suppress(ValueError):
+                message = json.loads(line)
+                if isinstance(message, str) and "\0" not in message:
+                    yield message
+
+
+def remember(file: Path | None, message: str) -> None:
+    with suppress(OSError):
+        if file:
+            with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as lines:
+                lines.write(json.dumps(message) + "\n")
