@@ -6,9 +6,10 @@ import argparse
 import csv
 import dataclasses
 import gc
-import io
+import importlib.util
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -19,9 +20,125 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
+from run import DEFAULT_MODEL, DTYPE_NAMES, FORMATS_8, IGNORED, Parser, device_name_of, import_torch, one_line_errors, within
+from terminal import note
+
+# ---- the command line: before torch is imported, which takes seconds
+
+SHAPES = {  # of TinyLlama-1.1B, Llama-2 and Llama-3-8B
+    "1.1b": dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632, vocab_size=32000),
+    "7b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008, vocab_size=32000),
+    "8b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336, vocab_size=128256),
+    "13b": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128, hidden_dim=13824, vocab_size=32000),
+    "70b": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, hidden_dim=28672, vocab_size=32000),
+}
+PEERS = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}  # and the packages that each needs
+PICTURES = (".png", ".svg", ".pdf")
+MODES = {
+    "speed": "tokens per second",
+    "kernels": "--kernels",
+    "profile": "--profile",
+    "perplexity": "--perplexity",
+    "limits": "--limits",
+    "tune": "--tune",
+    "recorded": "--recorded",
+}
+
+
+def numbers(text: str) -> list[int]:
+    return [within(int, 0, 1 << 24)(part) for part in text.split(",")]
+
+
+def one_of(*allowed: str) -> Callable[[str], list[str]]:
+    def names(text: str) -> list[str]:
+        for part in text.split(","):
+            if part not in allowed:
+                raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(allowed)}")
+        return text.split(",")
+
+    return names
+
+
+def mode_of(args: argparse.Namespace) -> str:
+    return next((mode for mode in MODES if getattr(args, mode, None)), "speed")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__, MODES)
+    add = parser.group("what is measured, when it is not tokens per second")
+    add("--kernels", action="store_true", help="each op against its ceiling and against plain PyTorch")
+    add("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
+    add("--perplexity", metavar="FILE", help="perplexity of a text")
+    add("--limits", metavar="FILE", help="how near a text's activations come to the largest half, layer by layer")
+    add("--tune", action="store_true", help="find launch sizes for this card and the shapes of this model")
+    add("--recorded", metavar="FILE", action="append", default=[], help="nothing: --plot draws the rows that -o jsonl printed")
+
+    add = parser.group("model", "speed kernels profile perplexity limits tune")
+    add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
+        help=f"a checkpoint [models/tales], or random:SHAPE, one of {', '.join(SHAPES)}, tales, SHAPE:LAYERS, a config.json;"
+        " -m, --dtype, --fp8, -p, -n and -d given again, or with commas, make more rows")  # fmt: skip
+    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N", only="speed kernels profile perplexity limits",
+        help="context; with --perplexity and --limits the window [512]")  # fmt: skip
+    add("--dtype", type=one_of("auto", *DTYPE_NAMES), action="extend", default=["auto"], metavar="TYPE",
+        help="auto, fp32, fp16, bf16")  # fmt: skip
+    add("--fp8", type=one_of("none", *FORMATS_8), action="extend", default=["none"], metavar="FORMAT",
+        help="8-bit matrices: none, e4m3, e5m2")  # fmt: skip
+    add("--kv-fp8", action="store_true", help="8-bit keys and values")
+    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help="sums of a prompt's products, as in run.py")
+    add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
+    add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="threads on a CPU [one a core]")
+    add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
+
+    add = parser.group("tests", "speed")
+    add("-p", "--n-prompt", type=numbers, action="extend", default=[512], metavar="N", only="speed kernels profile",
+        help="tokens of a prompt; 0 leaves the test out [512]")  # fmt: skip
+    add("-n", "--n-gen", type=numbers, action="extend", default=[128], metavar="N", help="tokens to generate; likewise [128]")
+    add("-d", "--depth", type=numbers, action="extend", default=[0], metavar="N", only="speed kernels profile",
+        help="tokens already in the cache [0]")  # fmt: skip
+    add("-r", "--repetitions", type=within(int, 1, 1000), default=5, metavar="N", help="counted runs, after one that is not")
+    add("--vs", type=one_of(*PEERS), action="extend", default=[], metavar="PEER",
+        help=f"{', '.join(PEERS)}: compare, in the same run")  # fmt: skip
+    add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity", help="from window to window [the window]")
+    add("--against", choices=DTYPE_NAMES, only="perplexity", help="compare with the model in this dtype, not in 8 bits")
+
+    add = parser.group("output")
+    add("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", only="speed kernels perplexity limits",
+        help="form of the table")  # fmt: skip
+    add("--plot", metavar="FILE.png", only="speed kernels recorded",
+        help=f"draw tokens per second and kernels beside their bounds, as {', '.join(PICTURES)} (matplotlib)")  # fmt: skip
+    add("--debug", action="store_true", help="errors with their traceback")
+    parser.ignored(*IGNORED)
+
+    args = parser.parse(argv, mode_of)
+    if sum(bool(getattr(args, mode, None)) for mode in MODES) > 1:
+        parser.error(f"one at a time of {', '.join(flag for flag in MODES.values() if flag.startswith('--'))}")
+    several = {"-m": "models", "--dtype": "dtype", "--fp8": "fp8"}
+    several |= {"-p": "n_prompt", "-d": "depth"} if args.mode == "profile" else {}
+    for flag, name in several.items():
+        if args.mode != "speed" and len(getattr(args, name)) > 1:
+            parser.error(f"{MODES[args.mode]} takes one {flag}")
+    if args.perplexity and args.stride and args.stride > (args.ctx_size or 512):
+        parser.error(f"--stride {args.stride} leaves out text between windows of {args.ctx_size or 512}")
+    if args.recorded and not args.plot:
+        parser.error("--recorded is for --plot")
+    if args.plot and Path(args.plot).suffix not in PICTURES:
+        parser.error(f"--plot writes {', '.join(PICTURES)}, not {args.plot}")
+    args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
+    if not args.n_prompt and (args.mode == "profile" or args.mode == "speed" and not args.n_gen):
+        parser.error("-p 0 leaves nothing to measure")
+    args.models = args.models or [str(DEFAULT_MODEL)]
+    args.model = args.models[0]
+    return args
+
+
+if __name__ == "__main__":
+    parse_args(None)  # --help and what is wrong with the command line come at once
+    import_torch()
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+from tqdm import tqdm
 
 import fp8
 from checkpoint import (
@@ -38,19 +155,13 @@ from fp8 import E4M3, FORMATS, Format, Matrix
 from kernels import storage_dtype
 from launch import LAUNCHES, OPS, Launch, capability, jit, nearest, tl
 from model import Config, KVCache, LayerWeights, Llama, Timings, Weights, generate
+from plot import plot, read_rows
 from quality import open_checkpoint, run_limits, run_perplexity
-from run import DEFAULT_MODEL, Parser, note, one_line_errors, within
 from sampling import Sampling
 from tokenizer import TextStream, Tokenizer
 
-SHAPES = {  # of TinyLlama-1.1B, Llama-2 and Llama-3-8B
-    "1.1b": dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632, vocab_size=32000),
-    "7b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008, vocab_size=32000),
-    "8b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336, vocab_size=128256),
-    "13b": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128, hidden_dim=13824, vocab_size=32000),
-    "70b": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, hidden_dim=28672, vocab_size=32000),
-}
-SEED_RATIOS = {"rope": 4.94, "rmsnorm": 2.3, "rmsnorm_qkv_rope": 1.52, "rmsnorm_swiglu": 1.2}  # over PyTorch, Kernl's, RTX 3090
+# over PyTorch: Kernl's llama-v2 on an RTX 3090
+PUBLISHED_RATIOS = {"rope": 4.94, "rmsnorm": 2.3, "rmsnorm_qkv_rope": 1.52, "rmsnorm_swiglu": 1.2}
 
 
 # ---- models to measure
@@ -86,7 +197,7 @@ def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: t
         LayerWeights(
             attention_norm=ones(), ffn_norm=ones(), **{name: matrix(*shape) for name, shape in c.layer_matrices.items()}
         )
-        for _ in range(c.n_layers)
+        for _ in tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=not sys.stderr.isatty())
     ]
     embedding = torch.randn(c.vocab_size, c.dim, dtype=dtype, device=device).mul_(0.02)
     return Weights(embedding, layers, ones(), matrix(c.vocab_size, c.dim))
@@ -379,34 +490,73 @@ def time_to_first_token(model: Llama, cache: KVCache) -> tuple[float, float]:
     return times[0], times[1]
 
 
+def cell(value: object) -> str:
+    """For people: floats in as many places as show two digits of the value, and of what separates it from 1."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    if abs(value) >= 100 or not math.isfinite(value):
+        return f"{value:,.0f}"
+    distance = min(abs(value), abs(value - 1))
+    return f"{value:,.{2 if distance == 0 else min(max(2, 1 - math.floor(math.log10(distance))), 9)}f}"
+
+
+def line(cells: list[str], widths: list[int]) -> str:
+    return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths)) + " |"
+
+
 def markdown(rows: list[dict]) -> str:
     """A markdown table of dictionaries with the same keys."""
+    names, cells = list(rows[0]), [[cell(v) for v in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells)]
+    return "\n".join([line(names, widths), rule(widths), *(line(row, widths) for row in cells)])
 
-    def cell(value: object) -> str:
-        return "" if value is None else f"{value:,.{2 if abs(value) < 100 else 0}f}" if isinstance(value, float) else str(value)
 
-    table = [list(rows[0])] + [[cell(v) for v in row.values()] for row in rows]
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths)) + " |" for line in table]
-    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    return "\n".join(lines)
+def rule(widths: list[int]) -> str:
+    return "|" + "|".join("-" * (w + 2) for w in widths) + "|"
+
+
+class Table:
+    """Rows as md, csv, json or jsonl, each printed when it is known, except in json, which is one value."""
+
+    def __init__(self, form: str, longest: dict[str, list[str]] | None = None):
+        """longest: what a column will hold, where that may be wider than its name and its first value."""
+        self.form, self.longest, self.rows = form, longest or {}, []
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        if self.form == "md":
+            self._add_markdown(row)
+        elif self.form == "jsonl":
+            print(json.dumps(row))
+        elif self.form == "csv":
+            writer = csv.DictWriter(sys.stdout, list(row), lineterminator="\n")
+            if len(self.rows) == 1:
+                writer.writeheader()
+            writer.writerow(row)
+        sys.stdout.flush()
+
+    def _add_markdown(self, row: dict) -> None:
+        cells = {name: cell(value) for name, value in row.items()}
+        if len(self.rows) == 1:
+            self.widths = [max(map(len, [name, text, *self.longest.get(name, [])])) for name, text in cells.items()]
+            print(line(list(row), self.widths) + "\n" + rule(self.widths))
+        print(line(list(cells.values()), self.widths))
+
+    def end(self) -> None:
+        if self.form == "json":
+            print(json.dumps(self.rows, indent=1), flush=True)
 
 
 def show(rows: list[dict], form: str) -> None:
-    """Print rows as md, csv, json or jsonl."""
-    if form == "md":
-        print(markdown(rows))
-    elif form == "json":
-        print(json.dumps(rows, indent=1))
-    elif form == "jsonl":
-        print("\n".join(json.dumps(row) for row in rows))
-    else:
-        out = io.StringIO()
-        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        print(out.getvalue(), end="")
-    sys.stdout.flush()
+    """Print rows that are all known; none of them prints nothing."""
+    if form == "md" and rows:
+        print(markdown(rows), flush=True)
+        return
+    table = Table(form)
+    for row in rows:
+        table.add(row)
+    if rows:
+        table.end()
 
 
 # ---- peers, on the same machine in the same run
@@ -548,31 +698,72 @@ def write_gguf(file: Path, c: Config, dtype: str) -> None:
     writer.close()
 
 
-PEERS = {"transformers": transformers_rows, "llama.cpp": llama_cpp_rows}
+PEER_ROWS = {"transformers": transformers_rows, "llama.cpp": llama_cpp_rows}
 
 
 def run_throughput(args: argparse.Namespace) -> None:
-    rows = []
-    for row in throughput(args):
-        rows.append(row)
-        note(f"{row.test}: {row.tokens_per_s:.1f} tokens/s")
-    ours = list(rows)
-    for name in args.vs:
-        for dtype in dict.fromkeys(row.dtype for row in ours):
-            comparable = [row for row in ours if row.dtype == dtype and row.fp8 == "none"]  # peers have no such 8 bits
-            try:
-                rows += PEERS[name](args, comparable) if comparable else []
-            except ImportError as error:
-                raise ValueError(f"--vs {name} needs a package that is not installed: {error.name}") from None
-            release()
-    show([dataclasses.asdict(row) for row in rows], args.output)
+    tests = [f"{kind}{n}{at(d)}" for kind, ns in (("pp", args.n_prompt), ("tg", args.n_gen)) for d in args.depth for n in ns]
+    backends = ["transformers, static cache"] if args.vs else []
+    table = Table(args.output, {"model": args.models, "test": tests, "backend": backends})
+    for model in args.models:
+        one = argparse.Namespace(**vars(args) | {"model": model})
+        tell_time(one)
+        ours = []
+        for row in throughput(one):
+            ours.append(row)
+            table.add(dataclasses.asdict(row))
+            if args.output == "json":  # which is printed at the end
+                note(f"{row.test}: {row.tokens_per_s:.1f} tokens/s")
+        for name in args.vs:
+            for dtype in dict.fromkeys(row.dtype for row in ours):
+                comparable = [row for row in ours if row.dtype == dtype and row.fp8 == "none"]  # peers have no such 8 bits
+                for row in PEER_ROWS[name](one, comparable) if comparable else ():
+                    table.add(dataclasses.asdict(row))
+                release()
+    table.end()
     device = pick_device(args.device)
-    dtypes = {"e4m3" if row.fp8 == "e4m3" and capability(device) >= 89 else row.dtype for row in ours}
+    dtypes = {"e4m3" if row["fp8"] == "e4m3" and capability(device) >= 89 else row["dtype"] for row in table.rows}
     products = [
         f"{n} product {product_ceiling(device, (DTYPES | {E4M3.name: E4M3.dtype})[n]) / 1e12:.2f} TFLOP/s"
         for n in sorted(dtypes)
     ]
     note(", ".join([f"ceilings of this run: read {read_ceiling(device) / 1e9:.1f} GB/s", *products]))
+    if args.plot:
+        plot(table.rows, args.plot)
+
+
+LAYER_OPS = ("rmsnorm_qkv_rope", "attention", "wo", "rmsnorm_swiglu", "w2")
+
+
+def least_seconds(c: Config, args: argparse.Namespace, dtype: torch.dtype, form: str, device: torch.device) -> float:
+    """What the tests of one model in one dtype take at the read and product ceilings."""
+    read, product = read_ceiling(device), product_ceiling(device, dtype)
+    runs = args.repetitions + 1
+    total = 0.0
+    for depth in args.depth:
+        each = dict(start_pos=depth, size=dtype.itemsize, format=FORMATS.get(form))
+        moved = c.n_layers * sum(cost(op, c, 1, **each)[0] for op in LAYER_OPS) + cost("rmsnorm_linear", c, 1, **each)[0]
+        total += runs * sum(args.n_gen) * moved / read
+        total += runs * sum(prefill_operations(c, T, depth) for T in args.n_prompt) / product
+    return total
+
+
+def tell_time(args: argparse.Namespace) -> None:
+    """Before anything is loaded on a CPU, say how long the rows of a model will take, if that is more than some seconds."""
+    device = pick_device(args.device)
+    if device.type != "cpu":
+        return
+    random = args.model.startswith("random:")
+    c = random_config(args.model.removeprefix("random:")) if random else read_config(find_checkpoint(args.model))
+    seconds = 0.0
+    for dtype, form in itertools.product(args.dtype, args.fp8):
+        seconds += least_seconds(c, args, pick_dtype(dtype, c.dtype or torch.float16, device), form, device)
+    if seconds > 5:
+        note(f"{args.model}: this takes {duration(seconds)} at least, at the speed of memory and arithmetic")
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
 # ---- kernels, each against its ceiling and against plain PyTorch
@@ -734,7 +925,7 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
         "% of ceiling": 100 * max(memory, compute) / ours,
         "PyTorch us": 1e6 * plain,
         "x PyTorch": plain / ours,
-        "seed's x": SEED_RATIOS.get(case.op),
+        "published x": PUBLISHED_RATIOS.get(case.op) if device.type == "cuda" else None,
     }
 
 
@@ -742,32 +933,21 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
 def run_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
     model = open_model(args, args.dtype[0], max(args.ctx_size or 0, max(T + start_pos for T, start_pos in shapes)), args.fp8[0])
-    rows = []
+    tell_reference(model)
+    table = Table(args.output, {"op": list(KERNEL_OPS.values()), "shape": ["T 2048, 16384 before"], "bound by": ["arithmetic"]})
     for T, start_pos in shapes:
         for case in cases(model, T, start_pos):
             multiplied = prompt_dtype(model) if T > 1 and case.op in (*OPS, "wo", "w2") else model.dtype
-            rows.append(measure(case, model.device, multiplied))
-    rows.append(measure(large_rmsnorm(model.device, model.ops), model.device, model.dtype))
-    show(rows, args.output)
+            table.add(measure(case, model.device, multiplied))
+    table.add(measure(large_rmsnorm(model.device, model.ops), model.device, model.dtype))
+    table.end()
     if args.plot:
-        plot_roofline(rows, model, args.plot)
+        plot(table.rows, args.plot)
 
 
-def plot_roofline(rows: list[dict], model: Llama, file: str) -> None:
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise ValueError("--plot needs matplotlib, which is not installed") from None
-    read, product = read_ceiling(model.device), product_ceiling(model.device, model.dtype)
-    figure, axes = pyplot.subplots(figsize=(9, 6))
-    intensity = [10 ** (i / 10) for i in range(-20, 45)]
-    axes.loglog(intensity, [min(i * read, product) / 1e12 for i in intensity], color="black")
-    for row in rows:
-        x, y = 1e3 * row["GFLOP"] / row["MB"], row["GFLOP"] * 1e-3 / (row["us"] * 1e-6)
-        axes.loglog(x, y, "o")
-        axes.annotate(f"{row['op']}, {row['shape']}", (x, y), fontsize=6)
-    axes.set(xlabel="operations per byte", ylabel="TFLOP/s", title=f"{device_name(model.device)}: read and product ceilings")
-    figure.savefig(file, dpi=150)
+def tell_reference(model: Llama) -> None:
+    if model.backend == "torch":
+        note(f"note: this measures torch's ops on {device_name(model.device)}; the Triton kernels need a GPU")
 
 
 # ---- profile
@@ -850,6 +1030,7 @@ def kind_of(name: str) -> str:
     kinds |= {"qkv": "product", "linear": "product", "gemm": "product", "nvjet": "product", "cutlass": "product"}
     kinds |= {
         "mm": "product",
+        "mv": "product",
         "sample": "sampling",
         "elementwise": "elementwise",
         "swiglu": "elementwise",
@@ -863,6 +1044,7 @@ def run_profile(args: argparse.Namespace) -> None:
     """One decode step and one prefill, kernel by kernel."""
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
     model = open_model(args, args.dtype[0], max(args.ctx_size or 0, start_pos + T + 8), args.fp8[0])
+    tell_reference(model)
     tokens = torch.randint(3, model.config.vocab_size, (start_pos + T,)).tolist()
     cache = KVCache(model)
     model.prefill(tokens[:start_pos], cache)
@@ -937,84 +1119,47 @@ def run_tune(args: argparse.Namespace) -> None:
     print(f"LAUNCHES[{capability(model.device)}][{size}]: {entries}")
 
 
-# ---- the command line
+# ---- the command line again
 
 
-def numbers(text: str) -> list[int]:
-    return [within(int, 0, 1 << 24)(part) for part in text.split(",")]
+def check_packages(args: argparse.Namespace) -> None:
+    """Raises ValueError when a package that will be needed is missing, before anything is measured."""
+    needed = {f"--vs {name}": PEERS[name] for name in args.vs} | ({"--plot": ("matplotlib",)} if args.plot else {})
+    for flag, packages in needed.items():
+        for package in packages:
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"{flag} needs a package that is not installed: {package}")
 
 
-def one_of(*allowed: str) -> Callable[[str], list[str]]:
-    def names(text: str) -> list[str]:
-        for part in text.split(","):
-            if part not in allowed:
-                raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(allowed)}")
-        return text.split(",")
-
-    return names
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("-m", "--model", default=str(DEFAULT_MODEL), help=f"a checkpoint, or random:SHAPE, one of {', '.join(SHAPES)}, tales, "
-        "SHAPE:LAYERS, a config.json")  # fmt: skip
-    add("-p", "--n-prompt", type=numbers, default=[512], help="prompt lengths, comma between them")
-    add("-n", "--n-gen", type=numbers, default=[128], help="tokens to generate")
-    add("-d", "--depth", type=numbers, default=[0], help="tokens already in the cache")
-    add("-r", "--repetitions", type=within(int, 1, 1000), default=5, help="counted runs, after one that is not")
-    add("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", help="form of the table")
-    add("--dtype", type=one_of("auto", *DTYPES), default=["auto"], help="auto, fp32, fp16, bf16, comma between them")
-    add("--fp8", type=one_of("none", *FORMATS), default=["none"], help="8-bit matrices: none, e4m3, e5m2, comma between them")
-    add("--kv-fp8", action="store_true", help="8-bit keys and values")
-    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help="sums of a prompt's products, as in run.py")
-    add("--device", default="auto", help="cpu, cuda or cuda:N")
-    add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
-    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), help="context; with --perplexity the window (default 512)")
-    add("--vs", type=one_of(*PEERS), default=[], help=f"compare with {', '.join(PEERS)}, in the same run")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--kernels", action="store_true", help="each op against its ceiling and against plain PyTorch")
-    mode.add_argument("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
-    mode.add_argument("--perplexity", metavar="FILE", help="perplexity of a text")
-    mode.add_argument("--limits", metavar="FILE", help="how near a text's activations come to the largest half, layer by layer")
-    mode.add_argument("--tune", action="store_true", help="find launch sizes for this card and the shapes of this model")
-    add("--stride", type=within(int, 1, 1 << 24), help="with --perplexity: from window to window; default: the window")
-    add("--against", choices=list(DTYPES), help="with --perplexity: compare with the model in this dtype, not in 8 bits")
-    add("--plot", metavar="FILE.png", help="with --kernels: draw them on a roofline (needs matplotlib)")
-    add("--debug", action="store_true", help="errors with their traceback")
-    args = parser.parse_args(argv)
-    if args.perplexity and args.stride and args.stride > (args.ctx_size or 512):
-        parser.error(f"--stride {args.stride} leaves out text between windows of {args.ctx_size or 512}")
-    if not (args.n_prompt and args.n_gen and args.depth):
-        parser.error("-p, -n and -d each need a number")
-    args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
-    if not args.n_prompt and (args.profile or not args.n_gen):
-        parser.error("-p 0 leaves nothing to measure")
-    return args
+def run_recorded(args: argparse.Namespace) -> None:
+    plot([row for file in args.recorded for row in read_rows(file)], args.plot)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
 
     def work() -> int:
-        if args.kernels:
-            run_kernels(args)
-        elif args.profile:
-            run_profile(args)
-        elif args.perplexity:
-            if rows := run_perplexity(args):
-                show(rows, args.output)
-        elif args.limits:
-            show(run_limits(args), args.output)
-        elif args.tune:
-            run_tune(args)
-        else:
-            run_throughput(args)
+        if args.ignored:
+            note(f"note: {', '.join(args.ignored)}: without meaning here, ignored")
+        check_packages(args)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        RUNS[args.mode](args)
         return 0
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return one_line_errors(work, args.debug)
 
+
+RUNS = {
+    "speed": run_throughput,
+    "kernels": run_kernels,
+    "profile": run_profile,
+    "perplexity": lambda args: show(run_perplexity(args), args.output),
+    "limits": lambda args: show(run_limits(args), args.output),
+    "tune": run_tune,
+    "recorded": run_recorded,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

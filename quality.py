@@ -20,7 +20,8 @@ from tqdm import tqdm
 import kernels
 from checkpoint import load
 from model import CHUNK, KVCache, Llama
-from run import decoded, note
+from run import decoded
+from terminal import note
 from tokenizer import Tokenizer
 
 # ---- perplexity
