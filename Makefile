@@ -9,24 +9,25 @@ VENV = .venv/bin
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
-	@echo 'settings: MODEL=folder  PROMPT="text"  ARGS="more flags, see run.py --help"'
+	@echo 'settings: MODEL=folder  PROMPT='"'"'text'"'"'  ARGS="more flags, see run.py --help"'
 
-run: .venv/ready  ## generate from PROMPT
-	$(VENV)/python run.py -m $(MODEL) --prompt "$(PROMPT)" --repeat-penalty 1.1 $(ARGS)
+run: export TEXT := $(value PROMPT)
+run: .venv/ready  ## generate from PROMPT, taken as it is
+	@$(VENV)/python run.py -m "$(MODEL)" --no-escape --prompt="$$TEXT" $(ARGS)
 
 chat: .venv/ready  ## talk with the model
-	@$(VENV)/python run.py -m $(MODEL) --chat $(ARGS)
+	@$(VENV)/python run.py -m "$(MODEL)" --chat $(ARGS)
 
 bench: .venv/ready  ## tokens per second
-	$(VENV)/python bench.py -m $(MODEL) $(ARGS)
+	$(VENV)/python bench.py -m "$(MODEL)" $(ARGS)
 
-kernels: .venv/ready  ## each op against its ceiling and plain PyTorch
-	$(VENV)/python bench.py --kernels -m $(MODEL) $(ARGS)
+kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU: torch's ops, not the kernels)
+	$(VENV)/python bench.py --kernels -m "$(MODEL)" $(ARGS)
 
-profile: .venv/ready  ## one step, kernel by kernel
-	$(VENV)/python bench.py --profile -m $(MODEL) $(ARGS)
+profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
+	$(VENV)/python bench.py --profile -m "$(MODEL)" $(ARGS)
 
-test: .venv/ready-test  ## all tests; no GPU and no network needed
+test: .venv/ready-test  ## all tests; no GPU needed
 	$(VENV)/python -m pytest -q test_all.py $(ARGS)
 
 lint: .venv/ready-test  ## ruff: style and formatting
