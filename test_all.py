@@ -5,6 +5,7 @@ ahead of time for every supported architecture.
 """
 
 import csv
+import fcntl
 import hashlib
 import http.server
 import inspect
@@ -12,15 +13,19 @@ import io
 import json
 import os
 import pickle
+import pty
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import struct
 import subprocess
 import sys
+import termios
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -38,10 +43,14 @@ import bench
 import fp8
 import kernels
 import launch
+import plot
 import quality
 import run
 import sampling
+import session
 import template
+import terminal
+from chat import Chat
 from checkpoint import check_memory, load, read_config, save_fp8, saved_shapes, tensor_shapes
 from fp8 import E4M3, FORMATS, Matrix
 from launch import tl
@@ -1663,7 +1672,7 @@ def test_every_eos_that_the_checkpoint_names_ends_the_text(cli, copy):
 
 
 def test_full_context_is_noted(cli, tiny):
-    code, out, err = cli("-m", tiny, "-p", "Once", "-c", 16, "--ignore-eos", "--quiet")
+    code, out, err = cli("-m", tiny, "-p", "Once", "-c", 16, "--ignore-eos")
     assert code == 0 and "context of 16 tokens is full" in err
 
 
@@ -1684,16 +1693,100 @@ def test_wrong_usage_exits_2_in_one_line(cli, tiny):
         "-n x",
         "--nonsense",
         "-p a -f b",
-        "--chat -p a",
+        "--chat -p a -f b",
+        "--chat --no-display-prompt",
+        "--chat -no-cnv",
+        "--chat -sys a -sysf b",
         "--save-fp8 d -p a",
+        "--save-fp8 d --temp 1",
         "--save-fp8 d -f a",
         "--save-fp8 d --chat",
         "--seed 1e99",
         "-c -1",
+        "-n -3",
+        "-n",
+        "-st --save-fp8 d",
     ]
     for arguments in wrong:
         code, out, err = cli("-m", tiny, *arguments.split())
         assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, arguments
+
+
+@pytest.mark.parametrize("main", [run.main, bench.main], ids=["run", "bench"])
+def test_a_wrong_flag_is_named_as_it_was_typed(capfd, main):
+    for arguments, named in (
+        (["-hx", "y"], "unknown flag -hx"),  # -h with the value x, for argparse
+        (["--mod", "x"], "unknown flag --mod"),  # the beginning of --model
+        (["-n5"], "unknown flag -n5"),
+        (["--temperatur=1"], "unknown flag --temperatur=1"),
+        (["text"], "unexpected argument 'text'"),
+    ):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 2 and capfd.readouterr().err == f"error: {named} (see --help)\n"
+
+
+def test_spellings_of_llama_cpp(cli, tiny, tmp_path):
+    flags = ("-hf", tiny, "--predict", 8, "--temperature", 0, "--repeat-last-n", 3, "-t", 1, "-dev", "none", "-s", 3)
+    code, expected, _ = cli("-m", tiny, "-n", 8, "--temp", 0, "-p", "Once upon")
+    assert code == 0
+    code, out, err = cli(*flags, "-p", "Once upon", "-ngl", 99, "-fa", "on", "-b", 512, "--mmap", "-no-cnv")
+    assert (code, out) == (0, expected) and err.startswith("note: -ngl, -fa, -b, --mmap: without meaning here, ignored\n")
+    (tmp_path / "system").write_text("Be kind.\n")
+    talk = ("-m", tiny, "-n", 6, "--temp", 0, "--ignore-eos", "--chat-template", "llama2", "-p", "hello")
+    kind = [
+        cli(*talk, "-cnv", *how)[1]
+        for how in (["-sys", "Be kind."], ["--system-prompt", "Be kind."], ["-sysf", tmp_path / "system"])
+    ]
+    assert len(set(kind)) == 1 and kind[0] != cli(*talk, "-cnv")[1]
+    text = cli("-m", tiny, "-n", 8, "--temp", 0, "-p", "Once upon", "-r", expected[12:14], "--quiet")[1]
+    assert text == expected[: expected.index(expected[12:14], 9)] + "\n"
+    code, out, _ = cli("--version")
+    assert code == 0 and out.startswith("fused-llama with Python 3") and f"torch {torch.__version__}" in out
+
+
+def test_escapes_in_a_prompt(cli, tiny, tmp_path):
+    flags = ("-m", tiny, "-n", 4, "--temp", 0)
+    expected = cli(*flags, "-p", 'a\nb\t"ż\\ \\d')[1]
+    assert cli(*flags, "-p", r"a\nb\t\"\xc5\xbc\\ \d")[1] == expected and expected.startswith('a\nb\t"ż\\ \\d')
+    (tmp_path / "prompt").write_text("a\\nb")
+    for how in (["-p", "a\\nb", "--no-escape"], ["-f", tmp_path / "prompt"], ["-p", "a\\\\nb", "-e"]):
+        assert cli(*flags, *how)[1].startswith("a\\nb"), how
+    code, _, err = cli(*flags, "-p", r"a\xff")
+    assert code == 1 and "--prompt is not UTF-8" in err
+
+
+@pytest.mark.parametrize("script", ["run.py", "bench.py"])
+def test_help_comes_at_once(script):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, HERE / script, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert shown.returncode == 0 and "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+    wrong = subprocess.run([sys.executable, "-X", "importtime", HERE / script, "--wrong"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "| argparse" in wrong.stderr and "| torch" not in wrong.stderr
+
+
+def test_names_in_the_help_are_those_of_the_formats():
+    from checkpoint import DTYPES
+
+    assert tuple(DTYPES) == run.DTYPE_NAMES and tuple(FORMATS) == run.FORMATS_8
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_gives_the_prompt_as_it_is(tmp_path):
+    shutil.copy(HERE / "Makefile", tmp_path)
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "ready").touch()
+    (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+    prompt = 'He said "hi" for $5; it\'s `here`, \\n and\n--there'
+    for given in ({"env": os.environ | {"PROMPT": prompt}}, {"args": [f"PROMPT={prompt}"]}):
+        command = ["make", "-s", "run", "MODEL=a b", *given.get("args", [])]
+        out = subprocess.run(command, cwd=tmp_path, env=given.get("env"), capture_output=True, text=True, check=True).stdout
+        assert out.split("\0")[:-1] == ["run.py", "-m", "a b", "--no-escape", f"--prompt={prompt}"]
 
 
 def spoil_config(**fields):
@@ -1920,6 +2013,15 @@ def test_closed_stdout_ends_quietly(tiny):
     assert process.wait(60) == 0 and process.stderr.read() == b""
 
 
+def test_a_closed_pipe_ends_a_chat(tiny):
+    process = program("-m", tiny, "--chat", "-n", 20, "--ignore-eos", "--quiet", stdin=subprocess.PIPE)
+    process.stdin.write(b"hello\n" * 50)
+    process.stdin.close()
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(60) == 0 and process.stderr.read() == b""
+
+
 def test_ctrl_c_prints_timings_and_exits_130(tiny):
     flags = ("-c", 100_000, "--ignore-eos", "--temp", 0)
     process = program("-m", tiny, "-p", "Once", *flags, stdin=subprocess.DEVNULL)
@@ -2101,9 +2203,9 @@ def chat(cli, folder, *lines: str, flags=()):
 
 
 def test_chat_answers_each_line_and_ends_with_the_input(cli, tiny):
-    code, out, err = chat(cli, tiny, "hello", "", "/help", "/nonsense", "again")
+    code, out, err = chat(cli, tiny, "hello", "", "/help", "again")
     assert code == 0 and len(out.splitlines()) >= 2 and "generated 12 tokens" in err
-    assert "no template found: plain text" in err and "/clear forgets" in err and "no such command: /nonsense" in err
+    assert "no template found: plain text" in err and "/clear        forget" in err
     assert chat(cli, tiny, "hello", "/exit", "again")[2].count("generated 6 tokens") == 1
 
 
@@ -2126,8 +2228,8 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
 
 def test_chat_drops_its_oldest_turns_and_keeps_the_system_prompt(cli, tiny, monkeypatch):
     seen = []
-    original = run.Chat.fit
-    monkeypatch.setattr(run.Chat, "fit", lambda self: seen.append(original(self)) or seen[-1])
+    original = Chat.fit
+    monkeypatch.setattr(Chat, "fit", lambda self, message: seen.append(original(self, message)) or seen[-1])
     flags = ["--system", "Be kind.", "--chat-template", "llama2", "-c", 128]
     code, _, err = chat(cli, tiny, *["tell me a tale"] * 8, flags=flags)
     assert code == 0 and "dropped the oldest" in err and "error" not in err
@@ -2142,6 +2244,401 @@ def test_a_message_longer_than_the_context_does_not_end_the_chat(cli, tiny):
 def test_a_line_that_is_not_utf8_does_not_end_the_chat(cli, tiny):
     code, _, err = cli("-m", tiny, "--chat", "-n", 4, "--ignore-eos", stdin=b"hello\n\xff\nhello\n")
     assert code == 0 and "not UTF-8" in err and "generated 8 tokens" in err
+
+
+def objects(out: str) -> list[dict]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_one_turn_of_a_chat_for_a_script(cli, tiny, tmp_path):
+    flags = ("-m", tiny, "--chat-template", "llama2", "-n", 6, "--ignore-eos", "--temp", 0, "--quiet")
+    expected = chat(cli, tiny, "hello", flags=["--chat-template", "llama2", "--quiet"])[1]
+    (tmp_path / "message").write_text("hello\n")
+    for how in (["--chat", "-p", "hello"], ["-st", "-p", "hello"], ["-cnv", "-f", tmp_path / "message"]):
+        assert cli(*flags, *how) == (0, expected, ""), how
+    assert cli(*flags, "-st", stdin=b"hello\n") == (0, expected, "")
+    whole = cli(*flags, "--chat", "-p", "hello\\nyou", "-o", "jsonl")[1]
+    assert (
+        objects(whole) == objects(cli(*flags, "-st", "-o", "jsonl", stdin=b"hello\nyou")[1])
+        or objects(whole)[0]["prompt"] == "hello\nyou"
+    )
+    code, out, err = cli(*flags, "--chat", "-p", "tell me a tale " * 60, "-c", 64)
+    assert code == 1 and out == "" and "the context holds 64" in err and err.count("\n") == 1
+
+
+def test_jsonl_says_why_each_text_ended(cli, copy):
+    flags = ("-m", copy, "-p", "Once", "--temp", 0, "-o", "jsonl", "--quiet")
+    code, out, err = cli(*flags, "-n", 12, "--ignore-eos")
+    (whole,) = objects(out)
+    assert code == 0 and err == "" and whole["ended_by"] == "length" and whole["new_tokens"] == 12
+    assert whole["prompt"] == "Once" and whole["prompt_tokens"] == whole["evaluated_tokens"] > 1
+    assert whole["prompt_seconds"] > 0 and whole["generation_seconds"] > 0 and whole["tokens_per_s"] > 0
+    text = cli(*flags[:6], "-n", 12, "--ignore-eos", "--quiet", "--no-display-prompt")[1]
+    assert whole["text"] + "\n" == text
+    (stopped,) = objects(cli(*flags, "-n", 12, "--ignore-eos", "--stop", whole["text"][4:7])[1])
+    assert stopped["ended_by"] == "stop" and stopped["text"] == whole["text"][: whole["text"].find(whole["text"][4:7])]
+    (full,) = objects(cli(*flags, "-n", -2, "-c", 16, "--ignore-eos")[1])
+    assert full["ended_by"] == "context" and full["prompt_tokens"] + full["new_tokens"] == 16
+    (none,) = objects(cli(*flags, "-n", 0)[1])
+    assert none["text"] == "" and none["ended_by"] == "length" and none["tokens_per_s"] is None
+    ids = list(
+        generate(
+            load(copy, dtype="fp32", device="cpu"), Tokenizer(copy).encode("Once"), n=12, sampling=Sampling(temp=0), eos=[]
+        )
+    )
+    (copy / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": ids[5]}))
+    (ended,) = objects(cli(*flags, "-n", 12)[1])
+    assert ended["ended_by"] == "eos" and ended["new_tokens"] == ids.index(ids[5]) + 1
+
+
+def test_jsonl_has_an_object_for_each_turn(cli, tiny):
+    code, out, err = chat(
+        cli,
+        tiny,
+        "hello",
+        "/clear",
+        "tell me a tale " * 60,
+        "/read nowhere",
+        "again",
+        flags=["-o", "jsonl", "-c", 64, "--quiet"],
+    )
+    hello, long, read, again = objects(out)
+    assert code == 0 and hello["prompt"] == "hello" and hello["ended_by"] == "length" and again["new_tokens"] == 6
+    assert "the context holds 64" in long["error"] and read["error"] == "nowhere: No such file or directory"
+    assert err.splitlines() == [f"error: {long['error']}", f"error: {read['error']}"]
+
+
+def test_no_tokens_have_no_rate(cli, tiny):
+    code, out, err = cli("-m", tiny, "-p", "Once", "-n", 0)
+    assert code == 0 and out == "Once\n" and "generated 0 tokens\n" in err and "tokens/s" not in err
+
+
+def test_quiet_is_quiet(cli, tiny):
+    assert (
+        chat(cli, tiny, "hello", "/clear", "/system x", "hello", *["tell me a tale"] * 12, flags=["--quiet", "-c", 64])[2] == ""
+    )
+    assert cli("-m", tiny, "-p", "Once", "-c", 16, "--ignore-eos", "--quiet", "-ngl", 99)[2] == ""
+
+
+def test_a_message_may_begin_with_a_slash_and_go_on(cli, tiny):
+    out = chat(cli, tiny, "/usr/bin/python says", "one \\", "two", "/bye", "no", flags=["-o", "jsonl"])[1]
+    assert [turn["prompt"] for turn in objects(out)] == ["/usr/bin/python says", "one \ntwo"]
+    assert objects(chat(cli, tiny, "one\\", flags=["-o", "jsonl"])[1])[0]["prompt"] == "one", "the input ended"
+
+
+def test_commands_confirm_and_regen_answers_again(cli, tiny):
+    code, out, err = chat(
+        cli, tiny, "/regen", "hello", "/regen", "/clear", "/system Be kind.", "/system", flags=["-o", "jsonl"]
+    )
+    error, first, second = objects(out)
+    assert error["error"] == "there is no answer yet" and first["text"] == second["text"] and "always the same" in err
+    for text in ("the conversation is forgotten", "with this system prompt", "without a system prompt"):
+        assert text in err
+    warm = ("-m", tiny, "--chat", "-n", 12, "--ignore-eos", "--temp", 5, "-o", "jsonl")
+    first, second, third = objects(cli(*warm, stdin=b"hello\n/regen\nagain\n")[1])
+    assert first["prompt"] == second["prompt"] == "hello" and first["text"] != second["text"]
+    assert second["evaluated_tokens"] == 1 and third["prompt_tokens"] < 2 * second["prompt_tokens"] + 12 + 12
+
+
+def test_a_file_is_read_before_the_next_message(cli, tiny, tmp_path):
+    (tmp_path / "notes").write_text("good day, crow!\n")
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    (tmp_path / "long").write_text("x" * 100_000)
+    lines = [
+        f"/read {tmp_path / 'notes'}",
+        "what?",
+        *(f"/read {tmp_path / name}" for name in ("bad", "long", "none", "")),
+        "/read /dev/zero",
+    ]
+    code, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
+    assert code == 0 and objects(out)[0]["prompt"] == "good day, crow!\n\nwhat?" and "16 characters" in err
+    for error, text in zip(
+        objects(out)[1:],
+        ("not UTF-8: byte 0xff at offset 2", "too many for this context", "No such file", "is not a file", "is not a file"),
+        strict=True,
+    ):
+        assert text in error["error"] and "Errno" not in error["error"]
+
+
+def test_a_full_context_keeps_the_end_of_the_last_answer(cli, monkeypatch):
+    seen = []
+    original = Chat.fit
+    monkeypatch.setattr(Chat, "fit", lambda self, message: seen.append(original(self, message)) or seen[-1])
+    flags = ["--system", "Be kind.", "-c", 100, "-n", -2, "-o", "jsonl", "--dtype", "fp32"]
+    code, out, err = chat(cli, run.DEFAULT_MODEL, "Tell me a tale", *["go on"] * 2, flags=flags)
+    turns = objects(out)
+    assert code == 0 and err.count("dropped the oldest") == 2 and all(turn["ended_by"] == "context" for turn in turns)
+    form = r"(?s)<s>\[INST\] <<SYS>>\nBe kind.\n<</SYS>>\n\n[^[]* \[/INST\] (.*) </s><s>\[INST\] go on \[/INST\]"
+    for before, prompt in zip(turns, seen[1:]):
+        kept = re.fullmatch(form, prompt.text).group(1).strip()
+        assert len(kept) > 20 and before["text"].strip().endswith(kept) and len(prompt.ids) <= 50
+
+
+# ---- the prompt cache
+
+
+def test_a_prompt_costs_once(cli, tiny, tmp_path):
+    file, prompt = tmp_path / "cache", "Once upon a time there was a fox. It said: good day, crow!"
+    flags = ("-m", tiny, "--temp", 0, "-n", 12, "--ignore-eos", "-o", "jsonl", "--dtype", "fp32")
+    (plain,), (first,), (second,) = (
+        objects(cli(*flags, "-p", prompt, *cache)[1]) for cache in ([], ["--prompt-cache", file], ["--prompt-cache", file])
+    )
+    assert plain["text"] == first["text"] == second["text"]
+    assert first["evaluated_tokens"] == plain["prompt_tokens"] and second["evaluated_tokens"] == 1
+    assert file.stat().st_mode & 0o077 == 0, "a prompt is private"
+    written = file.read_bytes()
+    (longer,) = objects(cli(*flags, "-p", prompt + " And", "--prompt-cache", file)[1])
+    assert (
+        longer["evaluated_tokens"] < plain["prompt_tokens"] / 3
+        and longer["text"] == objects(cli(*flags, "-p", prompt + " And")[1])[0]["text"]
+    )
+    (short,) = objects(cli(*flags, "-p", "Once upon", "-c", 16, "--prompt-cache", file)[1])
+    assert short["text"] == objects(cli(*flags, "-p", "Once upon", "-c", 16)[1])[0]["text"] and file.read_bytes() == written
+    (other,) = objects(cli(*flags, "-p", "Żółw zjadł 12 jabłek", "--prompt-cache", file)[1])
+    assert other["text"] == objects(cli(*flags, "-p", "Żółw zjadł 12 jabłek")[1])[0]["text"] and file.read_bytes() != written
+    assert sorted(tmp_path.iterdir()) == [file]
+
+
+def test_a_chat_keeps_its_first_prompt(cli, tiny, tmp_path):
+    flags = ["--prompt-cache", tmp_path / "cache", "-o", "jsonl", "--system", "Be kind. " * 5, "--chat-template", "llama2"]
+    first, second = (objects(chat(cli, tiny, "hello", "hello", flags=flags)[1]) for _ in range(2))
+    assert [turn["text"] for turn in first] == [turn["text"] for turn in second]
+    assert second[0]["evaluated_tokens"] == 1 and first[1]["evaluated_tokens"] == second[1]["evaluated_tokens"]
+    (other,) = objects(chat(cli, tiny, "good day", flags=flags)[1])
+    assert other["evaluated_tokens"] < other["prompt_tokens"] / 2
+
+
+@pytest.mark.parametrize("flags", [["--kv-fp8"], ["--dtype", "bf16"], ["--fp8"]], ids=str)
+def test_keys_and_values_of_another_type_are_refused(cli, tiny, tmp_path, flags):
+    base = ("-m", tiny, "-p", "Once upon a time", "-n", 4, "--temp", 0, "--prompt-cache", tmp_path / "cache")
+    assert cli(*base, *flags)[0] == 0 and cli(*base, *flags)[0] == 0
+    code, out, err = cli(*base)
+    assert code == 1 and "another model or other types" in err.splitlines()[-1] and out == ""
+
+
+def spoil_cache(change=lambda tensors: tensors, **metadata):
+    def spoil(file: Path) -> None:
+        with safe_open(file, "pt") as f:
+            meta = f.metadata() | metadata
+        save_file({name: t.contiguous() for name, t in change(load_file(file)).items()}, file, meta)
+
+    return spoil
+
+
+SPOILED_CACHES = {
+    "another model": (spoil_cache(model="0"), "another model or other types"),
+    "another kind": (spoil_cache(**{"fused-llama": "1"}), "is no prompt cache"),
+    "no cache": (lambda file: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", file), "is no prompt cache"),
+    "text": (lambda file: file.write_text("hello"), "not a sound safetensors file"),
+    "empty": (lambda file: file.write_bytes(b""), "not a sound safetensors file"),
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a sound safetensors file"),
+    "huge header": (lambda file: file.write_bytes(struct.pack("<Q", 1 << 60) + b"{}"), "not a sound safetensors file"),
+    "a folder": (lambda file: (file.unlink(), file.mkdir()), "is not a file"),
+    "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
+    "no values": (spoil_cache(lambda t: {"tokens": t["tokens"], "k": t["k"]}), "does not hold the keys and values"),
+    "more": (spoil_cache(lambda t: t | {"x": t["k"].clone()}), "does not hold the keys and values"),
+    "fewer tokens": (spoil_cache(lambda t: t | {"tokens": t["tokens"][:-1]}), "does not hold the keys and values"),
+    "long tokens": (spoil_cache(lambda t: t | {"tokens": t["tokens"].long()}), "does not hold the keys and values"),
+    "a matrix of tokens": (spoil_cache(lambda t: t | {"tokens": t["tokens"][:, None]}), "does not hold the keys and values"),
+    "one token": (spoil_cache(lambda t: t | {"tokens": t["tokens"][0].clone()}), "does not hold the keys and values"),
+    "another shape": (spoil_cache(lambda t: t | {"k": t["k"][..., 1:]}), "does not hold the keys and values"),
+    "another type": (spoil_cache(lambda t: t | {"v": t["v"].half()}), "does not hold the keys and values"),
+    "NaN": (spoil_cache(lambda t: t | {"v": t["v"] * float("nan")}), "not finite"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED_CACHES)
+def test_a_spoiled_prompt_cache_is_one_line_of_error(cli, tiny, tmp_path, how):
+    file, (spoil, text) = tmp_path / "cache", SPOILED_CACHES[how]
+    flags = ("-m", tiny, "-p", "Once upon a time", "-n", 4, "--dtype", "fp32", "--quiet", "--prompt-cache", file)
+    assert cli(*flags)[0] == 0
+    spoil(file)
+    before = file.read_bytes() if file.is_file() else None
+    code, out, err = cli(*flags)
+    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and text in err, err
+    assert (file.read_bytes() if file.is_file() else None) == before, "it is left as it was"
+
+
+def test_a_prompt_cache_is_written_whole_or_not_at_all(cli, tiny, tmp_path, monkeypatch):
+    flags = ("-m", tiny, "-p", "Once", "-n", 4, "--quiet", "--prompt-cache")
+    code, out, err = cli(*flags, tmp_path / "none" / "cache")
+    assert code == 1 and out == "" and "make that folder first" in err and err.count("\n") == 1
+    monkeypatch.setattr(session, "save_file", fails(OSError(28, "No space left on device")))
+    code, out, err = cli(*flags, tmp_path / "cache")
+    assert code == 1 and out == "" and "cannot be written" in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+# ---- a person at a terminal
+
+
+@pytest.mark.parametrize("width", [8, 20, 80])
+def test_words_are_not_cut_at_the_edge_of_the_screen(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    words = [
+        "fox",
+        "Żółw",
+        "good",
+        "\U0001f422",
+        "e\u0301e\u0301",
+        "\u4f60\u597d" * 9,
+        "a" * (width // 2),
+        "x" * 2 * width,
+        "\n",
+        "\n\n",
+        "\x1b[2J",
+        "\t",
+    ]
+    text = " ".join(random.choices(words, k=200))
+    printer = terminal.Printer()
+    printer.wraps = True
+    for start in range(0, len(text), 3):
+        printer.write(text[start : start + 3])
+    printer.end()
+    shown = capsys.readouterr().out
+    assert all(sum(map(terminal.columns, line)) < width for line in shown.split("\n"))
+    visible = text.replace("\x1b", "\ufffd")
+    assert "".join(shown.split()) == "".join(visible.split()), "nothing is lost"
+    assert all(word in shown.split() for word in visible.split() if word.isascii() and len(word) < width)
+
+
+class Person:
+    """Types into a program at a pseudo-terminal and reads what it shows."""
+
+    def __init__(self, *arguments, script: Path = HERE / "run.py", columns: int = 80, **environment):
+        variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        variables |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": "/none"} | environment
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            os.execve(sys.executable, [sys.executable, str(script), *map(str, arguments)], variables)
+        self.unread = ""
+
+    def types(self, text: str) -> None:
+        time.sleep(0.1)  # a signal that comes while readline draws is noticed at the next key only
+        os.write(self.terminal, text.encode())
+
+    def sees(self, pattern: str) -> str:
+        """What the program shows up to a match of the pattern."""
+        deadline = time.monotonic() + 60
+        while not (match := re.search(pattern, self.unread)):
+            ready = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))[0]
+            assert ready and self._reads(), f"no {pattern!r} in {self.unread!r}"
+        seen, self.unread = self.unread[: match.end()], self.unread[match.end() :]
+        return seen
+
+    def leaves(self) -> tuple[int, str]:
+        """The exit code, and what is shown until then."""
+        while self._reads():
+            pass
+        os.close(self.terminal)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), self.unread
+
+    def _reads(self) -> bool:
+        try:
+            new = os.read(self.terminal, 1 << 16)
+        except OSError:  # so it ends on Linux
+            return False
+        self.unread += new.decode(errors="replace")
+        return bool(new)
+
+
+PASTED = "\x1b[200~{}\x1b[201~"
+UP, CTRL_C, CTRL_D = "\x1b[A", "\x03", "\x04"
+
+
+def test_a_chat_loses_nothing_that_is_typed(tiny, tmp_path):
+    flags = ("-m", tiny, "--chat", "-n", 6, "--ignore-eos", "--temp", 0)
+    person = Person(*flags, XDG_STATE_HOME=str(tmp_path))
+    begin = person.sees("> ")
+    assert "loading" in begin and "\x1b[?2004h\x1b[1;32m> " in begin, "bracketed paste, and what is typed in colour"
+    person.types("hello\r")
+    turn = person.sees("> ")
+    assert re.fullmatch(r"(?s)hello\r\n(\x1b\[\?2004l\r)?\x1b\[0m\r\n[^\x1b]+\r\n\r\n\x1b\[\?2004h\x1b\[1;32m> ", turn), repr(
+        turn
+    )
+    person.types(PASTED.format("good\rday"))
+    person.sees("day")
+    person.types("\r")
+    person.sees("> ")
+    person.types("two \\\r")
+    person.sees("  ")
+    person.types("lines\r")
+    person.sees("> ")
+    person.types(UP + UP)
+    assert "good\r\n" in person.sees("day"), "a pasted message comes back whole"
+    person.types(CTRL_C)
+    person.sees(r"Ctrl-C again, Ctrl-D or /exit leaves\)[^>]*> ")
+    person.types("abc")
+    person.sees("abc")
+    person.types(CTRL_C)
+    person.sees("> ")
+    person.types("/clear\r")
+    person.sees("the conversation is forgotten[^>]*> ")
+    person.types(CTRL_C)
+    person.sees("> ")
+    person.types(CTRL_C)
+    code, rest = person.leaves()
+    assert code == 130 and "generated 18 tokens" in rest and "Traceback" not in rest and rest.startswith("\x1b[?2004l\r\x1b[0m")
+    history = (tmp_path / "fused-llama" / "history").read_text().splitlines()
+    assert [json.loads(line) for line in history] == ["hello", "good\nday", "two \nlines", "/clear"]
+    assert (tmp_path / "fused-llama" / "history").stat().st_mode & 0o077 == 0
+
+    person = Person(*flags[:3], "--ignore-eos", "-c", 5000, XDG_STATE_HOME=str(tmp_path), NO_COLOR="1", columns=20)
+    assert "\x1b[1" not in person.sees("> ")
+    person.types(UP + UP + UP)
+    assert "good\r\n" in person.sees("day"), "from the history of another run"
+    person.types("\r")
+    answer = person.sees(r"\x1b\S+([^\n]*\n){6}")  # after what ends the mode of pasting
+    person.types(CTRL_C)
+    answer += person.sees("> ")
+    lines = [line.strip("\r").replace("^C", "") for line in answer.split("\n")[1:-1]]
+    assert all(sum(map(terminal.columns, line)) < 20 for line in lines if "\x1b" not in line), lines
+    person.types(CTRL_D)
+    code, rest = person.leaves()
+    assert code == 0 and "generated" in rest
+
+
+def test_bare_run_at_a_terminal_is_a_chat(tmp_path):
+    (tmp_path / "llama").symlink_to(HERE / "run.py")
+    person = Person("-n", 4, script=tmp_path / "llama", TERM="dumb")
+    assert "since there is no prompt" in person.sees("> ")
+    person.types("Tell me a tale\r")
+    person.sees("> ")
+    person.types("/exit\r")
+    code, rest = person.leaves()
+    assert code == 0 and "\x1b" not in rest and "Traceback" not in rest
+
+
+def test_what_a_run_without_a_prompt_does(monkeypatch):
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for flags, mode in (
+        ("", "bare"),
+        ("-no-cnv", "text"),
+        ("-p x", "text"),
+        ("-f x", "text"),
+        ("--chat", "chat"),
+        ("-st", "chat"),
+        ("-sys x", "bare"),
+    ):
+        assert run.parse_args(flags.split()).mode == mode, flags
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert run.parse_args([]).mode == "text"
+
+
+def test_a_long_prompt_shows_how_far_it_is(cli, tiny, monkeypatch):
+    bars, original = [], session.tqdm
+
+    def shown(**options):
+        assert options["delay"] == 2 and options["disable"] and not options["leave"]
+        bars.append(original(**options | {"delay": 0, "disable": False, "file": io.StringIO(), "mininterval": 0}))
+        return bars[-1]
+
+    monkeypatch.setattr(session, "tqdm", shown)
+    monkeypatch.setitem(CHUNK, "cpu", 16)
+    assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
+    (bar,) = bars
+    assert "prompt" in bar.fp.getvalue() and bar.fp.getvalue().count("\r") > 3 and bar.n == bar.total > 64
 
 
 # ---- measuring
@@ -2247,12 +2744,15 @@ def test_bench_makes_random_models_and_compares_with_transformers(bench_cli, tin
     assert bench.random_config("70b:3").n_layers == 3 and bench.random_config("7b").n_kv_heads == 32
 
 
-def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
-    code, out, _ = bench_cli("-m", tiny, *QUICK, "--kernels", "-o", "json")
+def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny, tmp_path):
+    picture = tmp_path / "roofline.png"
+    code, out, err = bench_cli("-m", tiny, "-p", 4, "--device", "cpu", "--kernels", "-o", "jsonl", "--plot", picture)
+    assert "the Triton kernels need a GPU" in err and picture.read_bytes().startswith(b"\x89PNG")
     assert code == 0 and {"rmsnorm", "rope", "attention", "wo", "w2", "cross_entropy", "sample"} <= {
-        r["op"] for r in json.loads(out)
+        json.loads(line)["op"] for line in out.splitlines()
     }
-    code, out, _ = bench_cli("-m", tiny, *QUICK, "--profile")
+    code, out, err = bench_cli("-m", tiny, "-p", 4, "--device", "cpu", "--profile")
+    assert "the Triton kernels need a GPU" in err and "| product" in out
     assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
 
 
@@ -2298,6 +2798,101 @@ def test_bench_with_an_8_bit_cache(bench_cli, tiny):
     assert (
         code == 0 and [(row["fp8"], row["kv"]) for row in json.loads(out)] == [("none", "e4m3")] * 2 + [("e4m3", "e4m3")] * 2
     ), err
+
+
+def test_bench_adds_what_is_given_again(bench_cli, tiny, tiny_saved):
+    flags = ["-n", "0", "-r", "1", "--device", "cpu", "-o", "json", "-ngl", "9"]
+    code, out, err = bench_cli("-m", tiny, "-m", tiny_saved, "-p", "4", "-p", "8,9", *flags)
+    assert code == 0 and "-ngl: without meaning here" in err
+    tests = [(str(model), f"pp{n}") for model in (tiny, tiny_saved) for n in (4, 8, 9)]
+    assert [(row["model"], row["test"]) for row in json.loads(out)] == tests
+
+
+def test_bench_prints_each_row_when_it_is_done(bench_cli, tiny, capfd, monkeypatch):
+    shown, original = [], bench.throughput
+
+    def rows(args):
+        for row in original(args):
+            yield row
+            shown.append(capfd.readouterr())
+
+    monkeypatch.setattr(bench, "throughput", rows)
+    monkeypatch.setattr(bench, "read_ceiling", lambda device: 1e5)  # a slow machine
+    code, rest, err = bench_cli("-m", tiny, *QUICK)
+    assert code == 0 and "pp4" in shown[0].out and "tg2" not in shown[0].out and shown[1].out.count("tg2") == 1 and rest == ""
+    assert re.search(r"tiny\S*: this takes \d+ (s|minutes) at least", shown[0].err), shown
+
+
+def test_digits_that_differ_are_shown():
+    shown = {1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070", 5.4712: "5.47", 0.9998: "0.99980"}
+    shown |= {12345.6: "12,346", float("nan"): "nan", -0.5: "-0.50", 1e-30: "0.000000000", 7: "7", None: ""}
+    for value, text in shown.items():
+        assert bench.cell(value) == text, value
+
+
+KERNEL_ROWS = [
+    {"op": "wo", "shape": "T 1", "us": 10.0, "MB": 20.0, "GFLOP": 1.0, "% of ceiling": 50.0, "bound by": "memory"},
+    {"op": "rmsnorm", "shape": "T 1", "us": 10.0, "MB": 10.0, "GFLOP": 1.0, "% of ceiling": 50.0, "bound by": "memory"},
+    {"op": "wo", "shape": "T 9", "us": 100.0, "MB": 20.0, "GFLOP": 10.0, "% of ceiling": 50.0, "bound by": "arithmetic"},
+    {"op": "w2", "shape": "T 9", "us": 50.0, "MB": 20.0, "GFLOP": 10.0, "% of ceiling": 50.0, "bound by": "arithmetic"},
+]
+
+
+def test_ceilings_follow_from_the_shares_of_kernels():
+    reads, products = plot.ceilings(KERNEL_ROWS)
+    assert reads == [pytest.approx(4e12)] and products == [pytest.approx(2e14), pytest.approx(4e14)]
+
+
+def test_bench_draws_what_it_measured_and_what_was_recorded(bench_cli, tiny, tmp_path):
+    code, out, err = bench_cli("-m", tiny, *QUICK, "-o", "jsonl", "--plot", tmp_path / "speed.svg")
+    picture = (tmp_path / "speed.svg").read_text()
+    assert (
+        code == 0 and "tokens/s of generation, CPU" in picture and "tokens/s of prompts" in picture and "pp4, fp32" in picture
+    )
+    record, kernels = tmp_path / "record", "\n".join(map(json.dumps, KERNEL_ROWS))
+    record.write_text(out + kernels)
+    draw = ("--recorded", record, "--plot", tmp_path / "all.svg")
+    assert bench_cli(*draw) == (0, "", "")
+    whole = (tmp_path / "all.svg").read_bytes()
+    assert bench_cli(*draw)[0] == 0 and (tmp_path / "all.svg").read_bytes() == whole, "a record gives one picture"
+    assert b"operations per byte" in whole and b"rmsnorm" in whole and b"tg2, fp32" in whole
+    broken = [out.replace("tokens_per_s", "x"), kernels.replace('"us": ', '"us": -')]
+    for text in ("{", "[]", "null", '{"test": "tg2"}', "[" * 10**5, *broken):
+        record.write_text(text)
+        code, _, err = bench_cli(*draw)
+        assert code == 1 and "no row that bench.py -o jsonl prints" in err and err.count("\n") == 1, text[:100]
+    record.write_text("")
+    assert "there is nothing to draw" in bench_cli(*draw)[2]
+
+
+def test_bench_refuses_flags_of_another_mode_and_looks_for_packages_first(bench_cli, tiny, monkeypatch):
+    for wrong in (
+        "--vs transformers --perplexity x",
+        "--plot x.png --perplexity x",
+        "--plot x.gif",
+        "--stride 4",
+        "--against fp32",
+        "--against fp32 --limits x",
+        "--perplexity x --dtype fp32,bf16",
+        "--limits x --dtype fp32 --dtype bf16",
+        "--kernels --fp8 none,e4m3",
+        "--kernels -n 4",
+        "--kernels -r 4",
+        "--profile -p 4,5",
+        "--profile -o json",
+        "--kernels --profile",
+        "--tune -p 4",
+        "-m a -m b --kernels",
+        "--recorded x",
+        "--recorded x --plot x.png -m a",
+    ):
+        code, out, err = bench_cli(*wrong.split())
+        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (wrong, err)
+    monkeypatch.setattr(bench, "throughput", fails(AssertionError("measured")))
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    for flags, text in ((["--vs", "transformers"], "--vs transformers needs a package"), (["--plot", "x.png"], "matplotlib")):
+        code, out, err = bench_cli("-m", tiny, *QUICK, *flags)
+        assert code == 1 and out == "" and text in err and err.count("\n") == 1, err
 
 
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
