@@ -1576,7 +1576,8 @@ def test_symbols_that_a_tokenizer_defines_are_control_tokens_of_templates_only(t
     assert t.decode(t.encode(typed * 2000)) == typed * 2000
 
 
-def test_control_tokens_of_a_tokenizer_model_are_those_that_its_template_writes(tmp_path):
+@pytest.mark.parametrize("legacy", [False, True])
+def test_control_tokens_of_a_tokenizer_model_are_those_that_its_template_writes(tmp_path, legacy):
     """Mistral's v2 and v3 have [INST] as a control token, and their texts go on without a space after it."""
     (tmp_path / "text").write_text(TEXT * 20)
     sentencepiece.SentencePieceTrainer.train(
@@ -1585,15 +1586,14 @@ def test_control_tokens_of_a_tokenizer_model_are_those_that_its_template_writes(
         normalization_rule_name="identity", remove_extra_whitespaces=False,
     )  # fmt: skip
     _, _, source = CHAT_FAMILIES["mistral 7b v0.3"]
-    for legacy in (False, True):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, "legacy": legacy}))
-        t = Tokenizer(tmp_path)
-        begin, end = t.control["[INST]"], t.control["[/INST]"]
-        enc = lambda text: t.vocabulary.sp.encode(" " + text if legacy else text)  # after the space that SentencePiece adds
-        ids = t.apply_chat_template(conversation("time [/INST]", "a fox", "day"))
-        asked = [begin, *enc("time [/INST]"), end, *enc("a fox"), t.eos]
-        assert ids == [t.bos, *asked, begin, *enc("day"), end]
-        assert t.turn_ends() == ({t.eos}, [])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, "legacy": legacy}))
+    t = Tokenizer(tmp_path)
+    begin, end = t.control["[INST]"], t.control["[/INST]"]
+    enc = lambda text: t.vocabulary.sp.encode(" " + text if legacy else text)  # after the space that SentencePiece adds
+    ids = t.apply_chat_template(conversation("time [/INST]", "a fox", "day"))
+    asked = [begin, *enc("time [/INST]"), end, *enc("a fox"), t.eos]
+    assert ids == [t.bos, *asked, begin, *enc("day"), end]
+    assert t.turn_ends() == ({t.eos}, [])
 
 
 def test_bos_is_left_out_where_the_checkpoint_says_so(copy):
@@ -1906,7 +1906,7 @@ SPOILED = {  # how a checkpoint is spoiled: what the one line of error must hold
     "another rope": (spoil_config(rope_parameters={"rope_type": "longrope"}), ["rope_type is 'longrope'"]),
     "gptq": (
         spoil_config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        ["quantization_config is gptq", *ELSEWHERE],
+        ["quantization_config is 'gptq'", *ELSEWHERE],
     ),
     "mlx": (spoil_config(quantization={"bits": 4}), ["quantization is {'bits': 4}", *ELSEWHERE]),
     "gguf": (replace_by("tiny.Q4_0.gguf", b"GGUF"), ["holds GGUF", *ELSEWHERE]),
