@@ -314,11 +314,10 @@ class Tokenizer:
         """The same, with its text. Where it goes on from past, an answered prompt, so do the ids: the tokens of an answer need
         not be those that its text would be encoded to, and what was evaluated stays."""
         text, control, typed = self._render(messages, add_generation_prompt)
-        start, ids = self._end_of(past, text), past.ids if past else []
-        if start == 0:
-            ids = []
-        rest = [[(b - start, e - start) for b, e in spans if b >= start] for spans in (control, typed)]
-        return Prompt(text, ids + self.vocabulary.encode_chat(text[start:], *rest, after=start > 0))
+        start = self._end_of(past, text)
+        spans = [[(b - start, e - start) for b, e in where if b >= start] for where in (control, typed)]
+        rest = self.vocabulary.encode_chat(text[start:], *spans, after=start > 0)
+        return Prompt(text, past.ids + rest if start else rest)
 
     def _end_of(self, past: Prompt | None, text: str) -> int:
         """Where a conversation that was answered ends in the text of one that goes on from it; 0 if this one does not."""
