@@ -965,7 +965,7 @@ def test_half_sums_saturate():
     qkv = torch.tensor([torch.inf, -torch.inf, 5.0], device=DEVICE).half().repeat(T, 2 * 3 * D // 3).contiguous()
     caches = [torch.empty(H, 128, D, dtype=torch.float16, device=DEVICE) for _ in range(2)]
     with kernels.fp16_accumulation(True):
-        kernels._launch_rope(qkv, table, *caches, torch.empty_like(q), pos, 128, H, H, D)
+        kernels._launch_rope(qkv, None, table, *caches, torch.empty_like(q), pos, 128, H, H, D)
     for cache in caches:
         assert set(cache[:, :T].unique().tolist()) == {-65504.0, 5.0, 65504.0}
     out = torch.empty(T, 64, dtype=torch.float16, device=DEVICE)
