@@ -262,66 +262,71 @@ def rope_ref(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -
 
 @jit
 def _rope_forward_kernel(
-    qkv, cos, sin, T, S, N: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    qkv, cos, sin, T, S,
+    HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK pairs of the first TURNED heads of all tokens, in place."""
+    """ROWS of the first TURNED heads of all tokens, in place. qkv [T, HEADS, 2 HALF]"""
     gdc_launch_dependents(PDL)
-    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token, pair = pairs // (TURNED * HALF), pairs % (TURNED * HALF)
-    mask = token < T
-    entry = (token % S) * HALF + pair % HALF
-    place = qkv + token.to(tl.int64) * N + pair // HALF * (2 * HALF) + pair % HALF
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    token, head = rows // TURNED, rows % TURNED
+    offsets = (token.to(tl.int64) * HEADS + head)[:, None] * (2 * HALF) + cols[None, :]
+    angles = (token % S)[:, None] * HALF + cols[None, :]
+    mask = (token < T)[:, None] & (cols < HALF)[None, :]
     gdc_wait(PDL)
-    c, s = tl.load(cos + entry, mask=mask), tl.load(sin + entry, mask=mask)
-    a, b = tl.load(place, mask=mask).to(tl.float32), tl.load(place + HALF, mask=mask).to(tl.float32)
-    tl.store(place, (a * c - b * s).to(qkv.dtype.element_ty), mask=mask)
-    tl.store(place + HALF, (b * c + a * s).to(qkv.dtype.element_ty), mask=mask)
+    a = tl.load(qkv + offsets, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(qkv + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
+    c, s = tl.load(cos + angles, mask=mask, other=0.0), tl.load(sin + angles, mask=mask, other=0.0)
+    tl.store(qkv + offsets, (a * c - b * s).to(qkv.dtype.element_ty), mask=mask)
+    tl.store(qkv + offsets + HALF, (b * c + a * s).to(qkv.dtype.element_ty), mask=mask)
 
 
 @jit
-def _load_pairs(x, token, head, i, mask, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of pairs of x [T, HEADS, 2 HALF] where the mask is on and the head exists, else 0."""
-    place = x + (token.to(tl.int64) * HEADS + head) * (2 * HALF) + i
-    mask = mask & (head >= 0) & (head < HEADS)
-    return tl.load(place, mask=mask, other=0.0).to(tl.float32), tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
+def _load_halves(x, token, head, cols, mask, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of heads of x [T, HEADS, 2 HALF] in fp32; 0 where there is no such head."""
+    offsets = (token.to(tl.int64) * HEADS + head)[:, None] * (2 * HALF) + cols[None, :]
+    mask = mask & ((head >= 0) & (head < HEADS))[:, None]
+    a, b = tl.load(x + offsets, mask=mask, other=0.0), tl.load(x + offsets + HALF, mask=mask, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32)
 
 
 @jit
 def _rope_backward_kernel(
     dq, dk, dv, cos, sin, dqkv, T, S,
-    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK pairs of all heads of all tokens: turned back, and gathered into one matrix."""
+    """ROWS heads of all tokens: those of q and k turned back, all gathered into dqkv [T, H + 2 KH, 2 HALF]."""
     gdc_launch_dependents(PDL)
-    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token, pair = pairs // ((H + 2 * KH) * HALF), pairs % ((H + 2 * KH) * HALF)
-    head, i = pair // HALF, pair % HALF
-    mask = token < T
-    entry = (token % S) * HALF + i
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    token, head = rows // (H + 2 * KH), rows % (H + 2 * KH)
+    offsets = rows.to(tl.int64)[:, None] * (2 * HALF) + cols[None, :]
+    angles = (token % S)[:, None] * HALF + cols[None, :]
+    mask = (token < T)[:, None] & (cols < HALF)[None, :]
+    turned = mask & (head < H + KH)[:, None]
     gdc_wait(PDL)
-    turned = mask & (head < H + KH)
-    c, s = tl.load(cos + entry, mask=turned, other=1.0), tl.load(sin + entry, mask=turned, other=0.0)
-    qa, qb = _load_pairs(dq, token, head, i, mask, H, HALF)
-    ka, kb = _load_pairs(dk, token, head - H, i, mask, KH, HALF)
-    va, vb = _load_pairs(dv, token, head - H - KH, i, mask, KH, HALF)
+    qa, qb = _load_halves(dq, token, head, cols, mask, H, HALF)
+    ka, kb = _load_halves(dk, token, head - H, cols, mask, KH, HALF)
+    va, vb = _load_halves(dv, token, head - H - KH, cols, mask, KH, HALF)
     a, b = qa + ka + va, qb + kb + vb  # two of the three are 0
-    place = dqkv + token.to(tl.int64) * ((H + 2 * KH) * 2 * HALF) + head * (2 * HALF) + i
-    tl.store(place, (a * c + b * s).to(dqkv.dtype.element_ty), mask=mask)
-    tl.store(place + HALF, (b * c - a * s).to(dqkv.dtype.element_ty), mask=mask)
+    c, s = tl.load(cos + angles, mask=turned, other=1.0), tl.load(sin + angles, mask=turned, other=0.0)
+    tl.store(dqkv + offsets, (a * c + b * s).to(dqkv.dtype.element_ty), mask=mask)
+    tl.store(dqkv + offsets + HALF, (b * c - a * s).to(dqkv.dtype.element_ty), mask=mask)
 
 
-PAIRS = 1024  # a program of the two kernels, and elements of those of swiglu
+def _rope_tile(rows: int, D: int) -> tuple[tuple[int], dict[str, int]]:
+    """The grid for so many rows of heads, and the tile of about 1024 pairs that a program takes."""
+    block = triton.next_power_of_2(D // 2)
+    cut = dict(HALF=D // 2, ROWS=max(1, 1024 // block), BLOCK=block)
+    return (triton.cdiv(rows, cut["ROWS"]),), cut
 
 
 def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
     """Turn q and k of qkv in place."""
     B, S, N = qkv.shape
-    D = N // (heads + 2 * kv_heads)
+    D, turned = N // (heads + 2 * kv_heads), heads + kv_heads
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous(), qkv.shape
     assert cos.shape == sin.shape and cos.shape[0] >= S and 2 * cos.shape[1] == D, (cos.shape, qkv.shape)
-    grid = (triton.cdiv(B * S * (heads + kv_heads) * D // 2, PAIRS),)
-    shape = dict(N=N, TURNED=heads + kv_heads, HALF=D // 2, BLOCK=PAIRS)
-    launch(_rope_forward_kernel, grid, qkv.device, qkv, cos, sin, B * S, S, **shape)
+    grid, cut = _rope_tile(B * S * turned, D)
+    launch(_rope_forward_kernel, grid, qkv.device, qkv, cos, sin, B * S, S, HEADS=turned + kv_heads, TURNED=turned, **cut)
     return qkv
 
 
@@ -330,8 +335,8 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
     (B, S, H, D), KH = dq.shape, dk.shape[2]
     assert dq.is_contiguous() and dk.is_contiguous() and dv.is_contiguous(), (dq.stride(), dk.stride(), dv.stride())
     dqkv = dq.new_empty(B, S, (H + 2 * KH) * D)
-    grid = (triton.cdiv(B * S * (H + 2 * KH) * D // 2, PAIRS),)
-    launch(_rope_backward_kernel, grid, dq.device, dq, dk, dv, cos, sin, dqkv, B * S, S, H=H, KH=KH, HALF=D // 2, BLOCK=PAIRS)
+    grid, cut = _rope_tile(B * S * (H + 2 * KH), D)
+    launch(_rope_backward_kernel, grid, dq.device, dq, dk, dv, cos, sin, dqkv, B * S, S, H=H, KH=KH, **cut)
     return dqkv
 
 
@@ -386,19 +391,22 @@ def _swiglu_backward_kernel(ab, dout, dab, count, F: tl.constexpr, BLOCK: tl.con
     tl.store(dab + place + F, (d * a * s).to(dab.dtype.element_ty), mask=mask)
 
 
+ELEMENTS = 1024  # of a program
+
+
 def swiglu_forward(ab: Tensor) -> Tensor:
     assert ab.is_contiguous() and ab.shape[-1] % 2 == 0, ab.shape
     out = ab.new_empty(*ab.shape[:-1], ab.shape[-1] // 2)
-    grid = (triton.cdiv(out.numel(), PAIRS),)
-    launch(_swiglu_forward_kernel, grid, ab.device, ab, out, out.numel(), F=out.shape[-1], BLOCK=PAIRS)
+    grid = (triton.cdiv(out.numel(), ELEMENTS),)
+    launch(_swiglu_forward_kernel, grid, ab.device, ab, out, out.numel(), F=out.shape[-1], BLOCK=ELEMENTS)
     return out
 
 
 def swiglu_backward(ab: Tensor, dout: Tensor) -> Tensor:
     """-> the gradient of ab."""
     assert ab.is_contiguous() and dout.is_contiguous() and ab.numel() == 2 * dout.numel(), (ab.shape, dout.shape)
-    dab, grid = torch.empty_like(ab), (triton.cdiv(dout.numel(), PAIRS),)
-    launch(_swiglu_backward_kernel, grid, ab.device, ab, dout, dab, dout.numel(), F=dout.shape[-1], BLOCK=PAIRS)
+    dab, grid = torch.empty_like(ab), (triton.cdiv(dout.numel(), ELEMENTS),)
+    launch(_swiglu_backward_kernel, grid, ab.device, ab, dout, dab, dout.numel(), F=dout.shape[-1], BLOCK=ELEMENTS)
     return dab
 
 
