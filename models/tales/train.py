@@ -22,6 +22,7 @@ from bisect import bisect
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import safetensors.torch
@@ -30,6 +31,9 @@ import torch
 import torch.nn.functional as F
 from books import BOS, EOS, UNK, Data, epochs, sections, train_tokenizer
 from torch import nn
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from training import fused, reference
 
 # ---------------------------------------------------------------- the model: Llama 2, named as Hugging Face names it
 
@@ -46,82 +50,94 @@ class Config:
     eps: float = 1e-5
     theta: float = 10000.0
 
+    def rows(self, name):
+        """Of the matrices that are joined in one."""
+        kv = self.kv_heads * self.head_dim
+        return (self.dim, kv, kv) if name.endswith("qkv_proj") else (self.hidden, self.hidden)
 
-class RMSNorm(nn.Module):
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
-    def forward(self, x):
-        x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+JOINED = {  # products of the same input are one product here, and several matrices in the checkpoint
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 class Attention(nn.Module):
-    def __init__(self, c):
+    def __init__(self, c, ops):
         super().__init__()
-        self.head_dim, self.repeats = c.head_dim, c.dim // c.head_dim // c.kv_heads
-        self.q_proj = nn.Linear(c.dim, c.dim, bias=False)
-        self.k_proj = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=False)
+        self.ops, self.heads = ops, (c.dim // c.head_dim, c.kv_heads)
+        self.qkv_proj = nn.Linear(c.dim, sum(c.rows("self_attn.qkv_proj")), bias=False)
         self.o_proj = nn.Linear(c.dim, c.dim, bias=False)
 
     def forward(self, x, cos, sin):
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        k, v = (t.repeat_interleave(self.repeats, dim=1) for t in (k, v))
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-def rotate(x, cos, sin):
-    """RoPE as Hugging Face lays it out: component i is paired with i + D/2."""
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat((-b, a), -1) * sin
+        q, k, v = (t.transpose(1, 2) for t in self.ops.rope(self.qkv_proj(x), cos, sin, *self.heads))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads[0] != self.heads[1])
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    def __init__(self, c):
+    def __init__(self, c, ops):
         super().__init__()
-        self.gate_proj = nn.Linear(c.dim, c.hidden, bias=False)
-        self.up_proj = nn.Linear(c.dim, c.hidden, bias=False)
+        self.ops = ops
+        self.gate_up_proj = nn.Linear(c.dim, 2 * c.hidden, bias=False)
         self.down_proj = nn.Linear(c.hidden, c.dim, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.ops.swiglu(self.gate_up_proj(x)))
 
 
 class Block(nn.Module):
-    def __init__(self, c, dropout):
-        super().__init__()
-        self.self_attn, self.mlp, self.dropout = Attention(c), MLP(c), nn.Dropout(dropout)
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(c.dim, c.eps), RMSNorm(c.dim, c.eps)
+    """x is the residual and h what is made of it by the norm before a branch. A branch is added, with dropout, by the norm
+    that follows it, so a block ends with the norm of the next one."""
 
-    def forward(self, x, cos, sin):
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
-        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+    def __init__(self, c, dropout, ops):
+        super().__init__()
+        self.ops, self.eps, self.dropout = ops, c.eps, dropout
+        self.self_attn, self.mlp = Attention(c, ops), MLP(c, ops)
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)  # for their weights
+
+    def forward(self, x, h, cos, sin, next_norm):
+        dropout = self.dropout if self.training else 0.0
+        norm = self.post_attention_layernorm.weight
+        x, h = self.ops.rmsnorm(x, self.self_attn(h, cos, sin), norm, self.eps, h.dtype, dropout)
+        return self.ops.rmsnorm(x, self.mlp(h), next_norm, self.eps, h.dtype, dropout)
 
 
 class Llama(nn.Module):
-    def __init__(self, c, dropout=0.0):
+    def __init__(self, c, ops=reference, dropout=0.0):
         super().__init__()
-        self.config = c
+        self.config, self.ops = c, ops
         self.embed_tokens = nn.Embedding(c.vocab, c.dim)
-        self.layers = nn.ModuleList(Block(c, dropout) for _ in range(c.layers))
-        self.norm, self.dropout = RMSNorm(c.dim, c.eps), nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Block(c, dropout, ops) for _ in range(c.layers))
+        self.norm, self.dropout = nn.RMSNorm(c.dim), nn.Dropout(dropout)
         angles = torch.outer(torch.arange(c.context), c.theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim))
-        self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
-        self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
         for name, p in self.named_parameters():
             if p.ndim == 2:  # the ends of the branches start smaller, since depth adds them up
                 ends = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.layers) if ends else 0.02)
 
-    def forward(self, tokens):
+    def hidden(self, tokens):
+        """What the logits are a product of. The residual is in fp32, the rest in autocast's type where that is on."""
+        device = tokens.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         x = self.dropout(self.embed_tokens(tokens))
-        for block in self.layers:
-            x = block(x, self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
-        return F.linear(self.norm(x), self.embed_tokens.weight)
+        norms = [*(block.input_layernorm.weight for block in self.layers), self.norm.weight]
+        x, h = self.ops.rmsnorm(x, None, norms[0], self.config.eps, dtype)
+        for block, norm in zip(self.layers, norms[1:]):
+            x, h = block(x, h, self.cos, self.sin, norm)
+        return h
 
+    def forward(self, tokens):
+        return F.linear(self.hidden(tokens), self.embed_tokens.weight)
+
+    def loss(self, tokens, targets):
+        """The mean cross-entropy."""
+        return self.ops.linear_cross_entropy(self.hidden(tokens).flatten(0, 1), self.embed_tokens.weight, targets.flatten())
+
+
+OPS = {"fused": fused, "plain": reference}
 
 # ---------------------------------------------------------------- training
 
@@ -148,11 +164,13 @@ WARMUP, FALL = 0.03, 0.7  # shares of a training in which the learning rate rise
 class Muon(torch.optim.Optimizer):
     """Momentum whose matrix is made orthogonal before it is applied: every direction of a weight matrix learns at the
     same speed. Five Newton-Schulz steps in bf16 do it, for all matrices of one shape at once. The result is scaled to
-    the size of an AdamW step, so that one learning rate serves both."""
+    the size of an AdamW step, so that one learning rate serves both. A parameter that joins several matrices is split into
+    `rows` of each."""
 
-    def __init__(self, params, lr, weight_decay, momentum=0.95):
+    def __init__(self, params, rows, lr, weight_decay, momentum=0.95):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
-        for p in self.param_groups[0]["params"]:
+        self.rows = dict(zip(params, rows))
+        for p in params:
             self.state[p]["m"] = torch.zeros_like(p)
 
     @torch.no_grad()
@@ -160,9 +178,10 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             shapes = {}
             for p in group["params"]:
-                shapes.setdefault(p.shape, []).append(p)
-            for shape, params in shapes.items():
-                grads, moments = [p.grad for p in params], [self.state[p]["m"] for p in params]
+                for matrix in zip(*(t.split(self.rows[p]) for t in (p, p.grad, self.state[p]["m"]))):
+                    shapes.setdefault(matrix[0].shape, []).append(matrix)
+            for shape, matrices in shapes.items():
+                params, grads, moments = map(list, zip(*matrices))
                 torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
                 update = torch.stack(torch._foreach_lerp(grads, moments, group["momentum"]))  # Nesterov
                 update = orthogonal(update) * (0.2 * math.sqrt(max(shape)) * group["lr"])
@@ -183,22 +202,20 @@ def orthogonal(x):
 
 def optimizers(model, plan):
     """Muon for the matrices, AdamW for the embedding and the norms."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    matrices = {n.removesuffix(".weight"): p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n}
+    rows = [model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),) for n, p in matrices.items()]
     embedding = dict(params=[model.embed_tokens.weight], weight_decay=0.1 * plan.decay)
     norms = dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)
     adamw = torch.optim.AdamW([embedding, norms], lr=plan.lr, betas=(0.9, 0.95), eps=1e-10)
-    return [adamw, Muon(matrices, lr=plan.lr, weight_decay=plan.decay)]
+    return [adamw, Muon(list(matrices.values()), rows, lr=plan.lr, weight_decay=plan.decay)]
 
 
-def loss_of(logits, guides, y):
-    """What to minimise, and for the report the cross-entropy with the token that came. They differ where there are
-    teachers: then the target is the mean of their predictions."""
+def imitation(logits, guides, y):
+    """What to minimise where there are teachers: the cross-entropy with the mean of their predictions. And for the report
+    that with the token that came."""
     logits = logits.float()
-    hard = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    if not guides:
-        return hard, hard
     soft = sum(guide.float().softmax(-1) for guide in guides) / len(guides)
-    return -(soft * logits.log_softmax(-1)).sum(-1).mean(), hard
+    return -(soft * logits.log_softmax(-1)).sum(-1).mean(), F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 def windows(size, heads, length, rng):
@@ -229,12 +246,13 @@ def pick(tokens, starts, length):
     return torch.cat((torch.full_like(y[:, :1], BOS), y[:, :-1]), 1), y
 
 
-def compiled(models):
-    """Compile the models block by block, since all blocks of a model share one compilation. Returns the compiled loss."""
-    for model in models:
+def compile_plain(model):
+    """Compile a model of plain torch block by block, since all its blocks share one compilation. Fused ops stay as they are."""
+    if model.ops is reference:
         for block in model.layers:
             block.compile(dynamic=False)
-    return torch.compile(loss_of, dynamic=False)
+        model.ops = SimpleNamespace(**vars(reference))
+        model.ops.linear_cross_entropy = torch.compile(reference.linear_cross_entropy, dynamic=False)
 
 
 def rate(progress):
@@ -255,7 +273,10 @@ def fit(name, model, teachers, plan, data, args, seed):
     """Train the model in place and return it. The books are spelt by other processes while the GPU is set up."""
     began, rng, readings = time.time(), random.Random(seed), epochs(data, plan, seed)
     device, gpu = next(model.to(args.device).parameters()).device, args.device == "cuda"
-    loss_fn = compiled([model, *teachers]) if gpu else loss_of
+    if gpu:
+        for each in (model, *teachers):
+            compile_plain(each)
+    imitate = torch.compile(imitation, dynamic=False) if gpu else imitation
     optims = optimizers(model, plan)
     for epoch, reading in enumerate(readings):
         tokens, groups = grouped(reading, args, device, rng)
@@ -267,7 +288,7 @@ def fit(name, model, teachers, plan, data, args, seed):
             with torch.autocast(args.device, torch.bfloat16, enabled=gpu):
                 with torch.no_grad():
                     guides = [teacher(x) for teacher in teachers]
-                loss, hard = loss_fn(model(x), guides, y)
+                loss, hard = imitate(model(x), guides, y) if guides else [model.loss(x, y)] * 2
             loss.backward()
             update(model, optims, plan.lr * rate((epoch + i / len(groups)) / plan.epochs))
             losses += hard.detach()
@@ -298,7 +319,8 @@ def teach(i, folder, data, args):
     torch.manual_seed(seed)
     if args.device == "cuda":
         torch.cuda.set_device(i % torch.cuda.device_count())
-    model = Llama(shaped(data, args.teacher_dim, args.teacher_layers, 1, args.context), plan.dropout)
+    shape = shaped(data.sp.vocab_size(), args.teacher_dim, args.teacher_layers, 1, args.context)
+    model = Llama(shape, OPS[args.kernels], plan.dropout)
     save(fit(f"teacher {i + 1}", model, [], plan, data, args, seed), folder / str(i))
 
 
@@ -310,7 +332,8 @@ def taught(data, args):
             jobs = [pool.submit(teach, i, Path(folder), data, args) for i in range(args.teachers)]
             for job in jobs:
                 job.result()
-        return [load(Path(folder) / str(i)).to(args.device).requires_grad_(False) for i in range(args.teachers)]
+        taught = [load(Path(folder) / str(i), OPS[args.kernels]) for i in range(args.teachers)]
+        return [teacher.to(args.device).requires_grad_(False) for teacher in taught]
 
 
 # ---------------------------------------------------------------- the folder
@@ -325,15 +348,15 @@ CHAT_TEMPLATE = r"""
 """.replace("\n", "")
 
 
-def shaped(data, dim, layers, sharing, context):
+def shaped(vocab, dim, layers, sharing, context):
     """A Llama of Llama 2's proportions; so many query heads share one key and value head."""
-    return Config(data.sp.vocab_size(), dim, layers, dim // 64 // sharing, dim * 11 // 4 // 64 * 64, context)
+    return Config(vocab, dim, layers, dim // 64 // sharing, dim * 11 // 4 // 64 * 64, context)
 
 
 def save(model, folder):
     """Write everything but tokenizer.model, rounded to fp16."""
     c = model.config
-    state = {f"model.{k}": v.detach().half().cpu().contiguous() for k, v in model.state_dict().items()}
+    state = {f"model.{k}": v.half().cpu().contiguous() for k, v in split(model.state_dict(), c).items()}
     config = dict(
         architectures=["LlamaForCausalLM"],
         model_type="llama",
@@ -372,13 +395,32 @@ def save(model, folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
 
 
-def load(folder):
+def split(state, config):
+    """The state with the matrices that are joined here as the checkpoint names them."""
+    parts = {}
+    for name, value in state.items():
+        joined = next((j for j in JOINED if j in name), None)
+        values = value.split(config.rows(joined)) if joined else [value]
+        parts |= {name.replace(joined, part) if joined else name: v for part, v in zip(JOINED.get(joined, [name]), values)}
+    return parts
+
+
+def join(state, names):
+    """The opposite: a state of these names."""
+    whole = {}
+    for name in names:
+        joined = next((j for j in JOINED if j in name), None)
+        whole[name] = torch.cat([state[name.replace(joined, part)] for part in JOINED[joined]]) if joined else state[name]
+    return whole
+
+
+def load(folder, ops):
     """A model that `save` wrote."""
     j = json.loads((folder / "config.json").read_text())
     keys = "vocab_size hidden_size num_hidden_layers num_key_value_heads intermediate_size max_position_embeddings"
-    model = Llama(Config(*(j[key] for key in keys.split())))
+    model = Llama(Config(*(j[key] for key in keys.split())), ops)
     state = safetensors.torch.load_file(folder / "model.safetensors")
-    model.load_state_dict({k.removeprefix("model."): v.float() for k, v in state.items()})
+    model.load_state_dict(join({k.removeprefix("model."): v.float() for k, v in state.items()}, model.state_dict()))
     return model.eval()
 
 
@@ -396,6 +438,7 @@ def arguments():
     add("--out", type=Path, required=True, help="folder to write the model to")
     add("--seed", type=int, default=1, help="of the weights, the requests and the order of the books")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
+    add("--kernels", choices=tuple(OPS), help="Triton kernels, or plain torch, compiled on a GPU; the default follows --device")
     add("--vocab", type=int, default=4096, help="size of the tokenizer")
     add("--dim", type=int, default=256, help="width, a multiple of 128: two heads of 64 share a key head")
     add("--layers", type=int, default=9, help="depth")
@@ -407,6 +450,7 @@ def arguments():
     add("--teacher-layers", type=int, default=8, help="their depth")
     add("--teacher-epochs", type=int, default=TEACHER.epochs, help="their readings")
     args = p.parse_args()
+    args.kernels = args.kernels or ("fused" if args.device == "cuda" else "plain")
     if args.dim % 128 or args.teacher_dim % 64:
         p.error("--dim must be a multiple of 128 and --teacher-dim one of 64")
     return args
@@ -439,9 +483,9 @@ def main():
     data = prepare(args)
     teachers, plan = taught(data, args), replace(STUDENT, epochs=args.epochs)
     torch.manual_seed(args.seed)
-    model = Llama(shaped(data, args.dim, args.layers, 2, args.context), plan.dropout)
+    model = Llama(shaped(data.sp.vocab_size(), args.dim, args.layers, 2, args.context), OPS[args.kernels], plan.dropout)
     save(fit("student", model, teachers, plan, data, args, args.seed), args.out)
-    bits, perplexity = evaluate(load(args.out).to(args.device), data)  # what was saved, rounded to fp16
+    bits, perplexity = evaluate(load(args.out, OPS[args.kernels]).to(args.device), data)  # what was saved, rounded to fp16
     print(
         f"{sum(p.numel() for p in model.parameters())} parameters, held out: {bits:.4f} bits per byte, "
         f"perplexity {perplexity:.2f} per token, {time.time() - began:.0f} s in all"
