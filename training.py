@@ -182,6 +182,9 @@ def _rmsnorm_backward_kernel(
     tl.store(dweight + pid * C + cols, tl.sum(acc, 0), mask=cols < C)
 
 
+NORM_WARPS = 16  # of the backward kernel on a processor
+
+
 def _row_tile(C: int, elements: int) -> dict[str, int]:
     """A tile of whole rows: its shape, and the warps for about so many elements a thread."""
     block = triton.next_power_of_2(C)
@@ -212,7 +215,7 @@ def rmsnorm_backward(
     T, cut = total.numel() // C, _row_tile(C, 16)
     assert dy.is_contiguous() and dy.shape == total.shape, (dy.shape, total.shape)
     assert dtotal is None or dtotal.is_contiguous() and dtotal.shape == total.shape, (dtotal.shape, total.shape)
-    programs = min(triton.cdiv(T, cut["ROWS"]), 64 // cut["warps"] * processors(total.device))
+    programs = min(triton.cdiv(T, cut["ROWS"]), max(1, NORM_WARPS // cut["warps"]) * processors(total.device))
     dx, partial = torch.empty_like(total), total.new_empty(programs, C, dtype=torch.float32)
     own = branch is not None and (branch != total.dtype or seed is not None)  # else the branch's gradient is that of x
     dbranch = total.new_empty(*total.shape, dtype=branch) if own else None
@@ -235,8 +238,9 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dy: Tensor) -> tuple:
         total, weight, seed = ctx.saved_tensors
+        dy = torch.zeros_like(total) if dy is None else dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()
-        found = rmsnorm_backward(total, weight, dy.contiguous(), dtotal, ctx.eps, ctx.branch, seed, ctx.p)
+        found = rmsnorm_backward(total, weight, dy, dtotal, ctx.eps, ctx.branch, seed, ctx.p)
         return *found[:2], found[2].to(weight.dtype), None, None, None
 
 
