@@ -37,6 +37,7 @@ from launch import (
     LAUNCHES,
     SPLIT_LAUNCHES,
     capability,
+    constexpr,
     gdc_launch_dependents,
     gdc_wait,
     jit,
@@ -905,40 +906,89 @@ def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) 
     return out.copy_(library_linear(rmsnorm(x, norm, eps), w))
 
 
-# ---- cross_entropy: loss of each row, log(sum(exp(logits))) - logits[target]. logits float32 [T, V], targets int [T] -> [T]
+# ---- cross_entropy: loss of each row, log(sum(exp(logits))) - logits[target]. logits [T, V], targets int [T] -> fp32 [T]
+#      Targets equal to IGNORE cost nothing. training.py has the same kernel write the gradient over the logits.
+
+IGNORE = -100  # torch's
+LOWEST = constexpr(-3.4028234663852886e38)  # finite, so that lanes without a logit give exp(-inf) and not exp(nan)
 
 
 def cross_entropy_ref(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, targets.long(), reduction="none")
+    return functional.cross_entropy(logits.float(), targets.long(), reduction="none")
 
 
 @jit
-def _cross_entropy_kernel(logits, targets, out, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One reading of the row, with a running maximum and sum: no second copy of the logits."""
+def _cross_entropy_kernel(
+    logits, targets, count, losses,
+    V: tl.constexpr, IGNORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The loss of a row and, where there is a count, the gradient over the logits.
+
+    The ragged end of the row is loaded first and stays in registers: a row of up to BLOCK logits is read once. What comes
+    before it is whole blocks, without a mask; they are read again for the gradient, the last one first, since that is likely to
+    be in the L1 still. Running maximum and sum are kept for every WIDTH neighbours, the 16 bytes that a thread loads at once:
+    a maximum for each thread's own logits costs no exchange, and one for each logit would double the exponentials.
+    """
     gdc_launch_dependents(PDL)
-    offs_v = tl.arange(0, BLOCK)
+    FULL: tl.constexpr = (V - 1) // BLOCK * BLOCK
+    offsets = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    mask = FULL + offsets < V
     gdc_wait(PDL)
-    row = logits + tl.program_id(0).to(tl.int64) * V
-    lane_max = tl.full([BLOCK], float("-inf"), tl.float32)
-    lane_sum = tl.zeros([BLOCK], tl.float32)
-    for v in range(0, V, BLOCK):
-        l = tl.load(row + v + offs_v, mask=v + offs_v < V, other=float("-inf"), eviction_policy="evict_first")
-        new_max = tl.maximum(tl.maximum(lane_max, l), -1e30)  # finite, so that lanes without a logit add nothing
-        lane_sum = lane_sum * tl.exp(lane_max - new_max) + tl.exp(l - new_max)
-        lane_max = new_max
-    row_max = tl.max(lane_max, 0)
-    row_sum = tl.sum(lane_sum * tl.exp(lane_max - row_max), 0)
-    target = tl.load(row + tl.load(targets + tl.program_id(0)))
-    tl.store(out + tl.program_id(0), row_max + tl.log(row_sum) - target)
+    pid = tl.program_id(0)
+    row = logits + pid.to(tl.int64) * V
+    target = tl.load(targets + pid)
+    counts = target != IGNORE
+    true_logit = tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
+    end = tl.load(row + FULL + offsets, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+    row_max = tl.maximum(tl.max(end, 1), LOWEST)
+    row_sum = tl.sum(tl.exp(end - row_max[:, None]), 1)
+    for first in range(0, FULL, BLOCK):
+        tile = tl.load(row + first + offsets).to(tl.float32)
+        new_max = tl.maximum(row_max, tl.max(tile, 1))
+        row_sum = row_sum * tl.exp(row_max - new_max) + tl.sum(tl.exp(tile - new_max[:, None]), 1)
+        row_max = new_max
+    peak = tl.max(row_max, 0)
+    total = tl.sum(row_sum * tl.exp(row_max - peak), 0)
+    tl.store(losses + pid, tl.where(counts, tl.log(total) + (peak - true_logit), 0.0))
+    if count is not None:
+        scale = 1.0 / tl.load(count).to(tl.float32)
+        factor = scale / total
+        gradient = _logit_gradient(end, FULL + offsets, target, peak, factor, scale, counts)
+        tl.store(row + FULL + offsets, gradient.to(logits.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        for back in range(BLOCK, FULL + BLOCK, BLOCK):
+            here = FULL - back + offsets
+            tile = tl.load(row + here, eviction_policy="evict_first").to(tl.float32)
+            gradient = _logit_gradient(tile, here, target, peak, factor, scale, counts)
+            tl.store(row + here, gradient.to(logits.dtype.element_ty), eviction_policy="evict_first")
+
+
+@jit
+def _logit_gradient(tile, cols, target, peak, factor, scale, counts):
+    gradient = tl.exp(tile - peak) * factor
+    gradient = tl.where(cols == target, gradient - scale, gradient)
+    return tl.where(counts, gradient, 0.0)
+
+
+def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None) -> Tensor:
+    """The loss of each row, fp32 [T]. `count`, one number on the device: the gradient of the sum of the losses divided by it is
+    written over the logits."""
+    T, V = logits.shape
+    assert logits.is_contiguous() and targets.shape == (T,), (logits.shape, targets.shape)
+    losses = logits.new_empty(T, dtype=torch.float32)
+    block, warps = cross_entropy_launch(V, logits.element_size())
+    cut = dict(V=V, IGNORE=IGNORE, WIDTH=16 // logits.element_size(), BLOCK=block, warps=warps)
+    launch(_cross_entropy_kernel, (T,), logits.device, logits, targets, count, losses, **cut)
+    return losses
+
+
+def cross_entropy_launch(V: int, size: int) -> tuple[int, int]:
+    """Logits a block and warps, for V logits of `size` bytes a row."""
+    block = min(16384, max(128, triton.next_power_of_2(V)))
+    return block, min(16, max(1, block // 1024))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    T, V = logits.shape
-    assert logits.is_contiguous() and targets.shape == (T,), (logits.shape, targets.shape)
-    out = logits.new_empty(T)
-    block = min(4096, triton.next_power_of_2(V))
-    launch(_cross_entropy_kernel, (T,), logits.device, logits, targets, out, V, BLOCK=block, warps=max(1, block // 512))
-    return out
+    return cross_entropy_rows(logits, targets, None)
 
 
 # ---- the two tables, and the names under which --backend knows them

@@ -50,6 +50,7 @@ import sampling
 import session
 import template
 import terminal
+import training
 from chat import Chat
 from checkpoint import check_memory, load, read_config, save_fp8, saved_shapes, tensor_shapes
 from fp8 import E4M3, FORMATS, Matrix
@@ -591,10 +592,12 @@ def guarded(monkeypatch):
         buffers.append(buffer)
         return buffer[MARGIN : MARGIN + count].fill_(float("nan")).view(*shape)
 
-    original = torch.Tensor.new_empty  # which the interpreter calls too, with keywords
+    original = torch.Tensor.new_empty  # which the interpreter calls too, with a device
 
     def new_empty(self, *shape, **keywords) -> torch.Tensor:
-        return original(self, *shape, **keywords) if keywords else allocate(shape, self.dtype, self.device)
+        if "device" in keywords:
+            return original(self, *shape, **keywords)
+        return allocate(shape, keywords.get("dtype", self.dtype), self.device)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     monkeypatch.setattr(torch, "empty_like", lambda x: allocate(x.shape, x.dtype, x.device))
@@ -786,6 +789,208 @@ def test_sampling_on_the_device_tells_of_not_finite_logits(bad, top_k):
     logits[2000] = float(bad)
     nowhere = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert choose(logits.to(DEVICE), nowhere, nowhere, ops=kernels.fused, top_k=top_k) == -1
+
+
+# ---- the ops of training.py and their gradients
+
+
+def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
+    """Arguments of a training op, of odd shapes."""
+    x = lambda *shape, scale=1.0: randn(*shape, dtype=dtype, scale=scale)
+    targets = lambda T, V: torch.randint(0, V, (T,), device=DEVICE)
+    some = targets(19, 201)
+    some[[0, 7]] = kernels.IGNORE
+    if op == "rope":
+        angles = torch.rand(20, 12, device=DEVICE) * 6
+        table = angles.cos(), angles.sin()
+        return [(x(B, S, (H + 2 * KH) * 24), *table, H, KH) for B, S, H, KH in ((2, 17, 4, 2), (1, 1, 2, 2), (3, 20, 6, 1))]
+    sure = x(19, 201).fill_(-30.0)
+    sure[torch.arange(19), some.clamp(min=0)] = 30.0  # rows that are one-hot, and so is their softmax
+    return {
+        "linear": [(x(2, 37, 24), x(40, 24), x(40)), (x(1, 16), x(3, 16), x(3)), (x(70, 8), x(300, 8), x(300))],
+        "rmsnorm": [
+            (x(*rows, C, scale=30), branch and x(*rows, C), x(C), 1e-5, dtype)
+            for rows in ((3, 17), (1,))
+            for C in (72, 520)
+            for branch in (True, None)
+        ],
+        "swiglu": [(x(3, 17, 2 * 52, scale=4),), (x(1, 2 * 7),), (x(5, 2 * 600),)],
+        "cross_entropy": [
+            (x(19, 201, scale=5), some),
+            (x(19, 201) + (1000 if dtype == torch.float16 else 10000), some),
+            (sure, some),
+            (x(1, 3), targets(1, 3)),
+            (x(2, 16384), targets(2, 16384)),
+            (x(2, 33001, scale=3), targets(2, 33001)),  # two whole blocks and a ragged one
+        ],
+        "linear_cross_entropy": [(x(19, 24), x(201, 24), some), (x(1, 8), x(3, 8), targets(1, 3))],
+    }[op]
+
+
+def differentiated(ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=None) -> tuple[list, list]:
+    """What an op makes of arguments in dtype and the gradients of its matrices, and what was fed back for them."""
+    wanted = lambda i, a: isinstance(a, torch.Tensor) and a.is_floating_point() and (op != "rope" or i == 0)
+    leaves = [a.to(dtype, copy=True).requires_grad_() if wanted(i, a) else a for i, a in enumerate(arguments)]
+    passed = [dtype if isinstance(a, torch.dtype) else a for a in leaves]
+    passed[0] = passed[0].clone()  # not a leaf, since some of the ops write over it
+    if op == "rope" and dtype == torch.float64:
+        passed[1:3] = [a.double() for a in passed[1:3]]
+    outputs = getattr(ops, op)(*passed)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if upstream is None:
+        upstream = [3 * torch.ones_like(o) if o.ndim == 0 else torch.randn_like(o) for o in outputs]
+    torch.autograd.backward(outputs, [u.to(o.dtype) for u, o in zip(upstream, outputs)])
+    gradients = [a.grad for a in leaves if isinstance(a, torch.Tensor) and a.requires_grad]
+    return [o.detach() for o in outputs] + gradients, upstream
+
+
+def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative, as a vector; 0 for two zeros."""
+    return ((ours.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
+TRAINING_OPS = list(vars(training.fused))
+HALF_PLACE = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-23}  # fp32: a sum's, of some rounded terms
+
+
+def test_training_tables_have_the_same_ops_and_signatures():
+    assert vars(training.reference).keys() == vars(training.fused).keys()
+    for name, op in vars(training.fused).items():
+        assert inspect.signature(op) == inspect.signature(getattr(training.reference, name)), name
+        assert op.__name__ == name and getattr(training.reference, name).__name__ == f"{name}_ref"
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", TRAINING_OPS)
+def test_training_op_and_its_gradients_equal_autograd(op, dtype, guarded):
+    check_guards = guarded
+    for arguments in training_cases(op, dtype):
+        ours, upstream = differentiated(training.fused, op, arguments, dtype)
+        again, _ = differentiated(training.fused, op, arguments, dtype, upstream)
+        plain, _ = differentiated(training.reference, op, arguments, dtype, upstream)
+        exact, _ = differentiated(training.reference, op, arguments, torch.float64, upstream)
+        for i, (o, a, p, e) in enumerate(zip(ours, again, plain, exact, strict=True)):
+            where = (op, [tuple(x.shape) for x in arguments if isinstance(x, torch.Tensor)], i)
+            assert o.shape == e.shape and o.dtype == p.dtype and torch.equal(o, a), where
+            assert distance(o, e) <= 2 * max(distance(p, e), HALF_PLACE[dtype]), (*where, distance(o, e), distance(p, e))
+    check_guards()
+
+
+@needs_triton
+def test_the_gradient_of_cross_entropy_is_where_the_logits_were():
+    T, V = 5, 201
+    buffer = torch.full((MARGIN + T * V + MARGIN,), GUARD, device=DEVICE)
+    logits = buffer[MARGIN:-MARGIN].view(T, V).normal_().requires_grad_()
+    targets = torch.randint(0, V, (T,), device=DEVICE)
+    loss = training.cross_entropy(logits, targets)
+    (gradient,) = torch.autograd.grad(loss, logits, torch.tensor(2.0, device=DEVICE), retain_graph=True)
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert (buffer[:MARGIN] == GUARD).all() and (buffer[-MARGIN:] == GUARD).all()
+    with pytest.raises(AssertionError, match="once"):
+        torch.autograd.grad(loss, logits)
+    kept = torch.randn(T, V, device=DEVICE)
+    before = kept.clone()
+    training.cross_entropy(kept, targets)
+    assert torch.equal(kept, before), "no gradient is wanted, so nothing is written"
+
+
+@needs_triton
+def test_cross_entropy_tells_of_what_is_not_finite_and_leaves_out_what_is_ignored():
+    V = 201
+    for bad in (float("inf"), float("nan")):
+        logits = torch.randn(4, V, device=DEVICE)
+        logits[1, 50] = bad
+        targets = torch.tensor([3, 7, kernels.IGNORE, 9], device=DEVICE)
+        assert kernels.cross_entropy(logits, targets).isfinite().tolist() == [True, False, True, True]
+        assert not training.cross_entropy(logits.clone().requires_grad_(), targets).isfinite()
+        targets[1] = kernels.IGNORE
+        leaf = logits.clone().requires_grad_()
+        loss = training.cross_entropy(leaf, targets)
+        loss.backward()
+        assert (
+            loss.isfinite() and leaf.grad.isfinite().all() and (leaf.grad[[1, 2]] == 0).all() and (leaf.grad[[0, 3]] != 0).any()
+        )
+    low = torch.randn(2, V, device=DEVICE)
+    low[:, 5:] = float("-inf")
+    exact = kernels.cross_entropy_ref(low, torch.tensor([3, 8], device=DEVICE))
+    assert torch.allclose(kernels.cross_entropy(low, torch.tensor([3, 8], device=DEVICE)), exact)
+    for outside in (-1, V):
+        assert kernels.cross_entropy(torch.randn(1, V, device=DEVICE), torch.tensor([outside], device=DEVICE)).isnan().all()
+
+
+@needs_triton
+def test_linear_cross_entropy_does_not_depend_on_its_chunks(monkeypatch):
+    x, w = torch.randn(19, 24, device=DEVICE), torch.randn(201, 24, device=DEVICE)
+    targets = torch.randint(0, 201, (19,), device=DEVICE)
+    whole, upstream = differentiated(training.fused, "linear_cross_entropy", (x, w, targets), torch.float32)
+    monkeypatch.setattr(training, "CHUNK", 7)
+    parts, _ = differentiated(training.fused, "linear_cross_entropy", (x, w, targets), torch.float32, upstream)
+    assert all(nmse(p, e) < ONE_UNIT[torch.float32] for p, e in zip(parts, whole))
+    assert nmse(training.linear_cross_entropy(x, w, targets), whole[0]) < ONE_UNIT[torch.float32]  # without a gradient
+    mixed = training.linear_cross_entropy(x.bfloat16().requires_grad_(), w.clone().requires_grad_(), targets)
+    assert mixed.dtype == torch.float32 and nmse(mixed.detach(), whole[0]) < 1e-3
+
+
+@needs_triton
+def test_dropout_leaves_out_the_same_elements_in_both_directions():
+    x = torch.zeros(40, 250, device=DEVICE, requires_grad=True)
+    branch, weight = torch.ones(40, 250, device=DEVICE, requires_grad=True), torch.ones(250, device=DEVICE)
+    masks = []
+    for p in (0.3, 0.3, 0.05):
+        branch.grad = None
+        total, y = training.rmsnorm(x, branch, weight, 1e-5, torch.float32, p)
+        (total.sum() + 0 * y.sum()).backward()
+        assert torch.equal(branch.grad, total.detach()) and ((total == 0) | (total == 1 / (1 - p))).all()
+        masks.append(total.detach() != 0)
+        assert abs(masks[-1].double().mean().item() - (1 - p)) < 6 * (p * (1 - p) / total.numel()) ** 0.5
+    assert 0.49 < (masks[0] & masks[1]).double().mean() / masks[0].double().mean() / 1.4 < 0.51, "two calls share a mask"
+
+
+@needs_triton
+def test_the_model_trains_the_same_with_either_table():
+    train = train_module()
+    config = train.Config(vocab=300, dim=128, layers=2, kv_heads=1, hidden=192, context=16)
+    tokens = torch.randint(0, 300, (2, 17), device=DEVICE)
+    losses, gradients = [], []
+    for ops in (training.reference, training.fused):
+        torch.manual_seed(SEED)
+        model = train.Llama(config, ops).to(DEVICE)
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert nmse(losses[1], losses[0]) < 1e-12
+    for name, exact in gradients[0].items():
+        assert nmse(gradients[1][name], exact) < 1e-9, name
+
+
+def train_module():
+    """models/tales/train.py, which finds books.py beside it."""
+    sys.path.insert(0, str(HERE / "models/tales"))
+    try:
+        import train
+    finally:
+        sys.path.pop(0)
+    return train
+
+
+def test_joined_matrices_are_saved_and_updated_one_by_one():
+    train = train_module()
+    config = train.Config(vocab=30, dim=128, layers=1, kv_heads=1, hidden=192, context=16)
+    state = train.Llama(config).state_dict()
+    apart = train.split(state, config)
+    assert apart["layers.0.self_attn.k_proj.weight"].shape == (64, 128) and "layers.0.mlp.up_proj.weight" in apart
+    whole = train.join(apart, state)
+    assert whole.keys() == state.keys() and all(torch.equal(whole[name], value) for name, value in state.items())
+    joined = torch.nn.Parameter(torch.randn(24, 8))
+    parts = [torch.nn.Parameter(part.clone()) for part in joined.detach().split((16, 8))]
+    joined.grad = torch.randn(24, 8)
+    for part, grad in zip(parts, joined.grad.split((16, 8))):
+        part.grad = grad.clone()
+    train.Muon([joined], [(16, 8)], 0.1, 0.1).step()
+    train.Muon(parts, [(16,), (8,)], 0.1, 0.1).step()
+    assert torch.allclose(joined, torch.cat(parts), atol=1e-6)
 
 
 # ---- 8-bit floats
@@ -1051,7 +1256,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     def record(kernel, grid, device, *arguments, warps=4, stages=1, **constants):
         recorded.append((kernel, arguments, constants | {"PDL": arch >= 90}, warps, stages))
 
-    for module in (launch, kernels, sampling, fp8):
+    for module in (launch, kernels, sampling, fp8, training):
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     shapes = [((8, 8, 128), T) for T in (1, 100, 3, 60)] + [((8, 1, 64), T) for T in (1, 3)]
     shapes += [((4, 2, 256), T) for T in (1, 100)] + [((2, 2, 256), 1)]
@@ -1082,7 +1287,35 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     for settings in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
         tokens, host_tokens = (torch.zeros(512, dtype=torch.int32) for _ in range(2))
         kernels.fused.sample(torch.zeros(32000), tokens, host_tokens, one, settings)
+    record_training(dtype)
     return recorded
+
+
+def record_training(dtype: torch.dtype) -> None:
+    """Launch the training ops, with shapes of real models and with odd ones; with and without what is optional."""
+    new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
+    count, targets = new(dtype=torch.int64), new(2, dtype=torch.int64)
+    for V in (32000, 128256, 50257, 201):
+        for kind in {dtype, torch.float32}:
+            kernels.cross_entropy_rows(new(2, V, dtype=kind), targets, count)
+            kernels.cross_entropy_rows(new(2, V, dtype=kind), targets, None)
+    for C, residual in ((512, torch.float32), (768, torch.float32), (4096, dtype), (72, dtype)):
+        x, y, weight = new(40, C, dtype=residual), new(40, C), new(C, dtype=torch.float32)
+        for seed in (None, new(1, dtype=torch.int32)):
+            training.rmsnorm_forward(x, y, weight, 1e-5, dtype, seed, 0.1)
+            training.rmsnorm_backward(x, weight, y, x, 1e-5, dtype, seed, 0.1)
+        training.rmsnorm_forward(x, None, weight, 1e-5, dtype, None, 0.0)
+        training.rmsnorm_backward(x, weight, y, None, 1e-5)
+    for N in (2304, 201):
+        training.bias_backward(new(300, N))
+    for D in (64, 128, 24):
+        cos, heads = new(8, D // 2, dtype=torch.float32), [new(2, 8, count, D) for count in (4, 2, 2)]
+        training.rope_forward(new(2, 8, 8 * D), cos, cos, 4, 2)
+        training.rope_backward(*heads, cos, cos)
+    for F in (2112, 53):
+        training.swiglu_forward(new(16, 2 * F))
+        training.swiglu_backward(new(16, 2 * F), new(16, F))
+    training._scale(new(16, 48), new(1, dtype=torch.float32))
 
 
 def compile_kernels(arch: int) -> None:
@@ -1129,7 +1362,7 @@ def test_kernels_compile_ahead_of_time(arch):
     command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    source = "".join((HERE / file).read_text() for file in ("kernels.py", "sampling.py", "fp8.py"))
+    source = "".join((HERE / file).read_text() for file in ("kernels.py", "sampling.py", "fp8.py", "training.py"))
     every = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
     assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
 

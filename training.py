@@ -18,11 +18,12 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from launch import constexpr, gdc_launch_dependents, gdc_wait, jit, launch, processors, tl, triton
+from kernels import IGNORE, cross_entropy_rows
+from launch import gdc_launch_dependents, gdc_wait, jit, launch, processors, tl, triton
 
 
 def wide(x: Tensor) -> Tensor:
@@ -79,14 +80,14 @@ def bias_backward(dout: Tensor) -> Tensor:
 
 
 def linear_ref(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -109,7 +110,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def rmsnorm_ref(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    total = x if branch is None else x + F.dropout(branch, dropout)
+    total = x if branch is None else x + functional.dropout(branch, dropout)
     normed = wide(total) * torch.rsqrt(wide(total).square().mean(-1, keepdim=True) + eps)
     return total, (normed * weight).to(dtype)
 
@@ -367,7 +368,7 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tu
 
 def swiglu_ref(ab: Tensor) -> Tensor:
     a, b = ab.chunk(2, -1)
-    return F.silu(a) * b
+    return functional.silu(a) * b
 
 
 @jit
@@ -435,64 +436,9 @@ def swiglu(ab: Tensor) -> Tensor:
 #      The fused op computes the gradient, (softmax(logits) - onehot(target)) / count, with the loss, and writes it over the
 #      logits, so that there is no second matrix of their size: logits must not be used afterwards.
 
-IGNORE = -100  # torch's
-LOWEST = constexpr(-3.4028234663852886e38)  # finite, so that lanes without a logit give exp(-inf) and not exp(nan)
-
 
 def cross_entropy_ref(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(wide(logits), targets)
-
-
-@jit
-def _cross_entropy_kernel(
-    logits, targets, count, losses,
-    V: tl.constexpr, IGNORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The loss of a row and, where there is a count, the gradient over the logits.
-
-    The ragged end of the row is loaded first and stays in registers: a row of up to BLOCK logits is read once. What comes
-    before it is whole blocks, without a mask; they are read again for the gradient, the last one first, since that is likely to
-    be in the L1 still. Running maximum and sum are kept for every WIDTH neighbours, the 16 bytes that a thread loads at once:
-    a maximum for each thread's own logits costs no exchange, and one for each logit would double the exponentials.
-    """
-    gdc_launch_dependents(PDL)
-    FULL: tl.constexpr = (V - 1) // BLOCK * BLOCK
-    offsets = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    mask = FULL + offsets < V
-    gdc_wait(PDL)
-    pid = tl.program_id(0)
-    row = logits + pid.to(tl.int64) * V
-    target = tl.load(targets + pid)
-    counts = target != IGNORE
-    true_logit = tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
-    end = tl.load(row + FULL + offsets, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-    row_max = tl.maximum(tl.max(end, 1), LOWEST)
-    row_sum = tl.sum(tl.exp(end - row_max[:, None]), 1)
-    for first in range(0, FULL, BLOCK):
-        tile = tl.load(row + first + offsets).to(tl.float32)
-        new_max = tl.maximum(row_max, tl.max(tile, 1))
-        row_sum = row_sum * tl.exp(row_max - new_max) + tl.sum(tl.exp(tile - new_max[:, None]), 1)
-        row_max = new_max
-    peak = tl.max(row_max, 0)
-    total = tl.sum(row_sum * tl.exp(row_max - peak), 0)
-    tl.store(losses + pid, tl.where(counts, tl.log(total) + (peak - true_logit), 0.0))
-    if count is not None:
-        scale = 1.0 / tl.load(count).to(tl.float32)
-        factor = scale / total
-        gradient = _logit_gradient(end, FULL + offsets, target, peak, factor, scale, counts)
-        tl.store(row + FULL + offsets, gradient.to(logits.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-        for back in range(BLOCK, FULL + BLOCK, BLOCK):
-            here = FULL - back + offsets
-            tile = tl.load(row + here, eviction_policy="evict_first").to(tl.float32)
-            gradient = _logit_gradient(tile, here, target, peak, factor, scale, counts)
-            tl.store(row + here, gradient.to(logits.dtype.element_ty), eviction_policy="evict_first")
-
-
-@jit
-def _logit_gradient(tile, cols, target, peak, factor, scale, counts):
-    gradient = tl.exp(tile - peak) * factor
-    gradient = tl.where(cols == target, gradient - scale, gradient)
-    return tl.where(counts, gradient, 0.0)
+    return functional.cross_entropy(wide(logits), targets)
 
 
 @jit
@@ -502,33 +448,15 @@ def _scale_kernel(x, factor, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     gdc_wait(PDL)
     f = tl.load(factor).to(tl.float32)
     if f != 1.0:
-        for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
             offsets = first + tl.arange(0, BLOCK)
             values = tl.load(x + offsets, mask=offsets < count).to(tl.float32) * f
             tl.store(x + offsets, values.to(x.dtype.element_ty), mask=offsets < count)
 
 
-def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None) -> Tensor:
-    """The loss of each row, fp32 [T]. `count`, one number on the device: the gradient of the sum of the losses divided by it is
-    written over the logits."""
-    T, V = logits.shape
-    assert logits.is_contiguous() and targets.shape == (T,), (logits.shape, targets.shape)
-    losses = logits.new_empty(T, dtype=torch.float32)
-    block, warps = cross_entropy_launch(V, logits.element_size())
-    cut = dict(V=V, IGNORE=IGNORE, WIDTH=16 // logits.element_size(), BLOCK=block, warps=warps)
-    launch(_cross_entropy_kernel, (T,), logits.device, logits, targets, count, losses, **cut)
-    return losses
-
-
-def cross_entropy_launch(V: int, size: int) -> tuple[int, int]:
-    """Logits a block and warps, for V logits of `size` bytes a row."""
-    block = min(16384, max(128, triton.next_power_of_2(V)))
-    return block, min(16, max(1, block // 1024))
-
-
 def _scale(x: Tensor, factor: Tensor) -> Tensor:
     """x *= factor, a number on the device."""
-    assert x.is_contiguous() and x.numel() < 1 << 62, x.shape
+    assert x.is_contiguous(), x.shape
     grid = (min(triton.cdiv(x.numel(), 4096), 4 * processors(x.device)),)
     launch(_scale_kernel, grid, x.device, x, factor, x.numel(), BLOCK=4096, warps=8)
     return x
@@ -565,7 +493,7 @@ CHUNK = 4096  # tokens
 
 
 def linear_cross_entropy_ref(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy_ref(F.linear(x, weight.to(x.dtype)), targets)
+    return cross_entropy_ref(functional.linear(x, weight.to(x.dtype)), targets)
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
