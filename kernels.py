@@ -33,6 +33,7 @@ from torch.nn import functional
 import fp8
 from fp8 import E4M3, Matrix
 from launch import (
+    EMULATED,
     INTERPRETED,
     LAUNCHES,
     SPLIT_LAUNCHES,
@@ -907,10 +908,10 @@ def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) 
 
 
 # ---- cross_entropy: loss of each row, log(sum(exp(logits))) - logits[target]. logits [T, V], targets int [T] -> fp32 [T]
-#      Targets equal to IGNORE cost nothing. training.py has the same kernel write the gradient over the logits.
+#      Where the target is IGNORE, the loss is 0. training.py has the same kernel write the gradient over the logits.
 
 IGNORE = -100  # torch's
-LOWEST = constexpr(-3.4028234663852886e38)  # finite, so that lanes without a logit give exp(-inf) and not exp(nan)
+LOG2E = constexpr(1.4426950408889634)
 
 
 def cross_entropy_ref(logits: Tensor, targets: Tensor) -> Tensor:
@@ -918,55 +919,67 @@ def cross_entropy_ref(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @jit
+def _exponent(logits, shift):
+    """logits log2(e) - shift, rounded once."""
+    if EMULATED:  # numpy has no fused multiply-add
+        return (logits.to(tl.float64) * LOG2E - shift).to(tl.float32)
+    return tl.fma(logits, LOG2E, -shift)
+
+
+@jit
+def _add_powers(tile, lane_max, lane_shift, lane_sum):
+    """Add a tile [lanes, WIDTH] of logits to each lane's maximum, to that as a whole power of two, and to its sum of powers."""
+    lane_max = tl.maximum(lane_max, tl.max(tile, 1))
+    shift = tl.maximum(tl.floor(lane_max * LOG2E), -3e38)  # finite, so that a lane of -inf adds 0 and not NaN
+    return lane_max, shift, lane_sum * tl.exp2(lane_shift - shift) + tl.sum(tl.exp2(_exponent(tile, shift[:, None])), 1)
+
+
+@jit
 def _cross_entropy_kernel(
     logits, targets, count, losses,
     V: tl.constexpr, IGNORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row and, where there is a count, the gradient over the logits.
+    """The loss of a row and, where there is a count, the gradient over the logits: (softmax - onehot) / count.
 
     The ragged end of the row is loaded first and stays in registers: a row of up to BLOCK logits is read once. What comes
     before it is whole blocks, without a mask; they are read again for the gradient, the last one first, since that is likely to
-    be in the L1 still. Running maximum and sum are kept for every WIDTH neighbours, the 16 bytes that a thread loads at once:
-    a maximum for each thread's own logits costs no exchange, and one for each logit would double the exponentials.
+    be in a cache still. At the speed of memory instructions count, too: a maximum is kept for every WIDTH neighbours, the 16
+    bytes that a thread loads at once, since one for each logit would double the exponentials; and these are powers of two, with
+    the maximum rounded down to a whole power, so that a logit costs one multiply-add before its power, exact at any size.
     """
     gdc_launch_dependents(PDL)
     FULL: tl.constexpr = (V - 1) // BLOCK * BLOCK
-    offsets = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    mask = FULL + offsets < V
+    offs = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    mask = FULL + offs < V
     gdc_wait(PDL)
     pid = tl.program_id(0)
     row = logits + pid.to(tl.int64) * V
     target = tl.load(targets + pid)
-    counts = target != IGNORE
-    true_logit = tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
-    end = tl.load(row + FULL + offsets, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-    row_max = tl.maximum(tl.max(end, 1), LOWEST)
-    row_sum = tl.sum(tl.exp(end - row_max[:, None]), 1)
-    for first in range(0, FULL, BLOCK):
-        tile = tl.load(row + first + offsets).to(tl.float32)
-        new_max = tl.maximum(row_max, tl.max(tile, 1))
-        row_sum = row_sum * tl.exp(row_max - new_max) + tl.sum(tl.exp(tile - new_max[:, None]), 1)
-        row_max = new_max
-    peak = tl.max(row_max, 0)
-    total = tl.sum(row_sum * tl.exp(row_max - peak), 0)
-    tl.store(losses + pid, tl.where(counts, tl.log(total) + (peak - true_logit), 0.0))
+    end = tl.load(row + FULL + offs, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+    zeros = tl.zeros([BLOCK // WIDTH], tl.float32)
+    lane_max, lane_shift, lane_sum = _add_powers(end, zeros - float("inf"), zeros - 3e38, zeros)
+    for v in range(0, FULL, BLOCK):
+        tile = tl.load(row + v + offs).to(tl.float32)
+        lane_max, lane_shift, lane_sum = _add_powers(tile, lane_max, lane_shift, lane_sum)
+    row_max, shift = tl.max(lane_max, 0), tl.max(lane_shift, 0)
+    total = tl.sum(lane_sum * tl.exp2(lane_shift - shift), 0)
+    # only now is the target used, so that no load waited for it
+    exists = (target >= 0) & (target < V)
+    true_logit = tl.load(row + target, mask=exists, other=float("nan")).to(tl.float32)
+    loss = tl.log(total / tl.exp2(_exponent(row_max, shift))) + (row_max - true_logit)
+    tl.store(losses + pid, tl.where(target == IGNORE, 0.0, loss))
     if count is not None:
-        scale = 1.0 / tl.load(count).to(tl.float32)
+        scale = tl.where(target == IGNORE, 0.0, 1.0 / tl.load(count).to(tl.float32))
         factor = scale / total
-        gradient = _logit_gradient(end, FULL + offsets, target, peak, factor, scale, counts)
-        tl.store(row + FULL + offsets, gradient.to(logits.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        gradient = tl.exp2(_exponent(end, shift)) * factor
+        tl.store(row + FULL + offs, gradient.to(logits.dtype.element_ty), mask=mask, eviction_policy="evict_first")
         for back in range(BLOCK, FULL + BLOCK, BLOCK):
-            here = FULL - back + offsets
-            tile = tl.load(row + here, eviction_policy="evict_first").to(tl.float32)
-            gradient = _logit_gradient(tile, here, target, peak, factor, scale, counts)
-            tl.store(row + here, gradient.to(logits.dtype.element_ty), eviction_policy="evict_first")
-
-
-@jit
-def _logit_gradient(tile, cols, target, peak, factor, scale, counts):
-    gradient = tl.exp(tile - peak) * factor
-    gradient = tl.where(cols == target, gradient - scale, gradient)
-    return tl.where(counts, gradient, 0.0)
+            place = row + FULL - back + offs
+            gradient = tl.exp2(_exponent(tl.load(place, eviction_policy="evict_first").to(tl.float32), shift)) * factor
+            tl.store(place, gradient.to(logits.dtype.element_ty), eviction_policy="evict_first")
+        tl.debug_barrier()  # the target's own gradient is written after that of its neighbours
+        gradient = tl.exp2(_exponent(true_logit, shift)) * factor - scale
+        tl.store(row + target, gradient.to(logits.dtype.element_ty), mask=exists)
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None) -> Tensor:

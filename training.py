@@ -58,10 +58,10 @@ def _column_sum_kernel(x, out, T, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl
 
 
 def _sum_partials(partial: Tensor) -> Tensor:
-    """Column sums [N] of a few rows [P, N] in fp32: narrow blocks of columns, so that many programs share them."""
+    """Column sums [N] of a few rows [P, N] in fp32: blocks of 32 bytes, so that many programs share them and wait once."""
     P, N = partial.shape
-    out = partial.new_empty(1, N)
-    launch(_column_sum_kernel, (triton.cdiv(N, 32), 1), partial.device, partial, out, P, N=N, ROWS=128, BLOCK=32, warps=8)
+    out, rows = partial.new_empty(1, N), min(1024, triton.next_power_of_2(P))
+    launch(_column_sum_kernel, (triton.cdiv(N, 8), 1), partial.device, partial, out, P, N=N, ROWS=rows, BLOCK=8, warps=8)
     return out[0]
 
 
@@ -152,15 +152,15 @@ def _rmsnorm_forward_kernel(
 @jit
 def _rmsnorm_backward_kernel(
     total, weight, dy, dtotal, seed, dx, dbranch, dweight, T, eps, p,
-    C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Every so many rows. dweight [programs, C] fp32 gets this program's part of the sum."""
+    """Every so many rows, the next ones loaded ahead. dweight [programs, C] fp32 gets this program's part of the sum."""
     gdc_launch_dependents(PDL)
     pid, cols = tl.program_id(0), tl.arange(0, BLOCK)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     gdc_wait(PDL)
     weights = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
-    for first in range(pid * ROWS, T, tl.num_programs(0) * ROWS):
+    for first in tl.range(pid * ROWS, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         offsets = rows.to(tl.int64)[:, None] * C + cols[None, :]
         mask = (rows < T)[:, None] & (cols < C)[None, :]
@@ -183,7 +183,7 @@ def _rmsnorm_backward_kernel(
     tl.store(dweight + pid * C + cols, tl.sum(acc, 0), mask=cols < C)
 
 
-NORM_WARPS = 16  # of the backward kernel on a processor
+NORM_WARPS, NORM_STAGES = 16, 2  # warps of the backward kernel on a processor, and how many tiles ahead one of them loads
 
 
 def _row_tile(C: int, elements: int) -> dict[str, int]:
@@ -221,7 +221,7 @@ def rmsnorm_backward(
     own = branch is not None and (branch != total.dtype or seed is not None)  # else the branch's gradient is that of x
     dbranch = total.new_empty(*total.shape, dtype=branch) if own else None
     args = (total, weight, dy, dtotal, seed, dx, dbranch, partial, T, eps, p)
-    launch(_rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, **cut)
+    launch(_rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, STAGES=NORM_STAGES, **cut)
     return dx, dbranch if own else dx if branch is not None else None, _sum_partials(partial)
 
 
@@ -517,6 +517,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if differentiated:
                 torch.mm(logits, narrow, out=dx[rows])
                 _accumulate(dweight, logits.t(), x[rows])
+            del logits  # before the next chunk is allocated
         ctx.gradients = (dx, dweight)
         return torch.cat(losses).sum() / count
 

@@ -196,7 +196,7 @@ def orthogonal(x):
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x.mT if tall else x
 
 
@@ -206,7 +206,9 @@ def optimizers(model, plan):
     rows = [model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),) for n, p in matrices.items()]
     embedding = dict(params=[model.embed_tokens.weight], weight_decay=0.1 * plan.decay)
     norms = dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)
-    adamw = torch.optim.AdamW([embedding, norms], lr=plan.lr, betas=(0.9, 0.95), eps=1e-10)
+    gpu = model.embed_tokens.weight.is_cuda  # where the rate is a number on the device, and the step part of a CUDA graph
+    lr = torch.tensor(plan.lr, device=model.embed_tokens.weight.device) if gpu else plan.lr
+    adamw = torch.optim.AdamW([embedding, norms], lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=gpu, capturable=gpu)
     return [adamw, Muon(list(matrices.values()), rows, lr=plan.lr, weight_decay=plan.decay)]
 
 
@@ -269,6 +271,50 @@ def update(model, optims, lr):
         optim.zero_grad()
 
 
+class Graph:
+    """A function of tensors as a CUDA graph, since Python launches the kernels of a step more slowly than they run. The first
+    calls run as they are, while libraries allocate their workspaces and kernels are compiled."""
+
+    def __init__(self, function, warmup=3):
+        self.function, self.warmup, self.graph, self.stream = function, warmup, None, torch.cuda.Stream()
+
+    def __call__(self, *inputs):
+        if self.warmup or self.graph and inputs[0].shape != self.inputs[0].shape:
+            self.warmup = max(0, self.warmup - 1)
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                output = self.function(*inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return output
+        if self.graph is None:
+            self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.output = self.function(*self.inputs)
+        for mine, given in zip(self.inputs, inputs):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.output
+
+
+def stepper(model, teachers, plan):
+    """The function that makes one step from inputs, targets and the learning rate, and returns the cross-entropy."""
+    device = model.embed_tokens.weight.device.type
+    gpu = device == "cuda"
+    imitate = torch.compile(imitation, dynamic=False) if gpu else imitation
+    optims = optimizers(model, plan)
+
+    def step(x, y, lr):
+        with torch.autocast(device, torch.bfloat16, enabled=gpu):
+            with torch.no_grad():
+                guides = [teacher(x) for teacher in teachers]
+            loss, hard = imitate(model(x), guides, y) if guides else [model.loss(x, y)] * 2
+        loss.backward()
+        update(model, optims, lr)
+        return hard.detach()
+
+    return Graph(step) if gpu else step
+
+
 def fit(name, model, teachers, plan, data, args, seed):
     """Train the model in place and return it. The books are spelt by other processes while the GPU is set up."""
     began, rng, readings = time.time(), random.Random(seed), epochs(data, plan, seed)
@@ -276,8 +322,7 @@ def fit(name, model, teachers, plan, data, args, seed):
     if gpu:
         for each in (model, *teachers):
             compile_plain(each)
-    imitate = torch.compile(imitation, dynamic=False) if gpu else imitation
-    optims = optimizers(model, plan)
+    step = stepper(model, teachers, plan)
     for epoch, reading in enumerate(readings):
         tokens, groups = grouped(reading, args, device, rng)
         losses = torch.zeros((), device=device)
@@ -285,13 +330,8 @@ def fit(name, model, teachers, plan, data, args, seed):
             x, y = pick(tokens, starts, args.context)
             if plan.hide:
                 x = torch.where(torch.rand(x.shape, device=device) < plan.hide, UNK, x)
-            with torch.autocast(args.device, torch.bfloat16, enabled=gpu):
-                with torch.no_grad():
-                    guides = [teacher(x) for teacher in teachers]
-                loss, hard = imitate(model(x), guides, y) if guides else [model.loss(x, y)] * 2
-            loss.backward()
-            update(model, optims, plan.lr * rate((epoch + i / len(groups)) / plan.epochs))
-            losses += hard.detach()
+            lr = plan.lr * rate((epoch + i / len(groups)) / plan.epochs)
+            losses += step(x, y, torch.tensor(lr, device=device) if gpu else lr)
         if (epoch + 1) % 4 == 0 or epoch + 1 == plan.epochs:
             done, loss = f"{name}, epoch {epoch + 1} of {plan.epochs}, {time.time() - began:.0f} s", losses / len(groups)
             say(f"{done}: training loss {loss.item():.3f}, held out {evaluate(model, data)[0]:.4f} bits per byte")
