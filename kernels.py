@@ -988,16 +988,16 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None) ->
     T, V = logits.shape
     assert logits.is_contiguous() and targets.shape == (T,), (logits.shape, targets.shape)
     losses = logits.new_empty(T, dtype=torch.float32)
-    block, warps = cross_entropy_launch(V, logits.element_size())
+    block, warps = cross_entropy_launch(V)
     cut = dict(V=V, IGNORE=IGNORE, WIDTH=16 // logits.element_size(), BLOCK=block, warps=warps)
     launch(_cross_entropy_kernel, (T,), logits.device, logits, targets, count, losses, **cut)
     return losses
 
 
-def cross_entropy_launch(V: int, size: int) -> tuple[int, int]:
-    """Logits a block and warps, for V logits of `size` bytes a row."""
-    block = min(16384, max(128, triton.next_power_of_2(V)))
-    return block, min(16, max(1, block // 1024))
+def cross_entropy_launch(V: int) -> tuple[int, int]:
+    """Logits a block, and warps, for rows of V."""
+    block = min(4096, triton.next_power_of_2(V))
+    return block, max(1, block // 512)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

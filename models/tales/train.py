@@ -118,11 +118,13 @@ class Llama(nn.Module):
                 ends = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.layers) if ends else 0.02)
 
-    def hidden(self, tokens):
-        """What the logits are a product of. The residual is in fp32, the rest in autocast's type where that is on."""
-        device = tokens.device.type
+    def embed(self, tokens):
+        return self.dropout(self.embed_tokens(tokens))
+
+    def hidden(self, x):
+        """What the logits are a product of. The residual x is in fp32, the rest in autocast's type where that is on."""
+        device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        x = self.dropout(self.embed_tokens(tokens))
         norms = [*(block.input_layernorm.weight for block in self.layers), self.norm.weight]
         x, h = self.ops.rmsnorm(x, None, norms[0], self.config.eps, dtype)
         for block, norm in zip(self.layers, norms[1:]):
@@ -130,11 +132,14 @@ class Llama(nn.Module):
         return h
 
     def forward(self, tokens):
-        return F.linear(self.hidden(tokens), self.embed_tokens.weight)
+        return F.linear(self.hidden(self.embed(tokens)), self.embed_tokens.weight)
+
+    def classify(self, h, targets):
+        """The mean cross-entropy."""
+        return self.ops.linear_cross_entropy(h.flatten(0, 1), self.embed_tokens.weight, targets.flatten())
 
     def loss(self, tokens, targets):
-        """The mean cross-entropy."""
-        return self.ops.linear_cross_entropy(self.hidden(tokens).flatten(0, 1), self.embed_tokens.weight, targets.flatten())
+        return self.classify(self.hidden(self.embed(tokens)), targets)
 
 
 OPS = {"fused": fused, "plain": reference}
@@ -474,8 +479,9 @@ def say(text):
 def arguments():
     p = argparse.ArgumentParser(description="Train the model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = p.add_argument
-    add("--corpus", type=Path, required=True, help="folder with train/*.txt and held_out/*.txt, a paragraph a line")
-    add("--out", type=Path, required=True, help="folder to write the model to")
+    add("--corpus", type=Path, help="folder with train/*.txt and held_out/*.txt, a paragraph a line")
+    add("--out", type=Path, help="folder to write the model to")
+    add("--profile", action="store_true", help="instead: one step of a teacher on random tokens, kernel by kernel")
     add("--seed", type=int, default=1, help="of the weights, the requests and the order of the books")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
     add("--kernels", choices=tuple(OPS), help="Triton kernels, or plain torch, compiled on a GPU; the default follows --device")
@@ -491,6 +497,8 @@ def arguments():
     add("--teacher-epochs", type=int, default=TEACHER.epochs, help="their readings")
     args = p.parse_args()
     args.kernels = args.kernels or ("fused" if args.device == "cuda" else "plain")
+    if not args.profile and not (args.corpus and args.out):
+        p.error("--corpus and --out are needed, or --profile alone")
     if args.dim % 128 or args.teacher_dim % 64:
         p.error("--dim must be a multiple of 128 and --teacher-dim one of 64")
     return args
@@ -518,8 +526,41 @@ def prepare(args):
     return Data(books, sp, sp.encode(held_out), len(held_out.encode()))
 
 
+def profile(args):
+    """Print what one step of a teacher costs."""
+    from profile_step import report
+
+    torch.manual_seed(args.seed)
+    shape = shaped(args.vocab, args.teacher_dim, args.teacher_layers, 1, args.context)
+    model = Llama(shape, OPS[args.kernels], TEACHER.dropout).to(args.device)
+    tokens = torch.randint(args.vocab, (args.batch, args.context + 1), device=args.device)
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    optims, gpu = optimizers(model, TEACHER), args.device == "cuda"
+    lr = torch.tensor(TEACHER.lr, device=args.device) if gpu else TEACHER.lr
+    state = {}
+
+    def within(function):
+        def part():
+            with torch.autocast(args.device, torch.bfloat16, enabled=gpu):
+                function()
+
+        return part
+
+    parts = {
+        "embedding": within(lambda: state.update(x=model.embed(x))),
+        "forward": within(lambda: state.update(h=model.hidden(state.pop("x")))),
+        "classifier": within(lambda: state.update(loss=model.classify(state.pop("h"), y))),
+        "backward": lambda: state.pop("loss").backward(),
+        "optimiser": lambda: update(model, optims, lr),
+    }
+    print(f"{sum(p.numel() for p in model.parameters())} parameters, {x.numel()} tokens, {args.kernels} kernels\n")
+    print(report(parts, torch.device(args.device)))
+
+
 def main():
     args, began = arguments(), time.time()
+    if args.profile:
+        return profile(args)
     data = prepare(args)
     teachers, plan = taught(data, args), replace(STUDENT, epochs=args.epochs)
     torch.manual_seed(args.seed)

@@ -1,0 +1,159 @@
+"""One training step, kernel by kernel, beside what the hardware can do: the report that llm.c prints of its own.
+
+Times come from the profiler. Bytes and operations are counted, not measured: each kernel of training.py and each op of torch
+is charged with its inputs read once and its outputs written once, and products and attention with their multiplications and
+additions. At best a kernel takes the longer of two times: its bytes at the rate of a large copy, and its operations at the rate
+of a large product, both found in the same run.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import bench
+import kernels
+import training
+
+KINDS = {  # by what a row is called
+    "product": ("mm", "linear"),
+    "attention": ("attention",),
+    "classifier": ("cross_entropy",),
+    "norm": ("rmsnorm", "column_sum"),
+    "rope, swiglu": ("rope", "swiglu"),
+    "optimiser": ("foreach", "adam", "vector_norm"),
+}
+
+
+def kind_of(name):
+    return next((kind for kind, signs in KINDS.items() if any(sign in name for sign in signs)), "other")
+
+
+def size(tensors):
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
+
+
+class Counting(TorchDispatchMode):
+    """Counts bytes and operations of every op by name. The kernels of training.py are counted where they are launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.operations = defaultdict(float), defaultdict(float)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        name, schema = op._overloadpacket.__name__, op._schema
+        if schema.is_mutable or not any(r.alias_info for r in schema.returns):  # not a view
+            written = [a for a, s in zip(args, schema.arguments) if s.alias_info and s.alias_info.is_write]
+            written += [
+                (kwargs or {}).get(s.name) for s in schema.arguments[len(args) :] if s.alias_info and s.alias_info.is_write
+            ]
+            self.bytes[f"aten::{name}"] += size(args) + size(written or out)
+        self.operations[f"aten::{name}"] += operations(name, args)
+        return out
+
+    def launch(self, kernel, grid, device, *args, warps=4, stages=1, **constants):
+        name = kernel.__name__
+        self.bytes[name] += size(args)
+        if name == "_cross_entropy_kernel":
+            self.bytes[name] += size(args[0]) if args[2] is not None else 0  # the gradient
+        elif name == "_rope_forward_kernel":
+            self.bytes[name] += size(args[0]) * (2 * constants["TURNED"] / constants["HEADS"] - 1)  # in place, without v
+        elif name == "_scale_kernel":
+            self.bytes[name] -= size(args[0])  # the factor is 1
+        self.launched(kernel, grid, device, *args, warps=warps, stages=stages, **constants)
+
+    def __enter__(self):
+        self.launched = training.launch
+        training.launch = kernels.launch = self.launch
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        training.launch = kernels.launch = self.launched
+        return super().__exit__(*exception)
+
+
+def operations(name, args):
+    """Multiplications and additions of a product or of causal attention."""
+    if name in ("mm", "bmm"):
+        return 2.0 * args[0].numel() * args[1].shape[-1]
+    if name in ("addmm", "baddbmm"):
+        return 2.0 * args[1].numel() * args[2].shape[-1]
+    if "scaled_dot_product" in name:
+        backward = "backward" in name
+        q, k = args[1:3] if backward else args[:2]
+        return (5.0 if backward else 2.0) * q.numel() * k.shape[-2]  # half of the positions are seen
+    return 0.0
+
+
+def timed(parts, device):
+    """Name -> (seconds, count) of what ran, and the seconds of each part. On a GPU the names are those of our kernels and,
+    for the kernels that torch launches, of its ops; on a CPU those of the ops."""
+    gpu, activity = device.type == "cuda", torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU] + [activity.CUDA] * gpu) as profiler:
+        for name, part in parts.items():
+            with torch.profiler.record_function(f"part {name}"):
+                part()
+                bench.synchronize(device)
+    events = profiler.events()
+    spans = {e.name[5:]: e.time_range for e in events if e.name.startswith("part ") and e.device_type.name == "CPU"}
+    found = defaultdict(lambda: [0.0, 0])
+
+    def add(name, microseconds, count=1):
+        found[name][0] += microseconds * 1e-6
+        found[name][1] += count
+
+    if not gpu:
+        for e in events:
+            if e.name.startswith("aten::"):
+                add(e.name, e.self_cpu_time_total)
+        return found, {name: span.elapsed_us() * 1e-6 for name, span in spans.items()}
+    ran = [e for e in events if e.device_type.name == "CUDA" and not e.name.startswith(("part ", "Optimizer."))]
+    for e in ran:
+        add(e.name, e.time_range.elapsed_us())
+    for e in events:
+        for kernel in e.kernels if e.device_type.name == "CPU" and e.name.startswith("aten::") else ():
+            add(kernel.name, -kernel.duration, -1)
+            add(outermost(e), kernel.duration)
+    within = {name: sum(e.time_range.elapsed_us() for e in ran if span.start <= e.time_range.start < span.end) * 1e-6
+              for name, span in spans.items()}  # fmt: skip
+    return {name: value for name, value in found.items() if value[1] > 0}, within
+
+
+def outermost(event):
+    """The op that a program called, of those that called one another."""
+    name = event.name
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+        name = event.name if event.name.startswith("aten::") and event.name not in COMPOSITE else name
+    return name
+
+
+COMPOSITE = tuple(f"aten::{name}" for name in "to linear matmul dropout contiguous scaled_dot_product_attention".split())
+
+
+def report(parts, device):
+    """Run a step of so many parts in turn, some times, and say in tables what it costs."""
+    for _ in range(3):
+        for part in parts.values():
+            part()
+    with Counting() as counted:
+        for part in parts.values():
+            part()
+    found, within = timed(parts, device)
+    copy, product = bench.copy_ceiling(device), bench.product_ceiling(device, torch.bfloat16)
+    total, ideal, rows, kinds = sum(s for s, _ in found.values()), 0.0, [], defaultdict(float)
+    for name, (seconds, count) in sorted(found.items(), key=lambda item: -item[1][0]):
+        moved, done = counted.bytes.get(name, 0.0), counted.operations.get(name, 0.0)
+        best = max(moved / copy, done / product)
+        ideal += min(best, seconds) if best else seconds  # what is not counted is taken as it is
+        kinds[kind_of(name)] += seconds
+        if seconds > 0.002 * total:
+            shares = {"% of copy": 100 * moved / copy / seconds, "% of product": 100 * done / product / seconds}
+            rows.append({"kernel": name[:48], "ms": 1e3 * seconds, "count": count, "GB/s": moved / seconds / 1e9} | shares)
+    table = lambda values: bench.markdown([{"": k, "ms": 1e3 * s, "% of time": 100 * s / total} for k, s in values.items()])
+    closing = (
+        f"{1e3 * total:.2f} ms of kernels; each at its own ceiling {1e3 * ideal:.2f} ms: efficiency {100 * ideal / total:.1f}%"
+    )
+    return "\n\n".join((bench.markdown(rows), table(kinds), table(within), closing))
