@@ -996,7 +996,7 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None) ->
 
 def cross_entropy_launch(V: int) -> tuple[int, int]:
     """Logits a block, and warps, for rows of V."""
-    block = min(4096, triton.next_power_of_2(V))
+    block = min(4096, max(256, triton.next_power_of_2(V)))
     return block, max(1, block // 512)
 
 

@@ -27,6 +27,7 @@ import termios
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -961,13 +962,36 @@ def test_the_model_trains_the_same_with_either_table():
 
 
 def train_module():
-    """models/tales/train.py, which finds books.py beside it."""
-    sys.path.insert(0, str(HERE / "models/tales"))
-    try:
-        import train
-    finally:
-        sys.path.pop(0)
+    """models/tales/train.py, which imports what is beside it."""
+    if str(HERE / "models/tales") not in sys.path:
+        sys.path.append(str(HERE / "models/tales"))
+    import train
+
     return train
+
+
+@needs_triton
+def test_a_training_step_is_counted_and_reported(monkeypatch, capsys):
+    train = train_module()
+    import profile_step
+
+    x, w = torch.randn(6, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
+    with profile_step.Counting() as counted:
+        torch.mm(x, w.t())
+        training.swiglu_forward(x)
+        training.rope_forward(x[None], torch.ones(6, 1, device=DEVICE), torch.zeros(6, 1, device=DEVICE), 2, 1)
+        kernels.cross_entropy_rows(x, torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.tensor(6, device=DEVICE))
+    assert counted.operations["aten::mm"] == 2 * 6 * 8 * 5 and counted.bytes["aten::mm"] == 4 * (6 * 8 + 5 * 8 + 6 * 5)
+    assert counted.bytes["_swiglu_forward_kernel"] == 4 * (48 + 24)
+    assert counted.bytes["_rope_forward_kernel"] == 4 * (2 * 36 + 2 * 6)  # q and k are 3 of 4 heads
+    assert counted.bytes["_cross_entropy_kernel"] == 4 * 2 * 48 + 8 * 6 + 8 + 4 * 6
+    monkeypatch.setattr(bench, "copy_ceiling", lambda device: 1e10)
+    monkeypatch.setattr(bench, "product_ceiling", lambda device, dtype: 1e11)
+    shape = dict(vocab=300, teacher_dim=64, teacher_layers=1, context=16, batch=2)
+    train.profile(SimpleNamespace(**shape, seed=1, kernels="plain", device=DEVICE.type))
+    out = capsys.readouterr().out
+    assert re.search(r"efficiency [\d.]+%", out) and "aten::mm" in out
+    assert {"embedding", "forward", "classifier", "backward", "optimiser"} <= set(re.findall(r"^\| (\w+) ", out, re.MULTILINE))
 
 
 def test_joined_matrices_are_saved_and_updated_one_by_one():
