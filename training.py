@@ -183,13 +183,13 @@ def _rmsnorm_backward_kernel(
     tl.store(dweight + pid * C + cols, tl.sum(acc, 0), mask=cols < C)
 
 
-NORM_WARPS, NORM_STAGES = 16, 2  # warps of the backward kernel on a processor, and how many tiles ahead one of them loads
+NORM_STAGES = 1  # of the loop of the backward kernel: more than one loads the next rows ahead
 
 
 def _row_tile(C: int, elements: int) -> dict[str, int]:
     """A tile of whole rows: its shape, and the warps for about so many elements a thread."""
     block = triton.next_power_of_2(C)
-    warps = min(16, max(4, block // 512))
+    warps = min(16, max(4, block // (32 * elements)))
     return dict(ROWS=max(1, elements * 32 * warps // block), BLOCK=block, warps=warps)
 
 
@@ -213,10 +213,11 @@ def rmsnorm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """-> the gradients of x, of the branch if it has a type, and of weight. dtotal: the gradient of total, if it has one."""
     C = total.shape[-1]
-    T, cut = total.numel() // C, _row_tile(C, 16)
+    elements = 16 if C <= 2048 else 8
+    T, cut = total.numel() // C, _row_tile(C, elements)
     assert dy.is_contiguous() and dy.shape == total.shape, (dy.shape, total.shape)
     assert dtotal is None or dtotal.is_contiguous() and dtotal.shape == total.shape, (dtotal.shape, total.shape)
-    programs = min(triton.cdiv(T, cut["ROWS"]), max(1, NORM_WARPS // cut["warps"]) * processors(total.device))
+    programs = min(triton.cdiv(T, cut["ROWS"]), max(1, 256 // elements // cut["warps"]) * processors(total.device))
     dx, partial = torch.empty_like(total), total.new_empty(programs, C, dtype=torch.float32)
     own = branch is not None and (branch != total.dtype or seed is not None)  # else the branch's gradient is that of x
     dbranch = total.new_empty(*total.shape, dtype=branch) if own else None
