@@ -183,9 +183,6 @@ def _rmsnorm_backward_kernel(
     tl.store(dweight + pid * C + cols, tl.sum(acc, 0), mask=cols < C)
 
 
-NORM_STAGES = 1  # of the loop of the backward kernel: more than one loads the next rows ahead
-
-
 def _row_tile(C: int, elements: int) -> dict[str, int]:
     """A tile of whole rows: its shape, and the warps for about so many elements a thread."""
     block = triton.next_power_of_2(C)
@@ -213,7 +210,7 @@ def rmsnorm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """-> the gradients of x, of the branch if it has a type, and of weight. dtotal: the gradient of total, if it has one."""
     C = total.shape[-1]
-    elements = 16 if C <= 2048 else 8
+    elements, stages = (16, 2) if C <= 2048 else (8, 3)  # stages of the loop: the next rows are loaded ahead
     T, cut = total.numel() // C, _row_tile(C, elements)
     assert dy.is_contiguous() and dy.shape == total.shape, (dy.shape, total.shape)
     assert dtotal is None or dtotal.is_contiguous() and dtotal.shape == total.shape, (dtotal.shape, total.shape)
@@ -222,7 +219,7 @@ def rmsnorm_backward(
     own = branch is not None and (branch != total.dtype or seed is not None)  # else the branch's gradient is that of x
     dbranch = total.new_empty(*total.shape, dtype=branch) if own else None
     args = (total, weight, dy, dtotal, seed, dx, dbranch, partial, T, eps, p)
-    launch(_rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, STAGES=NORM_STAGES, **cut)
+    launch(_rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, STAGES=stages, **cut)
     return dx, dbranch if own else dx if branch is not None else None, _sum_partials(partial)
 
 
