@@ -6,24 +6,20 @@ import os
 import re
 import shutil
 import sys
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 import kernels
 import launch
+from files import Part, one_line_errors, parts_of, read_json, read_part, safetensors_header
 from fp8 import FORMATS, Format, Matrix
 from model import CHUNK, Config, LayerWeights, Llama, RopeScaling, Weights
 from template import find_template
-from tokenizer import read_json, refuse_pointer, tokenizer_file
+from tokenizer import tokenizer_file
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -72,6 +68,7 @@ def _listed(values: tuple) -> str:
     return ", ".join("absent" if value is None else json.dumps(value) for value in values)
 
 
+@one_line_errors()
 def read_config(folder: Path) -> Config:
     """The configuration of a Hugging Face folder (config.json) or of Meta's own (params.json). Raises ValueError."""
     if (folder / "config.json").is_file():
@@ -254,7 +251,7 @@ def _meta_config(folder: Path) -> Config:
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
     vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
     if vocab_size < 1:  # "as the tokenizer": every shard of Meta's holds all rows of the embedding, and a part of its columns
-        shapes = {part.name: part.shape for part in _parts(_tensor_files(folder, hugging_face=False)[0])}
+        shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder, hugging_face=False)[0])}
         vocab_size = next(iter(shapes.get("tok_embeddings.weight", ())), 1)
     return Config(
         dim=dim,
@@ -331,19 +328,8 @@ def saved_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     return unquantised_shapes(c) | matrices | {f"{name}.scale": shape[:1] for name, shape in matrices.items()}
 
 
-@dataclass
-class Part:
-    """One tensor of one file; a tensor of Meta's checkpoints is split over several."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Checkpoint:
-    """The tensors of a folder. Nothing is read before `read`, and each file is mapped anew for each tensor: pages of a
-    mapping count as this process's memory until it goes, and the model must never be in memory twice."""
+    """The tensors of a folder. Nothing but headers is read before `read`: the model must never be in memory twice."""
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
@@ -352,10 +338,12 @@ class Checkpoint:
         self.shapes = saved_shapes(config) if self.format else tensor_shapes(config)
         self.parts: dict[str, list[Part]] = {}
         for file in [folder / SAVED] if self.format else _tensor_files(folder, self.hugging_face):
-            for part in _parts(file):
+            for part in parts_of(file):
                 name = _meta_name(part.name) if self.hugging_face else part.name
                 if not name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # derived from the config
                     self._check_type(name, part)
+                    if name in self.parts and (self.format or self.hugging_face):  # only Meta's layout has parts
+                        raise ValueError(f"{part.file}: {part.name} stands in {self.parts[name][0].file.name}, too")
                     self.parts.setdefault(name, []).append(part)
         if config.tie_embeddings:
             self.parts.pop("output.weight", None)
@@ -387,9 +375,8 @@ class Checkpoint:
         parts, first = self.parts[name], self.parts[name][0].shape
         if any(part.shape != first for part in parts) or len(first) != len(shape):
             return None
-        repeated = not self.hugging_face and len(shape) == 1
         for axis in range(len(shape)):
-            count = 1 if repeated else len(parts)
+            count = 1 if len(shape) == 1 else len(parts)
             if (*first[:axis], first[axis] * count, *first[axis + 1 :]) == shape:
                 return axis
         return None
@@ -415,9 +402,9 @@ class Checkpoint:
         """One whole tensor; the rows of q and k come in Meta's RoPE convention, interleaved pairs."""
         parts, shape = self.parts[name], self.shapes[name]
         if parts[0].shape == shape:
-            tensor = _read(parts[0])
+            tensor = read_part(parts[0])
         else:
-            tensor = torch.cat([_read(part) for part in parts], self._split_axis(name, shape))
+            tensor = torch.cat([read_part(part) for part in parts], self._split_axis(name, shape))
         if self.hugging_face and name.rpartition(".")[0].endswith((".wq", ".wk", ".q_norm", ".k_norm")):
             D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
             tensor = tensor.view(-1, 2, D // 2, *shape[1:]).transpose(1, 2).reshape(shape)
@@ -427,7 +414,7 @@ class Checkpoint:
         """What is wrong with the first tensor that holds NaN or inf, as it is or once converted to dtype. Codes and scales are
         not converted, and were checked when they were read."""
         for part in (part for name, parts in self.parts.items() if name.endswith((".weight", ".bias")) for part in parts):
-            tensor = _read(part)
+            tensor = read_part(part)
             if not torch.isfinite(tensor).all():
                 return f"{part.name} in {part.file.name} holds NaN or inf"
             if not torch.isfinite(tensor.to(dtype)).all():
@@ -457,7 +444,7 @@ def _tensor_files(folder: Path, hugging_face: bool) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    weight_map = Fields(index).raw.get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} lacks the field weight_map")
     names = sorted({str(name) for name in weight_map.values()})
@@ -467,60 +454,6 @@ def _indexed_files(index: Path) -> list[Path]:
         if not (index.parent / name).is_file():
             raise FileNotFoundError(f"{index} names {name}, which is missing")
     return [index.parent / name for name in names]
-
-
-def _parts(file: Path) -> list[Part]:
-    """What a file holds, from its header alone."""
-    if file.suffix == ".safetensors":
-        types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
-        with _opened(file) as f:
-            slices = {name: f.get_slice(name) for name in f.keys()}
-            return [Part(file, n, tuple(s.get_shape()), types.get(s.get_dtype())) for n, s in slices.items()]
-    return [Part(file, n, tuple(t.shape), t.dtype) for n, t in _unpickle(file).items()]
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator:
-    """A safetensors file, for its header."""
-    refuse_pointer(file)
-    try:
-        with safe_open(file, "pt") as f:
-            yield f
-    except OSError:
-        raise
-    except Exception as error:  # the library's SafetensorError
-        raise ValueError(f"{file} is not a sound safetensors file: {error}") from None
-
-
-def _read(part: Part) -> Tensor:
-    if part.file.suffix == ".safetensors":
-        with safe_open(part.file, "pt") as f:
-            return f.get_tensor(part.name)
-    return _unpickle(part.file)[part.name]
-
-
-def _unpickle(file: Path) -> dict[str, Tensor]:
-    """The tensors of a .bin or .pth, mapped, through torch's unpickler that runs no code."""
-    refuse_pointer(file)
-    try:
-        with zipfile.ZipFile(file) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError("it is compressed")  # torch never does that, and a few bytes could unpack to any size
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(tensors, dict) or not all(isinstance(n, str) and _is_plain(t) for n, t in tensors.items()):
-            raise ValueError("it holds something other than named, dense tensors")
-        return tensors
-    except OSError:
-        raise
-    except zipfile.BadZipFile:
-        raise ValueError(f"{file} is not in torch's zip format: save it anew with a torch from 1.6 on") from None
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{file} is not a checkpoint that can be read safely: {reason}") from None
-
-
-def _is_plain(tensor: object) -> bool:
-    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 # ---- where a checkpoint is: a folder, or a repository of the hub, downloaded when it is first asked for
@@ -809,6 +742,7 @@ def pick_fp16_sums(accumulate: str, backend: str, device: torch.device, dtype: t
     return able and (accumulate == "fp16" or accumulate == "auto" and "GeForce" in torch.cuda.get_device_name(device))
 
 
+@one_line_errors()
 def load(
     name: str,
     *,
@@ -865,8 +799,7 @@ def saved_format(folder: Path) -> Format | None:
     file = folder / SAVED
     if not file.is_file():
         return None
-    with _opened(file) as f:
-        metadata = f.metadata() or {}
+    metadata = safetensors_header(file)[0].get("__metadata__", {})
     version, name = metadata.get("fused-llama"), metadata.get("fp8")
     if not version:
         return None
@@ -877,6 +810,7 @@ def saved_format(folder: Path) -> Format | None:
     return FORMATS[name]
 
 
+@one_line_errors()
 def save_fp8(
     name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", device: str = "auto", quiet: bool = False
 ) -> Path:

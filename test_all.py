@@ -6,6 +6,7 @@ ahead of time for every supported architecture.
 
 import csv
 import fcntl
+import functools
 import hashlib
 import http.server
 import inspect
@@ -26,6 +27,7 @@ import sys
 import termios
 import threading
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,7 +55,8 @@ import template
 import terminal
 import training
 from chat import Chat
-from checkpoint import check_memory, load, read_config, save_fp8, saved_shapes, tensor_shapes
+from checkpoint import Checkpoint, check_memory, load, read_config, save_fp8, saved_shapes, tensor_shapes
+from files import one_line_errors, parts_of, read_part
 from fp8 import E4M3, FORMATS, Matrix
 from launch import tl
 from model import CHUNK, Config, KVCache, Timings, generate, rope_table
@@ -2093,6 +2096,19 @@ def plant_index(name: str):
     return spoil
 
 
+def halves(folder: Path) -> None:
+    """One tensor as two halves in two shards, as Meta's layout has them and Hugging Face's has not."""
+    to_shards(folder, "safetensors")
+    for i in (0, 1):
+        file = folder / f"model-0000{i + 1}-of-00002.safetensors"
+        tensors = {name: t for name, t in load_file(file).items() if name != "lm_head.weight"}
+        save_file(tensors | {"lm_head.weight": HALVES[i].clone()}, file)
+
+
+HALVES = torch.ones(300, 64).chunk(2)
+HUGE = 1 << 36
+
+
 NORM = "model.layers.0.input_layernorm.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -2186,6 +2202,25 @@ SPOILED = {  # how a checkpoint is spoiled: what the one line of error must hold
     "index that leaves the folder": (plant_index("../model.safetensors"), ["which is not a file of its own folder"]),
     "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), ["holds no tokenizer.model"]),
     "broken tokenizer": (lambda f: (f / "tokenizer.model").write_bytes(b"x" * 99), ["is not a SentencePiece model"]),
+    "a tensor in two halves": (halves, ["model-00002-of-00002.safetensors: lm_head.weight stands in model-00001-of-00002"]),
+    "a huge config": (lambda f: os.truncate(f / "config.json", HUGE), ["config.json has more than 10,000,000 bytes"]),
+    "a huge header": (
+        lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 99_000_000) + b" " * 99),
+        ["not a sound safetensors file: its header has 99,000,000 bytes"],
+    ),
+    "a config that is a pipe": (
+        lambda f: [(f / "config.json").unlink(), os.mkfifo(f / "config.json")],
+        ["neither config.json"],
+    ),
+    "a link out": (
+        lambda f: [(f / "config.json").rename(f.parent / "c"), (f / "config.json").symlink_to("../c")],
+        ["config.json is a link out of its folder"],
+    ),
+    "deep ropes": (
+        spoil_config(rope_scaling=functools.reduce(lambda v, _: {"a": v}, range(300), {}), rope_parameters={"a": 1}),
+        ["nested more than 32 deep"],
+    ),
+    "a long list": (spoil_config(num_attention_heads=[1] * 100_000), ["num_attention_heads is [1, 1", "from 1 to 1024"]),
 }
 
 
@@ -2215,6 +2250,151 @@ def test_a_head_dim_that_the_kernels_cannot_run_is_told(cli, copy):
     code, _, err = cli("-m", copy, "-p", "Once", "-n", 2, "--backend", "triton", "--device", "cpu")
     assert code == 1 and "head_dim is 20; the kernels need a multiple of 8: use --backend torch" in err.splitlines()[-1]
     assert cli("-m", copy, "-p", "Once", "-n", 2, "--device", "cpu")[0] == 0
+
+
+# ---- files that others wrote
+
+
+def torch_zip(file: Path, data_pkl: bytes, **storages: bytes) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("x/data.pkl", data_pkl)
+        for key, raw in storages.items():
+            archive.writestr(f"x/data/{key.removeprefix('_')}", raw)
+
+
+def pickled(*values) -> bytes:
+    """A pickle of protocol 2 of nested tuples, dicts, numbers and texts; Raw is put in as it is."""
+    return b"\x80\x02" + b"".join(map(opcodes, values)) + b"."
+
+
+def opcodes(value) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, dict):
+        return b"}(" + b"".join(opcodes(k) + opcodes(v) for k, v in value.items()) + b"u"
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(opcodes, value)) + b"t"
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def storage(key: str = "0", count: int = 4, kind: bytes = b"Float") -> bytes:
+    return opcodes(("storage", b"ctorch\n" + kind + b"Storage\n", key, "cpu", count)) + b"Q"
+
+
+def rebuilt(offset=0, shape=(4,), strides=(1,), data: bytes | None = None) -> bytes:
+    arguments = (data or storage(), offset, shape, strides, False, {})
+    return b"ctorch._utils\n_rebuild_tensor_v2\n" + opcodes(arguments) + b"R"
+
+
+def swapped(a: bytes, b: bytes):
+    """Two byte strings of equal length change places in the file."""
+
+    def change(file: Path) -> None:
+        parts = re.split(b"(" + re.escape(a) + b"|" + re.escape(b) + b")", file.read_bytes())
+        file.write_bytes(b"".join({a: b, b: a}.get(part, part) for part in parts))
+
+    return change
+
+
+ONES, TWOS = struct.pack("<4f", 1, 1, 1, 1), struct.pack("<4f", 2, 2, 2, 2)
+TWO = pickled({"a": rebuilt(), "b": rebuilt(data=storage("1"))})
+
+HOSTILE_ZIPS = {  # a torch zip: data.pkl, what is done to the file, what the error must hold
+    "a global with a long name": (pickled(b"c" + b"x" * 1_000_000 + b"\ny\n"), None, "read safely"),
+    "a text with escapes": (pickled(b"V" + rb"\u0041" * 300_000 + b"\n"), None, "opcode 'V'"),
+    "a number of many digits": (pickled(b"I" + b"9" * 1_000_000 + b"\n"), None, "opcode 'I'"),
+    "a bytearray of 2 GB": (pickled(b"\x96" + struct.pack("<Q", 2 << 30)), None, "opcode '\\x96'"),
+    "an object": (pickled(b"cos\nsystem\n", ("true",), b"R"), None, "calls os.system"),
+    "a class": (pickled(b"(icollections\nOrderedDict\n"), None, "opcode 'i'"),
+    "attributes of a tensor": (pickled({"a": rebuilt() + b"\x81"}), None, "opcode '\\x81'"),
+    "another storage": (pickled({"a": rebuilt(data=storage(kind=b"QInt8"))}), None, "storages of an unknown kind"),
+    "too little on the stack": (pickled(b"0"), None, "opcode '0'"),
+    "nothing on the stack": (pickled(b"\x87"), None, "takes more than it has put"),
+    "a key that is a tuple": (pickled({("a",): rebuilt()}), None, "other than named, dense tensors"),
+    "a list": (pickled(b"]"), None, "opcode ']'"),
+    "a name twice": (pickled(b"}(" + (opcodes("a") + rebuilt()) * 2 + b"u"), None, "it holds a twice"),
+    "a storage of another size": (pickled({"a": rebuilt(data=storage(count=5))}), None, "a does not fit its storage"),
+    "no such storage": (pickled({"a": rebuilt(data=storage("7"))}), None, "read safely"),
+    "beyond the storage": (pickled({"a": rebuilt(offset=1)}), None, "a does not fit its storage"),
+    "far strides": (pickled({"a": rebuilt(shape=(2, 2), strides=(1 << 40, 1))}), None, "strides with gaps or overlaps"),
+    "expanded": (pickled({"a": rebuilt(shape=(2, 2), strides=(1, 0))}), None, "strides with gaps or overlaps"),
+    "negative": (pickled({"a": rebuilt(shape=(-4,))}), None, "a size that no tensor has"),
+    "fewer strides": (pickled({"a": rebuilt(shape=(2, 2), strides=(1,))}), None, "strides with gaps or overlaps"),
+    "swapped data": (TWO, swapped(ONES, TWOS), "does not have its checksum"),
+    "swapped names": (TWO, lambda f: swap_in_directory(f, b"x/data/0", b"x/data/1"), "where something else is"),
+    "cut": (TWO, lambda f: f.open("r+b").truncate(f.stat().st_size - 9), "not in torch's zip format"),
+    "zeros": (TWO, lambda f: [f.write_bytes(b""), os.truncate(f, 50 << 30)], "not in torch's zip format"),
+    "a pipe": (TWO, lambda f: [f.unlink(), os.mkfifo(f)], "is not a regular file"),
+    "a link out of the folder": (TWO, lambda f: f.rename(f.parent.parent / "a") and f.symlink_to("../a"), "out of its folder"),
+}
+
+
+def swap_in_directory(file: Path, a: bytes, b: bytes) -> None:
+    raw = file.read_bytes()
+    directory = raw.index(b"PK\x01\x02")
+    file.write_bytes(raw[:directory] + raw[directory:].replace(a, b"?").replace(b, a).replace(b"?", b))
+
+
+def assert_one_line(error: BaseException) -> None:
+    assert len(str(error)) <= 500 and str(error).isprintable(), error
+
+
+@pytest.mark.parametrize("how", HOSTILE_ZIPS)
+def test_hostile_torch_files_are_refused(tmp_path, how):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    data_pkl, change, expected = HOSTILE_ZIPS[how]
+    torch_zip(folder / "x.bin", data_pkl, _0=ONES, _1=TWOS)
+    if change:
+        change(folder / "x.bin")
+    with pytest.raises(ValueError, match=re.escape(expected)) as raised, one_line_errors():
+        [read_part(part) for part in parts_of(folder / "x.bin")]
+    assert_one_line(raised.value)
+
+
+def test_torch_files_are_read_as_torch_reads_them(tmp_path):
+    base = torch.randn(12, 8)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        whole = base.to(dtype)
+        tensors = dict(whole=whole, rows=whole[3:7], turned=whole.t(), shared=whole, one=whole[5], none=torch.ones(()))
+        state = torch.nn.ParameterDict({"a": whole}).state_dict() | tensors | {"p": torch.nn.Parameter(whole)}
+        torch.save(state, tmp_path / "x.bin")
+        theirs = torch.load(tmp_path / "x.bin", weights_only=True)
+        ours = {part.name: read_part(part) for part in parts_of(tmp_path / "x.bin")}
+        assert list(ours) == list(theirs)
+        assert all(ours[n].dtype == t.dtype and ours[n].stride() == t.stride() and ours[n].equal(t) for n, t in theirs.items())
+
+
+@pytest.mark.parametrize("change", ["cut", "changed", "gone"])
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(copy, form, change):
+    LAYOUTS.get(form, lambda folder: None)(copy)
+    checkpoint = Checkpoint(copy, read_config(copy))
+    file = next(copy.glob("*model*." + form))
+    {"cut": lambda: os.truncate(file, 20_000), "changed": lambda: os.utime(file, ns=(0, 0)), "gone": file.unlink}[change]()
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{change} while it was being read|changed while|No such file"):
+        checkpoint.read("output.weight")
+
+
+def test_a_file_that_shrinks_under_the_reader_is_an_error(copy, monkeypatch):
+    part = Checkpoint(copy, read_config(copy)).parts["output.weight"][0]
+    monkeypatch.setattr("files._version", lambda f: part.version)
+    os.truncate(part.file, part.offset + 100)
+    with pytest.raises(ValueError, match="model.safetensors was cut while it was being read"):
+        read_part(part)
+
+
+def test_messages_of_the_python_api_are_one_short_line(copy):
+    folder = copy.rename(copy.parent / "a\n\x1b[31mb")
+    for spoil in (spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)})), spoil_config(hidden_act="x\ny" * 100_000)):
+        spoil(folder)
+        for act in (load, lambda name: save_fp8(name, folder / "new")):
+            with pytest.raises(ValueError) as raised:
+                act(folder)
+            assert_one_line(raised.value)
+
+
+# ---- the command line as a user meets it, continued
 
 
 def test_tokenizer_of_another_size(cli, tiny, copy):

@@ -11,6 +11,7 @@ from pathlib import Path
 import tokenizers
 from sentencepiece import SentencePieceProcessor
 
+from files import read_json
 from template import Renderer, find_template
 
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # of templates: control tokens, even if SentencePiece has them as user's symbols
@@ -32,7 +33,6 @@ class SentencePiece:
     """A tokenizer.model, with the tokens that fine-tuned relatives add beside it."""
 
     def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
-        refuse_pointer(file)
         try:
             self.sp = SentencePieceProcessor(model_proto=file.read_bytes())
             pieces = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
@@ -213,25 +213,6 @@ def tokenizer_file(folder: Path) -> Path:
         if file.is_file():
             return file
     raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
-
-
-def refuse_pointer(file: Path) -> None:
-    """Of a repository cloned without git-lfs, the large files are notes of where they are."""
-    with file.open("rb") as opened:
-        if opened.read(64).startswith(b"version https://git-lfs.github.com/spec/"):
-            raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
-
-
-def read_json(file: Path) -> dict:
-    """The object that a JSON file holds. Raises ValueError."""
-    refuse_pointer(file)
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return value
 
 
 def _added_tokens(folder: Path, config: dict) -> dict[str, int]:

@@ -1,0 +1,400 @@
+"""Files that others wrote, read without trusting them: regular files only, of a sane size; tensors are found from headers alone
+and read, not mapped, so that a file cut short meanwhile is an error and no bus error.
+
+A .bin or .pth is a zip of raw storages and of one pickle that describes them. Of the pickle only the opcodes and the few names
+that torch.save writes for tensors are understood, here: no unpickler runs, so no code can.
+"""
+
+import io
+import json
+import math
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+MESSAGE = 500  # characters that a message has at most
+JSON_BYTES = 10_000_000  # in memory JSON takes up to 25 times as much
+JSON_DEPTH = 32
+HEADER_BYTES = 10_000_000  # of a safetensors file
+PICKLE_BYTES = 2_000_000  # 10,000 tensors
+DIRECTORY_BYTES = 4_000_000  # of a zip
+
+
+# ---- messages
+
+
+def one_line(text: str) -> str:
+    """Short and printable: names and values in a message may come from a hostile file."""
+    if len(text) > MESSAGE:
+        text = f"{text[: MESSAGE - 155]} ... {text[-150:]}"
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Whatever is raised inside has a message of one short, printable line. Also a decorator."""
+    try:
+        yield
+    except Exception as error:
+        if len(error.args) == 1:
+            error.args = (one_line(str(error.args[0])),)
+        raise
+
+
+# ---- whole files
+
+
+def open_regular(file: Path) -> io.FileIO:
+    """A file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe, a socket or a device, which could
+    block for ever, and for a link that leads out of the folder (in the hub's cache, out of the repository)."""
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is not a regular file")
+    folder = file.parent.resolve()
+    if folder.parent.name == "snapshots":  # whose files are links to ../../blobs
+        folder = folder.parent.parent
+    if not file.resolve().is_relative_to(folder):
+        raise ValueError(f"{file} is a link out of its folder: copy the file itself")
+    f = file.open("rb", buffering=0)
+    if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):  # of a repository cloned without git-lfs
+        f.close()
+        raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
+    f.seek(0)
+    return f
+
+
+def read_bytes(file: Path, limit: int) -> bytes:
+    """A whole regular file. Raises ValueError when it has more than limit bytes."""
+    with open_regular(file) as f:
+        raw = b"" if os.fstat(f.fileno()).st_size > limit else f.read(limit + 1)
+        if not raw and f.seek(0, os.SEEK_END) or len(raw) > limit:
+            raise ValueError(f"{file} has more than {limit:,} bytes: not a file of its kind")
+    return raw
+
+
+def read_json(file: Path, limit: int = JSON_BYTES) -> dict:
+    """The object that a JSON file holds, of at most so many bytes. Raises ValueError."""
+    return _parse_json(read_bytes(file, limit), file)
+
+
+def _parse_json(raw: bytes, file: Path) -> dict:
+    try:
+        value = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    level = [value]
+    for _ in range(JSON_DEPTH):
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())]
+    if level:
+        raise ValueError(f"{file} is not JSON that a checkpoint has: it is nested more than {JSON_DEPTH} deep")
+    return value
+
+
+# ---- tensors
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of one file; a tensor of Meta's checkpoints is split over several."""
+
+    file: Path
+    name: str
+    dtype: torch.dtype | None  # None: one that no model here has
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None  # None: contiguous
+    offset: int  # of its first byte in the file
+    crc: int  # CRC-32 of its bytes; 0: unknown
+    version: tuple[int, ...]  # of the file: see _version
+
+
+def parts_of(file: Path) -> list[Part]:
+    """The tensors of a file, from its header alone. Raises ValueError."""
+    return _safetensors_parts(file) if file.suffix == ".safetensors" else _torch_parts(file)
+
+
+def read_part(part: Part) -> Tensor:
+    """One tensor. Raises ValueError when its file is damaged, or not the one whose header was read."""
+    flat = torch.empty(math.prod(part.shape), dtype=part.dtype)
+    left, crc = memoryview(flat.view(torch.uint8).numpy()), 0
+    with open_regular(part.file) as f:
+        if _version(f) != part.version:
+            raise ValueError(f"{part.file} was changed while it was being read")
+        f.seek(part.offset)
+        while left:
+            count = f.readinto(left[: 1 << 20])  # a piece that is still in the CPU's cache when its checksum is taken
+            if not count:
+                raise ValueError(f"{part.file} was cut while it was being read")
+            crc = zlib.crc32(left[:count], crc) if part.crc else 0
+            left = left[count:]
+    if crc != part.crc:
+        raise ValueError(f"{part.file} is damaged: {part.name} does not have its checksum")
+    return flat.view(part.shape) if part.strides is None else flat.as_strided(part.shape, part.strides)
+
+
+def _version(f: io.FileIO) -> tuple[int, ...]:
+    stat = os.fstat(f.fileno())
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+SAFETENSORS_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+
+
+def safetensors_header(file: Path) -> tuple[dict, int, tuple[int, ...]]:
+    """A safetensors file's header, once the library found it sound; where the data begins; the file's version."""
+    with open_regular(file) as f:
+        version = _version(f)
+        start = f.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= size <= min(HEADER_BYTES, version[2] - 8):
+            raise ValueError(f"{file} is not a sound safetensors file: its header has {size:,} bytes")
+        raw = f.read(size)
+    try:
+        with safe_open(file, "pt"):
+            return _parse_json(raw, file), 8 + size, version
+    except OSError:
+        raise
+    except Exception as error:  # the library's SafetensorError, _parse_json's ValueError
+        raise ValueError(f"{file} is not a sound safetensors file: {error}") from None
+
+
+def _safetensors_parts(file: Path) -> list[Part]:
+    header, data, version = safetensors_header(file)
+    return [
+        Part(file, n, SAFETENSORS_TYPES.get(t["dtype"]), tuple(t["shape"]), None, data + t["data_offsets"][0], 0, version)
+        for n, t in sorted(header.items())
+        if n != "__metadata__"
+    ]
+
+
+# ---- torch.save's format
+
+
+class _Storage(NamedTuple):
+    key: str
+    dtype: torch.dtype
+    count: int
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    offset: int  # in elements, as strides
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Global(NamedTuple):
+    name: str
+
+
+STORAGES = {
+    f"torch.{name}Storage": dtype
+    for name, dtype in dict(
+        Double=torch.float64, Float=torch.float32, Half=torch.float16, BFloat16=torch.bfloat16,
+        Long=torch.int64, Int=torch.int32, Short=torch.int16, Char=torch.int8, Byte=torch.uint8, Bool=torch.bool,
+    ).items()
+}  # fmt: skip
+REBUILD_TENSOR, REBUILD_PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
+ORDERED_DICT = "collections.OrderedDict"
+
+
+class _Pickle:
+    """What a pickle of tensors describes. Every step takes at least a byte, constant time and little memory, and every value is
+    an int, a str, a bool, None, a tuple or a dict of these, or one of the three records above."""
+
+    INTS = {"J": "<i", "K": "<B", "M": "<H"}  # opcodes as characters: pickletools has all of them
+
+    def __init__(self, raw: bytes):
+        self.raw, self.at = raw, 0
+        self.stack: list = []
+        self.marks: list[int] = []
+        self.memo: dict[int, object] = {}
+
+    def take(self, size: int) -> bytes:
+        self.at += size
+        if self.at > len(self.raw):
+            raise ValueError("its pickle is cut")
+        return self.raw[self.at - size : self.at]
+
+    def number(self, form: str) -> int:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def line(self) -> str:
+        return self.take(self.raw.index(b"\n", self.at, self.at + 100) + 1 - self.at)[:-1].decode()
+
+    def since_mark(self) -> list:
+        mark = self.marks.pop()
+        values = self.stack[mark:]
+        del self.stack[mark:]
+        return values
+
+    def pop(self, count: int) -> tuple:
+        if count > len(self.stack) - (self.marks[-1] if self.marks else 0):
+            raise ValueError("its pickle takes more than it has put")
+        values = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        return values
+
+    def value(self) -> object:
+        while (op := chr(self.take(1)[0])) != ".":
+            self.step(op)
+        return self.stack[-1]
+
+    def step(self, op: str) -> None:
+        push, memo = self.stack.append, self.memo
+        if op == "q":
+            memo[self.number("<B")] = self.stack[-1]
+        elif op == "r":
+            memo[self.number("<I")] = self.stack[-1]
+        elif op == "h":
+            push(memo[self.number("<B")])
+        elif op == "j":
+            push(memo[self.number("<I")])
+        elif op in self.INTS:
+            push(self.number(self.INTS[op]))
+        elif op == "\x8a":  # LONG1
+            push(int.from_bytes(self.take(self.number("<B")), "little", signed=True))
+        elif op == "X":
+            push(self.take(self.number("<I")).decode())
+        elif op == "(":
+            self.marks.append(len(self.stack))
+        elif op == "t":
+            push(tuple(self.since_mark()))
+        elif op == ")":
+            push(())
+        elif op in "\x85\x86\x87":  # TUPLE1, TUPLE2, TUPLE3
+            push(self.pop(ord(op) - 0x84))
+        elif op in "N\x88\x89":
+            push({"N": None, "\x88": True, "\x89": False}[op])
+        elif op == "}":
+            push({})
+        elif op == "s":
+            self.set_items(self.pop(2))
+        elif op == "u":
+            self.set_items(self.since_mark())
+        elif op == "c":
+            push(_Global(f"{self.line()}.{self.line()}"))
+        elif op == "Q":
+            push(self.storage(*self.pop(1)[0]))
+        elif op == "R":
+            push(self.call(*self.pop(2)))
+        elif op == "b":  # BUILD: attributes, of which a state_dict has some; they are left out
+            self.pop(1)
+        elif op == "\x80":
+            self.number("<B")  # the protocol
+        else:
+            raise ValueError(f"its pickle does what no pickle of tensors does (opcode {op!r} at {self.at - 1})")
+
+    def set_items(self, flat) -> None:
+        target = self.stack[-1]
+        for name, value in zip(flat[::2], flat[1::2], strict=True):
+            if type(target) is not dict or type(name) is not str:
+                raise ValueError("it holds something other than named, dense tensors")
+            if name in target:
+                raise ValueError(f"it holds {name} twice")
+            target[name] = value
+
+    def storage(self, kind, type_, key, _device, count) -> _Storage:
+        if kind != "storage" or type(key) is not str or type(type_) is not _Global or type_.name not in STORAGES:
+            raise ValueError("it holds storages of an unknown kind")
+        return _Storage(key, STORAGES[type_.name], _natural(count))
+
+    def call(self, function, arguments):
+        name = function.name if type(function) is _Global else "a value"
+        if name == ORDERED_DICT and arguments == ():
+            return {}
+        if name == REBUILD_PARAMETER and type(arguments[0]) is _Tensor:
+            return arguments[0]
+        if name == REBUILD_TENSOR and type(arguments[0]) is _Storage:
+            storage, offset, shape, strides = arguments[:4]
+            return _Tensor(storage, _natural(offset), tuple(map(_natural, shape)), tuple(map(_natural, strides)))
+        raise ValueError(f"its pickle calls {name}: it holds something other than named, dense tensors")
+
+
+def _natural(value) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 48:
+        raise ValueError("its pickle holds a size that no tensor has")
+    return value
+
+
+class _Zip(io.FileIO):
+    """For zipfile, which reads the directory whole."""
+
+    def read(self, size: int = -1) -> bytes:
+        if size > DIRECTORY_BYTES:
+            raise ValueError("its zip directory is too large")
+        return super().read(size)
+
+
+def _torch_parts(file: Path) -> list[Part]:
+    open_regular(file).close()
+    try:
+        with _Zip(file) as f, zipfile.ZipFile(f) as archive:
+            entries = {entry.filename: entry for entry in archive.infolist()}
+            if len(entries) < len(archive.infolist()):
+                raise ValueError("it holds two entries of one name")
+            return _described(file, f, entries)
+    except OSError:
+        raise
+    except zipfile.BadZipFile:
+        raise ValueError(f"{file} is not in torch's zip format: save it anew with a torch from 1.6 on") from None
+    except Exception as error:  # of a hostile pickle: whatever operations on values of wrong types raise
+        raise ValueError(f"{file} is not a checkpoint that can be read safely: {str(error) or type(error).__name__}") from None
+
+
+def _described(file: Path, f: _Zip, entries: dict[str, zipfile.ZipInfo]) -> list[Part]:
+    """The tensors that a zip's data.pkl describes."""
+    pickles = [name for name in entries if name.endswith("/data.pkl")]
+    if len(pickles) != 1 or entries[pickles[0]].file_size > PICKLE_BYTES:
+        raise ValueError("it lacks a data.pkl of a sane size")
+    folder = pickles[0].removesuffix("data.pkl")
+    order = entries.get(f"{folder}byteorder")
+    if order and _content(f, order) != b"little":
+        raise ValueError("its bytes are in another order than little-endian")
+    tensors = _Pickle(_content(f, entries[pickles[0]])).value()
+    if type(tensors) is not dict or not all(type(t) is _Tensor for t in tensors.values()):
+        raise ValueError("it holds something other than named, dense tensors")
+    version, parts = _version(f), []
+    for name, (storage, offset, shape, strides) in tensors.items():
+        entry = entries[f"{folder}data/{storage.key}"]
+        size, count = storage.dtype.itemsize, math.prod(shape)
+        if entry.file_size != size * storage.count or offset + count > storage.count:
+            raise ValueError(f"{name} does not fit its storage of {entry.file_size:,} bytes")
+        if len(strides) != len(shape) or count != 1 + sum((n - 1) * stride for n, stride in zip(shape, strides)):
+            raise ValueError(f"{name} has strides with gaps or overlaps: save it anew, contiguous")
+        crc = entry.CRC if count == storage.count else 0
+        parts.append(Part(file, name, storage.dtype, shape, strides, _data(f, entry) + offset * size, crc, version))
+    return parts
+
+
+def _data(f: _Zip, entry: zipfile.ZipInfo) -> int:
+    """Where an entry's bytes begin, if it is stored as it is and whole."""
+    f.seek(entry.header_offset)
+    header = f.read(30)
+    name, extra = struct.unpack("<HH", header[26:])
+    start = entry.header_offset + 30 + name + extra
+    if header[:4] != b"PK\x03\x04" or f.read(name) != entry.orig_filename.encode():
+        raise ValueError(f"its zip directory has {entry.filename} where something else is")
+    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
+        raise ValueError("it is compressed")  # torch never does that, and a few bytes could unpack to any size
+    if start + entry.file_size > os.fstat(f.fileno()).st_size:
+        raise ValueError(f"it is cut: {entry.filename} goes beyond its end")
+    return start
+
+
+def _content(f: _Zip, entry: zipfile.ZipInfo) -> bytes:
+    f.seek(_data(f, entry))
+    raw = f.read(entry.file_size)
+    if entry.CRC not in (0, zlib.crc32(raw)):
+        raise ValueError(f"{entry.filename} does not have its checksum")
+    return raw
