@@ -43,6 +43,9 @@ def uniform(seed: int, index: int) -> float:
     return ((z ^ (z >> 31)) >> 40) / (1 << 24)
 
 
+COLDEST = 1e-30  # temperature: a positive one below it would be 0 in float32
+
+
 def sample_ref(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, s: Sampling) -> None:
     position = int(pos)
     token = _choose_ref(logits, tokens, position, s) if torch.isfinite(logits.sum()) else -1
@@ -58,14 +61,18 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
         logits[recent] = torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
     if s.temp == 0:
         return int(logits.argmax())
-    ranked = logits.topk(s.top_k if 0 < s.top_k < len(logits) else len(logits)).values  # what top-k keeps, best first
+    kept = logits
+    if 0 < s.top_k < len(logits):
+        kept = logits[logits >= logits.topk(s.top_k).values[-1]]
+    best, floor = kept.max(), kept.min()
     if s.top_p < 1:
-        p = ranked.softmax(0)
-        ranked = ranked[: int((p.cumsum(0) - p < s.top_p).sum().clamp(min=1))]
-    floor = ranked[-1]
+        ranked = kept.sort(descending=True).values
+        p = (ranked - best).double().exp()
+        above = p.cumsum(0) - p  # of those before each
+        floor = ranked[max(int((above < s.top_p * p.sum()).sum()), 1) - 1]
     if s.min_p > 0:
-        floor = torch.maximum(floor, ranked[0] + math.log(s.min_p))
-    p = torch.where(logits >= floor, (logits - ranked[0]) / s.temp, -torch.inf).exp()
+        floor = torch.maximum(floor, best + math.log(s.min_p))
+    p = torch.where(logits >= floor, (logits - best) / max(s.temp, COLDEST), -torch.inf).exp()
     cdf = p.double().cumsum(0)
     drawn = torch.searchsorted(cdf, uniform(s.seed, position) * cdf[-1], right=True)
     return min(int(drawn), int(p.nonzero()[-1]))
@@ -97,25 +104,50 @@ def _threshold(l, weights, target, low, high):
 
 @jit
 def _choose(
-    l, ids, u, temp, top_p, log_min_p,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr,
+    l, ids, u, temp, top_p, log_min_p, edges, left_out, logits,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1)."""
+    """One of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1). Where l is only what
+    parts of the vocabulary kept, edges is each part's lowest and left_out how many equal to it there was no room for."""
     best = tl.max(l, 0)
     if GREEDY:
         return tl.min(tl.where(l == best, ids, 2147483647), 0)
     floor = tl.min(tl.where(l > float("-inf"), l, best), 0)
     if TOP_K > 0:
         floor = _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, floor, best)
+    edge, unseen = floor, 0.0
+    if edges is not None:
+        unseen = tl.sum(tl.where(edges == edge, left_out, 0.0), 0)
     if TOP_P:
         p = tl.where(l >= floor, tl.exp(l - best), 0.0)
-        floor = _threshold(l, p, tl.maximum(top_p * tl.sum(p, 0), 1e-30), floor, best)
+        total = tl.sum(p, 0) + unseen * tl.exp(edge - best)
+        floor = _threshold(l, p, tl.maximum(top_p * total, 1e-30), floor, best)
     if MIN_P:
         floor = tl.maximum(floor, best + log_min_p)
-    p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0)
+    p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
     cdf = tl.cumsum(p, 0)
     last = tl.max(tl.where(p > 0, ids, 0), 0)
-    return tl.min(tl.where((cdf > u * tl.max(cdf, 0)) & (p > 0), ids, last), 0)
+    token = tl.min(tl.where((cdf > u * tl.max(cdf, 0)) & (p > 0), ids, last), 0)
+    if edges is not None:  # noqa: SIM102  known when the kernel is compiled; the next is not
+        if (unseen > 0) & (floor == edge):
+            mass = tl.sum(p, 0) + unseen * tl.exp((edge - best) / temp)
+            token = _draw_from_all(logits, u * mass, best, floor, temp, V, BLOCK)
+    return token
+
+
+@jit
+def _draw_from_all(logits, target, best, floor, temp, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The first id at which the weights of the logits from floor on, added up, exceed the target."""
+    before, token, last = tl.full([], 0.0, tl.float64), 2147483647, 0
+    for start in range(0, V, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        l = tl.load(logits + ids, mask=ids < V, other=float("-inf"), cache_modifier=".cg")
+        p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
+        cdf = before + tl.cumsum(p, 0)
+        token = tl.minimum(token, tl.min(tl.where((cdf > target) & (p > 0), ids, 2147483647), 0))
+        last = tl.maximum(last, tl.max(tl.where(p > 0, ids, 0), 0))
+        before += tl.sum(p, 0)
+    return tl.minimum(token, last)
 
 
 @jit
@@ -141,33 +173,47 @@ def _sample_kernel(
         tl.debug_barrier()
     l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
     bad = tl.sum(tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), 1, 0), 0)
+    l = tl.where(bad > 0, 0.0, l)
     u = _uniform(seed, position)
     if PARTS == 1:
-        token = _choose(l, ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
+        token = _choose(l, ids, u, temp, top_p, log_min_p, None, None, logits, TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK)
         tl.store(tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
         tl.store(host_tokens + position, tl.where(bad > 0, -1, token).to(tl.int32))
     else:
+        # what this part keeps, in the order of ids: those above its edge, fewer than TOP_K, and as many at it as there is room
         best = tl.max(l, 0)
         lowest = tl.min(tl.where(ids < V, l, best), 0)
-        chosen = (l >= _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, lowest, best)) & (ids < V)
+        edge = _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, lowest, best)
+        above = ((l > edge) & (ids < V)).to(tl.int32)
+        equal = ((l == edge) & (ids < V)).to(tl.int32)
+        room = KEEP - tl.sum(above, 0)
+        chosen = (bad == 0) & ((above > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= room)))
         slot = part * KEEP + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        chosen &= slot < (part + 1) * KEEP
-        count = tl.sum(chosen.to(tl.int32), 0)
         lane = tl.arange(0, KEEP)
         filler = tl.where(bad > 0, float("nan"), float("-inf"))
-        tl.store(few + slot, l, mask=chosen)
-        tl.store(few + PARTS * KEEP + slot, ids.to(tl.float32, bitcast=True), mask=chosen)
-        tl.store(few + part * KEEP + lane, filler + tl.zeros([KEEP], tl.float32), mask=(lane >= count) | (bad > 0))
+        kept = few
+        kept_ids = few + PARTS * KEEP
+        edges = few + 2 * PARTS * KEEP
+        left_out = edges + PARTS
+        tl.store(kept + slot, l, mask=chosen)
+        tl.store(kept_ids + slot, ids.to(tl.float32, bitcast=True), mask=chosen)
+        tl.store(kept + part * KEEP + lane, filler + tl.zeros([KEEP], tl.float32), mask=lane >= tl.sum(chosen.to(tl.int32), 0))
+        tl.store(edges + part, edge)
+        tl.store(left_out + part, tl.maximum(tl.sum(equal, 0) - room, 0).to(tl.float32))
         tl.debug_barrier()
         if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
             tl.store(arrived, 0)
-            kept = few + tl.arange(0, PARTS * KEEP)
-            kept_l = tl.load(kept, cache_modifier=".cg")
-            kept_ids = tl.load(kept + PARTS * KEEP, cache_modifier=".cg").to(tl.int32, bitcast=True)
-            any_bad = tl.sum((kept_l != kept_l).to(tl.int32), 0)
-            chosen_id = _choose(kept_l, kept_ids, u, temp, top_p, log_min_p, TOP_K, TOP_P, MIN_P, GREEDY)
-            tl.store(tokens + position, tl.where(any_bad > 0, 0, chosen_id).to(tl.int32))
-            tl.store(host_tokens + position, tl.where(any_bad > 0, -1, chosen_id).to(tl.int32))
+            slots, parts = tl.arange(0, PARTS * KEEP), tl.arange(0, PARTS)
+            all_l = tl.load(kept + slots, cache_modifier=".cg")
+            all_ids = tl.load(kept_ids + slots, cache_modifier=".cg").to(tl.int32, bitcast=True)
+            any_bad = tl.sum((all_l != all_l).to(tl.int32), 0)
+            token = _choose(
+                tl.where(any_bad > 0, 0.0, all_l), all_ids, u, temp, top_p, log_min_p,
+                tl.load(edges + parts, cache_modifier=".cg"), tl.load(left_out + parts, cache_modifier=".cg"), logits,
+                TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK,
+            )  # fmt: skip
+            tl.store(tokens + position, tl.where(any_bad > 0, 0, token).to(tl.int32))
+            tl.store(host_tokens + position, tl.where(any_bad > 0, -1, token).to(tl.int32))
 
 
 KEEP = 64  # logits that a part keeps at most: top-k up to so many is chosen in parts
@@ -175,8 +221,9 @@ KEEP = 64  # logits that a part keeps at most: top-k up to so many is chosen in 
 
 @cache
 def _few(device: torch.device, parts: int) -> tuple[Tensor, Tensor]:
-    """Workspace of _sample_kernel: what each part kept (logits, then ids), and how many parts are done."""
-    return torch.zeros(2 * parts * KEEP, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    """Workspace of _sample_kernel: what each part kept (logits, then ids), its edge and how many equal to it were left out; and
+    how many parts are done."""
+    return torch.zeros(2 * parts * KEEP + 2 * parts, device=device), torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, s: Sampling) -> None:
@@ -189,6 +236,6 @@ def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, s: 
     on |= dict(PENALTY=s.repeat_penalty != 1 and window > 0, WINDOW=triton.next_power_of_2(max(window, 1)))
     launch(
         _sample_kernel, (parts,), logits.device, logits, tokens, host_tokens, pos, *_few(logits.device, parts),
-        s.seed, max(s.temp, 1e-6), s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window,
+        s.seed, max(s.temp, COLDEST), s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window,
         **on, V=V, BLOCK=block, PARTS=parts, KEEP=KEEP, warps=min(16, max(4, block // 1024)),
     )  # fmt: skip

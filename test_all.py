@@ -11,6 +11,7 @@ import hashlib
 import http.server
 import inspect
 import io
+import itertools
 import json
 import os
 import pickle
@@ -786,10 +787,27 @@ def test_sampling_on_the_device_follows_the_distribution():
 
 
 @needs_triton
+@pytest.mark.parametrize("V", [100, 300, 3000, 5000])
+def test_equals_at_the_edge_stay_together_on_every_device(V):
+    few, many = 7, min(V - 10, random.choice([90, 2500]))
+    every = itertools.product((5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9))
+    for top_k, top_p, min_p, temp, at in random.sample([*every], 8):
+        logits = torch.full((V,), -5.0)
+        places = torch.randperm(V)
+        logits[places[:few]], logits[places[few : few + many]] = 2.0 + torch.rand(few), 1.0
+        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=SEED)
+        tokens, position = torch.zeros(9, dtype=torch.int32), torch.tensor([at], dtype=torch.int32)
+        expected = choose(logits, tokens, position, **settings)
+        on_device = (t.to(DEVICE) for t in (logits, tokens, position))
+        assert choose(*on_device, ops=kernels.fused, **settings) == expected, settings
+
+
+@needs_triton
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("top_k", [0, 40])
 def test_sampling_on_the_device_tells_of_not_finite_logits(bad, top_k):
-    logits = torch.randn(2500)
+    logits = torch.full((2500,), random.choice([0.5, 1.5]))  # so that a part keeps all it has room for
+    logits[:900] = torch.randn(900)
     logits[2000] = float(bad)
     nowhere = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert choose(logits.to(DEVICE), nowhere, nowhere, ops=kernels.fused, top_k=top_k) == -1
@@ -1428,6 +1446,24 @@ def test_each_filter_keeps_what_it_should():
     assert kept(top_p=0.0) == [True, False, False, False, False]
     assert kept(min_p=0.2) == [True, True, True, False, False]
     assert kept(temp=0.0) == [True, False, False, False, False]
+
+
+def test_equals_at_the_edge_are_all_kept():
+    logits = torch.tensor([1.0] * 6 + [0.0] * 2)
+    kept = draw(logits, 600, **(OFF | dict(top_k=2, top_p=0.3)))
+    assert kept.gt(0).tolist() == [True] * 6 + [False] * 2
+    uniform = draw(torch.zeros(100), 3000, **(OFF | dict(top_k=2)))
+    assert uniform.gt(0).all()
+
+
+@pytest.mark.parametrize("temp", [1e-50, 1e-9, 1e9, float("inf")])
+def test_temperatures_at_the_ends(temp):
+    logits = torch.tensor([1.0, 1.0 + 2**-22, -3.0, 0.5])
+    drawn = draw(logits, 400, **(OFF | dict(temp=temp)))
+    assert drawn[1] == 1 if temp < 1 else (drawn - 0.25).abs().max() < 0.12  # 5 sigma of 400 draws
+    if launch.triton is not None:
+        draws = lambda ops, logits: draw(logits, 12, ops=ops, **(OFF | dict(temp=temp, top_k=3)))
+        assert draws(kernels.fused, logits.to(DEVICE)).equal(draws(kernels.reference, logits))
 
 
 def test_filters_act_before_temperature():
