@@ -59,10 +59,10 @@ def open_regular(file: Path) -> io.FileIO:
     block for ever, and for a link that leads out of the folder (in the hub's cache, out of the repository)."""
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a regular file")
-    folder = file.parent.resolve()
+    folder = Path(os.path.realpath(file.parent))  # Path.resolve would raise for a link to itself
     if folder.parent.name == "snapshots":  # whose files are links to ../../blobs
         folder = folder.parent.parent
-    if not file.resolve().is_relative_to(folder):
+    if not Path(os.path.realpath(file)).is_relative_to(folder):
         raise ValueError(f"{file} is a link out of its folder: copy the file itself")
     f = file.open("rb", buffering=0)
     if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):  # of a repository cloned without git-lfs

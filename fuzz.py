@@ -1,0 +1,473 @@
+"""Fuzzing: checkpoints, texts and options spoiled at random. Each case has 10 seconds and a gigabyte.
+
+    python fuzz.py --seconds 60            # fresh cases, and what went wrong with how to repeat it
+    python fuzz.py --seed 7 --cases 1      # that one again, with its traceback
+
+A case ends well with the right model or text, or with a documented error of one short line. It fails with any other exception
+or warning, when its time or memory ends, when anything is run, unpickled or connected, and when a file outside its folder is
+read. Tensors of a spoiled file that is accepted must be those that safetensors or torch read from it.
+"""
+
+import argparse
+import io
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import sentencepiece
+import torch
+from safetensors.torch import load_file, save_file
+
+import run
+from checkpoint import Checkpoint, load, read_config, save_fp8, tensor_shapes
+from files import one_line, read_part
+from model import KVCache, generate
+from sampling import Sampling
+from tokenizer import TextStream, Tokenizer
+
+SECONDS, MEMORY = 10, 1 << 30  # that a case has
+DOCUMENTED = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError, OSError, MemoryError)
+
+# ---- what is spoiled: one tiny model in each layout
+
+
+def make_checkpoints(home: Path) -> dict[str, Path]:
+    folder = home / "safetensors"
+    folder.mkdir()
+    (home / "text").write_text(Path(__file__).read_text() + "Żółw, 乌龟 🐢\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(home / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=400, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    (folder / "tokenizer.vocab").unlink()
+    config = dict(
+        model_type="llama", hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=400,
+        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, torch_dtype="float32",
+        rope_scaling=dict(rope_type="linear", factor=2.0), rms_norm_eps=1e-5,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(dict(bos_token_id=1, eos_token_id=[2])))
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(add_bos_token=True, added_tokens_decoder={})))
+    metas = {name: torch.randn(shape) for name, shape in tensor_shapes(read_config(folder)).items()}
+    tensors = {name_of(name): tensor for name, tensor in metas.items()}
+    save_file(tensors, folder / "model.safetensors")
+
+    def like(name: str, spared: str = "model.safetensors") -> Path:
+        return Path(shutil.copytree(folder, home / name, ignore=shutil.ignore_patterns(spared)))
+
+    torch.save(tensors, like("bin") / "pytorch_model.bin")
+    shards = like("shards")
+    for i, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        save_file({name: tensors[name] for name in names}, shards / f"model-{i}.safetensors")
+    index = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(sorted(tensors))}
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    meta = like("meta", "*onfig.json")
+    (meta / "model.safetensors").unlink()
+    torch.save(metas, meta / "consolidated.00.pth")
+    params = dict(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=-1, multiple_of=8, ffn_dim_multiplier=0.5)
+    (meta / "params.json").write_text(json.dumps(params))
+    save_fp8(folder, home / "saved")
+    return {name: home / name for name in ("safetensors", "bin", "shards", "meta", "saved")}
+
+
+def name_of(meta: str) -> str:
+    """Hugging Face's name of a tensor."""
+    names = dict(tok_embeddings="model.embed_tokens", norm="model.norm", output="lm_head", attention_norm="input_layernorm",
+                 ffn_norm="post_attention_layernorm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
+                 wo="self_attn.o_proj", w1="mlp.gate_proj", w3="mlp.up_proj", w2="mlp.down_proj")  # fmt: skip
+    *layer, last = meta.removesuffix(".weight").split(".")
+    return f"{'model.' * bool(layer)}{'.'.join(layer[:2])}{'.' * bool(layer)}{names[last]}.weight"
+
+
+# ---- how it is spoiled
+
+STRANGE = (
+    None, True, False, 0, -1, 1, 2, 3, 7, 16, 400, 2**16, 2**31, 2**63, 10**30, 0.5, -0.0, 1e-9, 1e308,
+    float("nan"), float("inf"), "", "x", "llama", "linear", "float16", "\ud800", "\x1b[31m\n",
+    "../x", "/etc/passwd", "x" * 5000, [], {}, [[]], [0, 1, 2],
+    ["x"] * 3000, {"a": 1}, {"content": "<s>"},
+)  # fmt: skip
+
+
+def strange(rng: random.Random):
+    value = rng.choice(STRANGE)
+    for _ in range(rng.choice((0, 0, 0, 0, 1, 2, 300, 900))):
+        value = [value] if rng.random() < 0.5 else {"a": value}
+    return value
+
+
+def spoil_value(rng: random.Random, value):
+    """A JSON value with one thing in it changed."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
+        return strange(rng)
+    key = rng.choice([*value]) if isinstance(value, dict) else rng.randrange(len(value))
+    changed = value.copy()
+    if rng.random() < 0.2:
+        del changed[key]
+    elif rng.random() < 0.2 and isinstance(value, dict):
+        changed[rng.choice(("x", "\n", "y" * 3000, *value))] = strange(rng)
+    else:
+        changed[key] = spoil_value(rng, value[key])
+    return changed
+
+
+def spoil_json(rng: random.Random, raw: bytes) -> bytes:
+    try:
+        return json.dumps(spoil_value(rng, json.loads(raw))).encode()
+    except (ValueError, RecursionError):  # it was spoiled before
+        return spoil_bytes(rng, raw)
+
+
+def spoil_bytes(rng: random.Random, raw: bytes) -> bytes:
+    at, size = sorted((rng.randrange(len(raw) + 1), rng.randrange(len(raw) + 1)))
+    piece = raw[at:size][: rng.choice((1, 4, 8, 100, 10**9))]
+    new = rng.choice((
+        b"", piece * 2, piece[::-1], rng.randbytes(len(piece)), b"\xff" * len(piece), b"\0" * len(piece),
+        struct.pack("<Q", rng.choice((0, 1, 2**31, 2**40, 2**63))), rng.choice((b'"', b"[" * 5000, b"\xed\xa0\x80")),
+    ))  # fmt: skip
+    return rng.choice((raw[:at] + new + raw[at + len(piece) :], raw[:at], raw[at:], raw[:at] + piece + raw[at:]))
+
+
+def spoil_safetensors(rng: random.Random, raw: bytes) -> bytes:
+    size = int.from_bytes(raw[:8], "little")
+    if size > len(raw) or rng.random() < 0.2:
+        return spoil_bytes(rng, raw)
+    header = spoil_json(rng, raw[8 : 8 + size])
+    return struct.pack("<Q", len(header)) + header + raw[8 + size :]
+
+
+OPCODES = (
+    b"\x8a\xff" + b"\x7f" * 255, b"V\\u0041\n", b"I" + b"9" * 5000 + b"\n", b"\x96" + struct.pack("<Q", 2**40), b"\x95",
+    b"cos\nsystem\n", b"ctorch\nLongStorage\n", b"ctorch._utils\n_rebuild_parameter\n", b"ccollections\nOrderedDict\n",
+    b"h\x00", b"h\x05", b"K\x00", b"J\xff\xff\xff\xff", b"J\xff\xff\xff\x7f", *(bytes([op]) for op in b"Rb(tu}QN\x88)02]e."),
+)  # fmt: skip
+
+
+def spoil_zip(rng: random.Random, raw: bytes) -> bytes:
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            entries = {name: archive.read(name) for name in archive.namelist()}
+    except Exception:  # it was spoiled before
+        return spoil_bytes(rng, raw)
+    if rng.random() < 0.2:
+        return spoil_bytes(rng, raw)
+    pickles = [name for name in entries if name.endswith("data.pkl")]
+    name = rng.choice(pickles if pickles and rng.random() < 0.7 else [*entries])
+    if rng.random() < 0.1:
+        other = rng.choice([*entries])
+        entries[name], entries[other] = entries[other], entries[name]
+    elif rng.random() < 0.1:
+        del entries[name]
+    elif rng.random() < 0.6 and entries[name]:
+        at = rng.randrange(len(entries[name]))
+        entries[name] = entries[name][:at] + rng.choice(OPCODES) + entries[name][at + rng.choice((0, 0, 1, 2, 5)) :]
+    else:
+        entries[name] = spoil_bytes(rng, entries[name])
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", rng.choice((zipfile.ZIP_STORED,) * 9 + (zipfile.ZIP_DEFLATED,))) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+def replace_by_another_kind(rng: random.Random, file: Path) -> None:
+    file.unlink()
+    rng.choice((
+        lambda: os.mkfifo(file),
+        lambda: file.mkdir(),
+        lambda: file.symlink_to("/dev/zero"),
+        lambda: file.symlink_to(file.name),
+        lambda: file.symlink_to(Path(__file__).parent / "models" / "tales" / file.name),
+        lambda: [file.touch(), os.truncate(file, rng.choice((0, 1 << 20, 1 << 38)))],
+        lambda: [file.touch(), file.chmod(0)],
+        lambda: None,
+    ))()  # fmt: skip
+
+
+def spoil(rng: random.Random, folder: Path) -> str:
+    """Change a file of a checkpoint; its name."""
+    file = rng.choice(sorted(folder.iterdir()))
+    if file.is_symlink() or not file.is_file() or file.stat().st_size > 1 << 20:
+        return file.name  # it was replaced before; nothing is written through a link
+    if rng.random() < 0.05:
+        replace_by_another_kind(rng, file)
+        return file.name
+    how = {".json": spoil_json, ".safetensors": spoil_safetensors, ".bin": spoil_zip, ".pth": spoil_zip}
+    file.write_bytes((spoil_bytes if rng.random() < 0.1 else how.get(file.suffix, spoil_bytes))(rng, file.read_bytes()))
+    return file.name
+
+
+# ---- the kinds of cases
+
+
+def spoiled_checkpoint(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    folder = Path(shutil.copytree(bases[rng.choice([*bases])], place / "model"))
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        spoil(rng, folder)
+    watched.folder = str(folder)
+    config = read_config(folder)
+    tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id)
+    model = load(folder, dtype=rng.choice(("auto", "fp32")), device="cpu", ctx_size=8, fp8=rng.choice((None, None, "e4m3")))
+    watched.folder = ""
+    assert_tensors_are_the_libraries(model.checkpoint)
+    ids = tokenizer.encode("a") or [0]
+    tokenizer.decode([*generate(model, ids[:4], KVCache(model), 2, Sampling(temp=0), ignore_eos=rng.random() < 0.5)])
+
+
+def assert_tensors_are_the_libraries(checkpoint: Checkpoint) -> None:
+    theirs: dict[Path, dict] = {}
+    for part in (part for parts in checkpoint.parts.values() for part in parts):
+        if part.file not in theirs:
+            safe = part.file.suffix == ".safetensors"
+            theirs[part.file] = load_file(part.file) if safe else torch.load(part.file, weights_only=True)
+        expected = theirs[part.file][part.name]
+        ours = read_part(part)
+        same = ours.dtype == expected.dtype and ours.shape == expected.shape and same_bits(ours, expected)
+        assert same, f"{part.name} is not as the library reads it"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.contiguous().view(torch.uint8).equal(b.detach().contiguous().view(torch.uint8))
+
+
+def some_text(rng: random.Random, bad: bool) -> str:
+    planes = ((32, 127), (0, 32), (128, 0x800), (0x800, 0xD800), (0xE000, 0x10000), (0x10000, 0x110000))
+    text = []
+    for _ in range(rng.choice((0, 1, 5, 50, 500))):
+        low, high = rng.choice(planes + ((0xD800, 0xE000),) * bad)
+        text.append(rng.choice((chr(rng.randrange(low, high)), "<s>", "▁", ".", " ", "the ", "<0x41>", "[INST]", "<|im_end|>")))
+    return "".join(text)
+
+
+def text_there_and_back(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    tokenizer = Tokenizer(bases["safetensors"])
+    text = some_text(rng, bad=rng.random() < 0.2).replace("▁", "_")  # which SentencePiece writes for a space
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text, (text, tokenizer.decode(ids))
+    stops = [some_text(rng, bad=False)[:3] for _ in range(rng.randrange(3))]
+    stream = TextStream(tokenizer, at_start=True, stops=stops)
+    streamed = "".join(stream.push(i) for i in ids) + stream.finish()
+    ends = [text.find(stop) for stop in stops if stop and stop in text]
+    assert streamed == text[: min(ends, default=len(text))], (text, stops, streamed)
+
+
+def any_tokens(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    tokenizer = Tokenizer(bases["safetensors"])
+    ids = [rng.choice((rng.randrange(400), rng.randrange(1 << 22))) for _ in range(rng.choice((1, 10, 1000)))]
+    assert "\ud800" not in tokenizer.decode(ids)
+
+
+def any_options(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    help_text = run.make_parser().format_help() if hasattr(run, "make_parser") else ""
+    flags = [word.strip(",[]") for word in help_text.split() if word.startswith(("-", "[-"))] or [
+        "-n",
+        "--temp",
+        "--top-k",
+        "-c",
+        "--seed",
+    ]
+    values = (
+        "",
+        "0",
+        "-1",
+        "1",
+        "1e99",
+        "nan",
+        "inf",
+        "-inf",
+        "x",
+        "\udc80",
+        "x" * 5000,
+        "\x1b[0m\n",
+        "1" * 5000,
+        "cpu",
+        "e4m3",
+    )
+    words = [rng.choice((rng.choice(flags), rng.choice(values))) for _ in range(rng.randrange(6))]
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            run.parse_args(words)
+    except SystemExit as exit:
+        assert exit.code == 0 or exit.code == 2 and said.getvalue().count("\n") == 1, said.getvalue()
+
+
+def any_prompt(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    raw = spoil_bytes(rng, some_text(rng, bad=False).encode())
+    (place / "prompt").write_bytes(raw)
+    arguments = [
+        "-m",
+        str(bases["safetensors"]),
+        "-f",
+        str(place / "prompt"),
+        "-n",
+        "2",
+        "--device",
+        "cpu",
+        "-c",
+        "64",
+        "--quiet",
+    ]
+    out, said = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+    sys.stdout, keep = out, sys.stdout
+    try:
+        with redirect_stderr(said):
+            code = run.main(arguments)
+    finally:
+        sys.stdout = keep
+    assert (code, said.getvalue().count("\n")) in ((0, 0), (1, 1)), (code, said.getvalue())
+    assert code or out.buffer.getvalue().startswith(raw.removesuffix(b"\n").removesuffix(b"\r"))
+
+
+KINDS: dict[Callable, int] = {  # how often each comes
+    spoiled_checkpoint: 20, text_there_and_back: 3, any_tokens: 1, any_options: 1, any_prompt: 1,
+}  # fmt: skip
+
+
+# ---- cases in processes of their own
+
+
+class Watch:
+    """What a case must not do, seen by an audit hook: files outside of its folder, and anything that runs or connects."""
+
+    FORBIDDEN = (
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "subprocess.Popen",
+        "socket.connect",
+        "pickle.find_class",
+        "ctypes.dlopen",
+    )
+
+    def __init__(self):
+        self.folder, self.seen = "", []
+
+    def __call__(self, event: str, arguments: tuple) -> None:
+        if not self.folder:
+            return
+        if event in self.FORBIDDEN:
+            self.seen.append(f"{event}{arguments}"[:300])
+        if event == "open" and isinstance(arguments[0], str | os.PathLike):
+            path = os.path.realpath(arguments[0])
+            own = (
+                os.path.realpath(self.folder),
+                sys.prefix,
+                sys.base_prefix,
+                "/proc/",
+                "/sys/",
+                "/dev/null",
+                os.path.dirname(__file__),
+            )
+            if not path.startswith(own):
+                self.seen.append(f"opens {path}")
+
+
+watched = Watch()
+
+
+def one_case(seed: int, bases: dict[str, Path]) -> str:
+    """What came of a case: its kind, or what went wrong."""
+    rng, place = random.Random(seed), Path(tempfile.mkdtemp())
+    kind = rng.choices([*KINDS], KINDS.values())[0]
+    watched.seen = []
+    try:
+        kind(rng, bases, place)
+        outcome = "ok"
+    except DOCUMENTED as error:
+        message = str(error)
+        fine = type(error) in DOCUMENTED and message and message == one_line(message)
+        outcome = "refused" if fine else f"FAILED: {error!r}"[:2000]
+    except RuntimeError as error:
+        outcome = "refused" if str(error).startswith("the logits are not finite") else f"FAILED: {traceback.format_exc()}"
+    except BaseException:
+        outcome = f"FAILED: {traceback.format_exc()}"
+    watched.folder = ""
+    shutil.rmtree(place, ignore_errors=True)
+    return f"{kind.__name__}: FAILED: {watched.seen}" if watched.seen else f"{kind.__name__}: {outcome}"
+
+
+def worker(seeds: list[int], bases: dict[str, Path], to: int) -> None:
+    """Run cases, and tell each one's outcome through a pipe."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    sys.addaudithook(watched)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
+    for seed in seeds:
+        raw = one_case(seed, bases).encode(errors="replace")[:4000]
+        os.write(to, struct.pack("<I", len(raw)) + raw)
+    os._exit(0)
+
+
+def run_cases(seeds: list[int], bases: dict[str, Path], until: float = float("inf")) -> tuple[Counter, dict[int, str]]:
+    """The outcomes, counted, and the failures by their seeds. A process that dies or hangs costs its case only."""
+    outcomes, failures, at = Counter(), {}, 0
+    while at < len(seeds) and time.monotonic() < until:
+        source, to = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                worker(seeds[at:], bases, to)
+            finally:
+                os._exit(1)
+        os.close(to)
+        while at < len(seeds) and time.monotonic() < until:
+            ready = select.select([source], [], [], SECONDS)[0]
+            size = os.read(source, 4) if ready else b""
+            outcome = os.read(source, struct.unpack("<I", size)[0]).decode() if size else ""
+            if not outcome:
+                outcome = "FAILED: the process died" if ready else f"FAILED: no end after {SECONDS} seconds"
+            outcomes[outcome.split("FAILED")[0] + ("FAILED" if "FAILED" in outcome else "")] += 1
+            if "FAILED" in outcome:
+                failures[seeds[at]] = outcome
+            at += 1
+            if not size:
+                break
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(source)
+    return outcomes, failures
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="of the first case")
+    parser.add_argument("--cases", type=int, default=1_000_000, help="how many at most")
+    parser.add_argument("--seconds", type=float, default=60, help="how long at most")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as home:
+        bases = make_checkpoints(Path(home))
+        start = time.monotonic()
+        seeds = [args.seed + i for i in range(args.cases)]
+        outcomes, failures = run_cases(seeds, bases, start + args.seconds)
+        seconds = time.monotonic() - start
+    for seed, outcome in failures.items():
+        print(f"\n--seed {seed} --cases 1\n{outcome}")
+    for outcome, count in sorted(outcomes.items()):
+        print(f"{count:8} {outcome}")
+    total = sum(outcomes.values())
+    print(
+        f"{total} cases from seed {args.seed} in {seconds:.0f} s, {60 * total / seconds:.0f} a minute, {len(failures)} failed"
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
