@@ -44,6 +44,7 @@ class Format:
     top: float  # what a row's largest magnitude is scaled to; 1.75 as a half in both, so that products stay far from 65504
     move_bits: Callable[[Tensor], Tensor]  # int16 codes to the bits of halves, in place
     decode: Callable  # the same for a tile in a kernel, to halves
+    decode_nan: Callable  # the same where codes of NaN may be, as in a cache
     products: Callable  # of a tile of weights and of x in float32, one by one, in a kernel
     packed_sums: Callable  # of a tile of weights and of x in halves, for packed_product
     tensor_cores: bool = False  # whether the library multiplies it as it is
@@ -68,8 +69,15 @@ class Format:
         return self.move_bits(codes.to(torch.int16) if space is None else space.copy_(codes)).view(torch.float16)
 
     def values(self, codes: Tensor) -> Tensor:
-        """int8 codes to the float32 values they stand for."""
+        """int8 codes, finite ones, to the float32 values they stand for."""
         return self.halves(codes).float().mul_(self.gain)
+
+    def values_nan(self, codes: Tensor) -> Tensor:
+        """The same where codes of NaN may be, as in a cache."""
+        values, magnitudes = self.values(codes), codes & 0x7F
+        if magnitudes.amax() >= self.not_finite:
+            values.masked_fill_(magnitudes >= self.not_finite, torch.nan)
+        return values
 
     def encode(self, weights: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[N, K] to int8 codes [N, K] and float32 scales [N], in the tensors given for them. Of four scales between the
@@ -260,7 +268,7 @@ def _e5m2_packed_sums(w_tile, x_tile):
 
 E5M2 = Format(
     "e5m2", torch.float8_e5m2, not_finite=0x7C, gain=1.0, top=1.75,
-    move_bits=_e5m2_bits, decode=_e5m2_decode, products=_e5m2_products, packed_sums=_e5m2_packed_sums,
+    move_bits=_e5m2_bits, decode=_e5m2_decode, decode_nan=_e5m2_decode, products=_e5m2_products, packed_sums=_e5m2_packed_sums,
 )  # fmt: skip
 
 
@@ -274,6 +282,11 @@ def _e4m3_bits(codes: Tensor) -> Tensor:
 @jit
 def _e4m3_decode(codes):
     return ((codes.to(tl.int16) << 7) & ~0x4000).to(tl.float16, bitcast=True)
+
+
+@jit
+def _e4m3_decode_nan(codes):
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), _e4m3_decode(codes)).to(tl.float16)
 
 
 @jit
@@ -293,20 +306,22 @@ def _e4m3_packed_sums(w_tile, x_tile):
 
 E4M3 = Format(
     "e4m3", torch.float8_e4m3fn, not_finite=0x7F, gain=256.0, top=448.0,
-    move_bits=_e4m3_bits, decode=_e4m3_decode, products=_e4m3_products, packed_sums=_e4m3_packed_sums,
+    move_bits=_e4m3_bits, decode=_e4m3_decode, decode_nan=_e4m3_decode_nan,
+    products=_e4m3_products, packed_sums=_e4m3_packed_sums,
 )  # fmt: skip
 
 
 @jit
 def e4m3_encode(x):
-    """Floats to codes in a kernel, as Format.round does: nearest, ties to even, magnitudes beyond 448 as 448; NaN as 0x7f."""
+    """Floats to codes in a kernel, as Format.round does: nearest, ties to even, magnitudes beyond 448 as 448; but NaN
+    and infinity, which E4M3 lacks, as 0x7f, so that they are noticed."""
     a = tl.minimum(tl.abs(x), 448.0)
     bits = a.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # the biases are 127 and 7
     subnormal = (a + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # the last place of the sum is 2^-9, their unit
     code = tl.where(a < 0.015625, subnormal, normal)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return tl.where(x == x, code | sign, 0x7F).to(tl.int8)
+    return tl.where(tl.abs(x) < float("inf"), code | sign, 0x7F).to(tl.int8)
 
 
 # ---- E4M3 as GPUs from sm_89 on know it: one instruction converts two codes
@@ -331,7 +346,13 @@ def _native_packed_sums(w_tile, x_tile):
 
 
 E4M3_NATIVE = replace(
-    E4M3, gain=1.0, decode=_native_decode, products=_native_products, packed_sums=_native_packed_sums, tensor_cores=True
+    E4M3,
+    gain=1.0,
+    decode=_native_decode,
+    decode_nan=_native_decode,
+    products=_native_products,
+    packed_sums=_native_packed_sums,
+    tensor_cores=True,
 )
 
 FORMATS = {format.name: format for format in (E4M3, E5M2)}

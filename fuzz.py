@@ -185,31 +185,30 @@ def spoil_zip(rng: random.Random, raw: bytes) -> bytes:
     return out.getvalue()
 
 
-def replace_by_another_kind(rng: random.Random, file: Path) -> None:
+def replace_by_another_kind(rng: random.Random, file: Path, elsewhere: Path) -> None:
     file.unlink()
     rng.choice((
         lambda: os.mkfifo(file),
         lambda: file.mkdir(),
         lambda: file.symlink_to("/dev/zero"),
         lambda: file.symlink_to(file.name),
-        lambda: file.symlink_to(Path(__file__).parent / "models" / "tales" / file.name),
+        lambda: file.symlink_to(elsewhere / file.name),
         lambda: [file.touch(), os.truncate(file, rng.choice((0, 1 << 20, 1 << 38)))],
         lambda: [file.touch(), file.chmod(0)],
         lambda: None,
     ))()  # fmt: skip
 
 
-def spoil(rng: random.Random, folder: Path) -> str:
-    """Change a file of a checkpoint; its name."""
+def spoil(rng: random.Random, folder: Path, elsewhere: Path) -> None:
+    """Change a file of a checkpoint. elsewhere: a folder that a link may lead to."""
     file = rng.choice(sorted(folder.iterdir()))
     if file.is_symlink() or not file.is_file() or file.stat().st_size > 1 << 20:
-        return file.name  # it was replaced before; nothing is written through a link
+        return  # it was replaced before; nothing is written through a link
     if rng.random() < 0.05:
-        replace_by_another_kind(rng, file)
-        return file.name
+        replace_by_another_kind(rng, file, elsewhere)
+        return
     how = {".json": spoil_json, ".safetensors": spoil_safetensors, ".bin": spoil_zip, ".pth": spoil_zip}
     file.write_bytes((spoil_bytes if rng.random() < 0.1 else how.get(file.suffix, spoil_bytes))(rng, file.read_bytes()))
-    return file.name
 
 
 # ---- the kinds of cases
@@ -218,7 +217,7 @@ def spoil(rng: random.Random, folder: Path) -> str:
 def spoiled_checkpoint(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
     folder = Path(shutil.copytree(bases[rng.choice([*bases])], place / "model"))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        spoil(rng, folder)
+        spoil(rng, folder, bases["safetensors"])
     watched.folder = str(folder)
     config = read_config(folder)
     tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id)

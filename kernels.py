@@ -74,7 +74,8 @@ def fp16_sums() -> bool:
 
 @jit
 def _saturated(x, FP16_SUMS: tl.constexpr):
-    return tl.clamp(x, -65504.0, 65504.0) if FP16_SUMS else x
+    """NaN stays NaN."""
+    return tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL) if FP16_SUMS else x
 
 
 # ---- the product that four ops share: y = x W^T
@@ -359,6 +360,11 @@ def _launch_rope(
 #      An int8 cache holds codes of E4M3 without a scale: magnitudes up to 448, three bits of mantissa from 0.016 on.
 
 
+def to_cache_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a cache of that type stores them: in E4M3 what is not finite is NaN, so that it is noticed."""
+    return E4M3.round(torch.where(torch.isfinite(x), x, torch.nan)) if dtype == torch.int8 else x
+
+
 def rmsnorm_qkv_rope_ref(
     x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float,
     bias: Tensor | None = None, qk_norm: Tensor | None = None,
@@ -373,7 +379,7 @@ def rmsnorm_qkv_rope_ref(
         qk = torch.cat([rmsnorm_ref(heads, weight, eps) for heads, weight in zip(qk.split([H, KH], 1), qk_norm)], 1)
     qk = rope_ref(qk, table, pos)
     for cache_, new in ((k_cache, qk[:, H:]), (v_cache, qkv[:, H + KH :])):
-        cache_[:, start_pos : start_pos + T] = (E4M3.round(new) if cache_.dtype == torch.int8 else new).transpose(0, 1)
+        cache_[:, start_pos : start_pos + T] = to_cache_ref(new, cache_.dtype).transpose(0, 1)
     return qk[:, :H]
 
 
@@ -482,7 +488,7 @@ def rmsnorm_qkv_rope(
 
 def cached_ref(cache: Tensor) -> Tensor:
     """Keys or values in fp32, from a cache in any type."""
-    return E4M3.values(cache) if cache.dtype == torch.int8 else cache.float()
+    return E4M3.values_nan(cache) if cache.dtype == torch.int8 else cache.float()
 
 
 def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
@@ -490,12 +496,14 @@ def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> T
     KH, length = k_cache.shape[0], int(pos) + T
     q32 = q.float().view(T, KH, H // KH, D).permute(1, 2, 0, 3)  # [KH, G, T, D]
     k, v = (cached_ref(cache_[:, None, :length]) for cache_ in (k_cache, v_cache))
+    own_scores = (q32 * k[:, :, length - T :]).sum(-1, keepdim=True)
     if T == 1:  # the heads of a group stand as rows of one product, so that k and v are read once
         y = functional.scaled_dot_product_attention(q32.transpose(1, 2), k, v).transpose(1, 2)
     else:
         mask = torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T)
         k, v = k.expand(KH, H // KH, length, D), v.expand(KH, H // KH, length, D)
         y = functional.scaled_dot_product_attention(q32, k, v, attn_mask=mask)
+    y = y + 0 * own_scores  # torch takes a row of scores that are all NaN for one that is masked, and returns 0
     return y.permute(2, 0, 1, 3).reshape(T, H * D).to(q.dtype)
 
 
@@ -745,7 +753,7 @@ def _cache_constants(q: Tensor, k_cache: Tensor) -> tuple[tuple[float, float], d
     format = E4M3.on(q.device) if k_cache.dtype == torch.int8 else None
     gain = format.gain if format else 1.0  # of decoded keys, and of decoded values
     block_d = max(16, triton.next_power_of_2(D))
-    constants = dict(S=S, H=H, D=D, BLOCK_D=block_d, DECODE=format.decode if format else None)
+    constants = dict(S=S, H=H, D=D, BLOCK_D=block_d, DECODE=format.decode_nan if format else None)
     return (gain * math.log2(math.e) / math.sqrt(D), gain), constants
 
 
@@ -825,7 +833,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
     if fp8.on_tensor_cores(w):
         return residual.add_(fp8.tensor_core_linear(x, w))
     residual.addmm_(x, library_weights(w, x).t())
-    return residual.nan_to_num_(0.0, 65504.0, -65504.0) if fp16_sums() else residual
+    return residual.clamp_(-65504.0, 65504.0) if fp16_sums() else residual
 
 
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T. x [T, C] -> [T, F]  (Shazeer, 2020)

@@ -1131,9 +1131,9 @@ def test_kernels_encode_as_torch_does():
     """All finite halves, what lies between the codes and far beyond them, and NaN."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     between = torch.rand(1 << 16) * 2.0 ** torch.randint(-14, 12, (1 << 16,))
-    x = torch.cat([every[torch.isfinite(every)], between, -between, torch.tensor([1e30, -1e30, torch.inf, torch.nan])]).to(
-        DEVICE
-    )
+    x = torch.cat(
+        [every[torch.isfinite(every)], between, -between, torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan])]
+    ).to(DEVICE)
     codes = torch.empty(len(x), dtype=torch.int8, device=DEVICE)
 
     @launch.jit
@@ -1142,7 +1142,8 @@ def test_kernels_encode_as_torch_does():
         tl.store(codes + at, fp8.e4m3_encode(tl.load(x + at, mask=at < N)), mask=at < N)
 
     encode[(-(-len(x) // 4096),)](x, codes, len(x), BLOCK=4096)
-    assert torch.equal(codes[:-1], E4M3.round(x[:-1])) and codes[-1] == 0x7F
+    finite = torch.isfinite(x)
+    assert torch.equal(codes[finite], E4M3.round(x[finite])) and (codes[~finite] == 0x7F).all()
 
 
 @needs_triton
@@ -1193,6 +1194,19 @@ def test_a_model_with_an_8_bit_cache(tiny, cli, monkeypatch):
     assert code == 0 and "with e4m3 matrices, e4m3 keys and values" in err
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
+@pytest.mark.parametrize("kv_fp8", [False, True])
+def test_attention_does_not_hide_what_is_not_finite(copy, kv_fp8, name, bad, backend):
+    """E4M3 has no infinity, and its NaN decodes to 480 by moving bits; torch takes a row of scores that are NaN for masked."""
+    spoil_tensors(lambda t: t[f"model.layers.0.self_attn.{name}.weight"][3, 5:6].fill_(bad))(copy)
+    model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
+    for prompt in ([1], [1, 5, 6]):
+        with pytest.raises(RuntimeError, match="not finite: .*holds NaN or inf"):
+            list(generate(model, prompt, n=2, sampling=Sampling(temp=0)))
+
+
 @needs_triton
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_half_sums_saturate():
@@ -1220,11 +1234,24 @@ def test_half_sums_saturate():
 
 
 @needs_triton
+def test_half_sums_do_not_hide_nan():
+    x = torch.full((70, 64), float("nan"), dtype=torch.float16, device=DEVICE)
+    w, residual = Matrix(torch.ones(32, 64, dtype=torch.float16, device=DEVICE)), torch.zeros_like(x[:, :32])
+    out = torch.empty(70, 32, dtype=torch.float16, device=DEVICE)
+    with kernels.fp16_accumulation(True):
+        assert kernels.fused.linear_add(x, w, residual).isnan().all()
+        launch.launch(kernels._swiglu_kernel, (70, 1), out.device, x, out, 32, BLOCK=1024, FP16_SUMS=True)
+    assert out.isnan().all()
+
+
+@needs_triton
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the library sums up halves in half precision on a GPU only")
 def test_a_prompt_beyond_65504_stays_finite_with_half_sums():
     for op in launch.OPS:
         arguments = op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0]
-        arguments = [Matrix(a.data * 1e4) if isinstance(a, Matrix) else a for a in arguments]
+        # all positive: sums that pass 65504 in both directions are NaN, which is told
+        arguments = [Matrix(a.data.abs() * 1e4) if isinstance(a, Matrix) else a for a in arguments]
+        arguments = [a.abs_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
         with kernels.fp16_accumulation(True):
             y = getattr(kernels.fused, op)(*arguments)
         finite = arguments[4:6] if op == "rmsnorm_qkv_rope" else [] if op == "rmsnorm_linear" else [y]
