@@ -702,7 +702,7 @@ def check_memory(
     for name, (rows, columns) in matrix_shapes(c).items():
         if format:
             weights += format.matrix_bytes(rows, columns)
-        elif not (name == "output" and c.tie_embeddings):
+        elif not (name == "output" and c.tie_embeddings and kernels.storage_dtype("torch", dtype, device) == dtype):
             weights += size * rows * columns
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim

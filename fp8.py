@@ -97,7 +97,7 @@ class Format:
                 tried = smallest * 2**step
                 written = self.round(rows / tried[:, None])
                 error = (self.decoded(written, tried) - rows).square().sum(1)
-                better = error < least
+                better = (error < least) | least.isinf()  # of magnitudes beyond 1e19 the square may be, too
                 least[better], scale[better], code[better] = error[better], tried[better], written[better]
         return codes, scales
 
@@ -106,11 +106,16 @@ class Format:
         return self.halves(codes).float().mul_(self.gain * scales[:, None])
 
     def check(self, codes: Tensor, scales: Tensor) -> None:
-        """Raise ValueError for what encode never writes: codes of NaN or infinity, scales that are not positive and finite."""
+        """Raise ValueError for what encode never writes: codes of NaN or infinity, scales that are not positive and finite, and
+        rows whose largest code does not lie where encode brings it, so that codes of another format are told."""
         if not ((scales > 0) & (scales < torch.inf)).all():
             raise ValueError("scales that are not positive and finite")
-        if torch.stack([(rows & 0x7F).max() for rows in codes.split(512)]).max() >= self.not_finite:
+        largest = torch.cat([(rows & 0x7F).amax(1) for rows in codes.split(512)])
+        if largest.max() >= self.not_finite:
             raise ValueError("codes of NaN or infinity")
+        low, high = self.round(torch.tensor([self.top / 2**0.75, self.top])).tolist()
+        if not ((largest >= low) & (largest <= high) | (largest == 0) | (scales < 2e-30)).all():
+            raise ValueError(f"codes of another format than {self.name}")
 
 
 @dataclass(eq=False)

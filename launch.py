@@ -7,8 +7,11 @@ returns when the kernel before has ended and its writes can be seen. Between the
 other kernel: compute offsets, load its first tile of weights. The rules that keep this correct:
 
 - every kernel waits, so "the kernel before has ended" includes all the kernels before that one;
-- before the wait a kernel reads only what no kernel of the same step writes (weights, tables, and `pos`, which `advance` moves
-  between steps), and it writes nothing;
+- before the wait a kernel reads only what no kernel launched so writes (weights, tables, `pos`), and it writes nothing;
+- `pos` is moved by torch's own operations (KVCache.advance, _seek), which are launched without the attribute and release
+  nothing early: each starts when all kernels before it have ended, those that read the old value included, and whatever comes
+  after it, launched early or not, starts when it has ended. That is the order of the stream, so it holds within a graph, from
+  replay to replay, for the chunks of a prompt and for single steps; test_no_step_sees_an_old_position runs thousands of each;
 - there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
 """
 
@@ -58,7 +61,8 @@ def processors(device: torch.device) -> int:
 
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, warps: int = 4, stages: int = 1, **constants) -> None:
-    """Run a kernel, with programmatic dependent launch where the GPU has it."""
+    """Run a kernel, with programmatic dependent launch where the GPU has it. Kernels take contiguous tensors only."""
+    assert all(a.is_contiguous() for a in args if isinstance(a, torch.Tensor)), (kernel.__name__, "a tensor is not contiguous")
     pdl = capability(device) >= 90
     kernel[grid](*args, **constants, PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl)
 

@@ -325,11 +325,17 @@ def generate(
 
     What the cache holds and the prompt begins with is not evaluated again. eos: by default the config's.
     progress: as prefill's.
-    Raises ValueError when the prompt is longer than the cache, RuntimeError when the logits are not finite.
+    Raises ValueError when the prompt is longer than the cache or holds an id that the model does not have, RuntimeError when
+    the logits are not finite.
     """
     assert prompt, "a prompt has at least one token: bos"
+    V = model.config.vocab_size
+    if not 0 <= min(prompt) <= max(prompt) < V:
+        raise ValueError(
+            f"the prompt holds the id {min(prompt) if min(prompt) < 0 else max(prompt)}; the model's are 0 .. {V - 1}"
+        )
     cache = cache or KVCache(model)
-    eos = model.config.eos_ids if eos is None else eos
+    eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]  # a tokenizer without one says -1
     timings = timings or Timings()
     start = time.perf_counter()
     reused = cache.reuse(prompt)

@@ -513,6 +513,19 @@ def test_cache_truncates_and_reuses_the_common_beginning(tiny):
     assert timings.prompt_tokens == 4 + 1 + 1
 
 
+def test_ids_that_the_model_does_not_have(tiny):
+    model, greedy = load(tiny, dtype="fp32", device="cpu"), Sampling(temp=0)
+    for bad in (-1, model.config.vocab_size, 1 << 40):
+        with pytest.raises(ValueError, match=f"the prompt holds the id {bad}; the model's are 0"):
+            list(generate(model, [1, bad, 5], n=1))
+    last = model.config.vocab_size - 1
+    with torch.inference_mode():
+        model.weights.output.data[last] = 100 * model.weights.output.data[5]
+        plain = list(generate(model, [1, 5], n=8, sampling=greedy, eos=[]))
+        assert last in plain
+        assert list(generate(model, [1, 5], n=8, sampling=greedy, eos=[-1], ignore_eos=True)) == plain
+
+
 def test_generation_ends_at_n_at_eos_and_at_a_full_context(tiny):
     model = load(tiny, dtype="fp32", device="cpu", ctx_size=12)
     greedy = list(generate(model, [1, 5], n=5, sampling=Sampling(temp=0), eos=[]))
@@ -731,12 +744,50 @@ def test_attention_does_not_depend_on_how_it_is_split(heads, split, monkeypatch)
 
 
 @needs_triton
-def test_launchers_refuse_what_the_kernels_cannot_read():
-    x, norm, w, eps = op_arguments("rmsnorm_swiglu", torch.float16, (2, 2, 16), 1, 0)[0]
-    wide = torch.zeros(2, x.shape[1], 1, dtype=x.dtype, device=DEVICE)
-    for bad in (wide[:, ::2, 0], x[:, :-1]):
-        with pytest.raises(AssertionError):
-            kernels.fused.rmsnorm(bad.t() if bad is not x[:, :-1] else bad, norm, eps)
+def cloned(arguments: tuple) -> list:
+    return [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_launchers_refuse_what_the_kernels_cannot_read(T):
+    """Each tensor of each op in turn, with other numbers between its own: refused, or read right (by the library)."""
+    apart = lambda t: torch.stack((t, torch.full_like(t, 77)), -1)[..., 0]
+    refused = set()
+    for op in OPS:
+        arguments, written = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
+        expected = getattr(kernels.fused, op)(*cloned(arguments))
+        for i, a in enumerate(arguments):
+            data = a.data if isinstance(a, Matrix) else a
+            if not isinstance(data, torch.Tensor) or data.numel() == 1:
+                continue
+            bad = Matrix(apart(data)) if isinstance(a, Matrix) else apart(data)
+            assert not apart(data).is_contiguous()
+            try:
+                ours = getattr(kernels.fused, op)(*cloned(arguments[:i]), bad, *cloned(arguments[i + 1 :]))
+            except AssertionError:
+                refused.add(op)
+            else:
+                assert i not in written and nmse(ours, expected) < ONE_UNIT[torch.float16], (op, i)
+    assert refused == set(OPS)
+
+
+@needs_triton
+def test_a_head_dim_that_the_kernels_cannot_run_is_refused_when_loading(tmp_path):
+    hugging_face_llama(num_attention_heads=4, head_dim=10).save_pretrained(tmp_path)
+    assert load(tmp_path, device="cpu", backend="torch").config.head_dim == 10
+    with pytest.raises(ValueError, match="head_dim is 10; the Triton kernels need a multiple of 8: use --backend torch"):
+        load(tmp_path, device=DEVICE.type, backend="triton")
+
+
+def test_memory_counts_both_copies_of_a_tied_embedding(monkeypatch):
+    """A CPU keeps a bf16 model's matrices in fp16, so a tied embedding is there twice."""
+    told = {}
+    monkeypatch.setattr("checkpoint.free_memory", lambda device: 0)
+    for dtype, tied in itertools.product((torch.bfloat16, torch.float16), (False, True)):
+        with pytest.raises(MemoryError) as error:
+            check_memory(read_config_like(tie_embeddings=tied, vocab_size=1 << 22), dtype, torch.device("cpu"), 8)
+        told[dtype, tied] = str(error.value).split(" + ")[0]
+    assert told[torch.bfloat16, True] == told[torch.bfloat16, False] == told[torch.float16, False] != told[torch.float16, True]
 
 
 @needs_triton
@@ -756,6 +807,30 @@ def test_fused_model_is_the_reference_model(tiny, dtype):
         for sampling in (Sampling(temp=0), Sampling(seed=SEED), Sampling(seed=SEED, repeat_penalty=1.3, top_k=0)):
             ours, theirs = (list(generate(m, [1, 5, 9], n=6, sampling=sampling, eos=[])) for m in (fused, exact))
             assert ours == theirs
+
+
+@needs_triton
+@pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
+def test_no_step_sees_an_old_position(tiny, how):
+    """Keys and values of every position, after thousands of steps on a GPU, are those of torch ops, which overlap nothing."""
+    steps = 3000 if DEVICE.type == "cuda" else 12
+    sizes = [1] * steps if how == "single steps" else [random.choice((1, 2, 17, 40)) for _ in range(steps // 20 or 2)]
+    options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
+    model, plain = (load(tiny, backend=backend, **options) for backend in ("triton", "torch"))
+    cache, expected = KVCache(model), KVCache(plain)
+    with torch.inference_mode():
+        if how == "generate":
+            list(generate(model, [1, 5, 9], cache, steps, Sampling(temp=1.5, seed=SEED), eos=[]))
+        else:
+            for part in torch.randint(3, 300, (sum(sizes),), device=DEVICE).split(sizes):
+                cache.append(part)
+                model.step(len(part), cache)
+        assert int(cache.device_pos) == cache.pos
+        plain.prefill(cache.tokens[: cache.pos].tolist(), expected)
+    for ours, theirs in zip((*cache.k, *cache.v), (*expected.k, *expected.v)):
+        ours, theirs = (t[:, : cache.pos] for t in (ours, theirs))
+        errors = (ours - theirs).square().sum((0, 2)) / theirs.square().sum((0, 2))
+        assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {cache.pos}"
 
 
 @needs_triton
@@ -1298,16 +1373,30 @@ def test_codes_do_not_depend_on_the_dtype(tmp_path):
 @pytest.mark.parametrize("form", FORMATS)
 def test_codes_and_scales_that_encode_never_writes_are_told(form):
     finite, ones = finite_codes(form), torch.ones(1)
+    largest = {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
     for code in range(256):
-        codes = torch.tensor([[0] * 9 + [code]], dtype=torch.uint8).view(torch.int8)
-        if code in finite:
+        codes = torch.tensor([[0] * 8 + [largest, code]], dtype=torch.uint8).view(torch.int8)
+        if code in finite and code & 0x7F <= largest:
             FORMATS[form].check(codes, ones)
         else:
-            with pytest.raises(ValueError, match="codes of NaN"):
+            with pytest.raises(ValueError, match="codes of another format" if code in finite else "codes of NaN"):
                 FORMATS[form].check(codes, ones)
     for scale in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="scales"):
             FORMATS[form].check(torch.zeros(2, 9, dtype=torch.int8), torch.tensor([1.0, scale]))
+
+
+def test_codes_are_told_from_those_of_the_other_format():
+    weights = torch.randn(50, 40) * 2.0 ** torch.randint(-126, 100, (50, 1))
+    weights[7] = 0
+    weights[8] = 1e-44
+    for theirs, form in itertools.product(FORMATS.values(), repeat=2):
+        codes, scales = theirs.encode(weights)
+        if theirs is form:
+            form.check(codes, scales)
+        else:
+            with pytest.raises(ValueError, match=f"codes of (another format than {form.name}|NaN)"):
+                form.check(codes, scales)
 
 
 # ---- every kernel compiles for every architecture, with no GPU present
@@ -2619,6 +2708,11 @@ SPOILED_8 = {  # as SPOILED
     "norm of whole numbers": (
         to_type("norm.weight", torch.int8),
         ["norm.weight has a type other than float32, float16, bfloat16"],
+    ),
+    "codes of e4m3 as e5m2": (spoil_saved(fp8="e5m2"), ["has codes of NaN or infinity: save it anew"]),
+    "codes of e5m2 as e4m3": (
+        spoil_saved(lambda t: [t[n].clamp_(0, 0x3F) for n in t if t[n].dtype == torch.int8]),
+        ["has codes of another format than e4m3: save it anew"],
     ),
     "nan code": (set_one(W13, 0x7F), [f"{W13} has codes of NaN or infinity: save it anew"]),
     "negative nan code": (set_one("output", -1), ["output has codes of NaN or infinity"]),
