@@ -358,6 +358,8 @@ def _described(file: Path, f: _Zip, entries: dict[str, zipfile.ZipInfo]) -> list
     if len(pickles) != 1 or entries[pickles[0]].file_size > PICKLE_BYTES:
         raise ValueError("it lacks a data.pkl of a sane size")
     folder = pickles[0].removesuffix("data.pkl")
+    if not 1 <= int(_content(f, entries[f"{folder}version"])) <= 10:
+        raise ValueError("it is in another version of torch's format than 1 to 10")
     order = entries.get(f"{folder}byteorder")
     if order and _content(f, order) != b"little":
         raise ValueError("its bytes are in another order than little-endian")

@@ -2410,6 +2410,7 @@ def test_a_head_dim_that_the_kernels_cannot_run_is_told(cli, copy):
 def torch_zip(file: Path, data_pkl: bytes, **storages: bytes) -> None:
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("x/data.pkl", data_pkl)
+        archive.writestr("x/version", "3\n")
         for key, raw in storages.items():
             archive.writestr(f"x/data/{key.removeprefix('_')}", raw)
 
