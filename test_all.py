@@ -773,9 +773,9 @@ def test_launchers_refuse_what_the_kernels_cannot_read(T):
 
 @needs_triton
 def test_a_head_dim_that_the_kernels_cannot_run_is_refused_when_loading(tmp_path):
-    hugging_face_llama(num_attention_heads=4, head_dim=10).save_pretrained(tmp_path)
+    hugging_face_model(num_attention_heads=4, head_dim=10).save_pretrained(tmp_path)
     assert load(tmp_path, device="cpu", backend="torch").config.head_dim == 10
-    with pytest.raises(ValueError, match="head_dim is 10; the Triton kernels need a multiple of 8: use --backend torch"):
+    with pytest.raises(ValueError, match="head_dim is 10; the kernels need a multiple of 8: use --backend torch"):
         load(tmp_path, device=DEVICE.type, backend="triton")
 
 
