@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import kernels
 import launch
-from files import Part, one_line_errors, parts_of, read_json, read_part, safetensors_header
+from files import Part, one_line_errors, parts_of, read_bytes, read_json, read_part, safetensors_header
 from fp8 import FORMATS, Format, Matrix
 from model import CHUNK, Config, LayerWeights, Llama, RopeScaling, Weights
 from template import find_template
@@ -469,6 +469,7 @@ WEIGHTS = [  # the first kind that a repository has
 ]
 
 
+@one_line_errors()
 def find_checkpoint(name: str) -> Path:
     """A folder, or a repository "owner/name" of the Hugging Face hub: from its cache, or else downloaded into it. Raises
     OSError in one line that says what to do."""
@@ -484,7 +485,10 @@ def find_checkpoint(name: str) -> Path:
         raise FileNotFoundError(f"no such folder, nor the name of a repository: {name}")
     repository = hub / f"models--{name.replace('/', '--')}"
     if (repository / "refs" / "main").is_file():
-        snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+        commit = read_bytes(repository / "refs" / "main", 1000).decode(errors="replace").strip()
+        if not re.fullmatch(r"[0-9A-Za-z]+", commit):
+            raise ValueError(f"{repository / 'refs' / 'main'} holds {commit!r}, which is not the name of a commit")
+        snapshot = repository / "snapshots" / commit
         if _is_complete(snapshot):
             return snapshot
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):

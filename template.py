@@ -66,7 +66,7 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
     if choice in TEMPLATES:
         return TEMPLATES[choice], f"{choice} (given)"
     if choice is not None:
-        return read_template(Path(choice)), f"{choice} (given)"
+        return read_template(Path(choice).resolve()), f"{choice} (given)"
     if (folder / "chat_template.jinja").is_file():
         return read_template(folder / "chat_template.jinja"), "the checkpoint's own (chat_template.jinja)"
     own = config.get("chat_template")
@@ -84,8 +84,11 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
 def read_template(file: Path) -> str:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is no chat template: neither one of {', '.join(TEMPLATES)} nor a file")
+    from files import read_bytes  # not for the child, which it would cost a second
+
+    raw = read_bytes(file, LENGTH)
     try:
-        return file.read_text(encoding="utf-8")
+        return raw.decode()
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text: not a chat template") from None
 

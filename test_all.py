@@ -330,6 +330,29 @@ def test_hub_cache_is_resolved_without_network(tmp_path, monkeypatch):
     assert load("someone/tiny", device="cpu").config.dim == 64
     with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE is set: someone/other"):
         load("someone/other", device="cpu")
+    for outside in ("/etc", "../../../x", "", "abc\n..", "a" * 2000):
+        (repository / "refs" / "main").write_text(outside)
+        with pytest.raises(ValueError, match="not the name of a commit|more than 1,000 bytes") as raised:
+            load("someone/tiny", device="cpu")
+        assert_one_line(raised.value)
+
+
+def test_links_are_followed_within_the_hub_cache_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--tiny"
+    snapshot = repository / "snapshots" / "abc"
+    hugging_face_model(**SHAPES["mha"]).save_pretrained(snapshot)
+    shutil.copy(HERE / "models/tales/tokenizer.model", snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "blobs").mkdir()
+    config = (snapshot / "config.json").rename(repository / "blobs" / "123")
+    (snapshot / "config.json").symlink_to("../../blobs/123")
+    assert load("someone/tiny", device="cpu").config.dim == load(snapshot, device="cpu").config.dim == 64
+    config.rename(tmp_path / "elsewhere")
+    config.symlink_to("../../elsewhere")
+    with pytest.raises(ValueError, match="config.json is a link out of its folder"):
+        load("someone/tiny", device="cpu")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -1630,7 +1653,7 @@ def test_leading_space_of_a_continuation_is_kept(tiny):
 def test_broken_utf8_at_the_end_is_replaced(tiny):
     tokenizer = Tokenizer(tiny)
     half = [tokenizer.vocabulary.sp.piece_to_id("<0xF0>"), tokenizer.vocabulary.sp.piece_to_id("<0x9F>")]
-    assert tokenizer.decode(half) == "\ufffd"
+    assert tokenizer.decode(half) == tokenizer.vocabulary.sp.decode(half) == "\ufffd" * 2
 
 
 @pytest.mark.parametrize("stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"]])
@@ -2355,6 +2378,12 @@ SPOILED = {  # how a checkpoint is spoiled: what the one line of error must hold
     "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), ["holds no tokenizer.model"]),
     "broken tokenizer": (lambda f: (f / "tokenizer.model").write_bytes(b"x" * 99), ["is not a SentencePiece model"]),
     "a tensor in two halves": (halves, ["model-00002-of-00002.safetensors: lm_head.weight stands in model-00001-of-00002"]),
+    "an empty tokenizer": (lambda f: (f / "tokenizer.model").write_bytes(b""), ["is not a SentencePiece model"]),
+    "a cut tokenizer": (lambda f: os.truncate(f / "tokenizer.model", 9), ["is not a SentencePiece model"]),
+    "a huge tokenizer": (
+        lambda f: os.truncate(f / "tokenizer.model", HUGE),
+        ["tokenizer.model has more than 64,000,000 bytes"],
+    ),
     "a huge config": (lambda f: os.truncate(f / "config.json", HUGE), ["config.json has more than 10,000,000 bytes"]),
     "a huge header": (
         lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 99_000_000) + b" " * 99),
@@ -2402,6 +2431,41 @@ def test_a_head_dim_that_the_kernels_cannot_run_is_told(cli, copy):
     code, _, err = cli("-m", copy, "-p", "Once", "-n", 2, "--backend", "triton", "--device", "cpu")
     assert code == 1 and "head_dim is 20; the kernels need a multiple of 8: use --backend torch" in err.splitlines()[-1]
     assert cli("-m", copy, "-p", "Once", "-n", 2, "--device", "cpu")[0] == 0
+
+
+def test_half_of_a_surrogate_pair_is_refused_and_a_foreign_id_is_no_text(tiny):
+    tokenizer = Tokenizer(tiny)
+    for act in (
+        tokenizer.encode,
+        tokenizer.encode_after,
+        lambda t: tokenizer.apply_chat_template([dict(role="user", content=t)]),
+    ):
+        with pytest.raises(ValueError, match="holds U\\+DC80 at 3: half of a surrogate pair"):
+            act("abc\udc80d")
+    assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
+
+
+def test_each_byte_that_makes_no_character_is_one_replacement(tiny):
+    """As SentencePiece decodes."""
+    tokenizer = Tokenizer(tiny)
+    byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
+    for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
+        ids = [byte[b] for b in raw]
+        stream = TextStream(tokenizer)
+        streamed = "".join(stream.push(i) for i in ids) + stream.finish()
+        assert tokenizer.decode(ids) == streamed == tokenizer.vocabulary.sp.decode(ids)
+
+
+def test_what_merges_with_a_dot_goes_on_whole(tmp_path):
+    (tmp_path / "text").write_text("wait... and then... so... on.. \n" * 99)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=290, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = Tokenizer(tmp_path)
+    assert len(tokenizer.vocabulary.sp.encode("...")) < 4, "dots do not merge"
+    for text in ("...", "..x", ".", "", " on", "so.."):
+        assert tokenizer.decode(tokenizer.encode("wait") + tokenizer.encode_after(text)) == "wait" + text
 
 
 # ---- files that others wrote

@@ -11,12 +11,14 @@ from pathlib import Path
 import tokenizers
 from sentencepiece import SentencePieceProcessor
 
-from files import read_json
+from files import one_line_errors, read_bytes, read_json
 from template import Renderer, find_template
 
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # of templates: control tokens, even if SentencePiece has them as user's symbols
 PADDING = 1024  # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+FILE_BYTES = 64_000_000  # of a tokenizer.model or tokenizer.json
 
 Span = tuple[int, int]  # of characters: from, up to
 
@@ -26,17 +28,33 @@ def any_of(texts: Collection[str]) -> re.Pattern:
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or "(?!)")
 
 
+def after(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """The ids of a text that goes on after other text: as encode has them behind a character that does not merge."""
+    for before in (".", "\n", "a"):
+        start, ids = encode(before), encode(before + text)
+        if ids[: len(start)] == start:
+            return ids[len(start) :]
+    return encode(text)
+
+
 # ---- the two kinds of vocabulary, with the same methods
 
 
 class SentencePiece:
     """A tokenizer.model, with the tokens that fine-tuned relatives add beside it."""
 
+    utf8_errors = "surrogateescape"  # of bytes that make no character, each becomes one U+FFFD
+
     def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
+        raw = read_bytes(file, FILE_BYTES)
         try:
-            self.sp = SentencePieceProcessor(model_proto=file.read_bytes())
+            if not raw:
+                raise ValueError  # which the library takes, and then writes to stderr
+            self.sp = SentencePieceProcessor(model_proto=raw)
             pieces = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
-        except (RuntimeError, ValueError):
+            self._byte_values = {i: bytes([int(p[3:5], 16)]) for i, p in enumerate(pieces) if self.sp.is_byte(i)}  # "<0x0A>"
+            self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
+        except (RuntimeError, ValueError, IndexError):
             raise ValueError(
                 f"{file} is not a SentencePiece model (of Llama 3, take the folder in Hugging Face's layout)"
             ) from None
@@ -47,7 +65,6 @@ class SentencePiece:
         self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
         ids = {"bos_token": self.sp.bos_id(), "eos_token": self.sp.eos_id(), "unk_token": self.sp.unk_id()}
         self.named = {name: pieces[i] for name, i in ids.items() if i >= 0}
-        self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
         self._space_after_control = bool(config.get("legacy", not config))  # as in Meta's own programs
         self._bytes = [self._bytes_of(i) for i in range(len(pieces))]
 
@@ -55,8 +72,8 @@ class SentencePiece:
         piece = self.sp.id_to_piece(token)
         if piece in self.control:
             return b""
-        if self.sp.is_byte(token):
-            return bytes([int(piece[3:5], 16)])  # "<0x0A>"
+        if token in self._byte_values:
+            return self._byte_values[token]
         return (" \u2047 " if self.sp.is_unknown(token) else piece.replace("\u2581", " ")).encode()
 
     def bytes_of(self, token: int) -> bytes:
@@ -71,12 +88,12 @@ class SentencePiece:
         cuts = [0, *(mark.start() + 1 for mark in self._in_text.finditer(text)), len(text)]
         ids = self.sp.encode(text[: cuts[1]])
         for begin, end in zip(cuts[1:], cuts[2:]):
-            ids += self.sp.encode("." + text[begin:end])[len(self.sp.encode(".")) :]
+            ids += after(text[begin:end], self.sp.encode)
         return ids
 
     def encode_after(self, text: str) -> list[int]:
         """Text that goes on after other text: without the space that SentencePiece puts before a text."""
-        return self.encode("." + text)[len(self.sp.encode(".")) :]
+        return after(text, self.encode)
 
     def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
         """A rendered conversation. control: where the template wrote control tokens; all else is text. after: it goes on."""
@@ -96,7 +113,7 @@ class TokenizerJson:
     MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)  # "<think>": a control token, special or not
 
     def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
-        raw = read_json(file)
+        raw = read_json(file, FILE_BYTES)
         try:
             added = [t for t in raw.get("added_tokens") or [] if vocab_size is None or t["id"] < vocab_size]  # as above
             self._added = {token["id"]: token["content"] for token in added}
@@ -114,6 +131,7 @@ class TokenizerJson:
         size = self._library.get_vocab_size(with_added_tokens=False)
         _check_size(file, size, max([size - 1, *self._added]) + 1, vocab_size)
         self._byte_level = "ByteLevel" in kinds
+        self.utf8_errors = "replace" if self._byte_level else "surrogateescape"  # as the library: by sequences, or by bytes
         self._control_ids = set(self.control.values()) - {self._library.token_to_id(str(raw["model"].get("unk_token")))}
         self.named: dict[str, str] = {}
         first = self._as_text("a").ids
@@ -162,11 +180,7 @@ class TokenizerJson:
         return self._after(text, self.encode)
 
     def _after(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        for before in ("\n", ".", "a") if self.adds_space and text else ():
-            start, ids = encode(before), encode(before + text)
-            if ids[: len(start)] == start:  # it did not merge with the text
-                return ids[len(start) :]
-        return encode(text)
+        return after(text, encode) if self.adds_space and text else encode(text)
 
     def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
         """A rendered conversation: what the library makes of it, except that what is typed is text, and so is a control token
@@ -244,6 +258,7 @@ class Prompt:
 class Tokenizer:
     """A checkpoint's tokenizer.model or tokenizer.json, its control tokens and its chat template."""
 
+    @one_line_errors()
     def __init__(
         self, folder: str | Path, vocab_size: int | None = None, bos_id: int | None = None, chat_template: str | None = None
     ):
@@ -270,21 +285,22 @@ class Tokenizer:
         self._renderer = Renderer()
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token in the text is text."""
-        return (self._starts if bos else []) + self.vocabulary.encode(text)
+        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token in the text is text.
+        Raises ValueError for half of a surrogate pair, which no UTF-8 holds."""
+        return (self._starts if bos else []) + self.vocabulary.encode(_checked(text))
 
     def encode_after(self, text: str) -> list[int]:
         """Text that goes on after other text: without the space that some tokenizers put before a text."""
-        return self.vocabulary.encode_after(text)
+        return self.vocabulary.encode_after(_checked(text))
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for: none for a control token or one beyond the tokenizer's."""
-        return self.vocabulary.bytes_of(token)
+        return self.vocabulary.bytes_of(token) if 0 <= token < 1 << 31 else b""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text; the space that some tokenizers put before a text is taken away."""
-        stream = TextStream(self, at_start=True)
-        return "".join(stream.push(i) for i in ids) + stream.finish()
+        text = _replaced(b"".join(map(self.bytes_of, ids)).decode(errors=self.vocabulary.utf8_errors))
+        return text.removeprefix(" ") if self.adds_space else text
 
     def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """A conversation ("role" and "content" of each message) to ids, up to where the model answers. Only the template itself
@@ -330,7 +346,7 @@ class Tokenizer:
         message, and before or (`closing`) after an end of a message that could become one beside the template's text. None
         stands after a token, where templates strip what follows "</think>".
         """
-        everything = self.chat_template + "".join(message["content"] for message in messages)
+        everything = self.chat_template + _checked("".join(message["content"] for message in messages))
         unused = (chr(c) for c in range(0x10FFFD, 0xFFFFF, -1) if chr(c) not in everything)  # of plane 16, for private use
         opening, closing = next(unused), next(unused)
         marked = [{"role": m["role"], "content": self._marked(m["content"], opening, closing)} for m in messages]
@@ -360,6 +376,17 @@ class Tokenizer:
         return content
 
 
+def _checked(text: str) -> str:
+    if bad := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"the text holds U+{ord(bad[0]):04X} at {bad.start()}: half of a surrogate pair is no character")
+    return text
+
+
+def _replaced(text: str) -> str:
+    """U+FFFD for each byte that was decoded by surrogateescape."""
+    return re.sub("[\udc80-\udcff]", "\ufffd", text)
+
+
 class TextStream:
     """Token by token to text that can be printed at once.
 
@@ -373,15 +400,15 @@ class TextStream:
         self.stops = [stop for stop in stops if stop]
         self.strip_space = at_start and tokenizer.adds_space
         self.stopped = False  # a stop string has come
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._held = ""
 
     def push(self, token: int) -> str:
-        return self._release(self._utf8.decode(self.tokenizer.bytes_of(token)))
+        return self._release(_replaced(self._utf8.decode(self.tokenizer.bytes_of(token))))
 
     def finish(self) -> str:
         """What is still held back, when no more tokens come."""
-        text = self._release(self._utf8.decode(b"", True))
+        text = self._release(_replaced(self._utf8.decode(b"", True)))
         rest, self._held = self._held, ""
         return text if self.stopped else text + rest
 
