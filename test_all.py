@@ -794,14 +794,6 @@ def test_launchers_refuse_what_the_kernels_cannot_read(T):
     assert refused == set(OPS)
 
 
-@needs_triton
-def test_a_head_dim_that_the_kernels_cannot_run_is_refused_when_loading(tmp_path):
-    hugging_face_model(num_attention_heads=4, head_dim=10).save_pretrained(tmp_path)
-    assert load(tmp_path, device="cpu", backend="torch").config.head_dim == 10
-    with pytest.raises(ValueError, match="head_dim is 10; the kernels need a multiple of 8: use --backend torch"):
-        load(tmp_path, device=DEVICE.type, backend="triton")
-
-
 def test_memory_counts_both_copies_of_a_tied_embedding(monkeypatch):
     """A CPU keeps a bf16 model's matrices in fp16, so a tied embedding is there twice."""
     told = {}
