@@ -4,6 +4,7 @@ The Triton kernels run on the GPU when there is one, in Triton's interpreter whe
 ahead of time for every supported architecture.
 """
 
+import contextlib
 import csv
 import fcntl
 import functools
@@ -28,6 +29,7 @@ import sys
 import termios
 import threading
 import time
+import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +47,7 @@ if DEVICE.type == "cpu" and "COMPILE_FOR" not in os.environ:
 
 import bench
 import fp8
+import fuzz
 import kernels
 import launch
 import plot
@@ -2602,6 +2605,52 @@ def test_messages_of_the_python_api_are_one_short_line(copy):
             with pytest.raises(ValueError) as raised:
                 act(folder)
             assert_one_line(raised.value)
+
+
+def test_a_short_run_of_the_fuzzer_finds_nothing():
+    command = [sys.executable, str(HERE / "fuzz.py"), "--seed", str(SEED), "--cases", "150", "--seconds", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout and "0 failed" in done.stdout, done.stdout
+
+
+def wrong_read(rng, bases, place):
+    fuzz.watched.folder = str(place)
+    Path("/etc/hostname").read_bytes()
+
+
+def wrong_run(rng, bases, place):
+    fuzz.watched.folder = str(place)
+    os.system("true")
+
+
+def wrong_memory(rng, bases, place):
+    with contextlib.suppress(MemoryError):
+        bytearray(3 << 30)
+        return
+    raise MemoryError
+
+
+WRONG = {  # a case that goes wrong: what the fuzzer says of it
+    "another exception": (lambda *_: {}["x"], "KeyError"),
+    "two lines": (lambda *_: fails(ValueError("a\nb"))(), "ValueError"),
+    "no message": (lambda *_: fails(ValueError())(), "ValueError"),
+    "a warning": (lambda *_: warnings.warn("x", stacklevel=1), "UserWarning"),
+    "no end": (lambda *_: time.sleep(60), "no end after 1 seconds"),
+    "death": (lambda *_: os.kill(os.getpid(), signal.SIGKILL), "the process died"),
+    "too much memory": (wrong_memory, "MemoryError"),
+    "a file elsewhere": (wrong_read, "opens /etc/hostname"),
+    "a program": (wrong_run, "os.system"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_the_fuzzer_notices(how, monkeypatch):
+    kind, expected = WRONG[how]
+    kind.__name__ = "kind"
+    monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
+    monkeypatch.setattr(fuzz, "SECONDS", 1)
+    outcomes, failures = fuzz.run_cases([SEED], {})
+    assert len(failures) == sum(outcomes.values()) == 1 and expected in failures[SEED]
 
 
 # ---- the command line as a user meets it, continued
