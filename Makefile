@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help run chat bench kernels profile test lint clean
+.PHONY: help run chat bench kernels profile test fuzz lint clean
 
 MODEL ?= models/tales
 PROMPT ?= Once upon a time
@@ -29,6 +29,9 @@ profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 
 test: .venv/ready-test  ## all tests; no GPU needed
 	$(VENV)/python -m pytest -q test_all.py $(ARGS)
+
+fuzz: .venv/ready-test  ## spoil checkpoints, texts and options at random for a minute
+	$(VENV)/python fuzz.py $(ARGS)
 
 lint: .venv/ready-test  ## ruff: style and formatting
 	$(VENV)/ruff check . && $(VENV)/ruff format --check .
