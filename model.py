@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import astuple, dataclass, field
@@ -183,8 +184,9 @@ class Llama:
         return self.device.type == "cuda" and self.backend == "triton"
 
     def graph(self, cache: KVCache, sampling: Sampling, banned: Tensor | None) -> torch.cuda.CUDAGraph:
-        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured once for its arguments."""
-        key = (cache, sampling, None if banned is None else tuple(banned.tolist()))
+        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured once for its arguments; the
+        cache is not kept alive."""
+        key = (weakref.ref(cache), sampling, None if banned is None else tuple(banned.tolist()))
         if self._graph[0] != key:
             pos, logits = cache.pos, cache.logits.clone()
 

@@ -30,6 +30,7 @@ import termios
 import threading
 import time
 import warnings
+import weakref
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -825,6 +826,20 @@ def test_fused_model_is_the_reference_model(tiny, dtype):
         for sampling in (Sampling(temp=0), Sampling(seed=SEED), Sampling(seed=SEED, repeat_penalty=1.3, top_k=0)):
             ours, theirs = (list(generate(m, [1, 5, 9], n=6, sampling=sampling, eos=[])) for m in (fused, exact))
             assert ours == theirs
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="only a GPU captures graphs")
+def test_a_cache_is_freed_with_its_owner(tiny):
+    model, held = load(tiny, device="cuda"), []
+    for i in range(4):
+        list(generate(model, [1, 5], n=3, sampling=Sampling(seed=i), eos=[]))
+        held.append(torch.cuda.memory_allocated())
+    cache = KVCache(model)
+    list(generate(model, [1, 5], cache, n=3, eos=[]))
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None and held[1] == held[3]
 
 
 @needs_triton
