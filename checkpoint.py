@@ -398,17 +398,18 @@ class Checkpoint:
     def elements(self) -> int:
         return sum(math.prod(shape) for shape in tensor_shapes(self.config).values())
 
-    def read(self, name: str) -> Tensor:
-        """One whole tensor; the rows of q and k come in Meta's RoPE convention, interleaved pairs."""
+    def read(self, name: str, pinned: bool = False) -> Tensor:
+        """One whole tensor, in pinned memory where asked for; the rows of q and k come in Meta's RoPE convention, interleaved
+        pairs."""
         parts, shape = self.parts[name], self.shapes[name]
         if parts[0].shape == shape:
-            tensor = read_part(parts[0])
+            tensor = read_part(parts[0], pinned)
         else:
             tensor = torch.cat([read_part(part) for part in parts], self._split_axis(name, shape))
         if self.hugging_face and name.rpartition(".")[0].endswith((".wq", ".wk", ".q_norm", ".k_norm")):
             D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
             tensor = tensor.view(-1, 2, D // 2, *shape[1:]).transpose(1, 2).reshape(shape)
-        return tensor
+        return tensor.pin_memory() if pinned else tensor
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as it is or once converted to dtype. Codes and scales are
@@ -650,10 +651,11 @@ class Loader:
         return Matrix(data, scale, self.format)
 
     def read(self, name: str) -> Tensor:
-        tensor = self.checkpoint.read(name)
+        on_gpu = self.device.type == "cuda"
+        tensor = self.checkpoint.read(name, pinned=on_gpu)  # so that it is copied while the next is read
         self.bar.update(tensor.nbytes)
-        if self.device.type == "cuda":
-            return tensor.pin_memory()  # so that it is copied while the next is read
+        if on_gpu:
+            return tensor
         return tensor.float() if tensor.is_floating_point() else tensor  # torch is slow from one 16-bit type to another
 
 

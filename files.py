@@ -123,9 +123,10 @@ def parts_of(file: Path) -> list[Part]:
     return _safetensors_parts(file) if file.suffix == ".safetensors" else _torch_parts(file)
 
 
-def read_part(part: Part) -> Tensor:
-    """One tensor. Raises ValueError when its file is damaged, or not the one whose header was read."""
-    flat = torch.empty(math.prod(part.shape), dtype=part.dtype)
+def read_part(part: Part, pinned: bool = False) -> Tensor:
+    """One tensor, in pinned memory if a GPU is to copy it while the next one is read. Raises ValueError when its file is
+    damaged, or not the one whose header was read."""
+    flat = torch.empty(math.prod(part.shape), dtype=part.dtype, pin_memory=pinned)
     left, crc = memoryview(flat.view(torch.uint8).numpy()), 0
     with open_regular(part.file) as f:
         if _version(f) != part.version:
