@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import kernels
 import launch
+import parallel
 from files import Part, one_line_errors, parts_of, read_bytes, read_json, read_part, safetensors_header
 from fp8 import FORMATS, Format, Matrix
 from model import CHUNK, Config, LayerWeights, Llama, RopeScaling, Weights
@@ -313,7 +314,13 @@ def tensor_shapes(c: Config) -> dict[str, tuple[int, ...]]:
 def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
     """Shapes [N, K] of the matrices as the model holds them, by the names of Weights and LayerWeights."""
     layers = {f"layers.{i}.{name}": shape for i in range(c.n_layers) for name, shape in c.layer_matrices.items()}
-    return layers | {"output": (c.vocab_size, c.dim)}
+    return layers | {"output": (c.output_rows, c.dim)}
+
+
+def largest_read(c: Config) -> int:
+    """Numbers of the largest matrix that is read to be encoded; of wo and w2, which are cut by columns, whole rows are read."""
+    sizes = {name: math.prod(shape) * (c.ranks if name in ("wo", "w2") else 1) for name, shape in c.layer_matrices.items()}
+    return max(c.output_rows * c.dim, *sizes.values())
 
 
 def unquantised_shapes(c: Config) -> dict[str, tuple[int, ...]]:
@@ -398,18 +405,29 @@ class Checkpoint:
     def elements(self) -> int:
         return sum(math.prod(shape) for shape in tensor_shapes(self.config).values())
 
-    def read(self, name: str, pinned: bool = False) -> Tensor:
-        """One whole tensor, in pinned memory where asked for; the rows of q and k come in Meta's RoPE convention, interleaved
-        pairs."""
+    def read(self, name: str, rows: slice = parallel.ALL, columns: slice = parallel.ALL, pinned: bool = False) -> Tensor:
+        """A tensor, or these rows and columns of it, in pinned memory where asked for. The rows of q and k, whole heads,
+        come in Meta's RoPE convention, interleaved pairs."""
         parts, shape = self.parts[name], self.shapes[name]
+        index = [range(size)[taken] for size, taken in zip(shape, (rows, columns))]
         if parts[0].shape == shape:
-            tensor = read_part(parts[0], pinned)
+            tensor = read_part(parts[0], pinned, index)
         else:
-            tensor = torch.cat([read_part(part) for part in parts], self._split_axis(name, shape))
+            tensor = self._read_split(parts, index, self._split_axis(name, shape))
         if self.hugging_face and name.rpartition(".")[0].endswith((".wq", ".wk", ".q_norm", ".k_norm")):
             D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
-            tensor = tensor.view(-1, 2, D // 2, *shape[1:]).transpose(1, 2).reshape(shape)
+            tensor = tensor.view(-1, 2, D // 2, *shape[1:]).transpose(1, 2).reshape(tensor.shape)
         return tensor.pin_memory() if pinned else tensor
+
+    @staticmethod
+    def _read_split(parts: list[Part], index: list[range], axis: int) -> Tensor:
+        """What the parts hold of a tensor that is split along an axis."""
+        pieces, size = [], parts[0].shape[axis]
+        for i, part in enumerate(parts):
+            start, stop = max(index[axis].start - i * size, 0), min(index[axis].stop - i * size, size)
+            if start < stop:
+                pieces.append(read_part(part, index=[*index[:axis], range(start, stop), *index[axis + 1 :]]))
+        return torch.cat(pieces, axis)
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as it is or once converted to dtype. Codes and scales are
@@ -566,10 +584,31 @@ JOINED = {  # the same for vectors that are not one to one, in the checkpoint's 
 }
 
 
+def cuts(c: Config, rank: int, ranks: int) -> dict[str, tuple[list[slice], slice]]:
+    """Rows and columns that a rank takes of each tensor of a model whose whole configuration is c, unless it takes all, by the
+    names of a checkpoint and by those of LayerWeights, where some are joined."""
+
+    def rows_of(count: int, each: int, before: int = 0) -> slice:
+        taken = parallel.share(count, rank, ranks)
+        return slice(before + taken.start * each, before + taken.stop * each)
+
+    if ranks == 1:
+        return {}
+    q, kv, hidden = rows_of(c.n_heads, c.head_dim), rows_of(c.n_kv_heads, c.head_dim), rows_of(c.hidden_dim, 1)
+    by_rows = {"attention.wq": [q], "attention.wk": [kv], "attention.wv": [kv]}
+    by_rows |= {"feed_forward.w1": [hidden], "feed_forward.w3": [hidden], "w13": [rows_of(c.hidden_dim, 2)]}
+    by_rows |= dict.fromkeys(("output", "tok_embeddings"), [rows_of(c.vocab_size, 1)])
+    joined = [q, *(rows_of(c.n_kv_heads, c.head_dim, before) for before in (c.q_dim, c.q_dim + c.kv_dim))]
+    by_rows |= dict.fromkeys(("wqkv", "qkv_bias"), joined)
+    by_columns = {"attention.wo": q, "feed_forward.w2": hidden, "wo": q, "w2": hidden}
+    found = {name: (rows, parallel.ALL) for name, rows in by_rows.items()}
+    return found | {name: ([parallel.ALL], columns) for name, columns in by_columns.items()}
+
+
 class Loader:
     """Brings one tensor after the other from the files to its place on the device: matrices in the type `stored`, or encoded
     in an 8-bit format, or as they are where the file has them in it; all else in dtype (the norms are small, and of the
-    embedding a token reads one row)."""
+    embedding a token reads one row). Of several ranks, each brings its part of every matrix."""
 
     def __init__(
         self,
@@ -579,15 +618,34 @@ class Loader:
         device: torch.device,
         format: Format | None,
         quiet: bool,
+        rank: int = 0,
+        ranks: int = 1,
     ):
         self.checkpoint, self.dtype, self.stored, self.device, self.format = checkpoint, dtype, stored, device, format
-        self.shapes = matrix_shapes(checkpoint.config)
-        if format and not checkpoint.format:  # what stays is allocated first, so that memory is not cut up
+        self.config = checkpoint.config.cut(ranks)
+        self.shapes = matrix_shapes(self.config)
+        self.cuts = cuts(checkpoint.config, rank, ranks)
+        self.whole_rows = bool(format and not checkpoint.format)  # an encoded row is the same on any number of ranks
+        if self.whole_rows:  # what stays is allocated first, so that memory is not cut up
             self.encoded = {name: self._empty_codes(*shape) for name, shape in self.shapes.items()}
-            self.workspace = torch.empty(max(map(math.prod, self.shapes.values())), dtype=stored, device=device)
-        total = sum(math.prod(shape) * checkpoint.parts[name][0].dtype.itemsize for name, shape in checkpoint.shapes.items())
+            self.workspace = torch.empty(largest_read(self.config), dtype=stored, device=device)
+        total = sum(self.bytes_read(name, shape) for name, shape in checkpoint.shapes.items())
         hidden = quiet or not sys.stderr.isatty()
         self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
+
+    def cut_of(self, name: str) -> tuple[list[slice], slice]:
+        """The rows and columns that this rank takes of a tensor."""
+        stem = re.sub(r"^layers\.\d+\.|\.(weight|bias|scale)$", "", name)
+        return self.cuts.get(stem, ([parallel.ALL], parallel.ALL))
+
+    def bytes_read(self, name: str, shape: tuple[int, ...]) -> int:
+        rows, columns = self.cut_of(name)
+        if name == "tok_embeddings.weight":
+            rows = [parallel.ALL]
+        counts = [sum(len(range(shape[0])[taken]) for taken in rows), *shape[1:]]
+        if len(shape) == 2 and not self.whole_rows:
+            counts[1] = len(range(shape[1])[columns])
+        return math.prod(counts) * self.checkpoint.parts[name][0].dtype.itemsize
 
     def _empty_codes(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         return torch.empty(rows, columns, dtype=torch.int8, device=self.device), torch.empty(rows, device=self.device)
@@ -601,12 +659,13 @@ class Loader:
                 self.vector("norm"),
             )
             if c.tie_embeddings and not self.format:
-                return Weights(embedding, layers, norm, Matrix(embedding.to(self.stored)))
+                ((rows,), _) = self.cut_of("output")
+                return Weights(embedding, layers, norm, Matrix(embedding[rows].to(self.stored)))
             return Weights(embedding, layers, norm, self.matrix("output", "tok_embeddings" if c.tie_embeddings else "output"))
 
     def layer(self, i: int) -> LayerWeights:
         at = f"layers.{i}"
-        vectors = {name: self.vector(f"{at}.{name}") for name in self.checkpoint.config.layer_vectors}
+        vectors = {name: self.vector(f"{at}.{name}") for name in self.config.layer_vectors}
         matrices = {name: self.matrix(f"{at}.{name}", *(f"{at}.{s}" for s in sources)) for name, sources in SOURCES.items()}
         return LayerWeights(**vectors, **matrices)
 
@@ -614,8 +673,11 @@ class Loader:
         """A norm, the embedding, or what joins vectors of the checkpoint."""
         layer, _, stem = name.rpartition(".")
         if stem in JOINED and not self.checkpoint.format:
-            tensor = torch.cat([self.read(f"{layer}.attention.{source}") for source in JOINED[stem]])
-            tensor = tensor.view(self.checkpoint.config.layer_vectors[stem])
+            parts = [f"{layer}.attention.{source}" for source in JOINED[stem]]
+            tensor = torch.cat([self.read(part, rows) for part in parts for rows in self.cut_of(part)[0]])
+            tensor = tensor.view(self.config.layer_vectors[stem])
+        elif stem in JOINED:
+            tensor = torch.cat([self.read(f"{name}.weight", rows) for rows in self.cut_of(name)[0]])
         else:
             tensor = self.read(f"{name}.weight")
         return tensor.to(self.device, self.dtype, copy=True, non_blocking=True)
@@ -624,35 +686,50 @@ class Loader:
         """A matrix made of the checkpoint's: the rows of w1 and w3 in turn, others one below the other."""
         if self.checkpoint.format:
             return self.saved(name)
-        shape = self.shapes[name]
-        if self.format:
+        shape, columns = self.shapes[name], self.cut_of(sources[0])[1]
+        read_columns = columns
+        if self.whole_rows:
+            shape, read_columns = (shape[0], self.checkpoint.shapes[f"{sources[0]}.weight"][1]), parallel.ALL
             data = self.workspace[: math.prod(shape)].view(shape)
         else:
             data = torch.empty(shape, dtype=self.stored, device=self.device)
-        counts = [self.checkpoint.shapes[f"{source}.weight"][0] for source in sources]
-        places = [data[0::2], data[1::2]] if name.endswith("w13") else data.split(counts)
-        for place, source in zip(places, sources, strict=True):
-            place.copy_(self.read(f"{source}.weight"), non_blocking=True)
-        return self.encode(name, data) if self.format else Matrix(data)
+        parts = [(f"{source}.weight", rows) for source in sources for rows in self.cut_of(source)[0]]
+        places = [data[0::2], data[1::2]] if name.endswith("w13") else self.places(data, parts)
+        for place, (source, rows) in zip(places, parts, strict=True):
+            place.copy_(self.read(source, rows, read_columns), non_blocking=True)
+        return self.encode(name, data, columns) if self.whole_rows else Matrix(data)
 
-    def encode(self, name: str, data: Tensor) -> Matrix:
+    def places(self, data: Tensor, parts: list[tuple[str, slice]]) -> tuple[Tensor, ...]:
+        """Where each part goes, rows of a tensor of the checkpoint: one below the other."""
+        return data.split([len(range(self.checkpoint.shapes[name][0])[rows]) for name, rows in parts])
+
+    def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
+        codes, scales = self.encoded[name]
         try:
-            return Matrix(*self.format.encode(data, *self.encoded[name]), self.format)
+            if data.shape == codes.shape:
+                self.format.encode(data, codes, scales)
+            else:
+                codes.copy_(self.format.encode(data, None, scales)[0][:, columns])
+            return Matrix(codes, scales, self.format)
         except ValueError as error:
             raise ValueError(self.checkpoint.first_bad_tensor(self.stored) or str(error)) from None
 
     def saved(self, name: str) -> Matrix:
-        data, scale = (self.read(part).to(self.device, copy=True, non_blocking=True) for part in (name, f"{name}.scale"))
+        cut, columns = self.cut_of(name)
+        data, scale = self._empty_codes(*self.shapes[name])
+        for whole, part, taken in ((data, name, (columns,)), (scale, f"{name}.scale", ())):
+            for place, rows in zip(self.places(whole, [(part, rows) for rows in cut]), cut):
+                place.copy_(self.read(part, rows, *taken), non_blocking=True)
         try:
-            self.format.check(data, scale)
+            self.format.check(data, scale, whole_rows=columns == parallel.ALL)
         except ValueError as error:
             file = self.checkpoint.folder / SAVED
             raise ValueError(f"{file}: {name} has {error}: save it anew from the original") from None
         return Matrix(data, scale, self.format)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, rows: slice = parallel.ALL, columns: slice = parallel.ALL) -> Tensor:
         on_gpu = self.device.type == "cuda"
-        tensor = self.checkpoint.read(name, pinned=on_gpu)  # so that it is copied while the next is read
+        tensor = self.checkpoint.read(name, rows, columns, pinned=on_gpu)  # so that it is copied while the next is read
         self.bar.update(tensor.nbytes)
         if on_gpu:
             return tensor
@@ -663,6 +740,7 @@ class Loader:
 
 
 def pick_device(name: str = "auto") -> torch.device:
+    """Of several processes on a host, each takes the GPU of its number. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -672,9 +750,13 @@ def pick_device(name: str = "auto") -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N")
     if device.type == "cuda":
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"device {name} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
-        device = torch.device("cuda", device.index or 0)
+        ranks = parallel.group()
+        if device.index is not None and ranks.size > 1:
+            raise ValueError(f"device {name} was asked for by {ranks.size} processes: with cuda, each takes a GPU of its own")
+        index = ranks.local_rank if device.index is None else device.index
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise ValueError(f"device cuda:{index} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)  # where Triton launches
     return device
 
@@ -702,7 +784,8 @@ def free_memory(device: torch.device) -> int | None:
 def check_memory(
     config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int, format: Format | None = None, kv_fp8: bool = False
 ) -> None:
-    """Raise MemoryError when weights, cache and workspace will not fit, before any of it is allocated."""
+    """Raise MemoryError when weights, cache and workspace (of one rank, when the configuration is cut) will not fit, before
+    any of it is allocated."""
     c, size = config, dtype.itemsize
     weights = size * sum(math.prod(shape) for name, shape in unquantised_shapes(c).items())
     for name, (rows, columns) in matrix_shapes(c).items():
@@ -714,12 +797,17 @@ def check_memory(
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
     if format:  # the largest matrix, decoded
-        workspace += size * max(2 * c.hidden_dim, c.vocab_size) * c.dim
-    free = free_memory(device)
+        workspace += size * largest_read(c)
+    free, where = free_memory(device), str(device)
+    if c.ranks > 1:
+        ranks = parallel.group()
+        where += f" for rank {ranks.rank} of {ranks.size}"
+        if free is not None and device.type == "cpu":  # the ranks of a host share its memory
+            free //= ranks.local_size
     if free is not None and weights + cache + workspace > free:
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
         raise MemoryError(
-            f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {device} has {has} free:"
+            f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
             " try a smaller context (-c), a smaller --dtype, --fp8 or --kv-fp8"
         )
 
@@ -785,10 +873,13 @@ def load(
             f"{folder}: sliding_window is {config.sliding_window}: a context of {ctx_size} is not supported (see -c)"
         )
     fp16_sums = pick_fp16_sums(accumulate, backend, on, torch_dtype)
+    ranks = parallel.group()
+    config = config.cut(ranks.size)
+    ranks.join(on)
     check_memory(config, torch_dtype, on, ctx_size, format, kv_fp8)
     stored = checkpoint.dtype if format else kernels.storage_dtype(backend, torch_dtype, on)  # codes do not depend on --dtype
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, format, quiet).load()
+        weights = Loader(checkpoint, torch_dtype, stored, on, format, quiet, ranks.rank, ranks.size).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed beside the weights
     return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, fp16_sums)

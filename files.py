@@ -123,24 +123,46 @@ def parts_of(file: Path) -> list[Part]:
     return _safetensors_parts(file) if file.suffix == ".safetensors" else _torch_parts(file)
 
 
-def read_part(part: Part, pinned: bool = False) -> Tensor:
-    """One tensor, in pinned memory if a GPU is to copy it while the next one is read. Raises ValueError when its file is
+def read_part(part: Part, pinned: bool = False, index: list[range] | None = None) -> Tensor:
+    """One tensor, or the rows and columns of it that an index spans, in pinned memory if a GPU is to copy it while the next one
+    is read. Where there is a checksum, which is of the whole tensor, all of it is read. Raises ValueError when its file is
     damaged, or not the one whose header was read."""
-    flat = torch.empty(math.prod(part.shape), dtype=part.dtype, pin_memory=pinned)
-    left, crc = memoryview(flat.view(torch.uint8).numpy()), 0
+    cut = index is not None and [len(span) for span in index] != list(part.shape)
+    if cut and (part.crc or part.strides is not None):
+        return read_part(part)[tuple(slice(span.start, span.stop) for span in index)]
+    shape = [len(span) for span in index] if cut else part.shape
+    flat = torch.empty(math.prod(shape), dtype=part.dtype, pin_memory=pinned)
+    to, crc = memoryview(flat.view(torch.uint8).numpy()), 0
     with open_regular(part.file) as f:
         if _version(f) != part.version:
             raise ValueError(f"{part.file} was changed while it was being read")
-        f.seek(part.offset)
-        while left:
-            count = f.readinto(left[: 1 << 20])  # a piece that is still in the CPU's cache when its checksum is taken
-            if not count:
-                raise ValueError(f"{part.file} was cut while it was being read")
-            crc = zlib.crc32(left[:count], crc) if part.crc else 0
-            left = left[count:]
+        for offset, size in _spans(part, index) if cut else [(0, len(to))]:
+            f.seek(part.offset + offset)
+            crc, to = _fill(f, to[:size], part, crc), to[size:]
     if crc != part.crc:
         raise ValueError(f"{part.file} is damaged: {part.name} does not have its checksum")
-    return flat.view(part.shape) if part.strides is None else flat.as_strided(part.shape, part.strides)
+    return flat.view(shape) if part.strides is None else flat.as_strided(part.shape, part.strides)
+
+
+def _spans(part: Part, index: list[range]) -> Iterator[tuple[int, int]]:
+    """Where the bytes of an index begin within a part, and how many they are: row by row, or of all rows at once."""
+    rows, columns, size = index[0], part.shape[1] if len(part.shape) > 1 else 1, part.dtype.itemsize
+    if len(index) == 1 or len(index[1]) == columns:
+        yield rows.start * columns * size, len(rows) * columns * size
+    else:
+        for row in rows:
+            yield (row * columns + index[1].start) * size, len(index[1]) * size
+
+
+def _fill(f: io.FileIO, to: memoryview, part: Part, crc: int) -> int:
+    """Read as many bytes as there is room for; the checksum, if the part has one, with that of what was read before."""
+    while to:
+        count = f.readinto(to[: 1 << 20])  # a piece that is still in the CPU's cache when its checksum is taken
+        if not count:
+            raise ValueError(f"{part.file} was cut while it was being read")
+        crc = zlib.crc32(to[:count], crc) if part.crc else 0
+        to = to[count:]
+    return crc
 
 
 def _version(f: io.FileIO) -> tuple[int, ...]:

@@ -105,15 +105,18 @@ class Format:
         """Codes [N, K] and scales [N] to float32 [N, K]."""
         return self.halves(codes).float().mul_(self.gain * scales[:, None])
 
-    def check(self, codes: Tensor, scales: Tensor) -> None:
+    def check(self, codes: Tensor, scales: Tensor, whole_rows: bool = True) -> None:
         """Raise ValueError for what encode never writes: codes of NaN or infinity, scales that are not positive and finite, and
-        rows whose largest code does not lie where encode brings it, so that codes of another format are told."""
+        rows whose largest code does not lie where encode brings it (of parts of rows: not above it), so that codes of another
+        format are told."""
         if not ((scales > 0) & (scales < torch.inf)).all():
             raise ValueError("scales that are not positive and finite")
         largest = torch.cat([(rows & 0x7F).amax(1) for rows in codes.split(512)])
         if largest.max() >= self.not_finite:
             raise ValueError("codes of NaN or infinity")
         low, high = self.round(torch.tensor([self.top / 2**0.75, self.top])).tolist()
+        if not whole_rows:
+            low = 0
         if not ((largest >= low) & (largest <= high) | (largest == 0) | (scales < 2e-30)).all():
             raise ValueError(f"codes of another format than {self.name}")
 

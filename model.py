@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
+import parallel
 from fp8 import Matrix
 from sampling import Sampling
 
@@ -62,6 +63,7 @@ class Config:
     dtype: torch.dtype | None = None  # None: as the tensors are stored
     bos_id: int | None = None  # None: as the tokenizer says
     eos_ids: tuple[int, ...] = ()  # empty: as the tokenizer says
+    ranks: int = 1  # processes that share the model; of more, n_heads, n_kv_heads and hidden_dim are those of one
 
     @property
     def q_dim(self) -> int:
@@ -70,6 +72,24 @@ class Config:
     @property
     def kv_dim(self) -> int:
         return self.n_kv_heads * self.head_dim
+
+    def cut(self, ranks: int) -> Config:
+        """What one of several ranks has of it (parallel.py). Raises ValueError when it cannot be cut so."""
+        if ranks == 1:
+            return self
+        for what, count in (("query heads", self.n_heads), ("of hidden_dim", self.hidden_dim)):
+            if count % ranks:
+                raise ValueError(f"{count} {what} cannot be divided evenly among {ranks} processes")
+        if self.n_kv_heads % ranks and ranks % self.n_kv_heads:
+            raise ValueError(
+                f"{self.n_kv_heads} key/value heads can be neither divided nor repeated evenly for {ranks} processes"
+            )
+        n_heads, n_kv_heads, hidden_dim = self.n_heads // ranks, max(1, self.n_kv_heads // ranks), self.hidden_dim // ranks
+        return replace(self, ranks=ranks, n_heads=n_heads, n_kv_heads=n_kv_heads, hidden_dim=hidden_dim)
+
+    @property
+    def output_rows(self) -> int:
+        return -(-self.vocab_size // self.ranks)
 
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
@@ -112,11 +132,16 @@ class Weights:
     embedding: Tensor  # [V, C]
     layers: list[LayerWeights]
     norm: Tensor  # [C]
-    output: Matrix  # [V, C]; the embedding itself when tied
+    output: Matrix  # [V, C], of several ranks each its rows; the embedding itself when tied
 
     @property
     def matrices(self) -> list[Matrix]:
         return [m for layer in self.layers for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)] + [self.output]
+
+    @property
+    def over_ranks(self) -> list[Matrix]:
+        """Those whose products are added up, or gathered, over the ranks."""
+        return [m for layer in self.layers for m in (layer.wo, layer.w2)] + [self.output]
 
 
 # ---- the model
@@ -136,10 +161,14 @@ class Llama:
     kv_fp8: bool = False  # keys and values in 8 bits
     fp16_sums: bool = False  # a prompt's products are added up in half precision
     ops: SimpleNamespace = field(init=False, repr=False)
+    exchange: parallel.Exchange | None = field(init=False, default=None, repr=False)  # for one token's sums over ranks
     _graph: tuple = field(default=(None, None), repr=False)  # what the last decode step was captured for, and the capture
 
     def __post_init__(self) -> None:
         self.ops = kernels.BACKENDS[self.backend]
+        if self.config.ranks > 1:
+            self.exchange = parallel.make_exchange(self.weights.over_ranks, self.backend, self.device)
+            self.ops = parallel.ops(self.backend, self.exchange)
 
     def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""
@@ -346,8 +375,10 @@ def generate(
     timings.prompt_tokens += len(prompt) - reused
     banned = torch.tensor(list(eos), device=model.device) if ignore_eos and eos else None
     decode = _decode_on_gpu if model.uses_graphs else _decode
-    with closing(decode(model, cache, n, sampling, banned)) as tokens:
+    ranks = parallel.group()
+    with ranks.stopping_together(), closing(decode(model, cache, n, sampling, banned)) as tokens:
         for i, token in enumerate(tokens):
+            ranks.check_stop()
             timings.add(time.perf_counter() - start, first=i == 0)
             start = time.perf_counter()
             if token < 0:

@@ -1,0 +1,389 @@
+"""One model on several processes, each with a GPU of its own and a part of every matrix: tensor parallelism (Megatron-LM,
+Shoeybi et al., 2019). torchrun starts the processes and ends them together; each is a rank, 0 to size - 1.
+
+A rank has its share of the query heads and of the key/value heads, of hidden_dim and of the vocabulary; the embedding and the
+norms are whole. So wqkv, w13 and the output matrix are cut by rows, and all that follows from those rows (RoPE, the cache,
+attention, SwiGLU) is done where they are. wo and w2 are cut by columns: each rank has one term of their product, and the sum
+over the ranks is x again, the same on all of them. Two sums a layer, and the logits gathered at the end, are all that ranks
+tell each other. All sample from the same logits with the same random number, so they need not tell each other the token.
+
+The model does not know of this: it runs on a table of ops like any other, in which `linear_add` ends with a sum over the ranks
+and `rmsnorm_linear` with a gather. Both go through NCCL (gloo on CPUs), which always works and suits prompts, or for one token,
+where each GPU can write to the others' memory, through the exchange further down.
+"""
+
+from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from types import SimpleNamespace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import kernels
+from fp8 import Matrix
+from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
+
+Value = TypeVar("Value")
+PATIENCE = timedelta(days=20)  # of ranks that wait while a person thinks; torchrun ends them when another dies
+
+
+# ---- the ranks
+
+
+class Group:
+    """The processes that share a model: torchrun's, or this one alone."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # how many of them are on this host
+        self._stop: type[BaseException] | None = None  # what this rank would raise if it were alone
+        self._asking: tuple | None = None  # the question that is under way, whether any rank wants to stop
+
+    @property
+    def store(self) -> dist.Store:
+        """What torchrun keeps for its ranks: names and values."""
+        return _store()
+
+    def join(self, device: torch.device) -> None:
+        """Wait until all ranks are there."""
+        if self.size > 1 and not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
+
+    def all(self, yes: bool) -> bool:
+        """Whether all ranks say yes; waits for all of them."""
+        answer = torch.tensor([int(yes)])
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+        return bool(answer)
+
+    def from_first(self, read: Callable[[], Value]) -> Value:
+        """What `read` returns, or raises, on rank 0; the others do not call it."""
+        if self.size == 1:
+            return read()
+        result: list = [None]
+        if self.rank == 0:
+            try:
+                if self._stop:  # Ctrl-C came with the last token
+                    raise self._stop
+                result = [(read(), None)]
+            except (Exception, KeyboardInterrupt) as error:
+                result = [(None, error)]
+        dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
+        value, error = result[0]
+        if error is not None:
+            raise error
+        return value
+
+    # Ctrl-C. Ranks that stop at different tokens would wait for each other forever, so while text is generated a signal is only
+    # noted. With each token every rank asks whether any has noted one, and reads the answer with the next token, so that no
+    # token waits for it: then all raise KeyboardInterrupt at the same token. So it is with a closed standard output, which
+    # only rank 0 meets.
+
+    def stop(self, reason: type[BaseException]) -> None:
+        """Have all ranks raise `reason`, KeyboardInterrupt or BrokenPipeError, at one of the next tokens."""
+        self._stop = reason
+
+    @contextmanager
+    def stopping_together(self) -> Iterator[None]:
+        """While this lasts, Ctrl-C raises nothing by itself: `check_stop` does."""
+        if self.size == 1:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda *_: self.stop(KeyboardInterrupt))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+            if self._asking:
+                self._asking[0].wait()
+            self._asking = None
+
+    def check_stop(self) -> None:
+        """Once a token, on all ranks: raise what one of them was to stop for."""
+        if self.size == 1:
+            return
+        reasons = (None, KeyboardInterrupt, BrokenPipeError)
+        if self._asking:
+            work, answer = self._asking
+            work.wait()
+            if answer:
+                self._asking = self._stop = None
+                raise reasons[int(answer)]
+        wish = torch.tensor([reasons.index(self._stop)])
+        self._asking = (dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True), wish)
+
+    @contextmanager
+    def first_speaks(self) -> Iterator[None]:
+        """From here on only rank 0 reads the terminal and writes to it. What is wrong with a command line, which is read while
+        this lasts, is wrong for all ranks: rank 0 says so, and torchrun then ends the others, which wait for that."""
+        if self.rank > 0:
+            sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115
+            sys.stderr = sys.stdout
+        try:
+            yield
+        except SystemExit as exit:
+            if exit.code and self.rank > 0:
+                time.sleep(30)
+            raise
+
+    def fails_first(self) -> bool:
+        """Whether this rank is the first to fail, which tells the error; the others fail for the same reason, or because this
+        one has gone."""
+        if self.size == 1:
+            return True
+        try:
+            return self.store.add("failures", 1) == 1
+        except RuntimeError:  # torchrun itself has gone
+            return self.rank == 0
+
+    def explained(self, error: Exception) -> Exception:
+        """An error in words of this program: that of a library which lost a peer says much else."""
+        lost = self.size > 1 and "gloo/transport" in str(error)
+        return RuntimeError("another of the processes has ended") if lost else error
+
+    def leave(self, code: int) -> None:
+        """End this process of several. Not by way of Python's end, at which libraries wait for ranks that may be dead."""
+        if self.size == 1:
+            return
+        if code == 0 and dist.is_initialized():
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            with suppress(RuntimeError):
+                self.all(True)  # nobody still reads what this rank holds
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+
+@cache
+def _store() -> dist.Store:
+    return next(iter(dist.rendezvous("env://", timeout=PATIENCE)))[0]
+
+
+@cache
+def group() -> Group:
+    return Group()
+
+
+# ---- the cut (Config.cut says what a rank has, checkpoint.cuts which rows and columns)
+
+ALL = slice(None)
+
+
+def share(count: int, rank: int, size: int) -> slice:
+    """A rank's part of `count` things. When there are fewer than ranks, neighbours have the same one; when they are not evenly
+    divided (a vocabulary), the last rank has some that the one before it has, too: all have equally many."""
+    each = -(-count // size)
+    start = rank * count // size if count < size else min(rank * each, count - each)
+    return slice(start, start + each)
+
+
+# ---- the ops of a rank
+
+
+def ops(backend: str, exchange: Exchange | None) -> SimpleNamespace:
+    """The table of ops for a model that is cut: that of its backend, with what has to go through all ranks."""
+    base = kernels.BACKENDS[backend]
+
+    def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
+        if exchange and len(x) == 1:
+            return exchange.linear_add(x, w, residual)
+        # The residual is one more term of the sum: that of rank 0
+        base.linear_add(x, w, residual if group().rank == 0 else residual.zero_())
+        dist.all_reduce(residual)
+        return residual.nan_to_num_(0.0, 65504.0, -65504.0) if kernels.fp16_sums() else residual
+
+    def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
+        if exchange and len(x) == 1:
+            return exchange.rmsnorm_linear(x, norm, w, eps, out)
+        part = base.rmsnorm_linear(x, norm, w, eps, out.new_empty(len(x), w.rows))
+        parts = [torch.empty_like(part) for _ in range(group().size)]
+        dist.all_gather(parts, part)
+        for rank, columns in enumerate(parts):
+            out[:, share(out.shape[1], rank, group().size)] = columns
+        return out
+
+    return SimpleNamespace(**vars(base) | dict(linear_add=linear_add, rmsnorm_linear=rmsnorm_linear))
+
+
+# ---- the exchange: sums and gathers of one token by direct writes to the other GPUs' memory.
+#
+#      A token of a 7B model has 64 sums of 4,096 numbers: what counts is not bandwidth but how soon each is known. A flag that
+#      says "all is written" would need a fence and a second trip, so this is NCCL's low-latency protocol: each number travels
+#      with the number of its round, in an entry of eight bytes, and eight bytes arrive whole. The product kernel writes an
+#      entry for each of its rows to every rank; a small kernel, started early by programmatic dependent launch, reads the
+#      entries in its own rank's memory until all of them bear this round's number, and adds them up.
+#
+#      Why no entry is stale, or overwritten before it is read. A round is a step of the model, and every matrix has entries of
+#      its own, its slot. A reader waits for exactly this round's number, so it takes no entry of an earlier round. And a writer
+#      is never ahead: before a rank writes to a slot again, a round later, it has finished another sum (of another slot, of
+#      which each layer has two, or NCCL's), which needs a term from every rank; and a rank sends its term only after all its
+#      earlier kernels have ended, so after it has read the slot. Numbers repeat after 2^32 rounds.
+
+
+@jit
+def _number(round_number):
+    """The number of this round in the upper half of an entry."""
+    return tl.load(round_number).to(tl.int64) << 32
+
+
+@jit
+def _receive(pointers, mask, number):
+    """The float32 values of entries, once they all bear this number; zero where the mask is off. volatile: read anew each time,
+    past the L1 cache, and in this order."""
+    entries = tl.load(pointers, mask=mask, other=0, volatile=True)
+    while tl.sum((mask & (((entries ^ number) >> 32) != 0)).to(tl.int32)) > 0:
+        entries = tl.load(pointers, mask=mask, other=0, volatile=True)
+    return entries.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit
+def _linear_send_kernel(
+    x, norm, w, scale, eps, addresses, round_number,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PRODUCT: tl.constexpr, PARTIAL_SUMS: tl.constexpr, GAIN: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """x W^T, or rmsnorm(x) W^T, as entries at these addresses: one on each rank."""
+    gdc_launch_dependents(PDL)
+    rows, ranks = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    # Before the wait: they move only between steps
+    number = _number(round_number)
+    slots = tl.load(addresses + ranks, mask=ranks < RANKS, other=0).to(tl.pointer_type(tl.int64))
+    y = PRODUCT(x, norm, w, scale, None, rows, N, eps, K, BLOCK, PARTIAL_SUMS, GAIN, PDL)
+    entries = number | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    pointers = slots[:, None] + rows[None, :]
+    mask = (ranks[:, None] < RANKS) & (rows[None, :] < N)
+    tl.store(pointers, tl.broadcast_to(entries[None, :], [LANES, ROWS]), mask=mask)
+
+
+@jit
+def _add_received_kernel(
+    entries, round_number, residual, N: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """residual += the sum of what the ranks sent. entries [RANKS, N], residual [N]"""
+    gdc_launch_dependents(PDL)
+    offs_n, ranks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, LANES)
+    mask = (ranks[:, None] < RANKS) & (offs_n[None, :] < N)
+    values = _receive(entries + ranks[:, None] * N + offs_n[None, :], mask, _number(round_number))
+    # Before the wait, yet safe: this rank's own entries are there, so its product kernel has waited for all kernels before it,
+    # of which one wrote the residual. volatile, so that it is not read before those entries.
+    old = tl.load(residual + offs_n, mask=offs_n < N, other=0.0, volatile=True).to(tl.float32)
+    new = (old + tl.sum(values, 0)).to(residual.dtype.element_ty)
+    gdc_wait(PDL)
+    tl.store(residual + offs_n, new, mask=offs_n < N)
+
+
+def add_received_ref(entries: Tensor, round_number: Tensor, residual: Tensor) -> Tensor:
+    return residual.add_(received_ref(entries, round_number).sum(0))
+
+
+@jit
+def _gather_received_kernel(
+    entries, round_number, out, N: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out[v] = what the rank that has row v sent. entries [ranks, N], out [V]; rank p begins at row min(p N, V - N)."""
+    gdc_launch_dependents(PDL)
+    offs_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = offs_v // N
+    offs = rank * N + offs_v - tl.minimum(rank * N, V - N)
+    values = _receive(entries + offs, offs_v < V, _number(round_number))
+    gdc_wait(PDL)
+    tl.store(out + offs_v, values, mask=offs_v < V)
+
+
+def gather_received_ref(entries: Tensor, round_number: Tensor, out: Tensor) -> Tensor:
+    for rank, values in enumerate(received_ref(entries, round_number)):
+        out[share(len(out), rank, len(entries))] = values
+    return out
+
+
+def received_ref(entries: Tensor, round_number: Tensor) -> Tensor:
+    """The float32 values of entries int64, which all bear this round's number."""
+    assert (entries >> 32 == round_number).all(), "an entry of another round"
+    return entries.to(torch.int32).view(torch.float32)
+
+
+class Exchange:
+    """The entries of all slots in this rank's memory, and where to write on the other ranks."""
+
+    def __init__(self, matrices: list[Matrix], rank: int, buffers: list[int], entries: Tensor):
+        """matrices: those whose products are exchanged, in the same order on all ranks. buffers: the address of each rank's
+        entries, int64 [ranks * all their rows] and zero; `entries` are this rank's."""
+        self.ranks, self.lanes, self.slots, start = len(buffers), triton.next_power_of_2(len(buffers)), {}, 0
+        self.round_number = torch.ones(1, dtype=torch.int32, device=entries.device)
+        for w in matrices:
+            addresses = [buffer + 8 * (start + rank * w.rows) for buffer in buffers]
+            slot = entries[start : start + self.ranks * w.rows].view(self.ranks, w.rows)
+            self.slots[w] = (torch.tensor(addresses, device=entries.device), slot)
+            start += slot.numel()
+
+    def linear_add(self, x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
+        """residual += x W^T over all ranks, in place. x [1, K], W [C, K], residual [1, C]"""
+        assert residual.shape == (1, w.rows) and residual.is_contiguous(), (residual.shape, w.shape)
+        self.send("linear_add", x, None, w, 0.0)
+        return self.add_received(w, residual)
+
+    def rmsnorm_linear(self, x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
+        """out = rmsnorm(x) W^T, the rows of W those of all ranks. x [1, C], out float32 [1, V]. The last op of a round."""
+        assert len(out) == 1 and out.is_contiguous(), out.shape
+        self.send("rmsnorm_linear", x, norm, w, eps)
+        self.gather_received(w, out)
+        self.round_number += 1  # by a kernel that starts and ends alone, so kernels read the number without waiting
+        return out
+
+    def send(self, op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float) -> None:
+        to = (self.slots[w][0], self.round_number)
+        kernels.launch_product(op, _linear_send_kernel, x, norm, w, eps, *to, RANKS=self.ranks, LANES=self.lanes)
+
+    def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
+        block = 128  # one warp, so that nothing waits for other warps
+        cut = dict(N=w.rows, RANKS=self.ranks, LANES=self.lanes, BLOCK=block, warps=1)
+        grid = (triton.cdiv(w.rows, block),)
+        launch(_add_received_kernel, grid, residual.device, self.slots[w][1], self.round_number, residual, **cut)
+        return residual
+
+    def gather_received(self, w: Matrix, out: Tensor) -> Tensor:
+        V, block = out.shape[1], 256
+        cut = dict(N=w.rows, V=V, BLOCK=block, warps=1)
+        launch(_gather_received_kernel, (triton.cdiv(V, block),), out.device, self.slots[w][1], self.round_number, out, **cut)
+        return out
+
+
+def make_exchange(matrices: list[Matrix], backend: str, device: torch.device) -> Exchange | None:
+    """An Exchange where each GPU can write to the others' memory, otherwise None; the same on all ranks, which all call it."""
+    ranks = group()
+    on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
+    others = [i for i in range(ranks.size) if i != ranks.local_rank]
+    if not ranks.all(on_one_host and all(torch.cuda.can_device_access_peer(device.index, i) for i in others)):
+        return None
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    entries = symmetric_memory.empty(ranks.size * sum(w.rows for w in matrices), dtype=torch.int64, device=device)
+    buffers = symmetric_memory.rendezvous(entries, group=dist.group.WORLD).buffer_ptrs
+    exchange = Exchange(matrices, ranks.rank, list(buffers), entries.zero_())
+    torch.cuda.synchronize()
+    ranks.all(True)  # all are zero before anyone writes
+    return exchange
+
+
+def described(exchange: Exchange | None, device: torch.device) -> str:
+    """How the ranks work together, for the person."""
+    if group().size == 1:
+        return ""
+    library = "NCCL" if device.type == "cuda" else "gloo"
+    way = f"direct writes (prompts: {library})" if exchange else library
+    return f" and {group().size - 1} more, sums through {way}"
