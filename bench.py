@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from run import DEFAULT_MODEL, DTYPE_NAMES, FORMATS_8, IGNORED, Parser, device_name_of, import_torch, one_line_errors, within
-from terminal import note
+from terminal import first_speaks, note
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -141,6 +141,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 import fp8
+import parallel
 from checkpoint import (
     DTYPES,
     check_memory,
@@ -184,11 +185,15 @@ def random_config(spec: str) -> Config:
 
 
 def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None) -> Weights:
-    """Normal weights of the size that training starts from, made on the device."""
+    """Normal weights of the size that training starts from, made on the device; in 8 bits with one scale for all rows, whose
+    largest magnitudes are taken to be four standard deviations."""
 
     def matrix(rows: int, columns: int) -> Matrix:
-        made = Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02))
-        return made.encoded(format) if format else made
+        made = torch.randn(rows, columns, dtype=stored, device=device)
+        if not format:
+            return Matrix(made.mul_(0.02))
+        codes = [format.round(part.mul_(format.top / 4)) for part in made.split(1024)]
+        return Matrix(torch.cat(codes), torch.full((rows,), 0.02 * 4 / format.top, device=device), format)
 
     def ones() -> Tensor:
         return torch.ones(c.dim, dtype=dtype, device=device)
@@ -200,7 +205,7 @@ def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: t
         for _ in tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=not sys.stderr.isatty())
     ]
     embedding = torch.randn(c.vocab_size, c.dim, dtype=dtype, device=device).mul_(0.02)
-    return Weights(embedding, layers, ones(), matrix(c.vocab_size, c.dim))
+    return Weights(embedding, layers, ones(), matrix(c.output_rows, c.dim))
 
 
 def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "none") -> Llama:
@@ -208,6 +213,9 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "
     if not args.model.startswith("random:"):
         return open_checkpoint(args, dtype, ctx_size, fp8)
     config, device, format = random_config(args.model.removeprefix("random:")), pick_device(args.device), FORMATS.get(fp8)
+    ranks = parallel.group()
+    config = config.cut(ranks.size)
+    ranks.join(device)
     backend, as_dtype = pick_backend(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
     fp16_sums = pick_fp16_sums(args.accumulate, backend, device, as_dtype)
     check_memory(config, as_dtype, device, ctx_size, format, args.kv_fp8)
@@ -327,7 +335,7 @@ def cost(
     """Bytes that must move and operations that must be done by one launch of an op on T tokens after start_pos others: every
     input read once, every output written once; a multiplication and an addition are two. size and kv_size: bytes an element,
     and a number of the cache. format: of 8-bit matrices."""
-    C, F, V, q, kv = c.dim, c.hidden_dim, c.vocab_size, c.q_dim, c.kv_dim
+    C, F, V, q, kv = c.dim, c.hidden_dim, c.output_rows, c.q_dim, c.kv_dim
 
     def matrix(rows: int, columns: int) -> float:
         return float(format.matrix_bytes(rows, columns) if format else size * rows * columns)
@@ -396,7 +404,8 @@ def fp8_of(model: Llama) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return name if parallel.group().size == 1 else f"{parallel.group().size} x {name}"
 
 
 def spread(values: list[float]) -> tuple[float, float]:
@@ -439,12 +448,14 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
         loaded = time.perf_counter() - start
         cache, stream = KVCache(model), TextStream(Tokenizer(DEFAULT_MODEL))
         first = time_to_first_token(model, cache)
+        if model.config.ranks > 1:
+            note(f"running on {model.device}{parallel.described(model.exchange, model.device)}")
         note(f"load {loaded:.2f} s, first token {first[0]:.2f} s the first time, {1e3 * first[1]:.1f} ms after that")
 
         def row(test: str, speeds: list[float], share: Callable[[float], float], model: Llama = model) -> Row:
             mean, std = spread(speeds)
             name = {v: k for k, v in DTYPES.items()}[model.dtype]
-            size = matrix_bytes(model.weights) / 1e9
+            size = model.config.ranks * matrix_bytes(model.weights) / 1e9
             kv = "e4m3" if model.kv_fp8 else name
             return Row(
                 args.model,
@@ -1136,9 +1147,12 @@ def run_recorded(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+    with first_speaks():
+        args = parse_args(argv)
 
     def work() -> int:
+        if args.vs and parallel.group().size > 1:
+            raise ValueError(f"--vs compares with what runs in one process, not in {parallel.group().size}")
         if args.ignored:
             note(f"note: {', '.join(args.ignored)}: without meaning here, ignored")
         check_packages(args)

@@ -6,6 +6,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from parallel import group
 from session import Answer, Session
 from template import TEMPLATES
 from terminal import Printer, Reader, note, one_line
@@ -42,15 +43,16 @@ class Chat:
 
     def run(self, message: str | None, single: bool) -> int:
         """Answer the one message, or one after the other until the input ends; the exit code."""
-        self.stays = self.reader.interactive and not single  # Ctrl-C ends no more than an answer
+        # Whether Ctrl-C ends no more than an answer; of several processes torchrun ends all
+        self.stays = self.reader.interactive and not single and group().size == 1
         if single:
             with suppress(EOFError):
-                self.answer(self.reader.read() if message is None else message)
+                self.answer(group().from_first(self.reader.read) if message is None else message)
             return 0
         warned = False
         while True:
             try:
-                goes_on = self.turn(self.reader.read())
+                goes_on = self.turn(group().from_first(self.reader.read))
                 warned = False
                 if not goes_on:
                     return 0
@@ -149,17 +151,20 @@ class Chat:
 
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
+        text = group().from_first(lambda: self.text_of(name))
+        self.to_read += text.rstrip("\n") + "\n\n"
+        self.session.note(f"{name}, {len(text):,} characters, goes before your next message")
+
+    def text_of(self, name: str) -> str:
         file = Path(name).expanduser()
         if file.exists() and not file.is_file():
             raise ValueError(f"{name} is not a file")
         if file.stat().st_size > LARGEST_TOKEN * self.session.cache.size:
             raise ValueError(f"{name} has {file.stat().st_size:,} bytes, too many for this context (see -c)")
         try:
-            text = file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}") from None
-        self.to_read += text.rstrip("\n") + "\n\n"
-        self.session.note(f"{name}, {len(text):,} characters, goes before your next message")
 
     # ---- the context
 

@@ -17,13 +17,12 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,9 +59,12 @@ class Group:
         if self.size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
+            sys.stdout = Output(sys.stdout)
 
     def all(self, yes: bool) -> bool:
         """Whether all ranks say yes; waits for all of them."""
+        if self.size == 1:
+            return yes
         answer = torch.tensor([int(yes)])
         dist.all_reduce(answer, op=dist.ReduceOp.MIN)
         return bool(answer)
@@ -123,25 +125,12 @@ class Group:
         wish = torch.tensor([reasons.index(self._stop)])
         self._asking = (dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True), wish)
 
-    @contextmanager
-    def first_speaks(self) -> Iterator[None]:
-        """From here on only rank 0 reads the terminal and writes to it. What is wrong with a command line, which is read while
-        this lasts, is wrong for all ranks: rank 0 says so, and torchrun then ends the others, which wait for that."""
-        if self.rank > 0:
-            sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115
-            sys.stderr = sys.stdout
-        try:
-            yield
-        except SystemExit as exit:
-            if exit.code and self.rank > 0:
-                time.sleep(30)
-            raise
-
-    def fails_first(self) -> bool:
-        """Whether this rank is the first to fail, which tells the error; the others fail for the same reason, or because this
-        one has gone."""
+    def tells(self) -> bool:
+        """Whether this rank is to tell its error, which it can from here on: the first to fail does. The others fail for the same
+        reason, or because that one has gone."""
         if self.size == 1:
             return True
+        sys.stderr = sys.__stderr__
         try:
             return self.store.add("failures", 1) == 1
         except RuntimeError:  # torchrun itself has gone
@@ -165,6 +154,29 @@ class Group:
             with suppress(OSError):
                 stream.flush()
         os._exit(code)
+
+
+class Output:
+    """A standard output that does not raise BrokenPipeError, but has all ranks raise it."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            group().stop(BrokenPipeError)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            group().stop(BrokenPipeError)
 
 
 @cache

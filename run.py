@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from template import TEMPLATES
-from terminal import note, one_line
+from terminal import first_speaks, note, one_line
 
 if TYPE_CHECKING:  # torch takes seconds to import: first come --help and what is wrong with the command line
     from session import Answer, Session
@@ -307,7 +307,10 @@ def use_interpreter(args: argparse.Namespace) -> None:
 
 def save(args: argparse.Namespace) -> int:
     from checkpoint import save_fp8
+    from parallel import group
 
+    if group().rank > 0:  # it is the work of one process
+        return 0
     format = args.fp8 or "e4m3"
     file = save_fp8(args.model, args.save_fp8, fp8=format, dtype=args.dtype, device=args.device, quiet=args.quiet)
     if not args.quiet:
@@ -318,13 +321,17 @@ def save(args: argparse.Namespace) -> int:
 def generate(args: argparse.Namespace) -> int:
     """Text or a chat."""
     from chat import Chat, has_template
+    from checkpoint import pick_device
+    from parallel import group
     from session import Session
 
     use_interpreter(args)
+    group().join(pick_device(args.device))
+    args = group().from_first(lambda: args)  # of the terminal and of a random seed, the first process's count
     single = args.single_turn or args.prompt is not None or args.file is not None
-    prompt = None if args.mode == "chat" and not single else read_prompt(args)
+    prompt = None if args.mode == "chat" and not single else group().from_first(lambda: read_prompt(args))
     if args.system_file is not None:
-        args.system = read_text(args.system_file)
+        args.system = group().from_first(lambda: read_text(args.system_file))
     session = Session(args)
     session.note(session.summary())
     code = 0
@@ -349,7 +356,17 @@ def work(args: argparse.Namespace) -> int:
 
 
 def one_line_errors(work: Callable[[], int], debug: bool) -> int:
-    """The exit code of a program's work: 1 and one line on stderr when it fails (a traceback with debug)."""
+    """The exit code of a program's work: 1 and one line on stderr when it fails (a traceback with debug). One of several
+    processes ends here."""
+    code = _exit_code(work, debug)
+    if "WORLD_SIZE" in os.environ:
+        from parallel import group
+
+        group().leave(code)
+    return code
+
+
+def _exit_code(work: Callable[[], int], debug: bool) -> int:
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  None when they were closed before the start
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout):
@@ -364,7 +381,10 @@ def one_line_errors(work: Callable[[], int], debug: bool) -> int:
     except Exception as error:
         if debug:
             raise
-        note(f"error: {one_line(error)}")
+        from parallel import group
+
+        if group().tells():
+            note(f"error: {one_line(group().explained(error))}")
         return 1
 
 
@@ -378,7 +398,8 @@ def import_torch() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    args = parse_args(argv)
+    with first_speaks():
+        args = parse_args(argv)
     return one_line_errors(lambda: work(args), args.debug)
 
 

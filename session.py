@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, find_checkpoint, load, read_config, read_sampling
 from model import KVCache, Llama, Timings, generate
+from parallel import described, group
 from sampling import Sampling
 from terminal import note
 from tokenizer import TextStream, Tokenizer
@@ -89,18 +90,19 @@ class Session:
             note(text)
 
     def summary(self) -> str:
-        m, c = self.model, self.model.config
+        m, c = self.model, self.model.checkpoint.config
         heads = f"{c.n_heads} heads" + (f" ({c.n_kv_heads} of keys and values)" if c.n_kv_heads != c.n_heads else "")
         size = f"{m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, dim {c.dim}, {heads}"
         beyond = f" (beyond the model's {c.max_seq_len}: expect nonsense there)" if self.cache.size > c.max_seq_len else ""
         backend = {"torch": "torch ops", "triton": "Triton kernels"}[m.backend]
         if m.backend == "triton" and m.device.type == "cpu":
             backend += " in the interpreter, which is slow"
+        where = f"{m.device}{described(m.exchange, m.device)}"
         own = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.own_sampling.items())
         sampling = f"\nsampling  {own} (the checkpoint's own; the flags override)" if own else ""
         return (
             f"model     {m.checkpoint.folder}: {size}\n"
-            f"running   {types(m)} on {m.device}, {backend}, context {self.cache.size}{beyond}, seed {self.args.seed}{sampling}"
+            f"running   {types(m)} on {where}, {backend}, context {self.cache.size}{beyond}, seed {self.args.seed}{sampling}"
         )
 
     def closing(self) -> str:
@@ -188,13 +190,15 @@ class PromptCache:
     """A file with the keys and values of a prompt, so that a long one costs its seconds once.
 
     As in llama.cpp, it is read at the start, used as far as the prompt begins with the same tokens, and written when less than
-    three quarters of the prompt came from it.
+    three quarters of the prompt came from it. Each of several processes has a file for its heads.
     """
 
     KIND = "prompt cache, layout 1"
 
     def __init__(self, file: Path, model: Llama):
         self.file, self.model = file.expanduser(), model
+        if group().size > 1:
+            self.file = self.file.with_name(f"{self.file.name}.{group().rank + 1}-of-{group().size}")
         self.tokens: list[int] = []  # what the file holds
         self.first = True  # no prompt of this run has come yet
         self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
@@ -203,7 +207,7 @@ class PromptCache:
 
     def restore(self, cache: KVCache) -> None:
         """Fill an empty cache from the file, if there is one. Raises ValueError for one that was not made for this model."""
-        if not self.file.exists():
+        if not group().all(self.file.exists()):
             return
         if not self.file.is_file():
             raise ValueError(f"{self.file} is not a file")
@@ -219,6 +223,9 @@ class PromptCache:
             raise ValueError(f"{self.file} is not a sound safetensors file: {error}") from None
         if not all(torch.isfinite(t).all() if t.is_floating_point() else (t & 0x7F != 0x7F).all() for t in (k, v)):
             raise ValueError(f"{self.file} holds keys or values that are not finite: delete it")
+        if not group().all(self.tokens == group().from_first(lambda: self.tokens)):  # one was written and another was not
+            self.tokens = []
+            return
         cache.append(torch.tensor(self.tokens, dtype=torch.int32))
         for kept, read in ((cache.k, k), (cache.v, v)):
             for layer, values in zip(kept, read):

@@ -4,9 +4,10 @@ import json
 import os
 import shutil
 import sys
+import time
 import unicodedata
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -20,6 +21,23 @@ YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the person types is bold green
 
 def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def first_speaks() -> Iterator[None]:
+    """Of several processes (parallel.py) only the first reads the terminal and writes to it, from here on. What is wrong with a
+    command line, which is read while this lasts, is wrong for all: the first says so, and torchrun then ends the others, which
+    wait for that."""
+    others = int(os.environ.get("RANK", 0)) > 0
+    if others:
+        sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = sys.stdout
+    try:
+        yield
+    except SystemExit as exit:
+        if exit.code and others:
+            time.sleep(30)
+        raise
 
 
 def one_line(error: Exception) -> str:
