@@ -126,8 +126,8 @@ class Group:
         self._asking = (dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True), wish)
 
     def tells(self) -> bool:
-        """Whether this rank is to tell its error, which it can from here on: the first to fail does. The others fail for the same
-        reason, or because that one has gone."""
+        """Whether this rank is to tell its error, which it can from here on: the first to fail does, and the others fail for
+        the same reason, or because that one has gone."""
         if self.size == 1:
             return True
         sys.stderr = sys.__stderr__

@@ -23,12 +23,14 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import threading
 import time
+import traceback
 import warnings
 import weakref
 import zipfile
@@ -51,6 +53,7 @@ import fp8
 import fuzz
 import kernels
 import launch
+import parallel
 import plot
 import quality
 import run
@@ -1445,7 +1448,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     def record(kernel, grid, device, *arguments, warps=4, stages=1, **constants):
         recorded.append((kernel, arguments, constants | {"PDL": arch >= 90}, warps, stages))
 
-    for module in (launch, kernels, sampling, fp8, training):
+    for module in (launch, kernels, sampling, fp8, training, parallel):
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     shapes = [((8, 8, 128), T) for T in (1, 100, 3, 60)] + [((8, 1, 64), T) for T in (1, 3)]
     shapes += [((4, 2, 256), T) for T in (1, 100)] + [((2, 2, 256), 1)]
@@ -1462,6 +1465,15 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         for matrix in (arguments[2], arguments[2].encoded(E4M3)):
             for extra in (bias, None), (None, qk_norm):
                 kernels.fused.rmsnorm_qkv_rope(*arguments[:2], matrix, *arguments[3:], *extra)
+    C, F, V = 1024, 5504, 600
+    for form in (None, *FORMATS):
+        w, output = (Matrix(torch.zeros(rows, columns, dtype=dtype)) for rows, columns in ((C, F), (V, C)))
+        if form:
+            w, output = (m.encoded(FORMATS[form]) for m in (w, output))
+        exchange = parallel.Exchange([w, output], 0, [0, 0], torch.empty(2 * (C + V), dtype=torch.int64))
+        x = torch.zeros(1, C, dtype=dtype)
+        exchange.linear_add(torch.zeros(1, F, dtype=dtype), w, x)
+        exchange.rmsnorm_linear(x, x[0], output, 1e-5, torch.zeros(1, 2 * V - 1))
     one = torch.zeros(1, dtype=torch.int32)
     fp8.encode_rows(torch.zeros(3, 512, dtype=dtype))
     for T in (1, 100):
@@ -1548,9 +1560,296 @@ def test_kernels_compile_ahead_of_time(arch):
     command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    source = "".join((HERE / file).read_text() for file in ("kernels.py", "sampling.py", "fp8.py", "training.py"))
+    files = ("kernels.py", "sampling.py", "fp8.py", "training.py", "parallel.py")
+    source = "".join((HERE / file).read_text() for file in files)
     every = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
     assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
+
+
+# ---- several processes
+
+
+PARALLEL = {  # of checkpoints made below: a folder, and options of load
+    "grouped queries": ("tiny", {}),
+    "one key/value head, bias, tied": ("one head", {}),
+    "norms of q and k": ("qwen 3", {}),
+    "bin": ("bin", {}),
+    "meta, 2 shards": ("meta", {}),
+    "e4m3": ("tiny", dict(fp8="e4m3")),
+    "e5m2, tied": ("one head", dict(fp8="e5m2")),
+    "8-bit cache": ("tiny", dict(kv_fp8=True)),
+    "saved": ("saved", {}),
+    "fused": ("tiny", dict(backend="triton")),
+}
+
+
+def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, list[int]]:
+    """Logits of a prompt and of single tokens after it, and greedy tokens, in this process or as one of several."""
+    name, options = PARALLEL[case]
+    model = load(folder / name, dtype="fp32", device="cpu", **options | changed)
+    ids = torch.arange(5, 17) * 7
+    with torch.inference_mode():
+        cache = KVCache(model)
+        logits = torch.cat([model.forward(part, cache) for part in ids.split([10, 1, 1])])
+    return logits, list(generate(model, ids.tolist(), n=2 if "backend" in options else 8, sampling=Sampling(temp=0), eos=[]))
+
+
+def parallel_cases(size: int) -> list[str]:
+    return [case for case in PARALLEL if case != "fused" or size == 2 and launch.triton]
+
+
+def fork_ranks(folder: Path, size: int) -> int:
+    """Have `size` forks of this process, which has only imported things, write their results; how many failed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    several = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    forks = []
+    for rank in range(size):
+        forks.append(os.fork())
+        if forks[-1] == 0:
+            try:
+                os.environ |= several | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+                torch.set_num_threads(1)
+                torch.save({case: parallel_result(folder, case) for case in parallel_cases(size)}, folder / f"{size}.{rank}")
+                parallel.group().leave(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+    return sum(os.waitpid(fork, 0)[1] != 0 for fork in forks)
+
+
+@pytest.fixture(scope="session")
+def parallel_folder(tiny, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    for name in ("tiny", "bin", "meta"):
+        shutil.copytree(tiny, folder / name)
+    torch.manual_seed(1)
+    one_head = dict(model="Qwen2", num_key_value_heads=1, tie_word_embeddings=True)
+    hugging_face_model(301, **one_head).save_pretrained(folder / "one head")
+    hugging_face_model(301, **FAMILIES["qwen 3"]).save_pretrained(folder / "qwen 3")
+    shutil.copy(tiny / "tokenizer.model", folder / "one head")
+    to_bin(folder / "bin")
+    to_meta(folder / "meta", 2)
+    save_fp8(folder / "one head", folder / "saved", device="cpu")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def of_several(parallel_folder) -> dict[int, list[dict]]:
+    """The results of each of 2 and of 4 processes. They are forks of one, since each start takes seconds."""
+    command = [sys.executable, str(HERE / "test_all.py"), str(parallel_folder)]
+    done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {size: [torch.load(parallel_folder / f"{size}.{rank}") for rank in range(size)] for size in (2, 4)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_processes_are_one(of_several, parallel_folder, size):
+    first, *others = of_several[size]
+    assert list(first) == parallel_cases(size)
+    for case, (logits, tokens) in first.items():
+        for other in others:
+            assert torch.equal(logits, other[case][0]) and tokens == other[case][1], (case, "ranks differ")
+        exact, expected = parallel_result(parallel_folder, case, backend="torch")
+        assert_close(logits[:10], exact[:10], 1e-2 if case == "8-bit cache" else 1e-4)  # a code may be rounded the other way
+        assert_close(logits[10:], exact[10:], 1e-4 if case not in ("e4m3", "e5m2, tied", "saved", "8-bit cache") else 1e-2)
+        assert tokens == expected, case
+
+
+def test_what_does_not_divide_is_refused(tiny, monkeypatch):
+    monkeypatch.setattr(parallel.group(), "size", 3)
+    with pytest.raises(ValueError, match="4 query heads cannot be divided evenly among 3 processes"):
+        load(tiny, device="cpu")
+    with pytest.raises(ValueError, match="3 key/value heads can be neither divided nor repeated evenly for 2 processes"):
+        read_config_like(n_heads=6, n_kv_heads=3).cut(2)
+
+
+def test_memory_is_checked_for_each_rank(monkeypatch):
+    whole, free = read_config_like(dim=512, n_layers=8, hidden_dim=4096, vocab_size=4096), 100_000_000
+    monkeypatch.setattr("checkpoint.free_memory", lambda device: free)
+    assert check_memory(whole.cut(4), torch.float32, torch.device("cpu"), 64) is None
+    with pytest.raises(MemoryError):
+        check_memory(whole, torch.float32, torch.device("cpu"), 64)
+    monkeypatch.setattr(parallel.group(), "local_size", 4)  # which share the memory of this host
+    with pytest.raises(MemoryError, match="cpu for rank 0 of 1 has 0.03 GB free"):
+        check_memory(whole.cut(4), torch.float32, torch.device("cpu"), 64)
+
+
+@needs_triton
+@pytest.mark.parametrize("form", [None, *FORMATS])
+def test_the_exchange_adds_and_gathers(form):
+    """Three ranks in one process, each with its own memory; a vocabulary that is not evenly divided."""
+    C, V, columns = 72, 101, (40, 24, 56)
+    matrix = lambda n, k: (lambda m: m.encoded(FORMATS[form]) if form else m)(Matrix(randn(n, k, dtype=torch.float16)))
+    sums = [[matrix(C, k) for k in columns] for _ in range(2)]
+    whole = matrix(V, C)
+    cuts = [parallel.share(V, rank, 3) for rank in range(3)]
+    scales = [None if whole.scale is None else whole.scale[rows] for rows in cuts]
+    outputs = [Matrix(whole.data[rows].contiguous(), scale, whole.format) for rows, scale in zip(cuts, scales)]
+    memory = [torch.zeros(3 * (2 * C + outputs[0].rows), dtype=torch.int64, device=DEVICE) for _ in range(3)]
+    addresses = [m.data_ptr() for m in memory]
+    exchanges = [parallel.Exchange([sums[0][r], sums[1][r], outputs[r]], r, addresses, memory[r]) for r in range(3)]
+    for _ in range(2):
+        for matrices in sums:
+            x = [randn(1, k, dtype=torch.float16) for k in columns]
+            residual = randn(1, C, dtype=torch.float16)
+            exact = residual.float() + sum(kernels.linear_ref(a.float(), decoded(m)) for a, m in zip(x, matrices))
+            for exchange, a, m in zip(exchanges, x, matrices):
+                exchange.send("linear_add", a, None, m, 0.0)
+            for exchange, m in zip(exchanges, matrices):
+                ours, entries = residual.clone(), exchange.slots[m][1]
+                exchange.add_received(m, ours)
+                expected = parallel.add_received_ref(entries, exchange.round_number, residual.clone())
+                assert nmse(ours, exact) < ONE_UNIT[torch.float16] and nmse(ours, expected) < ONE_UNIT[torch.float16]
+        x, norm = randn(1, C, dtype=torch.float16), randn(C, dtype=torch.float16)
+        exact = kernels.rmsnorm_linear_ref(x.float(), norm.float(), decoded(whole), 1e-5, torch.empty(1, V, device=DEVICE))
+        for exchange, m in zip(exchanges, outputs):
+            exchange.send("rmsnorm_linear", x, norm, m, 1e-5)
+        for exchange, m in zip(exchanges, outputs):
+            ours = exchange.gather_received(m, torch.full((1, V), float("nan"), device=DEVICE))
+            assert nmse(ours, exact) < ONE_UNIT[torch.float16]
+            assert torch.equal(
+                ours[0], parallel.gather_received_ref(exchange.slots[m][1], exchange.round_number, ours[0].clone())
+            )
+            exchange.round_number += 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_several_gpus_are_one(parallel_folder):
+    """Both ways of sums, and thousands of rounds of the exchange with late ranks: see check_gpus."""
+    process = torchrun(HERE / "test_all.py", parallel_folder, "gpus", env=os.environ)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+
+
+@torch.inference_mode()
+def check_gpus(folder: Path) -> None:
+    """What one of several processes with a GPU each does. The errors of several and of one are compared, not their results:
+    with e4m3 matrices a prompt's activations are rounded with a scale for each row, and rows of a part have other scales than
+    whole rows, so that several round otherwise than one (logits of models/tales are up to 8% apart), but no worse."""
+    ranks, alone = parallel.group(), parallel.Group()
+    alone.rank, alone.size = 0, 1
+    ids = (torch.arange(5, 47) * 7 % 290).to(DEVICE.type)
+
+    def logits(model) -> torch.Tensor:
+        cache = KVCache(model)
+        return torch.cat([model.forward(part, cache) for part in ids.split([40, 1, 1])])
+
+    for name, options in (("tiny", {}), ("one head", {}), ("tiny", dict(fp8="e4m3")), ("tiny", dict(kv_fp8=True))):
+        for dtype in ("fp16", "bf16"):
+            parallel.group = lambda: alone
+            exact = logits(load(folder / name, dtype="fp32", device=DEVICE.type, backend="torch", fp8=options.get("fp8")))
+            one = logits(load(folder / name, dtype=dtype, device=DEVICE.type, **options))
+            parallel.group = lambda: ranks
+            model = load(folder / name, dtype=dtype, device=DEVICE.type, **options)
+            for exchange in (model.exchange, None):
+                model.ops = parallel.ops(model.backend, exchange)
+                ours = logits(model)
+                assert torch.equal(ours.cpu(), ranks.from_first(ours.cpu)), "ranks differ"
+                assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (name, options, dtype, exchange)
+    if DEVICE.type == "cuda":
+        assert model.exchange, "these GPUs do not reach each other's memory"
+        stress_exchange(ranks)
+
+
+def stress_exchange(ranks: parallel.Group, rounds: int = 4000, slots: int = 64, C: int = 4096) -> None:
+    """Chains of sums whose terms are other whole numbers in each round, in graphs in which ranks are late at random places, and
+    between which ranks are late at random: not one number may be of another round."""
+    matrices = [Matrix(torch.zeros(C, 64, dtype=torch.float16, device=DEVICE.type)) for _ in range(slots)]
+    for m in matrices:
+        m.data[:, 0] = ranks.rank + 1
+    exchange = parallel.make_exchange(matrices, "triton", m.data.device)
+    late = random.Random(SEED + ranks.rank)
+    number, wrong = (torch.zeros(1, dtype=t, device=DEVICE.type) for t in (torch.float32, torch.int64))
+    x, y = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE.type), torch.zeros(1, C, device=DEVICE.type)
+
+    def step(is_late: bool) -> None:
+        number.copy_((number + 1) % 1009)
+        x[:, 0] = number[0]
+        y.zero_()
+        for m in matrices:
+            if is_late and late.random() < 0.1:
+                torch.cuda._sleep(late.randrange(100_000))
+            exchange.linear_add(x, m, y)
+        wrong.add_((y != slots * number * (ranks.size * (ranks.size + 1) // 2)).sum())
+        exchange.round_number += 1
+
+    step(True)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(4)]
+    for graph in graphs:
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            step(graph is not graphs[0])
+    which = random.Random(0)  # the same on all ranks
+    for i in range(rounds):
+        graphs[which.randrange(4) if i < rounds // 4 else 0].replay()
+        if late.random() < 0.05:
+            torch.cuda._sleep(late.randrange(2_000_000))
+        if late.random() < 0.01:
+            time.sleep(late.random() * 0.005)
+        if i % 500 == 499:  # torch queues no more than some thousand launches
+            torch.cuda.synchronize()
+    assert wrong.item() == 0, f"{wrong.item()} numbers of another round"
+
+
+def torchrun(*arguments, **options) -> subprocess.Popen:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    return subprocess.Popen([*command, *map(str, arguments)], **pipes | options)
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """The processes that torchrun started, by rank."""
+    found = [
+        line.split()
+        for line in subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
+    ]
+    return sorted(
+        int(pid) for pid, parent, *args in found[1:] if parent == str(process.pid) and any("run.py" in a for a in args)
+    )
+
+
+def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
+    flags = ("-m", tiny, "-n", 6, "--temp", 0, "--dtype", "fp32", "--device", "cpu")
+    process = torchrun(HERE / "run.py", "--chat", *flags, "--prompt-cache", tmp_path / "kept", stdin=subprocess.PIPE)
+    out, err = process.communicate(b"One\n/clear\nTwo\n\xff\n", timeout=120)
+    assert process.returncode == 0, err
+    assert out.decode() == cli("--chat", *flags, stdin=b"One\n/clear\nTwo\n")[1]
+    assert err.count(b"generated 12 tokens") == 1 and err.count(b"not UTF-8") == 1
+    assert b"cpu and 1 more, sums through gloo" in err
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["kept.1-of-2", "kept.2-of-2"]
+
+
+@pytest.mark.parametrize("how", ["killed", "interrupted", "stdout closed"])
+def test_no_rank_goes_on_alone(tiny, how):
+    process = torchrun(HERE / "run.py", "-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", "--device", "cpu")
+    process.stdout.read(20)
+    first, second = ranks_of(process)
+    if how == "stdout closed":
+        process.stdout.close()
+        assert process.wait(30) == 0
+        return
+    os.kill(*((second, signal.SIGKILL) if how == "killed" else (first, signal.SIGINT)))
+    _, err = process.communicate(timeout=30)
+    assert process.returncode != 0 and not {first, second} & set(ranks_of(process))
+    if how == "killed":
+        assert len(re.findall(rb"^error: ", err, re.MULTILINE)) <= 1, err  # none where torchrun was faster
+    else:
+        assert err.count(b"generated") == 1 and err.count(b"exitcode  : 130") == 2, err
+
+
+def test_an_error_of_one_rank_is_one_line(tiny):
+    folder = f"./{tiny.parent.name}/{tiny.name}"  # which the second rank looks for elsewhere
+    script = f'[ $RANK = 0 ] || cd /; exec "{sys.executable}" "{HERE}/run.py" -p Once --device cpu -m {folder}'
+    process = torchrun("--no-python", "bash", "-c", script, cwd=tiny.parent.parent)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and len(re.findall(rb"^error: no such folder", err, re.MULTILINE)) == 1
+    assert len(re.findall(rb"^error: ", err, re.MULTILINE)) == 1, err
 
 
 # ---- sampling
@@ -3651,3 +3950,10 @@ def test_train_makes_a_model_that_runs(tmp_path, cli):
     ]  # fmt: skip
     code, out, _ = cli("-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
     assert code == 0 and out.startswith("Once") and len(out) > 8
+
+
+if __name__ == "__main__":  # for of_several and test_several_gpus_are_one
+    if sys.argv[2:] == ["gpus"]:
+        check_gpus(Path(sys.argv[1]))
+        parallel.group().leave(0)
+    sys.exit(fork_ranks(Path(sys.argv[1]), 2) + fork_ranks(Path(sys.argv[1]), 4))
