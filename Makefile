@@ -4,22 +4,25 @@
 MODEL ?= models/tales
 PROMPT ?= Once upon a time
 ARGS ?=
+GPUS ?= 1
 PYTHON ?= python3
 VENV = .venv/bin
+# of several GPUs, each has a process and a part of the model
+RUN = $(VENV)/$(if $(filter 1,$(GPUS)),python,torchrun --nproc-per-node $(GPUS))
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
-	@echo 'settings: MODEL=folder  PROMPT='"'"'text'"'"'  ARGS="more flags, see run.py --help"'
+	@echo 'settings: MODEL=folder  PROMPT='"'"'text'"'"'  GPUS=2  ARGS="more flags, see run.py --help"'
 
 run: export TEXT := $(value PROMPT)
 run: .venv/ready  ## generate from PROMPT, taken as it is
-	@$(VENV)/python run.py -m "$(MODEL)" --no-escape --prompt="$$TEXT" $(ARGS)
+	@$(RUN) run.py -m "$(MODEL)" --no-escape --prompt="$$TEXT" $(ARGS)
 
 chat: .venv/ready  ## talk with the model
-	@$(VENV)/python run.py -m "$(MODEL)" --chat $(ARGS)
+	@$(RUN) run.py -m "$(MODEL)" --chat $(ARGS)
 
 bench: .venv/ready  ## tokens per second
-	$(VENV)/python bench.py -m "$(MODEL)" $(ARGS)
+	$(RUN) bench.py -m "$(MODEL)" $(ARGS)
 
 kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU: torch's ops, not the kernels)
 	$(VENV)/python bench.py --kernels -m "$(MODEL)" $(ARGS)
