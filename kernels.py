@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import fp8
+import hopper
 from fp8 import E4M3, Matrix
 from launch import (
     EMULATED,
@@ -482,8 +483,9 @@ def rmsnorm_qkv_rope(
 
 # ---- attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query heads share one k, v head.
 #      q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
-#      Three kernels: for one query row a key/value head, for few (up to SPLIT_ROWS), and for a prompt. All keep a running
-#      softmax of base 2, with the factor log2(e) in qk_scale (online softmax: Milakov and Gimelshein, 2018).
+#      Three kernels: for one query row a key/value head, for few (up to SPLIT_ROWS), and for a prompt; hopper.py has a fourth,
+#      for long prompts on Hopper. All keep a running softmax of base 2, with the factor log2(e) in qk_scale (online softmax:
+#      Milakov and Gimelshein, 2018).
 
 
 def cached_ref(cache: Tensor) -> Tensor:
@@ -510,8 +512,11 @@ def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> T
 @jit
 def _load_cached(cache, offs_n, offs_d, mask_n, D: tl.constexpr):
     """Keys or values [BLOCK_N, BLOCK_D] of a head, as they are cached; zero where mask_n is off (None: on everywhere)."""
+    offs = offs_n[:, None] * D + offs_d[None, :]
+    if mask_n is None and offs_d.shape[0] == D:
+        return tl.load(cache + offs)
     mask = offs_d[None, :] < D if mask_n is None else mask_n[:, None] & (offs_d[None, :] < D)
-    return tl.load(cache + offs_n[:, None] * D + offs_d[None, :], mask=mask, other=0)
+    return tl.load(cache + offs, mask=mask, other=0)
 
 
 @jit
@@ -533,32 +538,48 @@ def _dot(a, b, WIDEN: tl.constexpr, FP16_SUMS: tl.constexpr):
 def _attend(
     q, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE: tl.constexpr, WIDEN: tl.constexpr, FP16_SUMS: tl.constexpr
 ):  # fmt: skip
-    """One block of keys and values, as they are cached, added to the running softmax of the rows of q."""
+    """One block of keys and values, as they are cached, added to the running softmax of the rows of q. row_max is the maximum
+    of q k^T, so that scaling and subtracting it are one instruction. mask: None where every row sees the whole block."""
     k, v = _decoded(k, DECODE).to(q.dtype), _decoded(v, DECODE).to(q.dtype)
-    scores = tl.where(mask, _dot(q, tl.trans(k), WIDEN, FP16_SUMS) * qk_scale, float("-inf"))
+    scores = _dot(q, tl.trans(k), WIDEN, FP16_SUMS)
+    if mask is not None:
+        scores = tl.where(mask, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen nothing yet
-    p = tl.exp2(scores - base[:, None])
-    rescale = tl.exp2(row_max - base)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max) * qk_scale  # of a row that has seen nothing yet: 0
+    p = tl.exp2(scores * qk_scale - base[:, None])
+    rescale = tl.exp2(row_max * qk_scale - base)
     return new_max, row_sum * rescale + tl.sum(p, 1), acc * rescale[:, None] + _dot(p.to(v.dtype), v, WIDEN, FP16_SUMS)
+
+
+SHARED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share, well within a GPU's L2
+
+
+@jit
+def _rows_of_program(pid, blocks, heads_at_once, H: tl.constexpr):
+    """Which block of rows, and which head. Programs start in the order of pid: some heads at a time, whose keys and values stay
+    in the L2, and of these the last rows of all heads first, since they see the most keys and take longest."""
+    first = pid // (blocks * heads_at_once) * heads_at_once
+    heads = tl.minimum(heads_at_once, H - first)
+    rest = pid - first * blocks
+    return blocks - 1 - rest // heads, first + rest % heads
 
 
 @jit
 def _attention_kernel(
     q, k_cache, v_cache, out, pos, T, qk_scale, v_scale,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, POSITIONS_AT_ONCE: tl.constexpr,
     DECODE: tl.constexpr, WIDEN: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A prompt: BLOCK_M tokens of one head, over the keys they see."""
     gdc_launch_dependents(PDL)
-    pid_m = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
-    head = tl.program_id(1)
+    start_pos = tl.load(pos)
+    heads_at_once = tl.maximum(POSITIONS_AT_ONCE // (start_pos + T), 1) * G
+    pid_m, head = _rows_of_program(tl.program_id(0), tl.cdiv(T, BLOCK_M), heads_at_once, H)
     offs_m, offs_d, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     k_head = k_cache + (head // G).to(tl.int64) * S * D
     v_head = v_cache + (head // G).to(tl.int64) * S * D
     gdc_wait(PDL)
-    start_pos = tl.load(pos)
     mask_q = (offs_m[:, None] < T) & (offs_d[None, :] < D)
     offs_q = (offs_m[:, None] * H + head) * D + offs_d[None, :]
     q_tile = tl.load(q + offs_q, mask=mask_q, other=0.0)
@@ -571,15 +592,14 @@ def _attention_kernel(
     for n in range(0, diagonal, BLOCK_N):
         k = _load_cached(k_head, n + offs_n, offs_d, None, D)
         v = _load_cached(v_head, n + offs_n, offs_d, None, D)
-        mask = (n + offs_n >= 0)[None, :]
-        row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, WIDEN, FP16_SUMS)
+        row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, None, qk_scale, DECODE, WIDEN, FP16_SUMS)
     # Those on the diagonal
     for n in range(diagonal, end, BLOCK_N):
         k = _load_cached(k_head, n + offs_n, offs_d, n + offs_n < end, D)
         v = _load_cached(v_head, n + offs_n, offs_d, n + offs_n < end, D)
         mask = (n + offs_n)[None, :] <= start_pos + offs_m[:, None]
         row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, WIDEN, FP16_SUMS)
-    tl.store(out + offs_q, (acc * v_scale / row_sum[:, None]).to(out.dtype.element_ty), mask=mask_q)
+    tl.store(out + offs_q, (acc * (v_scale / row_sum)[:, None]).to(out.dtype.element_ty), mask=mask_q)
 
 
 @jit
@@ -670,7 +690,7 @@ def _split_attention_kernel(
             tl.store(out + offs_q, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask_q)
         else:
             slot = (head * SPLITS + split) * BLOCK_M + rows
-            tl.store(ends + slot * 2, row_max)
+            tl.store(ends + slot * 2, row_max * qk_scale)
             tl.store(ends + slot * 2 + 1, row_sum)
             tl.store(partial + slot[:, None] * D + offs_d[None, :], acc, mask=mask_q)
             tl.debug_barrier()
@@ -799,9 +819,13 @@ def _launch_split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Te
 
 def _launch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:
     (T, H, D), KH, (scales, constants) = q.shape, k_cache.shape[0], _cache_constants(q, k_cache)
+    positions_at_once = SHARED_KEYS // (2 * D * k_cache.element_size())
+    if capability(q.device) == 90 and hopper.attends(q, k_cache) and not fp16_sums():
+        return hopper.attention(q, k_cache, v_cache, out, pos, positions_at_once)
     block_m, block_n, stages = (128 if T > 64 else 64, 64, 3) if D <= 128 else (64, 32, 2)  # within 99 KB of shared memory
     cut = dict(G=H // KH, BLOCK_M=block_m, BLOCK_N=block_n, WIDEN=_widen(q), FP16_SUMS=fp16_sums())
-    grid = (triton.cdiv(T, block_m), H)
+    cut |= dict(POSITIONS_AT_ONCE=positions_at_once)
+    grid = (triton.cdiv(T, block_m) * H,)
     args = (q, k_cache, v_cache, out, pos, T)
     launch(_attention_kernel, grid, q.device, *args, *scales, **constants, **cut, warps=block_m // 16, stages=stages)
 

@@ -51,6 +51,7 @@ if DEVICE.type == "cpu" and "COMPILE_FOR" not in os.environ:
 import bench
 import fp8
 import fuzz
+import hopper
 import kernels
 import launch
 import parallel
@@ -1550,6 +1551,43 @@ def compile_kernels(arch: int) -> None:
             if constants.get("FP16_SUMS") and arch < 90:
                 assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in compiled.asm["ptx"], "no sums in half precision"
     print(f"{len(done)} variants of {len(names)} kernels for sm_{arch}: {' '.join(sorted(names))}")
+
+
+@needs_triton
+@pytest.mark.parametrize("start_pos", [0, 40, 77])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24)], ids=str)
+def test_attention_of_a_prompt_after_cached_positions(heads, start_pos):
+    for T in (65, 127) if DEVICE.type == "cpu" else (65, 127, 2048):
+        arguments, _ = op_arguments("attention", torch.float16, heads, T, start_pos)
+        exact = kernels.reference.attention(*map(as_fp32, arguments))
+        assert nmse(kernels.fused.attention(*arguments), exact) < ONE_UNIT[torch.float16], T
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_kernel_for_hopper_compiles_ahead_of_time(dtype):
+    code = f"import test_all; test_all.compile_hopper({dtype!r})"
+    environment = os.environ | {"COMPILE_FOR": "90", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def compile_hopper(dtype: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    def tiles(rows: int) -> str:
+        kind = getattr(hopper.gl, dtype)
+        return f"tensordesc<{kind}[{rows}, 128],{hopper.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)!r}>"
+
+    signature = dict(q=tiles(64), k=tiles(128), v=tiles(128), out=tiles(64), pos="*i32", T="i32", qk_scale="fp32")
+    signature |= dict.fromkeys(("S", "H", "G", "positions_at_once"), "i32")
+    sizes = dict(D=128, ROWS=hopper.ROWS, BLOCK_N=hopper.BLOCK_N, STAGES=2)
+    source = GluonASTSource(hopper._hopper_attention_kernel, signature | dict.fromkeys(sizes, "constexpr"), sizes)
+    compiled = launch.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+    assert compiled.metadata.shared <= ARCHITECTURES[90] * 1024
+    assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 @needs_triton
