@@ -40,6 +40,7 @@ MODES = {
     "profile": "--profile",
     "perplexity": "--perplexity",
     "limits": "--limits",
+    "passes": "--passes",
     "tune": "--tune",
     "recorded": "--recorded",
 }
@@ -70,10 +71,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
     add("--perplexity", metavar="FILE", help="perplexity of a text")
     add("--limits", metavar="FILE", help="how near a text's activations come to the largest half, layer by layer")
+    add("--passes", type=numbers, metavar="T,...", help="what evaluating T tokens at once costs, over a single one")
     add("--tune", action="store_true", help="find launch sizes for this card and the shapes of this model")
     add("--recorded", metavar="FILE", action="append", default=[], help="nothing: --plot draws the rows that -o jsonl printed")
 
-    add = parser.group("model", "speed kernels profile perplexity limits tune")
+    add = parser.group("model", "speed kernels profile perplexity limits passes tune")
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
         help=f"a checkpoint [models/tales], or random:SHAPE, one of {', '.join(SHAPES)}, tales, SHAPE:LAYERS, a config.json;"
         " -m, --dtype, --fp8, -p, -n and -d given again, or with commas, make more rows")  # fmt: skip
@@ -93,7 +95,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("-p", "--n-prompt", type=numbers, action="extend", default=[512], metavar="N", only="speed kernels profile",
         help="tokens of a prompt; 0 leaves the test out [512]")  # fmt: skip
     add("-n", "--n-gen", type=numbers, action="extend", default=[128], metavar="N", help="tokens to generate; likewise [128]")
-    add("-d", "--depth", type=numbers, action="extend", default=[0], metavar="N", only="speed kernels profile",
+    add("-d", "--depth", type=numbers, action="extend", default=[0], metavar="N", only="speed kernels profile passes",
         help="tokens already in the cache [0]")  # fmt: skip
     add("-r", "--repetitions", type=within(int, 1, 1000), default=5, metavar="N", help="counted runs, after one that is not")
     add("--vs", type=one_of(*PEERS), action="extend", default=[], metavar="PEER",
@@ -102,7 +104,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--against", choices=DTYPE_NAMES, only="perplexity", help="compare with the model in this dtype, not in 8 bits")
 
     add = parser.group("output")
-    add("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", only="speed kernels perplexity limits",
+    add("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", only="speed kernels perplexity limits passes",
         help="form of the table")  # fmt: skip
     add("--plot", metavar="FILE.png", only="speed kernels recorded",
         help=f"draw tokens per second and kernels beside their bounds, as {', '.join(PICTURES)} (matplotlib)")  # fmt: skip
@@ -113,7 +115,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if sum(bool(getattr(args, mode, None)) for mode in MODES) > 1:
         parser.error(f"one at a time of {', '.join(flag for flag in MODES.values() if flag.startswith('--'))}")
     several = {"-m": "models", "--dtype": "dtype", "--fp8": "fp8"}
-    several |= {"-p": "n_prompt", "-d": "depth"} if args.mode == "profile" else {}
+    several |= {"-p": "n_prompt", "-d": "depth"} if args.mode == "profile" else {"-d": "depth"} if args.passes else {}
+    if args.passes and not all(args.passes):
+        parser.error("--passes 0: a pass has at least one token")
     for flag, name in several.items():
         if args.mode != "speed" and len(getattr(args, name)) > 1:
             parser.error(f"{MODES[args.mode]} takes one {flag}")
@@ -154,7 +158,7 @@ from checkpoint import (
 )
 from fp8 import E4M3, FORMATS, Format, Matrix
 from kernels import storage_dtype
-from launch import LAUNCHES, OPS, Launch, capability, jit, nearest, tl
+from launch import FEW_LAUNCHES, LAUNCHES, OPS, FewLaunch, Launch, capability, jit, nearest, tl
 from model import Config, KVCache, LayerWeights, Llama, Timings, Weights, generate
 from plot import plot, read_rows
 from quality import open_checkpoint, run_limits, run_perplexity
@@ -1082,6 +1086,46 @@ def run_profile(args: argparse.Namespace) -> None:
         )
 
 
+# ---- passes of several tokens
+
+
+def pass_of(model: Llama, cache: KVCache, T: int, depth: int) -> Callable[[], object]:
+    """Evaluates T tokens at a depth: the replay of a CUDA graph where there is one."""
+
+    def run() -> None:
+        cache.seek(depth)
+        model.evaluate(T, cache)
+
+    if not model.uses_graphs:
+        return run
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+@torch.inference_mode()
+def pass_rows(args: argparse.Namespace) -> Iterator[dict]:
+    """Seconds of a pass of T tokens over those of a single one: what a proposal must be worth to pay."""
+    (depth,), lengths = args.depth, [1, *(T for T in args.passes if T > 1)]
+    model = open_model(args, args.dtype[0], depth + max(lengths), args.fp8[0])
+    cache, single = KVCache(model), None
+    for T in lengths:
+        run = pass_of(model, cache, T, depth)
+        seconds = event_time(run, 20) if model.uses_graphs else statistics.median(wall_times(run, model.device))
+        single = single or seconds
+        yield {
+            "model": args.model,
+            "fp8": fp8_of(model),
+            "depth": depth,
+            "tokens": T,
+            "ms": 1e3 * seconds,
+            "ratio": seconds / single,
+        }
+
+
 # ---- tuning
 
 
@@ -1094,40 +1138,55 @@ def candidates(size: int, columns: int) -> Iterator[Launch]:
             yield Launch(rows, block, warps)
 
 
+def few_candidates() -> Iterator[FewLaunch | None]:
+    """The same for few tokens: 8 to 32 registers a thread for each tile of W; None is the library."""
+    yield None
+    for rows, warps, steps, lanes, ahead in itertools.product((16, 32), (4, 8), (2, 4), (4, 8, 16), (1, 2)):
+        if lanes <= 4 * steps and rows * steps * ahead <= 128:
+            yield FewLaunch(rows, warps, steps, lanes, ahead)
+
+
 @torch.inference_mode()
 def run_tune(args: argparse.Namespace) -> None:
-    """Time whole steps with one launch size after the other, op by op, and print the best as entries for LAUNCHES: a
-    kernel that is best alone need not be so between others, whose ends and beginnings overlap with its own."""
+    """Time whole steps with one launch size after the other, op by op, and print the best as entries for LAUNCHES and
+    FEW_LAUNCHES: a kernel that is best alone need not be so between others, whose ends and beginnings overlap with its own."""
     model = open_model(args, args.dtype[0], 256, args.fp8[0])
     if not model.uses_graphs:
         raise ValueError("--tune times the Triton kernels on a GPU")
-    cache, layer = KVCache(model), model.weights.layers[0]
-    model.prefill([1] * 64, cache)
-    size = layer.wo.data.element_size()
-    table = nearest(nearest(LAUNCHES, capability(model.device)), size)
+    cache, size = KVCache(model), model.weights.layers[0].wo.data.element_size()
+    table, few = (nearest(nearest(tables, capability(model.device)), size) for tables in (LAUNCHES, FEW_LAUNCHES))
+    for _ in range(20):
+        event_time(pass_of(model, cache, 1, 64))  # a GPU that has just woken is slower
+    tune_table(
+        model, cache, 1, table, lambda columns: candidates(size, columns), f"LAUNCHES[{capability(model.device)}][{size}]"
+    )
+    for tokens in (8, 16):
+        name = f"FEW_LAUNCHES[{capability(model.device)}][{size}][{tokens}]"
+        tune_table(model, cache, tokens, few[tokens], lambda columns: few_candidates(), name)
+
+
+def tune_table(
+    model: Llama, cache: KVCache, T: int, table: dict, sizes: Callable[[int], Iterator], name: str
+) -> None:  # fmt: skip
+    """Find the best entries for a pass of T tokens, put them into the table, and print them."""
+    layer = model.weights.layers[0]
     tuned = {(op, m.columns): None for op, m in (
         ("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13), ("linear_add", layer.w2),
         ("rmsnorm_linear", model.weights.output),
     )}  # fmt: skip
-
-    def step_time() -> float:
-        model._graph = (None, None)
-        cache.truncate(64)
-        return event_time(model.graph(cache, Sampling(), None).replay, 20)
-
-    for _ in range(20):
-        step_time()  # a GPU that has just woken is slower
-    print(f"as it is: {1e6 * step_time():.1f} us a step")
+    print(f"{T} tokens, as it is: {1e6 * event_time(pass_of(model, cache, T, 64), 20):.1f} us")
     for op, columns in tuned:
         found = []
-        for how in candidates(size, columns):
-            table[op] = {**table[op], columns: how}
-            found.append((step_time(), how))
-        found.sort(key=lambda pair: pair[0])
-        table[op][columns] = tuned[op, columns] = found[0][1]
-        print(f"{op:18s} columns {columns:6d}: {1e6 * found[0][0]:.1f} us a step with {found[0][1]}", flush=True)
-    entries = {op: {c: how for (o, c), how in tuned.items() if o == op} for op in OPS}
-    print(f"LAUNCHES[{capability(model.device)}][{size}]: {entries}")
+        others = {key: how for key, how in table[op].items() if key != columns}
+        for how in sizes(columns):
+            table[op] = others | ({columns: how} if how else {})
+            found.append((event_time(pass_of(model, cache, T, 64), 20), how))
+        seconds, how = min(found, key=lambda pair: pair[0])
+        table[op] = others | ({columns: how} if how else {})
+        tuned[op, columns] = how
+        print(f"{op:18s} columns {columns:6d}: {1e6 * seconds:.1f} us with {how or 'the library'}", flush=True)
+    entries = {op: {c: how for (o, c), how in tuned.items() if o == op and how} for op in OPS}
+    print(f"{name}: {entries}")
 
 
 # ---- the command line again
@@ -1171,6 +1230,7 @@ RUNS = {
     "profile": run_profile,
     "perplexity": lambda args: show(run_perplexity(args), args.output),
     "limits": lambda args: show(run_limits(args), args.output),
+    "passes": lambda args: show(list(pass_rows(args)), args.output),
     "tune": run_tune,
     "recorded": run_recorded,
 }

@@ -9,9 +9,9 @@ Shape letters, here and everywhere:
 There is one sequence at a time, so no batch axis. `pos` is an int32 tensor of one element on the device: how many positions are
 cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and derive strides from shapes.
 
-At T = 1 a product is bound by reading W: a kernel streams its rows once, and does everything else on the way. At T > 1 it is
-bound by arithmetic: the library's product stands between small fused kernels, since it runs at the card's product rate
-(BENCHMARKS.md).
+At T = 1 a product is bound by reading W: a kernel streams its rows once, and does everything else on the way. So it is with up
+to 16 tokens and 8-bit weights, which tensor cores multiply on the way (few_tokens.py). Otherwise, the library's product stands
+between small fused kernels: with many tokens it is bound by arithmetic, and runs at the card's product rate (BENCHMARKS.md).
 
 The file ends with two facing tables. `reference` runs on any torch device: it is the CPU path, and the oracle in tests.
 `fused` runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1. To add an op: write its block, enter it in both tables, and
@@ -32,6 +32,7 @@ from torch.nn import functional
 
 import fp8
 import hopper
+from few_tokens import few_launch, few_product, launch_few
 from fp8 import E4M3, Matrix
 from launch import (
     EMULATED,
@@ -51,7 +52,7 @@ from launch import (
     tl,
     triton,
 )
-from sampling import sample, sample_ref
+from sampling import sample, sample_ref, sample_rows, sample_rows_ref
 
 # ---- half-precision sums. Tensor cores of GeForce cards add up products of fp16 twice as fast in half precision. torch has a
 #      switch for that, global and off by default, which the library's products obey; the kernels here obey the same one. What
@@ -122,6 +123,12 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
         block[:n] = single[:n].copy_(rows)  # torch is slow from fp16 to bf16 directly
         columns.copy_(functional.linear(x_wide, block[:n]))
     return out
+
+
+@jit
+def _pairs(y):
+    """Neighbouring rows of y [N, T]: two [N / 2, T]."""
+    return tl.split(y.reshape(y.shape[0] // 2, 2, y.shape[1]).permute(0, 2, 1))
 
 
 @jit
@@ -457,6 +464,25 @@ def _head_buffers(device: torch.device, heads: int, D: int) -> tuple[Tensor, Ten
     return torch.empty(heads * D, device=device), torch.zeros(heads, dtype=torch.int32, device=device)
 
 
+@jit
+def _few_qkv_kernel(
+    x, norm, w, scale, T, eps, table, k_cache, v_cache, q, pos,
+    N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, HOW: tl.constexpr,
+    DECODE: tl.constexpr, GAIN: tl.constexpr, WIDEN: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents(PDL)
+    row = tl.program_id(0) * HOW.rows
+    pairs, t = row // 2 + tl.arange(0, HOW.rows // 2)[:, None], tl.arange(0, TOKENS)[None, :]
+    head, pair, mask = pairs // HALF_D, pairs % HALF_D, (pairs < N // 2) & (t < T)
+    position = tl.load(pos) + t
+    y = few_product(x, norm, w, scale, row, T, N, eps, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL)
+    cos, sin = _load_angle(table, position, pair, mask & (head < H + KH), HALF_D)
+    even, odd = _pairs(y)
+    even, odd = _rotate(even, odd, cos, sin)
+    _store_qkv(q, k_cache, v_cache, even, odd, t, position, head, pair, mask, S, H, KH, HALF_D)
+
+
 def rmsnorm_qkv_rope(
     x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float,
     bias: Tensor | None = None, qk_norm: Tensor | None = None,
@@ -466,8 +492,15 @@ def rmsnorm_qkv_rope(
     assert bias is None or qk_norm is None, "no model has both"
     q = x.new_empty(T, H, D)
     args, heads = (table, k_cache, v_cache, q, pos), dict(S=S, H=H, KH=KH)
-    if T > 1:
-        qkv = library_linear(rmsnorm(x, norm, eps), wqkv)
+    how = few_launch("rmsnorm_qkv_rope", x, wqkv)
+    if how and bias is None and qk_norm is None:
+        launch_few(how, _few_qkv_kernel, x, norm, wqkv, eps, *args, **heads, HALF_D=D // 2)
+    elif T > 1:
+        if how:
+            qkv = x.new_empty(T, wqkv.rows)
+            launch_few(how, _few_rmsnorm_linear_kernel, x, norm, wqkv, eps, qkv)
+        else:
+            qkv = library_linear(rmsnorm(x, norm, eps), wqkv)
         if qk_norm is not None:
             grid, block = (T, H + KH), triton.next_power_of_2(D)
             launch(_head_norm_kernel, grid, x.device, qkv, qk_norm, eps, H, H + 2 * KH, D=D, BLOCK=block, warps=1)
@@ -849,10 +882,28 @@ def _linear_add_kernel(
     tl.store(residual + rows, y.to(residual.dtype.element_ty), mask=rows < N)
 
 
+@jit
+def _few_linear_add_kernel(
+    x, norm, w, scale, T, eps, residual,
+    N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, HOW: tl.constexpr,
+    DECODE: tl.constexpr, GAIN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents(PDL)
+    row = tl.program_id(0) * HOW.rows
+    rows, t = row + tl.arange(0, HOW.rows)[:, None], tl.arange(0, TOKENS)[None, :]
+    offs, mask = t * N + rows, (rows < N) & (t < T)
+    y = few_product(x, norm, w, scale, row, T, N, eps, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL)
+    y += tl.load(residual + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(residual + offs, y.to(residual.dtype.element_ty), mask=mask)
+
+
 def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
     assert residual.shape == (x.shape[0], w.rows) and residual.is_contiguous(), (residual.shape, w.shape)
     if x.shape[0] == 1:
         launch_product("linear_add", _linear_add_kernel, x, None, w, 0.0, residual)
+        return residual
+    if how := few_launch("linear_add", x, w):
+        launch_few(how, _few_linear_add_kernel, x, None, w, 0.0, residual)
         return residual
     if fp8.on_tensor_cores(w):
         return residual.add_(fp8.tensor_core_linear(x, w))
@@ -890,6 +941,19 @@ def _rmsnorm_swiglu_kernel(
 
 
 @jit
+def _few_swiglu_kernel(
+    x, norm, w, scale, T, eps, out,
+    N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, HOW: tl.constexpr,
+    DECODE: tl.constexpr, GAIN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents(PDL)
+    row = tl.program_id(0) * HOW.rows
+    offs_f, t = row // 2 + tl.arange(0, HOW.rows // 2)[:, None], tl.arange(0, TOKENS)[None, :]
+    a, b = _pairs(few_product(x, norm, w, scale, row, T, N, eps, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL))
+    tl.store(out + t * (N // 2) + offs_f, _silu_mul(a, b).to(out.dtype.element_ty), mask=(offs_f < N // 2) & (t < T))
+
+
+@jit
 def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr):
     """silu(a) * b of neighbouring a and b. ab [T, 2 F] -> [T, F]"""
     gdc_launch_dependents(PDL)
@@ -906,6 +970,8 @@ def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float) -> Tensor:
     out = x.new_empty(T, F)
     if T == 1:
         launch_product("rmsnorm_swiglu", _rmsnorm_swiglu_kernel, x, norm, w13, eps, out)
+    elif how := few_launch("rmsnorm_swiglu", x, w13):
+        launch_few(how, _few_swiglu_kernel, x, norm, w13, eps, out)
     else:
         ab, grid = library_linear(rmsnorm(x, norm, eps), w13), (T, triton.cdiv(F, 1024))
         launch(_swiglu_kernel, grid, x.device, ab, out, F, BLOCK=1024, FP16_SUMS=fp16_sums())
@@ -931,10 +997,26 @@ def _rmsnorm_linear_kernel(
     tl.store(out + rows, y, mask=rows < N)
 
 
+@jit
+def _few_rmsnorm_linear_kernel(
+    x, norm, w, scale, T, eps, out,
+    N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, HOW: tl.constexpr,
+    DECODE: tl.constexpr, GAIN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents(PDL)
+    row = tl.program_id(0) * HOW.rows
+    rows, t = row + tl.arange(0, HOW.rows)[:, None], tl.arange(0, TOKENS)[None, :]
+    y = few_product(x, norm, w, scale, row, T, N, eps, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL)
+    tl.store(out + t * N + rows, y, mask=(rows < N) & (t < T))
+
+
 def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
     assert out.shape == (x.shape[0], w.rows) and out.is_contiguous(), (out.shape, w.shape)
     if x.shape[0] == 1:
         launch_product("rmsnorm_linear", _rmsnorm_linear_kernel, x, norm, w, eps, out)
+        return out
+    if how := few_launch("rmsnorm_linear", x, w):
+        launch_few(how, _few_rmsnorm_linear_kernel, x, norm, w, eps, out)
         return out
     return out.copy_(library_linear(rmsnorm(x, norm, eps), w))
 
@@ -1046,6 +1128,7 @@ reference = SimpleNamespace(
     rmsnorm_linear=rmsnorm_linear_ref,
     cross_entropy=cross_entropy_ref,
     sample=sample_ref,
+    sample_rows=sample_rows_ref,
 )
 
 fused = SimpleNamespace(
@@ -1059,6 +1142,7 @@ fused = SimpleNamespace(
     rmsnorm_linear=rmsnorm_linear,
     cross_entropy=cross_entropy,
     sample=sample,
+    sample_rows=sample_rows,
 )
 
 BACKENDS = {"torch": reference, "triton": fused}

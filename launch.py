@@ -20,6 +20,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 import os
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -189,6 +190,34 @@ LAUNCHES = {
             },
         },
     },
+}
+
+
+class FewLaunch(NamedTuple):
+    """How a product of few tokens is cut up: each program takes `rows` rows of W, each warp `steps` times 64 bytes of a row at
+    a time, with `ahead` such tiles on their way. `lanes` threads load neighbours of a row."""
+
+    rows: int
+    warps: int
+    steps: int
+    lanes: int
+    ahead: int
+
+
+# The same way, with the tokens (padded to 8 or 16) before the op; 0 stands for any columns. What is not listed goes to the
+# library: with weights in 16 bits it is as fast (BENCHMARKS.md), and elsewhere nobody has measured. `bench.py --tune` does.
+NOT_MEASURED = {8: {op: {} for op in OPS}, 16: {op: {} for op in OPS}}
+FEW_LAUNCHES = {
+    0: {1: {tokens: {op: {0: FewLaunch(64, 2, 4, 8, 1)} for op in OPS} for tokens in (8, 16)}},
+    80: {1: NOT_MEASURED},
+    90: {
+        1: {
+            8: {op: {4096: FewLaunch(32, 4, 2, 4, 2), 11008: FewLaunch(16, 8, 4, 8, 1)} for op in OPS},
+            16: {op: {4096: FewLaunch(32, 4, 2, 4, 1), 11008: FewLaunch(32, 8, 2, 8, 1)} for op in OPS},
+        },
+        2: NOT_MEASURED,
+    },
+    100: {1: NOT_MEASURED},
 }
 
 # by compute capability and query rows a key/value head

@@ -173,8 +173,11 @@ class Llama:
     def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""
         cache.append(tokens)
-        logits = torch.empty(len(tokens), self.config.vocab_size, device=self.device)
-        return self._forward(len(tokens), cache, logits)
+        return self.evaluate(len(tokens), cache)
+
+    def evaluate(self, T: int, cache: KVCache) -> Tensor:
+        """Evaluate the T tokens that stand at cache.pos -> logits float32 [T, V] of all of them."""
+        return self._forward(T, cache, torch.empty(T, self.config.vocab_size, device=self.device))
 
     def _forward(self, T: int, cache: KVCache, logits: Tensor) -> Tensor:
         """Evaluate the T tokens that stand at cache.pos; logits [n, V] are filled for the last n of them."""
@@ -220,7 +223,7 @@ class Llama:
             pos, logits = cache.pos, cache.logits.clone()
 
             def run() -> None:
-                _sample(self, cache, sampling, banned)
+                choose_next(self, cache, cache.logits, sampling, banned)
                 self.step(1, cache)
 
             run()  # compiles what is not compiled yet
@@ -229,7 +232,7 @@ class Llama:
             with torch.cuda.graph(graph):
                 run()
             self._graph = (key, graph)
-            cache._seek(pos)
+            cache.seek(pos)
             cache.logits.copy_(logits)
         return self._graph[1]
 
@@ -296,13 +299,13 @@ class KVCache:
     def truncate(self, pos: int) -> None:
         """Forget everything from pos on."""
         assert 0 <= pos <= self.pos, (pos, self.pos)
-        self._seek(pos)
+        self.seek(pos)
 
     def advance(self, count: int) -> None:
         self.pos += count
         self.device_pos += count
 
-    def _seek(self, pos: int) -> None:
+    def seek(self, pos: int) -> None:
         self.pos = pos
         self.device_pos.fill_(pos)
 
@@ -351,11 +354,13 @@ def generate(
     ignore_eos: bool = False,
     timings: Timings | None = None,
     progress: Callable[[int, int], None] | None = None,
+    decode: Callable[..., Iterator[int]] | None = None,
 ) -> Iterator[int]:
     """Evaluate the prompt, then yield new tokens: at most n (-1: no limit), until an eos (yielded too) or a full context.
 
     What the cache holds and the prompt begins with is not evaluated again. eos: by default the config's.
     progress: as prefill's.
+    decode: another way than token by token, such as Speculation.decode.
     Raises ValueError when the prompt is longer than the cache or holds an id that the model does not have, RuntimeError when
     the logits are not finite.
     """
@@ -374,7 +379,7 @@ def generate(
     n = min(n, cache.size - cache.pos) if n >= 0 else cache.size - cache.pos
     timings.prompt_tokens += len(prompt) - reused
     banned = torch.tensor(list(eos), device=model.device) if ignore_eos and eos else None
-    decode = _decode_on_gpu if model.uses_graphs else _decode
+    decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
     ranks = parallel.group()
     with ranks.stopping_together(), closing(decode(model, cache, n, sampling, banned)) as tokens:
         for i, token in enumerate(tokens):
@@ -388,18 +393,25 @@ def generate(
                 return
 
 
-def _sample(model: Llama, cache: KVCache, sampling: Sampling, banned: Tensor | None) -> None:
-    """Sample from cache.logits into cache.tokens and cache.host_tokens, at pos."""
+def choose_next(model: Llama, cache: KVCache, logits: Tensor, sampling: Sampling, banned: Tensor | None) -> None:
+    """Sample the token at cache.pos, into cache.tokens and cache.host_tokens. logits [V] are used up."""
     if banned is not None:
-        cache.logits.index_fill_(0, banned, -1e4)
-    model.ops.sample(cache.logits, cache.tokens, cache.host_tokens, cache.device_pos, sampling)
+        logits.index_fill_(0, banned, -1e4)
+    model.ops.sample(logits, cache.tokens, cache.host_tokens, cache.device_pos, sampling)
+
+
+def sample_next(model: Llama, cache: KVCache, logits: Tensor, sampling: Sampling, banned: Tensor | None) -> int:
+    """The same, and wait for it: the token, -1 where the logits are not finite."""
+    choose_next(model, cache, logits, sampling, banned)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return int(cache.host_tokens[cache.pos])
 
 
 def _decode(model: Llama, cache: KVCache, n: int, sampling: Sampling, banned: Tensor | None) -> Iterator[int]:
     """Up to n tokens, one after the other; each is evaluated only when the next is asked for."""
     for i in range(n):
-        _sample(model, cache, sampling, banned)
-        yield int(cache.host_tokens[cache.pos])
+        yield sample_next(model, cache, cache.logits, sampling, banned)
         if i + 1 < n:
             model.step(1, cache)
 
@@ -423,7 +435,7 @@ def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampling: Sampling, ban
                 cache.pos = first + read
                 yield int(cache.host_tokens[cache.pos])
     finally:
-        cache._seek(first + read)
+        cache.seek(first + read)
 
 
 def not_finite(model: Llama) -> str:

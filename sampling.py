@@ -7,6 +7,8 @@ above one threshold, so ties at the edge stay together.
 
 The op `sample` reads logits float32 [V], which it uses up, and writes the token to tokens[pos] and host_tokens[pos] (int32 [S]
 both). The host reads the latter, which is pinned memory on a GPU; where the logits are not finite it gets -1, and tokens 0.
+`sample_rows` reads logits [T, V] of the T tokens before pos, and writes to drawn (int32 [S], -1 where they are not finite) what
+each of them is followed by, up to drawn[pos]; the tokens before each position stand in `tokens`.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -76,6 +78,11 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
     cdf = p.double().cumsum(0)
     drawn = torch.searchsorted(cdf, uniform(s.seed, position) * cdf[-1], right=True)
     return min(int(drawn), int(p.nonzero()[-1]))
+
+
+def sample_rows_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, s: Sampling) -> None:
+    for row, position in zip(logits, range(int(pos) - len(logits) + 1, int(pos) + 1)):
+        drawn[position] = _choose_ref(row, tokens, position, s) if torch.isfinite(row.sum()) else -1
 
 
 @jit
@@ -152,17 +159,20 @@ def _draw_from_all(logits, target, best, floor, temp, V: tl.constexpr, BLOCK: tl
 
 @jit
 def _sample_kernel(
-    logits, tokens, host_tokens, pos, few, arrived, seed, temp, top_p, log_min_p, penalty, window,
+    logits, tokens, chosen_tokens, drawn, pos, few, arrived, seed, temp, top_p, log_min_p, penalty, window,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With a small TOP_K, each program keeps the best of its part of the vocabulary, and the last to come chooses among
-    these; otherwise there is one part."""
+    these; otherwise there is one part. Axis 1 of the grid are the rows of logits."""
     gdc_launch_dependents(PDL)
-    part = tl.program_id(0)
+    part, row = tl.program_id(0), tl.program_id(1)
+    logits += row * V
+    few += row * (2 * PARTS * KEEP + 2 * PARTS)
+    arrived += row
     ids = part * BLOCK + tl.arange(0, BLOCK)
     gdc_wait(PDL)
-    position = tl.load(pos)
+    position = tl.load(pos) - tl.num_programs(1) + 1 + row
     if PENALTY:
         back = tl.arange(0, WINDOW)
         recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
@@ -177,8 +187,9 @@ def _sample_kernel(
     u = _uniform(seed, position)
     if PARTS == 1:
         token = _choose(l, ids, u, temp, top_p, log_min_p, None, None, logits, TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK)
-        tl.store(tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
-        tl.store(host_tokens + position, tl.where(bad > 0, -1, token).to(tl.int32))
+        if chosen_tokens is not None:
+            tl.store(chosen_tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
+        tl.store(drawn + position, tl.where(bad > 0, -1, token).to(tl.int32))
     else:
         # what this part keeps, in the order of ids: those above its edge, fewer than TOP_K, and as many at it as there is room
         best = tl.max(l, 0)
@@ -212,22 +223,35 @@ def _sample_kernel(
                 tl.load(edges + parts, cache_modifier=".cg"), tl.load(left_out + parts, cache_modifier=".cg"), logits,
                 TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK,
             )  # fmt: skip
-            tl.store(tokens + position, tl.where(any_bad > 0, 0, token).to(tl.int32))
-            tl.store(host_tokens + position, tl.where(any_bad > 0, -1, token).to(tl.int32))
+            if chosen_tokens is not None:
+                tl.store(chosen_tokens + position, tl.where(any_bad > 0, 0, token).to(tl.int32))
+            tl.store(drawn + position, tl.where(any_bad > 0, -1, token).to(tl.int32))
 
 
 KEEP = 64  # logits that a part keeps at most: top-k up to so many is chosen in parts
 
 
 @cache
-def _few(device: torch.device, parts: int) -> tuple[Tensor, Tensor]:
-    """Workspace of _sample_kernel: what each part kept (logits, then ids), its edge and how many equal to it were left out; and
-    how many parts are done."""
-    return torch.zeros(2 * parts * KEEP + 2 * parts, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+def _few(device: torch.device, parts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Workspace of _sample_kernel, of each row: what each part kept (logits, then ids), its edge and how many equal to it were
+    left out; and how many parts are done."""
+    few = torch.zeros(rows, 2 * parts * KEEP + 2 * parts, device=device)
+    return few, torch.zeros(rows, dtype=torch.int32, device=device)
 
 
 def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, s: Sampling) -> None:
-    V = len(logits)
+    _launch_sample(logits.view(1, -1), tokens, tokens, host_tokens, pos, s)
+
+
+def sample_rows(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, s: Sampling) -> None:
+    _launch_sample(logits, tokens, None, drawn, pos, s)
+
+
+def _launch_sample(
+    logits: Tensor, tokens: Tensor, chosen_tokens: Tensor | None, drawn: Tensor, pos: Tensor, s: Sampling
+) -> None:
+    """tokens: what came before; chosen_tokens: where a choice becomes a token; drawn: where it is told, -1 included."""
+    rows, V = logits.shape
     window = len(tokens) if s.repeat_last_n < 0 else s.repeat_last_n
     top_k = 1 if s.temp == 0 else s.top_k if s.top_k < V else 0
     block = 1024 if 0 < top_k <= KEEP else triton.next_power_of_2(V)
@@ -235,7 +259,7 @@ def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, s: 
     on = dict(TOP_K=top_k, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0)
     on |= dict(PENALTY=s.repeat_penalty != 1 and window > 0, WINDOW=triton.next_power_of_2(max(window, 1)))
     launch(
-        _sample_kernel, (parts,), logits.device, logits, tokens, host_tokens, pos, *_few(logits.device, parts),
-        s.seed, max(s.temp, COLDEST), s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window,
-        **on, V=V, BLOCK=block, PARTS=parts, KEEP=KEEP, warps=min(16, max(4, block // 1024)),
+        _sample_kernel, (parts, rows), logits.device, logits, tokens, chosen_tokens, drawn, pos,
+        *_few(logits.device, parts, rows), s.seed, max(s.temp, COLDEST), s.top_p, math.log(max(s.min_p, 1e-30)),
+        s.repeat_penalty, window, **on, V=V, BLOCK=block, PARTS=parts, KEEP=KEEP, warps=min(16, max(4, block // 1024)),
     )  # fmt: skip
