@@ -143,6 +143,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="tokens to generate; -1 and -2: until the end or a full context")  # fmt: skip
     add("-r", "--reverse-prompt", "--stop", action="append", dest="stop", default=[], metavar="TEXT",
         help="end where this text would come; may be repeated")  # fmt: skip
+    add("--lookup", type=within(int, 1, 15), metavar="N",
+        help="propose up to N tokens that followed the last ones before, and evaluate them in one pass")  # fmt: skip
+    add("--draft", "--model-draft", metavar="MODEL", help="the same with what a smaller model of the same vocabulary proposes")
+    add("--draft-max", type=within(int, 1, 15), default=4, metavar="N", help="how many tokens it proposes")
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
     add("--prompt-cache", metavar="FILE", help="keep the prompt's keys and values in FILE, and use those that it has")
 
@@ -186,6 +190,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.exit()
     if args.prompt is not None and args.file is not None:
         parser.error("--prompt and --file are two prompts; give one")
+    if args.lookup and args.draft:
+        parser.error("--lookup and --draft are two ways to propose tokens; give one")
+    if args.draft is None and "draft_max" in args.given:
+        parser.error("--draft-max is for --draft")
     if args.system and args.system_file is not None:
         parser.error("--system and --system-prompt-file are two system prompts; give one")
     if args.mode == "save" and (args.chat or args.single_turn):

@@ -16,10 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+import parallel
 from checkpoint import DTYPES, find_checkpoint, load, read_config, read_sampling
 from model import KVCache, Llama, Timings, generate
 from parallel import described, group
 from sampling import Sampling
+from speculation import Draft, Lookup
 from terminal import note
 from tokenizer import TextStream, Tokenizer
 
@@ -61,23 +63,20 @@ class Session:
         self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id, args.chat_template)
         if args.threads:
             torch.set_num_threads(args.threads)
-        self.model = load(
-            args.model,
-            dtype=args.dtype,
-            device=args.device,
-            ctx_size=args.ctx_size,
-            backend=args.backend,
-            fp8=args.fp8,
-            kv_fp8=args.kv_fp8,
-            accumulate=args.accumulate,
-            quiet=args.quiet,
-        )
+        if (args.lookup or args.draft) and parallel.group().size > 1:  # which would not agree on when proposals pay
+            raise ValueError(f"--lookup and --draft run in one process, not in {parallel.group().size}")
+        if args.draft:
+            check_draft(args.draft, self.tokenizer, config.vocab_size)
+        self.model = load_model(args.model, args)
         self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
         self.cache = KVCache(self.model)
         given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
         given = {name: value for name, value in given.items() if value is not None}
         self.own_sampling = {name: value for name, value in read_sampling(folder).items() if name not in given}
         self.sampling = Sampling(**self.own_sampling | given)
+        self.speculation = Lookup(args.lookup) if args.lookup else None
+        if args.draft:
+            self.speculation = Draft(args.draft_max, load_model(args.draft, args))
         self.timings = Timings()
         self.prompt_cache = PromptCache(Path(args.prompt_cache), self.model) if args.prompt_cache else None
         if self.prompt_cache:
@@ -119,6 +118,7 @@ class Session:
             f"load      {self.load_seconds:.2f} s\n"
             f"prompt    {t.prompt_tokens} tokens{prompt}\n"
             f"generated {t.new_tokens} tokens{rate}\n"
+            f"{self.speculation.summary() if self.speculation else ''}"
             f"memory    peak {peak / 1e9:.2f} GB{on_gpu}"
         )
 
@@ -160,15 +160,41 @@ class Session:
                 if self.prompt_cache:
                     self.prompt_cache.keep(ids, self.cache)
 
+        settings = (n, self.sampling, eos, self.args.ignore_eos, timings, progress)
         with bar:
             yield from generate(
-                self.model, ids, self.cache, n, self.sampling, eos, self.args.ignore_eos, timings, progress=progress
+                self.model, ids, self.cache, *settings, decode=self.speculation.decode if self.speculation else None
             )
 
     def note_end(self, answer: Answer) -> None:
         """Tell, once the text is printed, that it did not come to an end."""
         if answer.ended_by == "context":
             self.note(f"note: the context of {self.cache.size} tokens is full (see -c)")
+
+
+def load_model(name: str, args: argparse.Namespace) -> Llama:
+    """The model, or its draft, as the options want it."""
+    return load(
+        name,
+        dtype=args.dtype,
+        device=args.device,
+        ctx_size=args.ctx_size,
+        backend=args.backend,
+        fp8=args.fp8,
+        kv_fp8=args.kv_fp8,
+        accumulate=args.accumulate,
+        quiet=args.quiet,
+    )
+
+
+def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError where a draft has another vocabulary."""
+    folder = find_checkpoint(name)
+    config = read_config(folder)
+    other = Tokenizer(folder, config.vocab_size, config.bos_id)
+    same = config.vocab_size == vocab_size and other.control == tokenizer.control
+    if not same or any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in range(vocab_size)):
+        raise ValueError(f"--draft {name} has another vocabulary than the model: it cannot propose tokens for it")
 
 
 def types(model: Llama) -> str:

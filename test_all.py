@@ -5,6 +5,7 @@ ahead of time for every supported architecture.
 """
 
 import contextlib
+import copy as copy_module
 import csv
 import fcntl
 import functools
@@ -34,6 +35,9 @@ import traceback
 import warnings
 import weakref
 import zipfile
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +53,7 @@ if DEVICE.type == "cpu" and "COMPILE_FOR" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is imported
 
 import bench
+import few_tokens
 import fp8
 import fuzz
 import hopper
@@ -60,6 +65,7 @@ import quality
 import run
 import sampling
 import session
+import speculation
 import template
 import terminal
 import training
@@ -70,6 +76,7 @@ from fp8 import E4M3, FORMATS, Matrix
 from launch import tl
 from model import CHUNK, Config, KVCache, Timings, generate, rope_table
 from sampling import Sampling
+from speculation import Draft, Lookup, Pacer, Speculation
 from template import TEMPLATES, find_template
 from tokenizer import TextStream, Tokenizer
 
@@ -696,7 +703,7 @@ def op_arguments(op: str, dtype: torch.dtype, heads: tuple[int, int, int], T: in
     }[op]
 
 
-OPS = [name for name in vars(kernels.fused) if name != "sample"]  # which is tested below, by what it chooses
+OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # which are tested below, by what they choose
 
 
 @needs_triton
@@ -761,6 +768,22 @@ def test_products_do_not_depend_on_how_they_are_cut(cut, monkeypatch):
         exact = getattr(kernels.reference, op)(*[as_fp32(a) for a in arguments])
         ours = getattr(kernels.fused, op)(*arguments)
         assert nmse(ours, exact) < ONE_UNIT[torch.float16], op
+
+
+@needs_triton
+@pytest.mark.parametrize("T", [2, 8, 9, 16])
+@pytest.mark.parametrize("cut", [(16, 2, 2, 4, 1), (32, 4, 2, 8, 2), (64, 1, 4, 16, 3)], ids=str)
+def test_products_of_few_tokens_do_not_depend_on_how_they_are_cut(cut, T, monkeypatch):
+    cuts = {tokens: dict.fromkeys(launch.OPS, {0: launch.FewLaunch(*cut)}) for tokens in (8, 16)}
+    monkeypatch.setattr(few_tokens, "FEW_LAUNCHES", {0: {1: cuts}})
+    for op, format in itertools.product(launch.OPS, (None, E4M3)):
+        arguments, _ = op_arguments(op, torch.float16, (6, 2, 8), T, 5)
+        if format:
+            arguments = tuple(a.encoded(format) if isinstance(a, Matrix) else a for a in arguments)
+        exact = getattr(kernels.reference, op)(*[decoded(a) if isinstance(a, Matrix) else as_fp32(a) for a in arguments])
+        ours = getattr(kernels.fused, op)(*arguments)
+        limit = ONE_UNIT[torch.float16] * (1.5**2 if op == "rmsnorm_swiglu" else 1)  # as above
+        assert ours.shape == exact.shape and nmse(ours, exact) < limit, (op, nmse(ours, exact))
 
 
 @needs_triton
@@ -1449,14 +1472,16 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     def record(kernel, grid, device, *arguments, warps=4, stages=1, **constants):
         recorded.append((kernel, arguments, constants | {"PDL": arch >= 90}, warps, stages))
 
-    for module in (launch, kernels, sampling, fp8, training, parallel):
+    for module in (launch, kernels, sampling, fp8, training, parallel, few_tokens, speculation):
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
-    shapes = [((8, 8, 128), T) for T in (1, 100, 3, 60)] + [((8, 1, 64), T) for T in (1, 3)]
+    sizes = {8: launch.FewLaunch(16, 8, 4, 8, 1), 16: launch.FewLaunch(32, 4, 2, 4, 1)}
+    few_tokens.FEW_LAUNCHES = {0: {1: {tokens: dict.fromkeys(launch.OPS, {0: how}) for tokens, how in sizes.items()}}}
+    shapes = [((8, 8, 128), T) for T in (1, 100, 3, 16, 60)] + [((8, 1, 64), T) for T in (1, 3)]
     shapes += [((4, 2, 256), T) for T in (1, 100)] + [((2, 2, 256), 1)]
     for heads, T in shapes if dtype == torch.float16 else shapes[:2]:
         for op in OPS:
             getattr(kernels.fused, op)(*op_arguments(op, dtype, heads, T, 300)[0])
-    for form, T in (("e4m3", 1), ("e5m2", 1), ("e4m3", 3)):
+    for form, T in (("e4m3", 1), ("e5m2", 1), ("e4m3", 3), ("e5m2", 3), ("e4m3", 16), ("e4m3", 60)):
         for op in launch.OPS:
             arguments = op_arguments(op, dtype, (8, 8, 128), T, 300)[0]
             getattr(kernels.fused, op)(*[a.encoded(FORMATS[form]) if isinstance(a, Matrix) else a for a in arguments])
@@ -1489,6 +1514,10 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     for settings in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
         tokens, host_tokens = (torch.zeros(512, dtype=torch.int32) for _ in range(2))
         kernels.fused.sample(torch.zeros(32000), tokens, host_tokens, one, settings)
+        kernels.fused.sample_rows(torch.zeros(5, 32000), tokens, host_tokens, one, settings)
+    cache = SimpleNamespace(tokens=tokens, device_pos=one, host_tokens=host_tokens, size=512)
+    speculation.enqueue_lookup(cache, 4, one, torch.zeros(2, 2, dtype=torch.int32))
+    speculation.enqueue_accept(cache, 5, tokens, one, one, torch.zeros(2, 2, dtype=torch.int32))
     record_training(dtype)
     return recorded
 
@@ -1598,7 +1627,7 @@ def test_kernels_compile_ahead_of_time(arch):
     command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    files = ("kernels.py", "sampling.py", "fp8.py", "training.py", "parallel.py")
+    files = ("kernels.py", "sampling.py", "fp8.py", "training.py", "parallel.py", "speculation.py")
     source = "".join((HERE / file).read_text() for file in files)
     every = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
     assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
@@ -3686,6 +3715,222 @@ def test_a_long_prompt_shows_how_far_it_is(cli, tiny, monkeypatch):
     assert "prompt" in bar.fp.getvalue() and bar.fp.getvalue().count("\r") > 3 and bar.n == bar.total > 64
 
 
+# ---- speculation
+
+
+class Planted(Speculation):
+    """Proposes the text that will come, spoiled here and there."""
+
+    def __init__(self, n: int, text: list[int]):
+        super().__init__(n)
+        self.text = text
+
+    def propose(self, cache, count, sampling, banned):
+        coming = self.text[cache.pos + 1 : cache.pos + 1 + random.randint(0, count)]
+        return [random.choice([token] * 4 + [7]) for token in coming]
+
+
+def always(speculation: Speculation) -> Speculation:
+    speculation.pacer.ready = lambda: True
+    return speculation
+
+
+SETTINGS = {
+    "greedy": dict(sampling=Sampling(temp=0)),
+    "default": dict(sampling=Sampling()),
+    "hot, without filters": dict(sampling=Sampling(temp=2, top_k=0, top_p=1, min_p=0)),
+    "penalty": dict(sampling=Sampling(repeat_penalty=1.5, repeat_last_n=6)),
+    "penalty on all": dict(sampling=Sampling(temp=0, repeat_penalty=1.1, repeat_last_n=-1)),
+    "n": dict(n=7),
+    "one": dict(n=1),
+    "none": dict(n=0),
+    "eos": dict(eos=range(3, 40)),
+    "eos ignored": dict(sampling=Sampling(temp=0), eos=range(3, 200), ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_proposals_do_not_change_the_text(tiny, settings):
+    model = load(tiny, dtype="fp32", device="cpu", ctx_size=64)  # which many texts fill
+    for seed in range(2):
+        options = dict(SETTINGS[settings])
+        options["sampling"] = replace(options.get("sampling", Sampling()), seed=seed)
+        prompt = random.choices(range(3, 300), k=random.choice([1, 9])) * random.choice([1, 3])
+        expected_cache = KVCache(model)
+        expected = list(generate(model, prompt, expected_cache, **options))
+        ways = [
+            Lookup(3),
+            Draft(3, model),
+            Draft(4, other_model(model)),
+            Planted(5, prompt + expected),
+            Planted(15, prompt + expected),
+        ]
+        for way in map(always, ways):
+            cache = KVCache(model)
+            assert list(generate(model, prompt, cache, **options, decode=way.decode)) == expected
+            assert cache.pos == cache.device_pos == expected_cache.pos
+            assert way.tokens <= max(len(expected) - 1, 0) + way.n  # an eos ends a pass early
+            assert way.tokens == way.passes + way.accepted
+
+
+def other_model(model):
+    """One of the same shapes with other weights."""
+    other = copy_module.deepcopy(model)
+    for matrix in other.weights.matrices:
+        matrix.data += 0.3 * matrix.data.std() * torch.randn_like(matrix.data)
+    return other
+
+
+def test_a_draft_that_is_the_model_is_always_accepted(tiny):
+    model = load(tiny, dtype="fp32", device="cpu", ctx_size=128)
+    speculation = always(Draft(4, model))
+    tokens = list(generate(model, [1, 5, 6], n=61, eos=[], decode=speculation.decode))
+    assert len(tokens) == 61 and speculation.accepted == speculation.proposed and speculation.passes == 12
+
+
+def test_a_pass_may_end_in_the_middle_and_the_conversation_goes_on(tiny):
+    model = load(tiny, dtype="fp32", device="cpu", ctx_size=128)
+    prompt = [1, 5, 6]
+    for taken in range(1, 9):
+        cache, draft = KVCache(model), always(Draft(4, model))
+        with closing(generate(model, prompt, cache, 40, eos=[], decode=draft.decode)) as tokens:
+            first = list(islice(tokens, taken))
+        assert cache.pos == cache.device_pos == len(prompt) + taken - 1
+        turn = [*prompt, *first, 9, 10]
+        timings = Timings()
+        second = list(generate(model, turn, cache, 12, eos=[], timings=timings, decode=draft.decode))
+        assert timings.prompt_tokens == 3
+        assert second == list(generate(model, turn, KVCache(model), 12, eos=[]))
+
+
+def test_lookup_proposes_what_followed_the_latest_and_longest_occurrence(tiny):
+    cache = KVCache(load(tiny, dtype="fp32", device="cpu", ctx_size=32))
+
+    def proposed(*tokens: int, count: int = 4) -> list[int]:
+        cache.tokens[: len(tokens)] = torch.tensor(tokens)
+        cache.pos = len(tokens) - 1
+        return Lookup(4).propose(cache, count, Sampling(), None)
+
+    assert proposed(5) == proposed(5, 6, 7) == proposed(5, 6, 7, 9, 7) == []  # one token is not enough
+    assert proposed(5, 6, 7, 8, 9, 5, 6) == [7, 8, 9, 5]
+    assert proposed(1, 5, 6, 7, 2, 5, 6, 8, 3, 1, 5, 6) == [7, 2, 5, 6]  # the longest
+    assert proposed(5, 6, 7, 2, 5, 6, 8, 3, 5, 6, count=1) == [8]  # the latest
+    assert proposed(9, 5, 6, 5, 6) == [5, 6, 5, 6]
+    assert proposed(8, 8, 8) == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("cost", [1.02, 1.15, 1.5, 3.0])
+def test_proposals_that_fail_cost_at_most_3_percent(cost):
+    pacer = Pacer()
+
+    def spend(accepted: int) -> float:
+        seconds = cost if pacer.ready() else 1.0
+        pacer.tell(int(seconds > 1), accepted, seconds)
+        return seconds
+
+    for length in (400, 4000):
+        assert sum(spend(0) for _ in range(length)) <= 1.03 * length
+    for _ in range(200):  # the text begins to repeat
+        spend(4)
+    assert all(spend(4) > 1 for _ in range(20))
+
+
+@needs_triton
+def test_lookup_on_the_device_proposes_what_the_reference_proposes(tiny):
+    cache = KVCache(load(tiny, dtype="fp32", device=DEVICE, ctx_size=64))
+    turn, result = torch.ones(1, dtype=torch.int32, device=DEVICE), torch.zeros(2, 2, dtype=torch.int32)
+    for _ in range(20):
+        length = random.randint(1, 50)
+        cache.tokens[:length] = torch.tensor(random.choices(range(random.choice([2, 3, 9])), k=length))
+        cache.seek(length - 1)
+        expected = Lookup(6).propose(cache, 6, Sampling(), None)
+        cache.tokens[length:] = -7
+        speculation.enqueue_lookup(cache, 6, turn, result)
+        assert bool(result[1, 1]) == bool(expected)
+        assert cache.tokens[length : length + 6].tolist() == (expected or [0] * 6)
+        assert (cache.tokens[length + 6 :] == -7).all()
+
+
+@needs_triton
+def test_what_is_accepted_on_the_device():
+    for T in (1, 2, 5, 16):
+        for accepted in range(T):
+            tokens, drawn, host_tokens = (torch.full((40,), -9, dtype=torch.int32, device=DEVICE) for _ in range(3))
+            drawn[8 : 8 + T] = tokens[8 : 8 + T] = torch.arange(50, 50 + T, dtype=torch.int32)
+            tokens[8 + accepted] = 3
+            pos, turn = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (7 + T, 5))
+            rejected, result = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros(2, 2, dtype=torch.int32)
+            cache = SimpleNamespace(tokens=tokens, host_tokens=host_tokens, device_pos=pos)
+            speculation.enqueue_accept(cache, T, drawn, rejected, turn, result)
+            assert rejected == T - 1 - accepted and turn == 6 and result[1, 0] == 8 + accepted
+            assert host_tokens[7 : 9 + accepted].tolist() == [-9, *range(50, 51 + accepted)]
+            assert host_tokens[9 + accepted] == -9 and tokens[8 + accepted] == 50 + accepted
+
+
+@needs_triton
+def test_rows_are_sampled_as_single_tokens_are():
+    tokens = torch.randint(0, 2000, (40,), dtype=torch.int32, device=DEVICE)
+    for settings in (Sampling(seed=3), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.3), Sampling(repeat_penalty=1.3)):
+        logits = 3 * torch.randn(5, 2000, device=DEVICE)
+        logits[3, 7] = torch.nan
+        drawn, expected = (torch.full((40,), -5, dtype=torch.int32, device=DEVICE) for _ in range(2))
+        pos = torch.tensor([30], dtype=torch.int32, device=DEVICE)
+        kernels.fused.sample_rows(logits.clone(), tokens, drawn, pos, settings)
+        kernels.reference.sample_rows(logits, tokens, expected, pos, settings)
+        assert drawn.tolist() == expected.tolist() and drawn[29] == -1
+
+
+@needs_triton
+def test_passes_of_graphs_do_not_change_the_text(tiny, monkeypatch):
+    """What the graphs do, run as it is with the reference ops: capture and replay are missing."""
+    event = SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+
+    def start(self, pos: int, last: int) -> None:
+        self.running.clear()
+        self.cache.seek(pos)
+        self.turn.zero_()
+        self.collected = 0
+
+    def launch(self, T: int) -> None:
+        self.run(T)
+        self.running.append((T, event, event))
+
+    model = load(tiny, dtype="fp32", device="cpu", ctx_size=40)
+    prompt = [1, 5, 6, 7, 5, 6]
+    settings = dict(sampling=Sampling(temp=0.7, seed=3, repeat_penalty=1.2), eos=[])
+    cache, plain = KVCache(model), list(generate(model, prompt, **settings))
+    longer = [*prompt, *plain[:5], 9]
+    plain_longer = list(generate(model, longer, n=9, **settings))
+    monkeypatch.setattr(type(model), "uses_graphs", True)
+    monkeypatch.setattr(speculation._OnGpu, "start", start)
+    monkeypatch.setattr(speculation._OnGpu, "launch", launch)
+    for way in (Lookup(3), Draft(3, model), Draft(2, other_model(model))):
+        toss = random.Random(SEED)
+        way.pacer.ready = lambda toss=toss: toss.random() < 0.7
+        assert list(generate(model, prompt, cache, **settings, decode=way.decode)) == plain
+        assert cache.pos == cache.device_pos == 39
+        assert list(generate(model, longer, cache, 9, **settings, decode=way.decode)) == plain_longer
+        assert way.tokens == way.passes + way.accepted
+        if isinstance(way, Draft) and way.n == 3:
+            assert way.accepted == way.proposed > 0
+
+
+def test_speculation_from_the_command_line(cli, tiny, copy):
+    flags = ("-m", tiny, "-p", "a fox a fox a fox", "-n", 40, "-s", 5, "--dtype", "fp32", "--stop", "zz")
+    _, expected, _ = cli(*flags)
+    for way in (("--lookup", 3), ("--draft", tiny), ("--draft", tiny, "--draft-max", 2)):
+        code, out, err = cli(*flags, *way)
+        assert code == 0 and out == expected
+        assert re.search(r"proposals \d+ passes, \d\.\d\d tokens a pass; .* proposals accepted", err)
+    lines = ("the fox", "the crow", "the fox")
+    assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
+    assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == 2
+    assert cli(*flags, "--lookup", 0)[0] == 2
+    edit(copy / "config.json", vocab_size=read_config(copy).vocab_size + 8)
+    code, _, err = cli(*flags, "--draft", copy)
+    assert code == 1 and "another vocabulary" in err and err.count("\n") == 1
+
+
 # ---- measuring
 
 
@@ -3938,6 +4183,13 @@ def test_bench_refuses_flags_of_another_mode_and_looks_for_packages_first(bench_
     for flags, text in ((["--vs", "transformers"], "--vs transformers needs a package"), (["--plot", "x.png"], "matplotlib")):
         code, out, err = bench_cli("-m", tiny, *QUICK, *flags)
         assert code == 1 and out == "" and text in err and err.count("\n") == 1, err
+
+
+def test_bench_passes_of_several_tokens(bench_cli, tiny):
+    code, out, _ = bench_cli("-m", tiny, "--passes", "2,5", "--dtype", "fp32", "-d", 7, "--output", "csv", "--device", "cpu")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0 and [row["tokens"] for row in rows] == ["1", "2", "5"] and float(rows[0]["ratio"]) == 1
+    assert bench_cli("-m", tiny, "--passes", "0")[0] == 2
 
 
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
