@@ -157,7 +157,7 @@ from checkpoint import (
     read_config,
 )
 from fp8 import E4M3, FORMATS, Format, Matrix
-from kernels import storage_dtype
+from kernels import prepacked, storage_dtype
 from launch import FEW_LAUNCHES, LAUNCHES, OPS, FewLaunch, Launch, capability, jit, nearest, tl
 from model import Config, KVCache, LayerWeights, Llama, Timings, Weights, generate
 from plot import plot, read_rows
@@ -188,14 +188,16 @@ def random_config(spec: str) -> Config:
     return dataclasses.replace(config, n_layers=int(layers)) if layers else config
 
 
-def random_weights(c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None) -> Weights:
+def random_weights(
+    c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
+) -> Weights:
     """Normal weights of the size that training starts from, made on the device; in 8 bits with one scale for all rows, whose
     largest magnitudes are taken to be four standard deviations."""
 
     def matrix(rows: int, columns: int) -> Matrix:
         made = torch.randn(rows, columns, dtype=stored, device=device)
         if not format:
-            return Matrix(made.mul_(0.02))
+            return prepacked(Matrix(made.mul_(0.02)), backend)
         codes = [format.round(part.mul_(format.top / 4)) for part in made.split(1024)]
         return Matrix(torch.cat(codes), torch.full((rows,), 0.02 * 4 / format.top, device=device), format)
 
@@ -224,7 +226,7 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "
     fp16_sums = pick_fp16_sums(args.accumulate, backend, device, as_dtype)
     check_memory(config, as_dtype, device, ctx_size, format, args.kv_fp8)
     with torch.inference_mode():
-        weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, format)
+        weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, format, backend)
     return Llama(config, weights, backend, device, as_dtype, ctx_size, None, args.kv_fp8, fp16_sums)
 
 

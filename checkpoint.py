@@ -620,8 +620,10 @@ class Loader:
         quiet: bool,
         rank: int = 0,
         ranks: int = 1,
+        backend: str = "torch",
     ):
         self.checkpoint, self.dtype, self.stored, self.device, self.format = checkpoint, dtype, stored, device, format
+        self.backend = backend  # whose ops will read the matrices
         self.config = checkpoint.config.cut(ranks)
         self.shapes = matrix_shapes(self.config)
         self.cuts = cuts(checkpoint.config, rank, ranks)
@@ -697,7 +699,7 @@ class Loader:
         places = [data[0::2], data[1::2]] if name.endswith("w13") else self.places(data, parts)
         for place, (source, rows) in zip(places, parts, strict=True):
             place.copy_(self.read(source, rows, read_columns), non_blocking=True)
-        return self.encode(name, data, columns) if self.whole_rows else Matrix(data)
+        return self.encode(name, data, columns) if self.whole_rows else kernels.prepacked(Matrix(data), self.backend)
 
     def places(self, data: Tensor, parts: list[tuple[str, slice]]) -> tuple[Tensor, ...]:
         """Where each part goes, rows of a tensor of the checkpoint: one below the other."""
@@ -767,8 +769,7 @@ def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dt
         return DTYPES[name]
     if device.type == "cuda" or stored == torch.float32:
         return stored
-    multiplies_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if multiplies_bf16 else torch.float32
+    return torch.bfloat16 if kernels.multiplies_bf16() else torch.float32
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -879,7 +880,7 @@ def load(
     check_memory(config, torch_dtype, on, ctx_size, format, kv_fp8)
     stored = checkpoint.dtype if format else kernels.storage_dtype(backend, torch_dtype, on)  # codes do not depend on --dtype
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, format, quiet, ranks.rank, ranks.size).load()
+        weights = Loader(checkpoint, torch_dtype, stored, on, format, quiet, ranks.rank, ranks.size, backend).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed beside the weights
     return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, fp16_sums)

@@ -125,7 +125,7 @@ class Format:
 class Matrix:
     """A weight matrix W of N rows and K columns, applied as y = x W^T."""
 
-    data: Tensor  # [N, K], in 16 or 32 bits, or int8 codes
+    data: Tensor  # [N, K], in 16 or 32 bits (see kernels.prepacked), or int8 codes
     scale: Tensor | None = None  # [N] float32, of codes
     format: Format | None = None  # of codes
 
@@ -150,8 +150,10 @@ class Matrix:
         return Matrix(*format.encode(self.data), format)
 
     def dense(self) -> Tensor:
-        """W as floats: float32 [N, K] for codes, the data itself otherwise."""
-        return self.data if self.format is None else self.format.decoded(self.data, self.scale)
+        """W as floats: float32 [N, K] for codes, the data itself otherwise, unpacked where it is."""
+        if self.format is None:
+            return self.data.to_dense() if self.data.is_mkldnn else self.data
+        return self.format.decoded(self.data, self.scale)
 
 
 # ---- packed products: a token's product with 8-bit weights, in half precision.

@@ -83,14 +83,32 @@ def _saturated(x, FP16_SUMS: tl.constexpr):
 # ---- the product that four ops share: y = x W^T
 
 
+@cache
+def multiplies_bf16() -> bool:
+    """Whether oneDNN has bf16 products for this CPU."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type in which a backend wants the matrices of a model in dtype. The reference ops on a CPU: fp16 for bf16 too, which
-    torch streams twice as fast; a bf16 weight fits exactly, but for magnitudes under 6e-5, which are off by at most 3e-8."""
-    return torch.float16 if backend == "torch" and device.type == "cpu" and dtype == torch.bfloat16 else dtype
+    """The type in which a backend wants the matrices of a model in dtype. The reference ops on a CPU without bf16 products:
+    fp16 for bf16 too, which torch streams twice as fast; a bf16 weight fits exactly, but for magnitudes under 6e-5, which are
+    off by at most 3e-8."""
+    slow = backend == "torch" and device.type == "cpu" and not multiplies_bf16()
+    return torch.float16 if slow and dtype == torch.bfloat16 else dtype
+
+
+def prepacked(w: Matrix, backend: str) -> Matrix:
+    """A matrix as the backend's ops read it fastest: for the reference ops on a CPU, bf16 in the blocked layout of oneDNN, one
+    copy for single tokens and prompts; any other as it is."""
+    if backend != "torch" or w.data.device.type != "cpu" or w.data.dtype != torch.bfloat16 or not multiplies_bf16():
+        return w
+    return Matrix(torch.ops.mkldnn._reorder_linear_weight(w.data))
 
 
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     """y = x W^T. x [T, K] -> [T, N]."""
+    if w.data.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x.bfloat16(), w.data, None, "none", [], "").to(x.dtype)
     if w.data.device.type == "cpu" and (w.format or w.data.dtype == torch.float16):
         return _cpu_vector_linear(x, w) if x.shape[0] == 1 else _cpu_prompt_linear(x, w)
     return functional.linear(x, w.dense().to(x.dtype))

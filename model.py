@@ -237,6 +237,12 @@ class Llama:
         return self._graph[1]
 
     @property
+    def threads(self) -> int:
+        """How many threads suit it on a CPU: one where the matrices fit into caches and threads would mostly wait for each
+        other, otherwise as many as torch takes by itself."""
+        return 1 if sum(m.nbytes for m in self.weights.matrices) <= 32 << 20 else torch.get_num_threads()
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         return torch.int8 if self.kv_fp8 else self.dtype
 

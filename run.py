@@ -126,7 +126,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     add = parser.group("where it runs")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
-    add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="threads on a CPU [one a core]")
+    add("-t", "--threads", type=within(int, 1, 4096), metavar="N",
+        help="threads on a CPU [one for a model of at most 32 MB, otherwise one a core]")  # fmt: skip
     add("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
         help="auto: triton on a GPU, torch on a CPU")  # fmt: skip
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,

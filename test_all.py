@@ -1423,6 +1423,15 @@ def test_nan_is_refused_by_name_in_8_bits(cli, copy):
     assert code == 1 and f"{DOWN} in model.safetensors" in err and "NaN or inf" in err and err.count("\n") == 1
 
 
+def test_prepacked_matrices_are_the_same_matrices():
+    w, x = Matrix(randn(70, 50, dtype=torch.bfloat16).cpu()), randn(9, 50, dtype=torch.bfloat16).cpu()
+    packed = kernels.prepacked(w, "torch")
+    assert torch.equal(packed.dense(), w.data) and packed.shape == w.shape and packed.nbytes == w.nbytes
+    for rows in (x, x[:1]):
+        assert nmse(kernels.linear_ref(rows, packed), rows.float() @ w.data.float().t()) < ONE_UNIT[torch.bfloat16]
+    assert kernels.prepacked(w, "triton") is w
+
+
 def test_codes_do_not_depend_on_the_dtype(tmp_path):
     hugging_face_model(**SHAPES["mqa, tied"]).half().save_pretrained(tmp_path)
     models = [load(tmp_path, dtype=dtype, device="cpu", fp8="e4m3").weights for dtype in ("fp32", "bf16")]
