@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import os
 import resource
 import sys
@@ -299,7 +300,7 @@ def fingerprint(model: Llama) -> str:
     w = model.weights
     fields = [w.embedding, w.norm, *(field for layer in w.layers for field in vars(layer).values())]
     tensors = [field for field in fields if isinstance(field, Tensor)]
-    for matrix in w.matrices:
-        tensors += [matrix.data] if matrix.scale is None else [matrix.data, matrix.scale]
-    numbers = [t.flatten()[:: max(1, t.numel() // 64)][:64].float() for t in tensors]
+    tensors += [matrix.scale for matrix in w.matrices if matrix.scale is not None]
+    stored = (matrix.data.to_dense() if matrix.data.is_mkldnn else matrix.data for matrix in w.matrices)
+    numbers = [t.flatten()[:: max(1, t.numel() // 64)][:64].float() for t in itertools.chain(tensors, stored)]
     return hashlib.sha256(f"{model.config} {types(model)} {torch.cat(numbers).tolist()}".encode()).hexdigest()
