@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-import parallel
 from checkpoint import DTYPES, find_checkpoint, load, read_config, read_sampling
 from model import KVCache, Llama, Timings, generate
 from parallel import described, group
@@ -64,8 +63,8 @@ class Session:
         self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id, args.chat_template)
         if args.threads:
             torch.set_num_threads(args.threads)
-        if (args.lookup or args.draft) and parallel.group().size > 1:  # which would not agree on when proposals pay
-            raise ValueError(f"--lookup and --draft run in one process, not in {parallel.group().size}")
+        if (args.lookup or args.draft) and group().size > 1:  # which would not agree on when proposals pay
+            raise ValueError(f"--lookup and --draft run in one process, not in {group().size}")
         if args.draft:
             check_draft(args.draft, self.tokenizer, config.vocab_size)
         self.model = load_model(args.model, args)
