@@ -975,7 +975,7 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str,
     activity = torch.profiler.ProfilerActivity
     run()
     synchronize(device)
-    kinds = [activity.CPU] + [activity.CUDA] * (device.type == "cuda")
+    kinds = [activity.CPU, activity.CUDA] if device.type == "cuda" else [activity.CPU]
     with torch.profiler.profile(activities=kinds) as profile:
         run()
         synchronize(device)

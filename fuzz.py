@@ -105,7 +105,8 @@ def name_of(meta: str) -> str:
                  ffn_norm="post_attention_layernorm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
                  wo="self_attn.o_proj", w1="mlp.gate_proj", w3="mlp.up_proj", w2="mlp.down_proj")  # fmt: skip
     *layer, last = meta.removesuffix(".weight").split(".")
-    return f"{'model.' * bool(layer)}{'.'.join(layer[:2])}{'.' * bool(layer)}{names[last]}.weight"
+    prefix = f"model.{layer[0]}.{layer[1]}." if layer else ""
+    return f"{prefix}{names[last]}.weight"
 
 
 # ---- how it is spoiled

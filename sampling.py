@@ -176,10 +176,10 @@ def _sample_kernel(
     if PENALTY:
         back = tl.arange(0, WINDOW)
         recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
-        mine = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
-        seen = tl.load(logits + recent, mask=mine, other=0.0)
+        mask_recent = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
+        seen = tl.load(logits + recent, mask=mask_recent, other=0.0)
         tl.debug_barrier()  # a token seen twice is penalised once: all are read before any is written
-        tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mine)
+        tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mask_recent)
         tl.debug_barrier()
     l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
     bad = tl.sum(tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), 1, 0), 0)
