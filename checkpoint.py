@@ -662,7 +662,8 @@ class Loader:
             )
             if c.tie_embeddings and not self.format:
                 ((rows,), _) = self.cut_of("output")
-                return Weights(embedding, layers, norm, Matrix(embedding[rows].to(self.stored)))
+                tied = kernels.prepacked(Matrix(embedding[rows].to(self.stored)), self.backend)
+                return Weights(embedding, layers, norm, tied)
             return Weights(embedding, layers, norm, self.matrix("output", "tok_embeddings" if c.tie_embeddings else "output"))
 
     def layer(self, i: int) -> LayerWeights:
@@ -789,10 +790,11 @@ def check_memory(
     any of it is allocated."""
     c, size = config, dtype.itemsize
     weights = size * sum(math.prod(shape) for name, shape in unquantised_shapes(c).items())
+    twice = device.type == "cpu" and dtype == torch.bfloat16  # a tied embedding: the matrix is kept in fp16, or packed
     for name, (rows, columns) in matrix_shapes(c).items():
         if format:
             weights += format.matrix_bytes(rows, columns)
-        elif not (name == "output" and c.tie_embeddings and kernels.storage_dtype("torch", dtype, device) == dtype):
+        elif not (name == "output" and c.tie_embeddings) or twice:
             weights += size * rows * columns
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim

@@ -826,7 +826,7 @@ def test_launchers_refuse_what_the_kernels_cannot_read(T):
 
 
 def test_memory_counts_both_copies_of_a_tied_embedding(monkeypatch):
-    """A CPU keeps a bf16 model's matrices in fp16, so a tied embedding is there twice."""
+    """A CPU keeps a bf16 model's matrices in fp16 or packed, so a tied embedding is there twice."""
     told = {}
     monkeypatch.setattr("checkpoint.free_memory", lambda device: 0)
     for dtype, tied in itertools.product((torch.bfloat16, torch.float16), (False, True)):
