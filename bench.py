@@ -627,6 +627,9 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
             for n in (T + 1, 1):  # the difference is the generation without the prompt
                 run = lambda n=n, i=ids, e=extra: theirs.generate(i, max_new_tokens=n, min_new_tokens=n, **fixed, **e)
                 times.append(statistics.median(wall_times(run, device, args.repetitions)))
+            if times[0] <= times[1]:
+                note(f"note: transformers, {name}: {T} tokens are lost in the noise of their prompt's time (more with -n)")
+                continue
             yield peer(row, f"transformers, {name}", [T / (times[0] - times[1])])
 
 
