@@ -628,7 +628,7 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
                 run = lambda n=n, i=ids, e=extra: theirs.generate(i, max_new_tokens=n, min_new_tokens=n, **fixed, **e)
                 times.append(statistics.median(wall_times(run, device, args.repetitions)))
             if times[0] <= times[1]:
-                note(f"note: transformers, {name}: {T} tokens are lost in the noise of their prompt's time (more with -n)")
+                note(f"note: transformers, {name}: {T} tokens are too few to time on this machine; raise -n")
                 continue
             yield peer(row, f"transformers, {name}", [T / (times[0] - times[1])])
 
