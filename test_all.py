@@ -1042,7 +1042,9 @@ def test_training_op_and_its_gradients_equal_autograd(op, dtype, guarded):
             where = (op, [tuple(x.shape) for x in arguments if isinstance(x, torch.Tensor)], i)
             assert o.shape == e.shape and o.dtype == p.dtype and torch.equal(o, a), where
             error, plain_error = (distance(x, e, smallest(op, arguments, dtype)) for x in (o, p))
-            assert error <= 2 * max(plain_error, HALF_PLACE[dtype]), (*where, error, plain_error)
+            # a gradient is rounded where it replaces the logits, when it is scaled by what is fed back, and past a product
+            roundings = 3 if op.startswith("linear_cross") else 2 if "entropy" in op else 1
+            assert error <= 2 * max(plain_error, roundings * HALF_PLACE[dtype]), (*where, error, plain_error)
     check_guards()
 
 
