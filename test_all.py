@@ -1008,13 +1008,13 @@ def distance(ours: torch.Tensor, exact: torch.Tensor, least: float = 1e-6) -> fl
 
 
 def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
-    """What is smaller is measured as if it were so large. Of a row that is sure of its target, the loss is log(1 + tiny) and
-    the gradient p - 1: p is near 1 and has four roundings in fp32 (its power, the sum, the factor, their product), times the 3
-    that is fed back and, past a product, its matrix."""
+    """What is smaller is measured as if it were so large. For a row that is sure of its target, the loss is log(1 + tiny) and
+    the gradient p - 1, so both are off by a rounding of 1 in fp32, times the 3 that is fed back and, past a product, its
+    matrix."""
     if "entropy" not in op:
         return 1e-6
     matrix = arguments[1].double().norm().item() if op.startswith("linear") else 1.0
-    return 4 * 3 * max(matrix, 1.0) * HALF_PLACE[torch.float32] / HALF_PLACE[dtype]
+    return 3 * max(matrix, 1.0) * HALF_PLACE[torch.float32] / HALF_PLACE[dtype]
 
 
 TRAINING_OPS = list(vars(training.fused))
