@@ -159,10 +159,10 @@ from checkpoint import (
 from fp8 import E4M3, FORMATS, Format, Matrix
 from kernels import prepacked, storage_dtype
 from launch import FEW_LAUNCHES, LAUNCHES, OPS, FewLaunch, Launch, capability, jit, nearest, tl
-from model import Config, KVCache, LayerWeights, Llama, Timings, Weights, generate
+from model import Config, KVCache, LayerWeights, Llama, Timings, Weights, captured, generate
 from plot import plot, read_rows
 from quality import open_checkpoint, run_limits, run_perplexity
-from sampling import Sampling
+from sampling import Sampler, Sampling
 from tokenizer import TextStream, Tokenizer
 
 # over PyTorch: Kernl's llama-v2 on an RTX 3090
@@ -899,9 +899,10 @@ def cases(model: Llama, T: int, start_pos: int) -> Iterator[Case]:
             [lambda: functional.linear(plain_rmsnorm(x, w.norm, eps), dense(w.output)).float()] * 4,
         )
         tokens, host_tokens = (torch.zeros(KV.size, dtype=torch.int32, device=device) for _ in range(2))
+        sampler = Sampler(device)
         yield case(
             "sample",
-            [lambda: ops.sample(logits[0], tokens, host_tokens, pos, Sampling())] * 4,
+            [lambda: ops.sample(logits[0], tokens, host_tokens, pos, sampler)] * 4,
             [lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1)] * 4,
         )
     else:
@@ -1069,7 +1070,7 @@ def run_profile(args: argparse.Namespace) -> None:
     cache = KVCache(model)
     model.prefill(tokens[:start_pos], cache)
     if model.uses_graphs:
-        step = model.graph(cache, Sampling(), None).replay
+        step = model.graph(cache, cache.sampler, None).replay
     else:
         step = lambda: model.step(1, cache)
 
@@ -1101,14 +1102,7 @@ def pass_of(model: Llama, cache: KVCache, T: int, depth: int) -> Callable[[], ob
         cache.seek(depth)
         model.evaluate(T, cache)
 
-    if not model.uses_graphs:
-        return run
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    return captured(run).replay if model.uses_graphs else run
 
 
 @torch.inference_mode()

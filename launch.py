@@ -7,7 +7,8 @@ returns when the kernel before has ended and its writes can be seen. Between the
 other kernel: compute offsets, load its first tile of weights. The rules that keep this correct:
 
 - every kernel waits, so "the kernel before has ended" includes all the kernels before that one;
-- before the wait a kernel reads only what no kernel launched so writes (weights, tables, `pos`), and it writes nothing;
+- before the wait a kernel reads only what no kernel launched so writes (weights, tables, sampling settings, `pos`), and it
+  writes nothing;
 - `pos` is moved by torch's own operations (KVCache.advance, _seek), which are launched without the attribute and release
   nothing early: each starts when all kernels before it have ended, those that read the old value included, and whatever comes
   after it, launched early or not, starts when it has ended. That is the order of the stream, so it holds within a graph, from

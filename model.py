@@ -17,7 +17,7 @@ from torch import Tensor
 import kernels
 import parallel
 from fp8 import Matrix
-from sampling import Sampling
+from sampling import Sampler, Sampling
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: bound by arithmetic, yet little workspace
 
@@ -215,23 +215,19 @@ class Llama:
         """Whether a decode step is captured as a CUDA graph."""
         return self.device.type == "cuda" and self.backend == "triton"
 
-    def graph(self, cache: KVCache, sampling: Sampling, banned: Tensor | None) -> torch.cuda.CUDAGraph:
-        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured once for its arguments; the
-        cache is not kept alive."""
-        key = (weakref.ref(cache), sampling, None if banned is None else tuple(banned.tolist()))
+    def graph(self, cache: KVCache, sampler: Sampler, banned: Tensor | None) -> torch.cuda.CUDAGraph:
+        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured once for a cache, a form of
+        sampling and what is banned; the cache is not kept alive."""
+        form = sampler.form(self.config.vocab_size, cache.size)
+        key = (weakref.ref(cache), form, None if banned is None else tuple(banned.tolist()))
         if self._graph[0] != key:
             pos, logits = cache.pos, cache.logits.clone()
 
             def run() -> None:
-                choose_next(self, cache, cache.logits, sampling, banned)
+                choose_next(self, cache, cache.logits, sampler, banned)
                 self.step(1, cache)
 
-            run()  # compiles what is not compiled yet
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                run()
-            self._graph = (key, graph)
+            self._graph = (key, captured(run))
             cache.seek(pos)
             cache.logits.copy_(logits)
         return self._graph[1]
@@ -245,6 +241,16 @@ class Llama:
     @property
     def kv_dtype(self) -> torch.dtype:
         return torch.int8 if self.kv_fp8 else self.dtype
+
+
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What `run` does as a CUDA graph. It is run once before, to compile what is not compiled yet."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
 
 
 # ---- key/value cache
@@ -288,6 +294,7 @@ class KVCache:
             size, dtype=torch.int32, pin_memory=model.device.type == "cuda"
         )  # sampled ones, for the host
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
+        self.sampler = Sampler(model.device)  # how the next one is chosen
         self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
         self.v = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
         self.rope = rope_table(c, size).to(model.device)  # [S, D/2, 2]
@@ -377,6 +384,7 @@ def generate(
             f"the prompt holds the id {min(prompt) if min(prompt) < 0 else max(prompt)}; the model's are 0 .. {V - 1}"
         )
     cache = cache or KVCache(model)
+    cache.sampler.set(sampling)
     eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]  # a tokenizer without one says -1
     timings = timings or Timings()
     start = time.perf_counter()
@@ -387,7 +395,7 @@ def generate(
     banned = torch.tensor(list(eos), device=model.device) if ignore_eos and eos else None
     decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
     ranks = parallel.group()
-    with ranks.stopping_together(), closing(decode(model, cache, n, sampling, banned)) as tokens:
+    with ranks.stopping_together(), closing(decode(model, cache, n, cache.sampler, banned)) as tokens:
         for i, token in enumerate(tokens):
             ranks.check_stop()
             timings.add(time.perf_counter() - start, first=i == 0)
@@ -399,35 +407,35 @@ def generate(
                 return
 
 
-def choose_next(model: Llama, cache: KVCache, logits: Tensor, sampling: Sampling, banned: Tensor | None) -> None:
+def choose_next(model: Llama, cache: KVCache, logits: Tensor, sampler: Sampler, banned: Tensor | None) -> None:
     """Sample the token at cache.pos, into cache.tokens and cache.host_tokens. logits [V] are used up."""
     if banned is not None:
         logits.index_fill_(0, banned, -1e4)
-    model.ops.sample(logits, cache.tokens, cache.host_tokens, cache.device_pos, sampling)
+    model.ops.sample(logits, cache.tokens, cache.host_tokens, cache.device_pos, sampler)
 
 
-def sample_next(model: Llama, cache: KVCache, logits: Tensor, sampling: Sampling, banned: Tensor | None) -> int:
+def sample_next(model: Llama, cache: KVCache, logits: Tensor, sampler: Sampler, banned: Tensor | None) -> int:
     """The same, and wait for it: the token, -1 where the logits are not finite."""
-    choose_next(model, cache, logits, sampling, banned)
+    choose_next(model, cache, logits, sampler, banned)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return int(cache.host_tokens[cache.pos])
 
 
-def _decode(model: Llama, cache: KVCache, n: int, sampling: Sampling, banned: Tensor | None) -> Iterator[int]:
+def _decode(model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tensor | None) -> Iterator[int]:
     """Up to n tokens, one after the other; each is evaluated only when the next is asked for."""
     for i in range(n):
-        yield sample_next(model, cache, cache.logits, sampling, banned)
+        yield sample_next(model, cache, cache.logits, sampler, banned)
         if i + 1 < n:
             model.step(1, cache)
 
 
-def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampling: Sampling, banned: Tensor | None) -> Iterator[int]:
+def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tensor | None) -> Iterator[int]:
     """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), the host one step ahead: while it
     reads a token, the GPU is at the next. Token and position stay on the device."""
     if n == 0:
         return
-    graph = model.graph(cache, sampling, banned)
+    graph = model.graph(cache, sampler, banned)
     first, read = cache.pos, 0
     done = [torch.cuda.Event(), torch.cuda.Event()]
     try:

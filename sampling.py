@@ -8,7 +8,8 @@ above one threshold, so ties at the edge stay together.
 The op `sample` reads logits float32 [V], which it uses up, and writes the token to tokens[pos] and host_tokens[pos] (int32 [S]
 both). The host reads the latter, which is pinned memory on a GPU; where the logits are not finite it gets -1, and tokens 0.
 `sample_rows` reads logits [T, V] of the T tokens before pos, and writes to drawn (int32 [S], -1 where they are not finite) what
-each of them is followed by, up to drawn[pos]; the tokens before each position stand in `tokens`.
+each of them is followed by, up to drawn[pos]; the tokens before each position stand in `tokens`. Both take the settings as a
+Sampler, whose numbers lie on the device.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -36,6 +37,36 @@ class Sampling:
     seed: int = 0
 
 
+COLDEST = 1e-30  # temperature: a positive one below it would be 0 in float32
+
+
+class Sampler:
+    """Settings as the ops take them: `s` for the host, and the same numbers in the memory of the device, where a kernel reads
+    them. So a captured graph follows when they change, as long as its kernel is compiled for the same `form`."""
+
+    def __init__(self, device: torch.device, s: Sampling = Sampling()):
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(6, device=device)  # temperature, top_k, top_p, log(min_p), penalty, its window
+        self.set(s)
+
+    def set(self, s: Sampling) -> None:
+        self.s = s
+        self.seed.fill_(s.seed)
+        window = s.repeat_last_n if s.repeat_last_n >= 0 else 1 << 30
+        numbers = max(s.temp, COLDEST), s.top_k, s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window
+        self.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
+
+    def form(self, V: int, S: int) -> dict[str, int | bool]:
+        """What the kernel is compiled for, of the settings: V logits, at most S tokens to look back on."""
+        s, cuts = self.s, self.s.temp > 0 and 0 < self.s.top_k < V
+        window = min(s.repeat_last_n, S) if s.repeat_last_n >= 0 else S
+        block = 1024 if s.temp == 0 or cuts and s.top_k <= KEEP else triton.next_power_of_2(V)
+        return dict(
+            TOP_K=cuts, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0, PENALTY=s.repeat_penalty != 1 and window > 0,
+            WINDOW=triton.next_power_of_2(max(window, 1)), BLOCK=block,
+        )  # fmt: skip
+
+
 def uniform(seed: int, index: int) -> float:
     """A number in [0, 1) with 24 random bits, from a seed and a position: SplitMix64's output function (Vigna, 2015)."""
     mask = (1 << 64) - 1
@@ -45,12 +76,9 @@ def uniform(seed: int, index: int) -> float:
     return ((z ^ (z >> 31)) >> 40) / (1 << 24)
 
 
-COLDEST = 1e-30  # temperature: a positive one below it would be 0 in float32
-
-
-def sample_ref(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, s: Sampling) -> None:
+def sample_ref(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, sampler: Sampler) -> None:
     position = int(pos)
-    token = _choose_ref(logits, tokens, position, s) if torch.isfinite(logits.sum()) else -1
+    token = _choose_ref(logits, tokens, position, sampler.s) if torch.isfinite(logits.sum()) else -1
     tokens[position] = max(token, 0)
     host_tokens[position] = token
 
@@ -80,14 +108,14 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
     return min(int(drawn), int(p.nonzero()[-1]))
 
 
-def sample_rows_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, s: Sampling) -> None:
+def sample_rows_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
     for row, position in zip(logits, range(int(pos) - len(logits) + 1, int(pos) + 1)):
-        drawn[position] = _choose_ref(row, tokens, position, s) if torch.isfinite(row.sum()) else -1
+        drawn[position] = _choose_ref(row, tokens, position, sampler.s) if torch.isfinite(row.sum()) else -1
 
 
 @jit
 def _uniform(seed, index):
-    z = (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed
+    z = (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed.to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return ((z ^ (z >> 31)) >> 40).to(tl.float32) / 16777216.0
@@ -111,7 +139,7 @@ def _threshold(l, weights, target, low, high):
 
 @jit
 def _choose(
-    l, ids, u, temp, top_p, log_min_p, edges, left_out, logits,
+    l, ids, u, temp, top_k, top_p, log_min_p, edges, left_out, logits,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1). Where l is only what
@@ -120,8 +148,8 @@ def _choose(
     if GREEDY:
         return tl.min(tl.where(l == best, ids, 2147483647), 0)
     floor = tl.min(tl.where(l > float("-inf"), l, best), 0)
-    if TOP_K > 0:
-        floor = _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, floor, best)
+    if TOP_K:
+        floor = _threshold(l, tl.full(l.shape, 1.0, tl.float32), top_k, floor, best)
     edge, unseen = floor, 0.0
     if edges is not None:
         unseen = tl.sum(tl.where(edges == edge, left_out, 0.0), 0)
@@ -159,11 +187,11 @@ def _draw_from_all(logits, target, best, floor, temp, V: tl.constexpr, BLOCK: tl
 
 @jit
 def _sample_kernel(
-    logits, tokens, chosen_tokens, drawn, pos, few, arrived, seed, temp, top_p, log_min_p, penalty, window,
+    logits, tokens, chosen_tokens, drawn, pos, few, arrived, seed, numbers,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With a small TOP_K, each program keeps the best of its part of the vocabulary, and the last to come chooses among
+    """With a small top_k, each program keeps the best of its part of the vocabulary, and the last to come chooses among
     these; otherwise there is one part. Axis 1 of the grid are the rows of logits."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
@@ -171,6 +199,9 @@ def _sample_kernel(
     few += row * (2 * PARTS * KEEP + 2 * PARTS)
     arrived += row
     ids = part * BLOCK + tl.arange(0, BLOCK)
+    temp, top_k, top_p = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    log_min_p, penalty, window = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
+    seed = tl.load(seed)
     gdc_wait(PDL)
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
     if PENALTY:
@@ -186,15 +217,15 @@ def _sample_kernel(
     l = tl.where(bad > 0, 0.0, l)
     u = _uniform(seed, position)
     if PARTS == 1:
-        token = _choose(l, ids, u, temp, top_p, log_min_p, None, None, logits, TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK)
+        token = _choose(l, ids, u, temp, top_k, top_p, log_min_p, None, None, logits, TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK)
         if chosen_tokens is not None:
             tl.store(chosen_tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
         tl.store(drawn + position, tl.where(bad > 0, -1, token).to(tl.int32))
     else:
-        # what this part keeps, in the order of ids: those above its edge, fewer than TOP_K, and as many at it as there is room
+        # what this part keeps, in the order of ids: those above its edge, fewer than top_k, and as many at it as there is room
         best = tl.max(l, 0)
         lowest = tl.min(tl.where(ids < V, l, best), 0)
-        edge = _threshold(l, tl.full(l.shape, 1.0, tl.float32), TOP_K, lowest, best)
+        edge = best if GREEDY else _threshold(l, tl.full(l.shape, 1.0, tl.float32), top_k, lowest, best)
         above = ((l > edge) & (ids < V)).to(tl.int32)
         equal = ((l == edge) & (ids < V)).to(tl.int32)
         room = KEEP - tl.sum(above, 0)
@@ -219,7 +250,7 @@ def _sample_kernel(
             all_ids = tl.load(kept_ids + slots, cache_modifier=".cg").to(tl.int32, bitcast=True)
             any_bad = tl.sum((all_l != all_l).to(tl.int32), 0)
             token = _choose(
-                tl.where(any_bad > 0, 0.0, all_l), all_ids, u, temp, top_p, log_min_p,
+                tl.where(any_bad > 0, 0.0, all_l), all_ids, u, temp, top_k, top_p, log_min_p,
                 tl.load(edges + parts, cache_modifier=".cg"), tl.load(left_out + parts, cache_modifier=".cg"), logits,
                 TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK,
             )  # fmt: skip
@@ -239,27 +270,23 @@ def _few(device: torch.device, parts: int, rows: int) -> tuple[Tensor, Tensor]:
     return few, torch.zeros(rows, dtype=torch.int32, device=device)
 
 
-def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, s: Sampling) -> None:
-    _launch_sample(logits.view(1, -1), tokens, tokens, host_tokens, pos, s)
+def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, sampler: Sampler) -> None:
+    _launch_sample(logits.view(1, -1), tokens, tokens, host_tokens, pos, sampler)
 
 
-def sample_rows(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, s: Sampling) -> None:
-    _launch_sample(logits, tokens, None, drawn, pos, s)
+def sample_rows(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
+    _launch_sample(logits, tokens, None, drawn, pos, sampler)
 
 
 def _launch_sample(
-    logits: Tensor, tokens: Tensor, chosen_tokens: Tensor | None, drawn: Tensor, pos: Tensor, s: Sampling
+    logits: Tensor, tokens: Tensor, chosen_tokens: Tensor | None, drawn: Tensor, pos: Tensor, sampler: Sampler
 ) -> None:
     """tokens: what came before; chosen_tokens: where a choice becomes a token; drawn: where it is told, -1 included."""
     rows, V = logits.shape
-    window = len(tokens) if s.repeat_last_n < 0 else s.repeat_last_n
-    top_k = 1 if s.temp == 0 else s.top_k if s.top_k < V else 0
-    block = 1024 if 0 < top_k <= KEEP else triton.next_power_of_2(V)
-    parts = triton.next_power_of_2(triton.cdiv(V, block))
-    on = dict(TOP_K=top_k, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0)
-    on |= dict(PENALTY=s.repeat_penalty != 1 and window > 0, WINDOW=triton.next_power_of_2(max(window, 1)))
+    form = sampler.form(V, len(tokens))
+    parts = triton.next_power_of_2(triton.cdiv(V, form["BLOCK"]))
     launch(
         _sample_kernel, (parts, rows), logits.device, logits, tokens, chosen_tokens, drawn, pos,
-        *_few(logits.device, parts, rows), s.seed, max(s.temp, COLDEST), s.top_p, math.log(max(s.min_p, 1e-30)),
-        s.repeat_penalty, window, **on, V=V, BLOCK=block, PARTS=parts, KEEP=KEEP, warps=min(16, max(4, block // 1024)),
+        *_few(logits.device, parts, rows), sampler.seed, sampler.numbers, **form, V=V, PARTS=parts, KEEP=KEEP,
+        warps=min(16, max(4, form["BLOCK"] // 1024)),
     )  # fmt: skip

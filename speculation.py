@@ -17,13 +17,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl
-from model import KVCache, Llama, choose_next, sample_next
-from sampling import Sampling
+from model import KVCache, Llama, captured, choose_next, sample_next
+from sampling import Sampler
 
 MOST = 15  # proposals a pass
 LONGEST, SHORTEST = 4, 2  # how many of the last tokens are looked up: the longest run of them that occurred before
@@ -70,19 +71,19 @@ class Speculation:
         self.passes = self.tokens = self.proposed = self.accepted = 0
         self._on_gpu: _OnGpu | None = None
 
-    def propose(self, cache: KVCache, count: int, sampling: Sampling, banned: Tensor | None) -> list[int]:
+    def propose(self, cache: KVCache, count: int, sampler: Sampler, banned: Tensor | None) -> list[int]:
         """At most `count` tokens that may follow the one at cache.pos."""
         raise NotImplementedError
 
-    def decode(self, model: Llama, cache: KVCache, n: int, sampling: Sampling, banned: Tensor | None) -> Iterator[int]:
+    def decode(self, model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tensor | None) -> Iterator[int]:
         """Up to n tokens. Whenever one is yielded last, the cache is left with what came before it, and no more."""
         if n == 0:
             return
         read, last = cache.pos, cache.pos + n - 1
         try:
-            yield sample_next(model, cache, cache.logits, sampling, banned)
+            yield sample_next(model, cache, cache.logits, sampler, banned)
             passes = self._passes_on_gpu if model.uses_graphs else self._passes
-            for new in passes(model, cache, last, sampling, banned):
+            for new in passes(model, cache, last, sampler, banned):
                 while read < new:
                     read += 1
                     yield int(cache.host_tokens[read])
@@ -90,11 +91,11 @@ class Speculation:
             cache.seek(read)
 
     def _passes(
-        self, model: Llama, cache: KVCache, last: int, sampling: Sampling, banned: Tensor | None
+        self, model: Llama, cache: KVCache, last: int, sampler: Sampler, banned: Tensor | None
     ) -> Iterator[int]:  # fmt: skip
         """Passes until the token at `last` is sampled; after each, where the last sampled token stands."""
         while cache.pos < last:
-            self._pass(model, cache, last - cache.pos - 1, sampling, banned)
+            self._pass(model, cache, last - cache.pos - 1, sampler, banned)
             yield cache.pos
 
     def summary(self) -> str:
@@ -103,16 +104,16 @@ class Speculation:
         rate = self.tokens / max(self.passes, 1)
         return f"proposals {self.passes} passes, {rate:.2f} tokens a pass; {share} proposals accepted\n"
 
-    def _pass(self, model: Llama, cache: KVCache, room: int, sampling: Sampling, banned: Tensor | None) -> None:
+    def _pass(self, model: Llama, cache: KVCache, room: int, sampler: Sampler, banned: Tensor | None) -> None:
         """Evaluate the token at cache.pos and at most `room` proposals. cache.pos moves to the last token that is sampled: the
         first that was not proposed."""
         start, first = time.perf_counter(), cache.pos
-        proposals = self.propose(cache, min(self.n, room), sampling, banned) if room and self.pacer.ready() else []
+        proposals = self.propose(cache, min(self.n, room), sampler, banned) if room and self.pacer.ready() else []
         cache.tokens[first + 1 : first + 1 + len(proposals)] = torch.tensor(proposals, dtype=torch.int32)
         rows = model.evaluate(1 + len(proposals), cache)
         cache.truncate(first + 1)
         for row, proposal in zip(rows, [*proposals, None]):
-            if sample_next(model, cache, row, sampling, banned) != proposal:
+            if sample_next(model, cache, row, sampler, banned) != proposal:
                 break
             cache.advance(1)
         self._tell(len(proposals), cache.pos - first - 1, time.perf_counter() - start)
@@ -126,7 +127,7 @@ class Speculation:
 
     # ---- the same as CUDA graphs
 
-    def enqueue_proposals(self, cache: KVCache, T: int, gpu: _OnGpu, sampling: Sampling, banned: Tensor | None) -> None:
+    def enqueue_proposals(self, cache: KVCache, T: int, gpu: _OnGpu, sampler: Sampler, banned: Tensor | None) -> None:
         """At the beginning of a graph of T tokens: let the GPU write T - 1 proposals behind the token at cache.device_pos."""
         raise NotImplementedError
 
@@ -137,14 +138,15 @@ class Speculation:
         """Called after a pass: where the last sampled token stands."""
 
     def _passes_on_gpu(
-        self, model: Llama, cache: KVCache, last: int, sampling: Sampling, banned: Tensor | None
+        self, model: Llama, cache: KVCache, last: int, sampler: Sampler, banned: Tensor | None
     ) -> Iterator[int]:  # fmt: skip
         """One graph proposes, evaluates, samples at each position, counts what is accepted, and advances. The host is one pass
         behind: while it reads what one has done, the GPU is at the next, so it knows only the highest position that the GPU
         may have reached. It keeps away from `last` with that."""
-        key = (cache, sampling, None if banned is None else tuple(banned.tolist()), self.n)
+        form = sampler.form(model.config.vocab_size, cache.size)
+        key = (cache, form, None if banned is None else tuple(banned.tolist()), self.n)
         if self._on_gpu is None or self._on_gpu.key != key:
-            self._on_gpu = _OnGpu(key, self, model, cache, sampling, banned)
+            self._on_gpu = _OnGpu(key, self, model, cache, sampler, banned)
         gpu, read, single = self._on_gpu, cache.pos, True
         self.catch_up(cache, read)
         gpu.start(read, last)
@@ -170,7 +172,7 @@ class _OnGpu:
     """What decoding by CUDA graphs keeps on the GPU, and the passes that are running there."""
 
     def __init__(
-        self, key: tuple, speculation: Speculation, model: Llama, cache: KVCache, sampling: Sampling, banned: Tensor | None
+        self, key: tuple, speculation: Speculation, model: Llama, cache: KVCache, sampler: Sampler, banned: Tensor | None
     ):
         self.key, self.cache = key, cache
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -183,11 +185,11 @@ class _OnGpu:
         self.collected = 0
 
         def run(T: int) -> None:
-            speculation.enqueue_proposals(cache, T, self, sampling, banned)
+            speculation.enqueue_proposals(cache, T, self, sampler, banned)
             rows = model.evaluate(T, cache)
             if banned is not None:
                 rows.index_fill_(1, banned, -1e4)
-            model.ops.sample_rows(rows, cache.tokens, self.drawn, cache.device_pos, sampling)
+            model.ops.sample_rows(rows, cache.tokens, self.drawn, cache.device_pos, sampler)
             enqueue_accept(cache, T, self.drawn, self.rejected, self.turn, self.result)
             cache.device_pos -= self.rejected
 
@@ -206,12 +208,7 @@ class _OnGpu:
             if pos + T <= last:
                 tokens = self.cache.tokens.clone()
                 self.cache.seek(pos)
-                self.run(T)
-                graph = torch.cuda.CUDAGraph()
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph):
-                    self.run(T)
-                self.graphs[T] = graph
+                self.graphs[T] = captured(partial(self.run, T))
                 self.cache.tokens.copy_(tokens)
         self.cache.seek(pos)
         self.turn.zero_()
@@ -293,7 +290,7 @@ def _lookup_kernel(
 class Lookup(Speculation):
     """Proposes what followed the latest earlier occurrence of the last tokens. What repeats itself at the end goes on so."""
 
-    def propose(self, cache: KVCache, count: int, sampling: Sampling, banned: Tensor | None) -> list[int]:
+    def propose(self, cache: KVCache, count: int, sampler: Sampler, banned: Tensor | None) -> list[int]:
         seen = cache.tokens[: cache.pos + 1]
         for length in range(min(LONGEST, len(seen) - 1), SHORTEST - 1, -1):
             found = (seen.unfold(0, length, 1)[:-1] == seen[-length:]).all(1).nonzero()
@@ -302,7 +299,7 @@ class Lookup(Speculation):
                 return [following[i % len(following)] for i in range(count)]
         return []
 
-    def enqueue_proposals(self, cache: KVCache, T: int, gpu: _OnGpu, sampling: Sampling, banned: Tensor | None) -> None:
+    def enqueue_proposals(self, cache: KVCache, T: int, gpu: _OnGpu, sampler: Sampler, banned: Tensor | None) -> None:
         """In a graph of one token too, so that the host sees when there is something to propose."""
         enqueue_lookup(cache, T - 1, gpu.turn, gpu.result)
 
@@ -328,13 +325,13 @@ class Draft(Speculation):
             self.cache, self.evaluated = KVCache(self.model, cache.size + MOST + 1), 0
         return self.cache
 
-    def propose(self, cache: KVCache, count: int, sampling: Sampling, banned: Tensor | None) -> list[int]:
+    def propose(self, cache: KVCache, count: int, sampler: Sampler, banned: Tensor | None) -> list[int]:
         own = self._cache_for(cache)
         self.catch_up(cache, cache.pos)
-        proposals = [sample_next(self.model, own, own.logits, sampling, banned)]
+        proposals = [sample_next(self.model, own, own.logits, sampler, banned)]
         while len(proposals) < count:
             self.model.step(1, own)
-            proposals.append(sample_next(self.model, own, own.logits, sampling, banned))
+            proposals.append(sample_next(self.model, own, own.logits, sampler, banned))
         self.evaluated = own.pos
         return proposals
 
@@ -349,7 +346,7 @@ class Draft(Speculation):
         if proposed:
             self.evaluated = new - 1
 
-    def enqueue_proposals(self, cache: KVCache, T: int, gpu: _OnGpu, sampling: Sampling, banned: Tensor | None) -> None:
+    def enqueue_proposals(self, cache: KVCache, T: int, gpu: _OnGpu, sampler: Sampler, banned: Tensor | None) -> None:
         """Evaluates two tokens first, the last one and the one before: of the last pass, that one was proposed but not
         evaluated if all were accepted."""
         own = self._cache_for(cache)
@@ -361,5 +358,5 @@ class Draft(Speculation):
         own.device_pos -= 1
         for i in range(T - 1):
             self.model.step(1 if i else 2, own)
-            choose_next(self.model, own, own.logits, sampling, banned)
+            choose_next(self.model, own, own.logits, sampler, banned)
         cache.tokens.copy_(own.tokens[: cache.size])

@@ -75,7 +75,7 @@ from files import one_line_errors, parts_of, read_part
 from fp8 import E4M3, FORMATS, Matrix
 from launch import tl
 from model import CHUNK, Config, KVCache, Timings, generate, rope_table
-from sampling import Sampling
+from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
 from template import TEMPLATES, find_template
 from tokenizer import TextStream, Tokenizer
@@ -894,6 +894,42 @@ def test_no_step_sees_an_old_position(tiny, how):
 
 
 @needs_triton
+def test_other_numbers_need_no_other_graph(tiny, monkeypatch):
+    """A graph is replayed as what was captured is: the same launches, with the arguments of then. Its numbers are read anew."""
+    recorded, captures = [], 0
+
+    def record(*arguments, **constants) -> None:
+        recorded.append(functools.partial(launch.launch, *arguments, **constants))
+        recorded[-1]()
+
+    def captured(run) -> SimpleNamespace:
+        nonlocal captures
+        captures += 1
+        recorded.clear()
+        run()
+        launches = [*recorded]
+        return SimpleNamespace(replay=lambda: [launch() for launch in launches] + [model.step(1, cache)])
+
+    model = load(tiny, dtype="fp32", device=DEVICE, backend="torch", ctx_size=64)
+    model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=kernels.fused.sample))
+    cache, first = KVCache(model), Sampling(temp=2.0, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30)
+    changes = [dict(), dict(seed=SEED), dict(seed=(1 << 63) - 1), dict(temp=1.3), dict(temp=1e-9), dict(top_k=7)]
+    changes += [dict(top_p=0.4), dict(min_p=0.3), dict(repeat_penalty=1.9), dict(repeat_last_n=20)]
+    every = [replace(first, **change) for change in changes]
+    expected = [list(generate(model, [1, 5, 9], n=12, sampling=s, eos=[])) for s in every]
+    assert len({*map(tuple, expected)}) > 8
+    monkeypatch.setattr(sampling, "launch", record)
+    monkeypatch.setattr("model.captured", captured)
+    monkeypatch.setattr(type(model), "uses_graphs", True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    assert [list(generate(model, [1, 5, 9], cache, 12, s, eos=[])) for s in every] == expected
+    assert captures == 1
+    for other in (Sampling(temp=0), Sampling(top_p=1), Sampling(top_k=100), Sampling(repeat_penalty=1.1)):
+        list(generate(model, [1, 5, 9], cache, 2, other, eos=[]))
+    assert captures == 5
+
+
+@needs_triton
 def test_sampling_on_the_device_chooses_what_the_reference_chooses():
     for _ in range(60):
         V, S = random.choice([17, 300, 3000]), 64
@@ -1536,8 +1572,9 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
             kernels.fused.attention(torch.zeros(100, 8, 128, dtype=dtype), *halves, one)
     for settings in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
         tokens, host_tokens = (torch.zeros(512, dtype=torch.int32) for _ in range(2))
-        kernels.fused.sample(torch.zeros(32000), tokens, host_tokens, one, settings)
-        kernels.fused.sample_rows(torch.zeros(5, 32000), tokens, host_tokens, one, settings)
+        sampler = Sampler(torch.device("cpu"), settings)
+        kernels.fused.sample(torch.zeros(32000), tokens, host_tokens, one, sampler)
+        kernels.fused.sample_rows(torch.zeros(5, 32000), tokens, host_tokens, one, sampler)
     cache = SimpleNamespace(tokens=tokens, device_pos=one, host_tokens=host_tokens, size=512)
     speculation.enqueue_lookup(cache, 4, one, torch.zeros(2, 2, dtype=torch.int32))
     speculation.enqueue_accept(cache, 5, tokens, one, one, torch.zeros(2, 2, dtype=torch.int32))
@@ -1947,7 +1984,7 @@ def test_an_error_of_one_rank_is_one_line(tiny):
 
 def choose(logits: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, ops=kernels.reference, **settings) -> int:
     tokens, host_tokens = tokens.clone(), tokens.clone()
-    ops.sample(logits.clone(), tokens, host_tokens, position, Sampling(**settings))
+    ops.sample(logits.clone(), tokens, host_tokens, position, Sampler(logits.device, Sampling(**settings)))
     at = int(position)
     assert host_tokens[at] == tokens[at] or host_tokens[at] == -1 and tokens[at] == 0
     return int(host_tokens[at])
@@ -3748,7 +3785,7 @@ class Planted(Speculation):
         super().__init__(n)
         self.text = text
 
-    def propose(self, cache, count, sampling, banned):
+    def propose(self, cache, count, sampler, banned):
         coming = self.text[cache.pos + 1 : cache.pos + 1 + random.randint(0, count)]
         return [random.choice([token] * 4 + [7]) for token in coming]
 
@@ -3832,7 +3869,7 @@ def test_lookup_proposes_what_followed_the_latest_and_longest_occurrence(tiny):
     def proposed(*tokens: int, count: int = 4) -> list[int]:
         cache.tokens[: len(tokens)] = torch.tensor(tokens)
         cache.pos = len(tokens) - 1
-        return Lookup(4).propose(cache, count, Sampling(), None)
+        return Lookup(4).propose(cache, count, cache.sampler, None)
 
     assert proposed(5) == proposed(5, 6, 7) == proposed(5, 6, 7, 9, 7) == []  # one token is not enough
     assert proposed(5, 6, 7, 8, 9, 5, 6) == [7, 8, 9, 5]
@@ -3866,7 +3903,7 @@ def test_lookup_on_the_device_proposes_what_the_reference_proposes(tiny):
         length = random.randint(1, 50)
         cache.tokens[:length] = torch.tensor(random.choices(range(random.choice([2, 3, 9])), k=length))
         cache.seek(length - 1)
-        expected = Lookup(6).propose(cache, 6, Sampling(), None)
+        expected = Lookup(6).propose(cache, 6, cache.sampler, None)
         cache.tokens[length:] = -7
         speculation.enqueue_lookup(cache, 6, turn, result)
         assert bool(result[1, 1]) == bool(expected)
@@ -3897,9 +3934,9 @@ def test_rows_are_sampled_as_single_tokens_are():
         logits = 3 * torch.randn(5, 2000, device=DEVICE)
         logits[3, 7] = torch.nan
         drawn, expected = (torch.full((40,), -5, dtype=torch.int32, device=DEVICE) for _ in range(2))
-        pos = torch.tensor([30], dtype=torch.int32, device=DEVICE)
-        kernels.fused.sample_rows(logits.clone(), tokens, drawn, pos, settings)
-        kernels.reference.sample_rows(logits, tokens, expected, pos, settings)
+        pos, sampler = torch.tensor([30], dtype=torch.int32, device=DEVICE), Sampler(DEVICE, settings)
+        kernels.fused.sample_rows(logits.clone(), tokens, drawn, pos, sampler)
+        kernels.reference.sample_rows(logits, tokens, expected, pos, sampler)
         assert drawn.tolist() == expected.tolist() and drawn[29] == -1
 
 
