@@ -108,10 +108,21 @@ def prepacked(w: Matrix, backend: str) -> Matrix:
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     """y = x W^T. x [T, K] -> [T, N]."""
     if w.data.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x.bfloat16(), w.data, None, "none", [], "").to(x.dtype)
+        T = x.shape[0]
+        x16 = functional.pad(x.bfloat16(), (0, 0, 0, _padded_rows(T) - T))
+        return torch.ops.mkldnn._linear_pointwise(x16, w.data, None, "none", [], "")[:T].to(x.dtype)
     if w.data.device.type == "cpu" and (w.format or w.data.dtype == torch.float16):
         return _cpu_vector_linear(x, w) if x.shape[0] == 1 else _cpu_prompt_linear(x, w)
     return functional.linear(x, w.dense().to(x.dtype))
+
+
+def _padded_rows(T: int) -> int:
+    """How many rows oneDNN is given for T: one of few sizes. It compiles a kernel for each that it meets, which takes
+    milliseconds and 0.7 MB for each shape of a matrix: with ever new lengths of prompts a chat would grow by hundreds of MB.
+    It computes 16 rows at a time, so most of the padding costs nothing."""
+    power = 1 << (T - 1).bit_length()
+    step = max(16, power // 8)
+    return power if T <= 16 else -(-T // step) * step
 
 
 def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:

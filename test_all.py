@@ -1482,6 +1482,21 @@ def test_prepacked_matrices_are_the_same_matrices():
     assert kernels.prepacked(w, "triton") is w
 
 
+def test_prompts_of_any_length_need_few_kernels_of_onednn(monkeypatch):
+    """It keeps what it compiles for each number of rows, so that a chat's memory would grow with each new length."""
+    sizes, w = set(), Matrix(torch.randn(8, 4, dtype=torch.bfloat16).to_mkldnn())
+
+    def product(x, packed, *rest):
+        sizes.add(len(x))
+        return x[:, :1].expand(-1, 8) + 0
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
+    for T in range(1, CHUNK["cpu"] + 1):
+        x = torch.arange(T, dtype=torch.bfloat16)[:, None].expand(T, 4)
+        assert kernels.linear_ref(x, w).equal(x[:, :1].expand(T, 8))
+    assert len(sizes) <= 20 and 1 in sizes and max(sizes) == CHUNK["cpu"]
+
+
 def test_codes_do_not_depend_on_the_dtype(tmp_path):
     hugging_face_model(**SHAPES["mqa, tied"]).half().save_pretrained(tmp_path)
     models = [load(tmp_path, dtype=dtype, device="cpu", fp8="e4m3").weights for dtype in ("fp32", "bf16")]
