@@ -35,6 +35,7 @@ import traceback
 import warnings
 import weakref
 import zipfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -220,13 +221,19 @@ def test_logits_and_greedy_tokens_equal_transformers(tmp_path, shape):
     assert ours == expected[0, 40:].tolist()
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
-@pytest.mark.parametrize("family, fp8", [*((name, None) for name in FAMILIES), ("qwen 2.5", "e4m3"), ("qwen 3", "e4m3")])
+EVERY_KERNEL = ("llama 3.2", "mistral nemo", "qwen 2.5", "qwen 3")  # to Triton's kernels the others are one of these
+
+
+@pytest.mark.parametrize("family, fp8, backend", [
+    *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e4m3", "torch"),
+    *(pytest.param(name, None, "triton", marks=needs_triton) for name in EVERY_KERNEL),
+    *(pytest.param(name, "e4m3", "triton", marks=needs_triton) for name in ("qwen 2.5", "qwen 3")),
+])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend):
     """Logits of a prompt, of the same cached, and greedy tokens; in 8 bits, against themselves with decoded weights."""
     theirs = hugging_face_model(**FAMILIES[family])
     theirs.save_pretrained(tmp_path)
-    T, new = (70, 12) if backend == "torch" else (33, 3)  # the interpreter is slow
+    T, new = (70, 12) if backend == "torch" else (20, 3)  # the interpreter is slow
     prompt = torch.randint(5, 300, (T,))
     ours = load(tmp_path, dtype="fp32", device="cpu", backend=backend, fp8=fp8)
     if fp8:
@@ -242,9 +249,9 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend):
         pieces = torch.cat([ours.forward(part, cache) for part in prompt.split([T - 12, 1, 10, 1])])
         assert_close(pieces, expected, 0.02 if fp8 and backend == "torch" else 1e-4)  # halves on a CPU
     if not fp8:
-        whole = theirs.generate(prompt[None, :30], max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
-        greedy = generate(ours, prompt[:30].tolist(), n=new, sampling=Sampling(temp=0), eos=[])
-        assert list(greedy) == whole[0, 30:].tolist()
+        whole = theirs.generate(prompt[None, : T - 12], max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        greedy = generate(ours, prompt[: T - 12].tolist(), n=new, sampling=Sampling(temp=0), eos=[])
+        assert list(greedy) == whole[0, T - 12 :].tolist()
 
 
 def to_bin(folder: Path) -> None:
@@ -680,10 +687,12 @@ def as_fp32(value):
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def op_arguments(op: str, dtype: torch.dtype, heads: tuple[int, int, int], T: int, before: int) -> dict[str, tuple]:
+def op_arguments(
+    op: str, dtype: torch.dtype, heads: tuple[int, int, int], T: int, before: int, S: int | None = None
+) -> tuple[tuple, tuple]:
     """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, by index."""
     H, KH, D = heads
-    C, F, V, S = 8 * (2 * H + 1), 52, 201, before + T + 9
+    C, F, V, S = 8 * (2 * H + 1), 52, 201, S or before + T + 9
     pos = torch.tensor([before], dtype=torch.int32, device=DEVICE)
     table = torch.randn(S, D // 2, 2, device=DEVICE)
     x, norm = randn(T, C, dtype=dtype, scale=3000), randn(C, dtype=dtype)  # activations as large as real outliers
@@ -691,16 +700,19 @@ def op_arguments(op: str, dtype: torch.dtype, heads: tuple[int, int, int], T: in
     matrix = lambda rows, columns: Matrix(randn(rows, columns, dtype=dtype, scale=columns**-0.5))
     logits = torch.randn(T, V, device=DEVICE) * 5
     return {
-        "embedding": ((torch.randint(0, V, (S,), dtype=torch.int32, device=DEVICE), pos, T, randn(V, C, dtype=dtype)), ()),
-        "rmsnorm": ((x, norm, 1e-5), ()),
-        "rope": ((randn(T, H, D, dtype=dtype), table, pos), ()),
-        "rmsnorm_qkv_rope": ((x, norm, matrix((H + 2 * KH) * D, C), table, *cache, pos, 1e-5), (4, 5)),
-        "attention": ((randn(T, H, D, dtype=dtype), *cache, pos), ()),
-        "linear_add": ((randn(T, F, dtype=dtype), matrix(C, F), randn(T, C, dtype=dtype)), (2,)),
-        "rmsnorm_swiglu": ((x, norm, matrix(2 * F, C), 1e-5), ()),
-        "rmsnorm_linear": ((x, norm, matrix(V, C), 1e-5, torch.full((T, V), float("nan"), device=DEVICE)), (4,)),
-        "cross_entropy": ((logits, torch.randint(0, V, (T,), device=DEVICE)), ()),
-    }[op]
+        "embedding": lambda: (
+            (torch.randint(0, V, (S,), dtype=torch.int32, device=DEVICE), pos, T, randn(V, C, dtype=dtype)),
+            (),
+        ),
+        "rmsnorm": lambda: ((x, norm, 1e-5), ()),
+        "rope": lambda: ((randn(T, H, D, dtype=dtype), table, pos), ()),
+        "rmsnorm_qkv_rope": lambda: ((x, norm, matrix((H + 2 * KH) * D, C), table, *cache, pos, 1e-5), (4, 5)),
+        "attention": lambda: ((randn(T, H, D, dtype=dtype), *cache, pos), ()),
+        "linear_add": lambda: ((randn(T, F, dtype=dtype), matrix(C, F), randn(T, C, dtype=dtype)), (2,)),
+        "rmsnorm_swiglu": lambda: ((x, norm, matrix(2 * F, C), 1e-5), ()),
+        "rmsnorm_linear": lambda: ((x, norm, matrix(V, C), 1e-5, torch.full((T, V), float("nan"), device=DEVICE)), (4,)),
+        "cross_entropy": lambda: ((logits, torch.randint(0, V, (T,), device=DEVICE)), ()),
+    }[op]()
 
 
 OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # which are tested below, by what they choose
@@ -713,7 +725,7 @@ OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # which ar
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_op_equals_its_reference(dtype, heads, before, T, guarded):
     check_guards = guarded
-    for op in OPS:
+    for op in OPS if T < 64 else ("attention",):  # the others take one row after the other, or are the library's product
         arguments, written = op_arguments(op, dtype, heads, T, before)
         exact_arguments = [as_fp32(a).clone() if isinstance(a, torch.Tensor) else as_fp32(a) for a in arguments]
         untouched = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
@@ -851,7 +863,7 @@ def test_fused_model_is_the_reference_model(tiny, dtype):
     assert nmse(logits[2], logits[0]) < 2 * nmse(logits[1], logits[0]) + 1e-10, "less exact than plain PyTorch in the same type"
     if dtype == "fp32":
         for sampling in (Sampling(temp=0), Sampling(seed=SEED), Sampling(seed=SEED, repeat_penalty=1.3, top_k=0)):
-            ours, theirs = (list(generate(m, [1, 5, 9], n=6, sampling=sampling, eos=[])) for m in (fused, exact))
+            ours, theirs = (list(generate(m, [1, 5, 9], n=3, sampling=sampling, eos=[])) for m in (fused, exact))
             assert ours == theirs
 
 
@@ -873,7 +885,7 @@ def test_a_cache_is_freed_with_its_owner(tiny):
 @pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
     """Keys and values of every position, after thousands of steps on a GPU, are those of torch ops, which overlap nothing."""
-    steps = 3000 if DEVICE.type == "cuda" else 12
+    steps = 3000 if DEVICE.type == "cuda" else 4
     sizes = [1] * steps if how == "single steps" else [random.choice((1, 2, 17, 40)) for _ in range(steps // 20 or 2)]
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
     model, plain = (load(tiny, backend=backend, **options) for backend in ("triton", "torch"))
@@ -953,8 +965,8 @@ def test_sampling_on_the_device_chooses_what_the_reference_chooses():
 def test_sampling_on_the_device_follows_the_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     expected = (logits / 0.7).softmax(0)
-    drawn = draw(logits.to(DEVICE), 1000, ops=kernels.fused, **(OFF | dict(temp=0.7)))
-    assert (drawn - expected).abs().max() < 0.08  # 5 sigma of 1000 draws
+    drawn = draw(logits.to(DEVICE), 300, ops=kernels.fused, **(OFF | dict(temp=0.7)))
+    assert (drawn - expected).abs().max() < 0.14  # 5 sigma of 300 draws; of more, the test above
 
 
 @needs_triton
@@ -1550,17 +1562,18 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     few = dict.fromkeys(launch.OPS, {0: launch.FewLaunch(16, 8, 4, 8, 1)})  # one tile, which compiles fast
     few_tokens.FEW_LAUNCHES = {0: {1: {8: few, 16: few}}}
-    shapes = [((8, 8, 128), T) for T in (1, 100, 3, 16, 60)] + [((8, 1, 64), T) for T in (1, 3)]
-    shapes += [((4, 2, 256), T) for T in (1, 100)] + [((2, 2, 256), 1)]
-    for heads, T in shapes if dtype == torch.float16 else shapes[:2]:
-        for op in OPS:
-            getattr(kernels.fused, op)(*op_arguments(op, dtype, heads, T, 300)[0])
-    for form, T in (("e4m3", 1), ("e5m2", 1), ("e4m3", 3), ("e5m2", 3), ("e4m3", 16), ("e4m3", 60)):
+    half = dtype == torch.float16  # of what differs in sizes only, bf16 is left out
+    for T, op in itertools.product((1, 100, 3, 16, 60) if half else (1, 100), OPS):
+        getattr(kernels.fused, op)(*op_arguments(op, dtype, (8, 8, 128), T, 300, 500)[0])
+    for heads, T in [((8, 1, 64), 1), ((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)] if half else []:
+        kernels.fused.attention(*op_arguments("attention", dtype, heads, T, 300, 500)[0])
+    forms = [("e4m3", 1), ("e5m2", 1), ("e4m3", 3)] + ([("e5m2", 3), ("e4m3", 16), ("e4m3", 60)] if half else [])
+    for form, T in forms:
         for op in launch.OPS:
-            arguments = op_arguments(op, dtype, (8, 8, 128), T, 300)[0]
+            arguments = op_arguments(op, dtype, (8, 8, 128), T, 300, 500)[0]
             getattr(kernels.fused, op)(*[a.encoded(FORMATS[form]) if isinstance(a, Matrix) else a for a in arguments])
     for D, T in ((128, 1), (128, 100), (64, 1)):
-        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 2, D), T, 300)[0]
+        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 2, D), T, 300, 500)[0]
         bias, qk_norm = randn(12 * D, dtype=dtype), randn(2, D, dtype=dtype)
         for matrix in (arguments[2], arguments[2].encoded(E4M3)):
             for extra in (bias, None), (None, qk_norm):
@@ -1576,12 +1589,12 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         exchange.rmsnorm_linear(x, x[0], output, 1e-5, torch.zeros(1, 2 * V - 1))
     one = torch.zeros(1, dtype=torch.int32)
     fp8.encode_rows(torch.zeros(3, 512, dtype=dtype))
-    for T in (1, 100):
-        caches = [torch.zeros(8, 500, 128, dtype=torch.int8) for _ in range(2)]
-        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, 128), T, 300)[0]
+    for T, D in ((1, 128), (100, 128 if half else 64)):
+        caches = [torch.zeros(8, 500, D, dtype=torch.int8) for _ in range(2)]
+        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
         kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *caches, *arguments[6:])
-        kernels.fused.attention(torch.zeros(T, 8, 128, dtype=dtype), *caches, one)
-    if dtype == torch.float16:
+        kernels.fused.attention(torch.zeros(T, 8, D, dtype=dtype), *caches, one)
+    if half:
         halves = [torch.zeros(8, 500, 128, dtype=dtype) for _ in range(2)]
         with kernels.fp16_accumulation(True):
             kernels.fused.attention(torch.zeros(100, 8, 128, dtype=dtype), *halves, one)
@@ -1667,16 +1680,6 @@ def test_attention_of_a_prompt_after_cached_positions(heads, start_pos):
         assert nmse(kernels.fused.attention(*arguments), exact) < ONE_UNIT[torch.float16], T
 
 
-@needs_triton
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_kernel_for_hopper_compiles_ahead_of_time(dtype):
-    code = f"import test_all; test_all.compile_hopper({dtype!r})"
-    environment = os.environ | {"COMPILE_FOR": "90", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def compile_hopper(dtype: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -1692,20 +1695,6 @@ def compile_hopper(dtype: str) -> None:
     compiled = launch.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
     assert compiled.metadata.shared <= ARCHITECTURES[90] * 1024
     assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
-
-
-@needs_triton
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_kernels_compile_ahead_of_time(arch):
-    environment = os.environ | {"COMPILE_FOR": str(arch), "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    files = ("kernels.py", "sampling.py", "fp8.py", "training.py", "parallel.py", "speculation.py")
-    source = "".join((HERE / file).read_text() for file in files)
-    every = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
-    assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
 
 
 # ---- several processes
@@ -4322,6 +4311,59 @@ def test_train_makes_a_model_that_runs(tmp_path, cli):
     ]  # fmt: skip
     code, out, _ = cli("-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
     assert code == 0 and out.startswith("Once") and len(out) > 8
+
+
+# ---- what was compiled meanwhile: the last tests, so that processors that the others leave idle do it
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(request):
+    """-> the finished process of a call of compile_kernels or compile_hopper. Those that tests will ask for are begun at once,
+    and run beside the other tests; of several pytest processes each begins when it is asked."""
+    begun, children = {}, []
+    pool = ThreadPoolExecutor(max((os.cpu_count() or 1) - 1, 1))
+
+    def compile(call: str) -> subprocess.CompletedProcess:
+        environment = os.environ | {"COMPILE_FOR": "90", "CUDA_VISIBLE_DEVICES": ""}
+        environment.pop("TRITON_INTERPRET", None)
+        command = [sys.executable, "-c", f"import os, test_all; os.nice(5); test_all.{call}"]
+        children.append(subprocess.Popen(command, cwd=HERE, env=environment, stdout=-1, stderr=-1, text=True))
+        out, err = children[-1].communicate()
+        return subprocess.CompletedProcess(command, children[-1].returncode, out, err)
+
+    def result(call: str) -> subprocess.CompletedProcess:
+        return begin(call).result()
+
+    def begin(call: str) -> Future:
+        begun[call] = begun.get(call) or pool.submit(compile, call)
+        return begun[call]
+
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for item in request.session.items:
+            if "call" in getattr(item, "callspec", SimpleNamespace(params=())).params:
+                begin(item.callspec.params["call"])
+    yield result
+    pool.shutdown(wait=False, cancel_futures=True)
+    for child in children:
+        child.kill()
+
+
+@needs_triton
+@pytest.mark.parametrize("call", [f"compile_hopper({dtype!r})" for dtype in ("float16", "bfloat16")])
+def test_the_kernel_for_hopper_compiles_ahead_of_time(compiled, call):
+    done = compiled(call)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_triton
+@pytest.mark.parametrize("call", [f"compile_kernels({arch})" for arch in ARCHITECTURES])
+def test_kernels_compile_ahead_of_time(compiled, call):
+    done = compiled(call)
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = ("kernels.py", "sampling.py", "fp8.py", "training.py", "parallel.py", "speculation.py")
+    source = "".join((HERE / file).read_text() for file in files)
+    every = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
+    assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
 
 
 if __name__ == "__main__":  # for of_several and test_several_gpus_are_one
