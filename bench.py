@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from run import DEFAULT_MODEL, DTYPE_NAMES, FORMATS_8, IGNORED, Parser, device_name_of, import_torch, one_line_errors, within
-from terminal import first_speaks, note
+from terminal import first_speaks, note, use_safe_streams
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -136,6 +136,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    use_safe_streams()
     parse_args(None)  # --help and what is wrong with the command line come at once
     import_torch()
 

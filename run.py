@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__":  # Ctrl-C ends the program at once, until there is something to end in order
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
 import functools
 import json
-import os
 import random
 import re
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from template import TEMPLATES
-from terminal import first_speaks, note, one_line
+from terminal import first_speaks, note, one_line, use_safe_streams
 
 if TYPE_CHECKING:  # torch takes seconds to import: first come --help and what is wrong with the command line
     from session import Answer, Session
@@ -376,8 +380,6 @@ def one_line_errors(work: Callable[[], int], debug: bool) -> int:
 
 
 def _exit_code(work: Callable[[], int], debug: bool) -> int:
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  None when they were closed before the start
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="strict")
     try:
@@ -399,18 +401,20 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
 
 def import_torch() -> None:
     """It takes seconds, during which Ctrl-C ends the program at once: a library may swallow an interrupt of its import."""
-    before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     import torch  # noqa: F401
 
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main(argv: list[str] | None = None) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with first_speaks():
         args = parse_args(argv)
     return one_line_errors(lambda: work(args), args.debug)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    use_safe_streams()
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and done; Python takes a moment to end
+    sys.exit(code)

@@ -1,5 +1,6 @@
 """What a person sees and types: notes, words kept whole at the edge of the screen, line editing, pasting, a history."""
 
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,25 @@ except ImportError:  # not in every build of Python: lines are then read without
 
 HISTORY = 1000  # messages kept
 YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the person types is bold green
+
+
+class Lossy(io.FileIO):
+    """A file that drops what it cannot take."""
+
+    def write(self, data) -> int:
+        with suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
+def use_safe_streams() -> None:
+    """For a program, first of all. Standard streams that were closed lead nowhere, rather than to the next file that is opened,
+    and a full disk or a closed pipe behind stderr does not end a good run."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        pass
+    os.close(fd)
+    sys.stdin, sys.stdout = sys.stdin or open(0), sys.stdout or open(1, "w")  # noqa: SIM115
+    sys.stderr = io.TextIOWrapper(Lossy(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
 
 
 def note(text: str) -> None:

@@ -3146,6 +3146,36 @@ def test_closed_stdout_ends_quietly(tiny):
     assert process.wait(60) == 0 and process.stderr.read() == b""
 
 
+def in_shell(command: str, **options) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "HERE": str(HERE)}
+    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_a_lost_stderr_does_not_end_a_good_run(tiny, tmp_path):
+    say = "import terminal as t; t.use_safe_streams(); t.note('a note'); print('text'); print(t.sys.stderr.isatty())"
+    for lost in ("2>&-", "2>/dev/full", "2> >(exit)", "<&- 2>&-"):
+        done = in_shell(f'"$PYTHON" -c "{say}" {lost}', cwd=HERE)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "text\nFalse\n", ""), lost
+    (tmp_path / "link.py").symlink_to(HERE / "run.py")  # models/tales is looked for beside the program, not beside the link
+    done = in_shell('"$PYTHON" link.py -p Once -n 3 --device cpu 2>/dev/full', cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("Once"), done
+    done = in_shell(f'"$PYTHON" "$HERE/run.py" -m "{tiny}" --save-fp8 saved --device cpu <&- >&- 2>&-', cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "saved" / "model.safetensors").is_file(), done
+
+
+@pytest.mark.parametrize("line, flags, expected", [
+    ("import argparse\n", "--bad", 130),  # the imports
+    ("    sys.exit(code)\n", "-m none -p x --device cpu", 1),  # the end, when the error is told
+])  # fmt: skip
+def test_ctrl_c_at_the_edges_of_a_run(tmp_path, line, flags, expected):
+    """Sent by the program to itself, before a line."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    script = (HERE / "run.py").read_text().replace(line, f"{indent}os.kill(os.getpid(), signal.SIGINT)\n{line}", 1)
+    (tmp_path / "run.py").write_text(script)
+    done = in_shell(f'PYTHONPATH="$HERE" "$PYTHON" run.py {flags}', cwd=tmp_path)
+    assert done.returncode == expected and "Traceback" not in done.stderr and "kill" in script, done
+
+
 def test_a_closed_pipe_ends_a_chat(tiny):
     process = program("-m", tiny, "--chat", "-n", 20, "--ignore-eos", "--quiet", stdin=subprocess.PIPE)
     process.stdin.write(b"hello\n" * 50)
