@@ -229,6 +229,7 @@ STORAGES = {
 }  # fmt: skip
 REBUILD_TENSOR, REBUILD_PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
 ORDERED_DICT = "collections.OrderedDict"
+NAMES = {REBUILD_TENSOR, REBUILD_PARAMETER, ORDERED_DICT, *STORAGES}  # that a pickle of tensors holds
 
 
 class _Pickle:
@@ -306,7 +307,7 @@ class _Pickle:
         elif op == "u":
             self.set_items(self.since_mark())
         elif op == "c":
-            push(_Global(f"{self.line()}.{self.line()}"))
+            push(self.known(f"{self.line()}.{self.line()}"))
         elif op == "Q":
             push(self.storage(*self.pop(1)[0]))
         elif op == "R":
@@ -317,6 +318,11 @@ class _Pickle:
             self.number("<B")  # the protocol
         else:
             raise ValueError(f"its pickle does what no pickle of tensors does (opcode {op!r} at {self.at - 1})")
+
+    def known(self, name: str) -> _Global:
+        if name not in NAMES:
+            raise ValueError(f"its pickle names {name}: it holds something other than named, dense tensors")
+        return _Global(name)
 
     def set_items(self, flat) -> None:
         target = self.stack[-1]

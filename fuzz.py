@@ -27,6 +27,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from functools import cache
 from pathlib import Path
 
 import sentencepiece
@@ -38,6 +39,7 @@ from checkpoint import Checkpoint, load, read_config, save_fp8, tensor_shapes
 from files import one_line, read_part
 from model import KVCache, generate
 from sampling import Sampling
+from template import TEMPLATES
 from tokenizer import TextStream, Tokenizer
 
 SECONDS, MEMORY = 10, 1 << 30  # that a case has
@@ -249,7 +251,7 @@ def assert_tensors_are_the_libraries(checkpoint: Checkpoint) -> None:
     for part in (part for parts in checkpoint.parts.values() for part in parts):
         if part.file not in theirs:
             safe = part.file.suffix == ".safetensors"
-            theirs[part.file] = load_file(part.file) if safe else torch.load(part.file, weights_only=True)
+            theirs[part.file] = load_file(part.file) if safe else torch.load(part.file, "cpu", weights_only=True)
         expected = theirs[part.file][part.name]
         ours = read_part(part)
         same = ours.dtype == expected.dtype and ours.shape == expected.shape and same_bits(ours, expected)
@@ -279,6 +281,39 @@ def text_there_and_back(rng: random.Random, bases: dict[str, Path], place: Path)
     streamed = "".join(stream.push(i) for i in ids) + stream.finish()
     ends = [text.find(stop) for stop in stops if stop and stop in text]
     assert streamed == text[: min(ends, default=len(text))], (text, stops, streamed)
+
+
+PIECES = (
+    "{% for m in messages %}", "{% endfor %}", "{{ m['content'] }}", "{{ messages[0].content * 99999999 }}", "{{ bos_token }}",
+    "{% if x is defined %}", "{% endif %}", "{% set x = messages %}", "{{ x[-1]['role'] | upper }}", "{{ raise_exception(x) }}",
+    "{% macro f(a) %}{{ f(a) }}{% endmacro %}{{ f(1) }}", "{{ ''.__class__.__mro__ }}", "{% include '/etc/passwd' %}", "{{ x",
+    "{{ cycler.__init__.__globals__.os.system('touch RAN') }}", "{{ (lipsum | attr('__globals__')).os.open('RAN', 64) }}",
+    "{{ messages.append(1) }}", "{{ x | tojson(indent=9 ** 9) }}", "{{ 9 ** 9 ** 9 }}", "{% generation %}", "{{ '%s' % x }}",
+    "{{ strftime_now('%' * 999) }}", "{{ '{0.__class__}'.format(x) }}", "{{ namespace(a=messages).a }}", "{# \ud800 #}",
+    "\0\x1b[",
+)  # fmt: skip
+
+
+def spoiled_template(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    tokenizer, template = the_tokenizer(bases["safetensors"]), rng.choice([*TEMPLATES.values()])
+    for _ in range(rng.choice((0, 1, 1, 2, 6))):
+        at = rng.choice([i for i, c in enumerate(template) if c == "{"] or [0])
+        spoiled = spoil_bytes(rng, template.encode(errors="replace")).decode(errors="replace")
+        template = rng.choice((spoiled, template[:at] + rng.choice(PIECES) + template[at:]))
+    ran = place / "ran"
+    tokenizer.chat_template = template.replace("RAN", str(ran))
+    roles = [rng.choice(("user", "assistant", "system", "x", "")) for _ in range(rng.randrange(6))]
+    try:
+        ids = tokenizer.apply_chat_template([{"role": r, "content": some_text(rng, rng.random() < 0.1)} for r in roles])
+        assert all(0 <= i < 400 for i in ids), ids
+    finally:
+        assert not ran.exists(), f"{template!r} was run"
+
+
+@cache
+def the_tokenizer(folder: Path) -> Tokenizer:
+    """One for all cases of a process, whose templates are rendered in one other process."""
+    return Tokenizer(folder)
 
 
 def any_tokens(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
@@ -350,7 +385,7 @@ def any_prompt(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
 
 
 KINDS: dict[Callable, int] = {  # how often each comes
-    spoiled_checkpoint: 20, text_there_and_back: 3, any_tokens: 1, any_options: 1, any_prompt: 1,
+    spoiled_checkpoint: 20, spoiled_template: 3, text_there_and_back: 3, any_tokens: 1, any_options: 1, any_prompt: 1,
 }  # fmt: skip
 
 
