@@ -1391,17 +1391,57 @@ def test_a_model_with_an_8_bit_cache(tiny, cli, monkeypatch):
     assert code == 0 and "with e4m3 matrices, e4m3 keys and values" in err
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
+WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+))]  # fmt: skip
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("name, bad, backend", [
+    *itertools.product(WEIGHTS, (NAN, INF, -INF), ["torch"]),
+    *(pytest.param(f"layers.0.self_attn.{w}_proj", bad, "triton", marks=needs_triton)
+      for w, bad in (("q", NAN), ("k", NAN), ("v", NAN), ("v", INF))),
+])  # fmt: skip
 @pytest.mark.parametrize("kv_fp8", [False, True])
-def test_attention_does_not_hide_what_is_not_finite(copy, kv_fp8, name, bad, backend):
+def test_what_is_not_finite_is_told(copy, kv_fp8, name, bad, backend):
     """E4M3 has no infinity, and its NaN decodes to 480 by moving bits; torch takes a row of scores that are NaN for masked."""
-    spoil_tensors(lambda t: t[f"model.layers.0.self_attn.{name}.weight"][3, 5:6].fill_(bad))(copy)
+    name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
+    spoil_tensors(lambda t: t[name].view(-1)[5 + 3 * 64 * (t[name].dim() - 1) :][:1].fill_(bad))(copy)
     model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
-    for prompt in ([1], [1, 5, 6]):
-        with pytest.raises(RuntimeError, match="not finite: .*holds NaN or inf"):
+    for prompt in ([3], [1, 3, 6]):
+        with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
             list(generate(model, prompt, n=2, sampling=Sampling(temp=0)))
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("kv_fp8", [False, True])
+def test_a_cache_that_is_not_finite_is_told(tiny, kv_fp8, backend):
+    model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
+    for which, bad in (("k", NAN), ("v", NAN), ("v", INF)):
+        cache, prompt = KVCache(model), [1, 5, 6]
+        list(generate(model, prompt, cache, 0))
+        getattr(cache, which)[1][:, 1, 2] = 0x7F if kv_fp8 else bad
+        for later in ([*prompt, 7], [*prompt, 7, 8, 9]):
+            with pytest.raises(RuntimeError, match="not finite, though every weight is"):
+                list(generate(model, later, cache, 1))
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("kv_fp8", [False, True])
+def test_a_context_is_used_to_its_last_slot(tiny, kv_fp8, backend):
+    model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=8, backend=backend, kv_fp8=kv_fp8)
+    settings = dict(sampling=Sampling(seed=SEED), eos=[])
+    whole = list(generate(model, [5, 6], n=4, **settings))
+    for size in (1, 2, 3, 6):
+        cache = KVCache(model, size)
+        if size == 1:
+            assert list(generate(model, [5], cache, **settings)) == []
+        else:
+            assert list(generate(model, [5, 6], cache, **settings)) == whole[: size - 2]
+        assert cache.device_pos == cache.pos
+        with pytest.raises(ValueError, match=f"the context holds {size}"):
+            list(generate(model, [7] * (size + 1), cache, **settings))
 
 
 @needs_triton
@@ -2042,7 +2082,8 @@ def test_temperatures_at_the_ends(temp):
     assert drawn[1] == 1 if temp < 1 else (drawn - 0.25).abs().max() < 0.12  # 5 sigma of 400 draws
     if launch.triton is not None:
         draws = lambda ops, logits: draw(logits, 12, ops=ops, **(OFF | dict(temp=temp, top_k=3)))
-        assert draws(kernels.fused, logits.to(DEVICE)).equal(draws(kernels.reference, logits))
+        for some in (logits, torch.zeros(3000)):  # all equal: more than a part keeps
+            assert draws(kernels.fused, some.to(DEVICE)).equal(draws(kernels.reference, some))
 
 
 def test_filters_act_before_temperature():
@@ -2541,6 +2582,13 @@ def test_every_eos_that_the_checkpoint_names_ends_the_text(cli, copy):
 def test_full_context_is_noted(cli, tiny):
     code, out, err = cli("-m", tiny, "-p", "Once", "-c", 16, "--ignore-eos")
     assert code == 0 and "context of 16 tokens is full" in err
+
+
+def test_a_context_beyond_the_trained_is_told(cli, tiny):
+    trained = read_config(tiny).max_seq_len
+    for size in (trained, trained + 1):
+        code, _, err = cli("-m", tiny, "-p", "Once", "-n", 1, "-c", size)
+        assert code == 0 and (f"(beyond the model's {trained}: expect nonsense there)" in err) == (size > trained)
 
 
 def test_stop_string_ends_the_text(cli, tiny):
