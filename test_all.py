@@ -772,6 +772,23 @@ def test_qkv_with_a_bias_or_normalised_heads(dtype, heads, T, before, extra, gua
 
 
 @needs_triton
+@pytest.mark.parametrize("T", [1, 3, 17])
+@pytest.mark.parametrize("op", ["rmsnorm", "rmsnorm_qkv_rope", "rmsnorm_swiglu", "rmsnorm_linear"])
+def test_epsilon_is_added(op, T):
+    """Inputs so small that it is most of the sum."""
+    for format in (None, E4M3) if op != "rmsnorm" else (None,):
+        arguments, _ = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
+        x, norm, *rest = [a.encoded(format) if format and isinstance(a, Matrix) else a for a in arguments]
+        x = (x.float() * 1e-6).half()  # of size 0.003
+        exact = [as_fp32(a) if not format or not isinstance(a, Matrix) else decoded(a) for a in (x, norm, *rest)]
+        right = getattr(kernels.reference, op)(*exact).clone()
+        ours = getattr(kernels.fused, op)(x, norm, *rest)
+        assert nmse(ours, right) < 10 * ONE_UNIT[torch.float16], (format, nmse(ours, right))
+        without = [0.0 if isinstance(a, float) else a for a in exact]
+        assert nmse(getattr(kernels.reference, op)(*without), right) > 0.01
+
+
+@needs_triton
 @pytest.mark.parametrize("cut", [(2, 32, 4), (4, 16, 2), (8, 64, 4)], ids=str)
 def test_products_do_not_depend_on_how_they_are_cut(cut, monkeypatch):
     monkeypatch.setattr(kernels, "LAUNCHES", {0: {1: dict.fromkeys(launch.OPS, {0: launch.Launch(*cut)})}})
@@ -2098,6 +2115,19 @@ def test_repeat_penalty_looks_back_its_window():
     assert greedy(history=[0], repeat_penalty=1.5) == 1
     assert greedy(history=[0, 3, 3], repeat_penalty=1.5, repeat_last_n=2) == 0
     assert greedy(history=[0, 3, 3], repeat_penalty=1.5, repeat_last_n=-1) == 1
+
+
+@pytest.mark.parametrize("ops", [kernels.reference, pytest.param(kernels.fused, marks=needs_triton)], ids=["torch", "triton"])
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 8])
+def test_the_window_of_the_penalty_ends_where_it_should(ops, window):
+    logits, position = torch.zeros(20, device=DEVICE), torch.tensor([12], dtype=torch.int32, device=DEVICE)
+    logits[3], logits[4] = 2.0, 1.5
+    for back, expected in ((window, 4), (window + 1, 3)):  # token 3 that far back, token 5 elsewhere
+        tokens = torch.full((16,), 5, dtype=torch.int32, device=DEVICE)
+        tokens[12 - back] = 3
+        settings = dict(repeat_penalty=2.0, repeat_last_n=window)
+        assert choose(logits, tokens, position, ops, temp=0, **settings) == expected
+        assert choose(logits, tokens, position, ops, top_k=0, temp=1e-9, **settings) == expected
 
 
 def test_a_seed_repeats_and_not_finite_logits_are_told(tiny):
