@@ -102,27 +102,32 @@ class Renderer:
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
 
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the program that talks
+        )
+        self.process.stdout.readline()  # it is ready; on a busy machine that takes longer than a template may
+
     def render(self, template: str, **variables) -> str:
         """Raises ValueError when the template is wrong, refuses the messages, takes too long or grows too large."""
-        if self.process is None or self.process.poll() is not None:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the program that talks
-            )
-        watchdog = Timer(SECONDS, self.process.kill)
+        watchdog = Timer(SECONDS, lambda: self.process.kill())
         watchdog.daemon = True
-        watchdog.start()
         try:
+            if self.process is None or self.process.poll() is not None:
+                self.start()
+            watchdog.start()
             self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
         except BrokenPipeError:
             answer = b""
         except BaseException:  # an answer that comes later must not be taken for the next
-            self.process.kill()
+            if self.process:
+                self.process.kill()
             raise
         finally:
             watchdog.cancel()
@@ -137,13 +142,15 @@ class Renderer:
 
 
 def serve() -> None:
-    """The child: a template and its variables as JSON in each line of input, the text or an error in each line of output."""
+    """The child: an empty line when it is ready; then, for a template and its variables as JSON in each line of input, the text
+    or an error in each line of output."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such limits
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     environment = sandbox()
+    print(flush=True)
     for line in sys.stdin.buffer:
         try:
             template, variables = json.loads(line)

@@ -4,6 +4,7 @@ The Triton kernels run on the GPU when there is one, in Triton's interpreter whe
 ahead of time for every supported architecture.
 """
 
+import bisect
 import contextlib
 import copy as copy_module
 import csv
@@ -83,6 +84,7 @@ from tokenizer import TextStream, Tokenizer
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(1 << 31)))
+PATIENCE = 600  # seconds, on however busy a machine: what has not come by then will not
 TEXT = "Once upon a time there was a fox. It said: good day, crow! Żółw zjadł 12 jabłek. [INST] USER: tell me a tale [/INST]\n"
 
 
@@ -863,6 +865,23 @@ def test_memory_counts_both_copies_of_a_tied_embedding(monkeypatch):
             check_memory(read_config_like(tie_embeddings=tied, vocab_size=1 << 22), dtype, torch.device("cpu"), 8)
         told[dtype, tied] = str(error.value).split(" + ")[0]
     assert told[torch.bfloat16, True] == told[torch.bfloat16, False] == told[torch.float16, False] != told[torch.float16, True]
+
+
+def test_memory_counts_the_largest_matrix_decoded(monkeypatch):
+    """Of 8-bit weights, beside what they take themselves."""
+    config = read_config_like(dim=512, n_layers=8, hidden_dim=4096, vocab_size=4096)
+
+    def needed(format) -> int:
+        def fits(free: int) -> bool:
+            monkeypatch.setattr("checkpoint.free_memory", lambda device: free)
+            with contextlib.suppress(MemoryError):
+                return check_memory(config, torch.float32, torch.device("cpu"), 64, format) is None
+
+        return bisect.bisect_left(range(1 << 30), True, key=lambda free: bool(fits(free)))
+
+    matrices = [config.layer_matrices] * 8 + [{"output": (4096, 512)}]
+    less = sum(4 * rows * columns - rows * (columns + 4) for shapes in matrices for rows, columns in shapes.values())
+    assert needed(E4M3) == needed(None) - less + 4 * 2 * 4096 * 512
 
 
 @needs_triton
@@ -1827,7 +1846,9 @@ def parallel_folder(tiny, tmp_path_factory) -> Path:
 def of_several(parallel_folder) -> dict[int, list[dict]]:
     """The results of each of 2 and of 4 processes. They are forks of one, since each start takes seconds."""
     command = [sys.executable, str(HERE / "test_all.py"), str(parallel_folder)]
-    done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return {size: [torch.load(parallel_folder / f"{size}.{rank}") for rank in range(size)] for size in (2, 4)}
 
@@ -1907,7 +1928,7 @@ def test_the_exchange_adds_and_gathers(form):
 def test_several_gpus_are_one(parallel_folder):
     """Both ways of sums, and thousands of rounds of the exchange with late ranks: see check_gpus."""
     process = torchrun(HERE / "test_all.py", parallel_folder, "gpus", env=os.environ)
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err[-3000:]
 
 
@@ -2005,7 +2026,7 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
     flags = ("-m", tiny, "-n", 6, "--temp", 0, "--dtype", "fp32", "--device", "cpu")
     process = torchrun(HERE / "run.py", "--chat", *flags, "--prompt-cache", tmp_path / "kept", stdin=subprocess.PIPE)
-    out, err = process.communicate(b"One\n/clear\nTwo\n\xff\n", timeout=120)
+    out, err = process.communicate(b"One\n/clear\nTwo\n\xff\n", timeout=PATIENCE)
     assert process.returncode == 0, err
     assert out.decode() == cli("--chat", *flags, stdin=b"One\n/clear\nTwo\n")[1]
     assert err.count(b"generated 12 tokens") == 1 and err.count(b"not UTF-8") == 1
@@ -2020,10 +2041,10 @@ def test_no_rank_goes_on_alone(tiny, how):
     first, second = ranks_of(process)
     if how == "stdout closed":
         process.stdout.close()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
         return
     os.kill(*((second, signal.SIGKILL) if how == "killed" else (first, signal.SIGINT)))
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0 and not {first, second} & set(ranks_of(process))
     if how == "killed":
         assert len(re.findall(rb"^error: ", err, re.MULTILINE)) <= 1, err  # none where torchrun was faster
@@ -2035,7 +2056,7 @@ def test_an_error_of_one_rank_is_one_line(tiny):
     folder = f"./{tiny.parent.name}/{tiny.name}"  # which the second rank looks for elsewhere
     script = f'[ $RANK = 0 ] || cd /; exec "{sys.executable}" "{HERE}/run.py" -p Once --device cpu -m {folder}'
     process = torchrun("--no-python", "bash", "-c", script, cwd=tiny.parent.parent)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0 and len(re.findall(rb"^error: no such folder", err, re.MULTILINE)) == 1
     assert len(re.findall(rb"^error: ", err, re.MULTILINE)) == 1, err
 
@@ -2442,7 +2463,7 @@ HOSTILE = {
 def test_a_hostile_template_costs_one_line(cli, tiny, tmp_path, monkeypatch, how):
     text, expected = HOSTILE[how]
     (tmp_path / "template").write_text(text)
-    monkeypatch.setattr(template, "SECONDS", 1.0)
+    monkeypatch.setattr(template, "SECONDS", 1.0 if how == "loops" else PATIENCE)
     code, out, err = cli("-m", tiny, "--chat", "--chat-template", tmp_path / "template", "--quiet", stdin=b"hello\n")
     assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
 
@@ -3173,7 +3194,7 @@ def test_the_fuzzer_notices(how, monkeypatch):
     kind, expected = WRONG[how]
     kind.__name__ = "kind"
     monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
-    monkeypatch.setattr(fuzz, "SECONDS", 1)
+    monkeypatch.setattr(fuzz, "SECONDS", 1 if how == "no end" else PATIENCE)
     outcomes, failures = fuzz.run_cases([SEED], {})
     assert len(failures) == sum(outcomes.values()) == 1 and expected in failures[SEED]
 
@@ -3223,12 +3244,12 @@ def test_closed_stdout_ends_quietly(tiny):
     process = program("-m", tiny, "-p", "Once", "--ignore-eos", "--quiet", stdin=subprocess.DEVNULL)
     process.stdout.read(1)
     process.stdout.close()
-    assert process.wait(60) == 0 and process.stderr.read() == b""
+    assert process.wait(PATIENCE) == 0 and process.stderr.read() == b""
 
 
 def in_shell(command: str, **options) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "HERE": str(HERE)}
-    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=PATIENCE, **options)
 
 
 def test_a_lost_stderr_does_not_end_a_good_run(tiny, tmp_path):
@@ -3262,7 +3283,7 @@ def test_a_closed_pipe_ends_a_chat(tiny):
     process.stdin.close()
     process.stdout.read(1)
     process.stdout.close()
-    assert process.wait(60) == 0 and process.stderr.read() == b""
+    assert process.wait(PATIENCE) == 0 and process.stderr.read() == b""
 
 
 def test_ctrl_c_prints_timings_and_exits_130(tiny):
@@ -3270,7 +3291,7 @@ def test_ctrl_c_prints_timings_and_exits_130(tiny):
     process = program("-m", tiny, "-p", "Once", *flags, stdin=subprocess.DEVNULL)
     process.stdout.read(20)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and b"generated" in err and b"Traceback" not in err
 
 
@@ -3432,7 +3453,7 @@ def test_a_model_is_saved_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
 def test_a_full_disk_leaves_nothing(tiny, tmp_path):
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     process = program("-m", tiny, "--save-fp8", tmp_path / "new", preexec_fn=limit)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1 and err.startswith(b"error: ") and err.count(b"\n") == 1 and not [*tmp_path.iterdir()], err
 
 
@@ -3762,12 +3783,18 @@ class Person:
         self.unread = ""
 
     def types(self, text: str) -> None:
-        time.sleep(0.1)  # a signal that comes while readline draws is noticed at the next key only
         os.write(self.terminal, text.encode())
+
+    def interrupts(self) -> None:
+        """Types Ctrl-C. While readline draws, a signal is noticed at the next key only, so after a while there is one that does
+        nothing at the end of a line."""
+        self.types(CTRL_C)
+        while not select.select([self.terminal], [], [], 2)[0]:
+            self.types(CTRL_E)
 
     def sees(self, pattern: str) -> str:
         """What the program shows up to a match of the pattern."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not (match := re.search(pattern, self.unread)):
             ready = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))[0]
             assert ready and self._reads(), f"no {pattern!r} in {self.unread!r}"
@@ -3791,7 +3818,7 @@ class Person:
 
 
 PASTED = "\x1b[200~{}\x1b[201~"
-UP, CTRL_C, CTRL_D = "\x1b[A", "\x03", "\x04"
+UP, CTRL_C, CTRL_D, CTRL_E = "\x1b[A", "\x03", "\x04", "\x05"
 
 
 def test_a_chat_loses_nothing_that_is_typed(tiny, tmp_path):
@@ -3814,17 +3841,17 @@ def test_a_chat_loses_nothing_that_is_typed(tiny, tmp_path):
     person.sees("> ")
     person.types(UP + UP)
     assert "good\r\n" in person.sees("day"), "a pasted message comes back whole"
-    person.types(CTRL_C)
+    person.interrupts()
     person.sees(r"Ctrl-C again, Ctrl-D or /exit leaves\)[^>]*> ")
     person.types("abc")
     person.sees("abc")
-    person.types(CTRL_C)
+    person.interrupts()
     person.sees("> ")
     person.types("/clear\r")
     person.sees("the conversation is forgotten[^>]*> ")
-    person.types(CTRL_C)
+    person.interrupts()
     person.sees("> ")
-    person.types(CTRL_C)
+    person.interrupts()
     code, rest = person.leaves()
     assert code == 130 and "generated 18 tokens" in rest and "Traceback" not in rest and rest.startswith("\x1b[?2004l\r\x1b[0m")
     history = (tmp_path / "fused-llama" / "history").read_text().splitlines()
@@ -3837,7 +3864,7 @@ def test_a_chat_loses_nothing_that_is_typed(tiny, tmp_path):
     assert "good\r\n" in person.sees("day"), "from the history of another run"
     person.types("\r")
     answer = person.sees(r"\x1b\S+([^\n]*\n){6}")  # after what ends the mode of pasting
-    person.types(CTRL_C)
+    person.interrupts()
     answer += person.sees("> ")
     lines = [line.strip("\r").replace("^C", "") for line in answer.split("\n")[1:-1]]
     assert all(sum(map(terminal.columns, line)) < 20 for line in lines if "\x1b" not in line), lines
