@@ -828,11 +828,11 @@ def test_attention_does_not_depend_on_how_it_is_split(heads, split, monkeypatch)
         assert nmse(kernels.attention(*arguments), exact) < ONE_UNIT[torch.float16], (T, before)
 
 
-@needs_triton
 def cloned(arguments: tuple) -> list:
     return [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
+@needs_triton
 @pytest.mark.parametrize("T", [1, 3])
 def test_launchers_refuse_what_the_kernels_cannot_read(T):
     """Each tensor of each op in turn, with other numbers between its own: refused, or read right (by the library)."""
@@ -1325,16 +1325,22 @@ def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_ops_read_8_bit_matrices(dtype, form, T):
-    """Against the reference with the same weights decoded: reading them adds no error of its own. All codes occur."""
+    """Against the reference with the same weights decoded: reading them adds no error of its own. All codes occur. The
+    half sums of packed products leave an NMSE of 0.26 ONE_UNIT, which SwiGLU makes 0.59 on average; but on the 52 outputs of a
+    draw it depends on the few largest, and is above one unit in a tenth of the draws. So SwiGLU's is a mean of many."""
     for op in launch.OPS:
-        arguments, _ = op_arguments(op, dtype, (4, 2, 16), T, 5)
-        arguments = [a.encoded(FORMATS[form]) if isinstance(a, Matrix) else a for a in arguments]
-        dense = [decoded(a) if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
-        clones = lambda values: [a.clone() if isinstance(a, torch.Tensor) else a for a in values]
-        exact = getattr(kernels.reference, op)(*clones(dense))
-        assert nmse(getattr(kernels.fused, op)(*clones(arguments)), exact) < ONE_UNIT[dtype], op
-        in_fp32 = [a if isinstance(a, Matrix) else as_fp32(a) for a in arguments]  # whose own roundings are not the question
-        assert nmse(getattr(kernels.reference, op)(*clones(in_fp32)), exact) < ONE_UNIT[torch.float16], op
+        errors = []
+        for _ in range(32 if op == "rmsnorm_swiglu" and T == 1 else 1):
+            arguments, _ = op_arguments(op, dtype, (4, 2, 16), T, 5)
+            arguments = [a.encoded(FORMATS[form]) if isinstance(a, Matrix) else a for a in arguments]
+            dense = [decoded(a) if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
+            # the reference in fp32, since what other types round is not the question
+            in_fp32 = [a if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
+            exact = getattr(kernels.reference, op)(*cloned(dense))
+            outputs = getattr(kernels.fused, op)(*cloned(arguments)), getattr(kernels.reference, op)(*cloned(in_fp32))
+            errors.append([nmse(output, exact) for output in outputs])
+        ours, theirs = torch.tensor(errors).mean(0)
+        assert ours < ONE_UNIT[dtype] and theirs < ONE_UNIT[torch.float16], (op, ours, theirs)
 
 
 def decoded(m: Matrix) -> Matrix:
