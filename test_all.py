@@ -1851,7 +1851,7 @@ def parallel_folder(tiny, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def of_several(parallel_folder) -> dict[int, list[dict]]:
     """The results of each of 2 and of 4 processes. They are forks of one, since each start takes seconds."""
-    command = [sys.executable, str(HERE / "test_all.py"), str(parallel_folder)]
+    command = [sys.executable, str(HERE / "test_all.py"), str(parallel_folder), "forks"]
     done = subprocess.run(
         command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=PATIENCE
     )
@@ -1933,7 +1933,7 @@ def test_the_exchange_adds_and_gathers(form):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_several_gpus_are_one(parallel_folder):
     """Both ways of sums, and thousands of rounds of the exchange with late ranks: see check_gpus."""
-    process = torchrun(HERE / "test_all.py", parallel_folder, "gpus", env=os.environ)
+    process = torchrun(HERE / "test_all.py", parallel_folder, "gpus", env=os.environ | {"TEST_SEED": str(SEED)})
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err[-3000:]
 
@@ -1968,44 +1968,92 @@ def check_gpus(folder: Path) -> None:
         stress_exchange(ranks)
 
 
-def stress_exchange(ranks: parallel.Group, rounds: int = 4000, slots: int = 64, C: int = 4096) -> None:
-    """Chains of sums whose terms are other whole numbers in each round, in graphs in which ranks are late at random places, and
-    between which ranks are late at random: not one number may be of another round."""
-    matrices = [Matrix(torch.zeros(C, 64, dtype=torch.float16, device=DEVICE.type)) for _ in range(slots)]
-    for m in matrices:
-        m.data[:, 0] = ranks.rank + 1
-    exchange = parallel.make_exchange(matrices, "triton", m.data.device)
-    late = random.Random(SEED + ranks.rank)
-    number, wrong = (torch.zeros(1, dtype=t, device=DEVICE.type) for t in (torch.float32, torch.int64))
-    x, y = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE.type), torch.zeros(1, C, device=DEVICE.type)
+SLOTS, SUMMED = 64, 4096  # of an exchange under stress: the sums of a round, and how many numbers each of them has
 
-    def step(is_late: bool) -> None:
+
+def terms_of(rank: int) -> list[Matrix]:
+    """What a rank multiplies a number with in the sums of a round: 1 on the first rank, 2 on the second, and so on."""
+    matrices = [Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=DEVICE.type)) for _ in range(SLOTS)]
+    for m in matrices:
+        m.data[:, 0] = rank + 1
+    return matrices
+
+
+def rounds_of(rank: int, size: int, exchange: parallel.Exchange, stream: torch.cuda.Stream) -> tuple:
+    """Rounds of a rank as graphs: chains of sums whose terms are other whole numbers in each round. In all graphs but the first
+    the rank is late at random places. -> its stream, the graphs, and the count of sums that are not those of their round"""
+    late = random.Random(SEED + rank)
+    number, wrong = (torch.zeros(1, dtype=t, device=DEVICE.type) for t in (torch.float32, torch.int64))
+    x, y = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE.type), torch.zeros(1, SUMMED, device=DEVICE.type)
+
+    def chain(is_late: bool) -> None:
         number.copy_((number + 1) % 1009)
         x[:, 0] = number[0]
         y.zero_()
-        for m in matrices:
+        for m in exchange.slots:
             if is_late and late.random() < 0.1:
                 torch.cuda._sleep(late.randrange(100_000))
             exchange.linear_add(x, m, y)
-        wrong.add_((y != slots * number * (ranks.size * (ranks.size + 1) // 2)).sum())
+        wrong.add_((y != SLOTS * number * (size * (size + 1) // 2)).sum())
         exchange.round_number += 1
 
-    step(True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        chain(True)
     graphs = [torch.cuda.CUDAGraph() for _ in range(4)]
     for graph in graphs:
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            step(graph is not graphs[0])
-    which = random.Random(0)  # the same on all ranks
+        with torch.cuda.graph(graph, stream=stream):
+            chain(graph is not graphs[0])
+    return stream, graphs, wrong
+
+
+def replay_late(ranks: list[tuple], rounds: int, seed: int) -> None:
+    """Replay the rounds of these ranks, late at random between them, too: not one number may be of another round."""
+    late = random.Random(seed)
     for i in range(rounds):
-        graphs[which.randrange(4) if i < rounds // 4 else 0].replay()
-        if late.random() < 0.05:
-            torch.cuda._sleep(late.randrange(2_000_000))
-        if late.random() < 0.01:
-            time.sleep(late.random() * 0.005)
-        if i % 500 == 499:  # torch queues no more than some thousand launches
+        for stream, graphs, _ in ranks:
+            with torch.cuda.stream(stream):
+                graphs[late.randrange(4) if i < rounds // 4 else 0].replay()
+                if late.random() < 0.05:
+                    torch.cuda._sleep(late.randrange(2_000_000))
+            if late.random() < 0.01:
+                time.sleep(late.random() * 0.005)
+        if i % 100 == 99:  # torch queues no more than some thousand launches
             torch.cuda.synchronize()
-    assert wrong.item() == 0, f"{wrong.item()} numbers of another round"
+    wrong = sum(wrong.item() for _, _, wrong in ranks)
+    assert wrong == 0, f"{wrong} sums of another round"
+
+
+def stress_exchange(ranks: parallel.Group) -> None:
+    matrices = terms_of(ranks.rank)
+    exchange = parallel.make_exchange(matrices, "triton", matrices[0].data.device)
+    one = rounds_of(ranks.rank, ranks.size, exchange, torch.cuda.Stream())
+    replay_late([one], 4000, SEED + ranks.rank)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("size", [3, 4])
+def test_ranks_on_one_card_wait_for_each_other(size):
+    """As many ranks as there may be no cards for, each with a stream of one card, and late at random: see stress_one_card."""
+    command, seed = [sys.executable, str(HERE / "test_all.py"), str(size), "card"], {"TEST_SEED": str(SEED)}
+    done = subprocess.run(command, env=os.environ | seed, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@torch.inference_mode()
+def stress_one_card(size: int) -> None:
+    """Without programmatic dependent launch: what starts early would fill a shared card and keep out what it waits for. And the
+    first round finds entries of its number, so that nobody waits while kernels are compiled and loaded."""
+    launch.capability = lambda device: 80
+    terms = [terms_of(rank) for rank in range(size)]
+    memory = [torch.full((size * SLOTS * SUMMED,), 1 << 32, device=DEVICE) for _ in range(size)]
+    addresses = [m.data_ptr() for m in memory]
+    exchanges = [parallel.Exchange(terms[r], r, addresses, memory[r]) for r in range(size)]
+    ranks = [rounds_of(r, size, exchanges[r], torch.cuda.Stream()) for r in range(size)]
+    for _, _, wrong in ranks:
+        wrong.zero_()
+    replay_late(ranks, 1000, SEED)
 
 
 def torchrun(*arguments, **options) -> subprocess.Popen:
@@ -4509,8 +4557,12 @@ def test_kernels_compile_ahead_of_time(compiled, call):
     assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
 
 
-if __name__ == "__main__":  # for of_several and test_several_gpus_are_one
-    if sys.argv[2:] == ["gpus"]:
-        check_gpus(Path(sys.argv[1]))
+if __name__ == "__main__":  # what tests of several ranks start: "forks", "gpus" or "card"
+    argument, mode = sys.argv[1:]
+    if mode == "gpus":
+        check_gpus(Path(argument))
         parallel.group().leave(0)
-    sys.exit(fork_ranks(Path(sys.argv[1]), 2) + fork_ranks(Path(sys.argv[1]), 4))
+    if mode == "card":
+        stress_one_card(int(argument))
+    if mode == "forks":
+        sys.exit(fork_ranks(Path(argument), 2) + fork_ranks(Path(argument), 4))
