@@ -1930,10 +1930,12 @@ def test_the_exchange_adds_and_gathers(form):
             exchange.round_number += 1
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_several_gpus_are_one(parallel_folder):
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_gpus_are_one(parallel_folder, size):
     """Both ways of sums, and thousands of rounds of the exchange with late ranks: see check_gpus."""
-    process = torchrun(HERE / "test_all.py", parallel_folder, "gpus", env=os.environ | {"TEST_SEED": str(SEED)})
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    process = torchrun(HERE / "test_all.py", parallel_folder, "gpus", size=size, env=os.environ | {"TEST_SEED": str(SEED)})
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err[-3000:]
 
@@ -2056,11 +2058,11 @@ def stress_one_card(size: int) -> None:
     replay_late(ranks, 1000, SEED)
 
 
-def torchrun(*arguments, **options) -> subprocess.Popen:
+def torchrun(*arguments, size: int = 2, **options) -> subprocess.Popen:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", str(port)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     return subprocess.Popen([*command, *map(str, arguments)], **pipes | options)
