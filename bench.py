@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -156,6 +157,7 @@ from checkpoint import (
     pick_dtype,
     pick_fp16_sums,
     read_config,
+    tensor_shapes,
 )
 from fp8 import E4M3, FORMATS, Format, Matrix
 from kernels import prepacked, storage_dtype
@@ -683,11 +685,9 @@ def llama_cpp_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row]:
 def write_gguf(file: Path, c: Config, dtype: str) -> None:
     """A GGUF file of random weights."""
     import gguf
-    import numpy as np
 
-    kind = {"fp32": gguf.GGMLQuantizationType.F32, "fp16": gguf.GGMLQuantizationType.F16}.get(
-        dtype, gguf.GGMLQuantizationType.BF16
-    )
+    F32 = gguf.GGMLQuantizationType.F32
+    kind = {"fp32": F32, "fp16": gguf.GGMLQuantizationType.F16}.get(dtype, gguf.GGMLQuantizationType.BF16)
     writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_context_length(c.max_seq_len)
     writer.add_embedding_length(c.dim)
@@ -701,18 +701,11 @@ def write_gguf(file: Path, c: Config, dtype: str) -> None:
     writer.add_rope_dimension_count(c.head_dim)
     writer.add_vocab_size(c.vocab_size)
     writer.add_tokenizer_model("no_vocab")
-    names = {"attention.wq": "attn_q", "attention.wk": "attn_k", "attention.wv": "attn_v", "attention.wo": "attn_output"}
-    names |= {"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"}
-    names |= {"tok_embeddings": "token_embd", "norm": "output_norm", "attention_norm": "attn_norm", "ffn_norm": "ffn_norm"}
-    for name, shape in c.shapes().items():
-        layer, stem = "", name.removesuffix(".weight")
-        if stem.startswith("layers."):
-            _, number, stem = stem.split(".", 2)
-            layer = f"blk.{number}."
-        data = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.02
-        exact = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else kind
-        raw = gguf.quants.quantize(np.ascontiguousarray(data.numpy()), exact)
-        writer.add_tensor(f"{layer}{names.get(stem, stem)}.weight", raw, raw_dtype=exact)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.n_layers)
+    for name, shape in tensor_shapes(c).items():
+        data, stored = (torch.ones(shape), F32) if len(shape) == 1 else (torch.randn(shape).mul_(0.02), kind)
+        raw = gguf.quants.quantize(data.numpy(), stored)
+        writer.add_tensor(names.get_name(name, [".weight"]), raw, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -996,6 +989,7 @@ KERNEL_OPS = {  # which cost a kernel is charged with
     "_split_attention_kernel": "attention",
     "_single_attention_kernel": "attention",
     "_attention_kernel": "attention",
+    "_hopper_attention_kernel": "attention",
     "_rmsnorm_swiglu_kernel": "rmsnorm_swiglu",
     "_rmsnorm_linear_kernel": "rmsnorm_linear",
     "_sample_kernel": "sample",
@@ -1046,19 +1040,17 @@ def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, s
     return rows, {"ms": 1e3 * total, "gaps_ms": 1e3 * gaps, "ideal_ms": 1e3 * ideal}
 
 
+KINDS = {  # for the summary: the first whose pattern is in a kernel's name
+    "attention": "attention",
+    "sampling": "sample",
+    "product": "qkv|linear|rmsnorm_swiglu|few_swiglu|gemm|nvjet|cutlass|mm|mv",
+    "norm": "norm",
+    "elementwise": "elementwise|swiglu|rope",
+}
+
+
 def kind_of(name: str) -> str:
-    """The type of a kernel, for the summary."""
-    kinds = {"attention": "attention", "norm": "product" if "linear" in name or "swiglu" in name else "norm"}
-    kinds |= {"qkv": "product", "linear": "product", "gemm": "product", "nvjet": "product", "cutlass": "product"}
-    kinds |= {
-        "mm": "product",
-        "mv": "product",
-        "sample": "sampling",
-        "elementwise": "elementwise",
-        "swiglu": "elementwise",
-        "rope": "elementwise",
-    }
-    return next((kind for sign, kind in kinds.items() if sign in name), "other")
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 
 @torch.inference_mode()

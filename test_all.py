@@ -4310,6 +4310,28 @@ def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny, tmp_
     assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
 
 
+def test_a_profile_knows_the_kernels():
+    """Those that its table charges with a cost exist, and all kernels of attention are charged."""
+    everywhere = {name for module in (kernels, hopper, sampling) for name in vars(module) if name.endswith("_kernel")}
+    assert bench.KERNEL_OPS.keys() <= everywhere
+    assert {name for name in everywhere if "attention" in name} <= bench.KERNEL_OPS.keys()
+    kinds = {"_few_swiglu_kernel": "product", "_qkv_norm_kernel": "product", "_swiglu_kernel": "elementwise"}
+    kinds |= {"_rmsnorm_kernel": "norm", "_add_received_kernel": "other", "aten::addmm": "product"}
+    assert {name: bench.kind_of(name) for name in kinds} == kinds
+
+
+def test_a_gguf_file_has_the_tensors_of_the_model(tmp_path):
+    import gguf
+
+    c = read_config_like(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=96, vocab_size=70)
+    bench.write_gguf(tmp_path / "model.gguf", c, "bf16")
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    layer = ["attn_k", "attn_norm", "attn_output", "attn_q", "attn_v", "ffn_down", "ffn_gate", "ffn_norm", "ffn_up"]
+    names = [f"blk.{i}.{name}" for i in range(2) for name in layer] + ["output", "output_norm", "token_embd"]
+    assert sorted(found) == sorted(f"{name}.weight" for name in names)
+    assert found["blk.1.attn_k.weight"].shape.tolist() == [64, 32] and found["blk.1.attn_k.weight"].tensor_type.name == "BF16"
+
+
 def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tmp_path):
     (tmp_path / "text").write_text(TEXT * 3)
     code, out, _ = bench_cli(
