@@ -556,19 +556,17 @@ def cached_ref(cache: Tensor) -> Tensor:
 
 
 def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
-    T, H, D = q.shape
-    KH, length = k_cache.shape[0], int(pos) + T
-    q32 = q.float().view(T, KH, H // KH, D).permute(1, 2, 0, 3)  # [KH, G, T, D]
+    (T, H, D), KH = q.shape, k_cache.shape[0]
+    G, length = H // KH, int(pos) + T
+    # The heads of a group stand as rows of one product: k and v are read once, and not expanded, which torch does not always
+    # survive on a GPU (pytorch issue 191937)
+    q32 = q.float().view(T, KH, G, D).permute(1, 2, 0, 3).reshape(KH, 1, G * T, D)
     k, v = (cached_ref(cache_[:, None, :length]) for cache_ in (k_cache, v_cache))
-    own_scores = (q32 * k[:, :, length - T :]).sum(-1, keepdim=True)
-    if T == 1:  # the heads of a group stand as rows of one product, so that k and v are read once
-        y = functional.scaled_dot_product_attention(q32.transpose(1, 2), k, v).transpose(1, 2)
-    else:
-        mask = torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T)
-        k, v = k.expand(KH, H // KH, length, D), v.expand(KH, H // KH, length, D)
-        y = functional.scaled_dot_product_attention(q32, k, v, attn_mask=mask)
-    y = y + 0 * own_scores  # torch takes a row of scores that are all NaN for one that is masked, and returns 0
-    return y.permute(2, 0, 1, 3).reshape(T, H * D).to(q.dtype)
+    mask = None if T == 1 else torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T).repeat(G, 1)
+    y = functional.scaled_dot_product_attention(q32, k, v, attn_mask=mask)
+    # torch takes a row of scores that are all NaN for one that is masked, and returns 0
+    y = y + 0 * (q32 * k[:, :, length - T :].repeat(1, 1, G, 1)).sum(-1, keepdim=True)
+    return y.view(KH, G, T, D).permute(2, 0, 1, 3).reshape(T, H * D).to(q.dtype)
 
 
 @jit
