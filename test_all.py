@@ -1981,57 +1981,59 @@ def terms_of(rank: int) -> list[Matrix]:
     return matrices
 
 
-def rounds_of(rank: int, size: int, exchange: parallel.Exchange, stream: torch.cuda.Stream) -> tuple:
-    """Rounds of a rank as graphs: chains of sums whose terms are other whole numbers in each round. In all graphs but the first
-    the rank is late at random places. -> its stream, the graphs, and the count of sums that are not those of their round"""
-    late = random.Random(SEED + rank)
-    number, wrong = (torch.zeros(1, dtype=t, device=DEVICE.type) for t in (torch.float32, torch.int64))
-    x, y = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE.type), torch.zeros(1, SUMMED, device=DEVICE.type)
+class Stressed:
+    """A rank and its rounds as graphs: chains of sums whose terms are other whole numbers in each round. In all graphs but the
+    first the rank is late at random places. `wrong` counts the sums that are not those of their round."""
 
-    def chain(is_late: bool) -> None:
-        number.copy_((number + 1) % 1009)
-        x[:, 0] = number[0]
-        y.zero_()
-        for m in exchange.slots:
-            if is_late and late.random() < 0.1:
-                torch.cuda._sleep(late.randrange(100_000))
-            exchange.linear_add(x, m, y)
-        wrong.add_((y != SLOTS * number * (size * (size + 1) // 2)).sum())
-        exchange.round_number += 1
-
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        chain(True)
-    graphs = [torch.cuda.CUDAGraph() for _ in range(4)]
-    for graph in graphs:
+    def __init__(self, rank: int, size: int, exchange: parallel.Exchange):
+        self.total, self.exchange, self.late = size * (size + 1) // 2, exchange, random.Random(SEED + rank)
+        self.number, self.wrong = (torch.zeros(1, dtype=t, device=DEVICE.type) for t in (torch.float32, torch.int64))
+        self.x = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE.type)
+        self.y = torch.zeros(1, SUMMED, device=DEVICE.type)
+        self.stream, self.graphs = torch.cuda.Stream(), [torch.cuda.CUDAGraph() for _ in range(4)]
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            chain(graph is not graphs[0])
-    return stream, graphs, wrong
+        with torch.cuda.stream(self.stream):
+            self.chain(True)
+        for graph in self.graphs:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=self.stream):
+                self.chain(graph is not self.graphs[0])
+
+    def chain(self, is_late: bool) -> None:
+        self.number.copy_((self.number + 1) % 1009)
+        self.x[:, 0] = self.number[0]
+        self.y.zero_()
+        for m in self.exchange.slots:
+            if is_late and self.late.random() < 0.1:
+                torch.cuda._sleep(self.late.randrange(100_000))
+            self.exchange.linear_add(self.x, m, self.y)
+        self.wrong.add_((self.y != SLOTS * self.number * self.total).sum())
+        self.exchange.round_number += 1
+
+    def replay(self, with_delays: bool) -> None:
+        """One round more, perhaps late before the next, on the card or on the host."""
+        with torch.cuda.stream(self.stream):
+            self.graphs[self.late.randrange(4) if with_delays else 0].replay()
+            if self.late.random() < 0.05:
+                torch.cuda._sleep(self.late.randrange(2_000_000))
+        if self.late.random() < 0.01:
+            time.sleep(self.late.random() * 0.005)
 
 
-def replay_late(ranks: list[tuple], rounds: int, seed: int) -> None:
-    """Replay the rounds of these ranks, late at random between them, too: not one number may be of another round."""
-    late = random.Random(seed)
+def stress(ranks: list[Stressed], rounds: int) -> None:
     for i in range(rounds):
-        for stream, graphs, _ in ranks:
-            with torch.cuda.stream(stream):
-                graphs[late.randrange(4) if i < rounds // 4 else 0].replay()
-                if late.random() < 0.05:
-                    torch.cuda._sleep(late.randrange(2_000_000))
-            if late.random() < 0.01:
-                time.sleep(late.random() * 0.005)
+        for rank in ranks:
+            rank.replay(with_delays=i < rounds // 4)
         if i % 100 == 99:  # torch queues no more than some thousand launches
             torch.cuda.synchronize()
-    wrong = sum(wrong.item() for _, _, wrong in ranks)
-    assert wrong == 0, f"{wrong} sums of another round"
+    wrong = [rank.wrong.item() for rank in ranks]
+    assert not any(wrong), f"sums of another round, by rank: {wrong}"
 
 
 def stress_exchange(ranks: parallel.Group) -> None:
     matrices = terms_of(ranks.rank)
     exchange = parallel.make_exchange(matrices, "triton", matrices[0].data.device)
-    one = rounds_of(ranks.rank, ranks.size, exchange, torch.cuda.Stream())
-    replay_late([one], 4000, SEED + ranks.rank)
+    stress([Stressed(ranks.rank, ranks.size, exchange)], 4000)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
@@ -2052,10 +2054,10 @@ def stress_one_card(size: int) -> None:
     memory = [torch.full((size * SLOTS * SUMMED,), 1 << 32, device=DEVICE) for _ in range(size)]
     addresses = [m.data_ptr() for m in memory]
     exchanges = [parallel.Exchange(terms[r], r, addresses, memory[r]) for r in range(size)]
-    ranks = [rounds_of(r, size, exchanges[r], torch.cuda.Stream()) for r in range(size)]
-    for _, _, wrong in ranks:
-        wrong.zero_()
-    replay_late(ranks, 1000, SEED)
+    ranks = [Stressed(r, size, exchanges[r]) for r in range(size)]
+    for rank in ranks:
+        rank.wrong.zero_()
+    stress(ranks, 1000)
 
 
 def torchrun(*arguments, size: int = 2, **options) -> subprocess.Popen:
@@ -4095,7 +4097,7 @@ def test_proposals_that_fail_cost_at_most_3_percent(cost):
 @needs_triton
 def test_lookup_on_the_device_proposes_what_the_reference_proposes(tiny):
     cache = KVCache(load(tiny, dtype="fp32", device=DEVICE, ctx_size=64))
-    turn, result = torch.ones(1, dtype=torch.int32, device=DEVICE), torch.zeros(2, 2, dtype=torch.int32)
+    turn, result = torch.ones(1, dtype=torch.int32, device=DEVICE), torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
     for _ in range(20):
         length = random.randint(1, 50)
         cache.tokens[:length] = torch.tensor(random.choices(range(random.choice([2, 3, 9])), k=length))
@@ -4116,7 +4118,7 @@ def test_what_is_accepted_on_the_device():
             drawn[8 : 8 + T] = tokens[8 : 8 + T] = torch.arange(50, 50 + T, dtype=torch.int32)
             tokens[8 + accepted] = 3
             pos, turn = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (7 + T, 5))
-            rejected, result = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros(2, 2, dtype=torch.int32)
+            rejected, result = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in (1, (2, 2)))
             cache = SimpleNamespace(tokens=tokens, host_tokens=host_tokens, device_pos=pos)
             speculation.enqueue_accept(cache, T, drawn, rejected, turn, result)
             assert rejected == T - 1 - accepted and turn == 6 and result[1, 0] == 8 + accepted
@@ -4139,7 +4141,7 @@ def test_rows_are_sampled_as_single_tokens_are():
 
 @needs_triton
 def test_passes_of_graphs_do_not_change_the_text(tiny, monkeypatch):
-    """What the graphs do, run as it is with the reference ops: capture and replay are missing."""
+    """Without a GPU what the graphs do is run as it is, with the reference ops: capture and replay are missing."""
     event = SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda other: 1.0)
 
     def start(self, pos: int, last: int) -> None:
@@ -4152,16 +4154,17 @@ def test_passes_of_graphs_do_not_change_the_text(tiny, monkeypatch):
         self.run(T)
         self.running.append((T, event, event))
 
-    model = load(tiny, dtype="fp32", device="cpu", ctx_size=40)
-    prompt = [1, 5, 6, 7, 5, 6]
+    model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=40)
+    prompt, other = [1, 5, 6, 7, 5, 6], other_model(model)
     settings = dict(sampling=Sampling(temp=0.7, seed=3, repeat_penalty=1.2), eos=[])
     cache, plain = KVCache(model), list(generate(model, prompt, **settings))
     longer = [*prompt, *plain[:5], 9]
     plain_longer = list(generate(model, longer, n=9, **settings))
-    monkeypatch.setattr(type(model), "uses_graphs", True)
-    monkeypatch.setattr(speculation._OnGpu, "start", start)
-    monkeypatch.setattr(speculation._OnGpu, "launch", launch)
-    for way in (Lookup(3), Draft(3, model), Draft(2, other_model(model))):
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(type(model), "uses_graphs", True)
+        monkeypatch.setattr(speculation._OnGpu, "start", start)
+        monkeypatch.setattr(speculation._OnGpu, "launch", launch)
+    for way in (Lookup(3), Draft(3, model), Draft(2, other)):
         toss = random.Random(SEED)
         way.pacer.ready = lambda toss=toss: toss.random() < 0.7
         assert list(generate(model, prompt, cache, **settings, decode=way.decode)) == plain
