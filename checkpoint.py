@@ -405,19 +405,23 @@ class Checkpoint:
     def elements(self) -> int:
         return sum(math.prod(shape) for shape in tensor_shapes(self.config).values())
 
-    def read(self, name: str, rows: slice = parallel.ALL, columns: slice = parallel.ALL, pinned: bool = False) -> Tensor:
-        """A tensor, or these rows and columns of it, in pinned memory where asked for. The rows of q and k, whole heads,
-        come in Meta's RoPE convention, interleaved pairs."""
+    def read(
+        self, name: str, rows: slice = parallel.ALL, columns: slice = parallel.ALL, gpu: torch.device | None = None
+    ) -> Tensor:
+        """A tensor, or these rows and columns of it. Where a GPU is to copy it while the next is read, it is in pinned memory,
+        or on its way to that GPU. The rows of q and k, whole heads, come in Meta's RoPE convention, interleaved pairs."""
         parts, shape = self.parts[name], self.shapes[name]
         index = [range(size)[taken] for size, taken in zip(shape, (rows, columns))]
         if parts[0].shape == shape:
-            tensor = read_part(parts[0], pinned, index)
+            tensor = read_part(parts[0], gpu is not None, index)
         else:
             tensor = self._read_split(parts, index, self._split_axis(name, shape))
         if self.hugging_face and name.rpartition(".")[0].endswith((".wq", ".wk", ".q_norm", ".k_norm")):
             D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
+            if gpu and tensor.dim() == 2:  # a CPU takes longer over it than over reading it
+                tensor = tensor.to(gpu, non_blocking=True)
             tensor = tensor.view(-1, 2, D // 2, *shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        return tensor.pin_memory() if pinned else tensor
+        return tensor.pin_memory() if gpu and not tensor.is_cuda else tensor
 
     @staticmethod
     def _read_split(parts: list[Part], index: list[range], axis: int) -> Tensor:
@@ -731,10 +735,10 @@ class Loader:
         return Matrix(data, scale, self.format)
 
     def read(self, name: str, rows: slice = parallel.ALL, columns: slice = parallel.ALL) -> Tensor:
-        on_gpu = self.device.type == "cuda"
-        tensor = self.checkpoint.read(name, rows, columns, pinned=on_gpu)  # so that it is copied while the next is read
+        gpu = self.device if self.device.type == "cuda" else None
+        tensor = self.checkpoint.read(name, rows, columns, gpu)
         self.bar.update(tensor.nbytes)
-        if on_gpu:
+        if gpu:
             return tensor
         return tensor.float() if tensor.is_floating_point() else tensor  # torch is slow from one 16-bit type to another
 

@@ -3201,6 +3201,19 @@ def test_a_file_that_shrinks_under_the_reader_is_an_error(copy, monkeypatch):
         read_part(part)
 
 
+def test_a_large_tensor_is_read_by_several_threads(tmp_path, monkeypatch):
+    whole = torch.randint(-1000, 1000, (3001, 3003)).half()
+    save_file({"small": whole[0].clone(), "large": whole}, tmp_path / "x.safetensors")
+    (part,) = (part for part in parts_of(tmp_path / "x.safetensors") if part.name == "large")
+    assert torch.equal(read_part(part), whole)
+    for rows, columns in ((slice(1, 2999), slice(0, 3003)), (slice(0, 3001), slice(5, 3000))):
+        assert torch.equal(read_part(part, index=[range(3001)[rows], range(3003)[columns]]), whole[rows, columns])
+    monkeypatch.setattr("files._version", lambda f: part.version)
+    os.truncate(part.file, part.offset + whole.nbytes // 2)
+    with pytest.raises(ValueError, match="x.safetensors was cut while it was being read"):
+        read_part(part)
+
+
 def test_messages_of_the_python_api_are_one_short_line(copy):
     folder = copy.rename(copy.parent / "a\n\x1b[31mb")
     for spoil in (spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)})), spoil_config(hidden_act="x\ny" * 100_000)):
