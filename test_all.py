@@ -2808,7 +2808,7 @@ def test_make_gives_the_prompt_as_it_is(tmp_path):
     (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
     prompt = 'He said "hi" for $5; it\'s `here`, \\n and\n--there'
     for given in ({"env": os.environ | {"PROMPT": prompt}}, {"args": [f"PROMPT={prompt}"]}):
-        command = ["make", "-s", "run", "MODEL=a b", *given.get("args", [])]
+        command = ["make", "-s", "run", "MODEL=a b", "ARGS=", *given.get("args", [])]
         out = subprocess.run(command, cwd=tmp_path, env=given.get("env"), capture_output=True, text=True, check=True).stdout
         assert out.split("\0")[:-1] == ["run.py", "-m", "a b", "--no-escape", f"--prompt={prompt}"]
 
