@@ -532,11 +532,11 @@ def _download(name: str, hub: Path) -> Path:
     """A repository's checkpoint to the hub cache, less what this program does not read. What an interrupted download left
     there is gone on with."""
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import errors, utils
 
     if not sys.stderr.isatty():
-        huggingface_hub.utils.disable_progress_bars()
-    huggingface_hub.utils.logging.set_verbosity_error()
+        utils.disable_progress_bars()
+    utils.logging.set_verbosity_error()
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     options = dict(endpoint=endpoint, token=os.environ.get("HF_TOKEN"))
     try:

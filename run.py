@@ -10,6 +10,7 @@ if __name__ == "__main__":  # Ctrl-C ends the program at once, until there is so
 
 import argparse
 import functools
+import glob
 import json
 import random
 import re
@@ -324,10 +325,13 @@ def save(args: argparse.Namespace) -> int:
 
     if group().rank > 0:  # it is the work of one process
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written stays
     format = args.fp8 or "e4m3"
     file = save_fp8(args.model, args.save_fp8, fp8=format, dtype=args.dtype, device=args.device, quiet=args.quiet)
     if not args.quiet:
         note(f"saved     {file.parent}: {format} matrices, {file.name} of {file.stat().st_size:,} bytes")
+    for left in file.parent.parent.glob(f".{glob.escape(file.parent.name)}.*"):
+        note(f"note: {left} is what a run that was killed while it saved has left; it may be deleted")
     return 0
 
 

@@ -454,6 +454,13 @@ def test_a_repository_is_downloaded_once_and_only_what_is_needed(hub, tiny, cli)
     assert run("-m") == (code, out, err) and len(hub.asked) == before, "the second time is without the network"
 
 
+def test_a_repository_is_downloaded_by_the_program(hub):
+    """In a process in which no test has imported anything."""
+    process = program("-hf", "someone/tiny", "-p", "Once", "-n", 2, "--device", "cpu", "--quiet")
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and out.startswith(b"Once") and err == b"", err
+
+
 def test_a_download_that_broke_off_is_finished(hub, cli, tmp_path):
     run = lambda: cli("-m", "someone/tiny", "-p", "Once", "-n", 2, "-s", 1, "--quiet")
     hub.broken = 5000  # bytes of the weights, then the connection ends
@@ -3519,6 +3526,27 @@ def test_a_model_is_saved_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
                 refused("new", expected, code)
     assert cli("-m", copy, "--save-fp8", tmp_path / "empty", "--quiet") == (0, "", "")
     assert (tmp_path / "empty" / "model.safetensors").stat().st_mode & 0o777 == (copy / "config.json").stat().st_mode & 0o777
+
+
+def test_a_run_that_is_ended_while_it_saves(tiny, tmp_path):
+    """By SIGTERM it leaves nothing; when it is killed, the next one says what is left."""
+    ended = "import os, run, checkpoint\ncheckpoint.save_file = lambda *_: os.kill(os.getpid(), {})\nrun.main()"
+    for signal_, code, left in ((signal.SIGTERM, 143, 0), (signal.SIGKILL, -signal.SIGKILL, 1)):
+        command = [
+            sys.executable,
+            "-c",
+            ended.format(int(signal_)),
+            "-m",
+            tiny,
+            "--save-fp8",
+            tmp_path / "s",
+            "--device",
+            "cpu",
+        ]
+        done = subprocess.run([*map(str, command)], cwd=HERE, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == code and len([*tmp_path.iterdir()]) == left and "Traceback" not in done.stderr, done
+    _, err = program("-m", tiny, "--save-fp8", tmp_path / "s", "--device", "cpu").communicate(timeout=PATIENCE)
+    assert f"note: {tmp_path}/.s." in err.decode() and (tmp_path / "s" / "model.safetensors").is_file()
 
 
 def test_a_full_disk_leaves_nothing(tiny, tmp_path):
