@@ -758,9 +758,10 @@ def test_op_equals_its_reference(dtype, heads, before, T, guarded):
 
 @needs_triton
 @pytest.mark.parametrize("extra", ["bias", "qk_norm"])
-@pytest.mark.parametrize("T, before", [(1, 0), (1, 40), (2, 5), (17, 0), (17, 40)])
-@pytest.mark.parametrize("heads", [(2, 2, 16), (4, 1, 24), (6, 2, 8), (1, 1, 136)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("T, before", [(1, 0), (1, 40), (2, 5), (17, 40)])
+@pytest.mark.parametrize("dtype, heads", [
+    *((torch.float16, heads) for heads in ((2, 2, 16), (4, 1, 24), (6, 2, 8), (1, 1, 136))), (torch.bfloat16, (4, 1, 24))
+], ids=str)  # fmt: skip
 def test_qkv_with_a_bias_or_normalised_heads(dtype, heads, T, before, extra, guarded):
     arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
     H, KH, D = heads
