@@ -140,12 +140,21 @@ LAUNCHES = {
     80: {1: dict.fromkeys(OPS, {0: Launch(4, 2048, 4)}), 2: dict.fromkeys(OPS, {0: Launch(2, 2048, 4)})},
     90: {
         1: {
-            "rmsnorm_qkv_rope": {0: Launch(2, 1024, 4), 4096: Launch(4, 2048, 2), 5120: Launch(4, 8192, 4)},
+            "rmsnorm_qkv_rope": {
+                0: Launch(2, 1024, 4),
+                4096: Launch(4, 2048, 2),
+                5120: Launch(4, 8192, 4),
+                8192: Launch(4, 4096, 4),
+            },
             "linear_add": {
                 0: Launch(4, 1024, 2),
+                2048: Launch(2, 1024, 2),
+                2560: Launch(4, 2048, 2),
                 4096: Launch(4, 2048, 4),
                 5120: Launch(8, 2048, 2),
+                5504: Launch(4, 2048, 2),
                 5632: Launch(2, 4096, 2),
+                6912: Launch(4, 4096, 4),
                 8192: Launch(4, 4096, 8),
                 11008: Launch(8, 1024, 4),
                 13824: Launch(2, 8192, 8),
@@ -169,9 +178,12 @@ LAUNCHES = {
             },
             "linear_add": {
                 0: Launch(2, 1024, 4),
+                2048: Launch(2, 1024, 2),
+                2560: Launch(4, 2048, 4),
                 4096: Launch(4, 2048, 8),
                 5120: Launch(4, 4096, 8),
                 5632: Launch(2, 2048, 4),
+                6912: Launch(4, 4096, 16),
                 8192: Launch(2, 1024, 2),
                 11008: Launch(4, 4096, 8),
                 13824: Launch(2, 2048, 4),
