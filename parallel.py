@@ -43,7 +43,8 @@ class Group:
     """The processes that share a model: torchrun's, or this one alone."""
 
     def __init__(self) -> None:
-        self.rank, self.size = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
+        self.rank = int(os.environ.get("RANK", 0))
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # how many of them are on this host
         self._stop: type[BaseException] | None = None  # what this rank would raise if it were alone
