@@ -147,8 +147,8 @@ LAUNCHES = {
                 8192: Launch(4, 4096, 4),
             },
             "linear_add": {
-                0: Launch(4, 1024, 2),
-                2048: Launch(2, 1024, 2),
+                0: Launch(4, 1024, 4),
+                2048: Launch(4, 1024, 2),
                 2560: Launch(4, 2048, 2),
                 4096: Launch(4, 2048, 4),
                 5120: Launch(8, 2048, 2),
@@ -177,9 +177,10 @@ LAUNCHES = {
                 8192: Launch(4, 8192, 8),
             },
             "linear_add": {
-                0: Launch(2, 1024, 4),
-                2048: Launch(2, 1024, 2),
+                0: Launch(4, 1024, 4),
+                2048: Launch(2, 1024, 4),
                 2560: Launch(4, 2048, 4),
+                2752: Launch(8, 1024, 4),
                 4096: Launch(4, 2048, 8),
                 5120: Launch(4, 4096, 8),
                 5632: Launch(2, 2048, 4),
@@ -237,5 +238,5 @@ FEW_LAUNCHES = {
 SPLIT_LAUNCHES = {
     0: {1: SplitLaunch(4, 32, 4, 1, 0)},
     80: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(2, 64, 4, 2, 0)},
-    90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 128, 8, 1, 256)},
+    90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 64, 4, 2, 256), 5: SplitLaunch(1, 128, 8, 1, 256)},
 }
