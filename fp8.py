@@ -47,6 +47,7 @@ class Format:
     decode_nan: Callable  # the same where codes of NaN may be, as in a cache
     products: Callable  # of a tile of weights and of x in float32, one by one, in a kernel
     packed_sums: Callable  # of a tile of weights and of x in halves, for packed_product
+    encode_tile: Callable | None = None  # floats to codes in a kernel, as e4m3_encode does
     tensor_cores: bool = False  # whether the library multiplies it as it is
 
     @property
@@ -316,13 +317,6 @@ def _e4m3_packed_sums(w_tile, x_tile):
     return packed_sums(w_tile, x_tile, _e4m3_decode, _E4M3_ASM)
 
 
-E4M3 = Format(
-    "e4m3", torch.float8_e4m3fn, not_finite=0x7F, gain=256.0, top=448.0,
-    move_bits=_e4m3_bits, decode=_e4m3_decode, decode_nan=_e4m3_decode_nan,
-    products=_e4m3_products, packed_sums=_e4m3_packed_sums,
-)  # fmt: skip
-
-
 @jit
 def e4m3_encode(x):
     """Floats to codes in a kernel, as Format.round does: nearest, ties to even, magnitudes beyond 448 as 448; but NaN
@@ -336,12 +330,26 @@ def e4m3_encode(x):
     return tl.where(tl.abs(x) < float("inf"), code | sign, 0x7F).to(tl.int8)
 
 
+E4M3 = Format(
+    "e4m3", torch.float8_e4m3fn, not_finite=0x7F, gain=256.0, top=448.0,
+    move_bits=_e4m3_bits, decode=_e4m3_decode, decode_nan=_e4m3_decode_nan,
+    products=_e4m3_products, packed_sums=_e4m3_packed_sums,
+    encode_tile=e4m3_encode,
+)  # fmt: skip
+
+
 # ---- E4M3 as GPUs from sm_89 on know it: one instruction converts two codes
 
 
 @jit
 def _native_decode(codes):
     return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@jit
+def _native_encode(x):
+    x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))  # infinity would become 448
+    return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
 
 
 @jit
@@ -364,6 +372,7 @@ E4M3_NATIVE = replace(
     decode_nan=_native_decode,
     products=_native_products,
     packed_sums=_native_packed_sums,
+    encode_tile=_native_encode,
     tensor_cores=True,
 )
 

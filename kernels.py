@@ -349,45 +349,57 @@ def _store_qkv(
 @jit
 def _rope_kernel(
     x, bias, table, k_cache, v_cache, q, pos,
-    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF_D: tl.constexpr, BLOCK: tl.constexpr,
-    FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ENCODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token's heads, [H + 2 KH, D]: the first H are turned into q, the next KH into the cache, the last copied there."""
+    """HEADS of one token's heads, x [T, H + 2 KH, D]: the first H are turned into q, the next KH into the cache, the last
+    copied there. Heads are read and written whole, 16 bytes a thread; pairs are taken apart in registers."""
     gdc_launch_dependents(PDL)
-    pairs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # over all heads
-    head, pair = pairs // HALF_D, pairs % HALF_D
-    gdc_wait(PDL)
     t = tl.program_id(0)
+    heads, offs_d = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
+    # Before the wait: cosines and sines in turn, which pos picks; it moves only between steps
     position = tl.load(pos) + t
-    mask = pairs < (H + 2 * KH) * HALF_D
-    offs = (t * (H + 2 * KH) * HALF_D + pairs) * 2
-    even = _saturated(tl.load(x + offs, mask=mask, other=0.0).to(tl.float32), FP16_SUMS)
-    odd = _saturated(tl.load(x + offs + 1, mask=mask, other=0.0).to(tl.float32), FP16_SUMS)
+    angles = tl.load(table + position * D + offs_d[None, :], mask=offs_d[None, :] < D, other=0.0)
+    cos, sin = tl.split(tl.reshape(tl.broadcast_to(angles, [HEADS, BLOCK_D]), [HEADS, BLOCK_D // 2, 2]))
+    gdc_wait(PDL)
+    mask = (heads[:, None] < H + 2 * KH) & (offs_d[None, :] < D)
+    offs = (t * (H + 2 * KH) + heads[:, None]).to(tl.int64) * D + offs_d[None, :]
+    values = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
-        even += tl.load(bias + pairs * 2, mask=mask, other=0.0).to(tl.float32)
-        odd += tl.load(bias + pairs * 2 + 1, mask=mask, other=0.0).to(tl.float32)
-    cos, sin = _load_angle(table, position, pair, mask & (head < H + KH), HALF_D)
+        values += tl.load(bias + heads[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    values = _saturated(values, FP16_SUMS)
+    even, odd = tl.split(tl.reshape(values, [HEADS, BLOCK_D // 2, 2]))
     even, odd = _rotate(even, odd, cos, sin)
-    even, odd = _saturated(even, FP16_SUMS), _saturated(odd, FP16_SUMS)
-    _store_qkv(q, k_cache, v_cache, even, odd, t, position, head, pair, mask, S, H, KH, HALF_D)
+    turned = _saturated(tl.reshape(tl.join(even, odd), [HEADS, BLOCK_D]), FP16_SUMS)
+    offs_q = (t * H + heads[:, None]).to(tl.int64) * D + offs_d[None, :]
+    tl.store(q + offs_q, turned.to(q.dtype.element_ty), mask=mask & (heads[:, None] < H))
+    if KH > 0:
+        kv_head = (heads - H).to(tl.int64)[:, None]
+        kept = tl.where(kv_head < KH, turned, values)
+        kept = kept.to(k_cache.dtype.element_ty) if ENCODE is None else ENCODE(kept)
+        offs_kv = (kv_head * S + position) * D + offs_d[None, :]
+        tl.store(k_cache + offs_kv, kept, mask=mask & (kv_head >= 0) & (kv_head < KH))
+        tl.store(v_cache + offs_kv - KH * S * D, kept, mask=mask & (kv_head >= KH))
 
 
 def rope(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
     H, D = x.shape[1:]
     out = torch.empty_like(x)
-    _launch_rope(x, None, table, out, out, out, pos, S=0, H=H, KH=0, D=D)
+    _launch_rope(x, None, table, None, None, out, pos, S=0, H=H, KH=0, D=D)
     return out
 
 
 def _launch_rope(
-    x: Tensor, bias: Tensor | None, table: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor, pos: Tensor,
+    x: Tensor, bias: Tensor | None, table: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, q: Tensor, pos: Tensor,
     S: int, H: int, KH: int, D: int,
 ) -> None:  # fmt: skip
     assert x.is_contiguous() and D % 2 == 0, (x.shape, D)
-    pairs = (H + 2 * KH) * D // 2
-    block, args = min(1024, triton.next_power_of_2(pairs)), (x, bias, table, k_cache, v_cache, q, pos)
-    constants = dict(S=S, H=H, KH=KH, HALF_D=D // 2, BLOCK=block, FP16_SUMS=fp16_sums())
-    launch(_rope_kernel, (x.shape[0], triton.cdiv(pairs, block)), x.device, *args, **constants)
+    block_d, args = triton.next_power_of_2(D), (x, bias, table, k_cache, v_cache, q, pos)
+    heads = max(1, min(triton.next_power_of_2(H + 2 * KH), 2048 // block_d))
+    encode = E4M3.on(x.device).encode_tile if k_cache is not None and k_cache.dtype == torch.int8 else None
+    constants = dict(S=S, H=H, KH=KH, D=D, HEADS=heads, BLOCK_D=block_d, ENCODE=encode, FP16_SUMS=fp16_sums())
+    grid, warps = (x.shape[0], triton.cdiv(H + 2 * KH, heads)), max(1, heads * block_d // 256)
+    launch(_rope_kernel, grid, x.device, *args, **constants, warps=warps)
 
 
 # ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q and k turned by rope; k, v written into the cache at pos.
