@@ -803,8 +803,9 @@ def check_memory(
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    if format:  # the largest matrix, decoded
-        workspace += size * largest_read(c)
+    copies = 2 if device.type == "cuda" else 1  # of what a prompt decodes: its graphs have memory of their own
+    if format:  # the largest matrix
+        workspace += copies * size * largest_read(c)
     free, where = free_memory(device), str(device)
     if c.ranks > 1:
         ranks = parallel.group()

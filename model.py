@@ -20,6 +20,7 @@ from fp8 import Matrix
 from sampling import Sampler, Sampling
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: bound by arithmetic, yet little workspace
+PADDED = (8, 16, 32, *range(64, 513, 64))  # lengths that are captured as CUDA graphs: the host is slower at launching them
 
 
 # ---- configuration
@@ -179,8 +180,8 @@ class Llama:
         """Evaluate the T tokens that stand at cache.pos -> logits float32 [T, V] of all of them."""
         return self._forward(T, cache, torch.empty(T, self.config.vocab_size, device=self.device))
 
-    def _forward(self, T: int, cache: KVCache, logits: Tensor) -> Tensor:
-        """Evaluate the T tokens that stand at cache.pos; logits [n, V] are filled for the last n of them."""
+    def _forward(self, T: int, cache: KVCache, logits: Tensor, row: Tensor | None = None) -> Tensor:
+        """Evaluate the T tokens that stand at cache.pos; logits [n, V] are filled for the last n of them, or for `row`."""
         ops, w, eps = self.ops, self.weights, self.config.norm_eps
         pos, rope = cache.device_pos, cache.rope
         with kernels.fp16_accumulation(self.fp16_sums):
@@ -191,7 +192,8 @@ class Llama:
                 x = ops.linear_add(ops.attention(q, k, v, pos), layer.wo, x)
                 h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps)
                 x = ops.linear_add(h, layer.w2, x)
-            ops.rmsnorm_linear(x[T - len(logits) :], w.norm, w.output, eps, logits)
+            x = x[T - len(logits) :] if row is None else x.index_select(0, row)
+            ops.rmsnorm_linear(x, w.norm, w.output, eps, logits)
         cache.advance(T)
         return logits
 
@@ -206,9 +208,26 @@ class Llama:
         start = cache.pos
         for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
             cache.append(chunk)
-            self.step(len(chunk), cache)
+            T, room = len(chunk), cache.size - cache.pos
+            length = next((n for n in PADDED if T <= n <= room), None)
+            if self.uses_graphs and self.config.ranks == 1 and T > 1 and length:
+                self._padded_step(T, length, cache)
+            else:
+                self.step(T, cache)
             if progress:
                 progress(cache.pos - start, len(tokens))
+
+    def _padded_step(self, T: int, length: int, cache: KVCache) -> None:
+        """`step` for T tokens and whatever stands behind them, `length` in all. What is cached for the latter lies beyond
+        cache.pos, so nothing sees it. Captured as a CUDA graph the first time, replayed from then on."""
+        start, graphs = cache.pos, cache.prompt_graphs
+        cache.row.fill_(T - 1)
+        if length in graphs:
+            graphs[length].replay()
+        else:
+            pool = next((graph.pool() for graph in graphs.values()), None)  # one for all: nothing outlives a replay
+            graphs[length] = captured(lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row), pool)
+        cache.seek(start + T)
 
     @property
     def uses_graphs(self) -> bool:
@@ -243,12 +262,13 @@ class Llama:
         return torch.int8 if self.kv_fp8 else self.dtype
 
 
-def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """What `run` does as a CUDA graph. It is run once before, to compile what is not compiled yet."""
+def captured(run: Callable[[], object], pool: tuple[int, int] | None = None) -> torch.cuda.CUDAGraph:
+    """What `run` does as a CUDA graph, in the memory of another's pool if that is given. It is run once before, to compile what
+    is not compiled yet."""
     run()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool):
         run()
     return graph
 
@@ -289,6 +309,8 @@ class KVCache:
         self.size = size
         self.pos = 0  # positions in use, on the host
         self.device_pos = torch.zeros(1, dtype=torch.int32, device=model.device)  # the same, on the device
+        self.row = torch.zeros(1, dtype=torch.int64, device=model.device)  # where a padded prompt ends
+        self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of padded prompts, by length
         self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
         self.host_tokens = torch.zeros(
             size, dtype=torch.int32, pin_memory=model.device.type == "cuda"

@@ -605,6 +605,35 @@ def test_half_precision_stays_near_fp32(tiny, dtype):
     assert_close(logits[dtype], logits["fp32"], 0.05 if dtype == "bf16" else 0.01)  # a few roundings of 2^-9, of 2^-12
 
 
+def test_a_padded_prompt_is_the_prompt(monkeypatch):
+    monkeypatch.setattr("model.captured", lambda run, pool: run())
+    model = load(run.DEFAULT_MODEL, device="cpu", dtype="fp32")
+    ids = torch.randint(3, model.config.vocab_size, (40,)).tolist()
+    with torch.inference_mode():
+        whole, padded = KVCache(model), KVCache(model)
+        model.prefill(ids, whole)
+        model.prefill(ids[:7], padded)
+        padded.append(torch.tensor(ids[7:], dtype=torch.int32))
+        model._padded_step(33, 64, padded)
+        assert padded.pos == int(padded.device_pos) == 40
+        assert nmse(padded.logits, whole.logits) < 1e-10
+        for cache in (whole, padded):
+            model.prefill([5, 6], cache)
+        assert nmse(padded.logits, whole.logits) < 1e-10
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs are of a GPU")
+def test_prompts_replayed_as_graphs():
+    model = load(run.DEFAULT_MODEL, device="cuda")
+    with torch.inference_mode():
+        cache, plain = KVCache(model), KVCache(model)
+        for T in (20, 31, 25, 2, 100, 90, 7, 97, 8, 128):  # the first of each length is captured, the others are replayed
+            ids = torch.randint(3, model.config.vocab_size, (T,), device=DEVICE)
+            model.prefill(ids.tolist(), cache)
+            exact = model.forward(ids, plain)[-1]
+            assert cache.pos == plain.pos and nmse(cache.logits, exact) < 1e-4, T
+
+
 def test_rope_table_is_the_formula():
     config = read_config_like(head_dim=8, rope_theta=100.0)
     table = rope_table(config, 5)
