@@ -230,7 +230,7 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "
     check_memory(config, as_dtype, device, ctx_size, format, args.kv_fp8)
     with torch.inference_mode():
         weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, format, backend)
-    return Llama(config, weights, backend, device, as_dtype, ctx_size, None, args.kv_fp8, fp16_sums)
+    return Llama(config, weights, backend, device, as_dtype, ctx_size, None, args.kv_fp8, fp16_sums, args.accumulate != "fp32")
 
 
 def release() -> None:
@@ -325,7 +325,7 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     product = lambda: a @ b
     if dtype == E4M3.dtype:
         ones = torch.ones(size, 1, device=device)
-        product = lambda: torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16)
+        product = lambda: torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
     return 2.0 * size**3 / statistics.median(wall_times(product, device, warmup=2))
 
 

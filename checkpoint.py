@@ -861,8 +861,9 @@ def load(
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
     is longer. fp8: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own. kv_fp8: keys and
-    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", as pick_fp16_sums says. quiet: without the bar that a terminal
-    is shown. Raises ValueError, OSError or MemoryError, in one line that says what to do.
+    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", as pick_fp16_sums says; all but "fp32" let products of
+    8-bit floats accumulate fast. quiet: without the bar that a terminal is shown. Raises ValueError, OSError or MemoryError,
+    in one line that says what to do.
     """
     folder = find_checkpoint(name)
     config = read_config(folder)
@@ -890,7 +891,8 @@ def load(
         weights = Loader(checkpoint, torch_dtype, stored, on, format, quiet, ranks.rank, ranks.size, backend).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed beside the weights
-    return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, fp16_sums)
+    fast_sums = accumulate != "fp32"
+    return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, fp16_sums, fast_sums)
 
 
 # ---- a model saved in 8 bits: a folder whose model.safetensors says so in its metadata, with what else a checkpoint has

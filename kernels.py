@@ -238,11 +238,6 @@ def library_weights(w: Matrix, x: Tensor) -> Tensor:
     return w.data if w.format is None else fp8.decode_for(w, x)
 
 
-def library_linear(x: Tensor, w: Matrix) -> Tensor:
-    """x W^T for T > 1. x [T, K] -> [T, N] in the type of x, or bfloat16 from 8-bit tensor cores."""
-    return fp8.tensor_core_linear(x, w) if fp8.on_tensor_cores(w) else functional.linear(x, library_weights(w, x))
-
-
 # ---- embedding: x = table[tokens]. tokens int32 [S], of which T from pos on; table [V, C] -> [T, C]
 
 
@@ -277,24 +272,44 @@ def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @jit
-def _rmsnorm_kernel(x, weight, out, eps, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rmsnorm_kernel(
+    x, weight, out, scales, eps, C: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     gdc_launch_dependents(PDL)
     offs_c = tl.arange(0, BLOCK)
     weights = tl.load(weight + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
     gdc_wait(PDL)
-    row = tl.program_id(0).to(tl.int64) * C
-    values = tl.load(x + row + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    values = tl.load(x + row * C + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
     y = values * tl.rsqrt(tl.sum(values * values) / C + eps) * weights
-    tl.store(out + row + offs_c, y.to(out.dtype.element_ty), mask=offs_c < C)
+    if scales is None:
+        tl.store(out + row * C + offs_c, y.to(out.dtype.element_ty), mask=offs_c < C)
+    else:
+        fp8.store_codes(y, out, scales, row, offs_c, C, ENCODE)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    _launch_rmsnorm(x, weight, eps, out, None)
+    return out
+
+
+def _launch_rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None) -> None:
+    """To out in the type of x, or to out and scales as codes."""
     T, C = x.shape
     assert x.is_contiguous() and weight.shape == (C,), (x.shape, weight.shape)
-    out = torch.empty_like(x)
     block = triton.next_power_of_2(C)
-    launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, eps, C=C, BLOCK=block, warps=min(16, max(1, block // 256)))
-    return out
+    cut = dict(C=C, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=min(16, max(1, block // 512)))
+    launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, scales, eps, **cut)
+
+
+def normed_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float) -> Tensor:
+    """rmsnorm(x) W^T by the library, for T > 1."""
+    if not fp8.on_tensor_cores(w):
+        return functional.linear(rmsnorm(x, norm, eps), library_weights(w, x))
+    codes, scales = fp8.empty_codes(x)
+    _launch_rmsnorm(x, norm, eps, codes, scales)
+    return fp8.tensor_core_linear(codes, scales, w, x.dtype)
 
 
 # ---- rope: neighbouring pairs (x[2i], x[2i+1]) turned by the angle table[position, i]. x [T, H, D] -> [T, H, D]
@@ -541,7 +556,7 @@ def rmsnorm_qkv_rope(
             qkv = x.new_empty(T, wqkv.rows)
             launch_few(how, _few_rmsnorm_linear_kernel, x, norm, wqkv, eps, qkv)
         else:
-            qkv = library_linear(rmsnorm(x, norm, eps), wqkv)
+            qkv = normed_linear(x, norm, wqkv, eps)
         if qk_norm is not None:
             grid, block = (T, H + KH), triton.next_power_of_2(D)
             launch(_head_norm_kernel, grid, x.device, qkv, qk_norm, eps, H, H + 2 * KH, D=D, BLOCK=block, warps=1)
@@ -945,7 +960,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
         launch_few(how, _few_linear_add_kernel, x, None, w, 0.0, residual)
         return residual
     if fp8.on_tensor_cores(w):
-        return residual.add_(fp8.tensor_core_linear(x, w))
+        return residual.add_(fp8.tensor_core_linear(*fp8.encode_rows(x), w, x.dtype))
     residual.addmm_(x, library_weights(w, x).t())
     return residual.clamp_(-65504.0, 65504.0) if fp16_sums() else residual
 
@@ -1012,7 +1027,7 @@ def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float) -> Tensor:
     elif how := few_launch("rmsnorm_swiglu", x, w13):
         launch_few(how, _few_swiglu_kernel, x, norm, w13, eps, out)
     else:
-        ab, grid = library_linear(rmsnorm(x, norm, eps), w13), (T, triton.cdiv(F, 1024))
+        ab, grid = normed_linear(x, norm, w13, eps), (T, triton.cdiv(F, 1024))
         launch(_swiglu_kernel, grid, x.device, ab, out, F, BLOCK=1024, FP16_SUMS=fp16_sums())
     return out
 
@@ -1057,7 +1072,7 @@ def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) 
     if how := few_launch("rmsnorm_linear", x, w):
         launch_few(how, _few_rmsnorm_linear_kernel, x, norm, w, eps, out)
         return out
-    return out.copy_(library_linear(rmsnorm(x, norm, eps), w))
+    return out.copy_(normed_linear(x, norm, w, eps))
 
 
 # ---- cross_entropy: loss of each row, log(sum(exp(logits))) - logits[target]. logits [T, V], targets int [T] -> fp32 [T]

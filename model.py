@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kernels
 import parallel
-from fp8 import Matrix
+from fp8 import Matrix, fast_accumulation
 from sampling import Sampler, Sampling
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: bound by arithmetic, yet little workspace
@@ -161,6 +161,7 @@ class Llama:
     checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
     kv_fp8: bool = False  # keys and values in 8 bits
     fp16_sums: bool = False  # a prompt's products are added up in half precision
+    fast_sums: bool = True  # and those of 8-bit floats with fp8.fast_accumulation
     ops: SimpleNamespace = field(init=False, repr=False)
     exchange: parallel.Exchange | None = field(init=False, default=None, repr=False)  # for one token's sums over ranks
     _graph: tuple = field(default=(None, None), repr=False)  # what the last decode step was captured for, and the capture
@@ -184,7 +185,7 @@ class Llama:
         """Evaluate the T tokens that stand at cache.pos; logits [n, V] are filled for the last n of them, or for `row`."""
         ops, w, eps = self.ops, self.weights, self.config.norm_eps
         pos, rope = cache.device_pos, cache.rope
-        with kernels.fp16_accumulation(self.fp16_sums):
+        with kernels.fp16_accumulation(self.fp16_sums), fast_accumulation(self.fast_sums):
             x = ops.embedding(cache.tokens, pos, T, w.embedding)
             for layer, k, v in zip(w.layers, cache.k, cache.v):
                 extra = layer.qkv_bias, layer.qk_norm

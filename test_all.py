@@ -1578,16 +1578,31 @@ def test_a_prompt_beyond_65504_stays_finite_with_half_sums():
 
 @needs_triton
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="8-bit tensor cores are on a GPU only")
-def test_8_bit_tensor_cores_multiply_a_prompt():
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, fast):
     """Activations in E4M3 have an error of 2^-4 at most: the square of a third of that, halved since most err less."""
-    x, w = randn(80, 256, dtype=torch.float16), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16)).encoded(E4M3)
+    x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16)).encoded(FORMATS[form])
     if not fp8.on_tensor_cores(w):
         pytest.skip("this GPU has none")
-    assert 0 < nmse(kernels.library_linear(x, w), x.float() @ decoded(w).data.t()) < 2.0**-10
+    with fp8.fast_accumulation(fast):
+        y = kernels.linear_add(x, w, torch.zeros(80, 512, dtype=dtype, device=DEVICE))
+    assert 0 < nmse(y, x.float() @ decoded(w).data.t()) < 2.0**-10
 
 
 @needs_triton
-def test_activations_as_rows_of_codes():
+def test_the_norm_writes_codes():
+    x, norm = randn(5, 300, dtype=torch.float32), randn(300, dtype=torch.float32)
+    (codes, scales), exact = fp8.empty_codes(x), kernels.rmsnorm_ref(x, norm, 1e-5)
+    kernels._launch_rmsnorm(x, norm, 1e-5, codes, scales)
+    assert torch.allclose(scales, exact.abs().amax(1, keepdim=True) / 448)
+    nearest = E4M3.values(E4M3.round(exact / scales))
+    assert nmse(E4M3.values(codes), nearest) < 1e-5  # a value half-way between two codes may go to either
+
+
+@needs_triton
+def test_activations_as_codes():
     x = randn(5, 300, dtype=torch.float16) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].half()
     codes, scales = fp8.encode_rows(x)
     assert torch.allclose(scales, x.float().abs().amax(1, keepdim=True) / 448)
@@ -1598,6 +1613,16 @@ def test_activations_as_rows_of_codes():
 def test_half_sums_are_refused_where_there_are_none(cli, tiny, options):
     code, _, err = cli("-m", tiny, "-p", "Once", "--device", "cpu", *options)
     assert code == 1 and "--accumulate fp16 needs a GPU" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("accumulate, fast", [("auto", True), ("fp32", False)])
+def test_fast_accumulation_is_a_choice(tiny, accumulate, fast, monkeypatch):
+    seen, norm = set(), kernels.reference.rmsnorm_linear
+    monkeypatch.setattr(kernels.reference, "rmsnorm_linear", lambda *a: seen.add(fp8._fast_sums) or norm(*a))
+    model = load(tiny, device="cpu", accumulate=accumulate)
+    with torch.inference_mode():
+        model.prefill([1, 2, 3], KVCache(model))
+    assert seen == {fast} and not fp8._fast_sums
 
 
 def test_nan_is_refused_by_name_in_8_bits(cli, copy):
@@ -1709,7 +1734,8 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         exchange.linear_add(torch.zeros(1, F, dtype=dtype), w, x)
         exchange.rmsnorm_linear(x, x[0], output, 1e-5, torch.zeros(1, 2 * V - 1))
     one = torch.zeros(1, dtype=torch.int32)
-    fp8.encode_rows(torch.zeros(3, 512, dtype=dtype))
+    rows = torch.zeros(3, 512, dtype=dtype)
+    kernels._launch_rmsnorm(rows, rows[0], 1e-5, *fp8.encode_rows(rows))
     for T, D in ((1, 128), (100, 128 if half else 64)):
         caches = [torch.zeros(8, 500, D, dtype=torch.int8) for _ in range(2)]
         arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
