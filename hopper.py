@@ -95,6 +95,16 @@ def _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N: gl.constexpr,
 
 
 @jit
+def _clear_rows(tile, first, ROWS: gl.constexpr):
+    """Set a tile's rows to zero from `first` on."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    values = tile.load(LAYOUT)
+    tile.store(gl.where(rows[:, None] < first, values, gl.zeros_like(values)))
+    fence_async_shared()
+
+
+@jit
 def _step(
     j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
@@ -143,6 +153,10 @@ def _multiply(
     n = (blocks - 1) * BLOCK_N
     p, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N, True, SCORES)
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
+    # Its values beyond the length are weighted with 0, but 0 NaN is NaN. Both groups clear them, so neither waits for the other
+    if blocks * BLOCK_N > start_pos + T:
+        mbarrier.wait(v_full.index(0), 0)
+        _clear_rows(v_tiles.index(0), start_pos + T - n, BLOCK_N)
     # The others on the diagonal
     for j in range(1, masked):
         p, acc, row_max, row_sum = _step(

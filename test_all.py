@@ -1818,13 +1818,19 @@ def compile_kernels(arch: int) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("start_pos", [0, 40, 77])
-@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24)], ids=str)
-def test_attention_of_a_prompt_after_cached_positions(heads, start_pos):
-    for T in (65, 127) if DEVICE.type == "cpu" else (65, 127, 2048):
-        arguments, _ = op_arguments("attention", torch.float16, heads, T, start_pos)
-        exact = kernels.reference.attention(*map(as_fp32, arguments))
-        assert nmse(kernels.fused.attention(*arguments), exact) < ONE_UNIT[torch.float16], T
+@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128)], ids=str)
+def test_attention_of_a_prompt_after_cached_positions(heads, start_pos, eight_bits):
+    """It sees nothing beyond its own positions, not even NaN."""
+    for T in (65, 127) if DEVICE.type == "cpu" else (65, 127, 512, 700, 2048):
+        q, *caches, pos = op_arguments("attention", torch.float16, heads, T, start_pos)[0]
+        if eight_bits:
+            caches = [E4M3.round(c) for c in caches]
+        for c in caches:
+            c[:, start_pos + T :] = 0x7F if eight_bits else torch.nan
+        exact = kernels.reference.attention(q.float(), *map(kernels.cached_ref, caches), pos)
+        assert nmse(kernels.fused.attention(q, *caches, pos), exact) < ONE_UNIT[torch.float16], T
 
 
 def compile_hopper(dtype: str) -> None:
