@@ -806,6 +806,8 @@ def check_memory(
     copies = 2 if device.type == "cuda" else 1  # of what a prompt decodes: its graphs have memory of their own
     if format:  # the largest matrix
         workspace += copies * size * largest_read(c)
+    if kv_fp8:  # keys and values of one layer
+        workspace += copies * 2 * size * c.kv_dim * ctx_size
     free, where = free_memory(device), str(device)
     if c.ranks > 1:
         ranks = parallel.group()

@@ -906,8 +906,11 @@ def _launch_split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Te
 
 def _launch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:
     (T, H, D), KH, (scales, constants) = q.shape, k_cache.shape[0], _cache_constants(q, k_cache)
+    on_hopper = capability(q.device) == 90 and hopper.attends(q) and not fp16_sums()
+    if on_hopper and k_cache.dtype == torch.int8:
+        k_cache, v_cache = decode_caches(k_cache, v_cache, pos, T, q.dtype)
     positions_at_once = SHARED_KEYS // (2 * D * k_cache.element_size())
-    if capability(q.device) == 90 and hopper.attends(q, k_cache) and not fp16_sums():
+    if on_hopper:
         return hopper.attention(q, k_cache, v_cache, out, pos, positions_at_once)
     block_m, block_n, stages = (128 if T > 64 else 64, 64, 3) if D <= 128 else (64, 32, 2)  # within 99 KB of shared memory
     cut = dict(G=H // KH, BLOCK_M=block_m, BLOCK_N=block_n, WIDEN=_widen(q), FP16_SUMS=fp16_sums())
@@ -915,6 +918,32 @@ def _launch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, 
     grid = (triton.cdiv(T, block_m) * H,)
     args = (q, k_cache, v_cache, out, pos, T)
     launch(_attention_kernel, grid, q.device, *args, *scales, **constants, **cut, warps=block_m // 16, stages=stages)
+
+
+@jit
+def _decode_caches_kernel(
+    k_cache, v_cache, k, v, pos, T, S, D, BLOCK: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A head's keys and values of the positions that T tokens at pos see."""
+    gdc_launch_dependents(PDL)
+    head = tl.program_id(0).to(tl.int64) * S * D
+    gdc_wait(PDL)
+    end = (tl.load(pos) + T) * D
+    for start in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+        offs = tl.max_contiguous(start + tl.arange(0, BLOCK), 8)  # loaded as they are stored, eight a thread
+        keys = DECODE(tl.load(k_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
+        values = DECODE(tl.load(v_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
+        tl.store(k + head + offs, keys.to(k.dtype.element_ty), mask=offs < end)
+        tl.store(v + head + offs, values.to(v.dtype.element_ty), mask=offs < end)
+
+
+def decode_caches(k_cache: Tensor, v_cache: Tensor, pos: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Caches of codes [KH, S, D] in a 16-bit type, as far as T tokens at pos see them; what is beyond is not written."""
+    (KH, S, D), format = k_cache.shape, E4M3.on(k_cache.device)
+    k, v = (torch.empty_like(cache, dtype=dtype) for cache in (k_cache, v_cache))
+    grid, cut = (KH, triton.cdiv(16 * processors(pos.device), KH)), dict(BLOCK=4096, DECODE=format.decode_nan, GAIN=format.gain)
+    launch(_decode_caches_kernel, grid, pos.device, k_cache, v_cache, k, v, pos, T, S, D, **cut)
+    return k, v
 
 
 # ---- linear_add: residual += x W^T, in place. x [T, K], W [C, K], residual [T, C] -> residual

@@ -921,6 +921,16 @@ def test_memory_counts_the_largest_matrix_decoded(monkeypatch):
     assert needed(E4M3) == needed(None) - less + 4 * 2 * 4096 * 512
 
 
+def test_memory_counts_a_layer_of_an_8_bit_cache_decoded(monkeypatch):
+    monkeypatch.setattr("checkpoint.free_memory", lambda device: 0)
+    workspace, c = [], read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
+    for kv_fp8 in (False, True):
+        with pytest.raises(MemoryError) as error:
+            check_memory(c, torch.float16, torch.device("cuda"), 1 << 16, None, kv_fp8)
+        workspace.append(float(re.search(r"workspace (\S+) GB", str(error.value))[1]))
+    assert workspace[1] - workspace[0] == pytest.approx(2 * 2 * 2 * c.kv_dim * 65536 / 1e9, abs=0.02)  # launched and captured
+
+
 @needs_triton
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_fused_model_is_the_reference_model(tiny, dtype):
@@ -1602,6 +1612,16 @@ def test_the_norm_writes_codes():
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_caches_are_decoded_as_far_as_they_are_seen(dtype):
+    caches = torch.arange(-128, 128, device=DEVICE).to(torch.int8).repeat(2, 2, 500, 1).view(2, 2, 4000, 32).unbind()
+    pos = torch.tensor([1000], dtype=torch.int32, device=DEVICE)
+    for codes, values in zip(caches, kernels.decode_caches(*caches, pos, 17, dtype)):
+        exact = kernels.cached_ref(codes)[:, :1017].to(dtype)
+        assert exact.isnan().any() and torch.equal(values[:, :1017].nan_to_num(7.0), exact.nan_to_num(7.0))
+
+
+@needs_triton
 def test_activations_as_codes():
     x = randn(5, 300, dtype=torch.float16) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].half()
     codes, scales = fp8.encode_rows(x)
@@ -1741,6 +1761,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
         kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *caches, *arguments[6:])
         kernels.fused.attention(torch.zeros(T, 8, D, dtype=dtype), *caches, one)
+    kernels.decode_caches(*caches, one, 100, dtype)
     if half:
         halves = [torch.zeros(8, 500, 128, dtype=dtype) for _ in range(2)]
         with kernels.fp16_accumulation(True):
