@@ -1132,51 +1132,134 @@ def _add_powers(tile, lane_max, lane_shift, lane_sum):
 
 
 @jit
+def _load_blocks(start, offs, COUNT: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    """So many blocks in registers, all of them on their way at once."""
+    blocks = ()
+    for i in tl.static_range(COUNT):
+        blocks = blocks + (tl.load(start + i * BLOCK + offs, eviction_policy=EVICTION),)
+    return blocks
+
+
+@jit
+def _still_packed(block):
+    """The same block, though the compiler cannot know that. It would keep the fp32 values that 16 bits were converted to, in
+    twice as many registers."""
+    if EMULATED:
+        return block
+    PACK: tl.constexpr = 32 // block.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [block], dtype=block.dtype, is_pure=False, pack=PACK)
+
+
+@jit
+def _prefetch(start, BYTES: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Ask for memory to be read into the L2, AT_ONCE lines of 128 bytes at a time: one a thread."""
+    ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    if not EMULATED:
+        for first in tl.static_range(0, BYTES, 128 * AT_ONCE):
+            place = start.to(tl.int64) + tl.minimum(first + 128 * tl.arange(0, AT_ONCE), BYTES - 1)
+            tl.inline_asm_elementwise(ASM, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@jit
+def _softmax(block, shift, factor):
+    return (tl.exp2(_exponent(block.to(tl.float32), shift)) * factor).to(block.dtype)
+
+
+@jit
 def _cross_entropy_kernel(
-    logits, targets, count, losses,
-    V: tl.constexpr, IGNORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, targets, count, losses, T, ahead,
+    V: tl.constexpr, IGNORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, AT_ONCE: tl.constexpr,
+    PREFETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The loss of a row and, where there is a count, the gradient over the logits: (softmax - onehot) / count.
 
-    The ragged end of the row is loaded first and stays in registers: a row of up to BLOCK logits is read once. What comes
-    before it is whole blocks, without a mask; they are read again for the gradient, the last one first, since that is likely to
-    be in a cache still. At the speed of memory instructions count, too: a maximum is kept for every WIDTH neighbours, the 16
-    bytes that a thread loads at once, since one for each logit would double the exponentials; and these are powers of two, with
-    the maximum rounded down to a whole power, so that a logit costs one multiply-add before its power, exact at any size.
+    A row is whole blocks and a ragged end, which alone has a mask. The end and about KEPT blocks before it stay in registers
+    until the gradient is written over them. The other blocks are loaded AT_ONCE at a time, and again for the gradient, the last
+    ones first, before anything else can push them out of the caches. Where V is no multiple of WIDTH, rows start anywhere: the
+    whole blocks then start at the first aligned 16 bytes, and what lies before them is part of the end.
+
+    Rows in registers leave room for few programs, and while these compute, memory is idle. So each program asks for a row that
+    will soon be wanted, `ahead` by as many as run at once, to be read into the L2, or its first PREFETCHED bytes. Instructions
+    count, too: a maximum is kept for every WIDTH neighbours, the 16 bytes that a thread loads at once, since one for each logit
+    would double the exponentials; and these are powers of two, with the maximum rounded down to a whole power, so that a logit
+    costs one multiply-add before its power, exact at any size.
     """
     gdc_launch_dependents(PDL)
-    FULL: tl.constexpr = (V - 1) // BLOCK * BLOCK
-    offs = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    mask = FULL + offs < V
+    WHOLE: tl.constexpr = (V - 1) // BLOCK
+    TWICE: tl.constexpr = min(WHOLE, max(0, WHOLE - KEPT) + AT_ONCE - 1) // AT_ONCE * AT_ONCE  # so many are loaded twice
+    LANES: tl.constexpr = BLOCK // WIDTH
+    offs = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    end_offs = WHOLE * BLOCK + offs
+    mask = end_offs < V
     gdc_wait(PDL)
     pid = tl.program_id(0)
-    row = logits + pid.to(tl.int64) * V
+    first = pid.to(tl.int64) * V
+    row = logits + first
+    blocks = row
+    if V % WIDTH and V % BLOCK >= WIDTH:
+        aligned = tl.cdiv(first, WIDTH) * WIDTH
+        blocks = logits + aligned
+        end_offs += (aligned - first).to(tl.int32)
+        end_offs -= tl.where(end_offs < V, 0, V)
     target = tl.load(targets + pid)
-    end = tl.load(row + FULL + offs, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-    zeros = tl.zeros([BLOCK // WIDTH], tl.float32)
-    lane_max, lane_shift, lane_sum = _add_powers(end, zeros - float("inf"), zeros - 3e38, zeros)
-    for v in range(0, FULL, BLOCK):
-        tile = tl.load(row + v + offs).to(tl.float32)
-        lane_max, lane_shift, lane_sum = _add_powers(tile, lane_max, lane_shift, lane_sum)
-    row_max, shift = tl.max(lane_max, 0), tl.max(lane_shift, 0)
-    total = tl.sum(lane_sum * tl.exp2(lane_shift - shift), 0)
-    # only now is the target used, so that no load waited for it
+    if count is not None:
+        counted = tl.load(count).to(tl.float32)
+    end = tl.load(row + end_offs, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+    kept = _load_blocks(blocks + TWICE * BLOCK, offs, WHOLE - TWICE, BLOCK, "evict_first")
     exists = (target >= 0) & (target < V)
     true_logit = tl.load(row + target, mask=exists, other=float("nan")).to(tl.float32)
+    next_row = logits + tl.minimum(pid + ahead, T - 1).to(tl.int64) * V
+    if TWICE == 0:
+        _prefetch(next_row, PREFETCHED, LANES)
+    # the sum of the powers
+    zeros = tl.zeros([LANES], tl.float32)
+    lane_max, lane_shift, lane_sum = zeros - float("inf"), zeros - 3e38, zeros
+    for v in range(0, TWICE * BLOCK, AT_ONCE * BLOCK):
+        some = _load_blocks(blocks + v, offs, AT_ONCE, BLOCK, "")
+        for i in tl.static_range(AT_ONCE):
+            lane_max, lane_shift, lane_sum = _add_powers(some[i].to(tl.float32), lane_max, lane_shift, lane_sum)
+    for i in tl.static_range(WHOLE - TWICE):
+        lane_max, lane_shift, lane_sum = _add_powers(kept[i].to(tl.float32), lane_max, lane_shift, lane_sum)
+    lane_max, lane_shift, lane_sum = _add_powers(end.to(tl.float32), lane_max, lane_shift, lane_sum)
+    row_max = tl.max(lane_max, 0)
+    shift = tl.maximum(tl.floor(row_max * LOG2E), -3e38)
+    total = tl.sum(lane_sum * tl.exp2(lane_shift - shift), 0)
     loss = tl.log(total / tl.exp2(_exponent(row_max, shift))) + (row_max - true_logit)
     tl.store(losses + pid, tl.where(target == IGNORE, 0.0, loss))
+    # the gradient
     if count is not None:
-        scale = tl.where(target == IGNORE, 0.0, 1.0 / tl.load(count).to(tl.float32))
-        factor = scale / total
-        gradient = tl.exp2(_exponent(end, shift)) * factor
-        tl.store(row + FULL + offs, gradient.to(logits.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-        for back in range(BLOCK, FULL + BLOCK, BLOCK):
-            place = row + FULL - back + offs
-            gradient = tl.exp2(_exponent(tl.load(place, eviction_policy="evict_first").to(tl.float32), shift)) * factor
-            tl.store(place, gradient.to(logits.dtype.element_ty), eviction_policy="evict_first")
+        factor = tl.where(target == IGNORE, 0.0, 1.0 / counted) / total
+        for back in range(AT_ONCE * BLOCK, TWICE * BLOCK + 1, AT_ONCE * BLOCK):
+            start = blocks + TWICE * BLOCK - back
+            some = _load_blocks(start, offs, AT_ONCE, BLOCK, "evict_first")
+            for i in tl.static_range(AT_ONCE):
+                tl.store(start + i * BLOCK + offs, _softmax(some[i], shift, factor), eviction_policy="evict_first")
+        if TWICE > 0:
+            _prefetch(next_row, PREFETCHED, LANES)
+        for i in tl.static_range(WHOLE - TWICE):
+            place = blocks + (TWICE + i) * BLOCK + offs
+            tl.store(place, _softmax(_still_packed(kept[i]), shift, factor), eviction_policy="evict_first")
+        tl.store(row + end_offs, _softmax(_still_packed(end), shift, factor), mask=mask, eviction_policy="evict_first")
         tl.debug_barrier()  # the target's own gradient is written after that of its neighbours
-        gradient = tl.exp2(_exponent(true_logit, shift)) * factor - scale
+        gradient = (tl.exp2(_exponent(true_logit, shift)) - total) * factor  # 0 where this logit is all of the total
         tl.store(row + target, gradient.to(logits.dtype.element_ty), mask=exists)
+
+
+def _cross_entropy_launch(V: int, size: int, gradient: bool, device: torch.device) -> dict[str, int]:
+    """How rows of V logits of so many bytes each are cut up, from sweeps on an H200."""
+    width, row = 16 // size, V * size
+    if not gradient:
+        warps, registers, kept, at_once, prefetched = 8, 64, 0, 8, 0
+    elif row <= 1 << 14:
+        warps, registers, kept, at_once, prefetched = 4, 64, 16, 4, row
+    elif row <= 1 << 17:  # two programs a processor, each with up to 64 KB of a row in its registers
+        warps, registers, kept, at_once, prefetched = 8, 128, 16, 4, min(row, 1 << 16)
+    else:  # one program a processor, so that what is read twice stays in the L2
+        warps, registers, kept, at_once, prefetched = 32, 64, 4, 4, 0
+    warps = min(warps, triton.cdiv(triton.next_power_of_2(V), 32 * width))
+    cut = dict(BLOCK=32 * width * warps, KEPT=kept, AT_ONCE=at_once, PREFETCHED=prefetched, warps=warps, maxnreg=registers)
+    ahead = processors(device) * max(2, (1 << 17) // row)  # as many rows as run at once, or more if they are short
+    return dict(ahead=ahead, V=V, IGNORE=IGNORE, WIDTH=width) | cut
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None) -> Tensor:
@@ -1185,11 +1268,8 @@ def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None) ->
     T, V = logits.shape
     assert logits.is_contiguous() and targets.shape == (T,), (logits.shape, targets.shape)
     losses = logits.new_empty(T, dtype=torch.float32)
-    longest = 4096 if V <= 1 << 16 else 8192 if count is None else 16384  # tuned at V = 32,000 and 128,256 on an H200
-    block = min(longest, max(256, triton.next_power_of_2(V)))
-    warps = max(1, block // 512)
-    cut = dict(V=V, IGNORE=IGNORE, WIDTH=16 // logits.element_size(), BLOCK=block, warps=warps)
-    launch(_cross_entropy_kernel, (T,), logits.device, logits, targets, count, losses, **cut)
+    cut = _cross_entropy_launch(V, logits.element_size(), count is not None, logits.device)
+    launch(_cross_entropy_kernel, (T,), logits.device, logits, targets, count, losses, T, **cut)
     return losses
 
 

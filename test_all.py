@@ -1219,6 +1219,26 @@ def test_cross_entropy_tells_of_what_is_not_finite_and_leaves_out_what_is_ignore
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_cross_entropy_does_not_depend_on_how_a_row_is_cut(dtype, monkeypatch, guarded):
+    """Into blocks that stay in registers, blocks that are read twice, and an end; rows of 643 start anywhere."""
+    cut = kernels._cross_entropy_launch
+    for V, kept, at_once in itertools.product((65, 640, 643), (0, 3, 99), (1, 4)):
+        start, targets = randn(5, V, dtype=dtype, scale=3), torch.randint(0, V, (5,), device=DEVICE)
+        exact, logits = start.double().requires_grad_(), torch.empty_like(start).copy_(start)
+        losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
+        losses.mean().backward()
+        sizes = dict(BLOCK=64, KEPT=kept, AT_ONCE=at_once, warps=1)
+        monkeypatch.setattr(kernels, "_cross_entropy_launch", lambda *arguments, sizes=sizes: cut(*arguments) | sizes)
+        alone = kernels.cross_entropy_rows(logits, targets, None)
+        found = kernels.cross_entropy_rows(logits, targets, torch.tensor(5, device=DEVICE))
+        where = (V, kept, at_once)
+        assert distance(found, losses.detach()) < 4 * HALF_PLACE[torch.float32] and nmse(alone, found) < 1e-12, where
+        assert distance(logits, exact.grad) <= 2 * HALF_PLACE[dtype], where
+    guarded()
+
+
+@needs_triton
 def test_linear_cross_entropy_does_not_depend_on_its_chunks(monkeypatch):
     x, w = torch.randn(19, 24, device=DEVICE), torch.randn(201, 24, device=DEVICE)
     targets = torch.randint(0, 201, (19,), device=DEVICE)
@@ -1826,7 +1846,7 @@ def compile_kernels(arch: int) -> None:
             if key in done:
                 continue
             done.add(key)
-            options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90)
+            options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90, maxnreg=constants.get("maxnreg"))
             source = ASTSource(kernel, signature, constexprs, aligned)
             compiled = launch.triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
             assert compiled.asm["cubin"]
