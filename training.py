@@ -40,27 +40,30 @@ def bias_backward_ref(dout: Tensor) -> Tensor:
 
 @jit
 def _column_sum_kernel(x, out, T, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A block of columns, summed over every so many rows. x [T, N], out [programs along the rows, N] fp32."""
+    """A block of columns, summed over every so many rows, two tiles on their way at once. x [T, N], out [programs along the
+    rows, N] fp32."""
     gdc_launch_dependents(PDL)
     pid_n, pid_t = tl.program_id(0), tl.program_id(1)
+    step = tl.num_programs(1) * ROWS
     offs_n = pid_n * BLOCK + tl.arange(0, BLOCK)
-    offs_t = tl.arange(0, ROWS)
     mask_n = offs_n < N
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     gdc_wait(PDL)
-    for first in range(pid_t * ROWS, T, tl.num_programs(1) * ROWS):
-        rows = first + offs_t
+    for first in range(pid_t * ROWS, T, 2 * step):
+        rows = first + tl.arange(0, ROWS)
         offsets = rows.to(tl.int64)[:, None] * N + offs_n[None, :]
-        mask = (rows < T)[:, None] & mask_n[None, :]
+        mask, mask_next = (rows < T)[:, None] & mask_n[None, :], (rows < T - step)[:, None] & mask_n[None, :]
         tile = tl.load(x + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+        next_tile = tl.load(x + offsets + step * N, mask=mask_next, other=0.0, eviction_policy="evict_first")
         acc += tile.to(tl.float32)
+        acc += next_tile.to(tl.float32)
     tl.store(out + pid_t * N + offs_n, tl.sum(acc, 0), mask=mask_n)
 
 
 def _sum_partials(partial: Tensor) -> Tensor:
     """Column sums [N] of a few rows [P, N] in fp32: blocks of 32 bytes, so that many programs share them and wait once."""
     P, N = partial.shape
-    out, rows = partial.new_empty(1, N), min(1024, triton.next_power_of_2(P))
+    out, rows = partial.new_empty(1, N), min(512, triton.next_power_of_2(triton.cdiv(P, 2)))
     launch(_column_sum_kernel, (triton.cdiv(N, 8), 1), partial.device, partial, out, P, N=N, ROWS=rows, BLOCK=8, warps=8)
     return out[0]
 
@@ -68,9 +71,9 @@ def _sum_partials(partial: Tensor) -> Tensor:
 def bias_backward(dout: Tensor) -> Tensor:
     T, N = dout.shape
     assert dout.is_contiguous(), dout.shape
-    rows, block = 32, 256
-    columns = triton.cdiv(N, block)
-    slabs = max(1, min(triton.cdiv(T, rows), 8 * processors(dout.device) // columns))
+    rows, block = 8, 512
+    columns, tiles = triton.cdiv(N, block), triton.cdiv(T, rows)
+    slabs = triton.cdiv(tiles, triton.cdiv(tiles, max(1, 8 * processors(dout.device) // columns)))  # all of the same length
     partial = dout.new_empty(slabs, N, dtype=torch.float32)
     launch(_column_sum_kernel, (columns, slabs), dout.device, dout, partial, T, N=N, ROWS=rows, BLOCK=block)
     return partial[0] if slabs == 1 else _sum_partials(partial)
@@ -183,10 +186,10 @@ def _rmsnorm_backward_kernel(
     tl.store(dweight + pid * C + cols, tl.sum(acc, 0), mask=cols < C)
 
 
-def _row_tile(C: int, elements: int) -> dict[str, int]:
-    """A tile of whole rows: its shape, and the warps for about so many elements a thread."""
+def _row_tile(C: int, elements: int, least: int) -> dict[str, int]:
+    """A tile of whole rows: its shape, and the warps, at least so many, for about so many elements a thread."""
     block = triton.next_power_of_2(C)
-    warps = min(16, max(4, block // (32 * elements)))
+    warps = min(16, max(least, block // (32 * elements)))
     return dict(ROWS=max(1, elements * 32 * warps // block), BLOCK=block, warps=warps)
 
 
@@ -195,7 +198,7 @@ def rmsnorm_forward(
 ) -> tuple[Tensor, Tensor]:
     """-> total, y. `seed`, one int32, chooses what dropout leaves out with probability p; None: nothing."""
     C = x.shape[-1]
-    T, cut = x.numel() // C, _row_tile(C, 16)
+    T, cut = x.numel() // C, _row_tile(C, 32, least=2)
     assert x.is_contiguous() and weight.shape == (C,) and x.numel() < 1 << 32, (x.shape, weight.shape)
     assert branch is None or branch.is_contiguous() and branch.shape == x.shape, (x.shape, branch.shape)
     total, y = x if branch is None else torch.empty_like(x), x.new_empty(*x.shape, dtype=dtype)
@@ -210,8 +213,9 @@ def rmsnorm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """-> the gradients of x, of the branch if it has a type, and of weight. dtotal: the gradient of total, if it has one."""
     C = total.shape[-1]
-    elements, stages = (16, 2) if C <= 2048 else (8, 3)  # stages of the loop: the next rows are loaded ahead
-    T, cut = total.numel() // C, _row_tile(C, elements)
+    elements = 16 if C <= 2048 else 8
+    stages = 2 if C <= 2048 and dtotal is not None and total.element_size() == 4 else 3  # of the loop: rows are loaded ahead
+    T, cut = total.numel() // C, _row_tile(C, elements, least=4)
     assert dy.is_contiguous() and dy.shape == total.shape, (dy.shape, total.shape)
     assert dtotal is None or dtotal.is_contiguous() and dtotal.shape == total.shape, (dtotal.shape, total.shape)
     programs = min(triton.cdiv(T, cut["ROWS"]), max(1, 256 // elements // cut["warps"]) * processors(total.device))
