@@ -143,17 +143,19 @@ def report(parts, device):
             part()
     found, within = timed(parts, device)
     copy, product = bench.copy_ceiling(device), bench.product_ceiling(device, torch.bfloat16)
-    total, ideal, rows, kinds = sum(s for s, _ in found.values()), 0.0, [], defaultdict(float)
+    total, rows, kinds = sum(s for s, _ in found.values()), [], defaultdict(lambda: [0.0, 0.0])
     for name, (seconds, count) in sorted(found.items(), key=lambda item: -item[1][0]):
         moved, done = counted.bytes.get(name, 0.0), counted.operations.get(name, 0.0)
         best = max(moved / copy, done / product)
-        ideal += min(best, seconds) if best else seconds  # what is not counted is taken as it is
-        kinds[kind_of(name)] += seconds
+        kinds[kind_of(name)][0] += seconds
+        kinds[kind_of(name)][1] += min(best, seconds) if best else seconds  # what is not counted is taken as it is
         if seconds > 0.002 * total:
             shares = {"% of copy": 100 * moved / copy / seconds, "% of product": 100 * done / product / seconds}
             rows.append({"kernel": name[:48], "ms": 1e3 * seconds, "count": count, "GB/s": moved / seconds / 1e9} | shares)
-    table = lambda values: bench.markdown([{"": k, "ms": 1e3 * s, "% of time": 100 * s / total} for k, s in values.items()])
+    sums = [{"": k, "ms": 1e3 * s, "% of time": 100 * s / total, "% of ceiling": 100 * i / s} for k, (s, i) in kinds.items()]
+    spans = [{"": k, "ms": 1e3 * s, "% of time": 100 * s / total} for k, s in within.items()]
+    ideal = sum(i for _, i in kinds.values())
     closing = (
         f"{1e3 * total:.2f} ms of kernels; each at its own ceiling {1e3 * ideal:.2f} ms: efficiency {100 * ideal / total:.1f}%"
     )
-    return "\n\n".join((bench.markdown(rows), table(kinds), table(within), closing))
+    return "\n\n".join((bench.markdown(rows), bench.markdown(sums), bench.markdown(spans), closing))
