@@ -1033,6 +1033,7 @@ def test_other_numbers_need_no_other_graph(tiny, monkeypatch):
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=kernels.fused.sample))
     monkeypatch.setattr(sampling, "launch", record)
     monkeypatch.setattr("model.captured", captured)
+    monkeypatch.setattr("model.PADDED", ())  # so that the prompt is not captured, too
     monkeypatch.setattr(type(model), "uses_graphs", True)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     assert [list(generate(model, [1, 5, 9], cache, 8, s, eos=[])) for s in every] == expected
@@ -4327,6 +4328,7 @@ def test_passes_of_graphs_do_not_change_the_text(tiny, monkeypatch):
     plain_longer = list(generate(model, longer, n=9, **settings))
     if DEVICE.type == "cpu":
         monkeypatch.setattr(type(model), "uses_graphs", True)
+        monkeypatch.setattr("model.PADDED", ())
         monkeypatch.setattr(speculation._OnGpu, "start", start)
         monkeypatch.setattr(speculation._OnGpu, "launch", launch)
     for way in (Lookup(3), Draft(3, model), Draft(2, other)):
