@@ -59,12 +59,10 @@ class Sampler:
     def form(self, V: int, S: int) -> dict[str, int | bool]:
         """What the kernel is compiled for, of the settings: V logits, at most S tokens to look back on."""
         s, cuts = self.s, self.s.temp > 0 and 0 < self.s.top_k < V
-        window = min(s.repeat_last_n, S) if s.repeat_last_n >= 0 else S
+        window = 0 if s.repeat_penalty == 1 else S if s.repeat_last_n < 0 else min(s.repeat_last_n, S)
         block = 1024 if s.temp == 0 or cuts and s.top_k <= KEEP else triton.next_power_of_2(V)
-        return dict(
-            TOP_K=cuts, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0, PENALTY=s.repeat_penalty != 1 and window > 0,
-            WINDOW=triton.next_power_of_2(max(window, 1)), BLOCK=block,
-        )  # fmt: skip
+        on = dict(TOP_K=cuts, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0, PENALTY=window > 0)
+        return on | dict(WINDOW=triton.next_power_of_2(max(window, 1)), BLOCK=block)
 
 
 def uniform(seed: int, index: int) -> float:
