@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from threading import Timer
 
@@ -110,6 +111,7 @@ class Renderer:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the program that talks
         )
+        weakref.finalize(self, end, self.process)
         self.process.stdout.readline()  # it is ready; on a busy machine that takes longer than a template may
 
     def render(self, template: str, **variables) -> str:
@@ -139,6 +141,11 @@ class Renderer:
         if error:
             raise ValueError(f"the chat template says: {error}")
         return text
+
+
+def end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
 
 
 def serve() -> None:

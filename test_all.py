@@ -10,6 +10,7 @@ import copy as copy_module
 import csv
 import fcntl
 import functools
+import gc
 import hashlib
 import http.server
 import inspect
@@ -2665,6 +2666,16 @@ def test_a_hostile_template_costs_one_line(cli, tiny, tmp_path, monkeypatch, how
     monkeypatch.setattr(template, "SECONDS", 1.0 if how == "loops" else PATIENCE)
     code, out, err = cli("-m", tiny, "--chat", "--chat-template", tmp_path / "template", "--quiet", stdin=b"hello\n")
     assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
+
+
+def test_the_process_of_templates_ends_with_its_tokenizer(tiny):
+    tokenizer = Tokenizer(tiny)
+    tokenizer.apply_chat_template(conversation("hello"))
+    process = tokenizer._renderer.process
+    assert process.poll() is None
+    del tokenizer
+    gc.collect()
+    assert process.poll() is not None
 
 
 @pytest.mark.parametrize("how, expected", [("not-there", "is no chat template"), (".", "is no chat template")])
