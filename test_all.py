@@ -607,6 +607,8 @@ def test_generation_ends_at_n_at_eos_and_at_a_full_context(tiny):
     assert ended == greedy[: greedy.index(greedy[2]) + 1]
     ignoring = list(generate(model, [1, 5], n=5, sampling=Sampling(temp=0), eos=[greedy[2]], ignore_eos=True))
     assert greedy[2] not in ignoring and len(ignoring) == 5
+    every_but_7 = {*range(model.config.vocab_size)} - {7}
+    assert list(generate(model, [1, 5], n=5, eos=every_but_7, ignore_eos=True)) == [7] * 5
     assert len(list(generate(model, [1, 5], sampling=Sampling(temp=0), eos=[]))) == 10
     with pytest.raises(ValueError, match="13 tokens.*12"):
         list(generate(model, [1] * 13))
@@ -1412,8 +1414,10 @@ def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
     peak = weights.abs().amax(1, keepdim=True)
     assert ((near - weights).abs() <= bound * torch.maximum(weights.abs(), peak * 2.0**-6)).all()
     simple = weights.abs().amax(1).clamp(min=1e-30) / FORMATS[form].top
-    plainly = FORMATS[form].decoded(FORMATS[form].round(weights / simple[:, None]), simple)
-    assert ((near - weights).square().sum(1) <= (plainly - weights).square().sum(1)).all()
+    for step in (0.0, 0.25, 0.5, 0.75):
+        tried = simple * 2**step
+        other = FORMATS[form].decoded(FORMATS[form].round(weights / tried[:, None]), tried)
+        assert ((near - weights).square().sum(1) <= (other - weights).square().sum(1)).all()
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="NaN or inf"):
             FORMATS[form].encode(torch.tensor([[1.0, bad]]))
