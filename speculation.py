@@ -149,17 +149,19 @@ class Speculation:
             self._on_gpu = _OnGpu(key, self, model, cache, sampler, banned)
         gpu, read, single = self._on_gpu, cache.pos, True
         self.catch_up(cache, read)
-        gpu.start(read, last)
+        gpu.start(read)
         while read < last:
             bound = read + gpu.in_flight
             while len(gpu.running) < 2 and bound < last:
                 several = bound + 1 + self.n <= last and gpu.found and self.pacer.ready()
-                if several and single and gpu.running:
-                    break  # catching up wants an idle GPU
+                T = 1 + self.n if several else 1
+                if gpu.running and (several and single or T not in gpu.graphs):
+                    break  # catching up and capturing want an idle GPU
                 if several and single:
                     self.catch_up(cache, read)
                 single = not several
-                gpu.launch(1 + self.n if several else 1)
+                gpu.prepare(T, read)
+                gpu.launch(T)
                 bound = read + gpu.in_flight
             T, new, seconds = gpu.collect()
             self._tell(T - 1, new - read - 1, seconds)
@@ -193,26 +195,30 @@ class _OnGpu:
             enqueue_accept(cache, T, self.drawn, self.rejected, self.turn, self.result)
             cache.device_pos -= self.rejected
 
-        self.run, self.several = run, 1 + speculation.n
+        self.run = run
 
     @property
     def in_flight(self) -> int:
         """How many tokens the running passes may add."""
         return sum(T for T, _, _ in self.running)
 
-    def start(self, pos: int, last: int) -> None:
-        """Begin at pos; what a graph does is run once before it is captured, to compile it, where there is room for that."""
+    def start(self, pos: int) -> None:
+        """Begin at pos."""
         torch.cuda.synchronize()
         self.running.clear()
-        for T in {1, self.several} - self.graphs.keys():
-            if pos + T <= last:
-                tokens = self.cache.tokens.clone()
-                self.cache.seek(pos)
-                self.graphs[T] = captured(partial(self.run, T))
-                self.cache.tokens.copy_(tokens)
         self.cache.seek(pos)
         self.turn.zero_()
         self.collected = 0
+
+    def prepare(self, T: int, pos: int) -> None:
+        """Capture a pass of T tokens if there is none yet: only now, so that a text without repeats does not pay for it. The
+        pass is run once for that, at pos and with the GPU idle; afterwards all is as before."""
+        if T not in self.graphs:
+            tokens, turn = self.cache.tokens.clone(), self.turn.clone()
+            self.graphs[T] = captured(partial(self.run, T))
+            self.cache.tokens.copy_(tokens)
+            self.turn.copy_(turn)
+            self.cache.seek(pos)
 
     def launch(self, T: int) -> None:
         start, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -4325,7 +4325,7 @@ def test_passes_of_graphs_do_not_change_the_text(tiny, monkeypatch):
     """Without a GPU what the graphs do is run as it is, with the reference ops: capture and replay are missing."""
     event = SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda other: 1.0)
 
-    def start(self, pos: int, last: int) -> None:
+    def start(self, pos: int) -> None:
         self.running.clear()
         self.cache.seek(pos)
         self.turn.zero_()
@@ -4364,6 +4364,7 @@ def test_speculation_from_the_command_line(cli, tiny, copy):
         code, out, err = cli(*flags, *way)
         assert code == 0 and out == expected
         assert re.search(r"proposals \d+ passes, \d\.\d\d tokens a pass; .* proposals accepted", err)
+        monkeypatch.setattr(speculation, "captured", lambda run: run())
     lines = ("the fox", "the crow", "the fox")
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
     assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == 2
