@@ -8,7 +8,8 @@ long as it loads the same columns of x. So dimension 1 of a tile is a thread's n
 warps, registers, in this order), and reshape and permute give the elements their names without moving them. The warps of a
 program share its rows and split K; a sum over them ends the product.
 
-An instruction multiplies 16 rows of W with 8 tokens, so the tokens are padded to 8 or 16.
+An instruction multiplies 16 rows of W with 8 tokens, so the tokens are padded to 8 or 16. What is normed is normed before, by
+a kernel of its own: while that runs, the first tiles of W are already on their way.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -20,7 +21,7 @@ from fp8 import Matrix
 from launch import FEW_LAUNCHES, INTERPRETED, FewLaunch, capability, gdc_wait, jit, launch, nearest, tl, triton
 
 MOST = 16  # tokens
-TYPES = (torch.float16, torch.bfloat16) if INTERPRETED else (torch.float16,)  # of x; bf16 is not timed yet on a GPU
+TYPES = (torch.float16, torch.bfloat16)  # of x
 
 
 @jit
@@ -51,11 +52,8 @@ def _weights_operand(tile, HOW: tl.constexpr):
 
 
 @jit
-def _load_tokens(
-    x, k: tl.constexpr, T, STRIDE: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, HOW: tl.constexpr,
-    POLICY: tl.constexpr,
-):  # fmt: skip
-    """The same columns of the T rows of x, which lie STRIDE apart: eight neighbours a thread."""
+def _load_tokens(x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, HOW: tl.constexpr):
+    """The same columns of the T rows of x: eight neighbours a thread."""
     PARTS: tl.constexpr = E // 8
     i, e = tl.arange(0, TOKENS // 8 * HOW.steps * PARTS * HOW.warps * 32)[:, None], tl.arange(0, 8)[None, :]
     lane, warp, register = i % 32, i // 32 % HOW.warps, i // (32 * HOW.warps)
@@ -63,7 +61,7 @@ def _load_tokens(
     step = warp * HOW.steps + register // PARTS % HOW.steps
     cols = k + step * (4 * E) + lane % 4 * E + register % PARTS * 8 + e
     mask = (t < T) & (cols < K) if k + HOW.warps * HOW.steps * 4 * E > K else (t < T) & (e < 8)
-    return tl.load(x + t * STRIDE + cols, mask=mask, other=0.0, eviction_policy=POLICY)
+    return tl.load(x + t * K + cols, mask=mask, other=0.0, eviction_policy="evict_last")
 
 
 @jit
@@ -74,48 +72,30 @@ def _tokens_operand(tile, TOKENS: tl.constexpr, E: tl.constexpr, HOW: tl.constex
 
 
 @jit
-def _inverse_rms(x, T, eps, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, HOW: tl.constexpr):
-    """1 / rms of the token that each row of a tile of x belongs to, as a column."""
-    REGISTERS: tl.constexpr = HOW.steps * (E // 8)
-    squares = tl.full([TOKENS // 8 * REGISTERS * HOW.warps * 32, 8], 0.0, tl.float32)
-    for k in tl.static_range(0, K, HOW.warps * HOW.steps * 4 * E):
-        tile = _load_tokens(x, k, T, K, K, TOKENS, E, HOW, "").to(tl.float32)
-        squares += tile * tile
-    sums = tl.sum(squares, 1).reshape(TOKENS // 8, REGISTERS, HOW.warps, 8, 4)
-    sums = tl.sum(tl.sum(tl.sum(sums, 1, keep_dims=True), 4, keep_dims=True), 2, keep_dims=True)
-    sums = tl.broadcast_to(sums, [TOKENS // 8, REGISTERS, HOW.warps, 8, 4])
-    return tl.rsqrt(sums.reshape(TOKENS // 8 * REGISTERS * HOW.warps * 32, 1) / K + eps)
-
-
-@jit
 def few_product(
-    x, norm, w, scale, row, T, N, eps,
+    x, w, scale, row, T, N,
     K: tl.constexpr, TOKENS: tl.constexpr, HOW: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """rmsnorm(x) W[row : row + HOW.rows]^T for T tokens, x W^T where norm is None: float32 [HOW.rows, TOKENS]. What is normed
-    is rounded to the type of x, as the op `rmsnorm` does. x is read twice for that, the second time from the L1 cache: another
-    eviction policy keeps the compiler from holding it in registers, which W needs."""
+    """x W[row : row + HOW.rows]^T for T tokens: float32 [HOW.rows, TOKENS]."""
     E: tl.constexpr = 128 // w.dtype.element_ty.primitive_bitwidth
     BLOCK: tl.constexpr = HOW.warps * HOW.steps * 4 * E
-    # Before the wait: the first tiles of W
+    # Before the wait: the first tiles of W, and the scales
     w_tiles = ()
     for k in tl.static_range(0, HOW.ahead * BLOCK, BLOCK):
         if k < K:
             w_tiles = w_tiles + (_load_weights(w, row, k, N, K, HOW),)
+    if scale is not None:
+        rows = row + tl.arange(0, HOW.rows)[:, None]
+        scales = tl.load(scale + rows, mask=rows < N, other=0.0) * GAIN
     gdc_wait(PDL)
-    if norm is not None:
-        inv_rms = _inverse_rms(x, T, eps, K, TOKENS, E, HOW)
     acc = tl.full([HOW.warps, HOW.rows, TOKENS], 0.0, tl.float32)
     for k in tl.static_range(0, K, BLOCK):
         w_tile = w_tiles[0]
         w_tiles = w_tiles[1:]
         if k + HOW.ahead * BLOCK < K:
             w_tiles = w_tiles + (_load_weights(w, row, k + HOW.ahead * BLOCK, N, K, HOW),)
-        x_tile = _load_tokens(x, k, T, K, K, TOKENS, E, HOW, "evict_last")
-        if norm is not None:
-            norm_tile = _load_tokens(norm, k, TOKENS, 0, K, TOKENS, E, HOW, "evict_last")
-            x_tile = (x_tile.to(tl.float32) * inv_rms * norm_tile.to(tl.float32)).to(x_tile.dtype)
+        x_tile = _load_tokens(x, k, T, K, TOKENS, E, HOW)
         a = _weights_operand(w_tile if DECODE is None else DECODE(w_tile).to(x_tile.dtype), HOW)
         b = _tokens_operand(x_tile, TOKENS, E, HOW)
         if WIDEN:
@@ -123,10 +103,7 @@ def few_product(
         else:
             acc = tl.dot(a, b, acc)
     y = tl.sum(acc, 0)
-    if scale is not None:
-        rows = row + tl.arange(0, HOW.rows)[:, None]
-        y *= tl.load(scale + rows, mask=rows < N, other=0.0) * GAIN
-    return y
+    return y if scale is None else y * scales
 
 
 def few_launch(op: str, x: Tensor, w: Matrix) -> FewLaunch | None:
@@ -143,7 +120,7 @@ def padded(T: int) -> int:
     return 8 if T <= 8 else 16
 
 
-def launch_few(how: FewLaunch, kernel, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, *args, **constants) -> None:
+def launch_few(how: FewLaunch, kernel, x: Tensor, w: Matrix, *args, **constants) -> None:
     """Launch a kernel built on `few_product`."""
     (T, K), bytes_each = x.shape, w.data.element_size()
     assert w.columns == K and x.is_contiguous(), (x.shape, w.shape)
@@ -151,5 +128,5 @@ def launch_few(how: FewLaunch, kernel, x: Tensor, norm: Tensor | None, w: Matrix
     format = w.format.on(x.device) if w.format else None
     form = dict(DECODE=format.decode if format else None, GAIN=format.gain if format else 1.0)
     cut = dict(N=w.rows, K=K, TOKENS=padded(T), HOW=how._replace(warps=warps), WIDEN=INTERPRETED, warps=warps)
-    args = (x, norm, w.data, w.scale, T, eps, *args)
-    launch(kernel, (triton.cdiv(w.rows, how.rows),), x.device, *args, **cut, **form, **constants)
+    grid = (triton.cdiv(w.rows, how.rows),)
+    launch(kernel, grid, x.device, x, w.data, w.scale, T, *args, **cut, **form, **constants)

@@ -10,8 +10,8 @@ There is one sequence at a time, so no batch axis. `pos` is an int32 tensor of o
 cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and derive strides from shapes.
 
 At T = 1 a product is bound by reading W: a kernel streams its rows once, and does everything else on the way. So it is with up
-to 16 tokens and 8-bit weights, which tensor cores multiply on the way (few_tokens.py). Otherwise, the library's product stands
-between small fused kernels: with many tokens it is bound by arithmetic, and runs at the card's product rate (BENCHMARKS.md).
+to 16 tokens, which tensor cores multiply on the way (few_tokens.py). With more, the library's product stands between small
+fused kernels: with many tokens it is bound by arithmetic, and runs at the card's product rate (BENCHMARKS.md).
 
 The file ends with two facing tables. `reference` runs on any torch device: it is the CPU path, and the oracle in tests.
 `fused` runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1. To add an op: write its block, enter it in both tables, and
@@ -522,7 +522,7 @@ def _head_buffers(device: torch.device, heads: int, D: int) -> tuple[Tensor, Ten
 
 @jit
 def _few_qkv_kernel(
-    x, norm, w, scale, T, eps, table, k_cache, v_cache, q, pos,
+    x, w, scale, T, table, k_cache, v_cache, q, pos,
     N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, HOW: tl.constexpr,
     DECODE: tl.constexpr, GAIN: tl.constexpr, WIDEN: tl.constexpr,
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF_D: tl.constexpr, PDL: tl.constexpr,
@@ -532,9 +532,8 @@ def _few_qkv_kernel(
     pairs, t = row // 2 + tl.arange(0, HOW.rows // 2)[:, None], tl.arange(0, TOKENS)[None, :]
     head, pair, mask = pairs // HALF_D, pairs % HALF_D, (pairs < N // 2) & (t < T)
     position = tl.load(pos) + t
-    y = few_product(x, norm, w, scale, row, T, N, eps, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL)
     cos, sin = _load_angle(table, position, pair, mask & (head < H + KH), HALF_D)
-    even, odd = _pairs(y)
+    even, odd = _pairs(few_product(x, w, scale, row, T, N, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL))
     even, odd = _rotate(even, odd, cos, sin)
     _store_qkv(q, k_cache, v_cache, even, odd, t, position, head, pair, mask, S, H, KH, HALF_D)
 
@@ -550,11 +549,11 @@ def rmsnorm_qkv_rope(
     args, heads = (table, k_cache, v_cache, q, pos), dict(S=S, H=H, KH=KH)
     how = few_launch("rmsnorm_qkv_rope", x, wqkv)
     if how and bias is None and qk_norm is None:
-        launch_few(how, _few_qkv_kernel, x, norm, wqkv, eps, *args, **heads, HALF_D=D // 2)
+        launch_few(how, _few_qkv_kernel, rmsnorm(x, norm, eps), wqkv, *args, **heads, HALF_D=D // 2)
     elif T > 1:
         if how:
             qkv = x.new_empty(T, wqkv.rows)
-            launch_few(how, _few_rmsnorm_linear_kernel, x, norm, wqkv, eps, qkv)
+            launch_few(how, _few_linear_kernel, rmsnorm(x, norm, eps), wqkv, qkv)
         else:
             qkv = normed_linear(x, norm, wqkv, eps)
         if qk_norm is not None:
@@ -967,7 +966,7 @@ def _linear_add_kernel(
 
 @jit
 def _few_linear_add_kernel(
-    x, norm, w, scale, T, eps, residual,
+    x, w, scale, T, residual,
     N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, HOW: tl.constexpr,
     DECODE: tl.constexpr, GAIN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -975,7 +974,7 @@ def _few_linear_add_kernel(
     row = tl.program_id(0) * HOW.rows
     rows, t = row + tl.arange(0, HOW.rows)[:, None], tl.arange(0, TOKENS)[None, :]
     offs, mask = t * N + rows, (rows < N) & (t < T)
-    y = few_product(x, norm, w, scale, row, T, N, eps, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL)
+    y = few_product(x, w, scale, row, T, N, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL)
     y += tl.load(residual + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(residual + offs, y.to(residual.dtype.element_ty), mask=mask)
 
@@ -986,7 +985,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
         launch_product("linear_add", _linear_add_kernel, x, None, w, 0.0, residual)
         return residual
     if how := few_launch("linear_add", x, w):
-        launch_few(how, _few_linear_add_kernel, x, None, w, 0.0, residual)
+        launch_few(how, _few_linear_add_kernel, x, w, residual)
         return residual
     if fp8.on_tensor_cores(w):
         return residual.add_(fp8.tensor_core_linear(*fp8.encode_rows(x), w, x.dtype))
@@ -1025,14 +1024,14 @@ def _rmsnorm_swiglu_kernel(
 
 @jit
 def _few_swiglu_kernel(
-    x, norm, w, scale, T, eps, out,
+    x, w, scale, T, out,
     N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, HOW: tl.constexpr,
     DECODE: tl.constexpr, GAIN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * HOW.rows
     offs_f, t = row // 2 + tl.arange(0, HOW.rows // 2)[:, None], tl.arange(0, TOKENS)[None, :]
-    a, b = _pairs(few_product(x, norm, w, scale, row, T, N, eps, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL))
+    a, b = _pairs(few_product(x, w, scale, row, T, N, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL))
     tl.store(out + t * (N // 2) + offs_f, _silu_mul(a, b).to(out.dtype.element_ty), mask=(offs_f < N // 2) & (t < T))
 
 
@@ -1054,7 +1053,7 @@ def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float) -> Tensor:
     if T == 1:
         launch_product("rmsnorm_swiglu", _rmsnorm_swiglu_kernel, x, norm, w13, eps, out)
     elif how := few_launch("rmsnorm_swiglu", x, w13):
-        launch_few(how, _few_swiglu_kernel, x, norm, w13, eps, out)
+        launch_few(how, _few_swiglu_kernel, rmsnorm(x, norm, eps), w13, out)
     else:
         ab, grid = normed_linear(x, norm, w13, eps), (T, triton.cdiv(F, 1024))
         launch(_swiglu_kernel, grid, x.device, ab, out, F, BLOCK=1024, FP16_SUMS=fp16_sums())
@@ -1081,15 +1080,15 @@ def _rmsnorm_linear_kernel(
 
 
 @jit
-def _few_rmsnorm_linear_kernel(
-    x, norm, w, scale, T, eps, out,
+def _few_linear_kernel(
+    x, w, scale, T, out,
     N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, HOW: tl.constexpr,
     DECODE: tl.constexpr, GAIN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * HOW.rows
     rows, t = row + tl.arange(0, HOW.rows)[:, None], tl.arange(0, TOKENS)[None, :]
-    y = few_product(x, norm, w, scale, row, T, N, eps, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL)
+    y = few_product(x, w, scale, row, T, N, K, TOKENS, HOW, DECODE, GAIN, WIDEN, PDL)
     tl.store(out + t * N + rows, y, mask=(rows < N) & (t < T))
 
 
@@ -1099,7 +1098,7 @@ def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) 
         launch_product("rmsnorm_linear", _rmsnorm_linear_kernel, x, norm, w, eps, out)
         return out
     if how := few_launch("rmsnorm_linear", x, w):
-        launch_few(how, _few_rmsnorm_linear_kernel, x, norm, w, eps, out)
+        launch_few(how, _few_linear_kernel, rmsnorm(x, norm, eps), w, out)
         return out
     return out.copy_(normed_linear(x, norm, w, eps))
 

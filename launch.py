@@ -219,17 +219,23 @@ class FewLaunch(NamedTuple):
 
 
 # The same way, with the tokens (padded to 8 or 16) before the op; 0 stands for any columns. What is not listed goes to the
-# library: with weights in 16 bits it is as fast (BENCHMARKS.md), and elsewhere nobody has measured. `bench.py --tune` does.
+# library, since nobody has measured it. `bench.py --tune` does.
 NOT_MEASURED = {8: {op: {} for op in OPS}, 16: {op: {} for op in OPS}}
 FEW_LAUNCHES = {
     0: {1: {tokens: {op: {0: FewLaunch(64, 2, 4, 8, 1)} for op in OPS} for tokens in (8, 16)}},
     80: {1: NOT_MEASURED},
     90: {
         1: {
-            8: {op: {4096: FewLaunch(32, 4, 2, 4, 2), 11008: FewLaunch(16, 8, 4, 8, 1)} for op in OPS},
-            16: {op: {4096: FewLaunch(32, 4, 2, 4, 1), 11008: FewLaunch(32, 8, 2, 8, 1)} for op in OPS},
+            8: {op: {4096: FewLaunch(32, 4, 4, 8, 1), 11008: FewLaunch(16, 8, 4, 8, 1)} for op in OPS}
+            | {"linear_add": {4096: FewLaunch(16, 4, 4, 4, 2), 11008: FewLaunch(16, 8, 4, 8, 1)}},
+            16: {op: {4096: FewLaunch(32, 4, 4, 8, 1), 11008: FewLaunch(32, 8, 4, 8, 1)} for op in OPS}
+            | {"linear_add": {4096: FewLaunch(16, 4, 4, 4, 2), 11008: FewLaunch(32, 8, 4, 8, 1)}},
         },
-        2: NOT_MEASURED,
+        2: {
+            8: {op: {4096: FewLaunch(16, 4, 4, 8, 2), 11008: FewLaunch(16, 8, 4, 8, 1)} for op in OPS},
+            16: {op: {4096: FewLaunch(32, 4, 2, 8, 2), 11008: FewLaunch(16, 8, 4, 8, 2)} for op in OPS}
+            | {"linear_add": {4096: FewLaunch(16, 4, 4, 4, 2), 11008: FewLaunch(16, 8, 4, 8, 2)}},
+        },
     },
     100: {1: NOT_MEASURED},
 }
