@@ -988,6 +988,7 @@ KERNEL_OPS = {  # which cost a kernel is charged with
     "_qkv_norm_kernel": "rmsnorm_qkv_rope",
     "_split_attention_kernel": "attention",
     "_single_attention_kernel": "attention",
+    "_few_attention_kernel": "attention",
     "_attention_kernel": "attention",
     "_hopper_attention_kernel": "attention",
     "_rmsnorm_swiglu_kernel": "rmsnorm_swiglu",

@@ -30,15 +30,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import few_rows
 import fp8
 import hopper
 from few_tokens import few_launch, few_product, launch_few
 from fp8 import E4M3, Matrix
 from launch import (
     EMULATED,
+    FEW_ROWS,
     INTERPRETED,
     LAUNCHES,
     SPLIT_LAUNCHES,
+    SplitLaunch,
     capability,
     constexpr,
     gdc_launch_dependents,
@@ -571,9 +574,9 @@ def rmsnorm_qkv_rope(
 
 # ---- attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query heads share one k, v head.
 #      q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
-#      Three kernels: for one query row a key/value head, for few (up to SPLIT_ROWS), and for a prompt; hopper.py has a fourth,
-#      for long prompts on Hopper. All keep a running softmax of base 2, with the factor log2(e) in qk_scale (online softmax:
-#      Milakov and Gimelshein, 2018).
+#      Three kernels: for one query row a key/value head, for few (up to SPLIT_ROWS), and for a prompt; few_rows.py has one more
+#      for up to 16 rows on Hopper, hopper.py one for long prompts there. All keep a running softmax of base 2, with the factor
+#      log2(e) in qk_scale (online softmax: Milakov and Gimelshein, 2018).
 
 
 def cached_ref(cache: Tensor) -> Tensor:
@@ -848,7 +851,9 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tenso
     (T, H, D), KH = q.shape, k_cache.shape[0]
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and D % 8 == 0, (q.shape, k_cache.shape)
     out, rows = q.new_empty(T, H * D), T * H // KH
-    launcher = _launch_single_attention if rows == 1 else _launch_split_attention if rows <= SPLIT_ROWS else _launch_attention
+    few = few_rows.attends(q, k_cache) and capability(q.device) in FEW_ROWS
+    split = _launch_few_rows if few else _launch_split_attention
+    launcher = _launch_single_attention if rows == 1 else split if rows <= SPLIT_ROWS else _launch_attention
     launcher(q, k_cache, v_cache, out, pos)
     return out
 
@@ -868,6 +873,10 @@ def _widen(q: Tensor) -> bool:
     return INTERPRETED and q.dtype == torch.bfloat16
 
 
+def _splits(how: SplitLaunch, device: torch.device, KH: int) -> int:
+    return min(32, triton.next_power_of_2(triton.cdiv(how.programs * processors(device), KH)))
+
+
 @cache
 def _split_buffers(device: torch.device, KH: int, D: int, splits: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Workspace of split attention, kept from call to call: results, maxima and sums, counters, which every launch leaves at
@@ -880,7 +889,7 @@ def _split_buffers(device: torch.device, KH: int, D: int, splits: int, rows: int
 def _launch_single_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:
     (KH, _, D), (scales, constants) = k_cache.shape, _cache_constants(q, k_cache)
     how = nearest(nearest(SPLIT_LAUNCHES, capability(q.device)), 1)
-    splits = min(32, triton.next_power_of_2(triton.cdiv(how.programs * processors(q.device), KH)))
+    splits = _splits(how, q.device, KH)
     block = how.block if D <= 128 else max(how.block // 2, 1)
     cut = dict(
         SPLITS=splits, MERGE=min(splits, max(1, 4096 // constants["BLOCK_D"])), BLOCK_N=block, LEAST=max(block, how.least)
@@ -893,7 +902,7 @@ def _launch_split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Te
     (T, H, _), (KH, _, D), (scales, constants) = q.shape, k_cache.shape, _cache_constants(q, k_cache)
     rows = T * H // KH
     how = nearest(nearest(SPLIT_LAUNCHES, capability(q.device)), rows)
-    splits = min(32, triton.next_power_of_2(triton.cdiv(how.programs * processors(q.device), KH)))
+    splits = _splits(how, q.device, KH)
     rows = triton.next_power_of_2(rows)
     block_m = max(16, rows)  # tl.dot wants 16 rows
     block_n = how.block if D <= 128 else max(how.block // 2, 16)
@@ -901,6 +910,17 @@ def _launch_split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Te
     cut |= dict(G=H // KH, BLOCK_M=block_m, ROWS=rows, BLOCK_N=block_n, WIDEN=_widen(q), warps=how.warps, stages=how.stages)
     args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, D, splits, block_m), pos, T)
     launch(_split_attention_kernel, (KH, splits), q.device, *args, *scales, **constants, **cut)
+
+
+def _launch_few_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:
+    (T, H, _), KH, (scales, constants) = q.shape, len(k_cache), _cache_constants(q, k_cache)
+    how = FEW_ROWS[capability(q.device)]
+    splits, block_d = _splits(how, q.device, KH), max(64, constants["BLOCK_D"])
+    args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, block_d, splits, few_rows.MOST), pos, T)
+    cut = constants | dict(
+        G=H // KH, BLOCK_D=block_d, W=how.warps, SPLITS=splits, LEAST=max(how.block, how.least), SPLIT=_split
+    )
+    launch(few_rows._few_attention_kernel, (KH, splits), q.device, *args, *scales, **cut, warps=how.warps)
 
 
 def _launch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:

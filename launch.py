@@ -246,3 +246,6 @@ SPLIT_LAUNCHES = {
     80: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(2, 64, 4, 2, 0)},
     90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 64, 4, 2, 256), 5: SplitLaunch(1, 128, 8, 1, 256)},
 }
+
+# the same of few_rows.py, by compute capability; its tiles are of 16 positions a warp
+FEW_ROWS = {90: SplitLaunch(1, 64, 4, 1, 64)}

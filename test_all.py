@@ -886,6 +886,23 @@ def test_attention_does_not_depend_on_how_it_is_split(heads, split, monkeypatch)
         assert nmse(kernels.attention(*arguments), exact) < ONE_UNIT[torch.float16], (T, before)
 
 
+@needs_triton
+@pytest.mark.parametrize("split", [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 128), (4, 1, 64), (2, 1, 24)], ids=str)
+@pytest.mark.parametrize("kv_fp8", [False, True])
+def test_attention_of_few_rows(kv_fp8, heads, split, monkeypatch):
+    """On Hopper few_rows.py, elsewhere the kernel for up to 64 rows."""
+    if DEVICE.type == "cuda":
+        monkeypatch.setattr(kernels, "FEW_ROWS", {launch.capability(DEVICE): launch.SplitLaunch(*split)})
+    for T, before in ((2, 0), (4, 61), (3, 250), (16 * heads[1] // heads[0], 700)):
+        (q, *caches, pos), _ = op_arguments("attention", torch.float16, heads, T, before)
+        if kv_fp8:
+            caches = [E4M3.round(cache) for cache in caches]
+        exact = kernels.attention_ref(q.float(), *caches, pos)
+        for _ in range(2):  # the second time with what the first left in its workspace
+            assert nmse(kernels.attention(q, *caches, pos), exact) < ONE_UNIT[torch.float16], (T, before)
+
+
 def cloned(arguments: tuple) -> list:
     return [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
 
@@ -1782,6 +1799,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     few = dict.fromkeys(launch.OPS, {0: launch.FewLaunch(16, 8, 4, 8, 1)})  # one tile, which compiles fast
     few_tokens.FEW_LAUNCHES = {0: {1: {8: few, 16: few}}}
+    kernels.FEW_ROWS = {arch: launch.FEW_ROWS[90]}
     half = dtype == torch.float16  # of what differs in sizes only, bf16 is left out
     for T, op in itertools.product((1, 100, 3, 16, 60) if half else (1, 100), OPS):
         getattr(kernels.fused, op)(*op_arguments(op, dtype, (8, 8, 128), T, 300, 500)[0])
@@ -1860,6 +1878,7 @@ def compile_kernels(arch: int) -> None:
     """Compile what is launched, to machine code of an architecture."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     types = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
     types[torch.int8] = "*i8"
@@ -1881,7 +1900,7 @@ def compile_kernels(arch: int) -> None:
                 continue
             done.add(key)
             options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90, maxnreg=constants.get("maxnreg"))
-            source = ASTSource(kernel, signature, constexprs, aligned)
+            source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, aligned)
             compiled = launch.triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
             assert compiled.asm["cubin"]
             assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (key, compiled.metadata.shared)
@@ -4345,6 +4364,7 @@ def test_passes_of_graphs_do_not_change_the_text(tiny, monkeypatch):
         monkeypatch.setattr(type(model), "uses_graphs", True)
         monkeypatch.setattr("model.PADDED", ())
         monkeypatch.setattr(speculation._OnGpu, "start", start)
+        monkeypatch.setattr(speculation, "captured", lambda run: run())
         monkeypatch.setattr(speculation._OnGpu, "launch", launch)
     for way in (Lookup(3), Draft(3, model), Draft(2, other)):
         toss = random.Random(SEED)
@@ -4364,7 +4384,6 @@ def test_speculation_from_the_command_line(cli, tiny, copy):
         code, out, err = cli(*flags, *way)
         assert code == 0 and out == expected
         assert re.search(r"proposals \d+ passes, \d\.\d\d tokens a pass; .* proposals accepted", err)
-        monkeypatch.setattr(speculation, "captured", lambda run: run())
     lines = ("the fox", "the crow", "the fox")
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
     assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == 2
@@ -4761,7 +4780,7 @@ def test_the_kernel_for_hopper_compiles_ahead_of_time(compiled, call):
 def test_kernels_compile_ahead_of_time(compiled, call):
     done = compiled(call)
     assert done.returncode == 0, done.stderr[-3000:]
-    files = ("kernels.py", "sampling.py", "fp8.py", "training.py", "parallel.py", "speculation.py")
+    files = ("kernels.py", "few_rows.py", "sampling.py", "fp8.py", "training.py", "parallel.py", "speculation.py")
     source = "".join((HERE / file).read_text() for file in files)
     every = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
     assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
