@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import weakref
@@ -269,8 +270,14 @@ def captured(run: Callable[[], object], pool: tuple[int, int] | None = None) -> 
     run()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, pool):
-        run()
+    collects = gc.isenabled()
+    gc.disable()  # to free an old graph would end the capture
+    try:
+        with torch.cuda.graph(graph, pool):
+            run()
+    finally:
+        if collects:
+            gc.enable()
     return graph
 
 

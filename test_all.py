@@ -77,7 +77,7 @@ from checkpoint import Checkpoint, check_memory, load, read_config, save_fp8, sa
 from files import one_line_errors, parts_of, read_part
 from fp8 import E4M3, FORMATS, Matrix
 from launch import tl
-from model import CHUNK, Config, KVCache, Timings, generate, rope_table
+from model import CHUNK, Config, KVCache, Timings, captured, generate, rope_table
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
 from template import TEMPLATES, find_template
@@ -1024,6 +1024,19 @@ def test_no_step_sees_an_old_position(tiny, how):
         ours, theirs = (t[:, : cache.pos] for t in (ours, theirs))
         errors = (ours - theirs).square().sum((0, 2)) / theirs.square().sum((0, 2))
         assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {cache.pos}"
+
+
+def test_nothing_is_collected_during_a_capture(monkeypatch):
+    """A graph that only the collector frees, as those of a dropped Speculation, would end the capture of another."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_: contextlib.nullcontext())
+    seen = []
+    captured(lambda: seen.append(gc.isenabled()))
+    assert seen == [True, False] and gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        captured(lambda: 1 / gc.isenabled())
+    assert gc.isenabled()
 
 
 @needs_triton
