@@ -466,19 +466,8 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
             name = {v: k for k, v in DTYPES.items()}[model.dtype]
             size = model.config.ranks * matrix_bytes(model.weights) / 1e9
             kv = "e4m3" if model.kv_fp8 else name
-            return Row(
-                args.model,
-                size,
-                model.backend,
-                device_name(model.device),
-                name,
-                fp8_of(model),
-                kv,
-                test,
-                mean,
-                std,
-                share(mean),
-            )
+            where = model.backend, device_name(model.device)
+            return Row(args.model, size, *where, name, fp8_of(model), kv, test, mean, std, share(mean))
 
         for depth, T in itertools.product(args.depth, args.n_prompt):
             operations = prefill_operations(model.config, T, depth) / T
@@ -1109,14 +1098,7 @@ def pass_rows(args: argparse.Namespace) -> Iterator[dict]:
         run = pass_of(model, cache, T, depth)
         seconds = event_time(run, 20) if model.uses_graphs else statistics.median(wall_times(run, model.device))
         single = single or seconds
-        yield {
-            "model": args.model,
-            "fp8": fp8_of(model),
-            "depth": depth,
-            "tokens": T,
-            "ms": 1e3 * seconds,
-            "ratio": seconds / single,
-        }
+        yield dict(model=args.model, fp8=fp8_of(model), depth=depth, tokens=T, ms=1e3 * seconds, ratio=seconds / single)
 
 
 # ---- tuning
@@ -1150,17 +1132,13 @@ def run_tune(args: argparse.Namespace) -> None:
     table, few = (nearest(nearest(tables, capability(model.device)), size) for tables in (LAUNCHES, FEW_LAUNCHES))
     for _ in range(20):
         event_time(pass_of(model, cache, 1, 64))  # a GPU that has just woken is slower
-    tune_table(
-        model, cache, 1, table, lambda columns: candidates(size, columns), f"LAUNCHES[{capability(model.device)}][{size}]"
-    )
+    place = f"[{capability(model.device)}][{size}]"
+    tune_table(model, cache, 1, table, lambda columns: candidates(size, columns), f"LAUNCHES{place}")
     for tokens in (8, 16):
-        name = f"FEW_LAUNCHES[{capability(model.device)}][{size}][{tokens}]"
-        tune_table(model, cache, tokens, few[tokens], lambda columns: few_candidates(), name)
+        tune_table(model, cache, tokens, few[tokens], lambda columns: few_candidates(), f"FEW_LAUNCHES{place}[{tokens}]")
 
 
-def tune_table(
-    model: Llama, cache: KVCache, T: int, table: dict, sizes: Callable[[int], Iterator], name: str
-) -> None:  # fmt: skip
+def tune_table(model: Llama, cache: KVCache, T: int, table: dict, sizes: Callable[[int], Iterator], name: str) -> None:
     """Find the best entries for a pass of T tokens, put them into the table, and print them."""
     layer = model.weights.layers[0]
     tuned = {(op, m.columns): None for op, m in (
