@@ -56,6 +56,7 @@ if DEVICE.type == "cpu" and "COMPILE_FOR" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is imported
 
 import bench
+import few_rows
 import few_tokens
 import fp8
 import fuzz
@@ -4530,7 +4531,7 @@ def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny, tmp_
 
 def test_a_profile_knows_the_kernels():
     """Those that its table charges with a cost exist, and all kernels of attention are charged."""
-    everywhere = {name for module in (kernels, hopper, sampling) for name in vars(module) if name.endswith("_kernel")}
+    everywhere = {name for module in (kernels, hopper, few_rows, sampling) for name in vars(module) if name.endswith("_kernel")}
     assert bench.KERNEL_OPS.keys() <= everywhere
     assert {name for name in everywhere if "attention" in name} <= bench.KERNEL_OPS.keys()
     kinds = {"_few_swiglu_kernel": "product", "_qkv_norm_kernel": "product", "_swiglu_kernel": "elementwise"}
