@@ -4061,7 +4061,9 @@ class Person:
         """Types Ctrl-C. While readline draws, a signal is noticed at the next key only, so after a while there is one that does
         nothing at the end of a line."""
         self.types(CTRL_C)
-        while not select.select([self.terminal], [], [], 2)[0]:
+        for _ in range(PATIENCE // 2):
+            if select.select([self.terminal], [], [], 2)[0]:
+                return
             self.types(CTRL_E)
 
     def sees(self, pattern: str) -> str:
