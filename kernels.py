@@ -1271,13 +1271,15 @@ def _cross_entropy_launch(V: int, size: int, gradient: bool, device: torch.devic
         warps, registers, kept, at_once, prefetched = 8, 64, 0, 8, 0
     elif row <= 1 << 14:
         warps, registers, kept, at_once, prefetched = 4, 64, 16, 4, row
-    elif row <= 1 << 17:  # two programs a processor, each with up to 64 KB of a row in its registers
+    elif row <= 1 << (17 if size == 2 else 16):  # two programs a processor, each with up to 64 KB of a row in its registers
         warps, registers, kept, at_once, prefetched = 8, 128, 16, 4, min(row, 1 << 16)
+    elif size == 4:  # one program a processor, with up to 128 KB
+        warps, registers, kept, at_once, prefetched = 16, 128, 16, 8, row if row <= 1 << 17 else 0
     else:  # one program a processor, so that what is read twice stays in the L2
         warps, registers, kept, at_once, prefetched = 32, 64, 4, 4, 0
     warps = min(warps, triton.cdiv(triton.next_power_of_2(V), 32 * width))
     cut = dict(BLOCK=32 * width * warps, KEPT=kept, AT_ONCE=at_once, PREFETCHED=prefetched, warps=warps, maxnreg=registers)
-    ahead = processors(device) * max(2, (1 << 17) // row)  # as many rows as run at once, or more if they are short
+    ahead = processors(device) * max(16 // warps, (1 << 17) // row, 1)  # as many rows as run at once, or more if they are short
     return dict(ahead=ahead, V=V, IGNORE=IGNORE, WIDTH=width) | cut
 
 
