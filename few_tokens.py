@@ -21,7 +21,6 @@ from fp8 import Matrix
 from launch import FEW_LAUNCHES, INTERPRETED, FewLaunch, capability, gdc_wait, jit, launch, nearest, tl, triton
 
 MOST = 16  # tokens
-TYPES = (torch.float16, torch.bfloat16)  # of x
 
 
 @jit
@@ -107,9 +106,10 @@ def few_product(
 
 
 def few_launch(op: str, x: Tensor, w: Matrix) -> FewLaunch | None:
-    """The launch sizes for x [T, K] times w; None where it goes another way: one token, many, other types, and what
-    FEW_LAUNCHES does not list."""
-    if not 1 < x.shape[0] <= MOST or x.dtype not in TYPES:
+    """The launch sizes for x [T, K] times w; None where it goes another way: one token, many, fp32, bf16 times 8-bit weights
+    (which would be converted twice, and has not been timed), and what FEW_LAUNCHES does not list."""
+    timed = x.dtype == torch.float16 or x.dtype == torch.bfloat16 and (w.format is None or INTERPRETED)
+    if not 1 < x.shape[0] <= MOST or not timed:
         return None
     table = nearest(nearest(FEW_LAUNCHES, capability(x.device)), w.data.element_size())
     sizes = table[padded(x.shape[0])][op]
