@@ -356,9 +356,9 @@ class _Pickle:
         name = function.name if type(function) is _Global else "a value"
         if name == ORDERED_DICT and arguments == ():
             return {}
-        if name == REBUILD_PARAMETER and type(arguments[0]) is _Tensor:
+        if name == REBUILD_PARAMETER and len(arguments) == 3 and type(arguments[0]) is _Tensor:
             return arguments[0]
-        if name == REBUILD_TENSOR and type(arguments[0]) is _Storage:
+        if name == REBUILD_TENSOR and len(arguments) in (6, 7) and type(arguments[0]) is _Storage:
             storage, offset, shape, strides = arguments[:4]
             return _Tensor(storage, _natural(offset), tuple(map(_natural, shape)), tuple(map(_natural, strides)))
         raise ValueError(f"its pickle calls {name}: it holds something other than named, dense tensors")

@@ -3312,6 +3312,7 @@ HOSTILE_ZIPS = {  # a torch zip: data.pkl, what is done to the file, what the er
     "a call of what is no function": (pickled(b"ctorch\nFloatStorage\n", (), b"R"), None, "calls torch.FloatStorage"),
     "a class": (pickled(b"(icollections\nOrderedDict\n"), None, "opcode 'i'"),
     "attributes of a tensor": (pickled({"a": rebuilt() + b"\x81"}), None, "opcode '\\x81'"),
+    "too many arguments": (pickled({"a": rebuilt().replace(b"tR", b"NNtR")}), None, "calls torch._utils._rebuild_tensor_v2"),
     "another storage": (pickled({"a": rebuilt(data=storage(kind=b"QInt8"))}), None, "names torch.QInt8Storage"),
     "too little on the stack": (pickled(b"0"), None, "opcode '0'"),
     "nothing on the stack": (pickled(b"\x87"), None, "takes more than it has put"),
