@@ -356,12 +356,17 @@ class _Pickle:
         name = function.name if type(function) is _Global else "a value"
         if name == ORDERED_DICT and arguments == ():
             return {}
-        if name == REBUILD_PARAMETER and len(arguments) == 3 and type(arguments[0]) is _Tensor:
+        if name == REBUILD_PARAMETER and type(arguments[0]) is _Tensor and _without_hooks(arguments[1:]):
             return arguments[0]
-        if name == REBUILD_TENSOR and len(arguments) in (6, 7) and type(arguments[0]) is _Storage:
+        if name == REBUILD_TENSOR and type(arguments[0]) is _Storage and _without_hooks(arguments[4:]):
             storage, offset, shape, strides = arguments[:4]
             return _Tensor(storage, _natural(offset), tuple(map(_natural, shape)), tuple(map(_natural, strides)))
         raise ValueError(f"its pickle calls {name}: it holds something other than named, dense tensors")
+
+
+def _without_hooks(arguments: tuple) -> bool:
+    """Whether they are what ends a call that rebuilds a tensor: requires_grad, no hooks, and perhaps no metadata."""
+    return len(arguments) in (2, 3) and type(arguments[0]) is bool and all(a in ({}, None) for a in arguments[1:])
 
 
 def _natural(value) -> int:

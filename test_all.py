@@ -3313,6 +3313,7 @@ HOSTILE_ZIPS = {  # a torch zip: data.pkl, what is done to the file, what the er
     "a class": (pickled(b"(icollections\nOrderedDict\n"), None, "opcode 'i'"),
     "attributes of a tensor": (pickled({"a": rebuilt() + b"\x81"}), None, "opcode '\\x81'"),
     "too many arguments": (pickled({"a": rebuilt().replace(b"tR", b"NNtR")}), None, "calls torch._utils._rebuild_tensor_v2"),
+    "no bool": (pickled({"a": rebuilt().replace(pickle.dumps(False, 2)[2:-1] + b"}", b"K\1}")}), None, "calls torch._utils"),
     "another storage": (pickled({"a": rebuilt(data=storage(kind=b"QInt8"))}), None, "names torch.QInt8Storage"),
     "too little on the stack": (pickled(b"0"), None, "opcode '0'"),
     "nothing on the stack": (pickled(b"\x87"), None, "takes more than it has put"),
