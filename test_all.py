@@ -887,8 +887,11 @@ def test_attention_does_not_depend_on_how_it_is_split(heads, split, monkeypatch)
         assert nmse(kernels.attention(*arguments), exact) < ONE_UNIT[torch.float16], (T, before)
 
 
+FEW_ROWS_SPLITS = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]  # which are a GPU's
+
+
 @needs_triton
-@pytest.mark.parametrize("split", [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)], ids=str)
+@pytest.mark.parametrize("split", FEW_ROWS_SPLITS if DEVICE.type == "cuda" else FEW_ROWS_SPLITS[:1], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2, 128), (4, 1, 64), (2, 1, 24)], ids=str)
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_attention_of_few_rows(kv_fp8, heads, split, monkeypatch):
