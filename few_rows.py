@@ -7,7 +7,7 @@ goes through shared memory: as in few_tokens.py, a thread loads 16 bytes straigh
 - Keys: neighbours of one position. The instruction adds up their products with q in any order, as long as q is loaded in the
   same; this is what DotOperandLayout means by a k_width of 8, or of 16 for an 8-bit cache.
 - Values: neighbours of four positions, since here it is positions that are added up, four a thread. Neighbours are columns of
-  the result in as many instructions, so column n of the result is not number n of the head: `_place` says which it is.
+  the result in as many instructions, so column n of the result is not number n of the head: `_head_column` says which it is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST = 16  # rows
 
 @jit
 def _load_keys(k, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr):
-    """Of W times 16 positions from n on, those from `low` up to `end`: [W, BLOCK_D, 16]."""
+    """Keys of 16 W positions from n on, zero before `low` and from `end` on: [W, BLOCK_D, 16]."""
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, KEYS)))[:, None, None]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(2, KEYS)))[None, :, None]
     p = n + warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, KEYS)))[None, None, :]
@@ -41,7 +41,7 @@ def _load_keys(k, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.con
 
 @jit
 def _load_values(v, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr):
-    """The same of values, E neighbours in dimension 1; dimension 0 is lanes, warps and registers, in this order."""
+    """The same for values, E neighbours in dimension 1; dimension 0 is lanes, warps and registers, in this order."""
     TILE: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [W, 1], [1, 0])
     i = gl.arange(0, BLOCK_D // (8 * E) * 4 * W * 32, gl.SliceLayout(1, TILE))[:, None]
     lane, warp, register = i % 32, i // 32 % W, i // (32 * W)
@@ -58,13 +58,13 @@ def _values_operand(tile, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexp
 
 
 @jit
-def _place(n, E: gl.constexpr):
-    """Which number of a head column n of the result is."""
+def _head_column(n, E: gl.constexpr):
+    """Which column of the head stands in column n of the result."""
     return n // (8 * E) * (8 * E) + n % 8 * E + n // 8 % E
 
 
 @jit
-def _merge(partial, ends, first, used, there, columns, BLOCK_D: gl.constexpr, AT_ONCE: gl.constexpr):
+def _merge(partial, ends, first, used, mask_row, columns, BLOCK_D: gl.constexpr, AT_ONCE: gl.constexpr):
     """The softmax over the splits from those of each: sum and unnormalised result of each row. first: where the rows of the
     first split are."""
     ROW: gl.constexpr = first.type.layout
@@ -78,7 +78,7 @@ def _merge(partial, ends, first, used, there, columns, BLOCK_D: gl.constexpr, AT
         parts = ()
         new_peak = peak
         for s in gl.static_range(AT_ONCE):
-            slot, mask = first + (begin + s) * 16, there & (begin + s < used)
+            slot, mask = first + (begin + s) * 16, mask_row & (begin + s < used)
             maxima = maxima + (gl.load(ends + slot * 2, mask=mask, other=-1e30, cache_modifier=".cg"),)
             sums = sums + (gl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"),)
             part = partial + slot[:, None] * BLOCK_D + columns[None, :]
@@ -159,23 +159,23 @@ def _few_attention_kernel(
         total = gl.convert_layout(gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0), gl.SliceLayout(1, Y))
         y = gl.sum(gl.convert_layout(acc, ALL) * weight[:, :, None], 0) * v_scale
         row, column = gl.arange(0, 16, gl.SliceLayout(1, Y)), gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
-        place = _place(column, EV)[None, :]
-        offs = (row // G * H + head * G + row % G)[:, None] * D + place
-        there = row < T * G
+        offs_d = _head_column(column, EV)[None, :]
+        offs = (row // G * H + head * G + row % G)[:, None] * D + offs_d
+        mask_row = row < T * G
         if used > 1:
             first = head * SPLITS * 16 + row
             slot = first + split * 16
-            gl.store(ends + slot * 2, gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale, mask=there)
-            gl.store(ends + slot * 2 + 1, total, mask=there)
-            gl.store(partial + slot[:, None] * BLOCK_D + column[None, :], y, mask=there[:, None])
+            gl.store(ends + slot * 2, gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale, mask=mask_row)
+            gl.store(ends + slot * 2 + 1, total, mask=mask_row)
+            gl.store(partial + slot[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None])
             tl.debug_barrier()
             if gl.atomic_add(arrived + head, 1, sem="acq_rel") == used - 1:
                 gl.store(arrived + head, 0)
                 AT_ONCE: gl.constexpr = SPLITS if SPLITS < 8 else 8
-                total, y = _merge(partial, ends, first, used, there, column, BLOCK_D, AT_ONCE)
-                gl.store(out + offs, (y / total[:, None]).to(out.dtype.element_ty), mask=there[:, None] & (place < D))
+                total, y = _merge(partial, ends, first, used, mask_row, column, BLOCK_D, AT_ONCE)
+                gl.store(out + offs, (y / total[:, None]).to(out.dtype.element_ty), mask=mask_row[:, None] & (offs_d < D))
         else:
-            gl.store(out + offs, (y / total[:, None]).to(out.dtype.element_ty), mask=there[:, None] & (place < D))
+            gl.store(out + offs, (y / total[:, None]).to(out.dtype.element_ty), mask=mask_row[:, None] & (offs_d < D))
 
 
 def attends(q: Tensor, k_cache: Tensor) -> bool:

@@ -4,8 +4,8 @@
     E4M3  sign, 4 exponent bits, 3 of mantissa: under the sign of a half, these bits are the value times 2^-8, subnormals too
 
 Either is decoded by moving bits into a half, on any GPU and any CPU. GPUs from sm_89 on convert E4M3 by an instruction of
-their own and multiply it on their tensor cores: E4M3_NATIVE. Those of Hopper multiply either by E4M3. The codes for NaN and
-infinity are never written into weights: encoding saturates.
+their own and multiply it on their tensor cores: E4M3_NATIVE. Hopper's multiply either by E4M3, from CUDA 12.9 on. The codes for
+NaN and infinity are never written into weights: encoding saturates.
 
 To add a format, write its block below and enter it in FORMATS; the tests walk that table.
 """

@@ -1,4 +1,4 @@
-"""Fuzzing: checkpoints, texts and options spoiled at random. Each case has 10 seconds and a gigabyte.
+"""Fuzzing: checkpoints, templates, texts and options spoiled at random. Each case has 10 seconds and a gigabyte.
 
     python fuzz.py --seconds 60            # fresh cases, and what went wrong with how to repeat it
     python fuzz.py --seed 7 --cases 1      # that one again, with its traceback

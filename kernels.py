@@ -9,9 +9,10 @@ Shape letters, here and everywhere:
 There is one sequence at a time, so no batch axis. `pos` is an int32 tensor of one element on the device: how many positions are
 cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and derive strides from shapes.
 
-At T = 1 a product is bound by reading W: a kernel streams its rows once, and does everything else on the way. So it is with up
-to 16 tokens, which tensor cores multiply on the way (few_tokens.py). With more, the library's product stands between small
-fused kernels: with many tokens it is bound by arithmetic, and runs at the card's product rate (BENCHMARKS.md).
+At T = 1 a product is bound by reading W: a kernel streams its rows once, and does everything else on the way. With 2 to 16
+tokens tensor cores multiply W as it streams by, where that has been timed (few_tokens.py, launch.FEW_LAUNCHES). Otherwise the
+library's product stands between small fused kernels: with many tokens it is bound by arithmetic, and runs at the card's
+product rate (BENCHMARKS.md).
 
 The file ends with two facing tables. `reference` runs on any torch device: it is the CPU path, and the oracle in tests.
 `fused` runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1. To add an op: write its block, enter it in both tables, and
@@ -587,8 +588,8 @@ def cached_ref(cache: Tensor) -> Tensor:
 def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
     (T, H, D), KH = q.shape, k_cache.shape[0]
     G, length = H // KH, int(pos) + T
-    # The heads of a group stand as rows of one product: k and v are read once, and not expanded, which torch does not always
-    # survive on a GPU (pytorch issue 191937)
+    # The heads of a group stand as rows of one product, so k and v are read once and need no expanding: with expanded keys and
+    # a mask, torch's result is wrong for some lengths on a GPU (compare pytorch issue 191937)
     q32 = q.float().view(T, KH, G, D).permute(1, 2, 0, 3).reshape(KH, 1, G * T, D)
     k, v = (cached_ref(cache_[:, None, :length]) for cache_ in (k_cache, v_cache))
     mask = None if T == 1 else torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T).repeat(G, 1)
@@ -918,7 +919,7 @@ def _launch_few_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, p
     splits, block_d = _splits(how, q.device, KH), max(64, constants["BLOCK_D"])
     args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, block_d, splits, few_rows.MOST), pos, T)
     cut = constants | dict(
-        G=H // KH, BLOCK_D=block_d, W=how.warps, SPLITS=splits, LEAST=max(how.block, how.least), SPLIT=_split
+        G=H // KH, BLOCK_D=block_d, W=how.warps, SPLITS=splits, LEAST=max(16 * how.warps, how.least), SPLIT=_split
     )
     launch(few_rows._few_attention_kernel, (KH, splits), q.device, *args, *scales, **cut, warps=how.warps)
 
@@ -1175,8 +1176,8 @@ def _prefetch(start, BYTES: tl.constexpr, AT_ONCE: tl.constexpr):
     ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
     if not EMULATED:
         for first in tl.static_range(0, BYTES, 128 * AT_ONCE):
-            place = start.to(tl.int64) + tl.minimum(first + 128 * tl.arange(0, AT_ONCE), BYTES - 1)
-            tl.inline_asm_elementwise(ASM, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+            pointers = start.to(tl.int64) + tl.minimum(first + 128 * tl.arange(0, AT_ONCE), BYTES - 1)
+            tl.inline_asm_elementwise(ASM, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @jit
@@ -1256,8 +1257,8 @@ def _cross_entropy_kernel(
         if TWICE > 0:
             _prefetch(next_row, PREFETCHED, LANES)
         for i in tl.static_range(WHOLE - TWICE):
-            place = blocks + (TWICE + i) * BLOCK + offs
-            tl.store(place, _softmax(_still_packed(kept[i]), shift, factor), eviction_policy="evict_first")
+            pointers = blocks + (TWICE + i) * BLOCK + offs
+            tl.store(pointers, _softmax(_still_packed(kept[i]), shift, factor), eviction_policy="evict_first")
         tl.store(row + end_offs, _softmax(_still_packed(end), shift, factor), mask=mask, eviction_policy="evict_first")
         tl.debug_barrier()  # the target's own gradient is written after that of its neighbours
         gradient = (tl.exp2(_exponent(true_logit, shift)) - total) * factor  # 0 where this logit is all of the total

@@ -9,10 +9,11 @@ other kernel: compute offsets, load its first tile of weights. The rules that ke
 - every kernel waits, so "the kernel before has ended" includes all the kernels before that one;
 - before the wait a kernel reads only what no kernel launched so writes (weights, tables, sampling settings, `pos`), and it
   writes nothing;
-- `pos` is moved by torch's own operations (KVCache.advance, _seek), which are launched without the attribute and release
-  nothing early: each starts when all kernels before it have ended, those that read the old value included, and whatever comes
-  after it, launched early or not, starts when it has ended. That is the order of the stream, so it holds within a graph, from
-  replay to replay, for the chunks of a prompt and for single steps; test_no_step_sees_an_old_position runs thousands of each;
+- `pos` is moved by torch's own operations (KVCache.advance and seek, and those in speculation.py), which are launched without
+  the attribute and release nothing early: each starts when all kernels before it have ended, those that read the old value
+  included, and whatever comes after it, launched early or not, starts when it has ended. That is the order of the stream, so
+  it holds within a graph, from replay to replay, for the chunks of a prompt and for single steps;
+  test_no_step_sees_an_old_position runs thousands of each;
 - there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
 """
 
@@ -218,8 +219,8 @@ class FewLaunch(NamedTuple):
     ahead: int
 
 
-# The same way, with the tokens (padded to 8 or 16) before the op; 0 stands for any columns. What is not listed goes to the
-# library, since nobody has measured it. `bench.py --tune` does.
+# By compute capability and bytes a weight as above, then tokens (padded to 8 or 16), op, and exactly these columns; 0 stands
+# for any. What is not listed goes to the library, since nobody has measured it; `bench.py --tune` does.
 NOT_MEASURED = {8: {op: {} for op in OPS}, 16: {op: {} for op in OPS}}
 FEW_LAUNCHES = {
     0: {1: {tokens: {op: {0: FewLaunch(64, 2, 4, 8, 1)} for op in OPS} for tokens in (8, 16)}},
@@ -247,5 +248,5 @@ SPLIT_LAUNCHES = {
     90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 64, 4, 2, 256), 5: SplitLaunch(1, 128, 8, 1, 256)},
 }
 
-# the same of few_rows.py, by compute capability; its tiles are of 16 positions a warp
+# the same for few_rows.py, whose tiles are 16 positions a warp
 FEW_ROWS = {90: SplitLaunch(1, 64, 4, 1, 64)}

@@ -21,7 +21,8 @@ from fp8 import Matrix, fast_accumulation
 from sampling import Sampler, Sampling
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: bound by arithmetic, yet little workspace
-PADDED = (8, 16, 32, *range(64, 513, 64))  # lengths that are captured as CUDA graphs: the host is slower at launching them
+# Lengths of prompts that become CUDA graphs: the host takes longer to launch their kernels than the GPU to run them
+PADDED = (8, 16, 32, *range(64, 513, 64))
 
 
 # ---- configuration
@@ -162,10 +163,10 @@ class Llama:
     checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
     kv_fp8: bool = False  # keys and values in 8 bits
     fp16_sums: bool = False  # a prompt's products are added up in half precision
-    fast_sums: bool = True  # and those of 8-bit floats with fp8.fast_accumulation
+    fast_sums: bool = True  # and those of 8-bit floats fast, see fp8.fast_accumulation
     ops: SimpleNamespace = field(init=False, repr=False)
     exchange: parallel.Exchange | None = field(init=False, default=None, repr=False)  # for one token's sums over ranks
-    _graph: tuple = field(default=(None, None), repr=False)  # what the last decode step was captured for, and the capture
+    _graph: tuple = field(default=(None, None), repr=False)  # what the last decode step was captured for, the capture
 
     def __post_init__(self) -> None:
         self.ops = kernels.BACKENDS[self.backend]
@@ -221,26 +222,29 @@ class Llama:
 
     def _padded_step(self, T: int, length: int, cache: KVCache) -> None:
         """`step` for T tokens and whatever stands behind them, `length` in all. What is cached for the latter lies beyond
-        cache.pos, so nothing sees it. Captured as a CUDA graph the first time, replayed from then on."""
-        start, graphs = cache.pos, cache.prompt_graphs
+        cache.pos, so nothing gives it any weight. Captured as a CUDA graph the first time, replayed from then on."""
+        start, end, graphs = cache.pos, cache.pos, cache.prompt_graphs
         cache.row.fill_(T - 1)
-        if length in graphs:
-            graphs[length].replay()
-        else:
-            pool = next((graph.pool() for graph in graphs.values()), None)  # one for all: nothing outlives a replay
-            graphs[length] = captured(lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row), pool)
-        cache.seek(start + T)
+        try:
+            if length in graphs:
+                graphs[length].replay()
+            else:
+                pool = next((graph.pool() for graph in graphs.values()), None)  # one for all: nothing outlives a replay
+                graphs[length] = captured(lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row), pool)
+            end = start + T
+        finally:
+            cache.seek(end)
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether a decode step is captured as a CUDA graph."""
+        """Whether decode steps and short prompts are captured as CUDA graphs."""
         return self.device.type == "cuda" and self.backend == "triton"
 
     def graph(self, cache: KVCache, sampler: Sampler, banned: Tensor | None) -> torch.cuda.CUDAGraph:
         """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured once for a cache, a form of
-        sampling and what is banned; the cache is not kept alive."""
+        the sampler and what is banned; the cache is not kept alive."""
         form = sampler.form(self.config.vocab_size, cache.size)
-        key = (weakref.ref(cache), form, None if banned is None else tuple(banned.tolist()))
+        key = (weakref.ref(cache), sampler, form, None if banned is None else tuple(banned.tolist()))
         if self._graph[0] != key:
             pos, logits = cache.pos, cache.logits.clone()
 
@@ -248,9 +252,11 @@ class Llama:
                 choose_next(self, cache, cache.logits, sampler, banned)
                 self.step(1, cache)
 
-            self._graph = (key, captured(run))
-            cache.seek(pos)
-            cache.logits.copy_(logits)
+            try:
+                self._graph = (key, captured(run), banned)  # which the graph reads
+            finally:
+                cache.seek(pos)
+                cache.logits.copy_(logits)
         return self._graph[1]
 
     @property

@@ -136,7 +136,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
         help="auto: triton on a GPU, torch on a CPU")  # fmt: skip
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
-        help="sums of a prompt's products; auto: in fp16 on GeForce cards, by fast accumulation in 8 bits")  # fmt: skip
+        help="sums of a prompt's products; auto: in fp16 on GeForce cards, fast for 8-bit products; fp32: neither")  # fmt: skip
 
     add = parser.group("text", writes)
     add("-p", "--prompt", metavar="TEXT", only="text chat",

@@ -208,6 +208,8 @@ def types(model: Llama) -> str:
         text += ", e4m3 keys and values"
     if model.fp16_sums:
         text += ", fp16 sums for prompts"
+    if format and not model.fast_sums:
+        text += ", fp32 sums for prompts"
     return text
 
 
