@@ -595,8 +595,9 @@ def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> T
     mask = None if T == 1 else torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T).repeat(G, 1)
     y = functional.scaled_dot_product_attention(q32, k, v, attn_mask=mask)
     # torch takes a row of scores that are all NaN for one that is masked, and returns 0
-    y = y + 0 * (q32 * k[:, :, length - T :].repeat(1, 1, G, 1)).sum(-1, keepdim=True)
-    return y.view(KH, G, T, D).permute(2, 0, 1, 3).reshape(T, H * D).to(q.dtype)
+    own_scores = (q32.view(KH, G, T, D) * k[:, :, length - T :]).sum(-1, keepdim=True)
+    y = y.view(KH, G, T, D) + 0 * own_scores
+    return y.permute(2, 0, 1, 3).reshape(T, H * D).to(q.dtype)
 
 
 @jit
