@@ -803,10 +803,10 @@ def check_memory(
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    copies = 1
+    copies = 1  # of what a prompt decodes
     if device.type == "cuda":  # the graphs of prompts have memory of their own
         workspace += min(ctx_size, PADDED[-1]) * size * widest
-        copies = 2  # of what a prompt decodes:
+        copies = 2
     if format:  # the largest matrix
         workspace += copies * size * largest_read(c)
     if kv_fp8:  # keys and values of one layer

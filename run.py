@@ -420,5 +420,5 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     use_safe_streams()
     code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and done; Python takes a moment to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt, while Python takes a moment to end
     sys.exit(code)

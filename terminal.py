@@ -30,8 +30,8 @@ class Lossy(io.FileIO):
 
 
 def use_safe_streams() -> None:
-    """For a program, first of all. Standard streams that were closed lead nowhere, rather than to the next file that is opened,
-    and a full disk or a closed pipe behind stderr does not end a good run."""
+    """To be called before anything is opened. A standard stream that was closed leads nowhere, rather than to the next file
+    that is opened, and a full disk or a closed pipe behind stderr does not end a good run."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
         pass
     os.close(fd)
