@@ -116,23 +116,24 @@ class Renderer:
 
     def render(self, template: str, **variables) -> str:
         """Raises ValueError when the template is wrong, refuses the messages, takes too long or grows too large."""
-        watchdog = Timer(SECONDS, lambda: self.process.kill())
-        watchdog.daemon = True
         try:
             if self.process is None or self.process.poll() is not None:
                 self.start()
+            watchdog = Timer(SECONDS, self.process.kill)  # the process alone: a timer's thread may outlive the call
+            watchdog.daemon = True
             watchdog.start()
-            self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
-            self.process.stdin.flush()
-            answer = self.process.stdout.readline()
+            try:
+                self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
+                self.process.stdin.flush()
+                answer = self.process.stdout.readline()
+            finally:
+                watchdog.cancel()
         except BrokenPipeError:
             answer = b""
         except BaseException:  # an answer that comes later must not be taken for the next
             if self.process:
                 self.process.kill()
             raise
-        finally:
-            watchdog.cancel()
         if not answer:
             self.process.kill()
             self.process.wait()

@@ -2708,7 +2708,16 @@ def test_a_hostile_template_costs_one_line(cli, tiny, tmp_path, monkeypatch, how
     assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
 
 
-def test_the_process_of_templates_ends_with_its_tokenizer(tiny):
+def test_the_process_of_templates_ends_with_its_tokenizer(tiny, monkeypatch):
+    over = threading.Event()
+
+    class Late(threading.Timer):
+        """A timer whose thread is slow to notice that it was cancelled, as on a busy machine."""
+
+        def run(self):
+            over.wait(60)
+
+    monkeypatch.setattr(template, "Timer", Late)
     tokenizer = Tokenizer(tiny)
     tokenizer.apply_chat_template(conversation("hello"))
     process = tokenizer._renderer.process
@@ -2716,6 +2725,7 @@ def test_the_process_of_templates_ends_with_its_tokenizer(tiny):
     del tokenizer
     gc.collect()
     assert process.poll() is not None
+    over.set()
 
 
 @pytest.mark.parametrize("how, expected", [("not-there", "is no chat template"), (".", "is no chat template")])
