@@ -1,11 +1,11 @@
-"""Llama 2 and its relatives from the command line: text from a prompt, or a chat. Text goes to stdout, all else to stderr."""
+"""Llama 2 and its relatives from the command line: complete a prompt, or chat. Text goes to stdout, all else to stderr."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-if __name__ == "__main__":  # Ctrl-C ends the program at once, until there is something to end in order
+if __name__ == "__main__":  # Ctrl-C ends the program at once, until there is something to shut down cleanly
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from template import TEMPLATES
 from terminal import first_speaks, note, one_line, use_safe_streams
 
-if TYPE_CHECKING:  # torch takes seconds to import: first come --help and what is wrong with the command line
+if TYPE_CHECKING:  # torch takes seconds to import: --help and command-line errors do not wait for it
     from session import Answer, Session
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
@@ -39,20 +39,20 @@ IGNORED = (  # flags of llama.cpp that mean nothing here, each with its nargs
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, whole flag names only, and flags that belong to some of a program's modes."""
+    """argparse with one-line errors, whole flag names only, and flags that apply only in some of a program's modes."""
 
     def __init__(self, description: str, modes: dict[str, str]):
-        """modes: the name of each mode, and what a message calls it."""
-        hidden = argparse.SUPPRESS  # a flag that is not given is not in what argparse returns
+        """modes: the name of each mode, and what error messages call it."""
+        hidden = argparse.SUPPRESS  # flags that are not given are absent from what argparse returns
         super().__init__(usage="%(prog)s [flags]", description=description, allow_abbrev=False, argument_default=hidden)
         self.modes, self.defaults, self.belongs = modes, {}, {}
 
     def group(self, title: str, modes: str = "") -> Callable:
-        """A group of flags, as the function that adds one to it. modes: where its flags mean something, when not everywhere."""
+        """A group of flags, as a function that adds a flag to it. modes: those in which its flags apply, if not all."""
         return functools.partial(self._flag, self.add_argument_group(title), modes)
 
     def _flag(self, group, modes: str, *names: str, help: str, default=None, only: str = "", **options) -> None:
-        """only: where this flag means something, when that is less than its group's modes."""
+        """only: the modes in which this flag applies, if fewer than its group's."""
         if options.get("action") == "store_true" and default is None:
             default = False
         shown = default if isinstance(default, str | int | float) and not isinstance(default, bool) else ""
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         self.epilog = f"Accepted as in llama.cpp, and ignored: {', '.join(n.split()[0] for n, _ in flags)}."
 
     def parse(self, argv: list[str] | None, mode_of: Callable[[argparse.Namespace], str]) -> argparse.Namespace:
-        """The flags' values, with `mode`, and `given`: the names of those that were on the command line."""
+        """The flags' values, plus `mode`, and `given`: the names of the flags on the command line."""
         argv = sys.argv[1:] if argv is None else argv
         given, rest = self.parse_known_args(argv)
         if rest:
@@ -109,7 +109,7 @@ def within(kind: type, low: float, high: float = float("inf")):
 
 
 def device_name_of(text: str) -> str:
-    """cpu, cuda or cuda:N; also as llama.cpp writes them, none and CUDAN."""
+    """cpu, cuda or cuda:N; llama.cpp's spellings, none and CUDAN, are accepted too."""
     return "cpu" if text == "none" else re.sub(r"^CUDA(\d+)$", r"cuda:\1", text)
 
 
@@ -213,7 +213,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def mode_of(args: argparse.Namespace) -> str:
-    """Whether to write text, to chat, to save, or ("bare") what the model is made for: chat if it has a template."""
+    """Whether to write text, to chat, to save, or ("bare") to do what the model is made for: chat if it has a template."""
     if args.save_fp8 is not None:
         return "save"
     if args.chat or args.single_turn:
@@ -231,14 +231,14 @@ def version() -> str:
     return f"fused-llama with {', '.join(found)}"
 
 
-# ---- texts
+# ---- text input
 
 
 ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
 
 
 def unescaped(text: str) -> str:
-    """llama.cpp's escapes (common.cpp, string_process_escapes) made what they stand for; any other backslash stays."""
+    """Replace llama.cpp's escapes (common.cpp, string_process_escapes) by what they stand for; other backslashes stay."""
 
     def character(match: re.Match) -> bytes:
         code = match.group(1)
@@ -248,8 +248,8 @@ def unescaped(text: str) -> str:
 
 
 def read_prompt(args: argparse.Namespace) -> str | None:
-    """--prompt, --file, or standard input when it is no terminal; a newline at the end of the latter two is taken away. None:
-    there is none."""
+    """The text of --prompt, of --file, or of standard input (for "--prompt -", or if it is not a terminal); the latter two
+    without a final newline. None if there is no prompt."""
     if args.prompt not in (None, "-"):
         return decoded(os.fsencode(unescaped(args.prompt) if args.escape else args.prompt), "--prompt")
     if args.file is not None:
@@ -274,7 +274,7 @@ def decoded(raw: bytes, source: str) -> str:
         raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
 
 
-# ---- what is done
+# ---- what the program does
 
 
 def complete(session: Session, prompt: str) -> None:
@@ -309,7 +309,7 @@ def write(text: str) -> None:
 
 
 def use_interpreter(args: argparse.Namespace) -> None:
-    """Triton's kernels run on a CPU in its interpreter, which must be chosen before they are imported: start again."""
+    """On a CPU, Triton's kernels run in its interpreter, which must be selected before they are imported: restart with it."""
     from checkpoint import pick_device
     from launch import INTERPRETED
 
@@ -323,9 +323,9 @@ def save(args: argparse.Namespace) -> int:
     from checkpoint import save_fp8
     from parallel import group
 
-    if group().rank > 0:  # it is the work of one process
+    if group().rank > 0:  # one process does it
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written stays
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written is left behind
     format = args.fp8 or "e4m3"
     file = save_fp8(args.model, args.save_fp8, fp8=format, dtype=args.dtype, device=args.device, quiet=args.quiet)
     if not args.quiet:
@@ -344,7 +344,7 @@ def generate(args: argparse.Namespace) -> int:
 
     use_interpreter(args)
     group().join(pick_device(args.device))
-    args = group().from_first(lambda: args)  # of the terminal and of a random seed, the first process's count
+    args = group().from_first(lambda: args)  # rank 0 decides for all: only it sees the terminal, and its random seed counts
     single = args.single_turn or args.prompt is not None or args.file is not None
     prompt = None if args.mode == "chat" and not single else group().from_first(lambda: read_prompt(args))
     if args.system_file is not None:
@@ -373,8 +373,8 @@ def work(args: argparse.Namespace) -> int:
 
 
 def one_line_errors(work: Callable[[], int], debug: bool) -> int:
-    """The exit code of a program's work: 1 and one line on stderr when it fails (a traceback with debug). One of several
-    processes ends here."""
+    """Do a program's work and return its exit code: 1, with one line on stderr (with debug, a traceback), if it fails. One of
+    several processes exits here."""
     code = _exit_code(work, debug)
     if "WORLD_SIZE" in os.environ:
         from parallel import group
@@ -388,7 +388,7 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
         stream.reconfigure(encoding="utf-8", errors="strict")
     try:
         return work()
-    except BrokenPipeError:  # whoever read our text has gone, as `head` does
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -404,7 +404,7 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
 
 
 def import_torch() -> None:
-    """It takes seconds, during which Ctrl-C ends the program at once: a library may swallow an interrupt of its import."""
+    """Import torch. Ctrl-C ends the program at once for the seconds that takes: a library may swallow KeyboardInterrupt."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     import torch  # noqa: F401
 
@@ -420,5 +420,5 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     use_safe_streams()
     code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt, while Python takes a moment to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt, but Python takes a moment to exit
     sys.exit(code)
