@@ -1,4 +1,4 @@
-"""A session: a loaded model with its tokenizer, cache and settings, what it has cost so far, and the prompt cache on disk."""
+"""A session: a loaded model with its tokenizer, cache, settings and timings so far, and the prompt cache on disk."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ from tokenizer import TextStream, Tokenizer
 
 @dataclasses.dataclass
 class Answer:
-    """What was generated after a prompt; filled in while it comes."""
+    """What was generated after a prompt; filled in as it arrives."""
 
     prompt_tokens: int
     ids: list[int] = dataclasses.field(default_factory=list)  # without an eos
@@ -43,7 +43,7 @@ class Answer:
             "text": self.text,
             "ended_by": self.ended_by,
             "prompt_tokens": self.prompt_tokens,
-            "evaluated_tokens": t.prompt_tokens,  # of the prompt: the others were cached
+            "evaluated_tokens": t.prompt_tokens,  # of the prompt; the rest were cached
             "new_tokens": t.new_tokens,
             "prompt_seconds": t.prompt_seconds,
             "generation_seconds": t.step_seconds,
@@ -52,18 +52,18 @@ class Answer:
 
 
 class Session:
-    """A model with its tokenizer, cache and settings, and what it has cost so far."""
+    """A model with its tokenizer, cache and settings, and its timings so far."""
 
     def __init__(self, args: argparse.Namespace):
         start = time.perf_counter()
         self.args = args
         folder = find_checkpoint(args.model)
         config = read_config(folder)
-        # its errors come before the weights' minutes
+        # before the weights, which may take minutes, so that its errors come at once
         self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id, args.chat_template)
         if args.threads:
             torch.set_num_threads(args.threads)
-        if (args.lookup or args.draft) and group().size > 1:  # which would not agree on when proposals pay
+        if (args.lookup or args.draft) and group().size > 1:  # ranks would disagree on when proposals pay off
             raise ValueError(f"--lookup and --draft run in one process, not in {group().size}")
         if args.draft:
             check_draft(args.draft, self.tokenizer, config.vocab_size)
@@ -86,7 +86,7 @@ class Session:
         self.load_seconds = time.perf_counter() - start
 
     def note(self, text: str) -> None:
-        """Tell the person something, unless --quiet was given."""
+        """Tell the user something, unless --quiet was given."""
         if not self.args.quiet:
             note(text)
 
@@ -127,9 +127,9 @@ class Session:
     def stream(
         self, ids: list[int], answer: Answer, eos: Collection[int], stops: Sequence[str] = (), at_start: bool = False
     ) -> Iterator[str]:
-        """Generate after ids; yield printable text as it comes, and fill in answer. at_start: the text begins with it."""
+        """Generate after ids: yield printable text as it arrives, and fill in answer. at_start: the output begins a text."""
         text, token = TextStream(self.tokenizer, at_start, stops), None
-        n = max(self.args.n_predict, -1)  # -2, "fill the context", is what -1 does when there is no end before
+        n = max(self.args.n_predict, -1)  # -2, "fill the context", is the same as -1: both end at an eos or a full context
         try:
             for token in self._generate(ids, n, eos, answer.timings):
                 if token not in eos:
@@ -150,7 +150,7 @@ class Session:
             self.timings += answer.timings
 
     def _generate(self, ids: list[int], n: int, eos: Collection[int], timings: Timings) -> Iterator[int]:
-        """model.generate, with a bar while a long prompt is evaluated; the first prompt goes to the prompt cache."""
+        """model.generate, with a progress bar for a long prompt; the first prompt goes into the prompt cache."""
         hidden = self.args.quiet or not sys.stderr.isatty()
         bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)
 
@@ -169,13 +169,13 @@ class Session:
             )
 
     def note_end(self, answer: Answer) -> None:
-        """Tell, once the text is printed, that it did not come to an end."""
+        """Once the text is printed, tell the user if a full context cut it short."""
         if answer.ended_by == "context":
             self.note(f"note: the context of {self.cache.size} tokens is full (see -c)")
 
 
 def load_model(name: str, args: argparse.Namespace) -> Llama:
-    """The model, or its draft, as the options want it."""
+    """Load the model, or its draft, as the flags say."""
     return load(
         name,
         dtype=args.dtype,
@@ -190,7 +190,7 @@ def load_model(name: str, args: argparse.Namespace) -> Llama:
 
 
 def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError where a draft has another vocabulary."""
+    """Raise ValueError if a draft has a different vocabulary."""
     folder = find_checkpoint(name)
     config = read_config(folder)
     other = Tokenizer(folder, config.vocab_size, config.bos_id)
@@ -217,10 +217,10 @@ def types(model: Llama) -> str:
 
 
 class PromptCache:
-    """A file with the keys and values of a prompt, so that a long one costs its seconds once.
+    """A file with the keys and values of a prompt, so that a long one is evaluated only once.
 
-    As in llama.cpp, it is read at the start, used as far as the prompt begins with the same tokens, and written when less than
-    three quarters of the prompt came from it. Each of several processes has a file for its heads.
+    As in llama.cpp, it is read at the start, used for the prefix that the prompt shares with it, and written if less than
+    three quarters of the prompt came from it. With several processes, each has a file of its own, for its heads.
     """
 
     KIND = "prompt cache, layout 1"
@@ -230,7 +230,7 @@ class PromptCache:
         if group().size > 1:
             self.file = self.file.with_name(f"{self.file.name}.{group().rank + 1}-of-{group().size}")
         self.tokens: list[int] = []  # what the file holds
-        self.first = True  # no prompt of this run has come yet
+        self.first = True  # no prompt has been evaluated in this run yet
         self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
         if not self.file.parent.is_dir():
             raise FileNotFoundError(f"{self.file.parent} is not there: make that folder first")
@@ -253,7 +253,7 @@ class PromptCache:
             raise ValueError(f"{self.file} is not a sound safetensors file: {error}") from None
         if not all(torch.isfinite(t).all() if t.is_floating_point() else (t & 0x7F != 0x7F).all() for t in (k, v)):
             raise ValueError(f"{self.file} holds keys or values that are not finite: delete it")
-        if not group().all(self.tokens == group().from_first(lambda: self.tokens)):  # one was written and another was not
+        if not group().all(self.tokens == group().from_first(lambda: self.tokens)):  # one rank's was written, another's not
             self.tokens = []
             return
         cache.append(torch.tensor(self.tokens, dtype=torch.int32))
@@ -263,7 +263,7 @@ class PromptCache:
         cache.advance(count)
 
     def _check(self, f) -> None:
-        """By the header alone, that this is a prompt cache of this model and its tensors are of the right size."""
+        """Check, by the header alone, that this is a prompt cache of this model and that its tensors have the right shapes."""
         metadata = f.metadata() or {}
         if metadata.get("fused-llama") != self.KIND:
             raise ValueError(f"{self.file} is no prompt cache of this program; it was left as it is")
@@ -279,7 +279,7 @@ class PromptCache:
             raise ValueError(f"{self.file} does not hold the keys and values that it should: delete it")
 
     def keep(self, ids: list[int], cache: KVCache) -> None:
-        """On the first call, write the keys and values of ids, which begin the cache, unless the file has most of them."""
+        """On the first call, write the keys and values of ids, the first in the cache, unless the file has most of them."""
         same, n = len(os.path.commonprefix([self.tokens, ids])), len(ids)
         first, self.first = self.first, False
         if not first or 4 * same >= 3 * n:
@@ -297,7 +297,7 @@ class PromptCache:
 
 
 def fingerprint(model: Llama) -> str:
-    """Of what keys and values depend on: the configuration, the types, and 64 numbers of each tensor."""
+    """A hash of what keys and values depend on: the configuration, the types, and up to 64 numbers of each tensor."""
     w = model.weights
     fields = [w.embedding, w.norm, *(field for layer in w.layers for field in vars(layer).values())]
     tensors = [field for field in fields if isinstance(field, Tensor)]
