@@ -1,4 +1,4 @@
-"""A conversation with the model: at a terminal, or from lines that are piped in."""
+"""A conversation with the model, at a terminal or with messages piped in."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ class Chat:
         self.begin(args.system)
         ids, stops = session.tokenizer.turn_ends()
         self.eos, self.stops = session.eos | ids, [*args.stop, *stops]
-        self.to_read = ""  # the text of /read, which goes before the next message
+        self.to_read = ""  # text from /read, which goes before the next message
         self.printer, self.reader = Printer(), Reader()
         why = "" if args.mode == "chat" else "; this is a chat since there is no prompt (-no-cnv: plain text)"
         session.note(f"chat      template: {session.tokenizer.template_name}; /help lists commands{why}")
@@ -42,8 +42,8 @@ class Chat:
     # ---- turns
 
     def run(self, message: str | None, single: bool) -> int:
-        """Answer the one message, or one after the other until the input ends; the exit code."""
-        # Whether Ctrl-C ends no more than an answer; of several processes torchrun ends all
+        """Answer the one message, or one after another until the input ends; return the exit code."""
+        # Whether Ctrl-C ends only an answer; with several processes, torchrun ends them all
         self.stays = self.reader.interactive and not single and group().size == 1
         if single:
             with suppress(EOFError):
@@ -67,7 +67,7 @@ class Chat:
                 warned = True
 
     def turn(self, message: str) -> bool:
-        """Carry out a command or answer a message; whether the chat goes on."""
+        """Carry out a command or answer a message; return whether the chat goes on."""
         command, _, rest = message.partition(" ")
         try:
             if command in ("/exit", "/quit", "/bye"):
@@ -95,7 +95,7 @@ class Chat:
         return True
 
     def answer(self, message: str) -> bool:
-        """Print the model's answer to a message, and remember both; Ctrl-C ends the answer early. Whether there is one."""
+        """Print the model's answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is one."""
         if any(0xDC80 <= ord(c) <= 0xDCFF for c in message):
             raise ValueError("standard input is not UTF-8; this message is left out")
         message, self.to_read = self.to_read + message, ""
@@ -121,23 +121,23 @@ class Chat:
         return answered
 
     def end(self, message: str, answer: Answer) -> None:
-        """Of a turn: the end of the line, or its object."""
+        """Finish a turn's output: end the line, or print its JSON object."""
         if self.session.args.output == "text":
             self.printer.end()
         else:
             print(json.dumps({"prompt": message} | answer.record()), flush=True)
 
     def blank_line(self) -> None:
-        """Between what the person says and what the model says, where both are on the screen."""
+        """Separate the user's text from the model's, if both are on the screen."""
         if self.reader.edits and self.session.args.output == "text":
             print(flush=True)
 
     # ---- commands
 
     def begin(self, system: str) -> None:
-        """Forget the conversation, and begin one with a system prompt, which may be empty."""
+        """Forget the conversation, and begin a new one with a system prompt, which may be empty."""
         self.messages = [{"role": "system", "content": system}] if system else []
-        self.first = len(self.messages)  # where the turns begin: each a message and its answer
+        self.first = len(self.messages)  # where the turns begin; each is a message and its answer
 
     def answer_again(self) -> None:
         if len(self.messages) == self.first:
@@ -192,9 +192,9 @@ class Chat:
         return self.session.tokenizer.chat_prompt(messages, past=self.past)
 
     def shortened(self, turn: list[dict], excess: int) -> list[dict]:
-        """A turn without the first `excess` tokens of its answer; nothing when there are no more."""
+        """A turn without the first `excess` tokens of its answer; empty if nothing of that is left."""
         message, answer = turn
         ids = self.session.tokenizer.encode(answer["content"], bos=False)
-        ids = ids[excess + 1 :]  # 1: a space that encoding may put first
-        text = self.session.tokenizer.decode(ids).lstrip("\N{REPLACEMENT CHARACTER}")  # a character that was cut in two
+        ids = ids[excess + 1 :]  # + 1: a space that encoding may put first
+        text = self.session.tokenizer.decode(ids).lstrip("\N{REPLACEMENT CHARACTER}")  # of a character that was cut in two
         return [message, answer | {"content": text}] if text else []
