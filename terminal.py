@@ -1,4 +1,4 @@
-"""What a person sees and types: notes, words kept whole at the edge of the screen, line editing, pasting, a history."""
+"""What the user sees and types: standard streams, notes, word wrap, line editing, pasting, history."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 try:
     import readline
-except ImportError:  # not in every build of Python: lines are then read without editing
+except ImportError:  # some builds of Python lack it: lines are then read without editing
     readline = None
 
 HISTORY = 1000  # messages kept
@@ -21,7 +21,7 @@ YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the person types is bold green
 
 
 class Lossy(io.FileIO):
-    """A file that drops what it cannot take."""
+    """A file that drops what it cannot write."""
 
     def write(self, data) -> int:
         with suppress(OSError):
@@ -30,9 +30,9 @@ class Lossy(io.FileIO):
 
 
 def use_safe_streams() -> None:
-    """To be called before anything is opened. A standard stream that was closed leads nowhere, rather than to the next file
-    that is opened, and a full disk or a closed pipe behind stderr does not end a good run."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+    """To be called before anything is opened. A closed standard stream is replaced by /dev/null, so that the next file opened
+    does not take its place, and a full disk or a closed pipe behind stderr does not end a good run."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # open takes the lowest free descriptor
         pass
     os.close(fd)
     sys.stdin, sys.stdout = sys.stdin or open(0), sys.stdout or open(1, "w")  # noqa: SIM115
@@ -45,9 +45,9 @@ def note(text: str) -> None:
 
 @contextmanager
 def first_speaks() -> Iterator[None]:
-    """Of several processes (parallel.py) only the first reads the terminal and writes to it, from here on. What is wrong with a
-    command line, which is read while this lasts, is wrong for all: the first says so, and torchrun then ends the others, which
-    wait for that."""
+    """From here on, if there are several processes (parallel.py), only the first reads from the terminal and writes to it. The
+    command line is parsed in this context: all processes fail on the same error, but only the first reports it, and the others
+    wait for torchrun to end them."""
     others = int(os.environ.get("RANK", 0)) > 0
     if others:
         sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115
@@ -61,14 +61,14 @@ def first_speaks() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """An error's message in one printable line; of the system's own errors the file and the reason, without the number."""
+    """An error's message as one printable line; for an OSError about a file, the file and the reason, without the errno."""
     said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     line = " ".join(said.split())[:500] or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in line)
 
 
 def is_dumb() -> bool:
-    """Whether the terminal shows control sequences as they are."""
+    """Whether the terminal shows control sequences instead of obeying them."""
     return os.environ.get("TERM", "dumb") in ("", "dumb")
 
 
@@ -85,8 +85,8 @@ def columns(char: str) -> int:
 
 
 class Printer:
-    """Writes text to stdout as it comes. On a terminal a word that does not fit goes to the next line as a whole, so that it is
-    held until it ends, and control characters, which could move the cursor, are replaced."""
+    """Writes text to stdout as it arrives. On a terminal, each word is held back until it ends and moves to the next line if it
+    does not fit, and control characters, which could move the cursor, are replaced."""
 
     def __init__(self):
         self.wraps = sys.stdout.isatty()
@@ -99,32 +99,32 @@ class Printer:
             sys.stdout.flush()
 
     def end(self) -> None:
-        """Write what is held, and end the line."""
+        """Write what is held back, and end the line."""
         sys.stdout.write(self._release() + "\n")
         sys.stdout.flush()
         self._column = 0
 
     def _wrapped(self, char: str) -> str:
-        """What can be written now that this character has come."""
+        """What can be written now that this character has arrived."""
         if char == "\n":
             out = self._release() + char
             self._column = 0
             return out
         if char.isspace():
             out = self._release()
-            if self._column + 1 > self._width():  # the next word begins a line; it needs no space before it
+            if self._column + 1 > self._width():  # the next word begins a line and needs no space before it
                 return out
             self._column += 1
             return out + " "
         if unicodedata.category(char) == "Cc":
             char = "\N{REPLACEMENT CHARACTER}"
-        breakable = columns(char) == 2  # between wide characters a line may end anywhere
+        breakable = columns(char) == 2  # a line may break on either side of a wide character
         out = self._release() if breakable or self._length() + columns(char) > self._width() else ""
         self._word += char
         return out + self._release() if breakable else out
 
     def _release(self) -> str:
-        """The word that is held, on the next line if it does not fit on this one."""
+        """The word held back, on the next line if it does not fit on this one."""
         word, length = self._word, self._length()
         self._word = ""
         if not word:
@@ -138,11 +138,11 @@ class Printer:
 
     @staticmethod
     def _width() -> int:
-        return max(shutil.get_terminal_size().columns - 1, 2)  # some terminals begin a line when the last column is written
+        return max(shutil.get_terminal_size().columns - 1, 2)  # some terminals wrap as soon as the last column is written
 
 
 class Reader:
-    """Reads messages from standard input; at a terminal with editing, pasted lines as one message, and a history that stays."""
+    """Reads messages from standard input; at a terminal with line editing, pastes as one message, and a persistent history."""
 
     def __init__(self):
         sys.stdin.reconfigure(errors="surrogateescape")  # one bad byte costs its message, not the conversation
@@ -156,7 +156,7 @@ class Reader:
                 readline.add_history(message)
 
     def read(self) -> str:
-        """A message: one line; more when they are pasted, or when a line ends in a backslash. Raises EOFError at the end."""
+        """A message: one line, or several if they are pasted or continued by a backslash. Raises EOFError at the end."""
         lines = [self._line("> ")]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
@@ -187,7 +187,7 @@ class Reader:
 
 
 def history_file() -> Path | None:
-    """Where messages are kept from one run to the next: in the user's state folder; None where there is no such folder."""
+    """Where messages are kept between runs: in the user's state folder; None if that is missing or cannot be used."""
     state = Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state"))
     if not state.is_dir():
         return None
@@ -199,7 +199,7 @@ def history_file() -> Path | None:
 
 
 def recalled(file: Path | None) -> Iterator[str]:
-    """The latest messages of a history file, which has one JSON string a line, so that a message may have several lines."""
+    """The latest messages of a history file, which has one JSON string per line, so that a message may have several lines."""
     with suppress(OSError, UnicodeDecodeError):
         lines = file.read_text(encoding="ascii").splitlines() if file else []
         if len(lines) > 2 * HISTORY:
