@@ -1,7 +1,7 @@
-"""Chat templates: where a checkpoint keeps its own, ours for those that have none, and a process of its own that renders them.
+"""Chat templates: where a checkpoint keeps its own, ours for those without one, and a separate process that renders them.
 
-A template is a program from elsewhere. It runs in Jinja's immutable sandbox, as in transformers, and in a process with little
-memory and little time, so that one that loops for ever or grows without bound costs one line of error.
+A template is untrusted code. It runs in Jinja's immutable sandbox, as in transformers, and in a process with limited memory and
+time, so that one that loops for ever or grows without bound ends in a one-line error.
 """
 
 import contextlib
@@ -60,9 +60,9 @@ TEMPLATES = {
 
 
 def find_template(folder: Path, config: dict, choice: str | None = None) -> tuple[str, str]:
-    """A checkpoint's template and where it is from. config: its tokenizer_config.json; choice: a name of ours, or a file.
+    """A checkpoint's template and where it comes from. config: its tokenizer_config.json; choice: one of our names, or a file.
 
-    Meta's Llama 2 and Vicuna come without a template: these two are known by the folder's path. Raises ValueError, OSError.
+    Meta's Llama 2 and Vicuna come without a template: they are recognised by the folder's path. Raises ValueError, OSError.
     """
     if choice in TEMPLATES:
         return TEMPLATES[choice], f"{choice} (given)"
@@ -85,7 +85,7 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
 def read_template(file: Path) -> str:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is no chat template: neither one of {', '.join(TEMPLATES)} nor a file")
-    from files import read_bytes  # not for the child, which it would cost a second
+    from files import read_bytes  # here, so that the child, which does not need it, starts a second sooner
 
     raw = read_bytes(file, LENGTH)
     try:
@@ -109,17 +109,17 @@ class Renderer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the program that talks
+            start_new_session=True,  # Ctrl-C is for the parent only
         )
         weakref.finalize(self, end, self.process)
-        self.process.stdout.readline()  # it is ready; on a busy machine that takes longer than a template may
+        self.process.stdout.readline()  # until it is ready: on a busy machine that may take longer than SECONDS
 
     def render(self, template: str, **variables) -> str:
         """Raises ValueError when the template is wrong, refuses the messages, takes too long or grows too large."""
         try:
             if self.process is None or self.process.poll() is not None:
                 self.start()
-            watchdog = Timer(SECONDS, self.process.kill)  # the process alone: a timer's thread may outlive the call
+            watchdog = Timer(SECONDS, self.process.kill)  # bound to the process, not to self: its thread may outlive the call
             watchdog.daemon = True
             watchdog.start()
             try:
@@ -130,7 +130,7 @@ class Renderer:
                 watchdog.cancel()
         except BrokenPipeError:
             answer = b""
-        except BaseException:  # an answer that comes later must not be taken for the next
+        except BaseException:  # a late answer must not be taken for the next one
             if self.process:
                 self.process.kill()
             raise
@@ -150,8 +150,8 @@ def end(process: subprocess.Popen) -> None:
 
 
 def serve() -> None:
-    """The child: an empty line when it is ready; then, for a template and its variables as JSON in each line of input, the text
-    or an error in each line of output."""
+    """The child: writes an empty line when it is ready; then, for each line of input, a template and its variables as JSON, a
+    line of output, the text and the error (one of them empty) as JSON."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such limits
         import resource
 
@@ -178,7 +178,7 @@ def sandbox():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what the assistant says, for training; here it stands for its content."""
+        """{% generation %} marks what the assistant says, for training; here only its content is rendered."""
 
         tags = {"generation"}
 
@@ -202,7 +202,7 @@ def sandbox():
 
 
 def bounded(pieces) -> str:
-    """The pieces joined, as long as they are not too long."""
+    """The pieces, joined. Raises ValueError if they are too long."""
     text, length = [], 0
     for piece in pieces:
         text.append(piece)
