@@ -404,7 +404,8 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
 
 
 def import_torch() -> None:
-    """Import torch. Ctrl-C ends the program at once for the seconds that takes: a library may swallow KeyboardInterrupt."""
+    """Import torch, which takes seconds. Meanwhile Ctrl-C ends the program at once: a library might swallow a KeyboardInterrupt
+    that is raised while it is imported."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     import torch  # noqa: F401
 
