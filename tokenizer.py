@@ -1,4 +1,4 @@
-"""Text to ids and back: SentencePiece and tokenizer.json, conversations, and text that streams without breaking a character."""
+"""Text to ids and back: SentencePiece and tokenizer.json, conversations, and streaming that splits no character."""
 
 import codecs
 import json
@@ -14,22 +14,22 @@ from sentencepiece import SentencePieceProcessor
 from files import one_line_errors, read_bytes, read_json
 from template import Renderer, find_template
 
-TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # of templates: control tokens, even if SentencePiece has them as user's symbols
+TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # in templates: control tokens, even if SentencePiece has them as user-defined
 PADDING = 1024  # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 FILE_BYTES = 64_000_000  # of a tokenizer.model or tokenizer.json
 
-Span = tuple[int, int]  # of characters: from, up to
+Span = tuple[int, int]  # of characters: start, end
 
 
 def any_of(texts: Collection[str]) -> re.Pattern:
-    """A pattern that finds these texts, the longest first."""
+    """A pattern that matches these texts, preferring the longest."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or "(?!)")
 
 
 def after(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """The ids of a text that goes on after other text: as encode has them behind a character that does not merge."""
+    """The ids of a text that continues other text: as encoded after a character that does not merge with it."""
     for before in (".", "\n", "a"):
         start, ids = encode(before), encode(before + text)
         if ids[: len(start)] == start:
@@ -41,15 +41,15 @@ def after(text: str, encode: Callable[[str], list[int]]) -> list[int]:
 
 
 class SentencePiece:
-    """A tokenizer.model, with the tokens that fine-tuned relatives add beside it."""
+    """A tokenizer.model, with the tokens that fine-tuned models add in files beside it."""
 
-    utf8_errors = "surrogateescape"  # of bytes that make no character, each becomes one U+FFFD
+    utf8_errors = "surrogateescape"  # every byte that is not part of a valid character becomes one U+FFFD
 
     def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
         raw = read_bytes(file, FILE_BYTES)
         try:
             if not raw:
-                raise ValueError  # which the library takes, and then writes to stderr
+                raise ValueError  # the library would accept it, but write to stderr later
             self.sp = SentencePieceProcessor(model_proto=raw)
             pieces = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
             self._byte_values = {i: bytes([int(p[3:5], 16)]) for i, p in enumerate(pieces) if self.sp.is_byte(i)}  # "<0x0A>"
@@ -80,11 +80,11 @@ class SentencePiece:
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def starts(self, bos: int, config: dict) -> list[int]:
-        """What stands before every text."""
+        """The ids that every text begins with."""
         return [bos] if bos >= 0 and config.get("add_bos_token") is not False else []
 
     def encode(self, text: str) -> list[int]:
-        """Text to ids. What SentencePiece would take for a control token is cut, so that it is not seen as one."""
+        """Text to ids. What SentencePiece would take for a control token is cut in two, so that it is encoded as text."""
         cuts = [0, *(mark.start() + 1 for mark in self._in_text.finditer(text)), len(text)]
         ids = self.sp.encode(text[: cuts[1]])
         for begin, end in zip(cuts[1:], cuts[2:]):
@@ -92,11 +92,11 @@ class SentencePiece:
         return ids
 
     def encode_after(self, text: str) -> list[int]:
-        """Text that goes on after other text: without the space that SentencePiece puts before a text."""
+        """Text that continues other text: without the space that SentencePiece puts before a text."""
         return after(text, self.encode)
 
     def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
-        """A rendered conversation. control: where the template wrote control tokens; all else is text. after: it goes on."""
+        """A rendered conversation, or (after) the rest of one. control: its control tokens; all else is text."""
         ids, done, spaced = [], 0, not after
         for begin, end in [*control, (len(text), len(text))]:
             if begin > done:
@@ -108,14 +108,14 @@ class SentencePiece:
 
 
 class TokenizerJson:
-    """A tokenizer.json, run by the library that it comes from."""
+    """A tokenizer.json, run by the library that defines it (tokenizers)."""
 
     MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)  # "<think>": a control token, special or not
 
     def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
         raw = read_json(file, FILE_BYTES)
         try:
-            added = [t for t in raw.get("added_tokens") or [] if vocab_size is None or t["id"] < vocab_size]  # as above
+            added = [t for t in raw.get("added_tokens") or [] if vocab_size is None or t["id"] < vocab_size]  # embedded ones
             self._added = {token["id"]: token["content"] for token in added}
             self._special = {token["content"] for token in added if token["special"]}
             self.control = {text: i for i, text in self._added.items() if text in self._special or self.MARK.fullmatch(text)}
@@ -124,14 +124,14 @@ class TokenizerJson:
             self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
         except (KeyboardInterrupt, MemoryError):
             raise
-        except BaseException as error:  # one of the library's own is no Exception
+        except BaseException as error:  # the library's PanicException is not an Exception
             raise ValueError(f"{file} is no sound tokenizer: {error}") from None
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
             raise ValueError(f"{file}: its decoder is {', '.join(sorted(kinds)) or 'absent'}, which is not supported")
         size = self._library.get_vocab_size(with_added_tokens=False)
         _check_size(file, size, max([size - 1, *self._added]) + 1, vocab_size)
         self._byte_level = "ByteLevel" in kinds
-        self.utf8_errors = "replace" if self._byte_level else "surrogateescape"  # as the library: by sequences, or by bytes
+        self.utf8_errors = "replace" if self._byte_level else "surrogateescape"  # U+FFFD per sequence or byte, like the library
         self._control_ids = set(self.control.values()) - {self._library.token_to_id(str(raw["model"].get("unk_token")))}
         self.named: dict[str, str] = {}
         first = self._as_text("a").ids
@@ -149,7 +149,7 @@ class TokenizerJson:
         return piece.replace("\u2581", " ").encode()
 
     def starts(self, bos: int, config: dict) -> list[int]:
-        """What stands before every text: as the configuration says or, if it says nothing, the file's post-processor."""
+        """The ids that every text begins with, as the configuration says or, if it says nothing, the file's post-processor."""
         if config.get("add_bos_token") is not None:
             return [bos] if config["add_bos_token"] and bos >= 0 else []
         text, whole = self._as_text("a").ids, self._library.encode("a").ids
@@ -164,7 +164,7 @@ class TokenizerJson:
         return self._library.encode(text, add_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Text to ids. Where the vocabulary itself would make a control token of it, the text is cut."""
+        """Text to ids. Where the vocabulary itself would turn text into a control token, that text is cut in two."""
         encoding = self._as_text(text)
         if self._control_ids.isdisjoint(encoding.ids):
             return encoding.ids
@@ -176,15 +176,15 @@ class TokenizerJson:
         return ids
 
     def encode_after(self, text: str) -> list[int]:
-        """Text that goes on after other text: without the space that some vocabularies put before a text."""
+        """Text that continues other text: without the space that some vocabularies put before a text."""
         return self._after(text, self.encode)
 
     def _after(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         return after(text, encode) if self.adds_space and text else encode(text)
 
     def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
-        """A rendered conversation: what the library makes of it, except that what is typed is text, and so is a control token
-        that only the library finds (it may normalise the text first). after: it goes on after other text."""
+        """A rendered conversation as the library encodes it, except that `typed` spans are text, and so are control tokens that
+        only the library finds (it may normalise the text first). With `after`, it is the rest of one."""
         encoding, own = self._with_control(text), {i for begin, end in control for i in range(begin, end)}
         spans = [span for i, span in zip(encoding.ids, encoding.offsets) if i in self._control_ids]
         typed = sorted({*typed, *(span for span in spans if own.isdisjoint(range(*span)))})
@@ -200,7 +200,7 @@ class TokenizerJson:
 
 
 def _kinds(decoder: dict | None) -> set[str]:
-    """The types of a tokenizer.json's decoder and of those that it is made of."""
+    """The types of a tokenizer.json's decoder and of the decoders it is composed of."""
     if decoder is None:
         return set()
     return {decoder["type"]}.union(*(_kinds(part) for part in decoder.get("decoders", [])))
@@ -222,7 +222,7 @@ def _check_size(file: Path, size: int, with_added: int, vocab_size: int | None) 
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.model in the folder or, with Meta's own, in its parent; else tokenizer.json. Raises FileNotFoundError."""
+    """tokenizer.model in the folder or, in Meta's layout, in its parent; else tokenizer.json. Raises FileNotFoundError."""
     for file in folder / "tokenizer.model", folder.parent / "tokenizer.model", folder / "tokenizer.json":
         if file.is_file():
             return file
@@ -230,7 +230,7 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def _added_tokens(folder: Path, config: dict) -> dict[str, int]:
-    """Tokens beside SentencePiece's, from added_tokens.json and tokenizer_config.json's added_tokens_decoder."""
+    """Tokens in addition to SentencePiece's, from added_tokens.json and tokenizer_config.json's added_tokens_decoder."""
     file = folder / "added_tokens.json"
     added = read_json(file) if file.is_file() else {}
     decoder = config.get("added_tokens_decoder")
@@ -245,7 +245,7 @@ def _added_tokens(folder: Path, config: dict) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered conversation, its ids, and once the model has answered, what it said (its ids are the last of `ids`)."""
+    """A rendered conversation, its ids and, once the model has answered, the answer (whose ids are at the end of `ids`)."""
 
     text: str
     ids: list[int]
@@ -285,12 +285,12 @@ class Tokenizer:
         self._renderer = Renderer()
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token in the text is text.
-        Raises ValueError for half of a surrogate pair, which no UTF-8 holds."""
+        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token is encoded as text.
+        Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
         return (self._starts if bos else []) + self.vocabulary.encode(_checked(text))
 
     def encode_after(self, text: str) -> list[int]:
-        """Text that goes on after other text: without the space that some tokenizers put before a text."""
+        """Text that continues other text: without the space that some tokenizers put before a text."""
         return self.vocabulary.encode_after(_checked(text))
 
     def bytes_of(self, token: int) -> bytes:
@@ -298,7 +298,7 @@ class Tokenizer:
         return self.vocabulary.bytes_of(token) if 0 <= token < 1 << 31 else b""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text; the space that some tokenizers put before a text is taken away."""
+        """Ids to text, without the space that some tokenizers put before a text."""
         text = _replaced(b"".join(map(self.bytes_of, ids)).decode(errors=self.vocabulary.utf8_errors))
         return text.removeprefix(" ") if self.adds_space else text
 
@@ -308,8 +308,8 @@ class Tokenizer:
         return self.chat_prompt(messages, add_generation_prompt).ids
 
     def chat_prompt(self, messages: list[dict], add_generation_prompt: bool = True, past: Prompt | None = None) -> Prompt:
-        """The same, with its text. Where it goes on from past, an answered prompt, so do the ids: the tokens of an answer need
-        not be those that its text would be encoded to, and what was evaluated stays."""
+        """The same, with its text. If it continues `past`, an answered prompt, so do the ids: the tokens of an answer need not
+        be those that its text would be encoded to, and what was evaluated can stay in the cache."""
         text, control, typed = self._render(messages, add_generation_prompt)
         start = self._end_of(past, text)
         spans = [[(b - start, e - start) for b, e in where if b >= start] for where in (control, typed)]
@@ -317,7 +317,7 @@ class Tokenizer:
         return Prompt(text, past.ids + rest if start else rest)
 
     def _end_of(self, past: Prompt | None, text: str) -> int:
-        """Where a conversation that was answered ends in the text of one that goes on from it; 0 if this one does not."""
+        """Where past and its answer end in the text of a conversation that continues them; 0 if this one does not."""
         if past is None or not text.startswith(past.text):
             return 0
         answer, begin = past.answer.strip(), len(past.text)
@@ -325,8 +325,8 @@ class Tokenizer:
         return at + len(answer) if at >= 0 and not text[begin:at].strip() else 0
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
-        """What the template writes between an answer and the next question, so what ends an answer: ids of control tokens and,
-        where it has none for the roles, text."""
+        """What ends an answer, because the template writes it between an answer and the next question: ids of control tokens
+        and, if the template has none for the roles, text."""
         first, answer, second = (secrets.token_hex(8) for _ in range(3))
         roles = {first: "user", answer: "assistant", second: "user"}
         text, control, _ = self._render([{"role": role, "content": word} for word, role in roles.items()], False)
@@ -342,9 +342,9 @@ class Tokenizer:
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span], list[Span]]:
         """The text of a conversation, where in it the template wrote control tokens, and where text only looks like one.
 
-        Two characters that occur nowhere else go through the template: `opening` before what looks like a control token in a
-        message, and before or (`closing`) after an end of a message that could become one beside the template's text. None
-        stands after a token, where templates strip what follows "</think>".
+        Two characters that occur nowhere else are put into the messages as marks: `opening` before what looks like a control
+        token, and before the start of a message that could complete one begun by the template; `closing` after the end of a
+        message that could begin one. There is no mark after a token, since templates strip what follows "</think>".
         """
         everything = self.chat_template + _checked("".join(message["content"] for message in messages))
         unused = (chr(c) for c in range(0x10FFFD, 0xFFFFF, -1) if chr(c) not in everything)  # of plane 16, for private use
@@ -388,10 +388,10 @@ def _replaced(text: str) -> str:
 
 
 class TextStream:
-    """Token by token to text that can be printed at once.
+    """Turns tokens, one at a time, into text that can be printed at once.
 
-    A character of several tokens is held back until it is whole, and whatever may become a stop string until it is
-    decided. What was returned, joined, equals the decoded whole up to the first stop string.
+    A character of several tokens is held back until it is complete, and whatever may be the start of a stop string until
+    that is decided. The pieces returned, joined, equal all tokens decoded together, up to the first stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, at_start: bool = False, stops: Sequence[str] = ()):
@@ -399,7 +399,7 @@ class TextStream:
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
         self.strip_space = at_start and tokenizer.adds_space
-        self.stopped = False  # a stop string has come
+        self.stopped = False  # a stop string was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._held = ""
 
@@ -407,7 +407,7 @@ class TextStream:
         return self._release(_replaced(self._utf8.decode(self.tokenizer.bytes_of(token))))
 
     def finish(self) -> str:
-        """What is still held back, when no more tokens come."""
+        """What is still held back, once there are no more tokens."""
         text = self._release(_replaced(self._utf8.decode(b"", True)))
         rest, self._held = self._held, ""
         return text if self.stopped else text + rest
