@@ -1,8 +1,8 @@
-"""Files that others wrote, read without trusting them: regular files only, of a sane size; tensors are found from headers alone
-and read, not mapped, so that a file cut short meanwhile is an error and no bus error.
+"""Untrusted files: only regular ones of a sane size are read. Tensors are located from headers alone, and read rather than
+mapped, so that a file truncated meanwhile is an exception, not a bus error.
 
-A .bin or .pth is a zip of raw storages and of one pickle that describes them. Of the pickle only the opcodes and the few names
-that torch.save writes for tensors are understood, here: no unpickler runs, so no code can.
+A .bin or .pth is a zip of raw storages and one pickle that describes them. The pickle is interpreted here, and only the opcodes
+and the few names that torch.save writes for tensors are understood: no unpickler runs, so no code can.
 """
 
 import io
@@ -23,13 +23,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-MESSAGE = 500  # characters that a message has at most
-JSON_BYTES = 10_000_000  # in memory JSON takes up to 25 times as much
+MESSAGE = 500  # characters in a message, at most
+JSON_BYTES = 10_000_000  # once parsed, JSON takes up to 25 times as much memory
 JSON_DEPTH = 32
 HEADER_BYTES = 10_000_000  # of a safetensors file
-PICKLE_BYTES = 2_000_000  # 10,000 tensors
+PICKLE_BYTES = 2_000_000  # enough for 10,000 tensors
 DIRECTORY_BYTES = 4_000_000  # of a zip
-CHUNK_BYTES = 1 << 20  # read at a time: still in the CPU's cache when its checksum is taken
+CHUNK_BYTES = 1 << 20  # read at a time: still in the CPU's cache when its checksum is computed
 READERS = 4  # threads
 
 
@@ -45,7 +45,7 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Whatever is raised inside has a message of one short, printable line. Also a decorator."""
+    """Reduce the message of any exception raised inside to one short, printable line. Also a decorator."""
     try:
         yield
     except Exception as error:
@@ -58,12 +58,12 @@ def one_line_errors() -> Iterator[None]:
 
 
 def open_regular(file: Path) -> io.FileIO:
-    """A file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe, a socket or a device, which could
+    """Open a file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe, socket or device, which could
     block for ever, and for a link that leads out of the folder (in the hub's cache, out of the repository)."""
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a regular file")
     folder = Path(os.path.realpath(file.parent))  # Path.resolve would raise for a link to itself
-    if folder.parent.name == "snapshots":  # whose files are links to ../../blobs
+    if folder.parent.name == "snapshots":  # of the hub's cache: its files are links to ../../blobs
         folder = folder.parent.parent
     if not Path(os.path.realpath(file)).is_relative_to(folder):
         raise ValueError(f"{file} is a link out of its folder: copy the file itself")
@@ -85,7 +85,7 @@ def read_bytes(file: Path, limit: int) -> bytes:
 
 
 def read_json(file: Path, limit: int = JSON_BYTES) -> dict:
-    """The object that a JSON file holds, of at most so many bytes. Raises ValueError."""
+    """The object in a JSON file of at most `limit` bytes. Raises ValueError."""
     return _parse_json(read_bytes(file, limit), file)
 
 
@@ -109,11 +109,11 @@ def _parse_json(raw: bytes, file: Path) -> dict:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of one file; a tensor of Meta's checkpoints is split over several."""
+    """One tensor of one file; Meta's checkpoints split a tensor over several files."""
 
     file: Path
     name: str
-    dtype: torch.dtype | None  # None: one that no model here has
+    dtype: torch.dtype | None  # None: one that no model here uses
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None  # None: contiguous
     offset: int  # of its first byte in the file
@@ -127,9 +127,9 @@ def parts_of(file: Path) -> list[Part]:
 
 
 def read_part(part: Part, pinned: bool = False, index: list[range] | None = None) -> Tensor:
-    """One tensor, or the rows and columns of it that an index spans, in pinned memory if a GPU is to copy it while the next one
-    is read. Where there is a checksum, which is of the whole tensor, all of it is read. Raises ValueError when its file is
-    damaged, or not the one whose header was read."""
+    """Read a tensor, or the rows and columns of it that an index spans, into pinned memory if a GPU is to copy it while the
+    next one is read. A checksum is of the whole tensor, so where there is one, all of it is read. Raises ValueError if the file
+    is damaged, or not the one whose header was read."""
     cut = index is not None and [len(span) for span in index] != list(part.shape)
     if cut and (part.crc or part.strides is not None):
         return read_part(part)[tuple(slice(span.start, span.stop) for span in index)]
@@ -143,7 +143,7 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
             to = to[count:]
     if part.crc or flat.nbytes < 1 << 24:
         crc = _read(part, pieces)
-    else:  # several threads: one alone takes bytes from the page cache at a fraction of the speed that memory has
+    else:  # several threads: a single one copies from the page cache at a fraction of the memory bandwidth
         crc, shares = 0, [pieces[len(pieces) * i // READERS : len(pieces) * (i + 1) // READERS] for i in range(READERS)]
         with ThreadPoolExecutor(READERS) as pool:
             list(pool.map(_read, [part] * READERS, shares))
@@ -153,7 +153,7 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
 
 
 def _spans(part: Part, index: list[range]) -> Iterator[tuple[int, int]]:
-    """Where the bytes of an index begin within a part, and how many they are: row by row, or of all rows at once."""
+    """Offset within the part and length of what an index spans, in bytes: row by row, or of all rows at once."""
     rows, columns, size = index[0], part.shape[1] if len(part.shape) > 1 else 1, part.dtype.itemsize
     if len(index) == 1 or len(index[1]) == columns:
         yield rows.start * columns * size, len(rows) * columns * size
@@ -163,7 +163,7 @@ def _spans(part: Part, index: list[range]) -> Iterator[tuple[int, int]]:
 
 
 def _read(part: Part, pieces: list[tuple[int, memoryview]]) -> int:
-    """Fill pieces of memory with the bytes of a part from their offsets on; their checksum, if the part has one."""
+    """Fill each piece of memory with the part's bytes from its offset on; return the CRC-32, or 0 if the part has none."""
     crc = 0
     with open_regular(part.file) as f:
         if _version(f) != part.version:
@@ -188,7 +188,7 @@ SAFETENSORS_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.b
 
 
 def safetensors_header(file: Path) -> tuple[dict, int, tuple[int, ...]]:
-    """A safetensors file's header, once the library found it sound; where the data begins; the file's version."""
+    """A safetensors file's header, which the library has found sound; where the data begins; the file's version."""
     with open_regular(file) as f:
         version = _version(f)
         start = f.read(8)
@@ -225,7 +225,7 @@ class _Storage(NamedTuple):
 
 class _Tensor(NamedTuple):
     storage: _Storage
-    offset: int  # in elements, as strides
+    offset: int  # in elements, like strides
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -243,14 +243,14 @@ STORAGES = {
 }  # fmt: skip
 REBUILD_TENSOR, REBUILD_PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
 ORDERED_DICT = "collections.OrderedDict"
-NAMES = {REBUILD_TENSOR, REBUILD_PARAMETER, ORDERED_DICT, *STORAGES}  # that a pickle of tensors holds
+NAMES = {REBUILD_TENSOR, REBUILD_PARAMETER, ORDERED_DICT, *STORAGES}  # all that a pickle of tensors refers to
 
 
 class _Pickle:
-    """What a pickle of tensors describes. Every step takes at least a byte, constant time and little memory, and every value is
+    """Interprets a pickle of tensors. Every step consumes at least a byte, constant time and little memory, and every value is
     an int, a str, a bool, None, a tuple or a dict of these, or one of the three records above."""
 
-    INTS = {"J": "<i", "K": "<B", "M": "<H"}  # opcodes as characters: pickletools has all of them
+    INTS = {"J": "<i", "K": "<B", "M": "<H"}  # opcodes as characters; pickletools lists all of them
 
     def __init__(self, raw: bytes):
         self.raw, self.at = raw, 0
@@ -326,7 +326,7 @@ class _Pickle:
             push(self.storage(*self.pop(1)[0]))
         elif op == "R":
             push(self.call(*self.pop(2)))
-        elif op == "b":  # BUILD: attributes, of which a state_dict has some; they are left out
+        elif op == "b":  # BUILD: sets attributes, which a state_dict may have; ignored
             self.pop(1)
         elif op == "\x80":
             self.number("<B")  # the protocol
@@ -365,7 +365,7 @@ class _Pickle:
 
 
 def _without_hooks(arguments: tuple) -> bool:
-    """Whether they are what ends a call that rebuilds a tensor: requires_grad, no hooks, and perhaps no metadata."""
+    """Whether these can end a call that rebuilds a tensor: requires_grad, empty hooks and, optionally, empty metadata."""
     return len(arguments) in (2, 3) and type(arguments[0]) is bool and all(a in ({}, None) for a in arguments[1:])
 
 
@@ -376,7 +376,7 @@ def _natural(value) -> int:
 
 
 class _Zip(io.FileIO):
-    """For zipfile, which reads the directory whole."""
+    """A file for zipfile, which reads the whole directory at once: one that is too large is refused."""
 
     def read(self, size: int = -1) -> bytes:
         if size > DIRECTORY_BYTES:
@@ -396,7 +396,7 @@ def _torch_parts(file: Path) -> list[Part]:
         raise
     except zipfile.BadZipFile:
         raise ValueError(f"{file} is not in torch's zip format: save it anew with a torch from 1.6 on") from None
-    except Exception as error:  # of a hostile pickle: whatever operations on values of wrong types raise
+    except Exception as error:  # a hostile pickle's: whatever operations on values of the wrong type raise
         raise ValueError(f"{file} is not a checkpoint that can be read safely: {str(error) or type(error).__name__}") from None
 
 
@@ -428,7 +428,7 @@ def _described(file: Path, f: _Zip, entries: dict[str, zipfile.ZipInfo]) -> list
 
 
 def _data(f: _Zip, entry: zipfile.ZipInfo) -> int:
-    """Where an entry's bytes begin, if it is stored as it is and whole."""
+    """Where an entry's bytes begin. Raises ValueError unless it is stored uncompressed and complete."""
     f.seek(entry.header_offset)
     header = f.read(30)
     name, extra = struct.unpack("<HH", header[26:])
@@ -436,7 +436,7 @@ def _data(f: _Zip, entry: zipfile.ZipInfo) -> int:
     if header[:4] != b"PK\x03\x04" or f.read(name) != entry.orig_filename.encode():
         raise ValueError(f"its zip directory has {entry.filename} where something else is")
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-        raise ValueError("it is compressed")  # torch never does that, and a few bytes could unpack to any size
+        raise ValueError("it is compressed")  # torch never compresses, and a few bytes could unpack to any size
     if start + entry.file_size > os.fstat(f.fileno()).st_size:
         raise ValueError(f"it is cut: {entry.filename} goes beyond its end")
     return start
