@@ -1,4 +1,4 @@
-"""What lies on disk: configuration, tensors in each layout, the check of memory, loading, saving."""
+"""Checkpoints on disk: configuration, tensors in each layout, the memory check, loading, saving."""
 
 import json
 import math
@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Fields:
-    """Checked access to the fields of a JSON object: every complaint names the file, the field and its value."""
+    """Checked access to the fields of a JSON object: every error names the file, the field and its value."""
 
     def __init__(self, file: Path, raw: dict | None = None):
         self.file = file
@@ -55,7 +55,7 @@ class Fields:
         return Fields(self.file, value)
 
     def refuse_unless(self, name: str, *allowed) -> None:
-        """For a field that changes the result in a way not implemented here."""
+        """For a field whose other values would change the result in a way not implemented here."""
         value = self.raw.get(name, allowed[0])
         if value not in allowed:
             raise ValueError(f"{self.file}: {name} is {value!r}, which is not supported (supported: {_listed(allowed)})")
@@ -71,7 +71,7 @@ def _listed(values: tuple) -> str:
 
 @one_line_errors()
 def read_config(folder: Path) -> Config:
-    """The configuration of a Hugging Face folder (config.json) or of Meta's own (params.json). Raises ValueError."""
+    """The configuration of a Hugging Face folder (config.json) or of Meta's own (params.json). Raises OSError, ValueError."""
     if (folder / "config.json").is_file():
         config = _hugging_face_config(folder)
     elif (folder / "params.json").is_file():
@@ -89,7 +89,7 @@ QUANTISED = "quantised for another program: take the original safetensors; --fp8
 
 
 def _instead(folder: Path) -> str | None:
-    """What a folder without a model holds instead, and what to do."""
+    """What a folder without a model holds instead, and what to do about it."""
     if any(folder.glob("*.gguf")):
         return f"GGUF, {QUANTISED}"
     if (folder / "adapter_config.json").is_file():
@@ -147,7 +147,7 @@ def _hugging_face_config(folder: Path) -> Config:
 
 
 def refuse_quantised(f: Fields) -> None:
-    """GPTQ, AWQ, exl2, bitsandbytes, mlx: the matrices are other programs' codes."""
+    """Raise ValueError for GPTQ, AWQ, exl2, bitsandbytes, mlx: their matrices are in other programs' formats."""
     for name in ("quantization_config", "quantization"):
         if how := f.raw.get(name):
             method = how.get("quant_method") if isinstance(how, dict) else None
@@ -160,9 +160,9 @@ def _generation(folder: Path) -> Fields:
 
 
 def read_sampling(folder: Path) -> dict[str, float]:
-    """What a checkpoint's generation_config.json says of sampling, in the names of Sampling. Raises ValueError."""
+    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling. Raises ValueError."""
     f = _generation(folder)
-    bounds = {  # of each: their name, from, to, type
+    bounds = {  # our name: their name, low, high, type
         "temp": ("temperature", 0, 1e6, float),
         "top_k": ("top_k", 0, 1 << 31, int),
         "top_p": ("top_p", 0, 1, float),
@@ -221,8 +221,8 @@ def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
 
 
 def _yarn(rope: Fields, max_seq_len: int) -> RopeScaling:
-    """The scale of q and k (attention_factor) is, where none is given, 1 + 0.1 log(factor), as in section 3.4 of the paper;
-    mscale and mscale_all_dim are DeepSeek's way to give it."""
+    """The scale of q and k (attention_factor) defaults to 1 + 0.1 log(factor), as in section 3.4 of the paper; mscale and
+    mscale_all_dim are DeepSeek's way to give it."""
     original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
     factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
     rope.refuse_unless("truncate", True, False, None)
@@ -251,7 +251,7 @@ def _meta_config(folder: Path) -> Config:
     # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
     vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
-    if vocab_size < 1:  # "as the tokenizer": every shard of Meta's holds all rows of the embedding, and a part of its columns
+    if vocab_size < 1:  # "as the tokenizer says": each of Meta's shards holds all rows of the embedding, and some columns
         shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder, hugging_face=False)[0])}
         vocab_size = next(iter(shapes.get("tok_embeddings.weight", ())), 1)
     return Config(
@@ -318,7 +318,7 @@ def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
 
 
 def largest_read(c: Config) -> int:
-    """Numbers of the largest matrix that is read to be encoded; of wo and w2, which are cut by columns, whole rows are read."""
+    """Elements of the largest matrix that is read to be encoded; wo and w2 are cut by columns, but read in whole rows."""
     sizes = {name: math.prod(shape) * (c.ranks if name in ("wo", "w2") else 1) for name, shape in c.layer_matrices.items()}
     return max(c.output_rows * c.dim, *sizes.values())
 
@@ -336,7 +336,7 @@ def saved_shapes(c: Config) -> dict[str, tuple[int, ...]]:
 
 
 class Checkpoint:
-    """The tensors of a folder. Nothing but headers is read before `read`: the model must never be in memory twice."""
+    """The tensors of a folder. Only headers are read before `read` is called: the model must never be in memory twice."""
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
@@ -349,7 +349,7 @@ class Checkpoint:
                 name = _meta_name(part.name) if self.hugging_face else part.name
                 if not name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # derived from the config
                     self._check_type(name, part)
-                    if name in self.parts and (self.format or self.hugging_face):  # only Meta's layout has parts
+                    if name in self.parts and (self.format or self.hugging_face):  # only Meta's layout splits tensors
                         raise ValueError(f"{part.file}: {part.name} stands in {self.parts[name][0].file.name}, too")
                     self.parts.setdefault(name, []).append(part)
         if config.tie_embeddings:
@@ -377,8 +377,8 @@ class Checkpoint:
             raise ValueError(f"{self.folder}: the tensors do not fit the config: {shown}")
 
     def _split_axis(self, name: str, shape: tuple[int, ...]) -> int | None:
-        """The axis along which the parts make up `shape`, any when it is whole (Meta's shards repeat the norms); None if they
-        do not."""
+        """The axis along which the parts make up `shape`, any if each part is whole (Meta's shards repeat the norms); None if
+        they do not make it up."""
         parts, first = self.parts[name], self.parts[name][0].shape
         if any(part.shape != first for part in parts) or len(first) != len(shape):
             return None
@@ -389,7 +389,7 @@ class Checkpoint:
         return None
 
     def _name_in_file(self, name: str) -> str:
-        """A tensor's name as the checkpoint's own kind writes it."""
+        """A tensor's name in the checkpoint's own layout."""
         if not self.hugging_face:
             return name
         names = {meta: theirs for theirs, meta in HF_NAMES.items()}
@@ -408,8 +408,9 @@ class Checkpoint:
     def read(
         self, name: str, rows: slice = parallel.ALL, columns: slice = parallel.ALL, gpu: torch.device | None = None
     ) -> Tensor:
-        """A tensor, or these rows and columns of it. Where a GPU is to copy it while the next is read, it is in pinned memory,
-        or on its way to that GPU. The rows of q and k, whole heads, come in Meta's RoPE convention, interleaved pairs."""
+        """Read a tensor, or these rows and columns of it. For a GPU, it is returned in pinned memory, to be copied while the
+        next one is read, or already on its way there. The rows of q and k, always whole heads, are put into Meta's RoPE
+        convention, interleaved pairs."""
         parts, shape = self.parts[name], self.shapes[name]
         index = [range(size)[taken] for size, taken in zip(shape, (rows, columns))]
         if parts[0].shape == shape:
@@ -418,14 +419,14 @@ class Checkpoint:
             tensor = self._read_split(parts, index, self._split_axis(name, shape))
         if self.hugging_face and name.rpartition(".")[0].endswith((".wq", ".wk", ".q_norm", ".k_norm")):
             D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
-            if gpu and tensor.dim() == 2:  # a CPU takes longer over it than over reading it
+            if gpu and tensor.dim() == 2:  # a CPU would take longer to permute it than to read it
                 tensor = tensor.to(gpu, non_blocking=True)
             tensor = tensor.view(-1, 2, D // 2, *shape[1:]).transpose(1, 2).reshape(tensor.shape)
         return tensor.pin_memory() if gpu and not tensor.is_cuda else tensor
 
     @staticmethod
     def _read_split(parts: list[Part], index: list[range], axis: int) -> Tensor:
-        """What the parts hold of a tensor that is split along an axis."""
+        """Read what an index spans of a tensor that is split along an axis."""
         pieces, size = [], parts[0].shape[axis]
         for i, part in enumerate(parts):
             start, stop = max(index[axis].start - i * size, 0), min(index[axis].stop - i * size, size)
@@ -434,8 +435,8 @@ class Checkpoint:
         return torch.cat(pieces, axis)
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
-        """What is wrong with the first tensor that holds NaN or inf, as it is or once converted to dtype. Codes and scales are
-        not converted, and were checked when they were read."""
+        """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is one.
+        Codes and scales are not converted, and were checked when they were read."""
         for part in (part for name, parts in self.parts.items() if name.endswith((".weight", ".bias")) for part in parts):
             tensor = read_part(part)
             if not torch.isfinite(tensor).all():
@@ -479,13 +480,13 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-# ---- where a checkpoint is: a folder, or a repository of the hub, downloaded when it is first asked for
+# ---- where a checkpoint is: a folder, or a repository of the hub, downloaded on first use
 
 SMALL_FILES = [
     "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 ]  # fmt: skip
-WEIGHTS = [  # the first kind that a repository has
+WEIGHTS = [  # in order of preference: a repository may have several kinds
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
     r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?",
     r"consolidated\.\d+\.pth",
@@ -494,8 +495,8 @@ WEIGHTS = [  # the first kind that a repository has
 
 @one_line_errors()
 def find_checkpoint(name: str) -> Path:
-    """A folder, or a repository "owner/name" of the Hugging Face hub: from its cache, or else downloaded into it. Raises
-    OSError in one line that says what to do."""
+    """The folder of a checkpoint that is given as a folder, or as a repository "owner/name" of the Hugging Face hub: in the
+    hub's cache, to which it is downloaded if need be. Raises OSError or ValueError, in one line that says what to do."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -520,7 +521,7 @@ def find_checkpoint(name: str) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a download of these files came to its end."""
+    """Whether the download into a folder was completed."""
     try:
         _tensor_files(folder, hugging_face=(folder / "config.json").is_file())
         return tokenizer_file(folder).is_file()
@@ -529,8 +530,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _download(name: str, hub: Path) -> Path:
-    """A repository's checkpoint to the hub cache, less what this program does not read. What an interrupted download left
-    there is gone on with."""
+    """Download what this program reads of a repository to the hub cache. An interrupted download is resumed."""
     import huggingface_hub
     from huggingface_hub import errors, utils
 
@@ -553,7 +553,7 @@ def _download(name: str, hub: Path) -> Path:
         reason = str(error)
     except FileNotFoundError:
         raise
-    except Exception as error:  # of the network, whose library is the hub's own business
+    except Exception as error:  # network errors, of whichever library huggingface_hub uses
         reason = f"{type(error).__name__}: {error}"
     raise OSError(f"no such folder, nor whole in the hub cache {hub}, nor to be had from {endpoint}: {name}: {reason}")
 
@@ -574,23 +574,23 @@ def _check_disk(folder: Path, need: int, name: str) -> None:
         raise FileNotFoundError(f"{name} takes {need / 1e9:.2f} GB, but {place} has {free / 1e9:.2f} GB free (see HF_HOME)")
 
 
-# ---- weights: the checkpoint's tensors to where and what the model wants
+# ---- weights: the checkpoint's tensors, brought to the place and into the form that the model wants
 
-SOURCES = {  # of each matrix of LayerWeights, in the checkpoint
+SOURCES = {  # the checkpoint's tensors that make up each matrix of LayerWeights
     "wqkv": ("attention.wq", "attention.wk", "attention.wv"),
     "wo": ("attention.wo",),
     "w13": ("feed_forward.w1", "feed_forward.w3"),
     "w2": ("feed_forward.w2",),
 }
-JOINED = {  # the same for vectors that are not one to one, in the checkpoint's attention
+JOINED = {  # the same for vectors that join several, all within the checkpoint's attention
     "qkv_bias": ("wq.bias", "wk.bias", "wv.bias"),
     "qk_norm": ("q_norm.weight", "k_norm.weight"),
 }
 
 
 def cuts(c: Config, rank: int, ranks: int) -> dict[str, tuple[list[slice], slice]]:
-    """Rows and columns that a rank takes of each tensor of a model whose whole configuration is c, unless it takes all, by the
-    names of a checkpoint and by those of LayerWeights, where some are joined."""
+    """The rows and columns that a rank takes of each tensor that it does not take whole, by the names of a checkpoint and by
+    those of LayerWeights, where some are joined. c: the configuration of the whole model."""
 
     def rows_of(count: int, each: int, before: int = 0) -> slice:
         taken = parallel.share(count, rank, ranks)
@@ -610,9 +610,9 @@ def cuts(c: Config, rank: int, ranks: int) -> dict[str, tuple[list[slice], slice
 
 
 class Loader:
-    """Brings one tensor after the other from the files to its place on the device: matrices in the type `stored`, or encoded
-    in an 8-bit format, or as they are where the file has them in it; all else in dtype (the norms are small, and of the
-    embedding a token reads one row). Of several ranks, each brings its part of every matrix."""
+    """Brings one tensor after another from the files to its place on the device: matrices in the type `stored`, or encoded in
+    an 8-bit format, or unchanged if the file already has them in 8 bits; all else in dtype (the norms are small, and a token
+    reads only one row of the embedding). With several ranks, each loads its part of every matrix."""
 
     def __init__(
         self,
@@ -631,8 +631,8 @@ class Loader:
         self.config = checkpoint.config.cut(ranks)
         self.shapes = matrix_shapes(self.config)
         self.cuts = cuts(checkpoint.config, rank, ranks)
-        self.whole_rows = bool(format and not checkpoint.format)  # an encoded row is the same on any number of ranks
-        if self.whole_rows:  # what stays is allocated first, so that memory is not cut up
+        self.whole_rows = bool(format and not checkpoint.format)  # so that codes do not depend on how many ranks there are
+        if self.whole_rows:  # what stays is allocated first, against fragmentation
             self.encoded = {name: self._empty_codes(*shape) for name, shape in self.shapes.items()}
             self.workspace = torch.empty(largest_read(self.config), dtype=stored, device=device)
         total = sum(self.bytes_read(name, shape) for name, shape in checkpoint.shapes.items())
@@ -677,7 +677,7 @@ class Loader:
         return LayerWeights(**vectors, **matrices)
 
     def vector(self, name: str) -> Tensor:
-        """A norm, the embedding, or what joins vectors of the checkpoint."""
+        """A norm, the embedding, or a vector that joins several of the checkpoint's."""
         layer, _, stem = name.rpartition(".")
         if stem in JOINED and not self.checkpoint.format:
             parts = [f"{layer}.attention.{source}" for source in JOINED[stem]]
@@ -690,7 +690,7 @@ class Loader:
         return tensor.to(self.device, self.dtype, copy=True, non_blocking=True)
 
     def matrix(self, name: str, *sources: str) -> Matrix:
-        """A matrix made of the checkpoint's: the rows of w1 and w3 in turn, others one below the other."""
+        """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others stacked."""
         if self.checkpoint.format:
             return self.saved(name)
         shape, columns = self.shapes[name], self.cut_of(sources[0])[1]
@@ -707,7 +707,7 @@ class Loader:
         return self.encode(name, data, columns) if self.whole_rows else kernels.prepacked(Matrix(data), self.backend)
 
     def places(self, data: Tensor, parts: list[tuple[str, slice]]) -> tuple[Tensor, ...]:
-        """Where each part goes, rows of a tensor of the checkpoint: one below the other."""
+        """Where each part, rows of one of the checkpoint's tensors, goes in data: stacked, in this order."""
         return data.split([len(range(self.checkpoint.shapes[name][0])[rows]) for name, rows in parts])
 
     def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
@@ -740,14 +740,14 @@ class Loader:
         self.bar.update(tensor.nbytes)
         if gpu:
             return tensor
-        return tensor.float() if tensor.is_floating_point() else tensor  # torch is slow from one 16-bit type to another
+        return tensor.float() if tensor.is_floating_point() else tensor  # torch is slow at converting between 16-bit types
 
 
 # ---- what it runs on, and whether it fits
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """Of several processes on a host, each takes the GPU of its number. Raises ValueError."""
+    """With several processes on a host, each takes the GPU of its local rank. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -769,7 +769,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """auto is the checkpoint's own, except for half floats on a CPU: bf16 where the CPU multiplies it, otherwise fp32."""
+    """auto is the checkpoint's own, except for 16-bit types on a CPU: bf16 if the CPU can multiply it, otherwise fp32."""
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda" or stored == torch.float32:
@@ -790,11 +790,11 @@ def free_memory(device: torch.device) -> int | None:
 def check_memory(
     config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int, format: Format | None = None, kv_fp8: bool = False
 ) -> None:
-    """Raise MemoryError when weights, cache and workspace (of one rank, when the configuration is cut) will not fit, before
-    any of it is allocated."""
+    """Raise MemoryError if weights, cache and workspace (of one rank, if the configuration is cut) will not fit, before any of
+    them is allocated."""
     c, size = config, dtype.itemsize
     weights = size * sum(math.prod(shape) for name, shape in unquantised_shapes(c).items())
-    twice = device.type == "cpu" and dtype == torch.bfloat16  # a tied embedding: the matrix is kept in fp16, or packed
+    twice = device.type == "cpu" and dtype == torch.bfloat16  # a tied embedding: the matrix is a copy, in fp16 or packed
     for name, (rows, columns) in matrix_shapes(c).items():
         if format:
             weights += format.matrix_bytes(rows, columns)
@@ -803,8 +803,8 @@ def check_memory(
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    copies = 1  # of what a prompt decodes
-    if device.type == "cuda":  # the graphs of prompts have memory of their own
+    copies = 1  # of what a prompt decodes from 8 bits
+    if device.type == "cuda":  # the graphs of prompts have their own memory
         workspace += min(ctx_size, PADDED[-1]) * size * widest
         copies = 2
     if format:  # the largest matrix
@@ -826,8 +826,8 @@ def check_memory(
 
 
 def pick_backend(name: str, device: torch.device) -> str:
-    """Whose ops run the model: "torch" (the reference ops) or "triton" (the fused ones), which is auto on a GPU. Raises
-    ValueError."""
+    """Whose ops run the model: "torch" (the reference ops) or "triton" (the fused ones), the default on a GPU.
+    Raises ValueError."""
     if name == "torch" or name == "auto" and device.type == "cpu":
         return "torch"
     if launch.triton is None:
@@ -841,8 +841,8 @@ def pick_backend(name: str, device: torch.device) -> str:
 
 
 def pick_fp16_sums(accumulate: str, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a prompt's products are added up in half precision. auto: on GeForce cards, whose tensor cores do that at twice
-    the rate of fp32 sums; others gain nothing. Raises ValueError where it cannot be done."""
+    """Whether a prompt's products are accumulated in half precision. auto: on GeForce cards, whose tensor cores do that at
+    twice the rate of fp32 accumulation; others gain nothing. Raises ValueError if fp16 is asked for and cannot be done."""
     able = backend == "triton" and device.type == "cuda" and dtype == torch.float16
     if accumulate == "fp16" and not able:
         raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
@@ -862,13 +862,13 @@ def load(
     accumulate: str = "auto",
     quiet: bool = False,
 ) -> Llama:
-    """Load a checkpoint: Hugging Face's or Meta's folder, or a repository id in the hub cache.
+    """Load a checkpoint: a folder in Hugging Face's or Meta's layout, or a repository of the hub, see find_checkpoint.
 
-    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own, None that or 4096 if it
-    is longer. fp8: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own. kv_fp8: keys and
-    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", as pick_fp16_sums says; all but "fp32" let products of
-    8-bit floats accumulate fast. quiet: without the bar that a terminal is shown. Raises ValueError, OSError or MemoryError,
-    in one line that says what to do.
+    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None is that, but
+    at most 4096. fp8: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own format. kv_fp8: keys and
+    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", see pick_fp16_sums; all but "fp32" let products of 8-bit
+    floats accumulate fast. quiet: no progress bar. Raises ValueError, OSError or MemoryError, in one line that says what to
+    do.
     """
     folder = find_checkpoint(name)
     config = read_config(folder)
@@ -900,10 +900,10 @@ def load(
     return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, fp16_sums, fast_sums)
 
 
-# ---- a model saved in 8 bits: a folder whose model.safetensors says so in its metadata, with what else a checkpoint has
+# ---- a model saved in 8 bits: a folder whose model.safetensors says so in its metadata, with the other files of a checkpoint
 
 SAVED = "model.safetensors"
-LAYOUT = "1"  # of such a file; another is refused
+LAYOUT = "1"  # of such a file; any other is refused
 
 
 def saved_format(folder: Path) -> Format | None:
@@ -927,7 +927,7 @@ def save_fp8(
     name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", device: str = "auto", quiet: bool = False
 ) -> Path:
     """Write a checkpoint with its matrices in 8 bits to the folder `target`, which must be new or empty: whole or not at all.
-    Returns its model.safetensors. The norms and the embedding are in dtype; auto is the checkpoint's own, on a CPU too.
+    Returns its model.safetensors. All other tensors are in dtype; auto is the checkpoint's own, on a CPU too.
 
     Raises ValueError, OSError or MemoryError, in one line that says what to do.
     """
@@ -954,7 +954,7 @@ def save_fp8(
         with torch.inference_mode():
             weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, format, quiet).load()
         save_file(_saved_tensors(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": format.name})
-        (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library's own is for the owner alone
+        (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library makes it readable for the owner alone
         made.rename(to)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -963,15 +963,15 @@ def save_fp8(
 
 
 def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
-    """All that read_config and Tokenizer read, so that they find in `to` what they find in the folder."""
+    """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the folder."""
     for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
         if file.is_file():
             shutil.copyfile(file, to / file.name)
-    if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: as in files that are not copied
+    if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: see the tensors, which are not copied
         (to / "params.json").write_text(json.dumps(read_json(folder / "params.json") | {"vocab_size": config.vocab_size}))
     beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}
     template, _ = find_template(folder, beside)
-    if template != find_template(to, beside)[0]:  # it is known from the folder's path
+    if template != find_template(to, beside)[0]:  # it was recognised by the folder's path
         (to / "chat_template.jinja").write_text(template)
 
 
