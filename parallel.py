@@ -1,15 +1,15 @@
 """One model on several processes, each with a GPU of its own and a part of every matrix: tensor parallelism (Megatron-LM,
 Shoeybi et al., 2019). torchrun starts the processes and ends them together; each is a rank, 0 to size - 1.
 
-A rank has its share of the query heads and of the key/value heads, of hidden_dim and of the vocabulary; the embedding and the
-norms are whole. So wqkv, w13 and the output matrix are cut by rows, and all that follows from those rows (RoPE, the cache,
+A rank has its share of the query heads, the key/value heads, hidden_dim and the vocabulary; the embedding and the norms are
+replicated. So wqkv, w13 and the output matrix are cut by rows, and all that follows from those rows (RoPE, the cache,
 attention, SwiGLU) is done where they are. wo and w2 are cut by columns: each rank has one term of their product, and the sum
-over the ranks is x again, the same on all of them. Two sums a layer, and the logits gathered at the end, are all that ranks
-tell each other. All sample from the same logits with the same random number, so they need not tell each other the token.
+over the ranks is x again, the same on all of them. Two sums per layer and one gather of the logits at the end are all the
+communication there is. All ranks sample from the same logits with the same random number, so the token need not be sent.
 
-The model does not know of this: it runs on a table of ops like any other, in which `linear_add` ends with a sum over the ranks
-and `rmsnorm_linear` with a gather. Both go through NCCL (gloo on CPUs), which always works and suits prompts, or for one token,
-where each GPU can write to the others' memory, through the exchange further down.
+The model is unaware of this: it runs on a table of ops like any other, in which `linear_add` ends with a sum over the ranks
+and `rmsnorm_linear` with a gather. Both go through NCCL (gloo on CPUs), which always works and suits prompts; or, for a single
+token, if each GPU can write to the others' memory, through the exchange further down.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -33,7 +33,7 @@ from fp8 import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 Value = TypeVar("Value")
-PATIENCE = timedelta(days=20)  # of ranks that wait while a person thinks; torchrun ends them when another dies
+PATIENCE = timedelta(days=20)  # how long ranks wait while the user thinks; if one dies, torchrun ends the others
 
 
 # ---- the ranks
@@ -48,15 +48,15 @@ class Group:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # how many of them are on this host
         self._stop: type[BaseException] | None = None  # what this rank would raise if it were alone
-        self._asking: tuple | None = None  # the question that is under way, whether any rank wants to stop
+        self._asking: tuple | None = None  # the all-reduce under way: does any rank want to stop?
 
     @property
     def store(self) -> dist.Store:
-        """What torchrun keeps for its ranks: names and values."""
+        """The key-value store that torchrun keeps for its ranks."""
         return _store()
 
     def join(self, device: torch.device) -> None:
-        """Wait until all ranks are there."""
+        """Form the process group, which waits until all ranks are there."""
         if self.size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
@@ -89,9 +89,9 @@ class Group:
         return value
 
     # Ctrl-C. Ranks that stop at different tokens would wait for each other forever, so while text is generated a signal is only
-    # noted. With each token every rank asks whether any has noted one, and reads the answer with the next token, so that no
-    # token waits for it: then all raise KeyboardInterrupt at the same token. So it is with a closed standard output, which
-    # only rank 0 meets.
+    # recorded. With each token every rank asks whether any has recorded one, and reads the answer with the next token, so that
+    # no token waits for it; then all raise KeyboardInterrupt at the same token. The same goes for a closed standard output,
+    # which only rank 0 notices.
 
     def stop(self, reason: type[BaseException]) -> None:
         """Have all ranks raise `reason`, KeyboardInterrupt or BrokenPipeError, at one of the next tokens."""
@@ -113,7 +113,7 @@ class Group:
             self._asking = None
 
     def check_stop(self) -> None:
-        """Once a token, on all ranks: raise what one of them was to stop for."""
+        """Called once per token on all ranks: raise what any of them is to stop for."""
         if self.size == 1:
             return
         reasons = (None, KeyboardInterrupt, BrokenPipeError)
@@ -127,8 +127,8 @@ class Group:
         self._asking = (dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True), wish)
 
     def tells(self) -> bool:
-        """Whether this rank is to tell its error, which it can from here on: the first to fail does, and the others fail for
-        the same reason, or because that one has gone."""
+        """Whether this rank is to report its error; from here on it can, as its stderr is restored. Only the first to fail
+        does: the others fail for the same reason, or because that one has gone."""
         if self.size == 1:
             return True
         sys.stderr = sys.__stderr__
@@ -138,19 +138,19 @@ class Group:
             return self.rank == 0
 
     def explained(self, error: Exception) -> Exception:
-        """An error in words of this program: that of a library which lost a peer says much else."""
+        """An error in this program's words: what a library says when it has lost a peer does not help."""
         lost = self.size > 1 and "gloo/transport" in str(error)
         return RuntimeError("another of the processes has ended") if lost else error
 
     def leave(self, code: int) -> None:
-        """End this process of several. Not by way of Python's end, at which libraries wait for ranks that may be dead."""
+        """End this process of several, bypassing Python's shutdown, in which libraries wait for ranks that may be dead."""
         if self.size == 1:
             return
         if code == 0 and dist.is_initialized():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             with suppress(RuntimeError):
-                self.all(True)  # nobody still reads what this rank holds
+                self.all(True)  # until no rank reads this one's memory any more
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
@@ -158,7 +158,7 @@ class Group:
 
 
 class Output:
-    """A standard output that does not raise BrokenPipeError, but has all ranks raise it."""
+    """A standard output that, instead of raising BrokenPipeError, has all ranks raise it."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -196,8 +196,8 @@ ALL = slice(None)
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """A rank's part of `count` things. When there are fewer than ranks, neighbours have the same one; when they are not evenly
-    divided (a vocabulary), the last rank has some that the one before it has, too: all have equally many."""
+    """A rank's share of `count` items; all ranks have equally many. If there are fewer items than ranks, neighbours have the
+    same one; if they do not divide evenly (a vocabulary), the shares of the last ranks overlap."""
     each = -(-count // size)
     start = rank * count // size if count < size else min(rank * each, count - each)
     return slice(start, start + each)
@@ -207,13 +207,13 @@ def share(count: int, rank: int, size: int) -> slice:
 
 
 def ops(backend: str, exchange: Exchange | None) -> SimpleNamespace:
-    """The table of ops for a model that is cut: that of its backend, with what has to go through all ranks."""
+    """The table of ops for a model that is cut: that of its backend, but for the two ops that involve all ranks."""
     base = kernels.BACKENDS[backend]
 
     def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
         if exchange and len(x) == 1:
             return exchange.linear_add(x, w, residual)
-        # The residual is one more term of the sum: that of rank 0
+        # The residual is one more term of the sum, which rank 0 adds
         base.linear_add(x, w, residual if group().rank == 0 else residual.zero_())
         dist.all_reduce(residual)
         return residual.nan_to_num_(0.0, 65504.0, -65504.0) if kernels.fp16_sums() else residual
@@ -231,31 +231,31 @@ def ops(backend: str, exchange: Exchange | None) -> SimpleNamespace:
     return SimpleNamespace(**vars(base) | dict(linear_add=linear_add, rmsnorm_linear=rmsnorm_linear))
 
 
-# ---- the exchange: sums and gathers of one token by direct writes to the other GPUs' memory.
+# ---- the exchange: sums and gathers for a single token by direct writes to the other GPUs' memory.
 #
-#      A token of a 7B model has 64 sums of 4,096 numbers: what counts is not bandwidth but how soon each is known. A flag that
-#      says "all is written" would need a fence and a second trip, so this is NCCL's low-latency protocol: each number travels
-#      with the number of its round, in an entry of eight bytes, and eight bytes arrive whole. The product kernel writes an
-#      entry for each of its rows to every rank; a small kernel, started early by programmatic dependent launch, reads the
-#      entries in its own rank's memory until all of them bear this round's number, and adds them up.
+#      A token of a 7B model takes 64 sums of 4,096 values: what counts is latency, not bandwidth. A flag that says "all is
+#      written" would need a fence and a second trip, so this is NCCL's low-latency protocol: each value travels with the number
+#      of its round, in an entry of eight bytes, and eight bytes arrive whole. The product kernel writes an entry for each of
+#      its rows to every rank; a small kernel, started early by programmatic dependent launch, polls the entries in its own
+#      rank's memory until all of them bear this round's number, and adds them up.
 #
 #      Why no entry is stale, or overwritten before it is read. A round is a step of the model, and every matrix has entries of
 #      its own, its slot. A reader waits for exactly this round's number, so it takes no entry of an earlier round. And a writer
-#      is never ahead: before a rank writes to a slot again, a round later, it has finished another sum (of another slot, of
+#      never gets ahead: before a rank writes to a slot again, a round later, it has finished another sum (of another slot, of
 #      which each layer has two, or NCCL's), which needs a term from every rank; and a rank sends its term only after all its
-#      earlier kernels have ended, so after it has read the slot. Numbers repeat after 2^32 rounds.
+#      earlier kernels have ended, so after it has read the slot. Numbers repeat every 2^32 rounds.
 
 
 @jit
 def _number(round_number):
-    """The number of this round in the upper half of an entry."""
+    """This round's number, in the upper half of an entry."""
     return tl.load(round_number).to(tl.int64) << 32
 
 
 @jit
 def _receive(pointers, mask, number):
-    """The float32 values of entries, once they all bear this number; zero where the mask is off. volatile: read anew each time,
-    past the L1 cache, and in this order."""
+    """The float32 values of entries, once they all bear this number; zero where the mask is off. volatile: loaded anew each
+    time, bypassing the L1 cache, and in this order."""
     entries = tl.load(pointers, mask=mask, other=0, volatile=True)
     while tl.sum((mask & (((entries ^ number) >> 32) != 0)).to(tl.int32)) > 0:
         entries = tl.load(pointers, mask=mask, other=0, volatile=True)
@@ -269,10 +269,10 @@ def _linear_send_kernel(
     PRODUCT: tl.constexpr, PARTIAL_SUMS: tl.constexpr, GAIN: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x W^T, or rmsnorm(x) W^T, as entries at these addresses: one on each rank."""
+    """x W^T, or rmsnorm(x) W^T, written as entries to these addresses, one per rank."""
     gdc_launch_dependents(PDL)
     rows, ranks = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
-    # Before the wait: they move only between steps
+    # Safe before the wait: neither changes within a step
     number = _number(round_number)
     slots = tl.load(addresses + ranks, mask=ranks < RANKS, other=0).to(tl.pointer_type(tl.int64))
     y = PRODUCT(x, norm, w, scale, None, rows, N, eps, K, BLOCK, PARTIAL_SUMS, GAIN, PDL)
@@ -292,8 +292,8 @@ def _add_received_kernel(
     offs_n, ranks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, LANES)
     mask = (ranks[:, None] < RANKS) & (offs_n[None, :] < N)
     values = _receive(entries + ranks[:, None] * N + offs_n[None, :], mask, _number(round_number))
-    # Before the wait, yet safe: this rank's own entries are there, so its product kernel has waited for all kernels before it,
-    # of which one wrote the residual. volatile, so that it is not read before those entries.
+    # Safe before the wait: this rank's own entries have arrived, so its product kernel has waited for all kernels before it,
+    # including the one that wrote the residual. volatile, so that it is not read before those entries.
     old = tl.load(residual + offs_n, mask=offs_n < N, other=0.0, volatile=True).to(tl.float32)
     new = (old + tl.sum(values, 0)).to(residual.dtype.element_ty)
     gdc_wait(PDL)
@@ -325,7 +325,7 @@ def gather_received_ref(entries: Tensor, round_number: Tensor, out: Tensor) -> T
 
 
 def received_ref(entries: Tensor, round_number: Tensor) -> Tensor:
-    """The float32 values of entries int64, which all bear this round's number."""
+    """The float32 values of int64 entries, which all bear this round's number."""
     assert (entries >> 32 == round_number).all(), "an entry of another round"
     return entries.to(torch.int32).view(torch.float32)
 
@@ -335,7 +335,7 @@ class Exchange:
 
     def __init__(self, matrices: list[Matrix], rank: int, buffers: list[int], entries: Tensor):
         """matrices: those whose products are exchanged, in the same order on all ranks. buffers: the address of each rank's
-        entries, int64 [ranks * all their rows] and zero; `entries` are this rank's."""
+        entries, int64 [ranks * rows of all matrices] and zero; `entries` are this rank's."""
         self.ranks, self.lanes, self.slots, start = len(buffers), triton.next_power_of_2(len(buffers)), {}, 0
         self.round_number = torch.ones(1, dtype=torch.int32, device=entries.device)
         for w in matrices:
@@ -351,11 +351,11 @@ class Exchange:
         return self.add_received(w, residual)
 
     def rmsnorm_linear(self, x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
-        """out = rmsnorm(x) W^T, the rows of W those of all ranks. x [1, C], out float32 [1, V]. The last op of a round."""
+        """out = rmsnorm(x) W^T, over the rows of W on all ranks. x [1, C], out float32 [1, V]. The last op of a round."""
         assert len(out) == 1 and out.is_contiguous(), out.shape
         self.send("rmsnorm_linear", x, norm, w, eps)
         self.gather_received(w, out)
-        self.round_number += 1  # by a kernel that starts and ends alone, so kernels read the number without waiting
+        self.round_number += 1  # by a kernel that overlaps no other, so kernels may read the number before they wait
         return out
 
     def send(self, op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float) -> None:
@@ -377,7 +377,7 @@ class Exchange:
 
 
 def make_exchange(matrices: list[Matrix], backend: str, device: torch.device) -> Exchange | None:
-    """An Exchange where each GPU can write to the others' memory, otherwise None; the same on all ranks, which all call it."""
+    """An Exchange if every GPU can write to the others' memory, otherwise None. All ranks call this, and get the same."""
     ranks = group()
     on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
     others = [i for i in range(ranks.size) if i != ranks.local_rank]
@@ -394,7 +394,7 @@ def make_exchange(matrices: list[Matrix], backend: str, device: torch.device) ->
 
 
 def described(exchange: Exchange | None, device: torch.device) -> str:
-    """How the ranks work together, for the person."""
+    """How the ranks communicate, for the user to read."""
     if group().size == 1:
         return ""
     library = "NCCL" if device.type == "cuda" else "gloo"
