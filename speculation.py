@@ -1,14 +1,14 @@
-"""More than one token out of a reading of the weights: some are proposed, evaluated together in one pass, and kept as far as
-they are what is sampled anyway.
+"""Speculative decoding, more than one token per pass over the weights: several are proposed, evaluated together, and kept as
+far as they are what is sampled anyway.
 
 The text does not change. Each position is sampled as always, from its own logits with its own random number; a proposal is
-accepted exactly where it equals what was sampled, and the first that does not ends the pass. Two ways to propose:
+accepted if it equals what was sampled, and the first that does not ends the pass. Two ways to propose:
 
     Lookup  what followed the latest earlier occurrence of the last few tokens, in the prompt or the answer (Saxena, 2023)
     Draft   what a smaller model of the same vocabulary samples with the same random numbers (Leviathan et al., 2023)
 
-A pass with proposals takes longer than one of a single token. Where too few are accepted to make up for that, single tokens
-take over, and proposals are tried again only now and then.
+A pass with proposals takes longer than one of a single token. If too few are accepted to make up for that, decoding falls back
+to single tokens, and proposals are tried again only now and then.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl
 from model import KVCache, Llama, captured, choose_next, sample_next
 from sampling import Sampler
 
-MOST = 15  # proposals a pass
+MOST = 15  # proposals per pass
 LONGEST, SHORTEST = 4, 2  # how many of the last tokens are looked up: the longest run of them that occurred before
-MOST_LOST = 0.02  # of all the time
+MOST_LOST = 0.02  # as a share of the total time
 
 
 @dataclass
 class Pacer:
-    """Whether the next pass may have proposals: as long as they have lost no more than a single pass, and MOST_LOST of the
-    time. A pass with proposals loses what it takes longer than single tokens would have; what it gains makes up for earlier
-    losses. Times are in seconds."""
+    """Decides whether the next pass may have proposals: it may if, should none be accepted, proposals will have lost no more
+    than one single-token pass and MOST_LOST of the time. A pass with proposals loses what it takes longer than single
+    tokens would have for the same text; what it gains makes up for earlier losses. Times are in seconds."""
 
     single: float = 0.0  # running mean of passes without proposals
     several: float = 0.0  # and with them
@@ -43,11 +43,11 @@ class Pacer:
     total: float = 0.0
 
     def ready(self) -> bool:
-        """The first pass is of a single token: what proposals are measured against."""
+        """The first pass is of a single token: the baseline for proposals."""
         return self.single > 0 and self.lost + self.several - self.single <= self.single + MOST_LOST * self.total
 
     def tell(self, proposed: int, accepted: int, seconds: float) -> None:
-        """What a pass did. The first one with proposals may have compiled something: it counts as a single one."""
+        """Record a pass. The first one with proposals may have compiled something: it counts as one of a single token."""
         if proposed and not self.several:
             seconds = self.single
         self.total += seconds
@@ -63,7 +63,7 @@ def _mean(mean: float, value: float) -> float:
 
 
 class Speculation:
-    """Decoding with up to n proposals a pass, and counts over all that it decodes. Subclasses say what to propose."""
+    """Decoding with up to n proposals per pass, and counts over all that it decodes. Subclasses make the proposals."""
 
     def __init__(self, n: int):
         self.n = n
@@ -76,7 +76,7 @@ class Speculation:
         raise NotImplementedError
 
     def decode(self, model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tensor | None) -> Iterator[int]:
-        """Up to n tokens. Whenever one is yielded last, the cache is left with what came before it, and no more."""
+        """Up to n tokens. Whichever is yielded last, the cache is left with what came before it, and no more."""
         if n == 0:
             return
         read, last = cache.pos, cache.pos + n - 1
@@ -93,13 +93,13 @@ class Speculation:
     def _passes(
         self, model: Llama, cache: KVCache, last: int, sampler: Sampler, banned: Tensor | None
     ) -> Iterator[int]:  # fmt: skip
-        """Passes until the token at `last` is sampled; after each, where the last sampled token stands."""
+        """Run passes until the token at `last` is sampled; after each, yield the position of the last sampled token."""
         while cache.pos < last:
             self._pass(model, cache, last - cache.pos - 1, sampler, banned)
             yield cache.pos
 
     def summary(self) -> str:
-        """A closing line."""
+        """A line for the closing summary."""
         share = f"{self.accepted / self.proposed:.0%} of {self.proposed}" if self.proposed else "none of 0"
         rate = self.tokens / max(self.passes, 1)
         return f"proposals {self.passes} passes, {rate:.2f} tokens a pass; {share} proposals accepted\n"
@@ -125,24 +125,24 @@ class Speculation:
         self.proposed += proposed
         self.accepted += accepted
 
-    # ---- the same as CUDA graphs
+    # ---- the same with CUDA graphs
 
     def enqueue_proposals(self, cache: KVCache, T: int, gpu: _OnGpu, sampler: Sampler, banned: Tensor | None) -> None:
-        """At the beginning of a graph of T tokens: let the GPU write T - 1 proposals behind the token at cache.device_pos."""
+        """At the start of a graph of T tokens: have the GPU write T - 1 proposals after the token at cache.device_pos."""
         raise NotImplementedError
 
     def catch_up(self, cache: KVCache, read: int) -> None:
-        """Called at the start, and before a pass with proposals that follows one without, while the GPU waits."""
+        """Called at the start, and before a pass with proposals that follows one without, while the GPU is idle."""
 
     def told(self, proposed: int, new: int) -> None:
-        """Called after a pass: where the last sampled token stands."""
+        """Called after a pass. new: the position of the last sampled token."""
 
     def _passes_on_gpu(
         self, model: Llama, cache: KVCache, last: int, sampler: Sampler, banned: Tensor | None
     ) -> Iterator[int]:  # fmt: skip
         """One graph proposes, evaluates, samples at each position, counts what is accepted, and advances. The host is one pass
-        behind: while it reads what one has done, the GPU is at the next, so it knows only the highest position that the GPU
-        may have reached. It keeps away from `last` with that."""
+        behind: while it reads the result of one, the GPU runs the next, so it knows only the highest position that the GPU may
+        have reached. With that bound it never overshoots `last`."""
         form = sampler.form(model.config.vocab_size, cache.size)
         key = (cache, form, None if banned is None else tuple(banned.tolist()), self.n)
         if self._on_gpu is None or self._on_gpu.key != key:
@@ -156,7 +156,7 @@ class Speculation:
                 several = bound + 1 + self.n <= last and gpu.found and self.pacer.ready()
                 T = 1 + self.n if several else 1
                 if gpu.running and (several and single or T not in gpu.graphs):
-                    break  # catching up and capturing want an idle GPU
+                    break  # catching up and capturing need an idle GPU
                 if several and single:
                     self.catch_up(cache, read)
                 single = not several
@@ -179,7 +179,7 @@ class _OnGpu:
         self.key, self.cache = key, cache
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.running: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self.found = True  # whether the pass that was collected last had proposals to make
+        self.found = True  # whether the last pass collected found anything to propose
         self.drawn = torch.zeros(cache.size + 1, dtype=torch.int32, device=model.device)
         self.rejected = torch.zeros(1, dtype=torch.int32, device=model.device)
         self.turn = torch.zeros(1, dtype=torch.int32, device=model.device)  # counts passes
@@ -211,8 +211,8 @@ class _OnGpu:
         self.collected = 0
 
     def prepare(self, T: int, pos: int) -> None:
-        """Capture a pass of T tokens if there is none yet: only now, so that a text without repeats does not pay for it. The
-        pass is run once for that, at pos and with the GPU idle; afterwards all is as before."""
+        """Capture a pass of T tokens if there is none yet; not earlier, so that a text without repeats does not pay for it.
+        Capturing runs the pass once, at pos and with the GPU idle; afterwards tokens, turn and position are restored."""
         if T not in self.graphs:
             tokens, turn = self.cache.tokens.clone(), self.turn.clone()
             self.graphs[T] = captured(partial(self.run, T))
@@ -241,8 +241,8 @@ class _OnGpu:
 def _accept_kernel(
     tokens, drawn, host_tokens, pos, rejected, turn, result, T: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Of the T - 1 proposals before pos, those count that were drawn as well, up to the first that was not. What was drawn up
-    to there, and there, goes to tokens and host_tokens."""
+    """Of the T - 1 proposals before pos, those that equal what was drawn are accepted, up to the first that does not. What was
+    drawn up to and including that position goes to tokens and host_tokens."""
     gdc_launch_dependents(PDL)
     i = tl.arange(0, BLOCK)
     gdc_wait(PDL)
@@ -270,7 +270,7 @@ def _lookup_kernel(
     COUNT: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lookup.propose, COUNT tokens behind pos. Lengths and ends of what matches are compared as one number."""
+    """Lookup.propose, COUNT tokens after pos. The length and the end of a match are compared as one number."""
     gdc_launch_dependents(PDL)
     offs, i = tl.arange(0, BLOCK), tl.arange(0, MOST)
     gdc_wait(PDL)
@@ -294,7 +294,7 @@ def _lookup_kernel(
 
 
 class Lookup(Speculation):
-    """Proposes what followed the latest earlier occurrence of the last tokens. What repeats itself at the end goes on so."""
+    """Proposes what followed the latest earlier occurrence of the last tokens; if too few followed, they repeat."""
 
     def propose(self, cache: KVCache, count: int, sampler: Sampler, banned: Tensor | None) -> list[int]:
         seen = cache.tokens[: cache.pos + 1]
@@ -306,7 +306,7 @@ class Lookup(Speculation):
         return []
 
     def enqueue_proposals(self, cache: KVCache, T: int, gpu: _OnGpu, sampler: Sampler, banned: Tensor | None) -> None:
-        """In a graph of one token too, so that the host sees when there is something to propose."""
+        """Also in a graph of one token, so that the host sees when there is something to propose."""
         enqueue_lookup(cache, T - 1, gpu.turn, gpu.result)
 
 
@@ -323,10 +323,10 @@ class Draft(Speculation):
         super().__init__(n)
         self.model = model
         self.cache: KVCache | None = None
-        self.evaluated = 0  # positions of its cache that are in use; on a GPU, graphs move on without the host
+        self.evaluated = 0  # positions in use in its cache; graphs advance without updating cache.pos
 
     def _cache_for(self, cache: KVCache) -> KVCache:
-        """The draft's own cache, with room for proposals beyond the end of the other."""
+        """The draft's own cache, with room for proposals beyond the end of the main model's."""
         if self.cache is None or self.cache.size != cache.size + MOST + 1:
             self.cache, self.evaluated = KVCache(self.model, cache.size + MOST + 1), 0
         return self.cache
@@ -342,7 +342,7 @@ class Draft(Speculation):
         return proposals
 
     def catch_up(self, cache: KVCache, read: int) -> None:
-        """Evaluate what the draft has not seen yet, the token at `read` included."""
+        """Evaluate what the draft has not seen yet, up to and including the token at `read`."""
         own, seen = self._cache_for(cache), cache.tokens[: read + 1].tolist()
         own.seek(self.evaluated)
         self.model.prefill(seen[own.reuse(seen) :], own)
@@ -353,8 +353,8 @@ class Draft(Speculation):
             self.evaluated = new - 1
 
     def enqueue_proposals(self, cache: KVCache, T: int, gpu: _OnGpu, sampler: Sampler, banned: Tensor | None) -> None:
-        """Evaluates two tokens first, the last one and the one before: of the last pass, that one was proposed but not
-        evaluated if all were accepted."""
+        """Evaluates two tokens first, the last one and the one before: if all proposals of the last pass were accepted, the
+        draft has not evaluated the last of them."""
         own = self._cache_for(cache)
         gpu.result[:, 1].fill_(1)
         if T == 1:
