@@ -895,7 +895,7 @@ def load(
     with torch.inference_mode():
         weights = Loader(checkpoint, torch_dtype, stored, on, format, quiet, ranks.rank, ranks.size, backend).load()
     if on.type == "cuda":
-        torch.cuda.empty_cache()  # what loading needed beside the weights
+        torch.cuda.empty_cache()  # what loading needed in addition to the weights
     fast_sums = accumulate != "fp32"
     return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, fp16_sums, fast_sums)
 

@@ -143,7 +143,7 @@ class Group:
         return RuntimeError("another of the processes has ended") if lost else error
 
     def leave(self, code: int) -> None:
-        """End this process of several, bypassing Python's shutdown, in which libraries wait for ranks that may be dead."""
+        """End this process, if one of several, bypassing Python's shutdown, where libraries wait for ranks that may be dead."""
         if self.size == 1:
             return
         if code == 0 and dist.is_initialized():

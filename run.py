@@ -373,8 +373,8 @@ def work(args: argparse.Namespace) -> int:
 
 
 def one_line_errors(work: Callable[[], int], debug: bool) -> int:
-    """Do a program's work and return its exit code: 1, with one line on stderr (with debug, a traceback), if it fails. One of
-    several processes exits here."""
+    """Do a program's work and return its exit code: 1, with one line on stderr (with debug, a traceback), if it fails. If
+    there are several processes, each exits here."""
     code = _exit_code(work, debug)
     if "WORLD_SIZE" in os.environ:
         from parallel import group

@@ -17,7 +17,7 @@ except ImportError:  # some builds of Python lack it: lines are then read withou
     readline = None
 
 HISTORY = 1000  # messages kept
-YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the person types is bold green
+YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the user types is bold green
 
 
 class Lossy(io.FileIO):
