@@ -20,8 +20,8 @@ import parallel
 from fp8 import Matrix, fast_accumulation
 from sampling import Sampler, Sampling
 
-CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt evaluated at once: bound by arithmetic, yet little workspace
-# Lengths of prompts that become CUDA graphs: the host takes longer to launch their kernels than the GPU to run them
+CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
+# Prompt lengths captured as CUDA graphs: up to here the host takes longer to launch the kernels than the GPU to run them
 PADDED = (8, 16, 32, *range(64, 513, 64))
 
 
@@ -35,10 +35,10 @@ class RopeScaling:
 
     kind: str
     factor: float
-    low_freq_factor: float = 1.0  # of llama3; so is the next
+    low_freq_factor: float = 1.0  # llama3 only, as is the next
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
-    beta_fast: float = 32.0  # of yarn; so are the next three
+    beta_fast: float = 32.0  # yarn only, as are the next three
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
@@ -46,7 +46,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Config:
-    """What a checkpoint's config.json or params.json says, in Meta's names."""
+    """What a checkpoint's config.json or params.json says, under Meta's names."""
 
     dim: int
     n_layers: int
@@ -59,14 +59,14 @@ class Config:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     max_seq_len: int = 4096
-    sliding_window: int | None = None  # how far back a token sees, which is not implemented: the context must not be longer
+    sliding_window: int | None = None  # how far back a token sees; not implemented, so the context must not be longer
     tie_embeddings: bool = False
-    qkv_bias: bool = False  # q, k and v have one
+    qkv_bias: bool = False  # q, k and v have a bias
     qk_norm: bool = False  # q and k are normalised head by head before RoPE
     dtype: torch.dtype | None = None  # None: as the tensors are stored
     bos_id: int | None = None  # None: as the tokenizer says
     eos_ids: tuple[int, ...] = ()  # empty: as the tokenizer says
-    ranks: int = 1  # processes that share the model; of more, n_heads, n_kv_heads and hidden_dim are those of one
+    ranks: int = 1  # processes that share the model; if several, n_heads, n_kv_heads and hidden_dim are per process
 
     @property
     def q_dim(self) -> int:
@@ -77,7 +77,7 @@ class Config:
         return self.n_kv_heads * self.head_dim
 
     def cut(self, ranks: int) -> Config:
-        """What one of several ranks has of it (parallel.py). Raises ValueError when it cannot be cut so."""
+        """The config of one of several ranks (parallel.py). Raises ValueError if the model cannot be divided among so many."""
         if ranks == 1:
             return self
         for what, count in (("query heads", self.n_heads), ("of hidden_dim", self.hidden_dim)):
@@ -106,7 +106,7 @@ class Config:
 
     @property
     def layer_vectors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what else a layer has, by the names of LayerWeights."""
+        """Shapes of the other tensors of one layer, by the names of LayerWeights."""
         shapes: dict[str, tuple[int, ...]] = {"attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
         if self.qkv_bias:
             shapes["qkv_bias"] = (self.q_dim + 2 * self.kv_dim,)
@@ -121,10 +121,10 @@ class Config:
 @dataclass
 class LayerWeights:
     attention_norm: Tensor  # [C]
-    wqkv: Matrix  # [(H + 2 KH) D, C]: wq, wk, wv, one after the other
+    wqkv: Matrix  # [(H + 2 KH) D, C]: wq, wk, wv stacked
     wo: Matrix  # [C, H D]
     ffn_norm: Tensor  # [C]
-    w13: Matrix  # [2 F, C]: the rows of w1 and w3 in turn
+    w13: Matrix  # [2 F, C]: the rows of w1 and w3 interleaved
     w2: Matrix  # [C, F]
     qkv_bias: Tensor | None = None  # [(H + 2 KH) D]
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
@@ -135,7 +135,7 @@ class Weights:
     embedding: Tensor  # [V, C]
     layers: list[LayerWeights]
     norm: Tensor  # [C]
-    output: Matrix  # [V, C], of several ranks each its rows; the embedding itself when tied
+    output: Matrix  # [V, C], or one rank's rows of it; the embedding itself when tied
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -143,7 +143,7 @@ class Weights:
 
     @property
     def over_ranks(self) -> list[Matrix]:
-        """Those whose products are added up, or gathered, over the ranks."""
+        """The matrices whose products are summed or gathered over the ranks."""
         return [m for layer in self.layers for m in (layer.wo, layer.w2)] + [self.output]
 
 
@@ -156,17 +156,17 @@ class Llama:
 
     config: Config
     weights: Weights
-    backend: str  # whose ops run it: one of kernels.BACKENDS
+    backend: str  # the ops that run it: a key of kernels.BACKENDS
     device: torch.device
     dtype: torch.dtype
-    ctx_size: int  # positions of a cache made for it
+    ctx_size: int  # default size of its cache, in positions
     checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
     kv_fp8: bool = False  # keys and values in 8 bits
-    fp16_sums: bool = False  # a prompt's products are added up in half precision
-    fast_sums: bool = True  # and those of 8-bit floats fast, see fp8.fast_accumulation
+    fp16_sums: bool = False  # a prompt's products accumulate in half precision
+    fast_sums: bool = True  # those of 8-bit floats accumulate fast, see fp8.fast_accumulation
     ops: SimpleNamespace = field(init=False, repr=False)
     exchange: parallel.Exchange | None = field(init=False, default=None, repr=False)  # for one token's sums over ranks
-    _graph: tuple = field(default=(None, None), repr=False)  # what the last decode step was captured for, the capture
+    _graph: tuple = field(default=(None, None), repr=False)  # the last captured decode step: its key, its graph
 
     def __post_init__(self) -> None:
         self.ops = kernels.BACKENDS[self.backend]
@@ -180,11 +180,11 @@ class Llama:
         return self.evaluate(len(tokens), cache)
 
     def evaluate(self, T: int, cache: KVCache) -> Tensor:
-        """Evaluate the T tokens that stand at cache.pos -> logits float32 [T, V] of all of them."""
+        """Evaluate the T tokens already at cache.pos -> logits float32 [T, V] of all of them."""
         return self._forward(T, cache, torch.empty(T, self.config.vocab_size, device=self.device))
 
     def _forward(self, T: int, cache: KVCache, logits: Tensor, row: Tensor | None = None) -> Tensor:
-        """Evaluate the T tokens that stand at cache.pos; logits [n, V] are filled for the last n of them, or for `row`."""
+        """Evaluate the T tokens already at cache.pos; logits [n, V] are filled for the last n of them, or for `row`."""
         ops, w, eps = self.ops, self.weights, self.config.norm_eps
         pos, rope = cache.device_pos, cache.rope
         with kernels.fp16_accumulation(self.fp16_sums), fast_accumulation(self.fast_sums):
@@ -201,12 +201,12 @@ class Llama:
         return logits
 
     def step(self, T: int, cache: KVCache) -> None:
-        """Evaluate the T tokens that stand at cache.pos; the last one's logits go to cache.logits."""
+        """Evaluate the T tokens already at cache.pos; the last one's logits go to cache.logits."""
         self._forward(T, cache, cache.logits.view(1, -1))
 
     def prefill(self, tokens: list[int], cache: KVCache, progress: Callable[[int, int], None] | None = None) -> None:
-        """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is called with how many tokens are
-        done, and of how many."""
+        """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is called with the number of
+        tokens done and the total."""
         cache.check_room(len(tokens))
         start = cache.pos
         for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
@@ -221,15 +221,15 @@ class Llama:
                 progress(cache.pos - start, len(tokens))
 
     def _padded_step(self, T: int, length: int, cache: KVCache) -> None:
-        """`step` for T tokens and whatever stands behind them, `length` in all. What is cached for the latter lies beyond
-        cache.pos, so nothing gives it any weight. Captured as a CUDA graph the first time, replayed from then on."""
+        """`step` for T tokens and whatever follows them, `length` in all. What is cached for the padding lies beyond
+        cache.pos, so it never gets any weight. Captured as a CUDA graph the first time, replayed from then on."""
         start, end, graphs = cache.pos, cache.pos, cache.prompt_graphs
         cache.row.fill_(T - 1)
         try:
             if length in graphs:
                 graphs[length].replay()
             else:
-                pool = next((graph.pool() for graph in graphs.values()), None)  # one for all: nothing outlives a replay
+                pool = next((graph.pool() for graph in graphs.values()), None)  # shared by all: nothing outlives a replay
                 graphs[length] = captured(lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row), pool)
             end = start + T
         finally:
@@ -241,8 +241,8 @@ class Llama:
         return self.device.type == "cuda" and self.backend == "triton"
 
     def graph(self, cache: KVCache, sampler: Sampler, banned: Tensor | None) -> torch.cuda.CUDAGraph:
-        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured once for a cache, a form of
-        the sampler and what is banned; the cache is not kept alive."""
+        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured again only when
+        the cache, the sampler's form or the banned ids change; the cache is not kept alive."""
         form = sampler.form(self.config.vocab_size, cache.size)
         key = (weakref.ref(cache), sampler, form, None if banned is None else tuple(banned.tolist()))
         if self._graph[0] != key:
@@ -253,7 +253,7 @@ class Llama:
                 self.step(1, cache)
 
             try:
-                self._graph = (key, captured(run), banned)  # which the graph reads
+                self._graph = (key, captured(run), banned)  # kept, since the graph reads it
             finally:
                 cache.seek(pos)
                 cache.logits.copy_(logits)
@@ -261,8 +261,8 @@ class Llama:
 
     @property
     def threads(self) -> int:
-        """How many threads suit it on a CPU: one where the matrices fit into caches and threads would mostly wait for each
-        other, otherwise as many as torch takes by itself."""
+        """How many threads to use on a CPU: one if the matrices fit into the caches, where threads would mostly wait for
+        each other, otherwise torch's own choice."""
         return 1 if sum(m.nbytes for m in self.weights.matrices) <= 32 << 20 else torch.get_num_threads()
 
     @property
@@ -271,13 +271,13 @@ class Llama:
 
 
 def captured(run: Callable[[], object], pool: tuple[int, int] | None = None) -> torch.cuda.CUDAGraph:
-    """What `run` does as a CUDA graph, in the memory of another's pool if that is given. It is run once before, to compile what
-    is not compiled yet."""
+    """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one. `run` is called once before, to
+    compile what is not compiled yet."""
     run()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     collects = gc.isenabled()
-    gc.disable()  # to free an old graph would end the capture
+    gc.disable()  # freeing an old graph would end the capture
     try:
         with torch.cuda.graph(graph, pool):
             run()
@@ -296,7 +296,7 @@ def rope_table(config: Config, length: int) -> Tensor:
     freqs = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     if scaling and scaling.kind == "linear":
         freqs = freqs / scaling.factor
-    if scaling and scaling.kind == "llama3":  # long wavelengths are divided by factor, short ones kept, a ramp between
+    if scaling and scaling.kind == "llama3":  # low frequencies are divided by factor, high ones kept, with a ramp between
         turns = scaling.original_max_seq_len * freqs / (2 * math.pi)
         ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         keep = ramp.clamp(0, 1)
@@ -323,7 +323,7 @@ class KVCache:
         self.size = size
         self.pos = 0  # positions in use, on the host
         self.device_pos = torch.zeros(1, dtype=torch.int32, device=model.device)  # the same, on the device
-        self.row = torch.zeros(1, dtype=torch.int64, device=model.device)  # where a padded prompt ends
+        self.row = torch.zeros(1, dtype=torch.int64, device=model.device)  # index of a padded prompt's last token
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of padded prompts, by length
         self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
         self.host_tokens = torch.zeros(
@@ -336,7 +336,7 @@ class KVCache:
         self.rope = rope_table(c, size).to(model.device)  # [S, D/2, 2]
 
     def check_room(self, count: int) -> None:
-        """The one place that checks the capacity."""
+        """Raise ValueError if `count` more tokens do not fit: the one place that checks this."""
         if self.pos + count > self.size:
             raise ValueError(f"the prompt has {self.pos + count} tokens; the context holds {self.size} (see -c)")
 
@@ -359,7 +359,7 @@ class KVCache:
         self.device_pos.fill_(pos)
 
     def reuse(self, tokens: list[int]) -> int:
-        """Keep the longest common beginning of what is cached and tokens, less the last one; its length."""
+        """Keep the longest prefix that the cache and tokens share, but not the last of tokens. Returns its length."""
         cached = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
         same = next((i for i, (a, b) in enumerate(zip(cached, tokens)) if a != b), len(cached))
         self.truncate(same)
@@ -373,10 +373,10 @@ class KVCache:
 class Timings:
     """Filled in by generate, added up over calls."""
 
-    prompt_tokens: int = 0  # evaluated, so without those that were still in the cache
+    prompt_tokens: int = 0  # evaluated, not those that were still in the cache
     prompt_seconds: float = 0.0
     new_tokens: int = 0
-    steps: int = 0  # new tokens but for the first of each call, whose time counts as the prompt's
+    steps: int = 0  # new tokens except the first of each call, whose time counts as the prompt's
     step_seconds: float = 0.0
 
     def __add__(self, other: Timings) -> Timings:
@@ -407,10 +407,10 @@ def generate(
 ) -> Iterator[int]:
     """Evaluate the prompt, then yield new tokens: at most n (-1: no limit), until an eos (yielded too) or a full context.
 
-    What the cache holds and the prompt begins with is not evaluated again. eos: by default the config's.
-    progress: as prefill's.
-    decode: another way than token by token, such as Speculation.decode.
-    Raises ValueError when the prompt is longer than the cache or holds an id that the model does not have, RuntimeError when
+    The beginning of the prompt that the cache already holds is not evaluated again. eos: by default the config's.
+    progress: as in prefill.
+    decode: a replacement for decoding token by token, such as Speculation.decode.
+    Raises ValueError when the prompt is longer than the cache or contains an id that the model does not have, RuntimeError when
     the logits are not finite.
     """
     assert prompt, "a prompt has at least one token: bos"
@@ -444,14 +444,14 @@ def generate(
 
 
 def choose_next(model: Llama, cache: KVCache, logits: Tensor, sampler: Sampler, banned: Tensor | None) -> None:
-    """Sample the token at cache.pos, into cache.tokens and cache.host_tokens. logits [V] are used up."""
+    """Sample the token at cache.pos, into cache.tokens and cache.host_tokens. logits [V] may be overwritten."""
     if banned is not None:
         logits.index_fill_(0, banned, -1e4)
     model.ops.sample(logits, cache.tokens, cache.host_tokens, cache.device_pos, sampler)
 
 
 def sample_next(model: Llama, cache: KVCache, logits: Tensor, sampler: Sampler, banned: Tensor | None) -> int:
-    """The same, and wait for it: the token, -1 where the logits are not finite."""
+    """The same, but wait for the token and return it: -1 where the logits are not finite."""
     choose_next(model, cache, logits, sampler, banned)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
@@ -467,8 +467,8 @@ def _decode(model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tens
 
 
 def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tensor | None) -> Iterator[int]:
-    """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), the host one step ahead: while it
-    reads a token, the GPU is at the next. Token and position stay on the device."""
+    """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), with the host one step ahead: while
+    it reads a token, the GPU computes the next. Token and position stay on the device."""
     if n == 0:
         return
     graph = model.graph(cache, sampler, banned)
