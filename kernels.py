@@ -6,15 +6,15 @@ Shape letters, here and everywhere:
     C dim               F hidden_dim          N, K  rows and columns of any matrix
     H query heads       KH key/value heads    G = H / KH      D head_dim
 
-There is one sequence at a time, so no batch axis. `pos` is an int32 tensor of one element on the device: how many positions are
+There is one sequence at a time, so no batch axis. `pos` is a one-element int32 tensor on the device: how many positions are
 cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and derive strides from shapes.
 
-At T = 1 a product is bound by reading W: a kernel streams its rows once, and does everything else on the way. With 2 to 16
-tokens tensor cores multiply W as it streams by, where that has been timed (few_tokens.py, launch.FEW_LAUNCHES). Otherwise the
-library's product stands between small fused kernels: with many tokens it is bound by arithmetic, and runs at the card's
-product rate (BENCHMARKS.md).
+At T = 1 a product is bound by reading W: the kernel streams W's rows once and does everything else on the way. With 2 to 16
+tokens, tensor cores multiply W as it streams by, for the shapes where this has been timed (few_tokens.py,
+launch.FEW_LAUNCHES). Otherwise the library's product runs between small fused kernels: with many tokens it is compute-bound,
+and runs at the card's product rate (BENCHMARKS.md).
 
-The file ends with two facing tables. `reference` runs on any torch device: it is the CPU path, and the oracle in tests.
+The file ends with two matching tables. `reference` runs on any torch device: it is the CPU path, and the oracle in tests.
 `fused` runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1. To add an op: write its block, enter it in both tables, and
 add its arguments to `op_arguments` in test_all.py.
 """
@@ -58,14 +58,14 @@ from launch import (
 )
 from sampling import sample, sample_ref, sample_rows, sample_rows_ref
 
-# ---- half-precision sums. Tensor cores of GeForce cards add up products of fp16 twice as fast in half precision. torch has a
+# ---- half-precision sums. GeForce tensor cores multiply fp16 twice as fast when they accumulate in half precision. torch has a
 #      switch for that, global and off by default, which the library's products obey; the kernels here obey the same one. What
-#      overflows becomes inf and the next product NaN, so they saturate: what is beyond 65504 becomes 65504.
+#      overflows would become inf, and NaN in the next product, so they saturate: what is beyond 65504 becomes 65504.
 
 
 @contextmanager
 def fp16_accumulation(on: bool) -> Iterator[None]:
-    """Set torch's switch, and put it back."""
+    """Set torch's switch, and restore it afterwards."""
     before = fp16_sums()
     torch.backends.cuda.matmul.allow_fp16_accumulation = on
     try:
@@ -80,7 +80,7 @@ def fp16_sums() -> bool:
 
 @jit
 def _saturated(x, FP16_SUMS: tl.constexpr):
-    """NaN stays NaN."""
+    """x, clamped to the range of fp16 if FP16_SUMS; NaN stays NaN."""
     return tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL) if FP16_SUMS else x
 
 
@@ -94,16 +94,16 @@ def multiplies_bf16() -> bool:
 
 
 def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type in which a backend wants the matrices of a model in dtype. The reference ops on a CPU without bf16 products:
-    fp16 for bf16 too, which torch streams twice as fast; a bf16 weight fits exactly, but for magnitudes under 6e-5, which are
-    off by at most 3e-8."""
+    """The type in which a backend stores the matrices of a model in dtype. On a CPU without bf16 products the reference ops
+    take fp16 even for bf16, since torch streams it twice as fast; bf16 weights fit exactly, except magnitudes under 6e-5,
+    which are off by at most 3e-8."""
     slow = backend == "torch" and device.type == "cpu" and not multiplies_bf16()
     return torch.float16 if slow and dtype == torch.bfloat16 else dtype
 
 
 def prepacked(w: Matrix, backend: str) -> Matrix:
-    """A matrix as the backend's ops read it fastest: for the reference ops on a CPU, bf16 in the blocked layout of oneDNN, one
-    copy for single tokens and prompts; any other as it is."""
+    """A matrix in the layout that the backend's ops read fastest: for the reference ops on a CPU, bf16 in oneDNN's blocked
+    layout, one copy for both single tokens and prompts; any other as it is."""
     if backend != "torch" or w.data.device.type != "cpu" or w.data.dtype != torch.bfloat16 or not multiplies_bf16():
         return w
     return Matrix(torch.ops.mkldnn._reorder_linear_weight(w.data))
@@ -121,18 +121,18 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _padded_rows(T: int) -> int:
-    """How many rows oneDNN is given for T: one of few sizes. It compiles a kernel for each that it meets, which takes
-    milliseconds and 0.7 MB for each shape of a matrix: with ever new lengths of prompts a chat would grow by hundreds of MB.
-    It computes 16 rows at a time, so most of the padding costs nothing."""
+    """How many rows oneDNN is given for T: one of a few sizes. oneDNN compiles a kernel for each new size, which takes
+    milliseconds and 0.7 MB per matrix shape: with ever new prompt lengths a chat would grow by hundreds of MB. It computes 16
+    rows at a time, so most of the padding costs nothing."""
     power = 1 << (T - 1).bit_length()
     step = max(16, power // 8)
     return power if T <= 16 else -(-T // step) * step
 
 
 def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
-    """On a CPU, one token with fp16 or 8-bit weights: torch's fp16 matrix-vector product (fp32 sums) runs at the speed of
-    memory. x is scaled to at most 1, so that a result fits fp16 if its row of |W| sums to less than 65504. Codes are decoded a
-    block of rows at a time, so that the halves stay in the cache."""
+    """On a CPU, one token with fp16 or 8-bit weights: torch's fp16 matrix-vector product (fp32 sums) runs at memory
+    speed. x is scaled to magnitudes of at most 1, so that a result fits fp16 if its row of |W| sums to less than 65504. Codes
+    are decoded a block of rows at a time, so that the halves stay in the cache."""
     scale = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp_(min=1e-30)
     row = (x[0] / scale).half()
     if w.format is None:
@@ -160,7 +160,7 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
 
 @jit
 def _pairs(y):
-    """Neighbouring rows of y [N, T]: two [N / 2, T]."""
+    """The even and the odd rows of y [N, T], each [N / 2, T]."""
     return tl.split(y.reshape(y.shape[0] // 2, 2, y.shape[1]).permute(0, 2, 1))
 
 
@@ -176,9 +176,9 @@ def product(
 ):  # fmt: skip
     """One token: rmsnorm(x) W[rows]^T in fp32, or x W[rows]^T where norm is None; plus residual[rows] where that is not None.
     The norm's factor 1 / rms(x) is one number for all of x, so it is applied to the sums. PARTIAL_SUMS multiplies a tile of
-    weights, as they are stored, with a tile of x; stored codes come with a scale a row."""
+    weights, as stored, by a tile of x; codes come with one scale per row."""
     offs_k = tl.arange(0, BLOCK)
-    # Fetched before the wait: the first tiles of what no kernel writes
+    # Before the wait: fetch the first tiles of what no kernel writes
     w_tile = load_weights(w, rows, 0, offs_k, N, K, BLOCK)
     if norm is not None:
         norm_tile = load_vector(norm, 0, offs_k, K, BLOCK)
@@ -189,7 +189,7 @@ def product(
     if norm is not None:
         squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
     for k in tl.static_range(0, K, BLOCK):
-        # The next tile of W is on its way while this one is multiplied
+        # The next tile of W is in flight while this one is multiplied
         w_now = w_tile
         if k + BLOCK < K:
             w_tile = load_weights(w, rows, k + BLOCK, offs_k, N, K, BLOCK)
@@ -218,8 +218,8 @@ def product(
 def launch_product(
     op: str, kernel, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, *args, within: int = 0, **constants
 ) -> None:
-    """Launch a kernel built on `product`, cut up as LAUNCHES says for this card; `within`: each program's rows are in one group
-    of so many."""
+    """Launch a kernel built on `product`, with this card's sizes from LAUNCHES. `within`: no program's rows cross a multiple of
+    this."""
     assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
     how = nearest(nearest(nearest(LAUNCHES, capability(x.device)), w.data.element_size())[op], w.columns)
     block = min(how.block, max(256, triton.next_power_of_2(w.columns)))
@@ -228,7 +228,7 @@ def launch_product(
     if w.format is not None:
         format = w.format.on(x.device)
         form = dict(PRODUCT=product, PARTIAL_SUMS=format.products, GAIN=format.gain)
-        # packed products want eight neighbours of W and of x in each thread
+        # packed products need eight neighbours of W and of x in each thread
         if w.columns % 8 == 0 and block >= 256 * warps and x.element_size() == 2 and x.data_ptr() % 16 == 0:
             form |= dict(PRODUCT=fp8.packed_product, PARTIAL_SUMS=format.packed_sums)
     rows = math.gcd(how.rows, within)
@@ -242,7 +242,7 @@ def library_weights(w: Matrix, x: Tensor) -> Tensor:
     return w.data if w.format is None else fp8.decode_for(w, x)
 
 
-# ---- embedding: x = table[tokens]. tokens int32 [S], of which T from pos on; table [V, C] -> [T, C]
+# ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
 
 
 def embedding_ref(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _launch_rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None) -> None:
-    """To out in the type of x, or to out and scales as codes."""
+    """Write to out in the type of x, or to out and scales as codes."""
     T, C = x.shape
     assert x.is_contiguous() and weight.shape == (C,), (x.shape, weight.shape)
     block = triton.next_power_of_2(C)
@@ -316,7 +316,7 @@ def normed_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float) -> Tensor:
     return fp8.tensor_core_linear(codes, scales, w, x.dtype)
 
 
-# ---- rope: neighbouring pairs (x[2i], x[2i+1]) turned by the angle table[position, i]. x [T, H, D] -> [T, H, D]
+# ---- rope: neighbouring pairs (x[2i], x[2i+1]) rotated by the angle table[position, i]. x [T, H, D] -> [T, H, D]
 #      table [max_seq_len, D/2, 2] float32 holds the cosine and the sine  (Su et al., 2021)
 
 
@@ -329,7 +329,7 @@ def rope_ref(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
 
 @jit
 def _load_angle(table, position, pair, mask, HALF_D: tl.constexpr):
-    """Cosine and sine for a pair at a position; no turn where the mask is off."""
+    """Cosine and sine for a pair at a position; no rotation where the mask is off."""
     offs = (position * HALF_D + pair) * 2
     return tl.load(table + offs, mask=mask, other=1.0), tl.load(table + offs + 1, mask=mask, other=0.0)
 
@@ -350,7 +350,7 @@ def _store_qkv(
     q, k_cache, v_cache, even, odd, t, position, head, pair, mask,
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF_D: tl.constexpr,
 ):  # fmt: skip
-    """Pairs to where their head belongs: q [T, H, D], or the caches [KH, S, D] at position."""
+    """Store pairs where their head belongs: in q [T, H, D], or in the caches [KH, S, D] at position."""
     offs_q = ((t * H + head) * HALF_D + pair) * 2
     mask_q = mask & (head < H)
     tl.store(q + offs_q, even.to(q.dtype.element_ty), mask=mask_q)
@@ -371,12 +371,13 @@ def _rope_kernel(
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
     ENCODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of one token's heads, x [T, H + 2 KH, D]: the first H are turned into q, the next KH into the cache, the last
-    copied there. Heads are read and written whole, 16 bytes a thread; pairs are taken apart in registers."""
+    """HEADS of one token's heads, x [T, H + 2 KH, D]: the first H are rotated into q, the next KH into the cache of keys; the
+    last KH are copied into the cache of values. Heads are read and written whole, 16 bytes per thread; pairs are split in
+    registers."""
     gdc_launch_dependents(PDL)
     t = tl.program_id(0)
     heads, offs_d = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
-    # Before the wait: cosines and sines in turn, which pos picks; it moves only between steps
+    # Before the wait: the interleaved cosines and sines at pos, which moves only between steps
     position = tl.load(pos) + t
     angles = tl.load(table + position * D + offs_d[None, :], mask=offs_d[None, :] < D, other=0.0)
     cos, sin = tl.split(tl.reshape(tl.broadcast_to(angles, [HEADS, BLOCK_D]), [HEADS, BLOCK_D // 2, 2]))
@@ -421,15 +422,15 @@ def _launch_rope(
     launch(_rope_kernel, grid, x.device, *args, **constants, warps=warps)
 
 
-# ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q and k turned by rope; k, v written into the cache at pos.
+# ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q and k rotated by rope; k, v written into the cache at pos.
 #      x [T, C], wqkv [(H + 2 KH) D, C], caches of one layer [KH, S, D] -> q [T, H, D]
-#      bias [(H + 2 KH) D], Qwen2's, or None. qk_norm [2, D], Qwen3's, or None: before rope each head of q is normalised as by
-#      rmsnorm with the first row, each head of k with the second.
-#      An int8 cache holds codes of E4M3 without a scale: magnitudes up to 448, three bits of mantissa from 0.016 on.
+#      bias [(H + 2 KH) D], for Qwen2, or None. qk_norm [2, D], for Qwen3, or None: before rope, rmsnorm with the first row as
+#      its weight is applied to each head of q, with the second row to each head of k.
+#      An int8 cache holds E4M3 codes without a scale: magnitudes up to 448, three mantissa bits from 0.016 up.
 
 
 def to_cache_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a cache of that type stores them: in E4M3 what is not finite is NaN, so that it is noticed."""
+    """Keys or values as a cache of that type stores them; in E4M3 what is not finite becomes NaN, so that it is noticed."""
     return E4M3.round(torch.where(torch.isfinite(x), x, torch.nan)) if dtype == torch.int8 else x
 
 
@@ -479,7 +480,7 @@ def _qkv_norm_kernel(
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HALF_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same where q and k are normalised. A head's norm needs all its rows, which several programs compute: each leaves its
-    own in qkv, and the last one to finish does the rest for the head."""
+    own in qkv, and the last one to finish does the rest of the head."""
     gdc_launch_dependents(PDL)
     pid = tl.program_id(0)
     head = pid * ROWS // (2 * HALF_D)
@@ -506,7 +507,7 @@ def _qkv_norm_kernel(
 
 @jit
 def _head_norm_kernel(qkv, qk_norm, eps, H, heads, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One head of q or k of one token of a prompt, normalised in place. qkv [T, heads, D]"""
+    """Normalise one head of q or k of one prompt token in place. qkv [T, heads, D]"""
     gdc_launch_dependents(PDL)
     t, head, offs_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     mask = offs_d < D
@@ -575,9 +576,9 @@ def rmsnorm_qkv_rope(
 
 # ---- attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query heads share one k, v head.
 #      q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
-#      Three kernels: for one query row a key/value head, for few (up to SPLIT_ROWS), and for a prompt; few_rows.py has one more
-#      for up to 16 rows on Hopper, hopper.py one for long prompts there. All keep a running softmax of base 2, with the factor
-#      log2(e) in qk_scale (online softmax: Milakov and Gimelshein, 2018).
+#      Three kernels: for one query row per key/value head, for a few (up to SPLIT_ROWS), and for a prompt; few_rows.py has one
+#      more for up to 16 rows on Hopper, hopper.py one for long prompts there. All keep a running softmax in base 2, with the
+#      factor log2(e) folded into qk_scale (online softmax: Milakov and Gimelshein, 2018).
 
 
 def cached_ref(cache: Tensor) -> Tensor:
@@ -588,13 +589,13 @@ def cached_ref(cache: Tensor) -> Tensor:
 def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
     (T, H, D), KH = q.shape, k_cache.shape[0]
     G, length = H // KH, int(pos) + T
-    # The heads of a group stand as rows of one product, so k and v are read once and need no expanding: with expanded keys and
-    # a mask, torch's result is wrong for some lengths on a GPU (compare pytorch issue 191937)
+    # The heads of a group are rows of one product, so k and v are read once and are not expanded: with expanded keys and a
+    # mask, torch's result is wrong for some lengths on a GPU (compare pytorch issue 191937)
     q32 = q.float().view(T, KH, G, D).permute(1, 2, 0, 3).reshape(KH, 1, G * T, D)
     k, v = (cached_ref(cache_[:, None, :length]) for cache_ in (k_cache, v_cache))
     mask = None if T == 1 else torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T).repeat(G, 1)
     y = functional.scaled_dot_product_attention(q32, k, v, attn_mask=mask)
-    # torch takes a row of scores that are all NaN for one that is masked, and returns 0
+    # torch mistakes a row of scores that are all NaN for a masked one, and returns 0
     own_scores = (q32.view(KH, G, T, D) * k[:, :, length - T :]).sum(-1, keepdim=True)
     y = y.view(KH, G, T, D) + 0 * own_scores
     return y.permute(2, 0, 1, 3).reshape(T, H * D).to(q.dtype)
@@ -602,7 +603,7 @@ def attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> T
 
 @jit
 def _load_cached(cache, offs_n, offs_d, mask_n, D: tl.constexpr):
-    """Keys or values [BLOCK_N, BLOCK_D] of a head, as they are cached; zero where mask_n is off (None: on everywhere)."""
+    """Keys or values [BLOCK_N, BLOCK_D] of a head, as cached; zero where mask_n is off (None: on everywhere)."""
     offs = offs_n[:, None] * D + offs_d[None, :]
     if mask_n is None and offs_d.shape[0] == D:
         return tl.load(cache + offs)
@@ -617,7 +618,7 @@ def _decoded(tile, DECODE: tl.constexpr):
 
 @jit
 def _dot(a, b, WIDEN: tl.constexpr, FP16_SUMS: tl.constexpr):
-    """a b in fp32; products of fp32 are not rounded to TF32."""
+    """a b in fp32; fp32 operands are not rounded to TF32."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     if FP16_SUMS:
@@ -629,26 +630,27 @@ def _dot(a, b, WIDEN: tl.constexpr, FP16_SUMS: tl.constexpr):
 def _attend(
     q, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE: tl.constexpr, WIDEN: tl.constexpr, FP16_SUMS: tl.constexpr
 ):  # fmt: skip
-    """One block of keys and values, as they are cached, added to the running softmax of the rows of q. row_max is the maximum
-    of q k^T, so that scaling and subtracting it are one instruction. mask: None where every row sees the whole block."""
+    """Add one block of keys and values, as cached, to the running softmax of the rows of q. row_max is the maximum of q k^T
+    before scaling, so that scaling a score and subtracting the maximum are one instruction. mask: None where every row sees
+    the whole block."""
     k, v = _decoded(k, DECODE).to(q.dtype), _decoded(v, DECODE).to(q.dtype)
     scores = _dot(q, tl.trans(k), WIDEN, FP16_SUMS)
     if mask is not None:
         scores = tl.where(mask, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    base = tl.where(new_max == float("-inf"), 0.0, new_max) * qk_scale  # of a row that has seen nothing yet: 0
+    base = tl.where(new_max == float("-inf"), 0.0, new_max) * qk_scale  # 0 for a row that has seen nothing yet
     p = tl.exp2(scores * qk_scale - base[:, None])
     rescale = tl.exp2(row_max * qk_scale - base)
     return new_max, row_sum * rescale + tl.sum(p, 1), acc * rescale[:, None] + _dot(p.to(v.dtype), v, WIDEN, FP16_SUMS)
 
 
-SHARED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share, well within a GPU's L2
+SHARED_KEYS = 16 << 20  # bytes of keys and values shared by the programs that run at the same time, well within a GPU's L2
 
 
 @jit
 def _rows_of_program(pid, blocks, heads_at_once, H: tl.constexpr):
-    """Which block of rows, and which head. Programs start in the order of pid: some heads at a time, whose keys and values stay
-    in the L2, and of these the last rows of all heads first, since they see the most keys and take longest."""
+    """The block of rows and the head of a program. Programs start in the order of pid: a few heads at a time, whose keys and
+    values stay in the L2, and among these the last rows of all heads first, since they see the most keys and take longest."""
     first = pid // (blocks * heads_at_once) * heads_at_once
     heads = tl.minimum(heads_at_once, H - first)
     rest = pid - first * blocks
@@ -700,13 +702,13 @@ def _split(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl
     return tl.cdiv(length, size), split * size, tl.minimum(split * size + size, length)
 
 
-# The last program merges. Few rows give few programs, too few to read the cache at full speed, so its positions are split
-# among programs, each of which ends with a softmax over its own part: maximum, sum and unnormalised result of each row. To
-# merge them would be another launch, a microsecond of a token's 60. Instead each program writes its part to memory and then
-# adds one to its head's counter. The atomic is "acq_rel": what a program wrote before it (the barrier makes that every
-# thread's writes) can be seen by whoever sees the count. The program that finds all others counted is the last, so it merges,
-# and sets the counter back to zero for the next launch. It reads the parts past the L1 cache (".cg"), which may hold old
-# lines.
+# The last program merges. Few rows make for few programs, too few to read the cache at full speed, so its positions are split
+# among programs, each of which ends with a softmax over its own part: maximum, sum and unnormalised result of each row.
+# Merging them in another launch would cost a microsecond of a layer's 60 to 100 (7B). Instead each program writes its part to
+# memory and then adds one to its head's counter. The atomic is "acq_rel": a program that sees the count also sees what was
+# written before it was raised (by every thread, thanks to the barrier). The program that finds all the others counted is the
+# last, so it merges, and resets the counter to zero for the next launch. It reads the parts past the L1 cache (".cg"), which
+# may hold stale lines.
 
 
 @jit
@@ -714,7 +716,7 @@ def _merge_splits(
     out, partial, ends, head, used, count, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     SPLITS: tl.constexpr, MERGE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over all splits from those of each, MERGE of them at a time, for `count` rows of at most ROWS."""
+    """Merge the softmaxes of the splits into one, MERGE of them at a time, for `count` rows of at most ROWS."""
     rows, offs_d, splits = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, SPLITS)
     slots = (head * SPLITS + splits[:, None]) * BLOCK_M + rows[None, :]
     mask = (splits[:, None] < used) & (rows[None, :] < count)
@@ -743,14 +745,14 @@ def _split_attention_kernel(
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr,
     DECODE: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Few tokens: the G query heads of one key/value head stand as rows, T G of them, and the positions are split."""
+    """A few tokens: the G query heads of one key/value head are rows, T G of them, and the positions are split."""
     gdc_launch_dependents(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
     rows, offs_d, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     t, g = rows // G, rows % G
     k_head = k_cache + head.to(tl.int64) * S * D
     v_head = v_cache + head.to(tl.int64) * S * D
-    # Before the wait: of the first block, what earlier steps have cached
+    # Before the wait: the part of the first block that earlier steps have cached
     start_pos = tl.load(pos)
     used, start, end = _split(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
     offs_s = start + offs_n
@@ -796,14 +798,14 @@ def _single_attention_kernel(
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MERGE: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr, DECODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token with as many key/value heads as query heads, without tl.dot, which wants 16 rows: each of the BLOCK_N positions
-    read at a time is a running softmax of its own, and they are merged at the end."""
+    """One token with as many key/value heads as query heads, without tl.dot, which needs 16 rows: each of the BLOCK_N positions
+    read at a time has a running softmax of its own, and these are merged at the end."""
     gdc_launch_dependents(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
     offs_d, offs_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     k_head = k_cache + head.to(tl.int64) * S * D
     v_head = v_cache + head.to(tl.int64) * S * D
-    # Before the wait: of the first block, what earlier steps have cached
+    # Before the wait: the part of the first block that earlier steps have cached
     start_pos = tl.load(pos)
     used, start, end = _split(start_pos + 1, split, SPLITS, BLOCK_N, LEAST)
     mask_old, mask_new = start + offs_n < tl.minimum(end, start_pos), start + offs_n == start_pos
@@ -818,18 +820,18 @@ def _single_attention_kernel(
         row_sum = tl.zeros([BLOCK_N], tl.float32)
         acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         for n in range(start, end, BLOCK_N):
-            # The next block is on its way while this one is used
+            # The next block is in flight while this one is used
             k_now, v_now, n_next = k, v, n + BLOCK_N
             k = _load_cached(k_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
             v = _load_cached(v_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
             scores = tl.sum(_decoded(k_now, DECODE).to(tl.float32) * q_row[None, :], 1)
             scores = tl.where(n + offs_n < end, scores, float("-inf"))
-            new_max = tl.maximum(tl.maximum(row_max, scores), -1e30)  # finite, so that a position not there adds nothing
+            new_max = tl.maximum(tl.maximum(row_max, scores), -1e30)  # finite, so that an absent position adds nothing
             p, rescale = tl.exp2(scores - new_max), tl.exp2(row_max - new_max)
             row_sum = row_sum * rescale + p
             acc = acc * rescale[:, None] + p[:, None] * _decoded(v_now, DECODE).to(tl.float32)
             row_max = new_max
-        # One softmax of the BLOCK_N
+        # Merge the BLOCK_N softmaxes
         peak = tl.max(row_max, 0)
         weight = tl.exp2(row_max - peak)
         total, y = tl.sum(row_sum * weight, 0), tl.sum(acc * weight[:, None], 0) * v_scale
@@ -846,7 +848,7 @@ def _single_attention_kernel(
                 _merge_splits(out, partial, ends, head, used, 1, H, 1, D, SPLITS, MERGE, 1, 1, BLOCK_D)
 
 
-SPLIT_ROWS = 64  # up to so many query rows a key/value head, attention is bound by reading the cache: split it over positions
+SPLIT_ROWS = 64  # up to this many query rows per key/value head, attention is bound by reading the cache: split by position
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tensor:
@@ -906,7 +908,7 @@ def _launch_split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Te
     how = nearest(nearest(SPLIT_LAUNCHES, capability(q.device)), rows)
     splits = _splits(how, q.device, KH)
     rows = triton.next_power_of_2(rows)
-    block_m = max(16, rows)  # tl.dot wants 16 rows
+    block_m = max(16, rows)  # tl.dot needs 16 rows
     block_n = how.block if D <= 128 else max(how.block // 2, 16)
     cut = dict(SPLITS=splits, MERGE=min(splits, max(1, 4096 // (rows * constants["BLOCK_D"]))), LEAST=max(block_n, how.least))
     cut |= dict(G=H // KH, BLOCK_M=block_m, ROWS=rows, BLOCK_N=block_n, WIDEN=_widen(q), warps=how.warps, stages=how.stages)
@@ -945,13 +947,13 @@ def _launch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, 
 def _decode_caches_kernel(
     k_cache, v_cache, k, v, pos, T, S, D, BLOCK: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """A head's keys and values of the positions that T tokens at pos see."""
+    """Decode one head's keys and values of the positions that T tokens at pos see."""
     gdc_launch_dependents(PDL)
     head = tl.program_id(0).to(tl.int64) * S * D
     gdc_wait(PDL)
     end = (tl.load(pos) + T) * D
     for start in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
-        offs = tl.max_contiguous(start + tl.arange(0, BLOCK), 8)  # loaded as they are stored, eight a thread
+        offs = tl.max_contiguous(start + tl.arange(0, BLOCK), 8)  # eight per thread, in the loads as in the stores
         keys = DECODE(tl.load(k_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
         values = DECODE(tl.load(v_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
         tl.store(k + head + offs, keys.to(k.dtype.element_ty), mask=offs < end)
@@ -959,7 +961,7 @@ def _decode_caches_kernel(
 
 
 def decode_caches(k_cache: Tensor, v_cache: Tensor, pos: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Caches of codes [KH, S, D] in a 16-bit type, as far as T tokens at pos see them; what is beyond is not written."""
+    """Caches of codes [KH, S, D] decoded to a 16-bit type, as far as T tokens at pos see them; the rest is not written."""
     (KH, S, D), format = k_cache.shape, E4M3.on(k_cache.device)
     k, v = (torch.empty_like(cache, dtype=dtype) for cache in (k_cache, v_cache))
     grid, cut = (KH, triton.cdiv(16 * processors(pos.device), KH)), dict(BLOCK=4096, DECODE=format.decode_nan, GAIN=format.gain)
@@ -1016,7 +1018,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
 
 
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T. x [T, C] -> [T, F]  (Shazeer, 2020)
-#      w13 [2 F, C] holds the rows of w1 and w3 in turn, so that a and b of one output are neighbours
+#      w13 [2 F, C] interleaves the rows of w1 and w3, so that a and b of one output are neighbours
 
 
 def rmsnorm_swiglu_ref(x: Tensor, norm: Tensor, w13: Matrix, eps: float) -> Tensor:
@@ -1128,7 +1130,7 @@ def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) 
 # ---- cross_entropy: loss of each row, log(sum(exp(logits))) - logits[target]. logits [T, V], targets int [T] -> fp32 [T]
 #      Where the target is IGNORE, the loss is 0. training.py has the same kernel write the gradient over the logits.
 
-IGNORE = -100  # torch's
+IGNORE = -100  # as in torch
 LOG2E = constexpr(1.4426950408889634)
 
 
@@ -1146,15 +1148,16 @@ def _exponent(logits, shift):
 
 @jit
 def _add_powers(tile, lane_max, lane_shift, lane_sum):
-    """Add a tile [lanes, WIDTH] of logits to each lane's maximum, to that as a whole power of two, and to its sum of powers."""
+    """Fold a tile [lanes, WIDTH] of logits into each lane's maximum, that maximum as an exponent of two (rounded down), and
+    its sum of powers."""
     lane_max = tl.maximum(lane_max, tl.max(tile, 1))
-    shift = tl.maximum(tl.floor(lane_max * LOG2E), -3e38)  # finite, so that a lane of -inf adds 0 and not NaN
+    shift = tl.maximum(tl.floor(lane_max * LOG2E), -3e38)  # finite, so that a lane of -inf adds 0, not NaN
     return lane_max, shift, lane_sum * tl.exp2(lane_shift - shift) + tl.sum(tl.exp2(_exponent(tile, shift[:, None])), 1)
 
 
 @jit
 def _load_blocks(start, offs, COUNT: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
-    """So many blocks in registers, all of them on their way at once."""
+    """Load COUNT blocks into registers, all of them in flight at once."""
     blocks = ()
     for i in tl.static_range(COUNT):
         blocks = blocks + (tl.load(start + i * BLOCK + offs, eviction_policy=EVICTION),)
@@ -1163,8 +1166,8 @@ def _load_blocks(start, offs, COUNT: tl.constexpr, BLOCK: tl.constexpr, EVICTION
 
 @jit
 def _still_packed(block):
-    """The same block, though the compiler cannot know that. It would keep the fp32 values that 16 bits were converted to, in
-    twice as many registers."""
+    """The same block, though the compiler cannot know that: otherwise it would keep the fp32 values that the 16-bit ones were
+    converted to, in twice as many registers."""
     if EMULATED:
         return block
     PACK: tl.constexpr = 32 // block.dtype.primitive_bitwidth
@@ -1173,7 +1176,7 @@ def _still_packed(block):
 
 @jit
 def _prefetch(start, BYTES: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Ask for memory to be read into the L2, AT_ONCE lines of 128 bytes at a time: one a thread."""
+    """Prefetch memory into the L2, AT_ONCE lines of 128 bytes at a time: one per thread."""
     ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
     if not EMULATED:
         for first in tl.static_range(0, BYTES, 128 * AT_ONCE):
@@ -1194,20 +1197,20 @@ def _cross_entropy_kernel(
 ):  # fmt: skip
     """The loss of a row and, where there is a count, the gradient over the logits: (softmax - onehot) / count.
 
-    A row is whole blocks and a ragged end, which alone has a mask. The end and about KEPT blocks before it stay in registers
-    until the gradient is written over them. The other blocks are loaded AT_ONCE at a time, and again for the gradient, the last
-    ones first, before anything else can push them out of the caches. Where V is no multiple of WIDTH, rows start anywhere: the
-    whole blocks then start at the first aligned 16 bytes, and what lies before them is part of the end.
+    A row consists of whole blocks and a ragged end, which alone has a mask. The end and about KEPT blocks before it stay in
+    registers until the gradient is written over them. The other blocks are loaded AT_ONCE at a time, and again for the
+    gradient, the last ones first, before anything else can evict them from the caches. Where V is not a multiple of WIDTH, rows
+    start anywhere: the whole blocks then start at the first aligned 16 bytes, and what lies before them is part of the end.
 
-    Rows in registers leave room for few programs, and while these compute, memory is idle. So each program asks for a row that
-    will soon be wanted, `ahead` by as many as run at once, to be read into the L2, or its first PREFETCHED bytes. Instructions
-    count, too: a maximum is kept for every WIDTH neighbours, the 16 bytes that a thread loads at once, since one for each logit
-    would double the exponentials; and these are powers of two, with the maximum rounded down to a whole power, so that a logit
-    costs one multiply-add before its power, exact at any size.
+    Rows in registers leave room for only a few programs, and while these compute, memory is idle. So each program prefetches
+    into the L2 a row that will be needed soon, `ahead` by as many as run at once, or the first PREFETCHED bytes of it. The
+    number of instructions matters, too: a maximum is kept for every WIDTH neighbours, the 16 bytes that a thread loads at once,
+    since one for each logit would double the exponentials; and these are powers of two, with the maximum rounded down to a
+    whole power, so that a logit costs one multiply-add before its power, rounded once at any magnitude.
     """
     gdc_launch_dependents(PDL)
     WHOLE: tl.constexpr = (V - 1) // BLOCK
-    TWICE: tl.constexpr = min(WHOLE, max(0, WHOLE - KEPT) + AT_ONCE - 1) // AT_ONCE * AT_ONCE  # so many are loaded twice
+    TWICE: tl.constexpr = min(WHOLE, max(0, WHOLE - KEPT) + AT_ONCE - 1) // AT_ONCE * AT_ONCE  # blocks that are loaded twice
     LANES: tl.constexpr = BLOCK // WIDTH
     offs = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     end_offs = WHOLE * BLOCK + offs
@@ -1267,17 +1270,17 @@ def _cross_entropy_kernel(
 
 
 def _cross_entropy_launch(V: int, size: int, gradient: bool, device: torch.device) -> dict[str, int]:
-    """How rows of V logits of so many bytes each are cut up, from sweeps on an H200."""
+    """How rows of V logits of `size` bytes each are cut up, from sweeps on an H200."""
     width, row = 16 // size, V * size
     if not gradient:
         warps, registers, kept, at_once, prefetched = 8, 64, 0, 8, 0
     elif row <= 1 << 14:
         warps, registers, kept, at_once, prefetched = 4, 64, 16, 4, row
-    elif row <= 1 << (17 if size == 2 else 16):  # two programs a processor, each with up to 64 KB of a row in its registers
+    elif row <= 1 << (17 if size == 2 else 16):  # two programs per SM, each with up to 64 KB of a row in its registers
         warps, registers, kept, at_once, prefetched = 8, 128, 16, 4, min(row, 1 << 16)
-    elif size == 4:  # one program a processor, with up to 128 KB
+    elif size == 4:  # one program per SM, with up to 128 KB
         warps, registers, kept, at_once, prefetched = 16, 128, 16, 8, row if row <= 1 << 17 else 0
-    else:  # one program a processor, so that what is read twice stays in the L2
+    else:  # one program per SM, so that what is read twice stays in the L2
         warps, registers, kept, at_once, prefetched = 32, 64, 4, 4, 0
     warps = min(warps, triton.cdiv(triton.next_power_of_2(V), 32 * width))
     cut = dict(BLOCK=32 * width * warps, KEPT=kept, AT_ONCE=at_once, PREFETCHED=prefetched, warps=warps, maxnreg=registers)
@@ -1286,8 +1289,8 @@ def _cross_entropy_launch(V: int, size: int, gradient: bool, device: torch.devic
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None) -> Tensor:
-    """The loss of each row, fp32 [T]. `count`, one number on the device: the gradient of the sum of the losses divided by it is
-    written over the logits."""
+    """The loss of each row, fp32 [T]. Given `count`, one number on the device, the gradient of the sum of the losses divided by
+    it is written over the logits."""
     T, V = logits.shape
     assert logits.is_contiguous() and targets.shape == (T,), (logits.shape, targets.shape)
     losses = logits.new_empty(T, dtype=torch.float32)
@@ -1300,7 +1303,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy_rows(logits, targets, None)
 
 
-# ---- the two tables, and the names under which --backend knows them
+# ---- the two tables, and their names for --backend
 
 
 reference = SimpleNamespace(
