@@ -1,15 +1,15 @@
 """The product of a few tokens, 2 to 16: W is streamed once, as for one token, and tensor cores multiply it.
 
-`tl.dot` usually takes its operands through shared memory, where 8-bit weights would pass twice, before and after they are
-decoded. Here a thread loads 16 bytes of a row of W straight into the registers in which the tensor cores want them. From each
-of the four threads that share a row, their instruction (mma.m16n8k16) wants two neighbours, and the two that are eight further
-on. But the order of K in a sum is free: what a thread has loaded is called the columns that the instruction wants of it, as
-long as it loads the same columns of x. So dimension 1 of a tile is a thread's neighbours, dimension 0 everything else (lanes,
-warps, registers, in this order), and reshape and permute give the elements their names without moving them. The warps of a
-program share its rows and split K; a sum over them ends the product.
+`tl.dot` usually takes its operands through shared memory, which 8-bit weights would pass through twice, before and after
+decoding. Here a thread loads 16 bytes of a row of W straight into the registers where the tensor cores expect them. From each
+of the four threads that share a row, the tensor core instruction (mma.m16n8k16) expects two neighbouring columns, and the two
+that are eight further on. But the order of K in a sum is free: whatever columns a thread has loaded can stand in for those that
+the instruction expects from it, as long as it loads the same columns of x. So dimension 1 of a tile is a thread's neighbours,
+dimension 0 everything else (lanes, warps, registers, in this order), and reshape and permute relabel the elements without
+moving them. The warps of a program share its rows and split K; a sum over the warps completes the product.
 
-An instruction multiplies 16 rows of W with 8 tokens, so the tokens are padded to 8 or 16. What is normed is normed before, by
-a kernel of its own: while that runs, the first tiles of W are already on their way.
+An instruction multiplies 16 rows of W by 8 tokens, so the tokens are padded to 8 or 16. The norm, where there is one, is a
+separate kernel that runs first: while it runs, the first tiles of W are already in flight.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -26,7 +26,7 @@ MOST = 16  # tokens
 @jit
 def _load_weights(w, row, k: tl.constexpr, N, K: tl.constexpr, HOW: tl.constexpr):
     """HOW.rows rows of W from `row` on, HOW.warps * HOW.steps * 64 bytes of each from column k on. A warp loads HOW.lanes * 16
-    neighbouring bytes of a row at a time; with more than 4 lanes the compiler moves registers between threads."""
+    neighbouring bytes of a row at a time; with more than 4 lanes the compiler moves values between threads."""
     E: tl.constexpr = 128 // w.dtype.element_ty.primitive_bitwidth
     GROUPS: tl.constexpr = HOW.rows // 8
     SIDES: tl.constexpr = HOW.lanes // 4
@@ -52,7 +52,7 @@ def _weights_operand(tile, HOW: tl.constexpr):
 
 @jit
 def _load_tokens(x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, HOW: tl.constexpr):
-    """The same columns of the T rows of x: eight neighbours a thread."""
+    """The same columns of the T rows of x: eight neighbours per thread."""
     PARTS: tl.constexpr = E // 8
     i, e = tl.arange(0, TOKENS // 8 * HOW.steps * PARTS * HOW.warps * 32)[:, None], tl.arange(0, 8)[None, :]
     lane, warp, register = i % 32, i // 32 % HOW.warps, i // (32 * HOW.warps)
@@ -106,8 +106,8 @@ def few_product(
 
 
 def few_launch(op: str, x: Tensor, w: Matrix) -> FewLaunch | None:
-    """The launch sizes for x [T, K] times w; None where it goes another way: one token, many, fp32, bf16 times 8-bit weights
-    (which would be converted twice, and has not been timed), and what FEW_LAUNCHES does not list."""
+    """The launch sizes for x [T, K] times w; None where another path is taken: one token, too many, fp32, bf16 times 8-bit
+    weights (which would be converted twice, and has not been timed), and shapes that FEW_LAUNCHES does not list."""
     timed = x.dtype == torch.float16 or x.dtype == torch.bfloat16 and (w.format is None or INTERPRETED)
     if not 1 < x.shape[0] <= MOST or not timed:
         return None
