@@ -1,13 +1,14 @@
-"""Attention of a few tokens, in Gluon (see hopper.py): up to 16 query rows a key/value head.
+"""Attention of a few tokens, in Gluon (see hopper.py): up to 16 query rows per key/value head.
 
-The rows, padded to 16, are one side of the tensor cores' instruction (mma.m16n8k16), positions the other. Each warp takes 16
+The rows, padded to 16, are one side of the tensor core instruction (mma.m16n8k16), the positions the other. Each warp takes 16
 positions at a time and has a softmax of its own over them, so that nothing passes between warps until the end. No key or value
 goes through shared memory: as in few_tokens.py, a thread loads 16 bytes straight into the registers of the instruction.
 
-- Keys: neighbours of one position. The instruction adds up their products with q in any order, as long as q is loaded in the
-  same; this is what DotOperandLayout means by a k_width of 8, or of 16 for an 8-bit cache.
-- Values: neighbours of four positions, since here it is positions that are added up, four a thread. Neighbours are columns of
-  the result in as many instructions, so column n of the result is not number n of the head: `_head_column` says which it is.
+- Keys: neighbouring elements of one position. The instruction may add up their products with q in any order, as long as q is
+  loaded in the same order; this is what a k_width of 8, or of 16 for an 8-bit cache, means in DotOperandLayout.
+- Values: neighbouring elements of each of four positions, since here the sum is over positions, four per thread. Neighbours are
+  columns of the results of different instructions, so column n of the result is not column n of the head: `_head_column` says
+  which it is.
 """
 
 from __future__ import annotations
@@ -52,21 +53,21 @@ def _load_values(v, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.c
 
 @jit
 def _values_operand(tile, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr, VALUES: gl.constexpr):
-    """[W, 16, BLOCK_D]: every number stays in its thread."""
+    """[W, 16, BLOCK_D]: every element stays in its thread."""
     tile = gl.permute(gl.reshape(tile, [BLOCK_D // (8 * E), 2, 2, W, 8, 4, E]), [3, 1, 5, 2, 0, 6, 4])
     return gl.convert_layout(gl.reshape(tile, [W, 16, BLOCK_D]), VALUES)
 
 
 @jit
 def _head_column(n, E: gl.constexpr):
-    """Which column of the head stands in column n of the result."""
+    """The column of the head that is in column n of the result."""
     return n // (8 * E) * (8 * E) + n % 8 * E + n // 8 % E
 
 
 @jit
 def _merge(partial, ends, first, used, mask_row, columns, BLOCK_D: gl.constexpr, AT_ONCE: gl.constexpr):
-    """The softmax over the splits from those of each: sum and unnormalised result of each row. first: where the rows of the
-    first split are."""
+    """Merge the softmaxes of the splits into one: sum and unnormalised result of each row. first: the slots of the first
+    split's rows."""
     ROW: gl.constexpr = first.type.layout
     Y: gl.constexpr = ROW.parent
     peak = gl.full([16], -1e30, gl.float32, ROW)
@@ -103,8 +104,8 @@ def _few_attention_kernel(
 ):  # fmt: skip
     """The T G rows of a key/value head over one split of the positions; kernels.py explains how splits are merged."""
     gdc_launch_dependents(PDL)
-    E: gl.constexpr = 128 // k_cache.dtype.element_ty.primitive_bitwidth  # numbers in 16 bytes, of a key; of a value:
-    EV: gl.constexpr = E if 8 * E <= BLOCK_D else BLOCK_D // 8
+    E: gl.constexpr = 128 // k_cache.dtype.element_ty.primitive_bitwidth  # elements that a thread loads at once, of a key
+    EV: gl.constexpr = E if 8 * E <= BLOCK_D else BLOCK_D // 8  # of a value: fewer with small heads in 8 bits
     BLOCK_N: gl.constexpr = 16 * W
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     ROWS: gl.constexpr = gl.DotOperandLayout(0, MMA, E)
@@ -114,7 +115,7 @@ def _few_attention_kernel(
     head, split = gl.program_id(0), gl.program_id(1)
     k_head = k_cache + head.to(gl.int64) * S * D
     v_head = v_cache + head.to(gl.int64) * S * D
-    # Before the wait: of the first block, what earlier steps have cached
+    # Before the wait: the part of the first block that earlier steps have cached
     start_pos = gl.load(pos)
     used, start, end = SPLIT(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
     k = _load_keys(k_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, KEYS)
@@ -135,7 +136,7 @@ def _few_attention_kernel(
         row_sum = gl.zeros([W, 16], gl.float32, gl.SliceLayout(2, MMA))
         acc = gl.zeros([W, 16, BLOCK_D], gl.float32, MMA)
         for n in range(start, end, BLOCK_N):
-            # The next block is on its way while this one is used
+            # The next block is in flight while this one is used
             k_now, v_now = k, v
             k = _load_keys(k_head, n + BLOCK_N, start, end, D, BLOCK_D, W, KEYS)
             v = _load_values(v_head, n + BLOCK_N, start, end, D, BLOCK_D, W, EV)
@@ -149,7 +150,7 @@ def _few_attention_kernel(
             row_sum = row_sum * rescale + gl.sum(p, 2)
             acc = mma_v2(gl.convert_layout(p.to(q_tile.dtype), WEIGHTS), v_tile, acc * rescale[:, :, None])
             row_max = new_max
-        # One softmax of the warps', each thread with all W of its numbers
+        # Merge the warps' softmaxes; each thread has all W values of its elements
         LANES: gl.constexpr = BLOCK_D // 4 if BLOCK_D < 128 else 32
         ALL: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 32 // LANES, LANES], [1, W, 1], [2, 1, 0])
         Y: gl.constexpr = gl.SliceLayout(0, ALL)
@@ -179,6 +180,6 @@ def _few_attention_kernel(
 
 
 def attends(q: Tensor, k_cache: Tensor) -> bool:
-    """Whether the kernel is made for these. One token of grouped queries has rows enough, too, but that has not been timed."""
+    """Whether the kernel is meant for these. One token of grouped queries has enough rows, too, but has not been timed."""
     (T, H, D), KH = q.shape, k_cache.shape[0]
     return mma_v2 is not None and not INTERPRETED and T > 1 and T * H // KH <= MOST and q.itemsize == 2 and D <= 128
