@@ -1,21 +1,21 @@
-"""Attention of a prompt on Hopper (sm_90), in Gluon: Triton's lower layer, which leaves warps and shared memory to the program.
+"""Attention of a prompt on Hopper (sm_90), in Gluon: Triton's lower level, where a kernel manages warps and shared memory.
 
 The ordinary kernel in kernels.py reaches half of the product rate: its warps load, multiply and take the softmax in turn. Here
-they divide the labour, as in FlashAttention-3 (Shah et al., 2024). Of a program's three warp groups
+they are specialised, as in FlashAttention-3 (Shah et al., 2024). Of a program's three warp groups
 
-- one loads: it copies tiles of q, k and v into shared memory (by TMA, the unit of Hopper that copies whole tiles) as places
-  become free, and has few registers;
-- two multiply: 64 rows of q each. The products run asynchronously, so the next q k^T and the last p v are under way while the
-  softmax is computed.
+- one loads: it copies tiles of q, k and v into shared memory (by TMA, Hopper's unit for copying whole tiles) as buffers become
+  free, and has few registers;
+- two multiply: 64 rows of q each. The products run asynchronously: a block's q k^T is started together with the p v of the
+  block before, which is still under way while the block's softmax is computed.
 
-Barriers in shared memory connect them: `full` when a tile has arrived, `empty` when both groups have read it. A barrier has a
-phase, 0 or 1, which changes each time it completes; a wait names the phase it waits for. Keys are visited from the last block
-to the first, so that the blocks on the diagonal, which need a mask, come first.
+Barriers in shared memory connect the groups: `full` when a tile has arrived, `empty` when both multiplying groups have read it.
+A barrier has a phase, 0 or 1, which flips each time it completes; a wait names the phase it waits for. Keys are visited from
+the last block to the first, so that the blocks on the diagonal, which need a mask, come first.
 
-It is written for heads of 128 numbers and 16-bit caches; an 8-bit cache is decoded for it, a layer at a time. TFLOP/s of this
-one, the ordinary one and cuDNN on one H200, 32 heads: 443, 381, 405 at 2048 tokens; 618, 500, 585 at 8192; 618, 481, 615 at
-16384; 606 and 485 for 2048 after 8192 cached. cuDNN builds a plan for each new length, 37 ms each, as long as a whole prompt
-takes. With heads of 64 the ordinary one is as fast.
+It is written for heads of dimension 128 and 16-bit caches; an 8-bit cache is decoded for it, one layer at a time. TFLOP/s of
+this kernel, the ordinary one and cuDNN on one H200, 32 heads: 443, 381, 405 at 2048 tokens; 618, 500, 585 at 8192; 618, 481,
+615 at 16384; 606 and 485 for 2048 after 8192 cached. cuDNN builds a plan for each new length, which takes 37 ms, as long as a
+whole prompt. With heads of dimension 64 the ordinary kernel is as fast.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ ROWS, BLOCK_N, HEAD_DIM = 64, 128, 128  # rows of q of each of the two groups, k
 
 @jit
 def _place(pos, T, H, G, positions_at_once, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """First row, head, cached positions and blocks of keys of this program; the order is kernels._rows_of_program's."""
+    """First row, head, cached positions and number of key blocks of this program; programs are ordered as in
+    kernels._rows_of_program."""
     pid, row_blocks = gl.program_id(0), (T + BLOCK_M - 1) // BLOCK_M
     start_pos = gl.load(pos)
     heads_at_once = gl.maximum(positions_at_once // (start_pos + T), 1) * G
@@ -84,8 +85,8 @@ def _load(
 
 @jit
 def _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scores added to the running softmax: their weights, the maximum, the sum, and what the result so far is to be scaled by.
-    last: the last position that each row sees."""
+    """Add scores to the running softmax: returns their weights, the maximum, the sum, and the factor to rescale the result so
+    far. last: the last position that each row sees."""
     if MASK:
         offs_n = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         scores = gl.where(offs_n[None, :] <= last[:, None], scores, float("-inf"))
@@ -140,7 +141,7 @@ def _multiply(
     row, head, start_pos, blocks = _place(pos, T, H, G, positions_at_once, 2 * ROWS, BLOCK_N)
     row += group * ROWS
     last = start_pos + row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    masked = blocks - (start_pos + row + 1) // BLOCK_N  # blocks that not every row sees whole
+    masked = blocks - (start_pos + row + 1) // BLOCK_N  # blocks that some row does not see whole
     row_max = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, SCORES))  # finite: the first block may be beyond all rows
     row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([ROWS, D], gl.float32, ACC)
@@ -154,23 +155,23 @@ def _multiply(
     n = (blocks - 1) * BLOCK_N
     p, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N, True, SCORES)
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
-    # Its values beyond the length are weighted with 0, but 0 NaN is NaN. Both groups clear them, so neither waits for the other
+    # Its values beyond the length get weight 0, but 0 * NaN is NaN. Both groups clear them, so neither waits for the other
     if blocks * BLOCK_N > start_pos + T:
         mbarrier.wait(v_full.index(0), 0)
         _clear_rows(v_tiles.index(0), start_pos + T - n, BLOCK_N)
-    # The others on the diagonal
+    # The other blocks on the diagonal
     for j in range(1, masked):
         p, acc, row_max, row_sum = _step(
             j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
             ROWS, BLOCK_N, STAGES, True, SCORES, ACC,
         )  # fmt: skip
-    # Those that every row sees whole
+    # The blocks that every row sees whole
     for j in range(gl.maximum(masked, 1), blocks):
         p, acc, row_max, row_sum = _step(
             j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
             ROWS, BLOCK_N, STAGES, False, SCORES, ACC,
         )  # fmt: skip
-    # The last p v; the result leaves by way of q's place, which nobody reads any more
+    # The last p v; the result is written out through q's buffer, which nothing reads any more
     v = (blocks - 1) % STAGES
     mbarrier.wait(v_full.index(v), ((blocks - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_tiles.index(v), acc)
@@ -210,19 +211,19 @@ def _hopper_attention_kernel(
             (_load, (q, k, v, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, pos, T,
                      S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
         ],
-        [4, 1],  # warps of the second and the third
-        [240, 24],  # and their registers a thread; the first has what is left, 240
+        [4, 1],  # warps of the second and the third group
+        [240, 24],  # and their registers per thread; the first group has what is left, 240
     )  # fmt: skip
 
 
 def attends(q: Tensor) -> bool:
-    """Whether the kernel is made for such heads, and the prompt long enough to gain by it."""
+    """Whether the kernel is meant for such heads, and the prompt is long enough to gain from it."""
     return gluon is not None and len(q) >= 512 and q.shape[2] == HEAD_DIM and q.itemsize == 2
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, positions_at_once: int) -> None:
-    """As kernels.attention, for heads of 128 numbers and a cache in the type of q, into out [T, H D]. positions_at_once: of a
-    key/value head, see kernels.SHARED_KEYS."""
+    """As kernels.attention, for heads of dimension 128 and a cache in the type of q, into out [T, H D]. positions_at_once: how
+    many positions of one key/value head take up kernels.SHARED_KEYS."""
     (T, H, D), (KH, S, _) = q.shape, k_cache.shape
     kind = getattr(gl, str(q.dtype).removeprefix("torch."))
 
