@@ -1,18 +1,18 @@
 """How kernels are launched: Triton or none, programmatic dependent launch, and the launch sizes for each card.
 
-Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a few microseconds long, and by
-default a kernel starts only when the one before it has ended. From sm_90 on it may start earlier: every kernel here calls
-`gdc_launch_dependents` first, so that the next one is launched as soon as processors become free, and `gdc_wait` later, which
-returns when the kernel before has ended and its writes can be seen. Between the two a kernel may do whatever depends on no
+Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a few to 60 microseconds long, and
+by default a kernel starts only when the one before it has ended. From sm_90 on it may start earlier: every kernel here calls
+`gdc_launch_dependents` first, so that the next one is launched as soon as SMs become free, and later `gdc_wait`, which returns
+when the kernel before has ended and its writes are visible. Between the two a kernel may do whatever depends on no
 other kernel: compute offsets, load its first tile of weights. The rules that keep this correct:
 
 - every kernel waits, so "the kernel before has ended" includes all the kernels before that one;
-- before the wait a kernel reads only what no kernel launched so writes (weights, tables, sampling settings, `pos`), and it
-  writes nothing;
+- before the wait a kernel reads only what no kernel launched this way writes in the same step (weights, tables, sampling
+  settings, `pos`, the keys and values of earlier steps), and it writes nothing; parallel.py explains its exceptions;
 - `pos` is moved by torch's own operations (KVCache.advance and seek, and those in speculation.py), which are launched without
-  the attribute and release nothing early: each starts when all kernels before it have ended, those that read the old value
-  included, and whatever comes after it, launched early or not, starts when it has ended. That is the order of the stream, so
-  it holds within a graph, from replay to replay, for the chunks of a prompt and for single steps;
+  the attribute and release nothing early: each starts when all kernels before it have ended, including those that read the
+  old value, and whatever comes after it, launched with the attribute or not, starts when it has ended. That is stream order,
+  so it holds within a graph, from replay to replay, for the chunks of a prompt and for single steps;
   test_no_step_sees_an_old_position runs thousands of each;
 - there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
 """
@@ -29,7 +29,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not on this system: the reference ops run without it
+except ImportError:  # not installed: the reference ops run without it
     triton = tl = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton when a kernel is decorated
@@ -45,7 +45,7 @@ def constexpr(value):
     return tl.constexpr(value) if triton else value
 
 
-EMULATED = constexpr(INTERPRETED)  # the same for kernels: the interpreter knows no PTX
+EMULATED = constexpr(INTERPRETED)  # the same for kernels: the interpreter has no PTX
 
 
 @cache
@@ -90,7 +90,7 @@ def gdc_wait(PDL: tl.constexpr):
 @jit
 def load_weights(w, rows, k, offs_k, N, K: tl.constexpr, BLOCK: tl.constexpr):
     """W[rows, k + offs_k], streamed: read once and not kept in the caches. max_contiguous gives a thread eight neighbours, as
-    it has of x in 16 bits: otherwise 8-bit tiles would go through shared memory to meet x."""
+    many as it has of a 16-bit x: otherwise 8-bit tiles would go through shared memory to meet x."""
     offs = tl.max_contiguous(tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + k + offs_k[None, :], [1, 8])
     if K % BLOCK == 0:
         return tl.load(w + offs, eviction_policy="evict_first")
@@ -109,7 +109,7 @@ def load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def nearest(table: dict, key: int):
-    """The entry of the largest key that is not above this one."""
+    """The entry with the largest key that is not above this one."""
     return table[max(k for k in table if k <= key)]
 
 
@@ -124,16 +124,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class SplitLaunch:
-    """How the cache is cut up: into at most `programs` chunks a processor, read in tiles of `block` positions."""
+    """How the cache is cut up: into at most `programs` chunks per SM, read in tiles of `block` positions."""
 
     programs: int
     block: int
     warps: int
     stages: int
-    least: int  # up to so many positions there is one chunk
+    least: int  # up to this many positions there is one chunk
 
 
-# By compute capability (the nearest at or below the card's is taken), bytes a weight, op, and columns of W (likewise).
+# By compute capability, bytes per weight, op and columns of W; where a number is not listed, the nearest below it is taken.
 # To tune for another card: `python bench.py --tune` times the candidates for the shapes of a model and prints such a table.
 OPS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
 LAUNCHES = {
@@ -209,8 +209,8 @@ LAUNCHES = {
 
 
 class FewLaunch(NamedTuple):
-    """How a product of few tokens is cut up: each program takes `rows` rows of W, each warp `steps` times 64 bytes of a row at
-    a time, with `ahead` such tiles on their way. `lanes` threads load neighbours of a row."""
+    """How a product of a few tokens is cut up: each program takes `rows` rows of W, each warp `steps` times 64 bytes of a row
+    at a time, with `ahead` such tiles in flight. `lanes` threads load neighbouring bytes of a row."""
 
     rows: int
     warps: int
@@ -219,8 +219,8 @@ class FewLaunch(NamedTuple):
     ahead: int
 
 
-# By compute capability and bytes a weight as above, then tokens (padded to 8 or 16), op, and exactly these columns; 0 stands
-# for any. What is not listed goes to the library, since nobody has measured it; `bench.py --tune` does.
+# By compute capability and bytes per weight as above, then tokens (padded to 8 or 16), op, and the exact number of columns; 0
+# stands for any. Shapes that are not listed have not been measured and go to the library; `bench.py --tune` measures them.
 NOT_MEASURED = {8: {op: {} for op in OPS}, 16: {op: {} for op in OPS}}
 FEW_LAUNCHES = {
     0: {1: {tokens: {op: {0: FewLaunch(64, 2, 4, 8, 1)} for op in OPS} for tokens in (8, 16)}},
@@ -241,12 +241,12 @@ FEW_LAUNCHES = {
     100: {1: NOT_MEASURED},
 }
 
-# by compute capability and query rows a key/value head
+# by compute capability and query rows per key/value head
 SPLIT_LAUNCHES = {
     0: {1: SplitLaunch(4, 32, 4, 1, 0)},
     80: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(2, 64, 4, 2, 0)},
     90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 64, 4, 2, 256), 5: SplitLaunch(1, 128, 8, 1, 256)},
 }
 
-# the same for few_rows.py, whose tiles are 16 positions a warp
+# the same for few_rows.py, whose tiles are 16 positions per warp
 FEW_ROWS = {90: SplitLaunch(1, 64, 4, 1, 64)}
