@@ -5,11 +5,11 @@ The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p,
 cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device. Each filter keeps the tokens at or
 above one threshold, so ties at the edge stay together.
 
-The op `sample` reads logits float32 [V], which it uses up, and writes the token to tokens[pos] and host_tokens[pos] (int32 [S]
-both). The host reads the latter, which is pinned memory on a GPU; where the logits are not finite it gets -1, and tokens 0.
-`sample_rows` reads logits [T, V] of the T tokens before pos, and writes to drawn (int32 [S], -1 where they are not finite) what
-each of them is followed by, up to drawn[pos]; the tokens before each position stand in `tokens`. Both take the settings as a
-Sampler, whose numbers lie on the device.
+The op `sample` reads logits float32 [V], which it may overwrite, and writes the token to tokens[pos] and host_tokens[pos] (both
+int32 [S]). The host reads the latter, which is pinned memory with a GPU; where the logits are not finite, host_tokens gets -1
+and tokens 0. `sample_rows` reads logits [T, V] of the T tokens before pos, and writes to `drawn` (int32, -1 where they are not
+finite) the token chosen to follow each of them, up to drawn[pos]; `tokens` holds what comes before each position. Both take the
+settings as a Sampler, whose numbers are on the device.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -33,16 +33,16 @@ class Sampling:
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_penalty: float = 1.0
-    repeat_last_n: int = 64  # tokens that the penalty looks back on; -1 is all of them
+    repeat_last_n: int = 64  # tokens that the penalty looks back on; -1: all
     seed: int = 0
 
 
-COLDEST = 1e-30  # temperature: a positive one below it would be 0 in float32
+COLDEST = 1e-30  # temperature: lower positive ones are raised to it, as float32 could round them to 0
 
 
 class Sampler:
-    """Settings as the ops take them: `s` for the host, and the same numbers in the memory of the device, where a kernel reads
-    them. So a captured graph follows when they change, as long as its kernel is compiled for the same `form`."""
+    """Settings as the ops take them: `s` for the host, and the same numbers in device memory, where a kernel reads them. So a
+    captured graph picks up new settings, as long as its kernel is compiled for the same `form`."""
 
     def __init__(self, device: torch.device, s: Sampling = Sampling()):
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
@@ -57,7 +57,7 @@ class Sampler:
         self.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
 
     def form(self, V: int, S: int) -> dict[str, int | bool]:
-        """What the kernel is compiled for, of the settings: V logits, at most S tokens to look back on."""
+        """The part of the settings that the kernel is compiled for, with V logits and at most S tokens to look back on."""
         s, cuts = self.s, self.s.temp > 0 and 0 < self.s.top_k < V
         window = 0 if s.repeat_penalty == 1 else S if s.repeat_last_n < 0 else min(s.repeat_last_n, S)
         block = 1024 if s.temp == 0 or cuts and s.top_k <= KEEP else triton.next_power_of_2(V)
@@ -96,7 +96,7 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
     if s.top_p < 1:
         ranked = kept.sort(descending=True).values
         p = (ranked - best).double().exp()
-        above = p.cumsum(0) - p  # of those before each
+        above = p.cumsum(0) - p  # mass of those before each
         floor = ranked[max(int((above < s.top_p * p.sum()).sum()), 1) - 1]
     if s.min_p > 0:
         floor = torch.maximum(floor, best + math.log(s.min_p))
@@ -121,8 +121,8 @@ def _uniform(seed, index):
 
 @jit
 def _threshold(l, weights, target, low, high):
-    """The largest of the values l such that the weights of those at or above it reach the target. low and high are values
-    between which it lies: bisection, in which both ends move on to the next value there is."""
+    """The largest of the values l such that the weights of those at or above it reach the target. low and high are two of them,
+    between which it lies: bisection, in which both ends move on to the next value that occurs."""
     while low < high:
         middle = low + (high - low) * 0.5
         middle = tl.where(middle > low, middle, high)
@@ -140,8 +140,8 @@ def _choose(
     l, ids, u, temp, top_k, top_p, log_min_p, edges, left_out, logits,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1). Where l is only what
-    parts of the vocabulary kept, edges is each part's lowest and left_out how many equal to it there was no room for."""
+    """Choose one of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1). Where l is only
+    what parts of the vocabulary kept, edges is each part's lowest logit and left_out how many equal to it did not fit."""
     best = tl.max(l, 0)
     if GREEDY:
         return tl.min(tl.where(l == best, ids, 2147483647), 0)
@@ -170,7 +170,7 @@ def _choose(
 
 @jit
 def _draw_from_all(logits, target, best, floor, temp, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The first id at which the weights of the logits from floor on, added up, exceed the target."""
+    """The first id at which the running sum of the weights of logits at or above floor exceeds the target."""
     before, token, last = tl.full([], 0.0, tl.float64), 2147483647, 0
     for start in range(0, V, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -189,8 +189,8 @@ def _sample_kernel(
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With a small top_k, each program keeps the best of its part of the vocabulary, and the last to come chooses among
-    these; otherwise there is one part. Axis 1 of the grid are the rows of logits."""
+    """If greedy or with a small top_k, each program keeps the best of its part of the vocabulary, and the last one to finish
+    chooses among these; otherwise there is one part. Axis 1 of the grid is the rows of logits."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     logits += row * V
@@ -220,7 +220,7 @@ def _sample_kernel(
             tl.store(chosen_tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
         tl.store(drawn + position, tl.where(bad > 0, -1, token).to(tl.int32))
     else:
-        # what this part keeps, in the order of ids: those above its edge, fewer than top_k, and as many at it as there is room
+        # what this part keeps, in the order of ids: those above its edge, fewer than top_k, and as many equal to it as fit
         best = tl.max(l, 0)
         lowest = tl.min(tl.where(ids < V, l, best), 0)
         edge = best if GREEDY else _threshold(l, tl.full(l.shape, 1.0, tl.float32), top_k, lowest, best)
@@ -257,13 +257,13 @@ def _sample_kernel(
             tl.store(drawn + position, tl.where(any_bad > 0, -1, token).to(tl.int32))
 
 
-KEEP = 64  # logits that a part keeps at most: top-k up to so many is chosen in parts
+KEEP = 64  # the most logits that a part keeps: top-k up to this many is chosen in parts
 
 
 @cache
 def _few(device: torch.device, parts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Workspace of _sample_kernel, of each row: what each part kept (logits, then ids), its edge and how many equal to it were
-    left out; and how many parts are done."""
+    """Workspace of _sample_kernel, for each row: what each part kept (logits, then ids), its edge and how many equal to it were
+    left out; and a counter of the parts that are done."""
     few = torch.zeros(rows, 2 * parts * KEEP + 2 * parts, device=device)
     return few, torch.zeros(rows, dtype=torch.int32, device=device)
 
@@ -279,7 +279,7 @@ def sample_rows(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, samp
 def _launch_sample(
     logits: Tensor, tokens: Tensor, chosen_tokens: Tensor | None, drawn: Tensor, pos: Tensor, sampler: Sampler
 ) -> None:
-    """tokens: what came before; chosen_tokens: where a choice becomes a token; drawn: where it is told, -1 included."""
+    """tokens: what came before; chosen_tokens: where the choice is written as a token; drawn: where it is reported, -1 included."""
     rows, V = logits.shape
     form = sampler.form(V, len(tokens))
     parts = triton.next_power_of_2(triton.cdiv(V, form["BLOCK"]))
