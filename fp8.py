@@ -1,11 +1,11 @@
-"""8-bit floats kept in int8 tensors, one scale a row. A format is one block: numbers, and functions for torch and for kernels.
+"""8-bit floats kept in int8 tensors, one scale per row. A format is one block: constants, and functions for torch and kernels.
 
     E5M2  sign, 5 exponent bits, 2 of mantissa: the upper byte of a half-precision float
     E4M3  sign, 4 exponent bits, 3 of mantissa: under the sign of a half, these bits are the value times 2^-8, subnormals too
 
-Either is decoded by moving bits into a half, on any GPU and any CPU. GPUs from sm_89 on convert E4M3 by an instruction of
-their own and multiply it on their tensor cores: E4M3_NATIVE. Hopper's multiply either by E4M3, from CUDA 12.9 on. The codes for
-NaN and infinity are never written into weights: encoding saturates.
+Either is decoded by moving bits into a half, on any GPU and any CPU. GPUs from sm_89 on have an instruction that converts
+E4M3, and tensor cores that multiply it: E4M3_NATIVE. Hopper's tensor cores multiply either format by E4M3, from CUDA 12.9 on.
+Codes of NaN and infinity are never written into weights: encoding saturates.
 
 To add a format, write its block below and enter it in FORMATS; the tests walk that table.
 """
@@ -37,17 +37,17 @@ from launch import (
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """A way to keep a matrix W [N, K] as int8 codes [N, K] and float32 scales [N]."""
+    """A way to store a matrix W [N, K] as int8 codes [N, K] and float32 scales [N]."""
 
     name: str
     dtype: torch.dtype  # torch's type of the same bits
-    not_finite: int  # from here on, the bits under the sign mean NaN or infinity
-    gain: float  # what decoded halves are to be multiplied with
+    not_finite: int  # from here up, a code without its sign means NaN or infinity
+    gain: float  # what decoded halves are to be multiplied by
     top: float  # what a row's largest magnitude is scaled to; 1.75 as a half in both, so that products stay far from 65504
     move_bits: Callable[[Tensor], Tensor]  # int16 codes to the bits of halves, in place
     decode: Callable  # the same for a tile in a kernel, to halves
-    decode_nan: Callable  # the same where codes of NaN may be, as in a cache
-    products: Callable  # of a tile of weights and of x in float32, one by one, in a kernel
+    decode_nan: Callable  # the same where NaN codes may occur, as in a cache
+    products: Callable  # of a tile of weights and of x in float32, elementwise, in a kernel
     packed_sums: Callable  # of a tile of weights and of x in halves, for packed_product
     encode_tile: Callable | None = None  # floats to codes in a kernel, as e4m3_encode does
     tensor_cores: bool = False  # whether torch itself multiplies it on tensor cores, see _cublas_scales_rows
@@ -68,24 +68,24 @@ class Format:
         return x.float().clamp(-self.largest, self.largest).to(self.dtype).view(torch.int8)
 
     def halves(self, codes: Tensor, space: Tensor | None = None) -> Tensor:
-        """int8 codes to float16, the values they stand for over the gain, exactly; in int16 space of that shape, if given."""
+        """int8 codes to float16, exactly their values divided by the gain; in int16 space of that shape, if given."""
         return self.move_bits(codes.to(torch.int16) if space is None else space.copy_(codes)).view(torch.float16)
 
     def values(self, codes: Tensor) -> Tensor:
-        """int8 codes, finite ones, to the float32 values they stand for."""
+        """Finite int8 codes to the float32 values they stand for."""
         return self.halves(codes).float().mul_(self.gain)
 
     def values_nan(self, codes: Tensor) -> Tensor:
-        """The same where codes of NaN may be, as in a cache."""
+        """The same where NaN codes may occur, as in a cache."""
         values, magnitudes = self.values(codes), codes & 0x7F
         if magnitudes.amax() >= self.not_finite:
             values.masked_fill_(magnitudes >= self.not_finite, torch.nan)
         return values
 
     def encode(self, weights: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[N, K] to int8 codes [N, K] and float32 scales [N], in the tensors given for them. Of four scales between the
-        smallest that lets a row's largest magnitude fit and its double, each row takes the one with the least squared error.
-        Raises ValueError on NaN or inf."""
+        """[N, K] to int8 codes [N, K] and float32 scales [N], in the given tensors if any. Each row takes the scale with the
+        least squared error of four, from the smallest that lets its largest magnitude fit to just under twice that. Raises
+        ValueError on NaN or inf."""
         codes = torch.empty(weights.shape, dtype=torch.int8, device=weights.device) if codes is None else codes
         scales = torch.empty(len(weights), dtype=torch.float32, device=weights.device) if scales is None else scales
         rows_at_once = max(1, (1 << 23) // weights.shape[1])
@@ -100,7 +100,7 @@ class Format:
                 tried = smallest * 2**step
                 written = self.round(rows / tried[:, None])
                 error = (self.decoded(written, tried) - rows).square().sum(1)
-                better = (error < least) | least.isinf()  # of magnitudes beyond 1e19 the square may be, too
+                better = (error < least) | least.isinf()  # the square of magnitudes beyond 1e19 may be, too
                 least[better], scale[better], code[better] = error[better], tried[better], written[better]
         return codes, scales
 
@@ -110,8 +110,8 @@ class Format:
 
     def check(self, codes: Tensor, scales: Tensor, whole_rows: bool = True) -> None:
         """Raise ValueError for what encode never writes: codes of NaN or infinity, scales that are not positive and finite, and
-        rows whose largest code does not lie where encode brings it (of parts of rows: not above it), so that codes of another
-        format are told."""
+        rows whose largest code is not in the range that encode gives it (for parts of rows: is above that range), a sign of
+        codes of another format."""
         if not ((scales > 0) & (scales < torch.inf)).all():
             raise ValueError("scales that are not positive and finite")
         largest = torch.cat([(rows & 0x7F).amax(1) for rows in codes.split(512)])
@@ -153,7 +153,7 @@ class Matrix:
         return Matrix(*format.encode(self.data), format)
 
     def dense(self) -> Tensor:
-        """W as floats: float32 [N, K] for codes, the data itself otherwise, unpacked where it is."""
+        """W as floats: float32 [N, K] for codes, the data itself otherwise, unpacked from oneDNN's layout if need be."""
         if self.format is None:
             return self.data.to_dense() if self.data.is_mkldnn else self.data
         return self.format.decoded(self.data, self.scale)
@@ -161,13 +161,13 @@ class Matrix:
 
 # ---- packed products: a token's product with 8-bit weights, in half precision.
 #
-#      At 8 bits a weight the arithmetic counts: an H200 reads 4.6e12 weights a second and executes 33e12 fp32 operations,
-#      about 7 a weight. Decoding a code, widening it and multiplying it takes 11 instructions. Packed, it takes 3 to 4: PTX
+#      At 8 bits per weight the arithmetic matters: an H200 reads 4.6e12 weights per second and executes 33e12 fp32 operations,
+#      about 7 per weight. Decoding a code, widening it and multiplying it takes 11 instructions. Packed, it takes 3 to 4: PTX
 #      converts two codes at a time to a pair of halves, multiplies the pair by a pair of x in one instruction (fma.rn.f16x2),
-#      and adds up eight products in half precision before the sum is widened to fp32. What makes that sound is the range: a
-#      half ends at 65504 and loses precision below 6e-5, so x is brought by a power of two, which is exact, to where eight
-#      products with codes of at most 448 stay below 65504 and those that matter lie far above 6e-5. Eight neighbours of a row
-#      must be in one thread.
+#      and adds up eight products in half precision before the sum is widened to fp32. For this to be sound, the range must be
+#      right: a half ends at 65504 and loses precision below 6e-5, so x is scaled by a power of two, which is exact, such that
+#      eight products with codes of at most 448 stay below 65504 and those that matter lie far above 6e-5. Eight neighbours of
+#      a row must be in one thread.
 
 
 @jit
@@ -181,7 +181,7 @@ def packed_product(
     x, norm, w, scale, residual, rows, N, eps,
     K: tl.constexpr, BLOCK: tl.constexpr, PARTIAL_SUMS: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """kernels.product with packed products. x is read twice, first for its range, and multiplied with the norm in its own
+    """kernels.product with packed products. x is read twice, first for its range, and multiplied by the norm in its own
     type."""
     offs_k = tl.arange(0, BLOCK)
     w_tile = load_weights(w, rows, 0, offs_k, N, K, BLOCK)
@@ -197,13 +197,13 @@ def packed_product(
         x_next = load_vector(x, k, offs_k, K, BLOCK)
         squares += x_next.to(tl.float32) * x_next.to(tl.float32)
         peaks = tl.maximum(peaks, tl.abs(x_next))
-    if norm is not None:  # for norms of up to 30
+    if norm is not None:  # good for norm weights of up to 30
         inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
         power = _power_of_two(inv_rms) / 64
     else:
         inv_rms = 1.0
         power = _power_of_two(tl.minimum(16 / tl.maximum(tl.max(peaks).to(tl.float32), 1e-30), 32768.0))
-    # The product, with the next tile of W on its way while this one is multiplied
+    # The product, with the next tile of W in flight while this one is multiplied
     for k in tl.static_range(0, K, BLOCK):
         w_now = w_tile
         if k + BLOCK < K:
@@ -225,9 +225,9 @@ def packed_product(
 
 
 def packed_asm(*two_halves: str) -> str:
-    """PTX for eight codes times eight halves, added up in half precision: a float in $0, and zero in $1. two_halves: how the
-    two codes in the lower, and in the upper, half of register SOURCE become the pair of halves p."""
-    weights, x, lines = 2, 4, []  # the numbers of the first registers of each
+    """PTX for eight codes times eight halves, added up in half precision: a float in $0, and zero in $1. two_halves: what
+    turns the two codes in the lower half of register SOURCE, and in the upper half, into the pair of halves p."""
+    weights, x, lines = 2, 4, []  # the number of the first register of each
     for pair in range(4):
         lines.append(two_halves[pair % 2].replace("SOURCE", f"${weights + pair // 2}"))
         lines.append(f"fma.rn.f16x2 sums, p, ${x + pair}, sums;" if pair else f"mul.rn.f16x2 sums, p, ${x};")
@@ -244,10 +244,10 @@ def packed_sums(w_tile, x_tile, DECODE: tl.constexpr, ASM: tl.constexpr):
     if EMULATED:
         return DECODE(w_tile).to(tl.float32) * x_tile.to(tl.float32)
     sums = tl.inline_asm_elementwise(ASM, ASM_REGISTERS, [w_tile, x_tile], dtype=tl.int8, is_pure=True, pack=8)
-    # Eight int8 came back for eight codes: the bytes of the float, then those of the zero
+    # Eight int8 come back for eight codes: the bytes of the float, then those of the zero
     sums = tl.reshape(sums, [w_tile.shape[0], w_tile.shape[1] // 8, 2, 2, 2]).to(tl.uint8, bitcast=True).to(tl.uint32)
     sums, _ = tl.split(sums.permute(0, 1, 3, 4, 2))
-    even, odd = tl.split(sums)  # four bytes to a float, which costs nothing: they are in one register already
+    even, odd = tl.split(sums)  # joining four bytes into a float costs nothing: they are in one register already
     b0, b2 = tl.split(even)
     b1, b3 = tl.split(odd)
     return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
@@ -262,7 +262,7 @@ def _e5m2_bits(codes: Tensor) -> Tensor:
 
 @jit
 def _e5m2_decode(codes):
-    if EMULATED:  # which decodes some codes wrongly
+    if EMULATED:  # the interpreter decodes some codes wrongly
         return (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True)
     return codes.to(tl.float8e5, bitcast=True).to(tl.float16)
 
@@ -322,11 +322,11 @@ def _e4m3_packed_sums(w_tile, x_tile):
 @jit
 def e4m3_encode(x):
     """Floats to codes in a kernel, as Format.round does: nearest, ties to even, magnitudes beyond 448 as 448; but NaN
-    and infinity, which E4M3 lacks, as 0x7f, so that they are noticed."""
+    and infinity (which E4M3 lacks) both as 0x7f, its NaN, so that they are noticed."""
     a = tl.minimum(tl.abs(x), 448.0)
     bits = a.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # the biases are 127 and 7
-    subnormal = (a + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # the last place of the sum is 2^-9, their unit
+    subnormal = (a + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # the sum's last bit is 2^-9, the unit of subnormals
     code = tl.where(a < 0.015625, subnormal, normal)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     return tl.where(tl.abs(x) < float("inf"), code | sign, 0x7F).to(tl.int8)
@@ -340,7 +340,7 @@ E4M3 = Format(
 )  # fmt: skip
 
 
-# ---- E4M3 as GPUs from sm_89 on know it: one instruction converts two codes
+# ---- E4M3 as GPUs from sm_89 on support it: one instruction converts two codes
 
 
 @jit
@@ -388,7 +388,7 @@ FORMATS = {format.name: format for format in (E4M3, E5M2)}
 def _decode_kernel(
     codes, scale, out, K: tl.constexpr, BLOCK: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr
 ):
-    """One block of a row of codes to the type of `out`."""
+    """Decode one block of a row of codes to the type of `out`."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0)
     offs_k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -408,7 +408,7 @@ def decode_for(w: Matrix, x: Tensor) -> Tensor:
 
 @jit
 def store_codes(y, codes, scales, row, offs_k, K: tl.constexpr, ENCODE: tl.constexpr):
-    """A row of floats to codes [T, K], its largest magnitude as 448, and its scale to scales [T]."""
+    """Write a row of floats to codes [T, K], its largest magnitude as 448, and its scale to scales [T]."""
     scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-30) / 448
     tl.store(codes + row * K + offs_k, ENCODE(y / scale), mask=offs_k < K)
     tl.store(scales + row, scale)
@@ -425,7 +425,7 @@ def _encode_rows_kernel(x, codes, scales, K: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 def empty_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for activations [T, K] as codes of E4M3, int8 [T, K], and a scale a row, float32 [T, 1]."""
+    """Space for activations [T, K] as E4M3 codes, int8 [T, K], and one scale per row, float32 [T, 1]."""
     return torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
@@ -440,8 +440,8 @@ def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _cublas_scales_rows(device: torch.device) -> bool:
-    """Whether cuBLAS multiplies 8-bit floats with a scale a row, as it does on Hopper from CUDA 12.9 on: E4M3 by either format,
-    to any type. Elsewhere torch has a kernel of its own, for E4M3, which gives bfloat16."""
+    """Whether cuBLAS multiplies 8-bit floats with one scale per row, as it does on Hopper from CUDA 12.9 on: E4M3 by either
+    format, into any type. Elsewhere torch has its own kernel, for E4M3, whose result is bfloat16."""
     version = tuple(map(int, (torch.version.cuda or "0").split(".")))
     return device.type == "cuda" and capability(device) // 10 == 9 and version >= (12, 9)
 
@@ -454,22 +454,22 @@ def on_tensor_cores(w: Matrix) -> bool:
 
 
 def tensor_core_linear(codes: Tensor, scales: Tensor, w: Matrix, dtype: torch.dtype) -> Tensor:
-    """x W^T on 8-bit tensor cores, of activations as codes. [T, K] -> [T, N], in dtype where the library gives that."""
+    """x W^T on 8-bit tensor cores, x given as codes and scales. [T, K] -> [T, N], in dtype where the library supports that."""
     to = dtype if _cublas_scales_rows(w.data.device) else torch.bfloat16
     x8, w8 = codes.view(E4M3.dtype), w.data.view(w.format.dtype)
     return torch._scaled_mm(x8, w8.t(), scales, w.scale[None], out_dtype=to, use_fast_accum=_fast_sums)
 
 
-# Fast accumulation: Hopper's tensor cores add up products of 8-bit floats with about 14 bits, unless the sums are moved to fp32
-# registers every few products, which costs a tenth of the speed. The error (a mean square of 2e-6 to 6e-6 of the result's) is
-# a hundredth of that of rounding the activations.
+# Fast accumulation: Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, unless the sums are moved to
+# fp32 registers every few products, which costs a tenth of the speed. The error (a mean square of 2e-6 to 6e-6 of the result's)
+# is a hundredth of the error from rounding the activations.
 
 _fast_sums = False
 
 
 @contextmanager
 def fast_accumulation(on: bool) -> Iterator[None]:
-    """Let tensor_core_linear accumulate fast."""
+    """Set whether tensor_core_linear accumulates fast, and restore it afterwards."""
     global _fast_sums
     before, _fast_sums = _fast_sums, on
     try:
