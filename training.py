@@ -1,15 +1,15 @@
-"""The ops that only training needs, forward and backward, after llm.c's training kernels (its pull request 378).
+"""The ops that only training needs, forward and backward, modelled on llm.c's training kernels (its pull request 378).
 
 An op is one block: formula and shapes, a reference in plain torch that autograd differentiates, the Triton kernels, their
-launchers, and a thin `torch.autograd.Function`. The file ends with two facing tables of the same names and signatures:
+launchers, and a thin `torch.autograd.Function`. The file ends with two tables of the same names and signatures:
 `reference` runs on any torch device, is what `torch.compile` gets, and is the oracle in tests; `fused` runs on CUDA, and on CPU
 tensors when TRITON_INTERPRET=1. models/tales/train.py trains with either.
 
 Shape letters: B sequences of S tokens, T = B S tokens in all, C dim, F hidden_dim, V vocabulary, H query heads, KH key/value
 heads, D head_dim, N columns of any matrix.
 
-All of these ops are bound by memory, so each reads its inputs once, writes its outputs once, and takes the neighbouring work
-along: the residual and its gradient, dropout, the concatenation of gradients. A thread moves 16 bytes at a time. Sums are taken
+All of these ops are memory-bound, so each reads its inputs once, writes its outputs once, and does the adjacent work on the
+way: the residual and its gradient, dropout, the concatenation of gradients. A thread moves 16 bytes at a time. Sums are taken
 in fp32 and in a fixed order, with no atomics: the same inputs on the same card give the same gradients bit for bit.
 """
 
@@ -27,7 +27,7 @@ from launch import gdc_launch_dependents, gdc_wait, jit, launch, processors, tl,
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in fp32, or in fp64 if it is so already: where a reference computes."""
+    """x in the precision that the references compute in: fp64 if it is already, otherwise fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -40,8 +40,8 @@ def bias_backward_ref(dout: Tensor) -> Tensor:
 
 @jit
 def _column_sum_kernel(x, out, T, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A block of columns, summed over every so many rows, two tiles on their way at once. x [T, N], out [programs along the
-    rows, N] fp32."""
+    """A block of columns, summed over every num_programs(1)-th tile of rows, two tiles in flight at once. x [T, N], out
+    [programs along the rows, N] fp32."""
     gdc_launch_dependents(PDL)
     pid_n, pid_t = tl.program_id(0), tl.program_id(1)
     step = tl.num_programs(1) * ROWS
@@ -61,7 +61,7 @@ def _column_sum_kernel(x, out, T, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl
 
 
 def _sum_partials(partial: Tensor) -> Tensor:
-    """Column sums [N] of a few rows [P, N] in fp32: blocks of 32 bytes, so that many programs share them and wait once."""
+    """Column sums [N] of a few rows [P, N] in fp32: blocks of 32 bytes, so that many programs share the work and wait once."""
     P, N = partial.shape
     out, rows = partial.new_empty(1, N), min(512, triton.next_power_of_2(triton.cdiv(P, 2)))
     launch(_column_sum_kernel, (triton.cdiv(N, 8), 1), partial.device, partial, out, P, N=N, ROWS=rows, BLOCK=8, warps=8)
@@ -120,8 +120,8 @@ def rmsnorm_ref(
 
 @jit
 def _dropout_factor(index, seed, p):
-    """1 / (1 - p) for what stays and 0 for what is dropped: a hash (the finaliser of MurmurHash3) of the element's index and
-    the seed decides, so that backward finds the same mask without one in memory."""
+    """1 / (1 - p) for what is kept and 0 for what is dropped: a hash (MurmurHash3's finaliser) of the element's index and the
+    seed decides, so that backward finds the same mask without storing it."""
     h = index.to(tl.uint32) ^ seed.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -144,7 +144,7 @@ def _rmsnorm_forward_kernel(
         added = tl.load(branch + offsets, mask=mask, other=0.0).to(tl.float32)
         if seed is not None:
             added *= _dropout_factor(offsets, tl.load(seed), p)
-        values = (values + added).to(total.dtype.element_ty)  # what is normed is what backward will see
+        values = (values + added).to(total.dtype.element_ty)  # normalise the rounded sum, as backward will see it
         tl.store(total + offsets, values, mask=mask)
         values = values.to(tl.float32)
     weights = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
@@ -157,7 +157,8 @@ def _rmsnorm_backward_kernel(
     total, weight, dy, dtotal, seed, dx, dbranch, dweight, T, eps, p,
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Every so many rows, the next ones loaded ahead. dweight [programs, C] fp32 gets this program's part of the sum."""
+    """Every num_programs(0)-th tile of rows, the next ones loaded ahead. dweight [programs, C] fp32 gets this program's part of
+    the sum."""
     gdc_launch_dependents(PDL)
     pid, cols = tl.program_id(0), tl.arange(0, BLOCK)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -169,7 +170,7 @@ def _rmsnorm_backward_kernel(
         mask = (rows < T)[:, None] & (cols < C)[None, :]
         values = tl.load(total + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         dys = tl.load(dy + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        if dtotal is not None:  # the gradient that reaches the residual past the norm
+        if dtotal is not None:  # the gradient that reaches the residual bypassing the norm
             direct = tl.load(dtotal + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         g = dys * weights[None, :]
         factor = tl.rsqrt(tl.sum(values * values, 1) / C + eps)
@@ -187,7 +188,7 @@ def _rmsnorm_backward_kernel(
 
 
 def _row_tile(C: int, elements: int, least: int) -> dict[str, int]:
-    """A tile of whole rows: its shape, and the warps, at least so many, for about so many elements a thread."""
+    """A tile of whole rows: its shape, and the warps, at least `least`, for about `elements` elements per thread."""
     block = triton.next_power_of_2(C)
     warps = min(16, max(least, block // (32 * elements)))
     return dict(ROWS=max(1, elements * 32 * warps // block), BLOCK=block, warps=warps)
@@ -196,7 +197,7 @@ def _row_tile(C: int, elements: int, least: int) -> dict[str, int]:
 def rmsnorm_forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, seed: Tensor | None, p: float
 ) -> tuple[Tensor, Tensor]:
-    """-> total, y. `seed`, one int32, chooses what dropout leaves out with probability p; None: nothing."""
+    """-> total, y. `seed`, one int32, determines what dropout drops with probability p; None: no dropout."""
     C = x.shape[-1]
     T, cut = x.numel() // C, _row_tile(C, 32, least=2)
     assert x.is_contiguous() and weight.shape == (C,) and x.numel() < 1 << 32, (x.shape, weight.shape)
@@ -211,10 +212,10 @@ def rmsnorm_backward(
     total: Tensor, weight: Tensor, dy: Tensor, dtotal: Tensor | None, eps: float,
     branch: torch.dtype | None = None, seed: Tensor | None = None, p: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """-> the gradients of x, of the branch if it has a type, and of weight. dtotal: the gradient of total, if it has one."""
+    """-> the gradients of x, of the branch (whose type is `branch`) and of weight. dtotal: the gradient of total, if any."""
     C = total.shape[-1]
     elements = 16 if C <= 2048 else 8
-    stages = 2 if C <= 2048 and dtotal is not None and total.element_size() == 4 else 3  # of the loop: rows are loaded ahead
+    stages = 2 if C <= 2048 and dtotal is not None and total.element_size() == 4 else 3  # of the loop, which loads rows ahead
     T, cut = total.numel() // C, _row_tile(C, elements, least=4)
     assert dy.is_contiguous() and dy.shape == total.shape, (dy.shape, total.shape)
     assert dtotal is None or dtotal.is_contiguous() and dtotal.shape == total.shape, (dtotal.shape, total.shape)
@@ -253,9 +254,9 @@ def rmsnorm(
     return _RMSNorm.apply(x, branch, weight, eps, dtype, dropout)
 
 
-# ---- rope: q, k, v of a joined product, q and k turned: components i and i + D/2 by the angle of [position, i]
+# ---- rope: q, k, v from one joint product, q and k rotated: components i and i + D/2 by the angle of [position, i]
 #      qkv [B, S, (H + 2 KH) D], cos, sin [at least S, D/2] fp32 -> q [B, S, H, D], k, v [B, S, KH, D]  (Su et al., 2021)
-#      Pairs stand as in Hugging Face's checkpoints. The fused op turns q and k where they are: qkv holds them afterwards.
+#      Pairs are placed as in Hugging Face's checkpoints. The fused op rotates q and k in place: qkv holds them afterwards.
 
 
 def rope_ref(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,7 +273,7 @@ def _rope_forward_kernel(
     qkv, cos, sin, T, S,
     HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the first TURNED heads of all tokens, in place. qkv [T, HEADS, 2 HALF]"""
+    """Rotate ROWS of the first TURNED heads of all tokens, in place. qkv [T, HEADS, 2 HALF]"""
     gdc_launch_dependents(PDL)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     token, head = rows // TURNED, rows % TURNED
@@ -301,7 +302,7 @@ def _rope_backward_kernel(
     dq, dk, dv, cos, sin, dqkv, T, S,
     H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of all tokens: those of q and k turned back, all gathered into dqkv [T, H + 2 KH, 2 HALF]."""
+    """ROWS heads of all tokens: those of q and k rotated back, all gathered into dqkv [T, H + 2 KH, 2 HALF]."""
     gdc_launch_dependents(PDL)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     token, head = rows // (H + 2 * KH), rows % (H + 2 * KH)
@@ -320,14 +321,14 @@ def _rope_backward_kernel(
 
 
 def _rope_tile(rows: int, D: int) -> tuple[tuple[int], dict[str, int]]:
-    """The grid for so many rows of heads, and the tile of about 1024 pairs that a program takes."""
+    """The grid for this many rows, each a head of a token, and the tile of about 1024 pairs that a program takes."""
     block = triton.next_power_of_2(D // 2)
     cut = dict(HALF=D // 2, ROWS=max(1, 1024 // block), BLOCK=block)
     return (triton.cdiv(rows, cut["ROWS"]),), cut
 
 
 def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Turn q and k of qkv in place."""
+    """Rotate q and k of qkv in place."""
     B, S, N = qkv.shape
     D, turned = N // (heads + 2 * kv_heads), heads + kv_heads
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous(), qkv.shape
@@ -364,7 +365,7 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tu
     return _Rope.apply(qkv, cos, sin, heads, kv_heads)
 
 
-# ---- swiglu: silu(a) * b with a, b the halves of a joined product. ab [..., 2 F] -> [..., F]  (Shazeer, 2020)
+# ---- swiglu: silu(a) * b with a, b the halves of one joint product. ab [..., 2 F] -> [..., F]  (Shazeer, 2020)
 #      backward: da = dout b s (1 + a (1 - s)), db = dout a s, with s = sigmoid(a)
 
 
@@ -398,7 +399,7 @@ def _swiglu_backward_kernel(ab, dout, dab, count, F: tl.constexpr, BLOCK: tl.con
     tl.store(dab + place + F, (d * a * s).to(dab.dtype.element_ty), mask=mask)
 
 
-ELEMENTS = 1024  # of a program
+ELEMENTS = 1024  # per program
 
 
 def swiglu_forward(ab: Tensor) -> Tensor:
@@ -433,8 +434,8 @@ def swiglu(ab: Tensor) -> Tensor:
     return _SwiGLU.apply(ab)
 
 
-# ---- cross_entropy: mean over the targets that count of log(sum(exp(logits))) - logits[target]
-#      logits [T, V], targets int64 [T], of which IGNORE does not count -> scalar in fp32
+# ---- cross_entropy: mean of log(sum(exp(logits))) - logits[target] over the targets that count
+#      logits [T, V], targets int64 [T], of which those equal to IGNORE do not count -> scalar in fp32
 #      The fused op computes the gradient, (softmax(logits) - onehot(target)) / count, with the loss, and writes it over the
 #      logits, so that there is no second matrix of their size: logits must not be used afterwards.
 
@@ -488,7 +489,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 # ---- linear_cross_entropy: cross_entropy of logits x W^T. x [T, C], weight [V, C], targets int64 [T] -> scalar in fp32
-#      The fused op takes a chunk of tokens at a time, forward and backward at once, so that the logits never exist whole
+#      The fused op takes a chunk of tokens at a time, forward and backward at once, so that the full logits never exist
 #      (as Liger Kernel does; Hsu et al., 2024). Chunks are large, since each adds to dweight in memory.
 
 CHUNK = 4096  # tokens
