@@ -1,9 +1,9 @@
 """How kernels are launched: Triton or none, programmatic dependent launch, and the launch sizes for each card.
 
-Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a few to 60 microseconds long, and
-by default a kernel starts only when the one before it has ended. From sm_90 on it may start earlier: every kernel here calls
-`gdc_launch_dependents` first, so that the next one is launched as soon as SMs become free, and later `gdc_wait`, which returns
-when the kernel before has ended and its writes are visible. Between the two a kernel may do whatever depends on no
+Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a few to 60 microseconds long,
+and by default a kernel starts only when the one before it has ended. From sm_90 on it may start earlier: every kernel here
+calls `gdc_launch_dependents` first, so that the next one is launched as soon as SMs become free, and later `gdc_wait`, which
+returns when the kernel before has ended and its writes are visible. Between the two a kernel may do whatever depends on no
 other kernel: compute offsets, load its first tile of weights. The rules that keep this correct:
 
 - every kernel waits, so "the kernel before has ended" includes all the kernels before that one;

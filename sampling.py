@@ -279,7 +279,7 @@ def sample_rows(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, samp
 def _launch_sample(
     logits: Tensor, tokens: Tensor, chosen_tokens: Tensor | None, drawn: Tensor, pos: Tensor, sampler: Sampler
 ) -> None:
-    """tokens: what came before; chosen_tokens: where the choice is written as a token; drawn: where it is reported, -1 included."""
+    """tokens: what came before; chosen_tokens: where a choice becomes a token; drawn: where it is reported, -1 included."""
     rows, V = logits.shape
     form = sampler.form(V, len(tokens))
     parts = triton.next_power_of_2(triton.cdiv(V, form["BLOCK"]))
