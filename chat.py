@@ -12,7 +12,7 @@ from template import TEMPLATES
 from terminal import Printer, Reader, note, one_line
 from tokenizer import Prompt
 
-HELP = """/clear        forget the conversation
+HELP = """/clear        forget the conversation, and what was read
 /system TEXT  set the system prompt, and forget the conversation
 /regen        answer the last message again
 /read FILE    put a text file before the next message
@@ -34,7 +34,6 @@ class Chat:
         self.begin(args.system)
         ids, stops = session.tokenizer.turn_ends()
         self.eos, self.stops = session.eos | ids, [*args.stop, *stops]
-        self.to_read = ""  # text from /read, which goes before the next message
         self.printer, self.reader = Printer(), Reader()
         why = "" if args.mode == "chat" else "; this is a chat since there is no prompt (-no-cnv: plain text)"
         session.note(f"chat      template: {session.tokenizer.template_name}; /help lists commands{why}")
@@ -75,8 +74,8 @@ class Chat:
             elif command == "/help":
                 note(HELP)
             elif command == "/clear":
-                del self.messages[self.first :]
-                self.session.note("the conversation is forgotten")
+                self.messages, self.to_read = self.messages[: self.first], ""
+                self.session.note("conversation cleared")
             elif command == "/system":
                 self.begin(rest.strip())
                 self.session.note(f"a new conversation, {'with this' if rest.strip() else 'without a'} system prompt")
@@ -84,8 +83,8 @@ class Chat:
                 self.read(rest.strip())
             elif command == "/regen":
                 self.answer_again()
-            elif message:
-                self.answer(message)
+            elif message and self.answer(self.to_read + message):
+                self.to_read = ""
         except BrokenPipeError:
             raise
         except (ValueError, OSError) as error:  # a message longer than the context, a file that cannot be read
@@ -97,8 +96,7 @@ class Chat:
     def answer(self, message: str) -> bool:
         """Print the model's answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is one."""
         if any(0xDC80 <= ord(c) <= 0xDCFF for c in message):
-            raise ValueError("standard input is not UTF-8; this message is left out")
-        message, self.to_read = self.to_read + message, ""
+            raise ValueError("standard input is not UTF-8; this message is skipped")
         prompt = self.fit(message)
         answer, as_text = Answer(len(prompt.ids)), self.session.args.output == "text"
         self.blank_line()
@@ -138,6 +136,7 @@ class Chat:
         """Forget the conversation, and begin a new one with a system prompt, which may be empty."""
         self.messages = [{"role": "system", "content": system}] if system else []
         self.first = len(self.messages)  # where the turns begin; each is a message and its answer
+        self.to_read = ""  # text from /read, which goes before the next message
 
     def answer_again(self) -> None:
         if len(self.messages) == self.first:
@@ -152,7 +151,9 @@ class Chat:
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
         text = group().from_first(lambda: self.text_of(name))
-        self.to_read += text.rstrip("\n") + "\n\n"
+        to_read = self.to_read + text.rstrip("\n") + "\n\n"
+        self.length_alone(to_read, name)
+        self.to_read = to_read
         self.session.note(f"{name}, {len(text):,} characters, goes before your next message")
 
     def text_of(self, name: str) -> str:
@@ -176,9 +177,7 @@ class Chat:
         prompt = self.render([*self.messages, *new])
         if len(prompt.ids) + min(size // 4, 256) <= size:
             return prompt
-        alone = len(self.render([*system, *new]).ids)
-        if alone > size:
-            raise ValueError(f"the message makes {alone} tokens; the context holds {size} (see -c)")
+        alone = self.length_alone(message, "the message")
         if not turns:
             return prompt
         while turns and len(prompt.ids) > max(size // 2, alone):
@@ -187,6 +186,13 @@ class Chat:
         self.messages = [*system, *turns]
         self.session.note(f"note: the context of {size} tokens is full: dropped the oldest part of the conversation")
         return prompt
+
+    def length_alone(self, message: str, name: str) -> int:
+        """How many tokens a message takes as the first one. Raises ValueError if the context does not hold them."""
+        length = len(self.render([*self.messages[: self.first], {"role": "user", "content": message}]).ids)
+        if length > self.session.cache.size:
+            raise ValueError(f"{name} takes {length} tokens; the context holds {self.session.cache.size} (see -c)")
+        return length
 
     def render(self, messages: list[dict]) -> Prompt:
         return self.session.tokenizer.chat_prompt(messages, past=self.past)

@@ -3900,20 +3900,40 @@ def test_a_file_is_read_before_the_next_message(cli, tiny, tmp_path):
     (tmp_path / "notes").write_text("good day, crow!\n")
     (tmp_path / "bad").write_bytes(b"ab\xff")
     (tmp_path / "long").write_text("x" * 100_000)
+    (tmp_path / "dense").write_text("x" * 20_000)
     lines = [
         f"/read {tmp_path / 'notes'}",
         "what?",
-        *(f"/read {tmp_path / name}" for name in ("bad", "long", "none", "")),
+        *(f"/read {tmp_path / name}" for name in ("bad", "long", "dense", "none", "")),
         "/read /dev/zero",
     ]
     code, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
     assert code == 0 and objects(out)[0]["prompt"] == "good day, crow!\n\nwhat?" and "16 characters" in err
     for error, text in zip(
         objects(out)[1:],
-        ("not UTF-8: byte 0xff at offset 2", "too many for this context", "No such file", "is not a file", "is not a file"),
+        (
+            "not UTF-8: byte 0xff at offset 2", "too many for this context", f"{tmp_path / 'dense'} takes 2", "No such file",
+            "is not a file", "is not a file",
+        ),
         strict=True,
     ):
         assert text in error["error"] and "Errno" not in error["error"]
+
+
+def test_what_was_read_waits_for_a_message_that_is_answered(cli, tiny, tmp_path):
+    (tmp_path / "notes").write_text("good day, crow!")
+    read = f"/read {tmp_path / 'notes'}"
+    lines = ["what?", read, "/regen", "fox " * 2000, "and?", read, "/clear", "why?", read, "/system Be kind.", "who?"]
+    code, out, _ = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
+    assert code == 0
+    assert [turn["prompt"][:21] for turn in objects(out)] == [
+        "what?",
+        "what?",
+        "fox " * 5 + "f",
+        "good day, crow!\n\nand?",
+        "why?",
+        "who?",
+    ]
 
 
 def test_a_full_context_keeps_the_end_of_the_last_answer(cli, monkeypatch):
