@@ -646,8 +646,8 @@ class Loader:
 
     def bytes_read(self, name: str, shape: tuple[int, ...]) -> int:
         rows, columns = self.cut_of(name)
-        if name == "tok_embeddings.weight":
-            rows = [parallel.ALL]
+        if name == "tok_embeddings.weight":  # tied, it is read again to be encoded
+            rows = [parallel.ALL, *(rows if self.config.tie_embeddings and self.whole_rows else [])]
         counts = [sum(len(range(shape[0])[taken]) for taken in rows), *shape[1:]]
         if len(shape) == 2 and not self.whole_rows:
             counts[1] = len(range(shape[1])[columns])

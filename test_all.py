@@ -56,6 +56,7 @@ if DEVICE.type == "cpu" and "COMPILE_FOR" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is imported
 
 import bench
+import checkpoint
 import few_rows
 import few_tokens
 import fp8
@@ -3571,6 +3572,16 @@ def test_ctrl_c_prints_timings_and_exits_130(tiny):
 
 
 # ---- a model saved in 8 bits
+
+
+@pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
+def test_the_bar_of_loading_ends_full(copy, monkeypatch, shape):
+    bars, original, shown = [], checkpoint.tqdm, dict(disable=False, file=io.StringIO())
+    monkeypatch.setattr(checkpoint, "tqdm", lambda **options: bars.append(original(**options | shown)) or bars[-1])
+    hugging_face_model(read_config(copy).vocab_size, **SHAPES[shape]).save_pretrained(copy)
+    for folder, form in ((copy, None), (copy, "e4m3"), (save_fp8(copy, copy.parent / "saved").parent, None)):
+        load(folder, fp8=form)
+        assert bars[-1].n == bars[-1].total > 0, (folder, form)
 
 
 @pytest.mark.parametrize("form", FORMATS)
