@@ -109,7 +109,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="form of the table")  # fmt: skip
     add("--plot", metavar="FILE.png", only="speed kernels recorded",
         help=f"draw tokens per second and kernels beside their bounds, as {', '.join(PICTURES)} (matplotlib)")  # fmt: skip
-    add("--debug", action="store_true", help="errors with their traceback")
+    add("--debug", action="store_true", help="print errors with their traceback")
     parser.ignored(*IGNORED)
 
     args = parser.parse(argv, mode_of)

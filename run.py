@@ -15,6 +15,7 @@ import json
 import random
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
@@ -185,9 +186,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("-o", "--output", choices=["text", "jsonl"], default="text", only=writes,
         help="jsonl: an object for the text or for each turn, with why it ended, counts, seconds")  # fmt: skip
     add("--no-display-prompt", action="store_true", only="text bare", help="print only what is generated")
-    add("--quiet", action="store_true", help="nothing but text and errors")
-    add("--debug", action="store_true", help="errors with their traceback")
-    add("--version", action="store_true", help="versions of what the results depend on")
+    add("--quiet", action="store_true", help="print only text and errors")
+    add("--debug", action="store_true", help="print errors with their traceback")
+    add("--version", action="store_true", help="print the versions that results depend on")
     parser.ignored(*IGNORED)
 
     args = parser.parse(argv, mode_of)
@@ -399,7 +400,7 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
         from parallel import group
 
         if group().tells():
-            note(f"error: {one_line(group().explained(error))}")
+            note(traceback.format_exc().rstrip() if debug else f"error: {one_line(group().explained(error))}")
         return 1
 
 

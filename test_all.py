@@ -2911,6 +2911,11 @@ def test_stop_string_ends_the_text(cli, tiny):
     assert code == 0 and out == whole[: whole.find(stop)] + "\n"
 
 
+def test_debug_shows_the_traceback(cli, tmp_path):
+    code, out, err = cli("-m", tmp_path, "-p", "a", "--debug")
+    assert code == 1 and out == "" and err.startswith("Traceback") and re.search(r"\nFileNotFoundError: .+\n$", err), err
+
+
 def test_wrong_usage_exits_2_in_one_line(cli, tiny):
     wrong = [
         "--system x",
