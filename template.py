@@ -112,7 +112,8 @@ class Renderer:
             start_new_session=True,  # Ctrl-C is for the parent only
         )
         weakref.finalize(self, end, self.process)
-        self.process.stdout.readline()  # until it is ready: on a busy machine that may take longer than SECONDS
+        if not self.process.stdout.readline():  # when ready, which on a busy machine may take longer than SECONDS
+            raise RuntimeError("the process that renders chat templates did not start: is jinja2 installed?")
 
     def render(self, template: str, **variables) -> str:
         """Raises ValueError when the template is wrong, refuses the messages, takes too long or grows too large."""

@@ -2729,7 +2729,13 @@ def test_the_process_of_templates_ends_with_its_tokenizer(tiny, monkeypatch):
     over.set()
 
 
-@pytest.mark.parametrize("how, expected", [("not-there", "is no chat template"), (".", "is no chat template")])
+def test_a_process_of_templates_that_does_not_start_is_an_error(tiny, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    with pytest.raises(RuntimeError, match="renders chat templates did not start"):
+        Tokenizer(tiny).apply_chat_template(conversation("hello"))
+
+
+@pytest.mark.parametrize("how, expected", [("not-there", "is not a chat template"), (".", "is not a chat template")])
 def test_a_template_that_is_not_there(cli, tiny, how, expected):
     code, _, err = cli("-m", tiny, "--chat", "--chat-template", how)
     assert code == 1 and expected in err and "zephyr" in err and err.count("\n") == 1
