@@ -1184,7 +1184,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.vs and parallel.group().size > 1:
             raise ValueError(f"--vs compares with what runs in one process, not in {parallel.group().size}")
         if args.ignored:
-            note(f"note: {', '.join(args.ignored)}: without meaning here, ignored")
+            note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
         check_packages(args)
         if args.threads:
             torch.set_num_threads(args.threads)

@@ -17,7 +17,7 @@ HELP = """/clear        forget the conversation, and what was read
 /regen        answer the last message again
 /read FILE    put a text file before the next message
 /exit         leave; so do Ctrl-D and a second Ctrl-C
-A line that ends in \\ goes on in the next one; what is pasted is one message. Ctrl-C ends an answer."""
+A line that ends in \\ continues on the next one; pasted text is one message. Ctrl-C ends an answer."""
 LARGEST_TOKEN = 256  # bytes; a file with more than this for each token of the context cannot fit
 
 
@@ -35,7 +35,7 @@ class Chat:
         ids, stops = session.tokenizer.turn_ends()
         self.eos, self.stops = session.eos | ids, [*args.stop, *stops]
         self.printer, self.reader = Printer(), Reader()
-        why = "" if args.mode == "chat" else "; this is a chat since there is no prompt (-no-cnv: plain text)"
+        why = "" if args.mode == "chat" else "; chatting, since there is no prompt (-no-cnv: plain text)"
         session.note(f"chat      template: {session.tokenizer.template_name}; /help lists commands{why}")
 
     # ---- turns
@@ -62,7 +62,7 @@ class Chat:
                 if not self.stays or warned and not self.reader.has_text():
                     return 130
                 print(file=sys.stderr)
-                self.session.note("(Ctrl-C again, Ctrl-D or /exit leaves)")
+                self.session.note("(to leave: Ctrl-C again, Ctrl-D or /exit)")
                 warned = True
 
     def turn(self, message: str) -> bool:

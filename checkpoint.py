@@ -350,7 +350,7 @@ class Checkpoint:
                 if not name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # derived from the config
                     self._check_type(name, part)
                     if name in self.parts and (self.format or self.hugging_face):  # only Meta's layout splits tensors
-                        raise ValueError(f"{part.file}: {part.name} stands in {self.parts[name][0].file.name}, too")
+                        raise ValueError(f"{part.file}: {part.name} is also in {self.parts[name][0].file.name}")
                     self.parts.setdefault(name, []).append(part)
         if config.tie_embeddings:
             self.parts.pop("output.weight", None)
@@ -511,12 +511,12 @@ def find_checkpoint(name: str) -> Path:
     if (repository / "refs" / "main").is_file():
         commit = read_bytes(repository / "refs" / "main", 1000).decode(errors="replace").strip()
         if not re.fullmatch(r"[0-9A-Za-z]+", commit):
-            raise ValueError(f"{repository / 'refs' / 'main'} holds {commit!r}, which is not the name of a commit")
+            raise ValueError(f"{repository / 'refs' / 'main'} holds {commit!r}, which is not a commit id")
         snapshot = repository / "snapshots" / commit
         if _is_complete(snapshot):
             return snapshot
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise FileNotFoundError(f"no such folder, nor whole in the hub cache {hub}, and HF_HUB_OFFLINE is set: {name}")
+        raise FileNotFoundError(f"no such folder, not complete in the hub cache {hub}, and HF_HUB_OFFLINE is set: {name}")
     return _download(name, hub)
 
 
@@ -555,7 +555,7 @@ def _download(name: str, hub: Path) -> Path:
         raise
     except Exception as error:  # network errors, of whichever library huggingface_hub uses
         reason = f"{type(error).__name__}: {error}"
-    raise OSError(f"no such folder, nor whole in the hub cache {hub}, nor to be had from {endpoint}: {name}: {reason}")
+    raise OSError(f"no such folder, not complete in the hub cache {hub}, and not available from {endpoint}: {name}: {reason}")
 
 
 def _weight_files(name: str, files: list[str]) -> list[str]:
@@ -731,7 +731,7 @@ class Loader:
             self.format.check(data, scale, whole_rows=columns == parallel.ALL)
         except ValueError as error:
             file = self.checkpoint.folder / SAVED
-            raise ValueError(f"{file}: {name} has {error}: save it anew from the original") from None
+            raise ValueError(f"{file}: {name} has {error}: save it again from the original") from None
         return Matrix(data, scale, self.format)
 
     def read(self, name: str, rows: slice = parallel.ALL, columns: slice = parallel.ALL) -> Tensor:
@@ -759,7 +759,7 @@ def pick_device(name: str = "auto") -> torch.device:
     if device.type == "cuda":
         ranks = parallel.group()
         if device.index is not None and ranks.size > 1:
-            raise ValueError(f"device {name} was asked for by {ranks.size} processes: with cuda, each takes a GPU of its own")
+            raise ValueError(f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU")
         index = ranks.local_rank if device.index is None else device.index
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
             raise ValueError(f"device cuda:{index} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
@@ -916,7 +916,7 @@ def saved_format(folder: Path) -> Format | None:
     if not version:
         return None
     if version != LAYOUT:
-        raise ValueError(f"{file} was saved by another version of fused-llama: save it anew from the original")
+        raise ValueError(f"{file} was saved by another version of fused-llama: save it again from the original")
     if name not in FORMATS:
         raise ValueError(f"{file}: fp8 is {name!r}, which is not supported (supported: {', '.join(FORMATS)})")
     return FORMATS[name]
@@ -935,7 +935,7 @@ def save_fp8(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
     if not to.parent.is_dir():
-        raise FileNotFoundError(f"{to.parent} is not there: make that folder first")
+        raise FileNotFoundError(f"{to.parent} does not exist: create that folder first")
     config = read_config(folder)
     checkpoint = Checkpoint(folder, config)
     if checkpoint.format:

@@ -95,12 +95,12 @@ def _parse_json(raw: bytes, file: Path) -> dict:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{file} holds no JSON object")
+        raise ValueError(f"{file} does not hold a JSON object")
     level = [value]
     for _ in range(JSON_DEPTH):
         level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())]
     if level:
-        raise ValueError(f"{file} is not JSON that a checkpoint has: it is nested more than {JSON_DEPTH} deep")
+        raise ValueError(f"{file} is not a checkpoint's JSON: it is nested more than {JSON_DEPTH} deep")
     return value
 
 
@@ -173,7 +173,7 @@ def _read(part: Part, pieces: list[tuple[int, memoryview]]) -> int:
             while to:
                 count = f.readinto(to)
                 if not count:
-                    raise ValueError(f"{part.file} was cut while it was being read")
+                    raise ValueError(f"{part.file} was truncated while it was being read")
                 crc = zlib.crc32(to[:count], crc) if part.crc else 0
                 to = to[count:]
     return crc
@@ -194,7 +194,7 @@ def safetensors_header(file: Path) -> tuple[dict, int, tuple[int, ...]]:
         start = f.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= size <= min(HEADER_BYTES, version[2] - 8):
-            raise ValueError(f"{file} is not a sound safetensors file: its header has {size:,} bytes")
+            raise ValueError(f"{file} is not a valid safetensors file: its header has {size:,} bytes")
         raw = f.read(size)
     try:
         with safe_open(file, "pt"):
@@ -202,7 +202,7 @@ def safetensors_header(file: Path) -> tuple[dict, int, tuple[int, ...]]:
     except OSError:
         raise
     except Exception as error:  # the library's SafetensorError, _parse_json's ValueError
-        raise ValueError(f"{file} is not a sound safetensors file: {error}") from None
+        raise ValueError(f"{file} is not a valid safetensors file: {error}") from None
 
 
 def _safetensors_parts(file: Path) -> list[Part]:
@@ -261,7 +261,7 @@ class _Pickle:
     def take(self, size: int) -> bytes:
         self.at += size
         if self.at > len(self.raw):
-            raise ValueError("its pickle is cut")
+            raise ValueError("its pickle is truncated")
         return self.raw[self.at - size : self.at]
 
     def number(self, form: str) -> int:
@@ -278,7 +278,7 @@ class _Pickle:
 
     def pop(self, count: int) -> tuple:
         if count > len(self.stack) - (self.marks[-1] if self.marks else 0):
-            raise ValueError("its pickle takes more than it has put")
+            raise ValueError("its pickle pops more than it has pushed")
         values = tuple(self.stack[-count:])
         del self.stack[-count:]
         return values
@@ -395,7 +395,7 @@ def _torch_parts(file: Path) -> list[Part]:
     except OSError:
         raise
     except zipfile.BadZipFile:
-        raise ValueError(f"{file} is not in torch's zip format: save it anew with a torch from 1.6 on") from None
+        raise ValueError(f"{file} is not in torch's zip format: save it again with torch 1.6 or later") from None
     except Exception as error:  # a hostile pickle's: whatever operations on values of the wrong type raise
         raise ValueError(f"{file} is not a checkpoint that can be read safely: {str(error) or type(error).__name__}") from None
 
@@ -407,10 +407,10 @@ def _described(file: Path, f: _Zip, entries: dict[str, zipfile.ZipInfo]) -> list
         raise ValueError("it lacks a data.pkl of a sane size")
     folder = pickles[0].removesuffix("data.pkl")
     if not 1 <= int(_content(f, entries[f"{folder}version"])) <= 10:
-        raise ValueError("it is in another version of torch's format than 1 to 10")
+        raise ValueError("its version of torch's format is not 1 to 10")
     order = entries.get(f"{folder}byteorder")
     if order and _content(f, order) != b"little":
-        raise ValueError("its bytes are in another order than little-endian")
+        raise ValueError("its byte order is not little-endian")
     tensors = _Pickle(_content(f, entries[pickles[0]])).value()
     if type(tensors) is not dict or not all(type(t) is _Tensor for t in tensors.values()):
         raise ValueError("it holds something other than named, dense tensors")
@@ -421,7 +421,7 @@ def _described(file: Path, f: _Zip, entries: dict[str, zipfile.ZipInfo]) -> list
         if entry.file_size != size * storage.count or offset + count > storage.count:
             raise ValueError(f"{name} does not fit its storage of {entry.file_size:,} bytes")
         if len(strides) != len(shape) or count != 1 + sum((n - 1) * stride for n, stride in zip(shape, strides)):
-            raise ValueError(f"{name} has strides with gaps or overlaps: save it anew, contiguous")
+            raise ValueError(f"{name} has strides with gaps or overlaps: save it again, contiguous")
         crc = entry.CRC if count == storage.count else 0
         parts.append(Part(file, name, storage.dtype, shape, strides, _data(f, entry) + offset * size, crc, version))
     return parts
@@ -438,7 +438,7 @@ def _data(f: _Zip, entry: zipfile.ZipInfo) -> int:
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
         raise ValueError("it is compressed")  # torch never compresses, and a few bytes could unpack to any size
     if start + entry.file_size > os.fstat(f.fileno()).st_size:
-        raise ValueError(f"it is cut: {entry.filename} goes beyond its end")
+        raise ValueError(f"it is truncated: {entry.filename} extends past its end")
     return start
 
 

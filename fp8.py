@@ -93,7 +93,7 @@ class Format:
             rows = rows.float()
             smallest = rows.abs().amax(1) / self.top
             if not torch.isfinite(smallest).all():
-                raise ValueError("NaN or inf cannot be written as an 8-bit float")
+                raise ValueError("NaN or inf cannot be stored as an 8-bit float")
             smallest.clamp_(min=1e-30)
             least = torch.full_like(smallest, torch.inf)
             for step in (0.0, 0.25, 0.5, 0.75):
@@ -121,7 +121,7 @@ class Format:
         if not whole_rows:
             low = 0
         if not ((largest >= low) & (largest <= high) | (largest == 0) | (scales < 2e-30)).all():
-            raise ValueError(f"codes of another format than {self.name}")
+            raise ValueError(f"codes of a format other than {self.name}")
 
 
 @dataclass(eq=False)

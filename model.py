@@ -80,12 +80,12 @@ class Config:
         """The config of one of several ranks (parallel.py). Raises ValueError if the model cannot be divided among so many."""
         if ranks == 1:
             return self
-        for what, count in (("query heads", self.n_heads), ("of hidden_dim", self.hidden_dim)):
+        for what, count in ((f"{self.n_heads} query heads", self.n_heads), (f"hidden_dim {self.hidden_dim}", self.hidden_dim)):
             if count % ranks:
-                raise ValueError(f"{count} {what} cannot be divided evenly among {ranks} processes")
+                raise ValueError(f"{what} cannot be divided evenly among {ranks} processes")
         if self.n_kv_heads % ranks and ranks % self.n_kv_heads:
             raise ValueError(
-                f"{self.n_kv_heads} key/value heads can be neither divided nor repeated evenly for {ranks} processes"
+                f"{self.n_kv_heads} key/value heads can be neither divided nor repeated evenly among {ranks} processes"
             )
         n_heads, n_kv_heads, hidden_dim = self.n_heads // ranks, max(1, self.n_kv_heads // ranks), self.hidden_dim // ranks
         return replace(self, ranks=ranks, n_heads=n_heads, n_kv_heads=n_kv_heads, hidden_dim=hidden_dim)
@@ -417,7 +417,7 @@ def generate(
     V = model.config.vocab_size
     if not 0 <= min(prompt) <= max(prompt) < V:
         raise ValueError(
-            f"the prompt holds the id {min(prompt) if min(prompt) < 0 else max(prompt)}; the model's are 0 .. {V - 1}"
+            f"the prompt contains the id {min(prompt) if min(prompt) < 0 else max(prompt)}; the model's are 0 .. {V - 1}"
         )
     cache = cache or KVCache(model)
     cache.sampler.set(sampling)
@@ -494,4 +494,4 @@ def not_finite(model: Llama) -> str:
     )
     if bad:
         return f"the logits are not finite: {bad}"
-    return "the logits are not finite, though every weight is: the activations overflow; try --dtype bf16 or fp32"
+    return "the logits are not finite, although every weight is: the activations overflow; try --dtype bf16 or fp32"

@@ -140,7 +140,7 @@ class Group:
     def explained(self, error: Exception) -> Exception:
         """An error in this program's words: what a library says when it has lost a peer does not help."""
         lost = self.size > 1 and "gloo/transport" in str(error)
-        return RuntimeError("another of the processes has ended") if lost else error
+        return RuntimeError("another process has ended") if lost else error
 
     def leave(self, code: int) -> None:
         """End this process, if one of several, bypassing Python's shutdown, where libraries wait for ranks that may be dead."""

@@ -124,45 +124,45 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
         help="folder of a checkpoint, or owner/name of one on the hub [models/tales, beside this program]")  # fmt: skip
     add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
-        help="context in tokens; 0: the model's [that, at most 4096]")  # fmt: skip
+        help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")  # fmt: skip
     add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
-    add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8, help="matrices as 8-bit floats; alone: e4m3")
-    add("--kv-fp8", action="store_true", only=writes, help="keys and values as 8-bit floats: half the memory of the context")
-    add("--save-fp8", metavar="DIR", help="write the model with 8-bit matrices to DIR, and no text; -m DIR runs it")
+    add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8, help="keep matrices as 8-bit floats; without a value: e4m3")
+    add("--kv-fp8", action="store_true", only=writes, help="keep keys and values as 8-bit floats: half the context's memory")
+    add("--save-fp8", metavar="DIR", help="write the model with 8-bit matrices to DIR instead of generating; -m DIR runs it")
 
     add = parser.group("where it runs")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
     add("-t", "--threads", type=within(int, 1, 4096), metavar="N",
-        help="threads on a CPU [one for a model of at most 32 MB, otherwise one a core]")  # fmt: skip
+        help="CPU threads [one for a model of at most 32 MB, otherwise one per core]")  # fmt: skip
     add("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
         help="auto: triton on a GPU, torch on a CPU")  # fmt: skip
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
-        help="sums of a prompt's products; auto: in fp16 on GeForce cards, fast for 8-bit products; fp32: neither")  # fmt: skip
+        help="sums of a prompt's products; auto: fp16 on GeForce cards, fast for 8-bit products; fp32: neither")  # fmt: skip
 
     add = parser.group("text", writes)
     add("-p", "--prompt", metavar="TEXT", only="text chat",
         help="text to continue; - reads standard input; with --chat, the message")  # fmt: skip
-    add("-f", "--file", only="text chat", help="read it from a file, as it is")
+    add("-f", "--file", only="text chat", help="read the prompt from a file, verbatim")
     add("-e", "--escape", action="store_true", default=True,
         help="\\n, \\t, \\\\, \\\" and \\xHH in --prompt, --system and --stop mean what they do in C: the default")  # fmt: skip
-    add("--no-escape", action="store_false", dest="escape", default=True, help="they mean themselves")
+    add("--no-escape", action="store_false", dest="escape", default=True, help="take them literally")
     add("-n", "--n-predict", "--predict", type=within(int, -2), default=-1, metavar="N",
         help="tokens to generate; -1 and -2: until the end or a full context")  # fmt: skip
     add("-r", "--reverse-prompt", "--stop", action="append", dest="stop", default=[], metavar="TEXT",
-        help="end where this text would come; may be repeated")  # fmt: skip
+        help="stop before this text; may be repeated")  # fmt: skip
     add("--lookup", type=within(int, 1, 15), metavar="N",
-        help="propose up to N tokens that followed the last ones before, and evaluate them in one pass")  # fmt: skip
-    add("--draft", "--model-draft", metavar="MODEL", help="the same with what a smaller model of the same vocabulary proposes")
+        help="propose up to N tokens, those that followed the last ones earlier, and evaluate them in one pass")  # fmt: skip
+    add("--draft", "--model-draft", metavar="MODEL", help="the same with proposals from a smaller model of the same vocabulary")
     add("--draft-max", type=within(int, 1, 15), default=4, metavar="N", help="how many tokens it proposes")
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
-    add("--prompt-cache", metavar="FILE", help="keep the prompt's keys and values in FILE, and use those that it has")
+    add("--prompt-cache", metavar="FILE", help="save the prompt's keys and values to FILE, and reuse those it already holds")
 
     add = parser.group("sampling", writes)
     add("--temp", "--temperature", type=within(float, 0), metavar="X",
         help="temperature; 0 is greedy [the checkpoint's, or 0.8]")  # fmt: skip
     add("--top-k", type=within(int, 0), metavar="N", help="keep the N best tokens; 0 is off [the checkpoint's, or 40]")
     add("--top-p", type=within(float, 0, 1), metavar="X",
-        help="keep the best tokens that have this probability together; 1 is off [the checkpoint's, or 0.95]")  # fmt: skip
+        help="keep the best tokens that together have this probability; 1 is off [the checkpoint's, or 0.95]")  # fmt: skip
     add("--min-p", type=within(float, 0, 1), default=0.05, metavar="X",
         help="keep tokens this probable, relative to the best; 0 is off")  # fmt: skip
     add("--repeat-penalty", type=within(float, 0.01, 100), metavar="X",
@@ -173,18 +173,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     add = parser.group("chat", "chat bare")
     add("-cnv", "--conversation", "--chat", action="store_true", dest="chat", only="chat save",
-        help="talk with the model; done at a terminal when there is no prompt and the model has a chat template")  # fmt: skip
-    add("-no-cnv", "--no-conversation", action="store_true", only="text bare", help="do not")
+        help="chat; the default at a terminal if there is no prompt and the model has a chat template")  # fmt: skip
+    add("-no-cnv", "--no-conversation", action="store_true", only="text bare", help="do not chat")
     add("-st", "--single-turn", action="store_true", only="chat save",
-        help="one turn, then exit; so it is with --chat --prompt")  # fmt: skip
+        help="one turn, then exit; implied by --chat with --prompt or --file")  # fmt: skip
     add("-sys", "--system-prompt", "--system", dest="system", default="", metavar="TEXT", help="system prompt")
-    add("-sysf", "--system-prompt-file", dest="system_file", metavar="FILE", help="read it from a file")
+    add("-sysf", "--system-prompt-file", dest="system_file", metavar="FILE", help="read the system prompt from a file")
     add("--chat-template", metavar="NAME or FILE",
         help=f"instead of the checkpoint's own: a file of Jinja, or one of {', '.join(TEMPLATES)}")  # fmt: skip
 
     add = parser.group("output")
     add("-o", "--output", choices=["text", "jsonl"], default="text", only=writes,
-        help="jsonl: an object for the text or for each turn, with why it ended, counts, seconds")  # fmt: skip
+        help="jsonl: a JSON object for the text or for each turn, with why it ended, counts and seconds")  # fmt: skip
     add("--no-display-prompt", action="store_true", only="text bare", help="print only what is generated")
     add("--quiet", action="store_true", help="print only text and errors")
     add("--debug", action="store_true", help="print errors with their traceback")
@@ -196,13 +196,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         print(version())
         parser.exit()
     if args.prompt is not None and args.file is not None:
-        parser.error("--prompt and --file are two prompts; give one")
+        parser.error("--prompt and --file both give a prompt; use one")
     if args.lookup and args.draft:
-        parser.error("--lookup and --draft are two ways to propose tokens; give one")
+        parser.error("--lookup and --draft both propose tokens; use one")
     if args.draft is None and "draft_max" in args.given:
         parser.error("--draft-max is for --draft")
     if args.system and args.system_file is not None:
-        parser.error("--system and --system-prompt-file are two system prompts; give one")
+        parser.error("--system and --system-prompt-file both give a system prompt; use one")
     if args.mode == "save" and (args.chat or args.single_turn):
         parser.error("--save-fp8 generates nothing; it takes no --chat")
     if args.escape:
@@ -285,7 +285,7 @@ def complete(session: Session, prompt: str) -> None:
     args, tokenizer = session.args, session.tokenizer
     ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
     if not ids:
-        raise ValueError("the prompt is empty, and the tokenizer has no token to begin with")
+        raise ValueError("the prompt is empty, and the tokenizer has no bos or eos to start from")
     answer, before = Answer(len(ids)), "" if args.no_display_prompt else prompt
     try:
         for piece in session.stream(ids, answer, session.eos, args.stop, at_start=not prompt):
@@ -332,7 +332,7 @@ def save(args: argparse.Namespace) -> int:
     if not args.quiet:
         note(f"saved     {file.parent}: {format} matrices, {file.name} of {file.stat().st_size:,} bytes")
     for left in file.parent.parent.glob(f".{glob.escape(file.parent.name)}.*"):
-        note(f"note: {left} is what a run that was killed while it saved has left; it may be deleted")
+        note(f"note: {left} was left by a run that was killed while saving; it may be deleted")
     return 0
 
 
@@ -366,7 +366,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def work(args: argparse.Namespace) -> int:
     if args.ignored and not args.quiet:
-        note(f"note: {', '.join(args.ignored)}: without meaning here, ignored")
+        note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
     if args.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
     import_torch()
@@ -395,8 +395,6 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if debug:
-            raise
         from parallel import group
 
         if group().tells():

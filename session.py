@@ -100,7 +100,7 @@ class Session:
             backend += " in the interpreter, which is slow"
         where = f"{m.device}{described(m.exchange, m.device)}"
         own = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.own_sampling.items())
-        sampling = f"\nsampling  {own} (the checkpoint's own; the flags override)" if own else ""
+        sampling = f"\nsampling  {own} (the checkpoint's own; flags override them)" if own else ""
         return (
             f"model     {m.checkpoint.folder}: {size}\n"
             f"running   {types(m)} on {where}, {backend}, context {self.cache.size}{beyond}, seed {self.args.seed}{sampling}"
@@ -196,7 +196,7 @@ def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
     other = Tokenizer(folder, config.vocab_size, config.bos_id)
     same = config.vocab_size == vocab_size and other.control == tokenizer.control
     if not same or any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in range(vocab_size)):
-        raise ValueError(f"--draft {name} has another vocabulary than the model: it cannot propose tokens for it")
+        raise ValueError(f"--draft {name} has a different vocabulary from the model's: it cannot propose tokens for it")
 
 
 def types(model: Llama) -> str:
@@ -233,7 +233,7 @@ class PromptCache:
         self.first = True  # no prompt has been evaluated in this run yet
         self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
         if not self.file.parent.is_dir():
-            raise FileNotFoundError(f"{self.file.parent} is not there: make that folder first")
+            raise FileNotFoundError(f"{self.file.parent} does not exist: create that folder first")
 
     def restore(self, cache: KVCache) -> None:
         """Fill an empty cache from the file, if there is one. Raises ValueError for one that was not made for this model."""
@@ -250,7 +250,7 @@ class PromptCache:
         except (OSError, ValueError):
             raise
         except Exception as error:  # the library's SafetensorError
-            raise ValueError(f"{self.file} is not a sound safetensors file: {error}") from None
+            raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
         if not all(torch.isfinite(t).all() if t.is_floating_point() else (t & 0x7F != 0x7F).all() for t in (k, v)):
             raise ValueError(f"{self.file} holds keys or values that are not finite: delete it")
         if not group().all(self.tokens == group().from_first(lambda: self.tokens)):  # one rank's was written, another's not
@@ -266,7 +266,7 @@ class PromptCache:
         """Check, by the header alone, that this is a prompt cache of this model and that its tensors have the right shapes."""
         metadata = f.metadata() or {}
         if metadata.get("fused-llama") != self.KIND:
-            raise ValueError(f"{self.file} is no prompt cache of this program; it was left as it is")
+            raise ValueError(f"{self.file} is not a prompt cache of this program; it was left unchanged")
         if metadata.get("model") != self.metadata["model"]:
             raise ValueError(
                 f"{self.file} was made with another model or other types ({metadata.get('types')}): delete it or name another"

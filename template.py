@@ -84,7 +84,7 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
 
 def read_template(file: Path) -> str:
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is no chat template: neither one of {', '.join(TEMPLATES)} nor a file")
+        raise FileNotFoundError(f"{file} is not a chat template: neither one of {', '.join(TEMPLATES)} nor a file")
     from files import read_bytes  # here, so that the child, which does not need it, starts a second sooner
 
     raw = read_bytes(file, LENGTH)
@@ -138,7 +138,7 @@ class Renderer:
         if not answer:
             self.process.kill()
             self.process.wait()
-            raise ValueError(f"the chat template takes more than {SECONDS:g} seconds or {MEMORY >> 20} MiB")
+            raise ValueError(f"the chat template took more than {SECONDS:g} seconds or {MEMORY >> 20} MiB")
         text, error = json.loads(answer)
         if error:
             raise ValueError(f"the chat template says: {error}")

@@ -125,7 +125,7 @@ class TokenizerJson:
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library's PanicException is not an Exception
-            raise ValueError(f"{file} is no sound tokenizer: {error}") from None
+            raise ValueError(f"{file} is not a valid tokenizer: {error}") from None
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
             raise ValueError(f"{file}: its decoder is {', '.join(sorted(kinds)) or 'absent'}, which is not supported")
         size = self._library.get_vocab_size(with_added_tokens=False)
@@ -378,7 +378,7 @@ class Tokenizer:
 
 def _checked(text: str) -> str:
     if bad := re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"the text holds U+{ord(bad[0]):04X} at {bad.start()}: half of a surrogate pair is no character")
+        raise ValueError(f"the text holds U+{ord(bad[0]):04X} at {bad.start()}: a lone surrogate is not a character")
     return text
 
 

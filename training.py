@@ -480,7 +480,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss: Tensor) -> tuple:
         gradient, ctx.gradient = ctx.gradient, None
-        assert gradient is not None, "the gradient of cross_entropy can be had once: it is where the logits were"
+        assert gradient is not None, "the gradient of cross_entropy is available once: it overwrites the logits"
         return _scale(gradient, dloss), None
 
 
@@ -528,7 +528,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss: Tensor) -> tuple:
         gradients, ctx.gradients = ctx.gradients, None
-        assert gradients is not None, "the gradients of linear_cross_entropy can be had once"
+        assert gradients is not None, "the gradients of linear_cross_entropy are available once"
         return *(_scale(gradient, dloss) for gradient in gradients), None
 
 
