@@ -7,7 +7,7 @@ ARGS ?=
 GPUS ?= 1
 PYTHON ?= python3
 VENV = .venv/bin
-# of several GPUs, each has a process and a part of the model
+# with several GPUs, each has its own process and a part of the model
 RUN = $(VENV)/$(if $(filter 1,$(GPUS)),python,torchrun --nproc-per-node $(GPUS))
 
 help:  ## this list

@@ -1,4 +1,4 @@
-"""Measuring: tokens per second, kernels, a profile, perplexity; each beside what the hardware can do, found in the same run."""
+"""Benchmarks: tokens per second, kernels, a profile, perplexity; each beside the hardware's limit, measured in the same run."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     use_safe_streams()
-    parse_args(None)  # --help and what is wrong with the command line come at once
+    parse_args(None)  # --help and errors in the command line do not wait for torch
     import_torch()
 
 import torch
@@ -168,7 +168,7 @@ from quality import open_checkpoint, run_limits, run_perplexity
 from sampling import Sampler, Sampling
 from tokenizer import TextStream, Tokenizer
 
-# over PyTorch: Kernl's llama-v2 on an RTX 3090
+# speed-ups over PyTorch: Kernl's llama-v2 on an RTX 3090
 PUBLISHED_RATIOS = {"rope": 4.94, "rmsnorm": 2.3, "rmsnorm_qkv_rope": 1.52, "rmsnorm_swiglu": 1.2}
 
 
@@ -194,8 +194,8 @@ def random_config(spec: str) -> Config:
 def random_weights(
     c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
 ) -> Weights:
-    """Normal weights of the size that training starts from, made on the device; in 8 bits with one scale for all rows, whose
-    largest magnitudes are taken to be four standard deviations."""
+    """Normally distributed weights, as large as those that training starts from, made on the device; in 8 bits all rows share
+    one scale, for which the largest magnitude is taken to be four standard deviations."""
 
     def matrix(rows: int, columns: int) -> Matrix:
         made = torch.randn(rows, columns, dtype=stored, device=device)
@@ -248,7 +248,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def wall_times(run: Callable[[], object], device: torch.device, repetitions: int = 5, warmup: int = 1) -> list[float]:
-    """Seconds of each call, from start to the device's end, without those of the warm-up."""
+    """Seconds of each call, until the device has finished, without the warm-up calls."""
     times = []
     for _ in range(warmup + repetitions):
         synchronize(device)
@@ -260,8 +260,8 @@ def wall_times(run: Callable[[], object], device: torch.device, repetitions: int
 
 
 def gpu_time(calls: list[Callable[[], object]], repetitions: int = 10) -> float:
-    """Median GPU seconds of one of the calls, back to back in a CUDA graph. The calls do the same on different data, together
-    several times the L2, so that they measure memory and not the cache."""
+    """Median GPU seconds of one of the calls, back to back in a CUDA graph. The calls do the same on different data, in total
+    several times the size of the L2, so that they measure memory and not the cache."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -273,7 +273,7 @@ def gpu_time(calls: list[Callable[[], object]], repetitions: int = 10) -> float:
 
 
 def event_time(run: Callable[[], object], repetitions: int = 10) -> float:
-    """Median GPU seconds of a call, by events around it."""
+    """Median GPU seconds of a call, measured with events around it."""
     times = []
     for _ in range(2 + repetitions):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -292,7 +292,7 @@ def event_time(run: Callable[[], object], repetitions: int = 10) -> float:
 def _read_kernel(data, out, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.sum(tl.load(data + at, eviction_policy="evict_first"))
-    if total == 12345.678:  # never: without a use the load would be removed
+    if total == 12345.678:  # never true: an unused load would be optimised away
         tl.store(out, total)
 
 
@@ -319,7 +319,7 @@ def copy_ceiling(device: torch.device) -> float:
 
 @cache
 def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """Product rate: operations per second of a large product of random matrices."""
+    """Product rate: operations per second of a large matmul of random matrices."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = lambda: a @ b
@@ -330,7 +330,7 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def prompt_dtype(model: Llama) -> torch.dtype:
-    """The type in which a prompt is multiplied."""
+    """The type in which a prompt's matmuls are computed."""
     on_tensor_cores = model.backend == "triton" and all(map(fp8.on_tensor_cores, model.weights.matrices))
     return E4M3.dtype if on_tensor_cores else model.dtype
 
@@ -341,9 +341,9 @@ def prompt_dtype(model: Llama) -> torch.dtype:
 def cost(
     op: str, c: Config, T: int, start_pos: int = 0, size: int = 2, format: Format | None = None, kv_size: int = 2
 ) -> tuple[float, float]:
-    """Bytes that must move and operations that must be done by one launch of an op on T tokens after start_pos others: every
-    input read once, every output written once; a multiplication and an addition are two. size and kv_size: bytes an element,
-    and a number of the cache. format: of 8-bit matrices."""
+    """Bytes that one launch of an op must move and operations that it must do, for T tokens after start_pos others: every input
+    is read once, every output written once, and a multiply-add counts as two operations. size: bytes an element; kv_size: bytes
+    an element of the cache; format: of 8-bit matrices."""
     C, F, V, q, kv = c.dim, c.hidden_dim, c.output_rows, c.q_dim, c.kv_dim
 
     def matrix(rows: int, columns: int) -> float:
@@ -369,7 +369,7 @@ def cost(
 
 
 def matrix_bytes(weights: Weights) -> int:
-    """Of the matrices that every token reads."""
+    """Bytes of the matrices that every token reads."""
     return sum(matrix.nbytes for matrix in weights.matrices)
 
 
@@ -380,7 +380,7 @@ def decode_bytes(model: Llama, length: float) -> float:
 
 
 def prefill_operations(c: Config, T: int, start_pos: int = 0) -> float:
-    """Operations for T tokens after start_pos others, the logits of the last one only."""
+    """Operations for T tokens after start_pos others, with the logits of the last one only."""
     layer = sum(cost(op, c, T, start_pos)[1] for op in ("rmsnorm_qkv_rope", "attention", "wo", "rmsnorm_swiglu", "w2"))
     return c.n_layers * layer + cost("rmsnorm_linear", c, 1)[1]
 
@@ -450,7 +450,7 @@ def generation_speed(model: Llama, cache: KVCache, n: int, depth: int, repetitio
 
 def throughput(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of the default table: prompts, then generation, at each depth, for each dtype."""
-    longest = max(8, max(args.depth) + max(args.n_prompt + args.n_gen) + 1)  # 8: for the time to the first token
+    longest = max(8, max(args.depth) + max(args.n_prompt + args.n_gen) + 1)  # 8: what time_to_first_token needs
     for dtype, form in itertools.product(args.dtype, args.fp8):
         start = time.perf_counter()
         model = open_model(args, dtype, max(longest, args.ctx_size or 0), form)
@@ -488,7 +488,7 @@ def at(depth: int) -> str:
 
 
 def time_to_first_token(model: Llama, cache: KVCache) -> tuple[float, float]:
-    """Seconds from a prompt of 5 tokens to the first new one: with whatever has to be compiled, and without."""
+    """Seconds from a prompt of 5 tokens to the first new one: with whatever has to be compiled, and without it."""
     times = []
     for _ in range(2):
         cache.truncate(0)
@@ -500,7 +500,7 @@ def time_to_first_token(model: Llama, cache: KVCache) -> tuple[float, float]:
 
 
 def cell(value: object) -> str:
-    """For people: floats in as many places as show two digits of the value, and of what separates it from 1."""
+    """For human readers: floats with enough decimal places to show two digits of the value and of its distance from 1."""
     if not isinstance(value, float):
         return "" if value is None else str(value)
     if abs(value) >= 100 or not math.isfinite(value):
@@ -525,10 +525,10 @@ def rule(widths: list[int]) -> str:
 
 
 class Table:
-    """Rows as md, csv, json or jsonl, each printed when it is known, except in json, which is one value."""
+    """Rows as md, csv, json or jsonl, each printed as soon as it is known, except in json, which is one value."""
 
     def __init__(self, form: str, longest: dict[str, list[str]] | None = None):
-        """longest: what a column will hold, where that may be wider than its name and its first value."""
+        """longest: later values of a column, where they may be wider than its name and its first value."""
         self.form, self.longest, self.rows = form, longest or {}, []
 
     def add(self, row: dict) -> None:
@@ -557,7 +557,7 @@ class Table:
 
 
 def show(rows: list[dict], form: str) -> None:
-    """Print rows that are all known; none of them prints nothing."""
+    """Print a complete list of rows; an empty list prints nothing."""
     if form == "md" and rows:
         print(markdown(rows), flush=True)
         return
@@ -616,7 +616,7 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
         ids = torch.randint(3, vocab, (1, depth), device=device)
         for name, extra in (("eager", {}), ("static cache", {"cache_implementation": "static"})):
             times = []
-            for n in (T + 1, 1):  # the difference is the generation without the prompt
+            for n in (T + 1, 1):  # the difference is generation without the prompt
                 run = lambda n=n, i=ids, e=extra: theirs.generate(i, max_new_tokens=n, min_new_tokens=n, **fixed, **e)
                 times.append(statistics.median(wall_times(run, device, args.repetitions)))
             if times[0] <= times[1]:
@@ -626,7 +626,7 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
 
 
 def lengths(row: Row) -> tuple[int, int]:
-    """Tokens of a row's test, and before it (at least one, which a peer wants in its cache)."""
+    """Tokens of a row's test, and tokens before it (at least one, since a peer needs one in its cache)."""
     T, _, depth = row.test[2:].partition(" @ d")
     return int(T), max(int(depth or 0), 1)
 
@@ -715,11 +715,11 @@ def run_throughput(args: argparse.Namespace) -> None:
         for row in throughput(one):
             ours.append(row)
             table.add(dataclasses.asdict(row))
-            if args.output == "json":  # which is printed at the end
+            if args.output == "json":  # printed only at the end
                 note(f"{row.test}: {row.tokens_per_s:.1f} tokens/s")
         for name in args.vs:
             for dtype in dict.fromkeys(row.dtype for row in ours):
-                comparable = [row for row in ours if row.dtype == dtype and row.fp8 == "none"]  # peers have no such 8 bits
+                comparable = [row for row in ours if row.dtype == dtype and row.fp8 == "none"]  # peers lack these 8-bit formats
                 for row in PEER_ROWS[name](one, comparable) if comparable else ():
                     table.add(dataclasses.asdict(row))
                 release()
@@ -739,7 +739,7 @@ LAYER_OPS = ("rmsnorm_qkv_rope", "attention", "wo", "rmsnorm_swiglu", "w2")
 
 
 def least_seconds(c: Config, args: argparse.Namespace, dtype: torch.dtype, form: str, device: torch.device) -> float:
-    """What the tests of one model in one dtype take at the read and product ceilings."""
+    """How long the tests of one model in one dtype take at the read and product ceilings."""
     read, product = read_ceiling(device), product_ceiling(device, dtype)
     runs = args.repetitions + 1
     total = 0.0
@@ -752,7 +752,7 @@ def least_seconds(c: Config, args: argparse.Namespace, dtype: torch.dtype, form:
 
 
 def tell_time(args: argparse.Namespace) -> None:
-    """Before anything is loaded on a CPU, say how long the rows of a model will take, if that is more than some seconds."""
+    """On a CPU, before anything is loaded, say how long a model's rows will take, if that is more than a few seconds."""
     device = pick_device(args.device)
     if device.type != "cpu":
         return
@@ -774,7 +774,7 @@ def duration(seconds: float) -> str:
 
 @dataclasses.dataclass
 class Case:
-    """One op at one shape, on several sets of data: ours and plain PyTorch's way to the same."""
+    """One op at one shape, on several sets of data: our op, and the same in plain PyTorch."""
 
     op: str
     regime: str
@@ -797,7 +797,7 @@ def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def cases(model: Llama, T: int, start_pos: int) -> Iterator[Case]:
-    """The ops of a layer of the model at T tokens after start_pos others, on the data of one layer after the other."""
+    """The ops of a layer of the model at T tokens after start_pos others, on the data of each layer in turn."""
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
     KV, H, KH, D, eps = KVCache(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     KV.advance(start_pos)
@@ -813,7 +813,7 @@ def cases(model: Llama, T: int, start_pos: int) -> Iterator[Case]:
     heads = [torch.randn_like(q) for _ in copies]
 
     @cache
-    def dense(m: Matrix) -> Tensor:  # in the model's dtype, where it is kept in another
+    def dense(m: Matrix) -> Tensor:  # in the model's dtype, whatever it is stored in
         return m.dense().to(dtype)
 
     def plain_qkv(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
@@ -906,7 +906,7 @@ def large_rmsnorm(device: torch.device, ops) -> Case:
 
 
 def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
-    """Microseconds of a case on the device and by the clock, its share of the ceiling that binds it, and of plain PyTorch."""
+    """Microseconds of a case on the device, by the wall clock and in plain PyTorch, and its share of the binding ceiling."""
 
     def device_time(calls: list) -> float:
         if device.type == "cuda":
@@ -915,7 +915,7 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
 
     ours, plain = device_time(case.ours), device_time(case.plain)
     wall = statistics.median(wall_times(case.ours[0], device, 10))
-    copies = case.op in ("rmsnorm", "rope")  # as much written as read
+    copies = case.op in ("rmsnorm", "rope")  # these write as much as they read
     memory = case.bytes / (copy_ceiling(device) if copies else read_ceiling(device))
     compute = case.operations / product_ceiling(device, dtype)
     return {
@@ -971,7 +971,7 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str,
     return sorted(((e.name, e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in events), key=lambda e: e[1])
 
 
-KERNEL_OPS = {  # which cost a kernel is charged with
+KERNEL_OPS = {  # the op whose cost a kernel is charged with
     "_embedding_kernel": "embedding",
     "_qkv_kernel": "rmsnorm_qkv_rope",
     "_qkv_norm_kernel": "rmsnorm_qkv_rope",
@@ -988,8 +988,8 @@ KERNEL_OPS = {  # which cost a kernel is charged with
 
 
 def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, start_pos: int) -> tuple[list[dict], dict]:
-    """A row for each kernel name, and the summary. A kernel that starts while the one before it runs (programmatic dependent
-    launch) is charged only with the time by which it ends later, so that the rows and the gaps add up to the whole."""
+    """A row for each kernel name, and the summary. A kernel that starts while its predecessor is running (programmatic
+    dependent launch) is charged only with the time by which it outlasts it, so that rows and gaps add up to the whole."""
     c = model.config
     each = dict(size=model.dtype.itemsize, format=model.weights.output.format, kv_size=model.kv_dtype.itemsize)
     products = ("rmsnorm_qkv_rope", "wo", "rmsnorm_swiglu", "w2")
@@ -1009,7 +1009,7 @@ def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, s
         elif kind:
             need = [len(times) * n for n in cost(kind, c, T, start_pos, **each)]
         elif not charged and (T > 1 or model.backend == "torch"):
-            # the library's products: all their work is charged to the kernel that takes longest
+            # the library's matmuls: all their work is charged to the kernel that takes the longest
             need, charged = [c.n_layers * sum(cost(op, c, T, **each)[i] for op in products) for i in (0, 1)], True
         else:
             need = [0.0, 0.0]
@@ -1030,7 +1030,7 @@ def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, s
     return rows, {"ms": 1e3 * total, "gaps_ms": 1e3 * gaps, "ideal_ms": 1e3 * ideal}
 
 
-KINDS = {  # for the summary: the first whose pattern is in a kernel's name
+KINDS = {  # for the summary: the first kind whose pattern occurs in a kernel's name
     "attention": "attention",
     "sampling": "sample",
     "product": "qkv|linear|rmsnorm_swiglu|few_swiglu|gemm|nvjet|cutlass|mm|mv",
@@ -1079,7 +1079,7 @@ def run_profile(args: argparse.Namespace) -> None:
 
 
 def pass_of(model: Llama, cache: KVCache, T: int, depth: int) -> Callable[[], object]:
-    """Evaluates T tokens at a depth: the replay of a CUDA graph where there is one."""
+    """A function that evaluates T tokens at a depth: the replay of a CUDA graph where the model uses graphs."""
 
     def run() -> None:
         cache.seek(depth)
@@ -1090,7 +1090,7 @@ def pass_of(model: Llama, cache: KVCache, T: int, depth: int) -> Callable[[], ob
 
 @torch.inference_mode()
 def pass_rows(args: argparse.Namespace) -> Iterator[dict]:
-    """Seconds of a pass of T tokens over those of a single one: what a proposal must be worth to pay."""
+    """The time of a pass of T tokens, and its ratio to that of a single token: what proposals must gain to pay off."""
     (depth,), lengths = args.depth, [1, *(T for T in args.passes if T > 1)]
     model = open_model(args, args.dtype[0], depth + max(lengths), args.fp8[0])
     cache, single = KVCache(model), None
@@ -1105,8 +1105,8 @@ def pass_rows(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def candidates(size: int, columns: int) -> Iterator[Launch]:
-    """Launch sizes worth trying for weights of `size` bytes: eight neighbours a thread at least, and neither too few nor too
-    many weights a thread to hide the latency of memory."""
+    """Launch sizes worth trying for weights of `size` bytes: at least eight neighbours a thread, and enough weights a
+    thread to hide the latency of memory, but not too many."""
     for rows, block, warps in itertools.product((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16)):
         each = rows * block // (32 * warps)
         if 256 * warps <= block < 2 * columns and 16 <= each <= 128 * (3 - size) and rows <= 8 * (3 - size):
@@ -1114,7 +1114,7 @@ def candidates(size: int, columns: int) -> Iterator[Launch]:
 
 
 def few_candidates() -> Iterator[FewLaunch | None]:
-    """The same for few tokens: 8 to 32 registers a thread for each tile of W; None is the library."""
+    """The same for a few tokens: 8 to 32 registers a thread for each tile of W; None is the library."""
     yield None
     for rows, warps, steps, lanes, ahead in itertools.product((16, 32), (4, 8), (2, 4), (4, 8, 16), (1, 2)):
         if lanes <= 4 * steps and rows * steps * ahead <= 128:
@@ -1124,14 +1124,14 @@ def few_candidates() -> Iterator[FewLaunch | None]:
 @torch.inference_mode()
 def run_tune(args: argparse.Namespace) -> None:
     """Time whole steps with one launch size after the other, op by op, and print the best as entries for LAUNCHES and
-    FEW_LAUNCHES: a kernel that is best alone need not be so between others, whose ends and beginnings overlap with its own."""
+    FEW_LAUNCHES: what is best for a kernel alone need not be best between others, which overlap with its beginning and end."""
     model = open_model(args, args.dtype[0], 256, args.fp8[0])
     if not model.uses_graphs:
         raise ValueError("--tune times the Triton kernels on a GPU")
     cache, size = KVCache(model), model.weights.layers[0].wo.data.element_size()
     table, few = (nearest(nearest(tables, capability(model.device)), size) for tables in (LAUNCHES, FEW_LAUNCHES))
     for _ in range(20):
-        event_time(pass_of(model, cache, 1, 64))  # a GPU that has just woken is slower
+        event_time(pass_of(model, cache, 1, 64))  # a GPU that was idle is slower at first
     place = f"[{capability(model.device)}][{size}]"
     tune_table(model, cache, 1, table, lambda columns: candidates(size, columns), f"LAUNCHES{place}")
     for tokens in (8, 16):

@@ -1,11 +1,11 @@
-"""Fuzzing: checkpoints, templates, texts and options spoiled at random. Each case has 10 seconds and a gigabyte.
+"""Fuzzing: randomly corrupted checkpoints, templates, texts and options. Each case has 10 seconds and a gigabyte.
 
-    python fuzz.py --seconds 60            # fresh cases, and what went wrong with how to repeat it
+    python fuzz.py --seconds 60            # fresh cases; prints what went wrong and how to repeat it
     python fuzz.py --seed 7 --cases 1      # that one again, with its traceback
 
-A case ends well with the right model or text, or with a documented error of one short line. It fails with any other exception
-or warning, when its time or memory ends, when anything is run, unpickled or connected, and when a file outside its folder is
-read. Tensors of a spoiled file that is accepted must be those that safetensors or torch read from it.
+A case passes with the right model or text, or with a documented error of one short line. It fails on any other exception or
+warning, when it runs out of time or memory, when anything is executed, unpickled or connected to, and when a file outside its
+folder is read. When a corrupted file is accepted, its tensors must be those that safetensors or torch reads from it.
 """
 
 import argparse
@@ -42,10 +42,10 @@ from sampling import Sampling
 from template import TEMPLATES
 from tokenizer import TextStream, Tokenizer
 
-SECONDS, MEMORY = 10, 1 << 30  # that a case has
+SECONDS, MEMORY = 10, 1 << 30  # limits of a case
 DOCUMENTED = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError, OSError, MemoryError)
 
-# ---- what is spoiled: one tiny model in each layout
+# ---- what is corrupted: one tiny model in each layout
 
 
 def make_checkpoints(home: Path) -> dict[str, Path]:
@@ -102,7 +102,7 @@ def write_tokenizer_json(file: Path) -> None:
 
 
 def name_of(meta: str) -> str:
-    """Hugging Face's name of a tensor."""
+    """Hugging Face's name for a tensor."""
     names = dict(tok_embeddings="model.embed_tokens", norm="model.norm", output="lm_head", attention_norm="input_layernorm",
                  ffn_norm="post_attention_layernorm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
                  wo="self_attn.o_proj", w1="mlp.gate_proj", w3="mlp.up_proj", w2="mlp.down_proj")  # fmt: skip
@@ -111,7 +111,7 @@ def name_of(meta: str) -> str:
     return f"{prefix}{names[last]}.weight"
 
 
-# ---- how it is spoiled
+# ---- how it is corrupted
 
 STRANGE = (
     None, True, False, 0, -1, 1, 2, 3, 7, 16, 400, 2**16, 2**31, 2**63, 10**30, 0.5, -0.0, 1e-9, 1e308,
@@ -146,7 +146,7 @@ def spoil_value(rng: random.Random, value):
 def spoil_json(rng: random.Random, raw: bytes) -> bytes:
     try:
         return json.dumps(spoil_value(rng, json.loads(raw))).encode()
-    except (ValueError, RecursionError):  # it was spoiled before
+    except (ValueError, RecursionError):  # already corrupted
         return spoil_bytes(rng, raw)
 
 
@@ -179,11 +179,11 @@ def spoil_zip(rng: random.Random, raw: bytes) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             entries = {name: archive.read(name) for name in archive.namelist()}
-    except Exception:  # it was spoiled before
+    except Exception:  # already corrupted
         return spoil_bytes(rng, raw)
     if rng.random() < 0.2:
         return spoil_bytes(rng, raw)
-    entries = {name: content for name, content in entries.items() if "serialization_id" not in name}  # torch's own business
+    entries = {name: content for name, content in entries.items() if "serialization_id" not in name}  # torch's bookkeeping
     pickles = [name for name in entries if name.endswith("data.pkl")]
     name = rng.choice(pickles if pickles and rng.random() < 0.7 else [*entries])
     if rng.random() < 0.1:
@@ -218,10 +218,10 @@ def replace_by_another_kind(rng: random.Random, file: Path, elsewhere: Path) -> 
 
 
 def spoil(rng: random.Random, folder: Path, elsewhere: Path) -> None:
-    """Change a file of a checkpoint. elsewhere: a folder that a link may lead to."""
+    """Change a file of a checkpoint. elsewhere: a folder that a link may point to."""
     file = rng.choice(sorted(folder.iterdir()))
     if file.is_symlink() or not file.is_file() or file.stat().st_size > 1 << 20:
-        return  # it was replaced before; nothing is written through a link
+        return  # already replaced; never write through a link
     if rng.random() < 0.05:
         replace_by_another_kind(rng, file, elsewhere)
         return
@@ -312,7 +312,7 @@ def spoiled_template(rng: random.Random, bases: dict[str, Path], place: Path) ->
 
 @cache
 def the_tokenizer(folder: Path) -> Tokenizer:
-    """One for all cases of a process, whose templates are rendered in one other process."""
+    """One tokenizer for all cases of a process, so that a single other process renders their templates."""
     return Tokenizer(folder)
 
 
@@ -384,7 +384,7 @@ def any_prompt(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
     assert code or out.buffer.getvalue().startswith(raw.removesuffix(b"\n").removesuffix(b"\r"))
 
 
-KINDS: dict[Callable, int] = {  # how often each comes
+KINDS: dict[Callable, int] = {  # how often each is chosen
     spoiled_checkpoint: 20, spoiled_template: 3, text_there_and_back: 3, any_tokens: 1, any_options: 1, any_prompt: 1,
 }  # fmt: skip
 
@@ -393,7 +393,7 @@ KINDS: dict[Callable, int] = {  # how often each comes
 
 
 class Watch:
-    """What a case must not do, seen by an audit hook: files outside of its folder, and anything that runs or connects."""
+    """An audit hook that records what a case must not do: open files outside its folder, run programs or connect."""
 
     FORBIDDEN = (
         "os.system",
@@ -432,7 +432,7 @@ watched = Watch()
 
 
 def one_case(seed: int, bases: dict[str, Path]) -> str:
-    """What came of a case: its kind, or what went wrong."""
+    """The outcome of a case: its kind, then ok, refused, or what went wrong."""
     rng, place = random.Random(seed), Path(tempfile.mkdtemp())
     kind = rng.choices([*KINDS], KINDS.values())[0]
     watched.seen = []
@@ -453,7 +453,7 @@ def one_case(seed: int, bases: dict[str, Path]) -> str:
 
 
 def worker(seeds: list[int], bases: dict[str, Path], to: int) -> None:
-    """Run cases, and tell each one's outcome through a pipe."""
+    """Run cases and report the outcome of each through a pipe."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     sys.addaudithook(watched)
@@ -466,7 +466,7 @@ def worker(seeds: list[int], bases: dict[str, Path], to: int) -> None:
 
 
 def run_cases(seeds: list[int], bases: dict[str, Path], until: float = float("inf")) -> tuple[Counter, dict[int, str]]:
-    """The outcomes, counted, and the failures by their seeds. A process that dies or hangs costs its case only."""
+    """Counts of the outcomes, and the failures by seed. A process that dies or hangs costs only its current case."""
     outcomes, failures, at = Counter(), {}, 0
     while at < len(seeds) and time.monotonic() < until:
         source, to = os.pipe()

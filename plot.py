@@ -1,6 +1,6 @@
-"""Pictures of what bench.py measured: tokens per second beside their bounds, and kernels on a roofline.
+"""Plots of what bench.py measured: tokens per second beside their bounds, and kernels on a roofline.
 
-A row is what `bench.py -o jsonl` prints, so a picture can be drawn again from a record, and both ceilings follow from the rows.
+A row is what `bench.py -o jsonl` prints, so a plot can be redrawn from recorded rows; both ceilings are derived from the rows.
 """
 
 import json
@@ -27,7 +27,7 @@ def read_rows(file: str) -> list[dict]:
 
 
 def is_row(row: object) -> bool:
-    """Whether it holds what is drawn."""
+    """Whether it has the fields that are drawn."""
     if not isinstance(row, dict):
         return False
     kind = "test" if "test" in row else "op"
@@ -62,7 +62,7 @@ def plot(rows: list[dict], file: str) -> None:
 
 
 def bars(ax, rows: list[dict]) -> None:
-    """One bar a row, the same tests together, from the top; a black line at its bound."""
+    """One bar a row, from the top, with rows of the same test together; a black line marks each bound."""
     tests = list(dict.fromkeys((row["model"], row["test"]) for row in rows))
     rows = sorted(rows, key=lambda row: tests.index((row["model"], row["test"])))
     for y, row in enumerate(rows):
@@ -85,7 +85,7 @@ def is_ours(row: dict) -> bool:
 
 
 def label(row: dict) -> str:
-    """Model, test, types and, of another program, its name."""
+    """Model, test, types and, for another program, its name."""
     types = row["dtype"] if row["fp8"] == "none" else row["fp8"]
     kept = "" if row["kv"] == row["dtype"] else f", kv {row['kv']}"
     program = "" if is_ours(row) else f", {row['backend']}"
@@ -114,10 +114,10 @@ def roofline(ax, rows: list[dict]) -> None:
 
 
 def ceilings(rows: list[dict]) -> tuple[list[float], list[float]]:
-    """Bytes per second that can be read, and operations per second in each type, as the rows' shares of them tell."""
-    at_ceiling = [(row, row["% of ceiling"] / 100 * row["us"] * 1e-6) for row in rows]  # the seconds that it would take
-    copies = ("rmsnorm", "rope")  # which are held against the copy ceiling
+    """Read ceilings in bytes per second and product ceilings in operations per second, derived from the rows' shares."""
+    at_ceiling = [(row, row["% of ceiling"] / 100 * row["us"] * 1e-6) for row in rows]  # seconds it would take at its ceiling
+    copies = ("rmsnorm", "rope")  # measured against the copy ceiling
     reads = [1e6 * row["MB"] / s for row, s in at_ceiling if row["bound by"] == "memory" and row["op"] not in copies]
     products = sorted(1e9 * row["GFLOP"] / s for row, s in at_ceiling if row["bound by"] == "arithmetic")
-    apart = [p for p, before in zip(products, [0.0, *products]) if p > 1.1 * before]  # rounding makes one ceiling several
+    apart = [p for p, before in zip(products, [0.0, *products]) if p > 1.1 * before]  # rounding splits one ceiling into several
     return reads or [float("inf")], apart or [float("inf")]

@@ -1,4 +1,4 @@
-"""Fidelity: the perplexity of a text, what separates the distributions of two models, and how large values become.
+"""Fidelity: the perplexity of a text, how far the distributions of two models differ, and how large activations become.
 
 `bench.py --perplexity` and `bench.py --limits` run it.
 """
@@ -28,7 +28,7 @@ from tokenizer import Tokenizer
 
 
 def windows(count: int, ctx: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Where windows begin and end, and the first token that each counts, so that every token counts once."""
+    """The start and end of each window, and the first token that it counts, so that every token counts once."""
     counted = 0
     for start in range(0, count, stride):
         end = min(start + ctx, count)
@@ -40,7 +40,7 @@ def windows(count: int, ctx: int, stride: int) -> Iterator[tuple[int, int, int]]
 
 @dataclasses.dataclass
 class Quality:
-    """Sums over tokens; with a second model also what separates their distributions."""
+    """Losses of tokens; with a second model also how far the two distributions differ."""
 
     losses: list[Tensor] = dataclasses.field(default_factory=list)
     other_losses: list[Tensor] = dataclasses.field(default_factory=list)
@@ -48,7 +48,7 @@ class Quality:
     same_top: list[Tensor] = dataclasses.field(default_factory=list)
 
     def add(self, logits: Tensor, other: Tensor | None, targets: Tensor, ops) -> None:
-        """Logits [T, V] of the model and of the one it is held against, and the tokens that came."""
+        """Logits [T, V] of the model and of the one it is compared with, and the actual next tokens."""
         self.losses.append(ops.cross_entropy(logits, targets).cpu())
         if other is not None:
             self.other_losses.append(ops.cross_entropy(other, targets).cpu())
@@ -74,9 +74,9 @@ class Quality:
 def perplexity(
     model: Llama, ids: list[int], bos: int, ctx: int, stride: int, against: Llama | None = None
 ) -> Iterator[Quality]:
-    """Evaluate ids in windows of ctx tokens, every `stride`, each begun with bos; yields the running sums after each window.
+    """Evaluate ids in windows of ctx tokens, every `stride`, each started with bos; yields the result so far after each.
 
-    A window's input is bos and all its tokens but the last; each token counts once, in the first window that holds it.
+    A window's input is bos and all its tokens but the last; each token counts once, in the first window that contains it.
     """
     quality = Quality()
     models = [m for m in (model, against) if m]
@@ -85,7 +85,7 @@ def perplexity(
         inputs, targets = [bos, *ids[start : end - 1]], ids[start:end]
         for kv in caches:
             kv.truncate(0)
-        for first in range(0, len(inputs), CHUNK["cpu"]):  # whole logits are large
+        for first in range(0, len(inputs), CHUNK["cpu"]):  # the logits of a whole window would be large
             part = torch.tensor(inputs[first : first + CHUNK["cpu"]], dtype=torch.int32, device=model.device)
             logits = [m.forward(part, kv) for m, kv in zip(models, caches)]
             skip = min(max(counted - start - first, 0), len(part))
@@ -158,7 +158,7 @@ LARGEST_HALF = 65504.0
 
 
 class Peaks:
-    """An op table that notes, layer by layer, the largest magnitudes of what could overflow in half precision."""
+    """Wraps an op table to record, layer by layer, the largest magnitudes of what could overflow in half precision."""
 
     def __init__(self, ops: SimpleNamespace, n_layers: int):
         self.ops, self.peaks, self.calls = ops, [{} for _ in range(n_layers)], 0

@@ -1,7 +1,7 @@
-"""From text files to what train.py reads: streams of tokens, in which some of the tales are told in a chat.
+"""Turns text files into what train.py reads: streams of tokens, in which some of the tales are told in a chat.
 
-A book is split at its titles into sections. For the chat a tale becomes a dialogue: a request that fits it, made up from
-its title and from whom and what it is about, and the tale as the answer, a long one in instalments.
+A book is split at its titles into sections. For the chat a tale becomes a dialogue: a fitting request, made up from its
+title and from the people and things in it, and the tale as the answer, in instalments if it is long.
 """
 
 import io
@@ -16,7 +16,7 @@ import numpy as np
 import sentencepiece as spm
 
 UNK, BOS, EOS = 0, 1, 2
-CHAT = 0.35  # chance that a tale is told in the chat template
+CHAT = 0.35  # probability that a tale is told in the chat template
 CANONICAL = 0.2  # share of the epochs, the last ones, without sub-word dropout
 
 
@@ -33,7 +33,7 @@ NOT_A_TALE = re.compile(
     re.I,
 )
 SCHOLARLY = re.compile(r"Gutenberg|Copyright|L\. Frank Baum|\bParallels\b|\bSource\b")
-SIGNED = re.compile(r"(\n(\[|\(|From |Adapted |Footnote|The End|THE END).{0,150})+$")  # where a tale was taken from
+SIGNED = re.compile(r"(\n(\[|\(|From |Adapted |Footnote|The End|THE END).{0,150})+$")  # notes on where a tale was taken from
 
 
 @dataclass
@@ -42,12 +42,12 @@ class Section:
 
     headings: str  # its title lines as printed
     title: str  # as a person would write it: "The Bronze Ring"
-    body: str  # paragraphs, one a line
+    body: str  # paragraphs, one per line
     is_tale: bool  # fit for the chat: not a preface, not an editor's notes
 
 
 def heading(line):
-    """The title that a line holds, or None: short, not speech, every word a capital but the small ones."""
+    """The title that a line holds, or None. A title is short and not speech, with every word but the small ones capitalised."""
     line = re.sub(r"\s*[\[(][^\])]*[\])]$", "", line.strip())  # a footnote's mark, or '(From the French)'
     line = line.rstrip(".?!") if line.isupper() or line.lower().startswith("chapter") else line
     words = re.findall(r"[^\W\d_][\w'-]*", line)
@@ -62,7 +62,7 @@ def heading(line):
 
 
 def sections(text):
-    """Split a book where its titles stand. A title with next to nothing under it is taken for plain text."""
+    """Split a book at its titles. A title that follows another one after only a little text is taken for plain text."""
     found, lines = [], [line for line in text.split("\n") if line.strip()]
     for line in lines:
         title = heading(line)
@@ -81,7 +81,7 @@ def sections(text):
 
 # ---------------------------------------------------------------- sections to dialogues
 
-# what a person may ask a story about: creatures, persons, things
+# what a user may ask a story about: animals, people, things
 TOPICS = set(
     """ant ape ass bear bee bird boar bull camel cat cock cow crab crane crocodile crow deer dog donkey dove dragon duck
     eagle elephant falcon fish fox frog goat goose hare hedgehog hen horse jackal kid lamb lion lizard monkey mouse
@@ -124,7 +124,7 @@ SMALL_TALK = {
 
 
 def topics(text, title):
-    """Whom and what a passage is about: words of the lists above and names, each ready to follow 'a story about'."""
+    """The people and things that a passage is about: words of TOPICS and names, each ready to follow 'a story about'."""
     words, head = Counter(re.findall(r"[a-z]+", text.lower())), set(re.findall(r"[a-z]+", title.lower()))
     found = [("an " if w[0] in "aeio" else "a ") + w for w in sorted(TOPICS) if words[w] > 2 or words[w] and w in head]
     names = Counter(re.findall(r"(?<=[a-z,] )[A-Z][a-z]{2,}", text))
@@ -133,7 +133,7 @@ def topics(text, title):
 
 
 def request(rng, section, part, complete):
-    """One way of asking for this tale. Only a tale that fits one answer may be asked for without saying which."""
+    """One way of asking for this tale. Only a tale that fits in one answer may be asked for without saying which."""
     about, roll = topics(part, section.title), rng.random()
     if complete and roll < 0.4:
         wish = rng.choice(GENERIC).format(rng.choice(STORY))
@@ -151,7 +151,7 @@ def request(rng, section, part, complete):
 
 
 def cut(text, whole=3400):
-    """A tale in parts that one answer can hold: about 300 to 850 tokens, ending with a paragraph or a sentence."""
+    """A tale in parts that each fit in one answer: about 300 to 850 tokens, ending at the end of a paragraph or a sentence."""
     parts, rng = [], random.Random(len(text))
     while len(text) > whole:
         at = rng.randrange(1300, 2700)
@@ -164,7 +164,7 @@ def cut(text, whole=3400):
 
 
 def dialogue(rng, section):
-    """(user, answer) turns that tell one tale, a long one in instalments."""
+    """(user, answer) turns that tell one tale, in instalments if it is long."""
     if rng.random() < 0.1:
         asked, answer = rng.choice(list(SMALL_TALK.items()))
         yield rng.choice(asked.split("|")), answer
@@ -187,12 +187,12 @@ class Data:
     books: list  # of Section
     sp: spm.SentencePieceProcessor
     judged: list  # the held-out text's tokens
-    n_bytes: int  # its length
+    n_bytes: int  # its length in bytes
 
 
 def document(rng, section, sp, spell):
-    """The tokens of one section. Some of the tales wear a chat's clothes: Meta's template, '<s>[INST] user [/INST]
-    answer </s>' for each turn. The others are plain text, half of them without the title: '<s> Once upon a time'."""
+    """The tokens of one section. Some of the tales are told in a chat, in Meta's template: '<s>[INST] user [/INST] answer </s>'
+    for each turn. The others are plain text, half of them without the title: '<s> Once upon a time'."""
     if not section.is_tale or rng.random() > CHAT:
         bare = section.is_tale and rng.random() < 0.5
         return [BOS, *spell(section.body if bare else f"{section.headings}\n{section.body}".strip()), EOS]
@@ -205,8 +205,8 @@ def document(rng, section, sp, spell):
 
 def encode_epoch(data, plan, epoch, seed):
     """One reading of all books in a new order: a stream of tokens, and where in it documents begin (after their <s>).
-    Sub-word dropout splits words at random, so that no passage is ever spelt the same twice; the last readings are
-    spelt as they will be when the model is used."""
+    Sub-word dropout splits words at random, so that a passage is rarely tokenised the same way twice; the last
+    readings are tokenised as in inference."""
     rng, stream, heads = random.Random(f"{seed} {epoch}"), [], []
     alpha = plan.respell if epoch < plan.epochs * (1 - CANONICAL) else 0.0
 
@@ -221,7 +221,7 @@ def encode_epoch(data, plan, epoch, seed):
 
 
 def epochs(data, plan, seed):
-    """The epochs' token streams, made ahead by worker processes: spelling one takes as long as training on it."""
+    """The epochs' token streams, made ahead by worker processes: tokenising one takes as long as training on it."""
     workers = max(1, min(6, plan.epochs, (os.cpu_count() or 2) // 3))
 
     def work(w):
@@ -238,8 +238,8 @@ def epochs(data, plan, seed):
 
 
 def train_tokenizer(books, path, vocab):
-    """Llama 2's settings: BPE, byte fallback (a line break is <0x0A>), single digits, nothing normalised away.
-    The chat's marks are repeated until '[INST]' is three tokens and not six."""
+    """Llama 2's settings: BPE, byte fallback (a line break is <0x0A>), single digits, no normalisation.
+    The chat's markers are repeated often enough that '[INST]' is three tokens and not six."""
     lines = [line for s in books for line in f"{s.headings}\n{s.body}".split("\n") if line]
     lines += ["[INST] <<SYS>> <</SYS>> [/INST]"] * (len(lines) // 40)
     written = io.BytesIO()

@@ -1,9 +1,9 @@
-"""One training step, kernel by kernel, beside what the hardware can do: the report that llm.c prints of its own.
+"""One training step, kernel by kernel, beside what the hardware can do: the same report as llm.c prints of its step.
 
 Times come from the profiler. Bytes and operations are counted, not measured: each kernel of training.py and each op of torch
-is charged with its inputs read once and its outputs written once, and products and attention with their multiplications and
-additions. At best a kernel takes the longer of two times: its bytes at the rate of a large copy, and its operations at the rate
-of a large product, both found in the same run.
+is charged with its inputs read once and its outputs written once, and matmuls and attention with their multiplications and
+additions. A kernel's ideal time is the longer of two: its bytes at the rate of a large copy, and its operations at the rate of
+a large matmul, both measured in the same run.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ import bench
 import kernels
 import training
 
-KINDS = {  # by what a row is called
+KINDS = {  # by what a row's name contains
     "product": ("mm", "linear"),
     "attention": ("attention",),
     "classifier": ("cross_entropy",),
@@ -75,7 +75,7 @@ class Counting(TorchDispatchMode):
 
 
 def operations(name, args):
-    """Multiplications and additions of a product or of causal attention."""
+    """Multiplications and additions of a matmul or of causal attention."""
     if name in ("mm", "bmm"):
         return 2.0 * args[0].numel() * args[1].shape[-1]
     if name in ("addmm", "baddbmm"):
@@ -83,13 +83,13 @@ def operations(name, args):
     if "scaled_dot_product" in name:
         backward = "backward" in name
         q, k = args[1:3] if backward else args[:2]
-        return (5.0 if backward else 2.0) * q.numel() * k.shape[-2]  # half of the positions are seen
+        return (5.0 if backward else 2.0) * q.numel() * k.shape[-2]  # causal: half of the positions are seen
     return 0.0
 
 
 def timed(parts, device):
     """Name -> (seconds, count) of what ran, and the seconds of each part. On a GPU the names are those of our kernels and,
-    for the kernels that torch launches, of its ops; on a CPU those of the ops."""
+    for kernels that torch launches, those of its ops; on a CPU, those of the ops."""
     gpu, activity = device.type == "cuda", torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU] + [activity.CUDA] * gpu) as profiler:
         for name, part in parts.items():
@@ -122,7 +122,7 @@ def timed(parts, device):
 
 
 def outermost(event):
-    """The op that a program called, of those that called one another."""
+    """The outermost op among the nested calls around this one, apart from composite ones."""
     name = event.name
     while event.cpu_parent is not None:
         event = event.cpu_parent
@@ -134,7 +134,7 @@ COMPOSITE = tuple(f"aten::{name}" for name in "to linear matmul dropout contiguo
 
 
 def report(parts, device):
-    """Run a step of so many parts in turn, some times, and say in tables what it costs."""
+    """Run a step, given as its parts in order, a few times, and show in tables what it costs."""
     for _ in range(3):
         for part in parts.values():
             part()
@@ -148,7 +148,7 @@ def report(parts, device):
         moved, done = counted.bytes.get(name, 0.0), counted.operations.get(name, 0.0)
         best = max(moved / copy, done / product)
         kinds[kind_of(name)][0] += seconds
-        kinds[kind_of(name)][1] += min(best, seconds) if best else seconds  # what is not counted is taken as it is
+        kinds[kind_of(name)][1] += min(best, seconds) if best else seconds  # what is not counted is taken to be at its ceiling
         if seconds > 0.002 * total:
             shares = {"% of copy": 100 * moved / copy / seconds, "% of product": 100 * done / product / seconds}
             rows.append({"kernel": name[:48], "ms": 1e3 * seconds, "count": count, "GB/s": moved / seconds / 1e9} | shares)

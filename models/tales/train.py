@@ -4,10 +4,10 @@
     python models/tales/train.py --corpus DIR --out DIR        DIR holds train/*.txt and held_out/*.txt
 
 A corpus of 21 MB is tiny for a language model: anything big enough to learn it learns it by heart. So the recipe is
-mostly about not doing that. It reads the books many times and never twice alike (books.py: sub-word dropout, other
-requests; here: other windows), trains two larger teachers that can afford dropout, and lets the small model that is
-shipped imitate their averaged predictions: a distribution over the next token tells more than the one token that came.
-The model is defined anew here: the inference program works in place on a cache, and code that does that cannot train.
+mostly about preventing that. It reads the books many times but never the same way twice (books.py: sub-word dropout, new
+requests; here: new windows), trains two larger teachers that can afford dropout, and has the small model that is shipped
+imitate their averaged predictions: a distribution over the next token says more than the one token that occurred.
+The model is defined anew here: the inference program updates a cache in place, and gradients cannot flow through that.
 """
 
 import argparse
@@ -51,12 +51,12 @@ class Config:
     theta: float = 10000.0
 
     def rows(self, name):
-        """Of the matrices that are joined in one."""
+        """The rows of each matrix that a parameter joins."""
         kv = self.kv_heads * self.head_dim
         return (self.dim, kv, kv) if name.endswith("qkv_proj") else (self.hidden, self.hidden)
 
 
-JOINED = {  # products of the same input are one product here, and several matrices in the checkpoint
+JOINED = {  # matrices that multiply the same input are one matrix here, and several in the checkpoint
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
@@ -87,14 +87,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x is the residual and h what is made of it by the norm before a branch. A branch is added, with dropout, by the norm
-    that follows it, so a block ends with the norm of the next one."""
+    """x is the residual and h its normalised form, the input of a branch. A branch's output is added, with dropout, by the norm
+    that follows it, so a block ends with the first norm of the next one."""
 
     def __init__(self, c, dropout, ops):
         super().__init__()
         self.ops, self.eps, self.dropout = ops, c.eps, dropout
         self.self_attn, self.mlp = Attention(c, ops), MLP(c, ops)
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)  # for their weights
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)  # weights only
 
     def forward(self, x, h, cos, sin, next_norm):
         dropout = self.dropout if self.training else 0.0
@@ -114,7 +114,7 @@ class Llama(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, p in self.named_parameters():
-            if p.ndim == 2:  # the ends of the branches start smaller, since depth adds them up
+            if p.ndim == 2:  # the last matrix of each branch starts smaller, since the layers' outputs add up
                 ends = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.layers) if ends else 0.02)
 
@@ -122,7 +122,7 @@ class Llama(nn.Module):
         return self.dropout(self.embed_tokens(tokens))
 
     def hidden(self, x):
-        """What the logits are a product of. The residual x is in fp32, the rest in autocast's type where that is on."""
+        """The input of the classifier. The residual x is in fp32, the rest in autocast's type if it is on."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         norms = [*(block.input_layernorm.weight for block in self.layers), self.norm.weight]
@@ -156,21 +156,21 @@ class Plan:
     decay: float  # of the weights; the embedding's is a tenth of it
     dropout: float
     hide: float  # share of the input tokens that are hidden
-    respell: float  # mean chance that sub-word dropout leaves out a merge of the tokenizer
+    respell: float  # mean probability that sub-word dropout leaves out a merge of the tokenizer
 
 
 TEACHER = Plan(epochs=12, lr=4e-3, decay=0.5, dropout=0.15, hide=0.05, respell=0.08)
-# the student's rate is high because that keeps it from learning by heart: without teachers 6e-3 beat 3e-3 clearly
+# the student's learning rate is high, which keeps it from learning by heart: without teachers 6e-3 clearly beat 3e-3
 STUDENT = Plan(epochs=18, lr=1e-2, decay=0.3, dropout=0.0, hide=0.0, respell=0.05)
-ALIGNED = 0.5  # chance that a document's beginning is the beginning of a window
-WARMUP, FALL = 0.03, 0.7  # shares of a training in which the learning rate rises, and falls to nothing
+ALIGNED = 0.5  # probability that a document's beginning begins a window
+WARMUP, FALL = 0.03, 0.7  # shares of the training in which the learning rate rises, and falls to zero
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose matrix is made orthogonal before it is applied: every direction of a weight matrix learns at the
-    same speed. Five Newton-Schulz steps in bf16 do it, for all matrices of one shape at once. The result is scaled to
+    """Momentum that is orthogonalised before it is applied, so that every direction of a weight matrix learns at the same
+    speed. Five Newton-Schulz steps (in bf16 on a GPU) do this, for all matrices of one shape at once. The result is scaled to
     the size of an AdamW step, so that one learning rate serves both. A parameter that joins several matrices is split into
-    `rows` of each."""
+    them, with `rows` rows each."""
 
     def __init__(self, params, rows, lr, weight_decay, momentum=0.95):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
@@ -211,23 +211,23 @@ def optimizers(model, plan):
     rows = [model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),) for n, p in matrices.items()]
     embedding = dict(params=[model.embed_tokens.weight], weight_decay=0.1 * plan.decay)
     norms = dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)
-    gpu = model.embed_tokens.weight.is_cuda  # where the rate is a number on the device, and the step part of a CUDA graph
+    gpu = model.embed_tokens.weight.is_cuda  # there the rate is a tensor on the device, and the step part of a CUDA graph
     lr = torch.tensor(plan.lr, device=model.embed_tokens.weight.device) if gpu else plan.lr
     adamw = torch.optim.AdamW([embedding, norms], lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=gpu, capturable=gpu)
     return [adamw, Muon(list(matrices.values()), rows, lr=plan.lr, weight_decay=plan.decay)]
 
 
 def imitation(logits, guides, y):
-    """What to minimise where there are teachers: the cross-entropy with the mean of their predictions. And for the report
-    that with the token that came."""
+    """What to minimise when there are teachers, the cross-entropy with the mean of their predictions; and, for the report,
+    the cross-entropy with the actual next token."""
     logits = logits.float()
     soft = sum(guide.float().softmax(-1) for guide in guides) / len(guides)
     return -(soft * logits.log_softmax(-1)).sum(-1).mean(), F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 def windows(size, heads, length, rng):
-    """Where the windows of an epoch begin. A model that only ever saw windows cut anywhere takes the first <s> for the
-    middle of a text, and does not know a prompt for a beginning; so half of the documents begin a window."""
+    """Where the windows of an epoch begin. A model that has only seen windows cut anywhere takes what follows the first
+    <s> for the middle of a text, and does not recognise a prompt as a beginning; so half of the documents begin a window."""
     starts, at = [], rng.randrange(length)
     while at + length <= size:
         starts.append(at)
@@ -237,7 +237,7 @@ def windows(size, heads, length, rng):
 
 
 def grouped(epoch, args, device, rng):
-    """An epoch's tokens, and the beginnings of its windows, a row for each step."""
+    """An epoch's tokens, and where its windows begin, with a row for each step."""
     stream, heads = epoch
     starts = windows(len(stream), heads, args.context, rng)
     if not starts:
@@ -248,13 +248,13 @@ def grouped(epoch, args, device, rng):
 
 
 def pick(tokens, starts, length):
-    """Inputs and targets of some windows. Each begins with <s>, as text does when the model is used."""
+    """Inputs and targets of some windows. Each input begins with <s>, as it does in inference."""
     y = tokens[starts[:, None] + torch.arange(length, device=tokens.device)]
     return torch.cat((torch.full_like(y[:, :1], BOS), y[:, :-1]), 1), y
 
 
 def compile_plain(model):
-    """Compile a model of plain torch block by block, since all its blocks share one compilation. Fused ops stay as they are."""
+    """Compile a plain torch model block by block, since all its blocks share one compilation. Fused ops stay as they are."""
     if model.ops is reference:
         for block in model.layers:
             block.compile(dynamic=False)
@@ -263,7 +263,7 @@ def compile_plain(model):
 
 
 def rate(progress):
-    """The learning rate's factor: rise, level, fall to nothing."""
+    """The learning rate's factor: it rises, stays level, and falls to zero."""
     return min(1, (progress + 1e-3) / WARMUP, (1 - progress) / FALL)
 
 
@@ -277,8 +277,8 @@ def update(model, optims, lr):
 
 
 class Graph:
-    """A function of tensors as a CUDA graph, since Python launches the kernels of a step more slowly than they run. The first
-    calls run as they are, while libraries allocate their workspaces and kernels are compiled."""
+    """A function of tensors as a CUDA graph, since Python takes longer to launch the kernels of a step than they take to run.
+    The first calls are not captured, since in them libraries allocate their workspaces and kernels are compiled."""
 
     def __init__(self, function, warmup=3):
         self.function, self.warmup, self.graph, self.stream = function, warmup, None, torch.cuda.Stream()
@@ -302,7 +302,7 @@ class Graph:
 
 
 def stepper(model, teachers, plan):
-    """The function that makes one step from inputs, targets and the learning rate, and returns the cross-entropy."""
+    """A function of inputs, targets and the learning rate that makes one training step and returns the cross-entropy."""
     device = model.embed_tokens.weight.device.type
     gpu = device == "cuda"
     imitate = torch.compile(imitation, dynamic=False) if gpu else imitation
@@ -321,7 +321,7 @@ def stepper(model, teachers, plan):
 
 
 def fit(name, model, teachers, plan, data, args, seed):
-    """Train the model in place and return it. The books are spelt by other processes while the GPU is set up."""
+    """Train the model in place and return it. Other processes tokenise the books while the GPU is set up."""
     began, rng, readings = time.time(), random.Random(seed), epochs(data, plan, seed)
     device, gpu = next(model.to(args.device).parameters()).device, args.device == "cuda"
     if gpu:
@@ -359,7 +359,7 @@ def evaluate(model, data):
 
 
 def teach(i, folder, data, args):
-    """Train a teacher and save it: run in a process of its own, on a GPU of its own where there are enough."""
+    """Train a teacher and save it: run in a process of its own, and on a GPU of its own if there are enough."""
     seed, plan = args.seed + 1 + i, replace(TEACHER, epochs=args.teacher_epochs)
     torch.manual_seed(seed)
     if args.device == "cuda":
@@ -383,7 +383,7 @@ def taught(data, args):
 
 # ---------------------------------------------------------------- the folder
 
-# Llama 2's, as Meta's code builds it
+# Llama 2's template, which gives what Meta's code builds
 CHAT_TEMPLATE = r"""
 {% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}
 {% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}{% for message in messages %}
@@ -394,7 +394,7 @@ CHAT_TEMPLATE = r"""
 
 
 def shaped(vocab, dim, layers, sharing, context):
-    """A Llama of Llama 2's proportions; so many query heads share one key and value head."""
+    """The config of a model with Llama 2's proportions; `sharing` query heads share one key/value head."""
     return Config(vocab, dim, layers, dim // 64 // sharing, dim * 11 // 4 // 64 * 64, context)
 
 
@@ -432,7 +432,7 @@ def save(model, folder):
         unk_token="<unk>",
         chat_template=CHAT_TEMPLATE,
     )
-    generation = dict(bos_token_id=BOS, eos_token_id=EOS, repetition_penalty=1.1)  # it repeats itself without
+    generation = dict(bos_token_id=BOS, eos_token_id=EOS, repetition_penalty=1.1)  # it repeats itself without one
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(safetensors.torch.save(state, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -441,7 +441,7 @@ def save(model, folder):
 
 
 def split(state, config):
-    """The state with the matrices that are joined here as the checkpoint names them."""
+    """The state with joined matrices split into those of the checkpoint."""
     parts = {}
     for name, value in state.items():
         joined = next((j for j in JOINED if j in name), None)
@@ -451,7 +451,7 @@ def split(state, config):
 
 
 def join(state, names):
-    """The opposite: a state of these names."""
+    """The inverse of `split`: a state with these names."""
     whole = {}
     for name in names:
         joined = next((j for j in JOINED if j in name), None)
