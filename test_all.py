@@ -1,7 +1,7 @@
-"""The tests. `make test` runs them all; they need no GPU and no network. Fresh random inputs each run: the seed is printed.
+"""The tests. `make test` runs them all; they need no GPU and no network. Inputs are random; each run prints its seed.
 
-The Triton kernels run on the GPU when there is one, in Triton's interpreter when there is none; either way they are compiled
-ahead of time for every supported architecture.
+The Triton kernels run on the GPU if there is one, otherwise in Triton's interpreter; either way they are compiled ahead of
+time for every supported architecture.
 """
 
 import bisect
@@ -87,7 +87,7 @@ from tokenizer import TextStream, Tokenizer
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(1 << 31)))
-PATIENCE = 600  # seconds, on however busy a machine: what has not come by then will not
+PATIENCE = 600  # seconds, even on a busy machine: what has not happened by then never will
 TEXT = "Once upon a time there was a fox. It said: good day, crow! Żółw zjadł 12 jabłek. [INST] USER: tell me a tale [/INST]\n"
 
 
@@ -105,7 +105,7 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def rounds_to_bf16():
-    """To the nearest, as a GPU does: Triton's interpreter cuts the bits off, an error of up to twice that."""
+    """To the nearest, as a GPU does: Triton's interpreter truncates, with errors up to twice as large."""
     with pytest.MonkeyPatch.context() as patch:
         if launch.triton:
             from triton.runtime import interpreter
@@ -157,7 +157,7 @@ SHAPES = {
 }
 
 
-FAMILIES = {  # what they add to Llama 2, as their configurations say it, small
+FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
     "llama 3.2": dict(
         num_key_value_heads=2,
         tie_word_embeddings=True,
@@ -244,7 +244,7 @@ def test_logits_and_greedy_tokens_equal_transformers(tmp_path, shape):
     assert ours == expected[0, 40:].tolist()
 
 
-EVERY_KERNEL = ("llama 3.2", "mistral nemo", "qwen 2.5", "qwen 3")  # to Triton's kernels the others are one of these
+EVERY_KERNEL = ("llama 3.2", "mistral nemo", "qwen 2.5", "qwen 3")  # for Triton's kernels the others equal one of these
 
 
 @pytest.mark.parametrize("family, fp8, backend", [
@@ -253,7 +253,7 @@ EVERY_KERNEL = ("llama 3.2", "mistral nemo", "qwen 2.5", "qwen 3")  # to Triton'
     *(pytest.param(name, "e4m3", "triton", marks=needs_triton) for name in ("qwen 2.5", "qwen 3")),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend):
-    """Logits of a prompt, of the same cached, and greedy tokens; in 8 bits, against themselves with decoded weights."""
+    """Logits of a prompt, whole and in parts, and greedy tokens; in 8 bits, against our model with decoded weights."""
     theirs = hugging_face_model(**FAMILIES[family])
     theirs.save_pretrained(tmp_path)
     T, new = (70, 12) if backend == "torch" else (15, 2)  # the interpreter is slow
@@ -270,7 +270,7 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend):
         assert_close(ours.forward(prompt, KVCache(ours)), expected, 1e-4)
         cache = KVCache(ours)
         pieces = torch.cat([ours.forward(part, cache) for part in prompt.split([T - 12, 1, 10, 1])])
-        assert_close(pieces, expected, 0.02 if fp8 and backend == "torch" else 1e-4)  # halves on a CPU
+        assert_close(pieces, expected, 0.02 if fp8 and backend == "torch" else 1e-4)  # fp16 on a CPU
     if not fp8:
         whole = theirs.generate(prompt[None, : T - 12], max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
         greedy = generate(ours, prompt[: T - 12].tolist(), n=new, sampling=Sampling(temp=0), eos=[])
@@ -401,12 +401,12 @@ def test_links_are_followed_within_the_hub_cache_only(tmp_path, monkeypatch):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The few answers of the Hugging Face hub that a download needs. files: of the repository someone/tiny."""
+    """The few responses of the Hugging Face hub that a download needs. files: those of the repository someone/tiny."""
 
     files: dict[str, bytes]
     asked: list[str]
     token: str | None
-    broken: int  # bytes after which a large file breaks off, once
+    broken: int  # bytes after which the download of a large file breaks off, once
 
     def log_message(self, *_) -> None:
         pass
@@ -554,7 +554,7 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(tiny, tmp_path) -> Path:
-    """The tiny checkpoint, to be spoiled."""
+    """The tiny checkpoint, to be corrupted."""
     return Path(shutil.copytree(tiny, tmp_path / "copy"))
 
 
@@ -674,8 +674,8 @@ def read_config_like(**fields) -> Config:
 # ---- the op tables, and each op against its reference
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and what is not finite on purpose
-ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one last place each
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and values not finite on purpose
+ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one ulp each
 
 
 @pytest.fixture(autouse=True)
@@ -707,7 +707,7 @@ GUARD, MARGIN = 77.0, 64
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Outputs are poisoned with NaN before the op, and stand between guard values. -> a check that the guards still stand."""
+    """Outputs are filled with NaN before the op and placed between guard values. -> a check that the guards are intact."""
     buffers = []
 
     def allocate(shape, dtype, device) -> torch.Tensor:
@@ -776,7 +776,7 @@ def op_arguments(
     }[op]()
 
 
-OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # which are tested below, by what they choose
+OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # sampling is tested below, by what it chooses
 
 
 @needs_triton
@@ -786,14 +786,14 @@ OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # which ar
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_op_equals_its_reference(dtype, heads, before, T, guarded):
     check_guards = guarded
-    for op in OPS if T < 64 else ("attention",):  # the others take one row after the other, or are the library's product
+    for op in OPS if T < 64 else ("attention",):  # the others take row after row, or are the library's matmul
         arguments, written = op_arguments(op, dtype, heads, T, before)
         exact_arguments = [as_fp32(a).clone() if isinstance(a, torch.Tensor) else as_fp32(a) for a in arguments]
         untouched = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
         exact = getattr(kernels.reference, op)(*exact_arguments)
         ours = getattr(kernels.fused, op)(*arguments)
         limit = ONE_UNIT[dtype if op != "cross_entropy" else torch.float32]
-        if op == "rmsnorm_swiglu" and T > 1:  # the norm, the library's product and the output are rounded: half a place each
+        if op == "rmsnorm_swiglu" and T > 1:  # the norm, the library's matmul and the output are rounded: half a place each
             limit *= 1.5**2
         assert ours.shape == exact.shape and nmse(ours, exact) < limit, (op, nmse(ours, exact))
         tensors = [(i, a) for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
@@ -825,7 +825,7 @@ def test_qkv_with_a_bias_or_normalised_heads(dtype, heads, T, before, extra, gua
         for i in written:
             arguments[i].fill_(7.0)
         ours = kernels.fused.rmsnorm_qkv_rope(*arguments, **vector)
-        limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # of a prompt, the norm, the product, its norm, and q are rounded
+        limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # in a prompt, the norm, the matmul, its norm and q are rounded
         new = slice(before, before + T)
         for name, mine, right in (("q", ours, q), *((i, arguments[i][:, new], exact[i][:, new]) for i in written)):
             assert nmse(mine, right) < limit, (name, nmse(mine, right), limit)
@@ -837,11 +837,11 @@ def test_qkv_with_a_bias_or_normalised_heads(dtype, heads, T, before, extra, gua
 @pytest.mark.parametrize("T", [1, 3, 17])
 @pytest.mark.parametrize("op", ["rmsnorm", "rmsnorm_qkv_rope", "rmsnorm_swiglu", "rmsnorm_linear"])
 def test_epsilon_is_added(op, T):
-    """Inputs so small that it is most of the sum."""
+    """With inputs so small that epsilon is most of the sum."""
     for format in (None, E4M3) if op != "rmsnorm" else (None,):
         arguments, _ = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
         x, norm, *rest = [a.encoded(format) if format and isinstance(a, Matrix) else a for a in arguments]
-        x = (x.float() * 1e-6).half()  # of size 0.003
+        x = (x.float() * 1e-6).half()  # of magnitude 0.003
         exact = [as_fp32(a) if not format or not isinstance(a, Matrix) else decoded(a) for a in (x, norm, *rest)]
         right = getattr(kernels.reference, op)(*exact).clone()
         ours = getattr(kernels.fused, op)(x, norm, *rest)
@@ -888,7 +888,7 @@ def test_attention_does_not_depend_on_how_it_is_split(heads, split, monkeypatch)
         assert nmse(kernels.attention(*arguments), exact) < ONE_UNIT[torch.float16], (T, before)
 
 
-FEW_ROWS_SPLITS = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]  # which are a GPU's
+FEW_ROWS_SPLITS = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]  # launch sizes for a GPU
 
 
 @needs_triton
@@ -896,7 +896,7 @@ FEW_ROWS_SPLITS = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]  # 
 @pytest.mark.parametrize("heads", [(2, 2, 128), (4, 1, 64), (2, 1, 24)], ids=str)
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_attention_of_few_rows(kv_fp8, heads, split, monkeypatch):
-    """On Hopper few_rows.py, elsewhere the kernel for up to 64 rows."""
+    """few_rows.py on Hopper, elsewhere the kernel for up to 64 rows."""
     if DEVICE.type == "cuda":
         monkeypatch.setattr(kernels, "FEW_ROWS", {launch.capability(DEVICE): launch.SplitLaunch(*split)})
     for T, before in ((2, 0), (4, 61), (3, 250), (16 * heads[1] // heads[0], 700)):
@@ -915,7 +915,7 @@ def cloned(arguments: tuple) -> list:
 @needs_triton
 @pytest.mark.parametrize("T", [1, 3])
 def test_launchers_refuse_what_the_kernels_cannot_read(T):
-    """Each tensor of each op in turn, with other numbers between its own: refused, or read right (by the library)."""
+    """Each tensor of each op in turn, with other numbers between its own: refused, or read correctly (by the library)."""
     apart = lambda t: torch.stack((t, torch.full_like(t, 77)), -1)[..., 0]
     refused = set()
     for op in OPS:
@@ -937,7 +937,7 @@ def test_launchers_refuse_what_the_kernels_cannot_read(T):
 
 
 def test_memory_counts_both_copies_of_a_tied_embedding(monkeypatch):
-    """A CPU keeps a bf16 model's matrices in fp16 or packed, so a tied embedding is there twice."""
+    """A CPU keeps a bf16 model's matrices in fp16 or packed, so a tied embedding is stored twice."""
     told = {}
     monkeypatch.setattr("checkpoint.free_memory", lambda device: 0)
     for dtype, tied in itertools.product((torch.bfloat16, torch.float16), (False, True)):
@@ -948,7 +948,7 @@ def test_memory_counts_both_copies_of_a_tied_embedding(monkeypatch):
 
 
 def test_memory_counts_the_largest_matrix_decoded(monkeypatch):
-    """Of 8-bit weights, beside what they take themselves."""
+    """With 8-bit weights, in addition to the weights themselves."""
     config = read_config_like(dim=512, n_layers=8, hidden_dim=4096, vocab_size=4096)
 
     def needed(format) -> int:
@@ -1010,7 +1010,7 @@ def test_a_cache_is_freed_with_its_owner(tiny):
 @needs_triton
 @pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
-    """Keys and values of every position, after thousands of steps on a GPU, are those of torch ops, which overlap nothing."""
+    """Keys and values of every position, after thousands of steps on a GPU, equal those of torch ops, which do not overlap."""
     steps = 3000 if DEVICE.type == "cuda" else 4
     sizes = [1] * steps if how == "single steps" else [random.choice((1, 2, 17, 40)) for _ in range(steps // 20 or 2)]
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
@@ -1032,7 +1032,7 @@ def test_no_step_sees_an_old_position(tiny, how):
 
 
 def test_nothing_is_collected_during_a_capture(monkeypatch):
-    """A graph that only the collector frees, as those of a dropped Speculation, would end the capture of another."""
+    """Freeing a graph, such as one of a dropped Speculation that waits for the collector, would end the capture of another."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_: contextlib.nullcontext())
@@ -1046,7 +1046,7 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
 
 @needs_triton
 def test_other_numbers_need_no_other_graph(tiny, monkeypatch):
-    """A graph is replayed as what was captured is: the same launches, with the arguments of then. Its numbers are read anew."""
+    """A graph is replayed as CUDA does it: the same launches with the arguments of the capture, but numbers are read anew."""
     recorded, captures = [], 0
 
     def record(*arguments, **constants) -> None:
@@ -1108,7 +1108,7 @@ def test_sampling_on_the_device_follows_the_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     expected = (logits / 0.7).softmax(0)
     drawn = draw(logits.to(DEVICE), 300, ops=kernels.fused, **(OFF | dict(temp=0.7)))
-    assert (drawn - expected).abs().max() < 0.14  # 5 sigma of 300 draws; of more, the test above
+    assert (drawn - expected).abs().max() < 0.14  # 5 sigma of 300 draws; the test above covers more
 
 
 @needs_triton
@@ -1131,7 +1131,7 @@ def test_equals_at_the_edge_stay_together_on_every_device(V):
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("top_k", [0, 40])
 def test_sampling_on_the_device_tells_of_not_finite_logits(bad, top_k):
-    logits = torch.full((2500,), random.choice([0.5, 1.5]))  # so that a part keeps all it has room for
+    logits = torch.full((2500,), random.choice([0.5, 1.5]))  # so that a part keeps as many as it has room for
     logits[:900] = torch.randn(900)
     logits[2000] = float(bad)
     nowhere = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -1152,7 +1152,7 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
         table = angles.cos(), angles.sin()
         return [(x(B, S, (H + 2 * KH) * 24), *table, H, KH) for B, S, H, KH in ((2, 17, 4, 2), (1, 1, 2, 2), (3, 20, 6, 1))]
     sure = x(19, 201).fill_(-30.0)
-    sure[torch.arange(19), some.clamp(min=0)] = 30.0  # rows that are one-hot, and so is their softmax
+    sure[torch.arange(19), some.clamp(min=0)] = 30.0  # one-hot rows, whose softmax is one-hot, too
     return {
         "linear": [(x(2, 37, 24), x(40, 24), x(40)), (x(1, 16), x(3, 16), x(3)), (x(70, 8), x(300, 8), x(300))],
         "rmsnorm": [
@@ -1175,11 +1175,11 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
 
 
 def differentiated(ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=None) -> tuple[list, list]:
-    """What an op makes of arguments in dtype and the gradients of its matrices, and what was fed back for them."""
+    """An op's outputs for arguments in dtype with the gradients of its matrices, and the gradients that were fed back."""
     wanted = lambda i, a: isinstance(a, torch.Tensor) and a.is_floating_point() and (op != "rope" or i == 0)
     leaves = [a.to(dtype, copy=True).requires_grad_() if wanted(i, a) else a for i, a in enumerate(arguments)]
     passed = [dtype if isinstance(a, torch.dtype) else a for a in leaves]
-    passed[0] = passed[0].clone()  # not a leaf, since some of the ops write over it
+    passed[0] = passed[0].clone()  # not a leaf, since some of the ops overwrite it
     if op == "rope" and dtype == torch.float64:
         passed[1:3] = [a.double() for a in passed[1:3]]
     outputs = getattr(ops, op)(*passed)
@@ -1192,15 +1192,15 @@ def differentiated(ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=
 
 
 def distance(ours: torch.Tensor, exact: torch.Tensor, least: float = 1e-6) -> float:
-    """Relative, as a vector; absolute, in units of `least`, for one smaller than that, such as the gradient of rows that are
-    sure."""
+    """The relative error of a whole vector; the absolute error, in units of `least`, of one smaller than that, such as the
+    gradient of rows that are sure of their target."""
     return ((ours.double() - exact).norm() / exact.norm().clamp(min=least)).item()
 
 
 def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
-    """What is smaller is measured as if it were so large. For a row that is nearly sure of its target, the loss is the
-    logarithm of a number near 1 and the gradient a difference of two such numbers, so both keep four roundings of 1 in fp32;
-    past a product, times its matrix."""
+    """The `least` of distance. For a row that is nearly sure of its target, the loss is the logarithm of a number near 1 and
+    the gradient a difference of two such numbers, so both keep errors of four roundings of 1 in fp32; behind a matmul, times
+    the norm of its matrix."""
     if "entropy" not in op:
         return 1e-6
     matrix = arguments[1].double().norm().item() if op.startswith("linear") else 1.0
@@ -1208,7 +1208,7 @@ def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
 
 
 TRAINING_OPS = list(vars(training.fused))
-HALF_PLACE = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-23}  # fp32: a sum's, of some rounded terms
+HALF_PLACE = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-23}  # fp32: of a sum of some rounded terms
 
 
 def test_training_tables_have_the_same_ops_and_signatures():
@@ -1288,7 +1288,7 @@ def test_cross_entropy_tells_of_what_is_not_finite_and_leaves_out_what_is_ignore
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_cross_entropy_does_not_depend_on_how_a_row_is_cut(dtype, monkeypatch, guarded):
-    """Into blocks that stay in registers, blocks that are read twice, and an end; rows of 643 start anywhere."""
+    """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at any alignment."""
     cut = kernels._cross_entropy_launch
     for V, kept, at_once in itertools.product((65, 640, 643), (0, 3, 99), (1, 4)):
         start, targets = randn(5, V, dtype=dtype, scale=3), torch.randint(0, V, (5,), device=DEVICE)
@@ -1464,15 +1464,16 @@ def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_ops_read_8_bit_matrices(dtype, form, T):
     """Against the reference with the same weights decoded: reading them adds no error of its own. All codes occur. The
-    half sums of packed products leave an NMSE of 0.26 ONE_UNIT, which SwiGLU makes 0.59 on average; but on the 52 outputs of a
-    draw it depends on the few largest, and is above one unit in a tenth of the draws. So SwiGLU's is a mean of many."""
+    half-precision sums of packed products leave an NMSE of 0.26 ONE_UNIT, which SwiGLU raises to 0.59 on average; but with the
+    52 outputs of a draw it depends on the few largest, and exceeds one unit in a tenth of the draws. So SwiGLU's is averaged
+    over many draws."""
     for op in launch.OPS:
         errors = []
         for _ in range(32 if op == "rmsnorm_swiglu" and T == 1 else 1):
             arguments, _ = op_arguments(op, dtype, (4, 2, 16), T, 5)
             arguments = [a.encoded(FORMATS[form]) if isinstance(a, Matrix) else a for a in arguments]
             dense = [decoded(a) if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
-            # the reference in fp32, since what other types round is not the question
+            # the reference in fp32, since rounding in other types is not what is tested
             in_fp32 = [a if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
             exact = getattr(kernels.reference, op)(*cloned(dense))
             outputs = getattr(kernels.fused, op)(*cloned(arguments)), getattr(kernels.reference, op)(*cloned(in_fp32))
@@ -1498,14 +1499,14 @@ def test_a_model_in_8_bits_is_the_model_with_its_weights_decoded(tiny, form, cli
         with torch.inference_mode():
             logits.append([model.forward(part, cache) for part in ids.split([29, 1])])
     assert_close(logits[0][0], logits[1][0], 1e-4)
-    assert_close(logits[0][1], logits[1][1], 0.01)  # one token's activations are rounded to half floats on a CPU
+    assert_close(logits[0][1], logits[1][1], 0.01)  # one token's activations are rounded to fp16 on a CPU
     code, _, err = cli("-m", tiny, "-p", "Once", "-n", 4, "--temp", 0, *(["--fp8"] if form == "e4m3" else ["--fp8", form]))
     assert code == 0 and f"with {form} matrices" in err
 
 
 @needs_triton
 def test_kernels_encode_as_torch_does():
-    """All finite halves, what lies between the codes and far beyond them, and NaN."""
+    """All finite fp16 numbers, numbers between the codes and far beyond them, infinities and NaN."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     between = torch.rand(1 << 16) * 2.0 ** torch.randint(-14, 12, (1 << 16,))
     x = torch.cat(
@@ -1528,7 +1529,7 @@ def test_kernels_encode_as_torch_does():
 @pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 24)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_ops_on_an_8_bit_cache(dtype, heads, T):
-    """What the QKV op writes are the reference's codes, but where it rounds the other way; attention reads them exactly."""
+    """The QKV op writes the reference's codes, except where it rounds the other way; attention reads them exactly."""
     arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)
     caches = [E4M3.round(torch.randn(arguments[i].shape, device=DEVICE)) for i in written]
     ours, exact = ([c.clone() for c in caches] for _ in range(2))
@@ -1547,7 +1548,7 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
 
 
 def test_a_model_with_an_8_bit_cache(tiny, cli, monkeypatch):
-    """It is the model whose keys and values are rounded, with either kind of weights."""
+    """It equals the model with rounded keys and values, with either kind of weights."""
     ids, write = torch.randint(3, 300, (30,)), kernels.reference.rmsnorm_qkv_rope
 
     def write_rounded(x, norm, wqkv, rope, k_cache, v_cache, pos, *rest):
@@ -1585,7 +1586,7 @@ NAN, INF = float("nan"), float("inf")
 ])  # fmt: skip
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_what_is_not_finite_is_told(copy, kv_fp8, name, bad, backend):
-    """E4M3 has no infinity, and its NaN decodes to 480 by moving bits; torch takes a row of scores that are NaN for masked."""
+    """E4M3 has no infinity, and its NaN decodes to 480 by moving bits; torch takes a row of NaN scores for a masked one."""
     name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
     spoil_tensors(lambda t: t[name].view(-1)[5 + 3 * 64 * (t[name].dim() - 1) :][:1].fill_(bad))(copy)
     model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
@@ -1627,7 +1628,7 @@ def test_a_context_is_used_to_its_last_slot(tiny, kv_fp8, backend):
 @needs_triton
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_half_sums_saturate():
-    """Scores far beyond 65504 in attention, products beyond it before rope and SwiGLU: finite, and the largest wins."""
+    """Attention scores far beyond 65504, and matmul results beyond it before rope and SwiGLU, stay finite; the largest wins."""
     H, D, T = 2, 32, 70
     q = torch.full((T, H, D), 200.0, dtype=torch.float16, device=DEVICE)
     k, v = torch.full((2, H, 128, D), 100.0, dtype=torch.float16, device=DEVICE)
@@ -1666,7 +1667,7 @@ def test_half_sums_do_not_hide_nan():
 def test_a_prompt_beyond_65504_stays_finite_with_half_sums():
     for op in launch.OPS:
         arguments = op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0]
-        # all positive: sums that pass 65504 in both directions are NaN, which is told
+        # all positive: sums that pass 65504 in both directions are NaN, which is reported
         arguments = [Matrix(a.data.abs() * 1e4) if isinstance(a, Matrix) else a for a in arguments]
         arguments = [a.abs_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
         with kernels.fp16_accumulation(True):
@@ -1681,7 +1682,7 @@ def test_a_prompt_beyond_65504_stays_finite_with_half_sums():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, fast):
-    """Activations in E4M3 have an error of 2^-4 at most: the square of a third of that, halved since most err less."""
+    """Activations in E4M3 have an error of at most 2^-4: a third of its square, halved since most err less."""
     x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16)).encoded(FORMATS[form])
     if not fp8.on_tensor_cores(w):
         pytest.skip("this GPU has none")
@@ -1750,7 +1751,7 @@ def test_prepacked_matrices_are_the_same_matrices():
 
 
 def test_prompts_of_any_length_need_few_kernels_of_onednn(monkeypatch):
-    """It keeps what it compiles for each number of rows, so that a chat's memory would grow with each new length."""
+    """oneDNN keeps what it compiles for each number of rows, so a chat's memory would grow with each new length."""
     sizes, w = set(), Matrix(torch.randn(8, 4, dtype=torch.bfloat16).to_mkldnn())
 
     def product(x, packed, *rest):
@@ -1803,7 +1804,7 @@ def test_codes_are_told_from_those_of_the_other_format():
 # ---- every kernel compiles for every architecture, with no GPU present
 
 
-ARCHITECTURES = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes of shared memory that a program may have
+ARCHITECTURES = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes of shared memory that a program may use
 
 
 def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
@@ -1818,7 +1819,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     few = dict.fromkeys(launch.OPS, {0: launch.FewLaunch(16, 8, 4, 8, 1)})  # one tile, which compiles fast
     few_tokens.FEW_LAUNCHES = {0: {1: {8: few, 16: few}}}
     kernels.FEW_ROWS = {arch: launch.FEW_ROWS[90]}
-    half = dtype == torch.float16  # of what differs in sizes only, bf16 is left out
+    half = dtype == torch.float16  # bf16 is left out where only sizes differ
     for T, op in itertools.product((1, 100, 3, 16, 60) if half else (1, 100), OPS):
         getattr(kernels.fused, op)(*op_arguments(op, dtype, (8, 8, 128), T, 300, 500)[0])
     for heads, T in [((8, 1, 64), 1), ((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)] if half else []:
@@ -1869,7 +1870,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
 
 
 def record_training(dtype: torch.dtype) -> None:
-    """Launch the training ops, with shapes of real models and with odd ones; with and without what is optional."""
+    """Launch the training ops, with shapes of real models and with odd ones; with and without optional arguments."""
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
     count, targets = new(dtype=torch.int64), new(2, dtype=torch.int64)
     for V, kind in ((32000, dtype), (128256, torch.float32), (201, dtype)):
@@ -1893,7 +1894,7 @@ def record_training(dtype: torch.dtype) -> None:
 
 
 def compile_kernels(arch: int) -> None:
-    """Compile what is launched, to machine code of an architecture."""
+    """Compile all that is launched to machine code for an architecture."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -1934,7 +1935,7 @@ def compile_kernels(arch: int) -> None:
 @pytest.mark.parametrize("start_pos", [0, 40, 77])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128)], ids=str)
 def test_attention_of_a_prompt_after_cached_positions(heads, start_pos, eight_bits):
-    """It sees nothing beyond its own positions, not even NaN."""
+    """It sees nothing beyond the prompt's own positions, not even NaN."""
     for T in (65, 127) if DEVICE.type == "cpu" else (65, 127, 512, 700, 2048):
         q, *caches, pos = op_arguments("attention", torch.float16, heads, T, start_pos)[0]
         if eight_bits:
@@ -1965,7 +1966,7 @@ def compile_hopper(dtype: str) -> None:
 # ---- several processes
 
 
-PARALLEL = {  # of checkpoints made below: a folder, and options of load
+PARALLEL = {  # cases, with checkpoints made below: a folder, and options of load
     "grouped queries": ("tiny", {}),
     "one key/value head, bias, tied": ("one head", {}),
     "norms of q and k": ("qwen 3", {}),
@@ -1995,7 +1996,7 @@ def parallel_cases(size: int) -> list[str]:
 
 
 def fork_ranks(folder: Path, size: int) -> int:
-    """Have `size` forks of this process, which has only imported things, write their results; how many failed."""
+    """Let `size` forks of this process, which has only done its imports, write their results. Returns how many failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -2033,7 +2034,7 @@ def parallel_folder(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def of_several(parallel_folder) -> dict[int, list[dict]]:
-    """The results of each of 2 and of 4 processes. They are forks of one, since each start takes seconds."""
+    """The results of each of 2 and of 4 processes. They are forks of a single one, since every start takes seconds."""
     command = [sys.executable, str(HERE / "test_all.py"), str(parallel_folder), "forks"]
     done = subprocess.run(
         command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=PATIENCE
@@ -2115,7 +2116,7 @@ def test_the_exchange_adds_and_gathers(form):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_gpus_are_one(parallel_folder, size):
-    """Both ways of sums, and thousands of rounds of the exchange with late ranks: see check_gpus."""
+    """Both ways of summing, and thousands of rounds of the exchange with late ranks: see check_gpus."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     process = torchrun(HERE / "test_all.py", parallel_folder, "gpus", size=size, env=os.environ | {"TEST_SEED": str(SEED)})
@@ -2125,9 +2126,10 @@ def test_several_gpus_are_one(parallel_folder, size):
 
 @torch.inference_mode()
 def check_gpus(folder: Path) -> None:
-    """What one of several processes with a GPU each does. The errors of several and of one are compared, not their results:
-    with e4m3 matrices a prompt's activations are rounded with a scale for each row, and rows of a part have other scales than
-    whole rows, so that several round otherwise than one (logits of models/tales are up to 8% apart), but no worse."""
+    """What each of several processes does, with a GPU of its own. The errors of several and of one are compared, not their
+    results: with e4m3 matrices a prompt's activations are rounded with a scale for each row, and rows of a part have other
+    scales than whole rows, so that several round differently from one (logits of models/tales are up to 8% apart), but no
+    worse."""
     ranks, alone = parallel.group(), parallel.Group()
     alone.rank, alone.size = 0, 1
     ids = (torch.arange(5, 47) * 7 % 290).to(DEVICE.type)
@@ -2153,11 +2155,11 @@ def check_gpus(folder: Path) -> None:
         stress_exchange(ranks)
 
 
-SLOTS, SUMMED = 64, 4096  # of an exchange under stress: the sums of a round, and how many numbers each of them has
+SLOTS, SUMMED = 64, 4096  # of an exchange under stress: the sums of a round, and how many numbers each has
 
 
 def terms_of(rank: int) -> list[Matrix]:
-    """What a rank multiplies a number with in the sums of a round: 1 on the first rank, 2 on the second, and so on."""
+    """A rank's matrices for the sums of a round: they multiply by 1 on the first rank, by 2 on the second, and so on."""
     matrices = [Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=DEVICE.type)) for _ in range(SLOTS)]
     for m in matrices:
         m.data[:, 0] = rank + 1
@@ -2165,8 +2167,8 @@ def terms_of(rank: int) -> list[Matrix]:
 
 
 class Stressed:
-    """A rank and its rounds as graphs: chains of sums whose terms are other whole numbers in each round. In all graphs but the
-    first the rank is late at random places. `wrong` counts the sums that are not those of their round."""
+    """A rank and its rounds as graphs: chains of sums whose terms are different whole numbers in each round. In all graphs but
+    the first, the rank is late at random places. `wrong` counts the sums that do not belong to their round."""
 
     def __init__(self, rank: int, size: int, exchange: parallel.Exchange):
         self.total, self.exchange, self.late = size * (size + 1) // 2, exchange, random.Random(SEED + rank)
@@ -2194,7 +2196,7 @@ class Stressed:
         self.exchange.round_number += 1
 
     def replay(self, with_delays: bool) -> None:
-        """One round more, perhaps late before the next, on the card or on the host."""
+        """One more round, perhaps with a delay after it, on the card or on the host."""
         with torch.cuda.stream(self.stream):
             self.graphs[self.late.randrange(4) if with_delays else 0].replay()
             if self.late.random() < 0.05:
@@ -2207,7 +2209,7 @@ def stress(ranks: list[Stressed], rounds: int) -> None:
     for i in range(rounds):
         for rank in ranks:
             rank.replay(with_delays=i < rounds // 4)
-        if i % 100 == 99:  # torch queues no more than some thousand launches
+        if i % 100 == 99:  # only about a thousand launches can be queued
             torch.cuda.synchronize()
     wrong = [rank.wrong.item() for rank in ranks]
     assert not any(wrong), f"sums of another round, by rank: {wrong}"
@@ -2222,7 +2224,7 @@ def stress_exchange(ranks: parallel.Group) -> None:
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("size", [3, 4])
 def test_ranks_on_one_card_wait_for_each_other(size):
-    """As many ranks as there may be no cards for, each with a stream of one card, and late at random: see stress_one_card."""
+    """More ranks than there may be cards, each with its own stream on one card and late at random: see stress_one_card."""
     command, seed = [sys.executable, str(HERE / "test_all.py"), str(size), "card"], {"TEST_SEED": str(SEED)}
     done = subprocess.run(command, env=os.environ | seed, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -2230,8 +2232,8 @@ def test_ranks_on_one_card_wait_for_each_other(size):
 
 @torch.inference_mode()
 def stress_one_card(size: int) -> None:
-    """Without programmatic dependent launch: what starts early would fill a shared card and keep out what it waits for. And the
-    first round finds entries of its number, so that nobody waits while kernels are compiled and loaded."""
+    """Without programmatic dependent launch: kernels that start early would fill a shared card and keep out those they wait
+    for. And the first round finds entries with its number, so that no rank waits while kernels are compiled and loaded."""
     launch.capability = lambda device: 80
     terms = [terms_of(rank) for rank in range(size)]
     memory = [torch.full((size * SLOTS * SUMMED,), 1 << 32, device=DEVICE) for _ in range(size)]
@@ -2314,7 +2316,7 @@ def choose(logits: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, o
 
 
 def draw(logits: torch.Tensor, count: int = 4000, history=(), **settings) -> torch.Tensor:
-    """How often each token is chosen, over positions and so over random numbers."""
+    """How often each token is chosen, over many positions and thus random numbers."""
     tokens = torch.zeros(len(history) + count, dtype=torch.int32, device=logits.device)
     tokens[: len(history)] = torch.tensor(history, dtype=torch.int32, device=logits.device)
     counts = torch.zeros(len(logits))
@@ -2577,7 +2579,7 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
         decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
         raw["decoder"] = {"type": "Sequence", "decoders": [*decoders, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
         raw["pre_tokenizer"]["split"] = False
-    if kind == "spaced pieces":  # as converted from old ones: a space before the text and after each control token
+    if kind == "spaced pieces":  # as converted from old tokenizers: a space before the text and after each control token
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
         raw["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]}
         raw["pre_tokenizer"] = None
@@ -2646,7 +2648,7 @@ def test_chat_templates_equal_transformers(tmp_path, family, system):
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_typed_control_tokens_are_text_wherever_the_template_puts_them(tmp_path, family):
-    """The control tokens of a conversation are those of a harmless one, and no character is lost."""
+    """A conversation has the same control tokens as a harmless one, and no character is lost."""
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
     numbers = set(t.control.values())
     names = [name for name in t.control if "think" not in name]
@@ -2673,7 +2675,7 @@ def test_answers_keep_their_tokens_and_end_where_the_template_says(tmp_path, fam
     ids, stops = t.turn_ends()
     first, second = conversation("tell me"), conversation("tell me", "a tale", "go on")
     prompt = t.chat_prompt(first)
-    answer = [i for letter in "a tale" for i in t.encode_after(letter)]  # not the tokens of the text
+    answer = [i for letter in "a tale" for i in t.encode_after(letter)]  # not the tokens that the whole text would have
     again = t.chat_prompt(second, past=prompt.answered("a tale", answer))
     if not again.text.startswith(prompt.text):
         assert "deepseek" in family, "which writes <think> before an answer, but not before a past one"
@@ -2804,7 +2806,7 @@ def test_symbols_that_a_tokenizer_defines_are_control_tokens_of_templates_only(t
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_control_tokens_of_a_tokenizer_model_are_those_that_its_template_writes(tmp_path, legacy):
-    """Mistral's v2 and v3 have [INST] as a control token, and their texts go on without a space after it."""
+    """Mistral's v2 and v3 have [INST] as a control token, and no space is added to the text after it."""
     (tmp_path / "text").write_text(TEXT * 20)
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=350, model_type="bpe",
@@ -2953,8 +2955,8 @@ def test_wrong_usage_exits_2_in_one_line(cli, tiny):
 @pytest.mark.parametrize("main", [run.main, bench.main], ids=["run", "bench"])
 def test_a_wrong_flag_is_named_as_it_was_typed(capfd, main):
     for arguments, named in (
-        (["-hx", "y"], "unknown flag -hx"),  # -h with the value x, for argparse
-        (["--mod", "x"], "unknown flag --mod"),  # the beginning of --model
+        (["-hx", "y"], "unknown flag -hx"),  # to argparse, -h with the value x
+        (["--mod", "x"], "unknown flag --mod"),  # an abbreviation of --model
         (["-n5"], "unknown flag -n5"),
         (["--temperatur=1"], "unknown flag --temperatur=1"),
         (["text"], "unexpected argument 'text'"),
@@ -3083,7 +3085,7 @@ def plant_index(name: str):
 
 
 def halves(folder: Path) -> None:
-    """One tensor as two halves in two shards, as Meta's layout has them and Hugging Face's has not."""
+    """One tensor as two halves in two shards, which Meta's layout has and Hugging Face's does not."""
     to_shards(folder, "safetensors")
     for i in (0, 1):
         file = folder / f"model-0000{i + 1}-of-00002.safetensors"
@@ -3102,7 +3104,7 @@ ELSEWHERE = ["quantised for another program: take the original safetensors; --fp
 
 
 def replace_by(name: str, content: bytes):
-    """All files gone, but for one."""
+    """Replace all files by one."""
 
     def spoil(folder: Path) -> None:
         [file.unlink() for file in folder.iterdir()]
@@ -3116,7 +3118,7 @@ def point(name: str):
     return lambda folder: (folder / name).write_text(text)
 
 
-SPOILED = {  # how a checkpoint is spoiled: what the one line of error must hold
+SPOILED = {  # how a checkpoint is corrupted: what the one-line error must contain
     "empty folder": (lambda f: [file.unlink() for file in f.iterdir()], ["neither config.json nor params.json"]),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json is not JSON"]),
     "config lacks a field": (spoil_config(hidden_size=None), ["config.json lacks the field hidden_size"]),
@@ -3229,7 +3231,7 @@ def test_a_spoiled_checkpoint_is_one_line_of_error(cli, copy, how, monkeypatch, 
 
 
 def test_the_bomb_would_have_run(tmp_path, monkeypatch):
-    """The check above is worth something only if an unsafe load runs the code."""
+    """The check above is meaningful only if an unsafe load does run the code."""
     monkeypatch.chdir(tmp_path)
     torch.save({"x": Bomb()}, "bomb")
     torch.load("bomb", weights_only=False)
@@ -3279,7 +3281,7 @@ def test_what_merges_with_a_dot_goes_on_whole(tmp_path):
         assert tokenizer.decode(tokenizer.encode("wait") + tokenizer.encode_after(text)) == "wait" + text
 
 
-# ---- files that others wrote
+# ---- untrusted files
 
 
 def torch_zip(file: Path, data_pkl: bytes, **storages: bytes) -> None:
@@ -3291,7 +3293,7 @@ def torch_zip(file: Path, data_pkl: bytes, **storages: bytes) -> None:
 
 
 def pickled(*values) -> bytes:
-    """A pickle of protocol 2 of nested tuples, dicts, numbers and texts; Raw is put in as it is."""
+    """A pickle of protocol 2 of nested tuples, dicts, numbers and texts; bytes are put in as they are."""
     return b"\x80\x02" + b"".join(map(opcodes, values)) + b"."
 
 
@@ -3327,7 +3329,7 @@ def swapped(a: bytes, b: bytes):
 ONES, TWOS = struct.pack("<4f", 1, 1, 1, 1), struct.pack("<4f", 2, 2, 2, 2)
 TWO = pickled({"a": rebuilt(), "b": rebuilt(data=storage("1"))})
 
-HOSTILE_ZIPS = {  # a torch zip: data.pkl, what is done to the file, what the error must hold
+HOSTILE_ZIPS = {  # a torch zip: data.pkl, what is done to the file, what the error must contain
     "a global with a long name": (pickled(b"c" + b"x" * 1_000_000 + b"\ny\n"), None, "read safely"),
     "a text with escapes": (pickled(b"V" + rb"\u0041" * 300_000 + b"\n"), None, "opcode 'V'"),
     "a number of many digits": (pickled(b"I" + b"9" * 1_000_000 + b"\n"), None, "opcode 'I'"),
@@ -3553,10 +3555,10 @@ def test_a_lost_stderr_does_not_end_a_good_run(tiny, tmp_path):
 
 @pytest.mark.parametrize("line, flags, expected", [
     ("import argparse\n", "--bad", 130),  # the imports
-    ("    sys.exit(code)\n", "-m none -p x --device cpu", 1),  # the end, when the error is told
+    ("    sys.exit(code)\n", "-m none -p x --device cpu", 1),  # the end, when the error is reported
 ])  # fmt: skip
 def test_ctrl_c_at_the_edges_of_a_run(tmp_path, line, flags, expected):
-    """Sent by the program to itself, before a line."""
+    """The program sends it to itself, just before a certain line."""
     indent = " " * (len(line) - len(line.lstrip()))
     script = (HERE / "run.py").read_text().replace(line, f"{indent}os.kill(os.getpid(), signal.SIGINT)\n{line}", 1)
     (tmp_path / "run.py").write_text(script)
@@ -3748,7 +3750,7 @@ def test_a_model_is_saved_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
 
 
 def test_a_run_that_is_ended_while_it_saves(cli, tiny, tmp_path, monkeypatch):
-    """By SIGTERM it leaves nothing; what is left of one that was killed, the next one names."""
+    """Ended by SIGTERM, it leaves nothing behind; what a killed run left behind is named by the next one."""
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr("checkpoint.save_file", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -4117,7 +4119,7 @@ class Person:
         os.write(self.terminal, text.encode())
 
     def interrupts(self) -> None:
-        """Types Ctrl-C, and again after a while: a signal that comes while readline draws waits for the next one."""
+        """Types Ctrl-C, and again after a while: a signal that comes while readline draws is handled with the next one."""
         for _ in range(PATIENCE // 5):
             self.types(CTRL_C)
             if select.select([self.terminal], [], [], 5)[0]:
@@ -4142,7 +4144,7 @@ class Person:
     def _reads(self) -> bool:
         try:
             new = os.read(self.terminal, 1 << 16)
-        except OSError:  # so it ends on Linux
+        except OSError:  # the end of output, on Linux
             return False
         self.unread += new.decode(errors="replace")
         return bool(new)
@@ -4194,7 +4196,7 @@ def test_a_chat_loses_nothing_that_is_typed(tiny, tmp_path):
     person.types(UP + UP + UP)
     assert "good\r\n" in person.sees("day"), "from the history of another run"
     person.types("\r")
-    answer = person.sees(r"\x1b\S+([^\n]*\n){6}")  # after what ends the mode of pasting
+    answer = person.sees(r"\x1b\S+([^\n]*\n){6}")  # after the sequence that ends bracketed paste
     person.interrupts()
     answer += person.sees("> ")
     lines = [line.strip("\r").replace("^C", "") for line in answer.split("\n")[1:-1]]
@@ -4251,7 +4253,7 @@ def test_a_long_prompt_shows_how_far_it_is(cli, tiny, monkeypatch):
 
 
 class Planted(Speculation):
-    """Proposes the text that will come, spoiled here and there."""
+    """Proposes the text that will follow, with errors here and there."""
 
     def __init__(self, n: int, text: list[int]):
         super().__init__(n)
@@ -4414,7 +4416,7 @@ def test_rows_are_sampled_as_single_tokens_are():
 
 @needs_triton
 def test_passes_of_graphs_do_not_change_the_text(tiny, monkeypatch):
-    """Without a GPU what the graphs do is run as it is, with the reference ops: capture and replay are missing."""
+    """Without a GPU, what the graphs do is run directly, with the reference ops; capture and replay are not covered."""
     event = SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda other: 1.0)
 
     def start(self, pos: int) -> None:
@@ -4589,7 +4591,7 @@ def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny, tmp_
 
 
 def test_a_profile_knows_the_kernels():
-    """Those that its table charges with a cost exist, and all kernels of attention are charged."""
+    """The kernels that its table charges with a cost exist, and all attention kernels are charged."""
     everywhere = {name for module in (kernels, hopper, few_rows, sampling) for name in vars(module) if name.endswith("_kernel")}
     assert bench.KERNEL_OPS.keys() <= everywhere
     assert {name for name in everywhere if "attention" in name} <= bench.KERNEL_OPS.keys()
@@ -4778,7 +4780,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
 
 
 def test_embedded_model_says_what_it_said():
-    """Greedy text in fp32. A change here is a change of the weights or of the arithmetic."""
+    """Greedy text in fp32. A change here means that the weights or the arithmetic have changed."""
     model, tokenizer = load(run.DEFAULT_MODEL, dtype="fp32", device="cpu"), Tokenizer(run.DEFAULT_MODEL)
     for prompt, text in GOLDENS.items():
         ids = tokenizer.encode(prompt)
@@ -4806,13 +4808,13 @@ def test_train_makes_a_model_that_runs(tmp_path, cli):
     assert code == 0 and out.startswith("Once") and len(out) > 8
 
 
-# ---- what was compiled meanwhile: the last tests, so that processors that the others leave idle do it
+# ---- compilation in the background: these tests are last, so that it uses processors that the others leave idle
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(request):
-    """-> the finished process of a call of compile_kernels or compile_hopper. Those that tests will ask for are begun at once,
-    and run beside the other tests; of several pytest processes each begins when it is asked."""
+    """-> the finished process of a call of compile_kernels or compile_hopper. The calls that tests will ask for are started at
+    once and run beside the other tests; with several pytest processes, each starts a call when a test asks for it."""
     begun, children = {}, []
     pool = ThreadPoolExecutor(max((os.cpu_count() or 1) - 1, 1))
 
@@ -4859,7 +4861,7 @@ def test_kernels_compile_ahead_of_time(compiled, call):
     assert every == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
 
 
-if __name__ == "__main__":  # what tests of several ranks start: "forks", "gpus" or "card"
+if __name__ == "__main__":  # started by the tests of several ranks: "forks", "gpus" or "card"
     argument, mode = sys.argv[1:]
     if mode == "gpus":
         check_gpus(Path(argument))
