@@ -1935,7 +1935,7 @@ def compile_kernels(arch: int) -> None:
 @pytest.mark.parametrize("start_pos", [0, 40, 77])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128)], ids=str)
 def test_attention_of_a_prompt_after_cached_positions(heads, start_pos, eight_bits):
-    """It sees nothing beyond the prompt's own positions, not even NaN."""
+    """It sees nothing after the last position of the prompt, not even NaN."""
     for T in (65, 127) if DEVICE.type == "cpu" else (65, 127, 512, 700, 2048):
         q, *caches, pos = op_arguments("attention", torch.float16, heads, T, start_pos)[0]
         if eight_bits:
