@@ -13,6 +13,7 @@ import io
 import json
 import os
 import random
+import re
 import resource
 import select
 import shutil
@@ -26,14 +27,16 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
+import bench
 import run
 from checkpoint import Checkpoint, load, read_config, save_fp8, tensor_shapes
 from files import one_line, read_part
@@ -255,7 +258,7 @@ def assert_tensors_are_the_libraries(checkpoint: Checkpoint) -> None:
         expected = theirs[part.file][part.name]
         ours = read_part(part)
         same = ours.dtype == expected.dtype and ours.shape == expected.shape and same_bits(ours, expected)
-        assert same, f"{part.name} is not as the library reads it"
+        assert same, f"{part.name} differs from what the library reads"
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -307,7 +310,7 @@ def spoiled_template(rng: random.Random, bases: dict[str, Path], place: Path) ->
         ids = tokenizer.apply_chat_template([{"role": r, "content": some_text(rng, rng.random() < 0.1)} for r in roles])
         assert all(0 <= i < 400 for i in ids), ids
     finally:
-        assert not ran.exists(), f"{template!r} was run"
+        assert not ran.exists(), f"{template!r} executed code"
 
 
 @cache
@@ -322,62 +325,39 @@ def any_tokens(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
     assert "\ud800" not in tokenizer.decode(ids)
 
 
+VALUES = (
+    "", "0", "-1", "1", "1e99", "nan", "inf", "-inf", "x", "\udc80", "x" * 5000, "\x1b[0m\n", "1" * 5000, "cpu", "e4m3",
+)  # fmt: skip
+
+
 def any_options(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
-    help_text = run.make_parser().format_help() if hasattr(run, "make_parser") else ""
-    flags = [word.strip(",[]") for word in help_text.split() if word.startswith(("-", "[-"))] or [
-        "-n",
-        "--temp",
-        "--top-k",
-        "-c",
-        "--seed",
-    ]
-    values = (
-        "",
-        "0",
-        "-1",
-        "1",
-        "1e99",
-        "nan",
-        "inf",
-        "-inf",
-        "x",
-        "\udc80",
-        "x" * 5000,
-        "\x1b[0m\n",
-        "1" * 5000,
-        "cpu",
-        "e4m3",
-    )
-    words = [rng.choice((rng.choice(flags), rng.choice(values))) for _ in range(rng.randrange(6))]
+    program = rng.choice((run, bench))
+    words = [rng.choice((rng.choice(flags_of(program)), rng.choice(VALUES))) for _ in range(rng.randrange(6))]
     said = io.StringIO()
     try:
-        with redirect_stderr(said):
-            run.parse_args(words)
+        with redirect_stdout(io.StringIO()), redirect_stderr(said):
+            program.parse_args(words)
     except SystemExit as exit:
-        assert exit.code == 0 or exit.code == 2 and said.getvalue().count("\n") == 1, said.getvalue()
+        assert exit.code == 0 or exit.code == 2 and said.getvalue().count("\n") == 1, (words, said.getvalue())
+
+
+@cache
+def flags_of(program: ModuleType) -> list[str]:
+    """The flags that a program's help lists."""
+    with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
+        program.parse_args(["--help"])
+    return sorted(set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", said.getvalue())))
 
 
 def any_prompt(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
     raw = spoil_bytes(rng, some_text(rng, bad=False).encode())
     (place / "prompt").write_bytes(raw)
-    arguments = [
-        "-m",
-        str(bases["safetensors"]),
-        "-f",
-        str(place / "prompt"),
-        "-n",
-        "2",
-        "--device",
-        "cpu",
-        "-c",
-        "64",
-        "--quiet",
-    ]
+    arguments = ["-m", bases["safetensors"], "-f", place / "prompt", *"-n 2 -c 64 --device cpu --quiet".split()]
     out, said = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
     sys.stdout, keep = out, sys.stdout
     try:
         with redirect_stderr(said):
-            code = run.main(arguments)
+            code = run.main([str(word) for word in arguments])
     finally:
         sys.stdout = keep
     assert code == 0 or code == 1 and said.getvalue().count("\n") == 1, (code, said.getvalue())
@@ -396,14 +376,8 @@ class Watch:
     """An audit hook that records what a case must not do: open files outside its folder, run programs or connect."""
 
     FORBIDDEN = (
-        "os.system",
-        "os.exec",
-        "os.posix_spawn",
-        "subprocess.Popen",
-        "socket.connect",
-        "pickle.find_class",
-        "ctypes.dlopen",
-    )
+        "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "pickle.find_class", "ctypes.dlopen",
+    )  # fmt: skip
 
     def __init__(self):
         self.folder, self.seen = "", []
@@ -419,12 +393,12 @@ class Watch:
                 os.path.realpath(self.folder),
                 sys.prefix,
                 sys.base_prefix,
-                "/proc/",
-                "/sys/",
+                "/proc",
+                "/sys",
                 "/dev/null",
                 os.path.dirname(__file__),
             )
-            if not path.startswith(own):
+            if not f"{path}/".startswith(tuple(f"{root}/" for root in own)):
                 self.seen.append(f"opens {path}")
 
 
@@ -482,7 +456,7 @@ def run_cases(seeds: list[int], bases: dict[str, Path], until: float = float("in
             size = os.read(source, 4) if ready else b""
             outcome = os.read(source, struct.unpack("<I", size)[0]).decode() if size else ""
             if not outcome:
-                outcome = "FAILED: the process died" if ready else f"FAILED: no end after {SECONDS} seconds"
+                outcome = "FAILED: the process died" if ready else f"FAILED: not finished after {SECONDS} seconds"
             outcomes[outcome.split("FAILED")[0] + ("FAILED" if "FAILED" in outcome else "")] += 1
             if "FAILED" in outcome:
                 failures[seeds[at]] = outcome
@@ -497,9 +471,9 @@ def run_cases(seeds: list[int], bases: dict[str, Path], until: float = float("in
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="of the first case")
-    parser.add_argument("--cases", type=int, default=1_000_000, help="how many at most")
-    parser.add_argument("--seconds", type=float, default=60, help="how long at most")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="seed of the first case")
+    parser.add_argument("--cases", type=int, default=1_000_000, help="most cases to run")
+    parser.add_argument("--seconds", type=float, default=60, help="most seconds to run")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as home:
