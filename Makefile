@@ -33,7 +33,7 @@ profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 test: .venv/ready-test  ## all tests; no GPU needed
 	$(VENV)/python -m pytest -q test_all.py $(ARGS)
 
-fuzz: .venv/ready-test  ## spoil checkpoints, templates, texts and options at random for a minute
+fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
 	$(VENV)/python fuzz.py $(ARGS)
 
 lint: .venv/ready-test  ## ruff: style and formatting

@@ -71,15 +71,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--kernels", action="store_true", help="each op against its ceiling and against plain PyTorch")
     add("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
     add("--perplexity", metavar="FILE", help="perplexity of a text")
-    add("--limits", metavar="FILE", help="how near a text's activations come to the largest half, layer by layer")
-    add("--passes", type=numbers, metavar="T,...", help="what evaluating T tokens at once costs, over a single one")
+    add("--limits", metavar="FILE", help="how near a text's activations come to the largest fp16 number, layer by layer")
+    add("--passes", type=numbers, metavar="T,...", help="what evaluating T tokens at once costs, relative to a single one")
     add("--tune", action="store_true", help="find launch sizes for this card and the shapes of this model")
-    add("--recorded", metavar="FILE", action="append", default=[], help="nothing: --plot draws the rows that -o jsonl printed")
+    add("--recorded", metavar="FILE", action="append", default=[], help="draw rows saved from -o jsonl; measures nothing")
 
     add = parser.group("model", "speed kernels profile perplexity limits passes tune")
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
         help=f"a checkpoint [models/tales], or random:SHAPE, one of {', '.join(SHAPES)}, tales, SHAPE:LAYERS, a config.json;"
-        " -m, --dtype, --fp8, -p, -n and -d given again, or with commas, make more rows")  # fmt: skip
+        " -m, --dtype, --fp8, -p, -n and -d repeated, or with commas, add rows")  # fmt: skip
     add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N", only="speed kernels profile perplexity limits",
         help="context; with --perplexity and --limits the window [512]")  # fmt: skip
     add("--dtype", type=one_of("auto", *DTYPE_NAMES), action="extend", default=["auto"], metavar="TYPE",
@@ -89,19 +89,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help="sums of a prompt's products, as in run.py")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
-    add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="threads on a CPU [one a core]")
+    add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="CPU threads [one per core]")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
 
     add = parser.group("tests", "speed")
     add("-p", "--n-prompt", type=numbers, action="extend", default=[512], metavar="N", only="speed kernels profile",
         help="tokens of a prompt; 0 leaves the test out [512]")  # fmt: skip
-    add("-n", "--n-gen", type=numbers, action="extend", default=[128], metavar="N", help="tokens to generate; likewise [128]")
+    add("-n", "--n-gen", type=numbers, action="extend", default=[128], metavar="N", help="tokens to generate; 0: none [128]")
     add("-d", "--depth", type=numbers, action="extend", default=[0], metavar="N", only="speed kernels profile passes",
         help="tokens already in the cache [0]")  # fmt: skip
-    add("-r", "--repetitions", type=within(int, 1, 1000), default=5, metavar="N", help="counted runs, after one that is not")
+    add("-r", "--repetitions", type=within(int, 1, 1000), default=5, metavar="N", help="timed runs, after one warm-up")
     add("--vs", type=one_of(*PEERS), action="extend", default=[], metavar="PEER",
-        help=f"{', '.join(PEERS)}: compare, in the same run")  # fmt: skip
-    add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity", help="from window to window [the window]")
+        help=f"{', '.join(PEERS)}: measure these, too, in the same run")  # fmt: skip
+    add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity", help="step between windows [the window]")
     add("--against", choices=DTYPE_NAMES, only="perplexity", help="compare with the model in this dtype, not in 8 bits")
 
     add = parser.group("output")
@@ -114,7 +114,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     args = parser.parse(argv, mode_of)
     if sum(bool(getattr(args, mode, None)) for mode in MODES) > 1:
-        parser.error(f"one at a time of {', '.join(flag for flag in MODES.values() if flag.startswith('--'))}")
+        parser.error(f"give only one of {', '.join(flag for flag in MODES.values() if flag.startswith('--'))}")
     several = {"-m": "models", "--dtype": "dtype", "--fp8": "fp8"}
     several |= {"-p": "n_prompt", "-d": "depth"} if args.mode == "profile" else {"-d": "depth"} if args.passes else {}
     if args.passes and not all(args.passes):
@@ -123,9 +123,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if args.mode != "speed" and len(getattr(args, name)) > 1:
             parser.error(f"{MODES[args.mode]} takes one {flag}")
     if args.perplexity and args.stride and args.stride > (args.ctx_size or 512):
-        parser.error(f"--stride {args.stride} leaves out text between windows of {args.ctx_size or 512}")
+        parser.error(f"--stride {args.stride} skips text between windows of {args.ctx_size or 512}")
     if args.recorded and not args.plot:
-        parser.error("--recorded is for --plot")
+        parser.error("--recorded needs --plot")
     if args.plot and Path(args.plot).suffix not in PICTURES:
         parser.error(f"--plot writes {', '.join(PICTURES)}, not {args.plot}")
     args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
@@ -187,7 +187,7 @@ def random_config(spec: str) -> Config:
     else:
         raise ValueError(f"random:{spec}: the shapes are {', '.join(SHAPES)}, tales or a config.json")
     if layers and not (layers.isdecimal() and int(layers) > 0):
-        raise ValueError(f"random:{spec}: {layers!r} is no number of layers")
+        raise ValueError(f"random:{spec}: {layers!r} is not a number of layers")
     return dataclasses.replace(config, n_layers=int(layers)) if layers else config
 
 
@@ -762,7 +762,7 @@ def tell_time(args: argparse.Namespace) -> None:
     for dtype, form in itertools.product(args.dtype, args.fp8):
         seconds += least_seconds(c, args, pick_dtype(dtype, c.dtype or torch.float16, device), form, device)
     if seconds > 5:
-        note(f"{args.model}: this takes {duration(seconds)} at least, at the speed of memory and arithmetic")
+        note(f"{args.model}: this takes at least {duration(seconds)}, at the speed of memory and arithmetic")
 
 
 def duration(seconds: float) -> str:
@@ -1182,7 +1182,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         if args.vs and parallel.group().size > 1:
-            raise ValueError(f"--vs compares with what runs in one process, not in {parallel.group().size}")
+            raise ValueError(f"--vs compares with programs that run in one process, not in {parallel.group().size}")
         if args.ignored:
             note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
         check_packages(args)

@@ -22,7 +22,7 @@ def read_rows(file: str) -> list[dict]:
         with suppress(ValueError, RecursionError):
             rows.append(json.loads(text))
         if len(rows) < number or not is_row(rows[-1]):
-            raise ValueError(f"{file}, line {number}: no row that bench.py -o jsonl prints")
+            raise ValueError(f"{file}, line {number}: not a row printed by bench.py -o jsonl")
     return rows
 
 

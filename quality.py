@@ -114,7 +114,7 @@ def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenize
     raw = Path(file).read_bytes()
     text = decoded(raw, file)
     if args.model.startswith("random:"):
-        raise ValueError("a text needs a checkpoint with its tokenizer, not random weights")
+        raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
     model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)

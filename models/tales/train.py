@@ -479,26 +479,26 @@ def say(text):
 def arguments():
     p = argparse.ArgumentParser(description="Train the model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = p.add_argument
-    add("--corpus", type=Path, help="folder with train/*.txt and held_out/*.txt, a paragraph a line")
+    add("--corpus", type=Path, help="folder with train/*.txt and held_out/*.txt, one paragraph per line")
     add("--out", type=Path, help="folder to write the model to")
-    add("--profile", action="store_true", help="instead: one step of a teacher on random tokens, kernel by kernel")
+    add("--profile", action="store_true", help="only profile one step of a teacher on random tokens, kernel by kernel")
     add("--seed", type=int, default=1, help="of the weights, the requests and the order of the books")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
     add("--kernels", choices=tuple(OPS), help="Triton kernels, or plain torch, compiled on a GPU; the default follows --device")
     add("--vocab", type=int, default=4096, help="size of the tokenizer")
     add("--dim", type=int, default=256, help="width, a multiple of 128: two heads of 64 share a key head")
     add("--layers", type=int, default=9, help="depth")
-    add("--context", type=int, default=1024, help="tokens a window")
-    add("--batch", type=int, default=32, help="windows a step")
-    add("--epochs", type=int, default=STUDENT.epochs, help="readings of the books")
+    add("--context", type=int, default=1024, help="tokens per window")
+    add("--batch", type=int, default=32, help="windows per step")
+    add("--epochs", type=int, default=STUDENT.epochs, help="passes over the books")
     add("--teachers", type=int, default=2, help="larger models to train first and to imitate")
     add("--teacher-dim", type=int, default=512, help="their width, a multiple of 64")
     add("--teacher-layers", type=int, default=8, help="their depth")
-    add("--teacher-epochs", type=int, default=TEACHER.epochs, help="their readings")
+    add("--teacher-epochs", type=int, default=TEACHER.epochs, help="their passes over the books")
     args = p.parse_args()
     args.kernels = args.kernels or ("fused" if args.device == "cuda" else "plain")
     if not args.profile and not (args.corpus and args.out):
-        p.error("--corpus and --out are needed, or --profile alone")
+        p.error("give --corpus and --out, or --profile alone")
     if args.dim % 128 or args.teacher_dim % 64:
         p.error("--dim must be a multiple of 128 and --teacher-dim one of 64")
     return args
@@ -520,7 +520,7 @@ def prepare(args):
     try:
         train_tokenizer(books, path, args.vocab)
     except RuntimeError as error:
-        sys.exit(f"train.py: SentencePiece refuses --vocab {args.vocab}: {error}")
+        sys.exit(f"train.py: SentencePiece rejects --vocab {args.vocab}: {error}")
     sp = spm.SentencePieceProcessor(model_file=str(path))
     say(f"{len(books)} sections, {sum(s.is_tale for s in books)} of them tales; {sp.vocab_size()} tokens; {args.device}")
     return Data(books, sp, sp.encode(held_out), len(held_out.encode()))
