@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV = .venv/bin
 # with several GPUs, each has its own process and a part of the model
 RUN = $(VENV)/$(if $(filter 1,$(GPUS)),python,torchrun --nproc-per-node $(GPUS))
+# a test that hangs ends the run with a traceback
+PYTEST = -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -31,7 +33,7 @@ profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 	$(VENV)/python bench.py --profile -m "$(MODEL)" $(ARGS)
 
 test: .venv/ready-test  ## all tests; no GPU needed
-	$(VENV)/python -m pytest -q test_all.py $(ARGS)
+	$(VENV)/python -m pytest -q $(PYTEST) test_all.py $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
 	$(VENV)/python fuzz.py $(ARGS)
