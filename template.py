@@ -6,14 +6,16 @@ time, so that one that loops for ever or grows without bound ends in a one-line 
 
 import contextlib
 import json
+import math
 import re
+import resource
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
-from threading import Timer
 
-SECONDS = 5.0  # for one rendering
+SECONDS = 5.0  # of computing, for one rendering
 MEMORY = 1 << 30  # bytes of the process that renders
 LENGTH = 1 << 26  # characters of a rendering
 
@@ -112,7 +114,7 @@ class Renderer:
             start_new_session=True,  # Ctrl-C is for the parent only
         )
         weakref.finalize(self, end, self.process)
-        if not self.process.stdout.readline():  # when ready, which on a busy machine may take longer than SECONDS
+        if not self.process.stdout.readline():  # when ready
             raise RuntimeError("the process that renders chat templates did not start: is jinja2 installed?")
 
     def render(self, template: str, **variables) -> str:
@@ -120,15 +122,9 @@ class Renderer:
         try:
             if self.process is None or self.process.poll() is not None:
                 self.start()
-            watchdog = Timer(SECONDS, self.process.kill)  # bound to the process, not to self: its thread may outlive the call
-            watchdog.daemon = True
-            watchdog.start()
-            try:
-                self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
-                self.process.stdin.flush()
-                answer = self.process.stdout.readline()
-            finally:
-                watchdog.cancel()
+            self.process.stdin.write(json.dumps([template, variables, SECONDS]).encode() + b"\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
         except BrokenPipeError:
             answer = b""
         except BaseException:  # a late answer must not be taken for the next one
@@ -153,22 +149,28 @@ def end(process: subprocess.Popen) -> None:
 def serve() -> None:
     """The child: writes an empty line when it is ready; then, for each line of input, a template and its variables as JSON, a
     line of output, the text and the error (one of them empty) as JSON."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such limits
-        import resource
-
+    with contextlib.suppress(ValueError, OSError):  # a system without such limits
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     environment = sandbox()
     print(flush=True)
     for line in sys.stdin.buffer:
         try:
-            template, variables = json.loads(line)
+            template, variables, seconds = json.loads(line)
+            limit_time(seconds)
             answer = [bounded(environment.from_string(template).generate(**variables)), None]
         except MemoryError:
             answer = ["", f"more than {MEMORY >> 20} MiB of memory"]
         except Exception as error:
             answer = ["", str(error)[:400] or type(error).__name__]
         print(json.dumps(answer), flush=True)
+
+
+def limit_time(seconds: float) -> None:
+    """Have the system end this process once it has computed for so long from now, in whole seconds."""
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    with contextlib.suppress(ValueError):  # less is allowed
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds), most))
 
 
 def sandbox():

@@ -2694,16 +2694,7 @@ def test_a_hostile_template_costs_one_line(cli, tiny, tmp_path, monkeypatch, how
     assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
 
 
-def test_the_process_of_templates_ends_with_its_tokenizer(tiny, monkeypatch):
-    over = threading.Event()
-
-    class Late(threading.Timer):
-        """A timer whose thread is slow to notice that it was cancelled, as on a busy machine."""
-
-        def run(self):
-            over.wait(60)
-
-    monkeypatch.setattr(template, "Timer", Late)
+def test_the_process_of_templates_ends_with_its_tokenizer(tiny):
     tokenizer = Tokenizer(tiny)
     tokenizer.apply_chat_template(conversation("hello"))
     process = tokenizer._renderer.process
@@ -2711,7 +2702,17 @@ def test_the_process_of_templates_ends_with_its_tokenizer(tiny, monkeypatch):
     del tokenizer
     gc.collect()
     assert process.poll() is not None
-    over.set()
+
+
+def test_a_template_has_its_time_on_a_busy_machine(tiny, monkeypatch):
+    """Its seconds are those of the processor: waiting for one does not count."""
+    monkeypatch.setattr(template, "SECONDS", 1.0)
+    tokenizer = Tokenizer(tiny)
+    ids = tokenizer.apply_chat_template(conversation("hello"))
+    process = tokenizer._renderer.process
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(3, process.send_signal, [signal.SIGCONT]).start()
+    assert tokenizer.apply_chat_template(conversation("hello")) == ids
 
 
 def test_a_process_of_templates_that_does_not_start_is_an_error(tiny, monkeypatch):
