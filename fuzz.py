@@ -439,7 +439,9 @@ def worker(seeds: list[int], bases: dict[str, Path], to: int) -> None:
     os._exit(0)
 
 
-def run_cases(seeds: list[int], bases: dict[str, Path], until: float = float("inf")) -> tuple[Counter, dict[int, str]]:
+def run_cases(
+    seeds: list[int], bases: dict[str, Path], until: float = float("inf"), limit: float = SECONDS
+) -> tuple[Counter, dict[int, str]]:
     """Counts of the outcomes, and the failures by seed. A process that dies or hangs costs only its current case."""
     outcomes, failures, at = Counter(), {}, 0
     while at < len(seeds) and time.monotonic() < until:
@@ -452,11 +454,11 @@ def run_cases(seeds: list[int], bases: dict[str, Path], until: float = float("in
                 os._exit(1)
         os.close(to)
         while at < len(seeds) and time.monotonic() < until:
-            ready = select.select([source], [], [], SECONDS)[0]
+            ready = select.select([source], [], [], limit)[0]
             size = os.read(source, 4) if ready else b""
             outcome = os.read(source, struct.unpack("<I", size)[0]).decode() if size else ""
             if not outcome:
-                outcome = "FAILED: the process died" if ready else f"FAILED: not finished after {SECONDS} seconds"
+                outcome = "FAILED: the process died" if ready else f"FAILED: not finished after {limit:g} seconds"
             outcomes[outcome.split("FAILED")[0] + ("FAILED" if "FAILED" in outcome else "")] += 1
             if "FAILED" in outcome:
                 failures[seeds[at]] = outcome
@@ -474,13 +476,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="seed of the first case")
     parser.add_argument("--cases", type=int, default=1_000_000, help="most cases to run")
     parser.add_argument("--seconds", type=float, default=60, help="most seconds to run")
+    parser.add_argument("--limit", type=float, default=SECONDS, help="most seconds for a case")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as home:
         bases = make_checkpoints(Path(home))
         start = time.monotonic()
         seeds = [args.seed + i for i in range(args.cases)]
-        outcomes, failures = run_cases(seeds, bases, start + args.seconds)
+        outcomes, failures = run_cases(seeds, bases, start + args.seconds, args.limit)
         seconds = time.monotonic() - start
     for seed, outcome in failures.items():
         print(f"\n--seed {seed} --cases 1\n{outcome}")

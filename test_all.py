@@ -3427,8 +3427,10 @@ def test_messages_of_the_python_api_are_one_short_line(copy):
 
 
 def test_a_short_run_of_the_fuzzer_finds_nothing():
-    command = [sys.executable, str(HERE / "fuzz.py"), "--seed", str(SEED), "--cases", "150", "--seconds", "300"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}".split()
+    done = subprocess.run(
+        [sys.executable, HERE / "fuzz.py", *flags], capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"}
+    )
     assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout and "0 failed" in done.stdout, done.stdout
 
 
@@ -3467,8 +3469,7 @@ def test_the_fuzzer_notices(how, monkeypatch):
     kind, expected = WRONG[how]
     kind.__name__ = "kind"
     monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
-    monkeypatch.setattr(fuzz, "SECONDS", 1 if how == "no end" else PATIENCE)
-    outcomes, failures = fuzz.run_cases([SEED], {})
+    outcomes, failures = fuzz.run_cases([SEED], {}, limit=1 if how == "no end" else PATIENCE)
     assert len(failures) == sum(outcomes.values()) == 1 and expected in failures[SEED]
 
 
