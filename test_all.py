@@ -5,6 +5,7 @@ time for every supported architecture.
 """
 
 import bisect
+import codecs
 import contextlib
 import copy as copy_module
 import csv
@@ -44,6 +45,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import sentencepiece
 import tokenizers
@@ -460,6 +462,11 @@ def hub(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "127.0.0.1")
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setenv(name, str(PATIENCE))
+        monkeypatch.setattr(huggingface_hub.constants, name, PATIENCE)
     yield Hub
     server.shutdown()
     server.server_close()
@@ -1313,7 +1320,8 @@ def test_dropout_leaves_out_the_same_elements_in_both_directions():
         assert torch.equal(branch.grad, total.detach()) and ((total == 0) | (total == 1 / (1 - p))).all()
         masks.append(total.detach() != 0)
         assert abs(masks[-1].double().mean().item() - (1 - p)) < 6 * (p * (1 - p) / total.numel()) ** 0.5
-    assert 0.49 < (masks[0] & masks[1]).double().mean() / masks[0].double().mean() / 1.4 < 0.51, "two calls share a mask"
+    kept, in_both = masks[0].sum().item(), (masks[0] & masks[1]).sum().item()
+    assert abs(in_both / kept - 0.7) < 6 * (0.7 * 0.3 / kept) ** 0.5, "two calls share a mask"
 
 
 @needs_triton
@@ -2239,14 +2247,20 @@ def torchrun(*arguments, size: int = 2, **options) -> subprocess.Popen:
 
 
 def ranks_of(process: subprocess.Popen) -> list[int]:
-    """The processes that torchrun started, by rank."""
-    found = [
-        line.split()
-        for line in subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
-    ]
-    return sorted(
-        int(pid) for pid, parent, *args in found[1:] if parent == str(process.pid) and any("run.py" in a for a in args)
-    )
+    """The processes that run our program under torchrun, by rank; a shell may stand between."""
+    shown = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    found = [line.split(maxsplit=2) for line in shown.splitlines()[1:]]
+    parents = {int(pid): int(parent) for pid, parent, _ in found}
+    ours = [int(pid) for pid, _, command in found if re.match(r"\S*python\S* (-u )?\S*run\.py", command)]
+    return sorted(pid for pid in ours if process.pid in (parents[pid], parents.get(parents[pid])))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
@@ -2262,7 +2276,10 @@ def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
 
 @pytest.mark.parametrize("how", ["killed", "interrupted", "stdout closed"])
 def test_no_rank_goes_on_alone(tiny, how):
-    process = torchrun(HERE / "run.py", "-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", "--device", "cpu")
+    command = f'"{sys.executable}" "{HERE}/run.py" -m "{tiny}" -p Once -c 100000 --ignore-eos --device cpu'
+    if how == "interrupted":  # torchrun ends whoever is still there when the first has gone: each tells its exit code before
+        command = f'trap "" TERM; {command}; code=$?; echo "exit code $code" >&2; exit $code'
+    process = torchrun("--no-python", "bash", "-c", command)
     process.stdout.read(20)
     first, second = ranks_of(process)
     if how == "stdout closed":
@@ -2271,11 +2288,11 @@ def test_no_rank_goes_on_alone(tiny, how):
         return
     os.kill(*((second, signal.SIGKILL) if how == "killed" else (first, signal.SIGINT)))
     _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0 and not {first, second} & set(ranks_of(process))
+    assert process.returncode != 0 and not is_running(first) and not is_running(second)
     if how == "killed":
         assert len(re.findall(rb"^error: ", err, re.MULTILINE)) <= 1, err  # none where torchrun was faster
     else:
-        assert err.count(b"generated") == 1 and err.count(b"exitcode  : 130") == 2, err
+        assert err.count(b"generated") == 1 and err.count(b"exit code 130\n") == 2, err
 
 
 def test_an_error_of_one_rank_is_one_line(tiny):
@@ -2829,7 +2846,9 @@ def cli(monkeypatch, capfd):
         out, err = capfd.readouterr()
         return code, out, err
 
-    return call
+    before = signal.getsignal(signal.SIGTERM)
+    yield call
+    signal.signal(signal.SIGTERM, before)  # saving sets it
 
 
 def test_prompt_is_printed_then_continued_and_the_rest_goes_to_stderr(cli, tiny):
@@ -2982,14 +3001,15 @@ def test_escapes_in_a_prompt(cli, tiny, tmp_path):
 
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
 def test_help_comes_at_once(script):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, HERE / script, "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"})
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert shown.returncode == 0 and "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
-    wrong = subprocess.run([sys.executable, "-X", "importtime", HERE / script, "--wrong"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "| argparse" in wrong.stderr and "| torch" not in wrong.stderr
+    """Before anything is imported that takes long."""
+    for flag, code in (("--help", 0), ("--wrong", 2)):
+        command = [sys.executable, "-X", "importtime", HERE / script, flag]
+        shown = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"})
+        imported = set(re.findall(r"\| +(\S+)$", shown.stderr, re.MULTILINE))
+        assert shown.returncode == code and "argparse" in imported and len(imported) < 250, shown.stderr
+        assert not imported & {"torch", "triton", "numpy", "transformers", "sentencepiece", "tokenizers", "jinja2"}
+        if code == 0:
+            assert "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
 
 
 def test_names_in_the_help_are_those_of_the_formats():
@@ -3007,9 +3027,12 @@ def test_make_gives_the_prompt_as_it_is(tmp_path):
     (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
     (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
     prompt = 'He said "hi" for $5; it\'s `here`, \\n and\n--there'
-    for given in ({"env": os.environ | {"PROMPT": prompt}}, {"args": [f"PROMPT={prompt}"]}):
-        command = ["make", "-s", "run", "MODEL=a b", "ARGS=", *given.get("args", [])]
-        out = subprocess.run(command, cwd=tmp_path, env=given.get("env"), capture_output=True, text=True, check=True).stdout
+    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "GPUS")  # of the make that runs the tests
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    for variables, arguments in (({"PROMPT": prompt}, []), ({}, [f"PROMPT={prompt}"])):
+        command = ["make", "-s", "run", "MODEL=a b", "ARGS=", *arguments]
+        shown = subprocess.run(command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, check=True)
+        out = shown.stdout
         assert out.split("\0")[:-1] == ["run.py", "-m", "a b", "--no-escape", f"--prompt={prompt}"]
 
 
@@ -3736,7 +3759,6 @@ def test_a_model_is_saved_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
 
 def test_a_run_that_is_ended_while_it_saves(cli, tiny, tmp_path, monkeypatch):
     """Ended by SIGTERM, it leaves nothing behind; what a killed run left behind is named by the next one."""
-    before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr("checkpoint.save_file", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         assert cli("-m", tiny, "--save-fp8", tmp_path / "saved")[0] == 143 and not [*tmp_path.iterdir()]
@@ -3745,7 +3767,6 @@ def test_a_run_that_is_ended_while_it_saves(cli, tiny, tmp_path, monkeypatch):
     assert (
         code == 0 and f"note: {tmp_path}/.saved.123 was left by" in err and (tmp_path / "saved" / "model.safetensors").is_file()
     )
-    signal.signal(signal.SIGTERM, before)
 
 
 def test_a_full_disk_leaves_nothing(tiny, tmp_path):
@@ -4093,29 +4114,36 @@ class Person:
 
     def __init__(self, *arguments, script: Path = HERE / "run.py", columns: int = 80, **environment):
         variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        variables |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": "/none"} | environment
+        variables |= {
+            "TERM": "xterm-256color",
+            "OMP_NUM_THREADS": "1",
+            "XDG_STATE_HOME": "/none",
+            "INPUTRC": "/dev/null",
+        } | environment
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
             os.execve(sys.executable, [sys.executable, str(script), *map(str, arguments)], variables)
-        self.unread = ""
+        self.unread, self._decoder = "", codecs.getincrementaldecoder("utf-8")("replace")
 
     def types(self, text: str) -> None:
         os.write(self.terminal, text.encode())
 
-    def interrupts(self) -> None:
-        """Types Ctrl-C, and again after a while: a signal that comes while readline draws is handled with the next one."""
-        for _ in range(PATIENCE // 5):
-            self.types(CTRL_C)
-            if select.select([self.terminal], [], [], 5)[0]:
-                return
+    def interrupts(self, pattern: str) -> str:
+        """Types Ctrl-C and returns what sees(pattern) does. A signal that comes while readline draws is handled with the next
+        one: SIGWINCH, which does nothing else."""
+        self.types(CTRL_C)
+        return self.sees(pattern, lambda: os.kill(self.pid, signal.SIGWINCH))
 
-    def sees(self, pattern: str) -> str:
-        """What the program shows up to a match of the pattern."""
+    def sees(self, pattern: str, wake=lambda: None) -> str:
+        """What the program shows up to a match of the pattern. wake is called while it shows nothing."""
         deadline = time.monotonic() + PATIENCE
         while not (match := re.search(pattern, self.unread)):
-            ready = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))[0]
-            assert ready and self._reads(), f"no {pattern!r} in {self.unread!r}"
+            if select.select([self.terminal], [], [], 1)[0]:
+                assert self._reads(), f"no {pattern!r} in {self.unread!r}"
+            else:
+                assert time.monotonic() < deadline, f"no {pattern!r} in {self.unread!r}"
+                wake()
         seen, self.unread = self.unread[: match.end()], self.unread[match.end() :]
         return seen
 
@@ -4131,7 +4159,7 @@ class Person:
             new = os.read(self.terminal, 1 << 16)
         except OSError:  # the end of output, on Linux
             return False
-        self.unread += new.decode(errors="replace")
+        self.unread += self._decoder.decode(new)
         return bool(new)
 
 
@@ -4159,18 +4187,15 @@ def test_a_chat_loses_nothing_that_is_typed(tiny, tmp_path):
     person.sees("> ")
     person.types(UP + UP)
     assert "good\r\n" in person.sees("day"), "a pasted message comes back whole"
-    person.interrupts()
-    person.sees(r"to leave: Ctrl-C again, Ctrl-D or /exit\)[^>]*> ")
+    person.interrupts(r"to leave: Ctrl-C again, Ctrl-D or /exit\)[^>]*> ")
     person.types("abc")
     person.sees("abc")
-    person.interrupts()
-    person.sees("> ")
+    person.interrupts("> ")
     person.types("/clear\r")
     person.sees("conversation cleared[^>]*> ")
-    person.interrupts()
-    person.sees("> ")
-    person.interrupts()
-    code, rest = person.leaves()
+    person.interrupts("> ")
+    rest = person.interrupts("memory ")
+    code, _ = person.leaves()
     assert code == 130 and "generated 18 tokens" in rest and "Traceback" not in rest and rest.startswith("\x1b[?2004l\r\x1b[0m")
     history = (tmp_path / "fused-llama" / "history").read_text().splitlines()
     assert [json.loads(line) for line in history] == ["hello", "good\nday", "two \nlines", "/clear"]
@@ -4182,8 +4207,7 @@ def test_a_chat_loses_nothing_that_is_typed(tiny, tmp_path):
     assert "good\r\n" in person.sees("day"), "from the history of another run"
     person.types("\r")
     answer = person.sees(r"\x1b\S+([^\n]*\n){6}")  # after the sequence that ends bracketed paste
-    person.interrupts()
-    answer += person.sees("> ")
+    answer += person.interrupts(r"\x1b\[\?2004h> ")  # the text may hold "> ", but no escape
     lines = [line.strip("\r").replace("^C", "") for line in answer.split("\n")[1:-1]]
     assert all(sum(map(terminal.columns, line)) < 20 for line in lines if "\x1b" not in line), lines
     person.types(CTRL_D)
