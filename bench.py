@@ -262,13 +262,7 @@ def wall_times(run: Callable[[], object], device: torch.device, repetitions: int
 def gpu_time(calls: list[Callable[[], object]], repetitions: int = 10) -> float:
     """Median GPU seconds of one of the calls, back to back in a CUDA graph. The calls do the same on different data, in total
     several times the size of the L2, so that they measure memory and not the cache."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph = captured(lambda: [call() for call in calls])
     return event_time(graph.replay, repetitions) / len(calls)
 
 
