@@ -89,7 +89,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help="sums of a prompt's products, as in run.py")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
-    add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="CPU threads [one per core]")
+    add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="CPU threads [as in run.py]")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
 
     add = parser.group("tests", "speed")
@@ -218,7 +218,17 @@ def random_weights(
 
 
 def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "none") -> Llama:
-    """A checkpoint, or random weights for a name like random:7b."""
+    """A checkpoint, or random weights for a name like random:7b. On a CPU, torch is told how many threads to use for it."""
+    model = _open_model(args, dtype, ctx_size, fp8)
+    threads = args.threads or (1 if model.suits_one_thread else args.cores)
+    if model.device.type == "cpu" and threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+        for ceiling in (read_ceiling, copy_ceiling, product_ceiling):
+            ceiling.cache_clear()
+    return model
+
+
+def _open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str) -> Llama:
     if not args.model.startswith("random:"):
         return open_checkpoint(args, dtype, ctx_size, fp8)
     config, device, format = random_config(args.model.removeprefix("random:")), pick_device(args.device), FORMATS.get(fp8)
@@ -407,7 +417,9 @@ def fp8_of(model: Llama) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    on_cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu
     return name if parallel.group().size == 1 else f"{parallel.group().size} x {name}"
 
 
@@ -1180,6 +1192,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.ignored:
             note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
         check_packages(args)
+        args.cores = torch.get_num_threads()
         if args.threads:
             torch.set_num_threads(args.threads)
         RUNS[args.mode](args)

@@ -260,10 +260,9 @@ class Llama:
         return self._graph[1]
 
     @property
-    def threads(self) -> int:
-        """How many threads to use on a CPU: one if the matrices fit into the caches, where threads would mostly wait for
-        each other, otherwise torch's own choice."""
-        return 1 if sum(m.nbytes for m in self.weights.matrices) <= 32 << 20 else torch.get_num_threads()
+    def suits_one_thread(self) -> bool:
+        """Whether one thread is best on a CPU: the matrices fit into the caches, where threads mostly wait for each other."""
+        return sum(m.nbytes for m in self.weights.matrices) <= 32 << 20
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -68,8 +68,8 @@ class Session:
         if args.draft:
             check_draft(args.draft, self.tokenizer, config.vocab_size)
         self.model = load_model(args.model, args)
-        if not args.threads and self.model.device.type == "cpu":
-            torch.set_num_threads(self.model.threads)
+        if not args.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
+            torch.set_num_threads(1)
         self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
         self.cache = KVCache(self.model)
         given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}

@@ -4532,9 +4532,8 @@ def test_perplexity_equals_transformers(tiny, stride):
 @pytest.fixture
 def bench_cli(capfd, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    monkeypatch.setattr(bench, "read_ceiling", lambda device: 1e10)  # the real ones take seconds
-    monkeypatch.setattr(bench, "copy_ceiling", lambda device: 1e10)
-    monkeypatch.setattr(bench, "product_ceiling", lambda device, dtype: 1e11)
+    for name in ("read_ceiling", "copy_ceiling", "product_ceiling"):
+        monkeypatch.setattr(bench, name, functools.cache(lambda *_: 1e10))  # the real ones take seconds
 
     def call(*arguments):
         try:
@@ -4663,6 +4662,16 @@ def test_bench_with_an_8_bit_cache(bench_cli, tiny):
     assert (
         code == 0 and [(row["fp8"], row["kv"]) for row in json.loads(out)] == [("none", "e4m3")] * 2 + [("e4m3", "e4m3")] * 2
     ), err
+
+
+def test_bench_uses_the_threads_that_suit_a_model(bench_cli, tiny):
+    flags = ["-m", tiny, "-p", "4", "-n", "0", "-r", "1", "--device", "cpu", "-o", "json"]
+    try:
+        for given, name in (([], "CPU, 1 thread"), (["-t", "2"], "CPU, 2 threads")):
+            torch.set_num_threads(2)
+            assert [row["device"] for row in json.loads(bench_cli(*flags, *given)[1])] == [name]
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_bench_adds_what_is_given_again(bench_cli, tiny, tiny_saved):
