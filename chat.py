@@ -30,6 +30,7 @@ class Chat:
 
     def __init__(self, session: Session):
         self.session, args = session, session.args
+        self.to_read = ""  # text from /read, which goes before the next message
         self.past: Prompt | None = None  # what the cache holds, up to the last answer
         self.begin(args.system)
         ids, stops = session.tokenizer.turn_ends()
@@ -136,7 +137,6 @@ class Chat:
         """Forget the conversation, and begin a new one with a system prompt, which may be empty."""
         self.messages = [{"role": "system", "content": system}] if system else []
         self.first = len(self.messages)  # where the turns begin; each is a message and its answer
-        self.to_read = ""  # text from /read, which goes before the next message
 
     def answer_again(self) -> None:
         if len(self.messages) == self.first:
@@ -157,6 +157,8 @@ class Chat:
         self.session.note(f"{name}, {len(text):,} characters, goes before your next message")
 
     def text_of(self, name: str) -> str:
+        if not name:
+            raise ValueError("/read needs the name of a file")
         file = Path(name).expanduser()
         if file.exists() and not file.is_file():
             raise ValueError(f"{name} is not a file")

@@ -3938,6 +3938,7 @@ def test_a_file_is_read_before_the_next_message(cli, tiny, tmp_path):
         "what?",
         *(f"/read {tmp_path / name}" for name in ("bad", "long", "dense", "none", "")),
         "/read /dev/zero",
+        "/read",
     ]
     code, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
     assert code == 0 and objects(out)[0]["prompt"] == "good day, crow!\n\nwhat?" and "16 characters" in err
@@ -3945,7 +3946,7 @@ def test_a_file_is_read_before_the_next_message(cli, tiny, tmp_path):
         objects(out)[1:],
         (
             "not UTF-8: byte 0xff at offset 2", "too many for this context", f"{tmp_path / 'dense'} takes 2", "No such file",
-            "is not a file", "is not a file",
+            "is not a file", "is not a file", "/read needs the name of a file",
         ),
         strict=True,
     ):  # fmt: skip
@@ -3964,7 +3965,7 @@ def test_what_was_read_waits_for_a_message_that_is_answered(cli, tiny, tmp_path)
         "fox " * 5 + "f",
         "good day, crow!\n\nand?",
         "why?",
-        "who?",
+        "good day, crow!\n\nwho?",
     ]
 
 
