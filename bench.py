@@ -48,6 +48,9 @@ MODES = {
 
 
 def numbers(text: str) -> list[int]:
+    """An argparse type: a number, or several with commas."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor several with commas")
     return [within(int, 0, 1 << 24)(part) for part in text.split(",")]
 
 
@@ -1198,7 +1201,8 @@ def main(argv: list[str] | None = None) -> int:
         RUNS[args.mode](args)
         return 0
 
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if args.vs:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers would ask the hub
     return one_line_errors(work, args.debug)
 
 

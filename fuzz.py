@@ -474,9 +474,9 @@ def run_cases(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="seed of the first case")
-    parser.add_argument("--cases", type=int, default=1_000_000, help="most cases to run")
-    parser.add_argument("--seconds", type=float, default=60, help="most seconds to run")
-    parser.add_argument("--limit", type=float, default=SECONDS, help="most seconds for a case")
+    parser.add_argument("--cases", type=int, default=1_000_000, help="maximum number of cases")
+    parser.add_argument("--seconds", type=float, default=60, help="maximum seconds to run")
+    parser.add_argument("--limit", type=float, default=SECONDS, help="maximum seconds for a case")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as home:

@@ -81,7 +81,10 @@ class Parser(argparse.ArgumentParser):
             of = self.belongs.get(action.dest)
             if of and action.dest in args.given and args.mode not in of:
                 typed = next(flag for flag in action.option_strings if any(a.split("=")[0] == flag for a in argv))
-                self.error(f"{typed} is for {' or '.join(self.modes[mode] for mode in of)}, not for {self.modes[args.mode]}")
+                mode, flags = self.modes[args.mode], [self.modes[mode] for mode in of if self.modes[mode].startswith("-")]
+                if flags and not mode.startswith("-"):
+                    self.error(f"{typed} needs {' or '.join(flags)}")
+                self.error(f"{typed} cannot be used with {mode}")
         return args
 
     def error(self, message: str):
@@ -102,7 +105,8 @@ def within(kind: type, low: float, high: float = float("inf")):
     def number(text: str):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not in {low:g} .. {high:g}")
+            most = "" if high == float("inf") else f" and at most {high:,}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range: at least {low:,}{most}")
         return value
 
     number.__name__ = kind.__name__
@@ -152,7 +156,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="stop before this text; may be repeated")  # fmt: skip
     add("--lookup", type=within(int, 1, 15), metavar="N",
         help="propose up to N tokens, those that followed the last ones earlier, and evaluate them in one pass")  # fmt: skip
-    add("--draft", "--model-draft", metavar="MODEL", help="the same with proposals from a smaller model of the same vocabulary")
+    add("--draft", "-md", "--model-draft", metavar="MODEL",
+        help="the same with proposals from a smaller model of the same vocabulary")  # fmt: skip
     add("--draft-max", type=within(int, 1, 15), default=4, metavar="N", help="how many tokens it proposes")
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
     add("--prompt-cache", metavar="FILE", help="save the prompt's keys and values to FILE, and reuse those it already holds")
@@ -199,6 +204,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--prompt and --file both give a prompt; use one")
     if args.lookup and args.draft:
         parser.error("--lookup and --draft both propose tokens; use one")
+    if args.draft and args.draft.isdecimal():
+        parser.error(f"--draft takes a model; --draft-max {args.draft} says how many tokens it proposes")
     if args.draft is None and "draft_max" in args.given:
         parser.error("--draft-max is for --draft")
     if args.system and args.system_file is not None:
@@ -207,6 +214,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--save-fp8 generates nothing; it takes no --chat")
     if args.escape:
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
+    if args.model == "":
+        parser.error("-m is empty")
     args.model = args.model or str(DEFAULT_MODEL)
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
@@ -406,7 +415,11 @@ def import_torch() -> None:
     """Import torch, which takes seconds. Meanwhile Ctrl-C ends the program at once: a library might swallow a KeyboardInterrupt
     that is raised while it is imported."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    import torch  # noqa: F401
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        note(f"error: {error}: `make run` sets up .venv with all that is needed; or pip install -r requirements.txt")
+        sys.exit(1)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -62,7 +62,9 @@ def first_speaks() -> Iterator[None]:
 
 def one_line(error: Exception) -> str:
     """An error's message as one printable line; for an OSError about a file, the file and the reason, without the errno."""
-    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    said = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     line = " ".join(said.split())[:500] or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in line)
 

@@ -2949,10 +2949,39 @@ def test_wrong_usage_exits_2_in_one_line(cli, tiny):
         "-n -3",
         "-n",
         "-st --save-fp8 d",
+        "--draft 8 -p a",
+        "-p a -m=",
     ]
     for arguments in wrong:
         code, out, err = cli("-m", tiny, *arguments.split())
         assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, arguments
+
+
+@pytest.mark.parametrize(
+    "main, flags, said",
+    [
+        (run.main, "-sys x -p a", "-sys needs --chat"),
+        (run.main, "--chat -no-cnv", "-no-cnv cannot be used with --chat"),
+        (bench.main, "--stride 5", "--stride needs --perplexity"),
+        (bench.main, "--kernels --stride 5", "--stride cannot be used with --kernels"),
+        (run.main, "-c 99999999", "99999999 is out of range: at least 0 and at most 16,777,216"),
+        (bench.main, "-n x", "'x' is neither a number nor several with commas"),
+    ],
+)
+def test_wrong_usage_says_what_is_wrong(capfd, main, flags, said):
+    with pytest.raises(SystemExit):
+        main(flags.split())
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["run.py", "bench.py"])
+def test_a_machine_without_torch_is_one_line(script):
+    """As where the packages were not installed."""
+    code = f"sys.modules['torch'] = None; sys.argv = ['{script}']; runpy.run_path('{HERE / script}', run_name='__main__')"
+    command = [sys.executable, "-c", f"import runpy, sys; sys.path.insert(0, '{HERE}'); {code}"]
+    shown = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert shown.returncode == 1 and shown.stdout == "" and shown.stderr.count("\n") == 1, shown.stderr
+    assert shown.stderr.startswith("error: ") and "pip install -r requirements.txt" in shown.stderr
 
 
 @pytest.mark.parametrize("main", [run.main, bench.main], ids=["run", "bench"])
