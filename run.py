@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str):
-        self.exit(2, f"error: {message} (see --help)\n")
+        self.exit(2, f"error: {one_line(ValueError(message))} (see --help)\n")
 
     def _get_option_tuples(self, option_string: str) -> list:
         return []  # argparse would take -ngl for -n with the value gl

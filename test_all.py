@@ -2974,6 +2974,14 @@ def test_wrong_usage_says_what_is_wrong(capfd, main, flags, said):
     assert said in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("main, flags", [(bench.main, ["--plot", "\x1b[0m\nx"]), (run.main, ["-\x1b\n"]), (run.main, ["x\n"])])
+def test_wrong_usage_is_said_in_one_printable_line(capfd, main, flags):
+    with pytest.raises(SystemExit):
+        main(flags)
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and said.rstrip("\n").isprintable()
+
+
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
 def test_a_machine_without_torch_is_one_line(script):
     """As where the packages were not installed."""
