@@ -373,7 +373,7 @@ class Checkpoint:
                 shapes = " + ".join(str(list(part.shape)) for part in parts)
                 problems.append(f"{parts[0].name} is {shapes}, expected {list(expected[name])}")
         if problems:
-            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
             raise ValueError(f"{self.folder}: the tensors do not fit the config: {shown}")
 
     def _split_axis(self, name: str, shape: tuple[int, ...]) -> int | None:

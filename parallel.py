@@ -399,4 +399,5 @@ def described(exchange: Exchange | None, device: torch.device) -> str:
         return ""
     library = "NCCL" if device.type == "cuda" else "gloo"
     way = f"direct writes (prompts: {library})" if exchange else library
-    return f" and {group().size - 1} more, sums through {way}"
+    ranks = f"and {group().size - 1} more" if device.type == "cuda" else f"in {group().size} processes"
+    return f" {ranks}, sums through {way}"

@@ -2270,7 +2270,7 @@ def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
     assert process.returncode == 0, err
     assert out.decode() == cli("--chat", *flags, stdin=b"One\n/clear\nTwo\n")[1]
     assert err.count(b"generated 12 tokens") == 1 and err.count(b"not UTF-8") == 1
-    assert b"cpu and 1 more, sums through gloo" in err
+    assert b"cpu in 2 processes, sums through gloo" in err
     assert sorted(f.name for f in tmp_path.iterdir()) == ["kept.1-of-2", "kept.2-of-2"]
 
 
