@@ -1,8 +1,9 @@
-"""Attention of a few tokens, in Gluon (see hopper.py): up to 16 query rows per key/value head.
+"""Attention of a few query rows per key/value head, in Gluon (see hopper.py): those of a few tokens, or of a single token whose
+heads share keys and values.
 
-The rows, padded to 16, are one side of the tensor core instruction (mma.m16n8k16), the positions the other. Each warp takes 16
-positions at a time and has a softmax of its own over them, so that nothing passes between warps until the end. No key or value
-goes through shared memory: as in few_tokens.py, a thread loads 16 bytes straight into the registers of the instruction.
+16 rows are one side of the tensor core instruction (mma.m16n8k16), the positions the other. Each warp takes 16 positions at a
+time and has a softmax of its own over them, so that nothing passes between warps until the end. No key or value goes through
+shared memory: as in few_tokens.py, a thread loads 16 bytes straight into the registers of the instruction.
 
 - Keys: neighbouring elements of one position. The instruction may add up their products with q in any order, as long as q is
   loaded in the same order; this is what a k_width of 8, or of 16 for an 8-bit cache, means in DotOperandLayout.
@@ -28,7 +29,7 @@ except ImportError:  # no Triton, or one without Gluon: nothing here is called
         return function
 
 
-MOST = 16  # rows
+BLOCK_M = 16  # rows of a program
 
 
 @jit
@@ -102,7 +103,7 @@ def _few_attention_kernel(
     S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr,
     SPLITS: gl.constexpr, LEAST: gl.constexpr, SPLIT: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The T G rows of a key/value head over one split of the positions; kernels.py explains how splits are merged."""
+    """16 of the T G rows of a key/value head over one split of the positions; kernels.py explains how splits are merged."""
     gdc_launch_dependents(PDL)
     E: gl.constexpr = 128 // k_cache.dtype.element_ty.primitive_bitwidth  # elements that a thread loads at once, of a key
     EV: gl.constexpr = E if 8 * E <= BLOCK_D else BLOCK_D // 8  # of a value: fewer with small heads in 8 bits
@@ -112,7 +113,9 @@ def _few_attention_kernel(
     KEYS: gl.constexpr = gl.DotOperandLayout(1, MMA, E)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     VALUES: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    head, split = gl.program_id(0), gl.program_id(1)
+    pid, split = gl.program_id(0), gl.program_id(1)
+    blocks = gl.cdiv(T * G, 16)
+    head, top = pid // blocks, pid % blocks * 16
     k_head = k_cache + head.to(gl.int64) * S * D
     v_head = v_cache + head.to(gl.int64) * S * D
     # Before the wait: the part of the first block that earlier steps have cached
@@ -123,7 +126,7 @@ def _few_attention_kernel(
     gdc_wait(PDL)
     if split < used:
         warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
-        row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None] + warp * 0
+        row = top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None] + warp * 0
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
         q_tile = gl.load(q + (row // G * H + head * G + row % G) * D + d, mask=(row < T * G) & (d < D), other=0.0)
         if start + BLOCK_N > start_pos:
@@ -131,7 +134,7 @@ def _few_attention_kernel(
             v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, W, EV)
         warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
         own = warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
-        last = start_pos + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None] // G
+        last = start_pos + (top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]) // G
         row_max = gl.full([W, 16], -1e30, gl.float32, gl.SliceLayout(2, MMA))  # finite: a warp may see nothing
         row_sum = gl.zeros([W, 16], gl.float32, gl.SliceLayout(2, MMA))
         acc = gl.zeros([W, 16, BLOCK_D], gl.float32, MMA)
@@ -159,19 +162,19 @@ def _few_attention_kernel(
         weight = gl.exp2((maxima - peak[None, :]) * qk_scale)
         total = gl.convert_layout(gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0), gl.SliceLayout(1, Y))
         y = gl.sum(gl.convert_layout(acc, ALL) * weight[:, :, None], 0) * v_scale
-        row, column = gl.arange(0, 16, gl.SliceLayout(1, Y)), gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
+        row, column = top + gl.arange(0, 16, gl.SliceLayout(1, Y)), gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
         offs_d = _head_column(column, EV)[None, :]
         offs = (row // G * H + head * G + row % G)[:, None] * D + offs_d
         mask_row = row < T * G
         if used > 1:
-            first = head * SPLITS * 16 + row
+            first = pid * SPLITS * 16 + row - top
             slot = first + split * 16
             gl.store(ends + slot * 2, gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale, mask=mask_row)
             gl.store(ends + slot * 2 + 1, total, mask=mask_row)
             gl.store(partial + slot[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None])
             tl.debug_barrier()
-            if gl.atomic_add(arrived + head, 1, sem="acq_rel") == used - 1:
-                gl.store(arrived + head, 0)
+            if gl.atomic_add(arrived + pid, 1, sem="acq_rel") == used - 1:
+                gl.store(arrived + pid, 0)
                 AT_ONCE: gl.constexpr = SPLITS if SPLITS < 8 else 8
                 total, y = _merge(partial, ends, first, used, mask_row, column, BLOCK_D, AT_ONCE)
                 gl.store(out + offs, (y / total[:, None]).to(out.dtype.element_ty), mask=mask_row[:, None] & (offs_d < D))
@@ -179,7 +182,7 @@ def _few_attention_kernel(
             gl.store(out + offs, (y / total[:, None]).to(out.dtype.element_ty), mask=mask_row[:, None] & (offs_d < D))
 
 
-def attends(q: Tensor, k_cache: Tensor) -> bool:
-    """Whether the kernel is meant for these. One token of grouped queries has enough rows, too, but has not been timed."""
-    (T, H, D), KH = q.shape, k_cache.shape[0]
-    return mma_v2 is not None and not INTERPRETED and T > 1 and T * H // KH <= MOST and q.itemsize == 2 and D <= 128
+def attends(q: Tensor, rows: int) -> bool:
+    """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are faster."""
+    T, _, D = q.shape
+    return mma_v2 is not None and not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128

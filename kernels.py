@@ -10,9 +10,9 @@ There is one sequence at a time, so no batch axis. `pos` is a one-element int32 
 cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and derive strides from shapes.
 
 At T = 1 a product is bound by reading W: the kernel streams W's rows once and does everything else on the way. With 2 to 16
-tokens, tensor cores multiply W as it streams by, for the shapes where this has been timed (few_tokens.py,
-launch.FEW_LAUNCHES). Otherwise the library's product runs between small fused kernels: with many tokens it is compute-bound,
-and runs at the card's product rate (BENCHMARKS.md).
+tokens, tensor cores multiply W as it streams by (few_tokens.py), where that is faster than the library (launch.FEW_LAUNCHES).
+Otherwise the library's product runs between small fused kernels: with many tokens it is compute-bound, and runs at the card's
+product rate (BENCHMARKS.md).
 
 The file ends with two matching tables. `reference` runs on any torch device: it is the CPU path, and the oracle in tests.
 `fused` runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1. To add an op: write its block, enter it in both tables, and
@@ -576,8 +576,8 @@ def rmsnorm_qkv_rope(
 
 # ---- attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query heads share one k, v head.
 #      q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
-#      Three kernels: for one query row per key/value head, for a few (up to SPLIT_ROWS), and for a prompt; few_rows.py has one
-#      more for up to 16 rows on Hopper, hopper.py one for long prompts there. All keep a running softmax in base 2, with the
+#      Three kernels: for one query row per key/value head, for a few (up to SPLIT_ROWS), and for a prompt. On Hopper,
+#      few_rows.py has one for a few and hopper.py one for long prompts. All keep a running softmax in base 2, with the
 #      factor log2(e) folded into qk_scale (online softmax: Milakov and Gimelshein, 2018).
 
 
@@ -855,9 +855,12 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor) -> Tenso
     (T, H, D), KH = q.shape, k_cache.shape[0]
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and D % 8 == 0, (q.shape, k_cache.shape)
     out, rows = q.new_empty(T, H * D), T * H // KH
-    few = few_rows.attends(q, k_cache) and capability(q.device) in FEW_ROWS
-    split = _launch_few_rows if few else _launch_split_attention
-    launcher = _launch_single_attention if rows == 1 else split if rows <= SPLIT_ROWS else _launch_attention
+    if rows == 1:
+        launcher = _launch_single_attention
+    elif few_rows.attends(q, rows) and capability(q.device) in FEW_ROWS:
+        launcher = _launch_few_rows
+    else:
+        launcher = _launch_split_attention if rows <= SPLIT_ROWS else _launch_attention
     launcher(q, k_cache, v_cache, out, pos)
     return out
 
@@ -919,12 +922,13 @@ def _launch_split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Te
 def _launch_few_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:
     (T, H, _), KH, (scales, constants) = q.shape, len(k_cache), _cache_constants(q, k_cache)
     how = FEW_ROWS[capability(q.device)]
-    splits, block_d = _splits(how, q.device, KH), max(64, constants["BLOCK_D"])
-    args = (q, k_cache, v_cache, out, *_split_buffers(q.device, KH, block_d, splits, few_rows.MOST), pos, T)
+    blocks = KH * triton.cdiv(T * H // KH, few_rows.BLOCK_M)
+    splits, block_d = _splits(how, q.device, blocks), max(64, constants["BLOCK_D"])
+    args = (q, k_cache, v_cache, out, *_split_buffers(q.device, blocks, block_d, splits, few_rows.BLOCK_M), pos, T)
     cut = constants | dict(
         G=H // KH, BLOCK_D=block_d, W=how.warps, SPLITS=splits, LEAST=max(16 * how.warps, how.least), SPLIT=_split
     )
-    launch(few_rows._few_attention_kernel, (KH, splits), q.device, *args, *scales, **cut, warps=how.warps)
+    launch(few_rows._few_attention_kernel, (blocks, splits), q.device, *args, *scales, **cut, warps=how.warps)
 
 
 def _launch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:

@@ -889,7 +889,7 @@ def test_attention_of_few_rows(kv_fp8, heads, split, monkeypatch):
     """few_rows.py on Hopper, elsewhere the kernel for up to 64 rows."""
     if DEVICE.type == "cuda":
         monkeypatch.setattr(kernels, "FEW_ROWS", {launch.capability(DEVICE): launch.SplitLaunch(*split)})
-    for T, before in ((2, 0), (4, 61), (3, 250), (16 * heads[1] // heads[0], 700)):
+    for T, before in ((1, 90), (2, 0), (4, 61), (3, 250), (16 * heads[1] // heads[0], 700), (64 * heads[1] // heads[0], 500)):
         (q, *caches, pos), _ = op_arguments("attention", torch.float16, heads, T, before)
         if kv_fp8:
             caches = [E4M3.round(cache) for cache in caches]
