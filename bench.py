@@ -1123,10 +1123,10 @@ def candidates(size: int, columns: int) -> Iterator[Launch]:
 
 
 def few_candidates() -> Iterator[FewLaunch | None]:
-    """The same for a few tokens: 8 to 32 registers a thread for each tile of W; None is the library."""
+    """The same for a few tokens: up to 64 registers a thread for the tiles of W in flight; None is the library."""
     yield None
-    for rows, warps, steps, lanes, ahead in itertools.product((16, 32), (4, 8), (2, 4), (4, 8, 16), (1, 2)):
-        if lanes <= 4 * steps and rows * steps * ahead <= 128:
+    for rows, warps, steps, lanes, ahead in itertools.product((16, 32), (4, 8), (2, 4), (4, 8), (1, 2, 4)):
+        if rows * steps * ahead <= 128:
             yield FewLaunch(rows, warps, steps, lanes, ahead)
 
 
@@ -1159,13 +1159,13 @@ def tune_table(model: Llama, cache: KVCache, T: int, table: dict, sizes: Callabl
         found = []
         others = {key: how for key, how in table[op].items() if key != columns}
         for how in sizes(columns):
-            table[op] = others | ({columns: how} if how else {})
+            table[op] = others | {columns: how}
             found.append((event_time(pass_of(model, cache, T, 64), 20), how))
         seconds, how = min(found, key=lambda pair: pair[0])
-        table[op] = others | ({columns: how} if how else {})
+        table[op] = others | {columns: how}
         tuned[op, columns] = how
         print(f"{op:18s} columns {columns:6d}: {1e6 * seconds:.1f} us with {how or 'the library'}", flush=True)
-    entries = {op: {c: how for (o, c), how in tuned.items() if o == op and how} for op in OPS}
+    entries = {op: {c: how for (o, c), how in tuned.items() if o == op} for op in OPS}
     print(f"{name}: {entries}")
 
 

@@ -106,14 +106,13 @@ def few_product(
 
 
 def few_launch(op: str, x: Tensor, w: Matrix) -> FewLaunch | None:
-    """The launch sizes for x [T, K] times w; None where another path is taken: one token, too many, fp32, bf16 times 8-bit
-    weights (which would be converted twice, and has not been timed), and shapes that FEW_LAUNCHES does not list."""
-    timed = x.dtype == torch.float16 or x.dtype == torch.bfloat16 and (w.format is None or INTERPRETED)
-    if not 1 < x.shape[0] <= MOST or not timed:
+    """The launch sizes for x [T, K] times w; None where another path is taken: one token, too many, fp32, and where
+    FEW_LAUNCHES says so."""
+    if not 1 < x.shape[0] <= MOST or x.dtype not in (torch.float16, torch.bfloat16):
         return None
     table = nearest(nearest(FEW_LAUNCHES, capability(x.device)), w.data.element_size())
     sizes = table[padded(x.shape[0])][op]
-    return sizes.get(w.columns, sizes.get(0))
+    return sizes.get(w.columns, sizes[0])
 
 
 def padded(T: int) -> int:

@@ -220,25 +220,77 @@ class FewLaunch(NamedTuple):
 
 
 # By compute capability and bytes per weight as above, then tokens (padded to 8 or 16), op, and the exact number of columns; 0
-# stands for any. Shapes that are not listed have not been measured and go to the library; `bench.py --tune` measures them.
-NOT_MEASURED = {8: {op: {} for op in OPS}, 16: {op: {} for op in OPS}}
+# stands for all that are not listed. None is the library: where it was faster, and 16-bit weights on cards that were not
+# measured. Not 8-bit weights: the library would need them decoded, and five times the bytes.
+FEW_8_BIT = {
+    8: dict.fromkeys(OPS, {0: FewLaunch(16, 4, 2, 8, 4)}),
+    16: dict.fromkeys(OPS, {0: FewLaunch(16, 4, 4, 8, 1)}),
+}
+LIBRARY = {tokens: dict.fromkeys(OPS, {0: None}) for tokens in (8, 16)}
 FEW_LAUNCHES = {
-    0: {1: {tokens: {op: {0: FewLaunch(64, 2, 4, 8, 1)} for op in OPS} for tokens in (8, 16)}},
-    80: {1: NOT_MEASURED},
+    0: {1: {tokens: dict.fromkeys(OPS, {0: FewLaunch(64, 2, 4, 8, 1)}) for tokens in (8, 16)}},
+    80: {1: FEW_8_BIT, 2: LIBRARY},
     90: {
         1: {
-            8: {op: {4096: FewLaunch(32, 4, 4, 8, 1), 11008: FewLaunch(16, 8, 4, 8, 1)} for op in OPS}
-            | {"linear_add": {4096: FewLaunch(16, 4, 4, 4, 2), 11008: FewLaunch(16, 8, 4, 8, 1)}},
-            16: {op: {4096: FewLaunch(32, 4, 4, 8, 1), 11008: FewLaunch(32, 8, 4, 8, 1)} for op in OPS}
-            | {"linear_add": {4096: FewLaunch(16, 4, 4, 4, 2), 11008: FewLaunch(32, 8, 4, 8, 1)}},
+            8: {
+                "rmsnorm_qkv_rope": {0: FewLaunch(16, 4, 2, 8, 4), 4096: FewLaunch(16, 4, 2, 8, 2)},
+                "linear_add": {
+                    0: FewLaunch(16, 4, 2, 8, 4),
+                    5632: FewLaunch(16, 8, 4, 8, 1),
+                    11008: FewLaunch(16, 8, 4, 8, 2),
+                    14336: FewLaunch(16, 8, 4, 8, 2),
+                    28672: FewLaunch(16, 8, 2, 8, 2),
+                },
+                "rmsnorm_swiglu": {
+                    0: FewLaunch(16, 4, 2, 8, 4),
+                    4096: FewLaunch(16, 4, 2, 8, 2),
+                    8192: FewLaunch(16, 4, 4, 8, 1),
+                },
+                "rmsnorm_linear": {0: FewLaunch(16, 4, 4, 8, 2)},
+            },
+            16: {
+                "rmsnorm_qkv_rope": {0: FewLaunch(32, 4, 2, 8, 2), 8192: None},
+                "linear_add": {
+                    0: FewLaunch(16, 8, 4, 8, 1),
+                    2048: FewLaunch(32, 4, 4, 8, 1),
+                    4096: FewLaunch(32, 8, 4, 8, 1),
+                    5120: FewLaunch(32, 4, 4, 8, 1),
+                    5632: FewLaunch(16, 8, 4, 8, 2),
+                    8192: None,
+                    13824: FewLaunch(16, 4, 4, 4, 2),
+                    28672: None,
+                },
+                "rmsnorm_swiglu": {0: FewLaunch(32, 4, 2, 8, 2), 8192: None},
+                "rmsnorm_linear": {0: FewLaunch(32, 4, 2, 8, 1), 8192: None},
+            },
         },
         2: {
-            8: {op: {4096: FewLaunch(16, 4, 4, 8, 2), 11008: FewLaunch(16, 8, 4, 8, 1)} for op in OPS},
-            16: {op: {4096: FewLaunch(32, 4, 2, 8, 2), 11008: FewLaunch(16, 8, 4, 8, 2)} for op in OPS}
-            | {"linear_add": {4096: FewLaunch(16, 4, 4, 4, 2), 11008: FewLaunch(16, 8, 4, 8, 2)}},
+            8: {
+                "rmsnorm_qkv_rope": {0: FewLaunch(16, 4, 4, 8, 2)},
+                "linear_add": {
+                    0: FewLaunch(16, 4, 4, 8, 2),
+                    5632: FewLaunch(16, 8, 4, 8, 2),
+                    11008: FewLaunch(16, 8, 4, 8, 2),
+                    14336: FewLaunch(16, 8, 4, 8, 2),
+                    28672: FewLaunch(16, 8, 2, 8, 2),
+                },
+                "rmsnorm_swiglu": {0: FewLaunch(16, 4, 4, 8, 2)},
+                "rmsnorm_linear": {0: FewLaunch(16, 4, 4, 8, 2)},
+            },
+            16: {
+                "rmsnorm_qkv_rope": {0: None, 4096: FewLaunch(32, 4, 2, 8, 2)},
+                "linear_add": {
+                    0: None,
+                    4096: FewLaunch(16, 8, 4, 8, 2),
+                    11008: FewLaunch(16, 8, 4, 8, 2),
+                    14336: FewLaunch(16, 8, 4, 8, 2),
+                },
+                "rmsnorm_swiglu": {0: None, 4096: FewLaunch(32, 4, 2, 8, 2)},
+                "rmsnorm_linear": {0: None, 4096: FewLaunch(32, 4, 2, 8, 2)},
+            },
         },
     },
-    100: {1: NOT_MEASURED},
+    100: {1: FEW_8_BIT, 2: LIBRARY},
 }
 
 # by compute capability and query rows per key/value head
@@ -249,4 +301,4 @@ SPLIT_LAUNCHES = {
 }
 
 # the same for few_rows.py, whose tiles are 16 positions per warp
-FEW_ROWS = {90: SplitLaunch(1, 64, 4, 1, 64)}
+FEW_ROWS = {90: SplitLaunch(1, 64, 4, 1, 128)}
