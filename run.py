@@ -198,8 +198,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     args = parser.parse(argv, mode_of)
     if args.version:
-        print(version())
-        parser.exit()
+        return args
     if args.prompt is not None and args.file is not None:
         parser.error("--prompt and --file both give a prompt; use one")
     if args.lookup and args.draft:
@@ -374,6 +373,9 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def work(args: argparse.Namespace) -> int:
+    if args.version:
+        print(version(), flush=True)
+        return 0
     if args.ignored and not args.quiet:
         note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
     if args.quiet:

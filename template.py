@@ -114,7 +114,7 @@ class Renderer:
             start_new_session=True,  # Ctrl-C is for the parent only
         )
         weakref.finalize(self, end, self.process)
-        if not self.process.stdout.readline():  # when ready
+        if not self.process.stdout.readline():  # an empty line says that it is ready
             raise RuntimeError("the process that renders chat templates did not start: is jinja2 installed?")
 
     def render(self, template: str, **variables) -> str:
