@@ -1165,7 +1165,7 @@ def tune_table(model: Llama, cache: KVCache, T: int, table: dict, sizes: Callabl
         table[op] = others | {columns: how}
         tuned[op, columns] = how
         print(f"{op:18s} columns {columns:6d}: {1e6 * seconds:.1f} us with {how or 'the library'}", flush=True)
-    entries = {op: {c: how for (o, c), how in tuned.items() if o == op} for op in OPS}
+    entries = {op: {0: table[op][0]} | {c: how for (o, c), how in tuned.items() if o == op} for op in OPS}
     print(f"{name}: {entries}")
 
 

@@ -183,6 +183,6 @@ def _few_attention_kernel(
 
 
 def attends(q: Tensor, rows: int) -> bool:
-    """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are faster."""
+    """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are as fast."""
     T, _, D = q.shape
     return mma_v2 is not None and not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128

@@ -10,7 +10,7 @@ There is one sequence at a time, so no batch axis. `pos` is a one-element int32 
 cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and derive strides from shapes.
 
 At T = 1 a product is bound by reading W: the kernel streams W's rows once and does everything else on the way. With 2 to 16
-tokens, tensor cores multiply W as it streams by (few_tokens.py), where that is faster than the library (launch.FEW_LAUNCHES).
+tokens, tensor cores multiply W as it streams by (few_tokens.py), unless launch.FEW_LAUNCHES leaves it to the library.
 Otherwise the library's product runs between small fused kernels: with many tokens it is compute-bound, and runs at the card's
 product rate (BENCHMARKS.md).
 
@@ -577,8 +577,8 @@ def rmsnorm_qkv_rope(
 # ---- attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query heads share one k, v head.
 #      q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
 #      Three kernels: for one query row per key/value head, for a few (up to SPLIT_ROWS), and for a prompt. On Hopper,
-#      few_rows.py has one for a few and hopper.py one for long prompts. All keep a running softmax in base 2, with the
-#      factor log2(e) folded into qk_scale (online softmax: Milakov and Gimelshein, 2018).
+#      few_rows.py has one for a few, up to 64 tokens and 128 rows, and hopper.py one for long prompts. All keep a running
+#      softmax in base 2, with the factor log2(e) folded into qk_scale (online softmax: Milakov and Gimelshein, 2018).
 
 
 def cached_ref(cache: Tensor) -> Tensor:
@@ -705,7 +705,7 @@ def _split(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl
 # The last program merges. Few rows make for few programs, too few to read the cache at full speed, so its positions are split
 # among programs, each of which ends with a softmax over its own part: maximum, sum and unnormalised result of each row.
 # Merging them in another launch would cost a microsecond of a layer's 60 to 100 (7B). Instead each program writes its part to
-# memory and then adds one to its head's counter. The atomic is "acq_rel": a program that sees the count also sees what was
+# memory and then adds one to the counter of its rows. The atomic is "acq_rel": a program that sees the count also sees what was
 # written before it was raised (by every thread, thanks to the barrier). The program that finds all the others counted is the
 # last, so it merges, and resets the counter to zero for the next launch. It reads the parts past the L1 cache (".cg"), which
 # may hold stale lines.
@@ -880,17 +880,18 @@ def _widen(q: Tensor) -> bool:
     return INTERPRETED and q.dtype == torch.bfloat16
 
 
-def _splits(how: SplitLaunch, device: torch.device, KH: int) -> int:
-    return min(32, triton.next_power_of_2(triton.cdiv(how.programs * processors(device), KH)))
+def _splits(how: SplitLaunch, device: torch.device, groups: int) -> int:
+    """Into how many chunks the cache is cut for each group of rows."""
+    return min(32, triton.next_power_of_2(triton.cdiv(how.programs * processors(device), groups)))
 
 
 @cache
-def _split_buffers(device: torch.device, KH: int, D: int, splits: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_buffers(device: torch.device, groups: int, D: int, splits: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Workspace of split attention, kept from call to call: results, maxima and sums, counters, which every launch leaves at
     0."""
     f32 = dict(dtype=torch.float32, device=device)
-    arrived = torch.zeros(KH, dtype=torch.int32, device=device)
-    return torch.empty(KH, splits, rows, D, **f32), torch.empty(KH, splits, rows, 2, **f32), arrived
+    arrived = torch.zeros(groups, dtype=torch.int32, device=device)
+    return torch.empty(groups, splits, rows, D, **f32), torch.empty(groups, splits, rows, 2, **f32), arrived
 
 
 def _launch_single_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:
@@ -922,13 +923,13 @@ def _launch_split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Te
 def _launch_few_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:
     (T, H, _), KH, (scales, constants) = q.shape, len(k_cache), _cache_constants(q, k_cache)
     how = FEW_ROWS[capability(q.device)]
-    blocks = KH * triton.cdiv(T * H // KH, few_rows.BLOCK_M)
-    splits, block_d = _splits(how, q.device, blocks), max(64, constants["BLOCK_D"])
-    args = (q, k_cache, v_cache, out, *_split_buffers(q.device, blocks, block_d, splits, few_rows.BLOCK_M), pos, T)
+    groups = KH * triton.cdiv(T * H // KH, few_rows.BLOCK_M)
+    splits, block_d = _splits(how, q.device, groups), max(64, constants["BLOCK_D"])
+    args = (q, k_cache, v_cache, out, *_split_buffers(q.device, groups, block_d, splits, few_rows.BLOCK_M), pos, T)
     cut = constants | dict(
         G=H // KH, BLOCK_D=block_d, W=how.warps, SPLITS=splits, LEAST=max(16 * how.warps, how.least), SPLIT=_split
     )
-    launch(few_rows._few_attention_kernel, (blocks, splits), q.device, *args, *scales, **cut, warps=how.warps)
+    launch(few_rows._few_attention_kernel, (groups, splits), q.device, *args, *scales, **cut, warps=how.warps)
 
 
 def _launch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor) -> None:

@@ -220,8 +220,9 @@ class FewLaunch(NamedTuple):
 
 
 # By compute capability and bytes per weight as above, then tokens (padded to 8 or 16), op, and the exact number of columns; 0
-# stands for all that are not listed. None is the library: where it was faster, and 16-bit weights on cards that were not
-# measured. Not 8-bit weights: the library would need them decoded, and five times the bytes.
+# stands for all that are not listed. None is the library: where it was faster, and for 16-bit weights on cards that were not
+# measured. Not for 8-bit weights: where the library needs them decoded, it moves five times the bytes; where it multiplies e4m3
+# as it is, it was slower on the H200, except for 70B's matrices with 9 to 16 tokens.
 FEW_8_BIT = {
     8: dict.fromkeys(OPS, {0: FewLaunch(16, 4, 2, 8, 4)}),
     16: dict.fromkeys(OPS, {0: FewLaunch(16, 4, 4, 8, 1)}),
@@ -293,12 +294,13 @@ FEW_LAUNCHES = {
     100: {1: FEW_8_BIT, 2: LIBRARY},
 }
 
-# by compute capability and query rows per key/value head
+# By compute capability and query rows per key/value head. On Hopper, several rows are few_rows.py's, except in fp32 and for
+# heads of more than 128.
 SPLIT_LAUNCHES = {
     0: {1: SplitLaunch(4, 32, 4, 1, 0)},
     80: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(2, 64, 4, 2, 0)},
     90: {1: SplitLaunch(4, 8, 1, 1, 0), 2: SplitLaunch(1, 64, 4, 2, 256), 5: SplitLaunch(1, 128, 8, 1, 256)},
 }
 
-# the same for few_rows.py, whose tiles are 16 positions per warp
+# The same for few_rows.py, whose tiles are 16 positions per warp.
 FEW_ROWS = {90: SplitLaunch(1, 64, 4, 1, 128)}

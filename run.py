@@ -406,10 +406,13 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from parallel import group
+        if "WORLD_SIZE" in os.environ:
+            from parallel import group
 
-        if group().tells():
-            note(traceback.format_exc().rstrip() if debug else f"error: {one_line(group().explained(error))}")
+            if not group().tells():
+                return 1
+            error = group().explained(error)
+        note(traceback.format_exc().rstrip() if debug else f"error: {one_line(error)}")
         return 1
 
 

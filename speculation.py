@@ -1,9 +1,9 @@
 """Speculative decoding, more than one token per pass over the weights: several are proposed, evaluated together, and kept as
 far as they are what is sampled anyway.
 
-The text does not change, but for the rounding of sums in another order. Each position is sampled as always, from its own logits
-with its own random number; a proposal is accepted if it equals what was sampled, and the first that does not ends the pass. Two
-ways to propose:
+The text does not change, except for rounding, since sums are added in another order. Each position is sampled as always, from
+its own logits with its own random number; a proposal is accepted if it equals what was sampled, and the first that does not
+ends the pass. Two ways to propose:
 
     Lookup  what followed the latest earlier occurrence of the last few tokens, in the prompt or the answer (Saxena, 2023)
     Draft   what a smaller model of the same vocabulary samples with the same random numbers (Leviathan et al., 2023)

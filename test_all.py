@@ -245,10 +245,10 @@ def test_logits_and_greedy_tokens_equal_transformers(tmp_path, shape):
 
 
 def assert_same_greedy_tokens(model, theirs, prompt: list[int], n: int) -> None:
-    """Up to the first whose logit is within a rounding error of another."""
+    """Up to the first position where they differ, at which the logits of the two tokens must be tied to within rounding."""
     ours = list(generate(model, prompt, n=n, sampling=Sampling(temp=0), eos=[]))
-    told = dict(return_dict_in_generate=True, output_logits=True)
-    out = theirs.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0, **told)
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
+    out = theirs.generate(torch.tensor([prompt]), max_new_tokens=n, **options)
     assert len(ours) == n
     for token, expected, logits in zip(ours, out.sequences[0, len(prompt) :].tolist(), out.logits):
         if token != expected:
@@ -891,19 +891,29 @@ FEW_ROWS_SPLITS = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]  # 
 
 @needs_triton
 @pytest.mark.parametrize("split", FEW_ROWS_SPLITS if DEVICE.type == "cuda" else FEW_ROWS_SPLITS[:1], ids=str)
-@pytest.mark.parametrize("heads", [(2, 2, 128), (4, 1, 64), (2, 1, 24)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 128), (4, 1, 64), (2, 1, 24), (3, 1, 64), (14, 2, 64)], ids=str)
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_attention_of_few_rows(kv_fp8, heads, split, monkeypatch):
-    """few_rows.py on Hopper, elsewhere the kernel for up to 64 rows."""
+    """few_rows.py on a GPU, in the interpreter the kernels that do the same."""
     if DEVICE.type == "cuda":
         monkeypatch.setattr(kernels, "FEW_ROWS", {launch.capability(DEVICE): launch.SplitLaunch(*split)})
-    for T, before in ((1, 90), (2, 0), (4, 61), (3, 250), (16 * heads[1] // heads[0], 700), (64 * heads[1] // heads[0], 500)):
+    most = [(rows * heads[1] // heads[0], before) for rows, before in ((16, 700), (64, 500), (128, 300))]
+    for T, before in [(1, 90), (2, 0), (4, 61), (3, 250), (5, 200), *most]:
         (q, *caches, pos), _ = op_arguments("attention", torch.float16, heads, T, before)
         if kv_fp8:
             caches = [E4M3.round(cache) for cache in caches]
         exact = kernels.attention_ref(q.float(), *caches, pos)
         for _ in range(2):  # the second time with what the first left in its workspace
             assert nmse(kernels.attention(q, *caches, pos), exact) < ONE_UNIT[torch.float16], (T, before)
+
+
+@pytest.mark.parametrize("arch", [0, 80, 86, 89, 90, 100, 120])
+def test_every_product_of_few_tokens_has_launch_sizes(arch):
+    for size, tokens, op in itertools.product((1, 2), (8, 16), launch.OPS):
+        sizes = launch.nearest(launch.nearest(launch.FEW_LAUNCHES, arch), size)[tokens][op]
+        assert 0 in sizes
+        for how in filter(None, sizes.values()):
+            assert how.lanes <= 4 * how.steps and how.rows % 8 == 0 and how.ahead > 0, (arch, size, tokens, op)
 
 
 def cloned(arguments: tuple) -> list:
@@ -4327,8 +4337,8 @@ def always(speculation: Speculation) -> Speculation:
 
 
 def evaluates_one_by_one(model) -> None:
-    """Several tokens, too: their sums are then in the same order, and the logits the same to the last bit. Otherwise two tokens
-    whose logits differ by a rounding error may change places."""
+    """Have model.evaluate take its tokens one at a time: the sums are then in the same order, and the logits equal to the last
+    bit. Otherwise two tokens whose logits are tied to within rounding may change places."""
     single = model.evaluate
     model.evaluate = lambda T, cache: torch.cat([single(1, cache) for _ in range(T)])
 
@@ -4383,6 +4393,7 @@ def other_model(model):
 
 def test_a_draft_that_is_the_model_is_always_accepted(tiny):
     model = load(tiny, dtype="fp32", device="cpu", ctx_size=128)
+    evaluates_one_by_one(model)
     speculation = always(Draft(4, model))
     tokens = list(generate(model, [1, 5, 6], n=61, eos=[], decode=speculation.decode))
     assert len(tokens) == 61 and speculation.accepted == speculation.proposed and speculation.passes == 12
@@ -4390,6 +4401,7 @@ def test_a_draft_that_is_the_model_is_always_accepted(tiny):
 
 def test_a_pass_may_end_in_the_middle_and_the_conversation_goes_on(tiny):
     model = load(tiny, dtype="fp32", device="cpu", ctx_size=128)
+    evaluates_one_by_one(model)
     prompt = [1, 5, 6]
     for taken in range(1, 9):
         cache, draft = KVCache(model), always(Draft(4, model))
@@ -4502,6 +4514,7 @@ def test_passes_of_graphs_do_not_change_the_text(tiny, monkeypatch):
     longer = [*prompt, *plain[:5], 9]
     plain_longer = list(generate(model, longer, n=9, **settings))
     if DEVICE.type == "cpu":
+        evaluates_one_by_one(model)
         monkeypatch.setattr(type(model), "uses_graphs", True)
         monkeypatch.setattr("model.PADDED", ())
         monkeypatch.setattr(speculation._OnGpu, "start", start)
