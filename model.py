@@ -221,9 +221,11 @@ class Llama:
                 progress(cache.pos - start, len(tokens))
 
     def _padded_step(self, T: int, length: int, cache: KVCache) -> None:
-        """`step` for T tokens and whatever follows them, `length` in all. What is cached for the padding lies beyond
-        cache.pos, so it never gets any weight. Captured as a CUDA graph the first time, replayed from then on."""
+        """`step` for T tokens, padded to `length` with copies of the last one. What is cached for the padding lies beyond
+        cache.pos, so its weight is 0; but 0 * NaN is NaN, so the padding may not be whatever an earlier prompt left there.
+        Captured as a CUDA graph the first time, replayed from then on."""
         start, end, graphs = cache.pos, cache.pos, cache.prompt_graphs
+        cache.tokens[start + T : start + length] = cache.tokens[start + T - 1]
         cache.row.fill_(T - 1)
         try:
             if length in graphs:

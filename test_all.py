@@ -653,6 +653,8 @@ def test_a_padded_prompt_is_the_prompt(monkeypatch):
         model.prefill(ids, whole)
         model.prefill(ids[:7], padded)
         padded.append(torch.tensor(ids[7:], dtype=torch.int32))
+        model.weights.embedding = model.weights.embedding.clone()
+        model.weights.embedding[0] = torch.nan  # what stands beyond the prompt counts for nothing, not even as 0 * NaN
         model._padded_step(33, 64, padded)
         assert padded.pos == int(padded.device_pos) == 40
         assert nmse(padded.logits, whole.logits) < 1e-10
