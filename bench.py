@@ -1154,7 +1154,7 @@ def tune_table(model: Llama, cache: KVCache, T: int, table: dict, sizes: Callabl
         ("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13), ("linear_add", layer.w2),
         ("rmsnorm_linear", model.weights.output),
     )}  # fmt: skip
-    print(f"{T} tokens, as it is: {1e6 * event_time(pass_of(model, cache, T, 64), 20):.1f} us")
+    print(f"T = {T}, as it is: {1e6 * event_time(pass_of(model, cache, T, 64), 20):.1f} us")
     for op, columns in tuned:
         found = []
         others = {key: how for key, how in table[op].items() if key != columns}

@@ -158,13 +158,14 @@ def _choose(
     if MIN_P:
         floor = tl.maximum(floor, best + log_min_p)
     p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
+    if edges is None:  # a running sum over the whole vocabulary at once would take Triton long to compile
+        return _draw_from_all(logits, u * tl.sum(p, 0), best, floor, temp, V, BLOCK if BLOCK < 16384 else 16384)
     cdf = tl.cumsum(p, 0)
     last = tl.max(tl.where(p > 0, ids, 0), 0)
     token = tl.min(tl.where((cdf > u * tl.max(cdf, 0)) & (p > 0), ids, last), 0)
-    if edges is not None:  # noqa: SIM102  known when the kernel is compiled; the next is not
-        if (unseen > 0) & (floor == edge):
-            mass = tl.sum(p, 0) + unseen * tl.exp((edge - best) / temp)
-            token = _draw_from_all(logits, u * mass, best, floor, temp, V, BLOCK)
+    if (unseen > 0) & (floor == edge):
+        mass = tl.sum(p, 0) + unseen * tl.exp((edge - best) / temp)
+        token = _draw_from_all(logits, u * mass, best, floor, temp, V, BLOCK)
     return token
 
 

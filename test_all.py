@@ -1115,6 +1115,20 @@ def test_sampling_on_the_device_chooses_what_the_reference_chooses():
 
 
 @needs_triton
+def test_a_large_vocabulary_is_drawn_from_in_blocks():
+    logits, position = torch.randn(40_000) - 30, torch.tensor([3], dtype=torch.int32)
+    logits[[5, 17_000, 20_000, 39_000]] = torch.tensor([1.0, 0.5, 0.7, 0.8])
+    tokens = torch.zeros(8, dtype=torch.int32)
+    drawn = set()
+    for seed in range(20):
+        expected = choose(logits, tokens, position, **OFF, seed=seed)
+        on_device = (t.to(DEVICE) for t in (logits, tokens, position))
+        assert choose(*on_device, ops=kernels.fused, **OFF, seed=seed) == expected, seed
+        drawn.add(expected)
+    assert drawn == {5, 17_000, 20_000, 39_000}
+
+
+@needs_triton
 def test_sampling_on_the_device_follows_the_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     expected = (logits / 0.7).softmax(0)
