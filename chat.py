@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -159,7 +160,7 @@ class Chat:
     def text_of(self, name: str) -> str:
         if not name:
             raise ValueError("/read needs the name of a file")
-        file = Path(name).expanduser()
+        file = Path(os.path.expanduser(name))
         if file.exists() and not file.is_file():
             raise ValueError(f"{name} is not a file")
         if file.stat().st_size > LARGEST_TOKEN * self.session.cache.size:

@@ -20,7 +20,7 @@ from files import Part, one_line_errors, parts_of, read_bytes, read_json, read_p
 from fp8 import FORMATS, Format, Matrix
 from model import CHUNK, PADDED, Config, LayerWeights, Llama, RopeScaling, Weights
 from template import find_template
-from tokenizer import tokenizer_file
+from tokenizer import FILE_BYTES, tokenizer_file
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -497,14 +497,14 @@ WEIGHTS = [  # in order of preference: a repository may have several kinds
 def find_checkpoint(name: str) -> Path:
     """The folder of a checkpoint that is given as a folder, or as a repository "owner/name" of the Hugging Face hub: in the
     hub's cache, to which it is downloaded if need be. Raises OSError or ValueError, in one line that says what to do."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # as it is if there is no such user
     if folder.is_dir():
         return folder
     if folder.exists():
         what = f"{name} is GGUF, {QUANTISED}" if folder.suffix == ".gguf" else f"{name} is a file"
         raise FileNotFoundError(f"{what} (-m takes the folder of a checkpoint)")
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    home = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))
+    hub = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", home / "hub")))
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise FileNotFoundError(f"no such folder, nor the name of a repository: {name}")
     repository = hub / f"models--{name.replace('/', '--')}"
@@ -931,7 +931,7 @@ def save_fp8(
 
     Raises ValueError, OSError or MemoryError, in one line that says what to do.
     """
-    folder, to = find_checkpoint(name), Path(target).expanduser().resolve()
+    folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
     if not to.parent.is_dir():
@@ -966,7 +966,7 @@ def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
     """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the folder."""
     for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
         if file.is_file():
-            shutil.copyfile(file, to / file.name)
+            (to / file.name).write_bytes(read_bytes(file, FILE_BYTES))
     if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: see the tensors, which are not copied
         (to / "params.json").write_text(json.dumps(read_json(folder / "params.json") | {"vocab_size": config.vocab_size}))
     beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}

@@ -26,6 +26,7 @@ from torch import Tensor
 MESSAGE = 500  # characters in a message, at most
 JSON_BYTES = 10_000_000  # once parsed, JSON takes up to 25 times as much memory
 JSON_DEPTH = 32
+DIMENSIONS = 8  # of a tensor in a torch file
 HEADER_BYTES = 10_000_000  # of a safetensors file
 PICKLE_BYTES = 2_000_000  # enough for 10,000 tensors
 DIRECTORY_BYTES = 4_000_000  # of a zip
@@ -360,6 +361,8 @@ class _Pickle:
             return arguments[0]
         if name == REBUILD_TENSOR and type(arguments[0]) is _Storage and _without_hooks(arguments[4:]):
             storage, offset, shape, strides = arguments[:4]
+            if len(shape) > DIMENSIONS or len(strides) > DIMENSIONS:
+                raise ValueError("its pickle holds a tensor of more dimensions than a checkpoint's have")
             return _Tensor(storage, _natural(offset), tuple(map(_natural, shape)), tuple(map(_natural, strides)))
         raise ValueError(f"its pickle calls {name}: it holds something other than named, dense tensors")
 

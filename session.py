@@ -226,7 +226,7 @@ class PromptCache:
     KIND = "prompt cache, layout 1"
 
     def __init__(self, file: Path, model: Llama):
-        self.file, self.model = file.expanduser(), model
+        self.file, self.model = Path(os.path.expanduser(file)), model
         if group().size > 1:
             self.file = self.file.with_name(f"{self.file.name}.{group().rank + 1}-of-{group().size}")
         self.tokens: list[int] = []  # what the file holds

@@ -85,7 +85,7 @@ from model import CHUNK, Config, KVCache, Timings, captured, generate, rope_tabl
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
 from template import TEMPLATES, find_template
-from tokenizer import TextStream, Tokenizer
+from tokenizer import TextStream, Tokenizer, tokenizer_file
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(1 << 31)))
@@ -3430,6 +3430,7 @@ HOSTILE_ZIPS = {  # a torch zip: data.pkl, what is done to the file, what the er
     "no such storage": (pickled({"a": rebuilt(data=storage("7"))}), None, "read safely"),
     "beyond the storage": (pickled({"a": rebuilt(offset=1)}), None, "a does not fit its storage"),
     "far strides": (pickled({"a": rebuilt(shape=(2, 2), strides=(1 << 40, 1))}), None, "strides with gaps or overlaps"),
+    "many dimensions": (pickled({"a": rebuilt(shape=(1,) * 9, strides=(1,) * 9)}), None, "more dimensions than a checkpoint's"),
     "expanded": (pickled({"a": rebuilt(shape=(2, 2), strides=(1, 0))}), None, "strides with gaps or overlaps"),
     "negative": (pickled({"a": rebuilt(shape=(-4,))}), None, "a size that no tensor has"),
     "fewer strides": (pickled({"a": rebuilt(shape=(2, 2), strides=(1,))}), None, "strides with gaps or overlaps"),
@@ -3803,6 +3804,23 @@ def fails(error: BaseException):
     return fail
 
 
+def test_saving_copies_nothing_from_outside_the_folder(cli, copy, tmp_path):
+    (tmp_path / "secret").write_text('{"secret": 1}')
+    (copy / "special_tokens_map.json").unlink(missing_ok=True)
+    (copy / "special_tokens_map.json").symlink_to("../secret")
+    code, _, err = cli("-m", copy, "--save-fp8", tmp_path / "saved")
+    assert code == 1 and "special_tokens_map.json is a link out of its folder" in err and err.count("\n") == 1
+    assert not (tmp_path / "saved").exists()
+
+
+def test_the_parents_tokenizer_is_for_metas_layout(copy):
+    (copy.parent / "tokenizer.model").write_bytes((copy / "tokenizer.model").read_bytes())
+    (copy / "tokenizer.model").rename(copy / "tokenizer.json")
+    assert tokenizer_file(copy) == copy / "tokenizer.json"
+    (copy / "config.json").rename(copy / "params.json")
+    assert tokenizer_file(copy) == copy.parent / "tokenizer.model"
+
+
 def test_a_model_is_saved_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
@@ -4013,6 +4031,7 @@ def test_a_file_is_read_before_the_next_message(cli, tiny, tmp_path):
         *(f"/read {tmp_path / name}" for name in ("bad", "long", "dense", "none", "")),
         "/read /dev/zero",
         "/read",
+        "/read ~nobody-of-this-name/notes",
     ]
     code, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
     assert code == 0 and objects(out)[0]["prompt"] == "good day, crow!\n\nwhat?" and "16 characters" in err
@@ -4020,7 +4039,7 @@ def test_a_file_is_read_before_the_next_message(cli, tiny, tmp_path):
         objects(out)[1:],
         (
             "not UTF-8: byte 0xff at offset 2", "too many for this context", f"{tmp_path / 'dense'} takes 2", "No such file",
-            "is not a file", "is not a file", "/read needs the name of a file",
+            "is not a file", "is not a file", "/read needs the name of a file", "No such file",
         ),
         strict=True,
     ):  # fmt: skip

@@ -222,8 +222,10 @@ def _check_size(file: Path, size: int, with_added: int, vocab_size: int | None) 
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.model in the folder or, in Meta's layout, in its parent; else tokenizer.json. Raises FileNotFoundError."""
-    for file in folder / "tokenizer.model", folder.parent / "tokenizer.model", folder / "tokenizer.json":
+    """tokenizer.model or tokenizer.json in the folder or, in Meta's layout, tokenizer.model in its parent. Raises
+    FileNotFoundError."""
+    meta = [] if (folder / "config.json").is_file() else [folder.parent / "tokenizer.model"]
+    for file in folder / "tokenizer.model", *meta, folder / "tokenizer.json":
         if file.is_file():
             return file
     raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
