@@ -159,6 +159,7 @@ def _generation(folder: Path) -> Fields:
     return Fields(file) if file.is_file() else Fields(file, {})
 
 
+@one_line_errors()
 def read_sampling(folder: Path) -> dict[str, float]:
     """What a checkpoint's generation_config.json says about sampling, by the names of Sampling. Raises ValueError."""
     f = _generation(folder)

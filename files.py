@@ -12,7 +12,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,8 +64,9 @@ def open_regular(file: Path) -> io.FileIO:
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a regular file")
     folder = Path(os.path.realpath(file.parent))  # Path.resolve would raise for a link to itself
-    if folder.parent.name == "snapshots":  # of the hub's cache: its files are links to ../../blobs
-        folder = folder.parent.parent
+    repository = folder.parent.parent
+    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):  # of the hub's cache: links to ../../blobs
+        folder = repository
     if not Path(os.path.realpath(file)).is_relative_to(folder):
         raise ValueError(f"{file} is a link out of its folder: copy the file itself")
     f = file.open("rb", buffering=0)
@@ -90,9 +91,9 @@ def read_json(file: Path, limit: int = JSON_BYTES) -> dict:
     return _parse_json(read_bytes(file, limit), file)
 
 
-def _parse_json(raw: bytes, file: Path) -> dict:
+def _parse_json(raw: bytes, file: Path, pairs: Callable[[list], dict] = dict) -> dict:
     try:
-        value = json.loads(raw.decode())
+        value = json.loads(raw.decode(), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -188,6 +189,12 @@ def _version(f: io.FileIO) -> tuple[int, ...]:
 SAFETENSORS_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
 
 
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict:
+    if len(names := dict(pairs)) < len(pairs):
+        raise ValueError("it holds a name twice")
+    return names
+
+
 def safetensors_header(file: Path) -> tuple[dict, int, tuple[int, ...]]:
     """A safetensors file's header, which the library has found sound; where the data begins; the file's version."""
     with open_regular(file) as f:
@@ -199,7 +206,7 @@ def safetensors_header(file: Path) -> tuple[dict, int, tuple[int, ...]]:
         raw = f.read(size)
     try:
         with safe_open(file, "pt"):
-            return _parse_json(raw, file), 8 + size, version
+            return _parse_json(raw, file, _without_repeats), 8 + size, version
     except OSError:
         raise
     except Exception as error:  # the library's SafetensorError, _parse_json's ValueError

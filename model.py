@@ -17,6 +17,7 @@ from torch import Tensor
 
 import kernels
 import parallel
+from files import one_line
 from fp8 import Matrix, fast_accumulation
 from sampling import Sampler, Sampling
 
@@ -438,7 +439,7 @@ def generate(
             timings.add(time.perf_counter() - start, first=i == 0)
             start = time.perf_counter()
             if token < 0:
-                raise RuntimeError(not_finite(model))
+                raise RuntimeError(one_line(not_finite(model)))
             yield token
             if token in eos and not ignore_eos:
                 return

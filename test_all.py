@@ -77,7 +77,7 @@ import template
 import terminal
 import training
 from chat import Chat
-from checkpoint import Checkpoint, check_memory, load, read_config, save_fp8, saved_shapes, tensor_shapes
+from checkpoint import Checkpoint, check_memory, load, read_config, read_sampling, save_fp8, saved_shapes, tensor_shapes
 from files import one_line_errors, parts_of, read_part
 from fp8 import E4M3, FORMATS, Matrix
 from launch import tl
@@ -405,6 +405,9 @@ def test_links_are_followed_within_the_hub_cache_only(tmp_path, monkeypatch):
     config = (snapshot / "config.json").rename(repository / "blobs" / "123")
     (snapshot / "config.json").symlink_to("../../blobs/123")
     assert load("someone/tiny", device="cpu").config.dim == load(snapshot, device="cpu").config.dim == 64
+    shutil.copytree(repository, tmp_path / "other", symlinks=True)
+    with pytest.raises(ValueError, match="config.json is a link out of its folder"):
+        load(tmp_path / "other" / "snapshots" / "abc", device="cpu")
     config.rename(tmp_path / "elsewhere")
     config.symlink_to("../../elsewhere")
     with pytest.raises(ValueError, match="config.json is a link out of its folder"):
@@ -3132,6 +3135,16 @@ def overlap(header: dict) -> None:
     header[a]["data_offsets"] = header[b]["data_offsets"]
 
 
+def repeat_name(folder: Path) -> None:
+    """Put the last entry of the header of model.safetensors a second time."""
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + size])
+    text = json.dumps(header)[:-1] + ", " + json.dumps(dict([header.popitem()]))[1:]
+    file.write_bytes(struct.pack("<Q", len(text)) + text.encode() + raw[8 + size :])
+
+
 def spoil_tensors(change):
     def spoil(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
@@ -3255,6 +3268,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["holds no weights"]),
     "truncated": (lambda f: (f / "model.safetensors").open("r+b").truncate(5000), ["not a valid safetensors file"]),
+    "a name twice": (repeat_name, ["it holds a name twice"]),
     "lying header": (spoil_header(lambda h: h[NORM].update(shape=[10**9])), ["not a valid safetensors file"]),
     "overlapping offsets": (spoil_header(overlap), ["not a valid safetensors file"]),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), [f"{DOWN} is missing"]),
@@ -3520,6 +3534,22 @@ def test_messages_of_the_python_api_are_one_short_line(copy):
             with pytest.raises(ValueError) as raised:
                 act(folder)
             assert_one_line(raised.value)
+
+
+def test_messages_of_a_loaded_model_are_one_short_line(copy):
+    folder = copy.rename(copy.parent / "a\n\x1b[31mb")
+    spoil_tensors(lambda t: t[NORM].fill_(torch.nan))(folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('a\nb\x1b[31m' * 999) }}")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": "x\ny\x1b" * 999}))
+    model, tokenizer = load(folder, device="cpu"), Tokenizer(folder)
+    for act in (
+        lambda: list(generate(model, [1, 5])),
+        lambda: tokenizer.apply_chat_template(conversation("hello")),
+        lambda: read_sampling(folder),
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            act()
+        assert_one_line(raised.value)
 
 
 def test_a_short_run_of_the_fuzzer_finds_nothing():

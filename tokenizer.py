@@ -309,6 +309,7 @@ class Tokenizer:
         writes control tokens: what looks like one in a message is text. Raises ValueError where the template fails."""
         return self.chat_prompt(messages, add_generation_prompt).ids
 
+    @one_line_errors()
     def chat_prompt(self, messages: list[dict], add_generation_prompt: bool = True, past: Prompt | None = None) -> Prompt:
         """The same, with its text. If it continues `past`, an answered prompt, so do the ids: the tokens of an answer need not
         be those that its text would be encoded to, and what was evaluated can stay in the cache."""
