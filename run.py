@@ -401,7 +401,7 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
     try:
         return work()
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return 0
     except KeyboardInterrupt:
         return 130
@@ -413,7 +413,16 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
                 return 1
             error = group().explained(error)
         note(traceback.format_exc().rstrip() if debug else f"error: {one_line(error)}")
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk: Python would try again when it exits, and report it a second time
+            discard_output()
         return 1
+
+
+def discard_output() -> None:
+    """What is still in stdout's buffer, and all that will be."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def import_torch() -> None:

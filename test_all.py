@@ -3658,7 +3658,7 @@ def test_a_lost_stderr_does_not_end_a_good_run(tiny, tmp_path):
         done = in_shell(f'"$PYTHON" -c "{say}" {lost}', cwd=HERE)
         assert (done.returncode, done.stdout, done.stderr) == (0, "text\nFalse\n", ""), lost
     (tmp_path / "link.py").symlink_to(HERE / "run.py")  # models/tales is looked for beside the program, not beside the link
-    done = in_shell('"$PYTHON" link.py --version >/dev/full', cwd=tmp_path)
+    done = in_shell('PYTHONUNBUFFERED= "$PYTHON" link.py --version >/dev/full', cwd=tmp_path)
     assert done.returncode == 1 and done.stderr == "error: No space left on device\n"
     done = in_shell('"$PYTHON" link.py -p Once -n 3 --device cpu 2>/dev/full', cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("Once"), done
