@@ -91,7 +91,7 @@ def read_json(file: Path, limit: int = JSON_BYTES) -> dict:
     return _parse_json(read_bytes(file, limit), file)
 
 
-def _parse_json(raw: bytes, file: Path, pairs: Callable[[list], dict] = dict) -> dict:
+def _parse_json(raw: bytes, file: Path, pairs: Callable[[list], dict] | None = None) -> dict:
     try:
         value = json.loads(raw.decode(), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:

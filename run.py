@@ -421,7 +421,7 @@ def _exit_code(work: Callable[[], int], debug: bool) -> int:
 
 
 def discard_output() -> None:
-    """What is still in stdout's buffer, and all that will be."""
+    """Discard what is still in stdout's buffer, and all that is written from here on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
