@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 SECONDS = 5.0  # of computing, for one rendering
 MEMORY = 1 << 30  # bytes of the process that renders
-LENGTH = 1 << 26  # characters of a rendering
+LENGTH = 1 << 20  # characters of a template, and of what it may write besides the messages
 
 # ---- templates by name
 
@@ -76,6 +77,8 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
     if isinstance(own, list):  # several, by name
         own = {t.get("name"): t.get("template") for t in own if isinstance(t, dict)}.get("default")
     if isinstance(own, str):
+        if len(own) > LENGTH:
+            raise ValueError(f"{folder}: chat_template has {len(own):,} characters: not a chat template")
         return own, "the checkpoint's own"
     path = str(folder.absolute()).lower()
     for pattern, name in ("llama-2[^/]*chat", "llama2"), ("vicuna", "vicuna"):
@@ -158,7 +161,7 @@ def serve() -> None:
         try:
             template, variables, seconds = json.loads(line)
             limit_time(seconds)
-            answer = [bounded(environment.from_string(template).generate(**variables)), None]
+            answer = [bounded(environment.from_string(template).generate(**variables), LENGTH + 2 * len(line)), None]
         except MemoryError:
             answer = ["", f"more than {MEMORY >> 20} MiB of memory"]
         except Exception as error:
@@ -204,14 +207,14 @@ def sandbox():
     return environment
 
 
-def bounded(pieces) -> str:
-    """The pieces, joined. Raises ValueError if they are too long."""
+def bounded(pieces: Iterable[str], limit: int) -> str:
+    """The pieces, joined. Raises ValueError if they have more than `limit` characters."""
     text, length = [], 0
     for piece in pieces:
         text.append(piece)
         length += len(piece)
-        if length > LENGTH:
-            raise ValueError(f"more than {LENGTH:,} characters")
+        if length > limit:
+            raise ValueError(f"more than {limit:,} characters")
     return "".join(text)
 
 

@@ -2500,13 +2500,12 @@ def test_llama2_template_is_metas(tiny):
     assert ids == [t.bos, *first, t.eos, t.bos, *t.vocabulary.sp.encode("[INST] tell me a tale [/INST]")]
 
 
-def test_other_templates_place_control_tokens(tiny):
+def test_other_templates_place_control_tokens(copy):
     def ids(name: str, *texts: str, **control: int) -> list[int]:
-        t = Tokenizer(tiny, chat_template=name)
-        t.control |= {f"<|{token}|>": i for token, i in control.items()}
-        return t.apply_chat_template(conversation(*texts, system="S"))
+        (copy / "added_tokens.json").write_text(json.dumps({f"<|{token}|>": i for token, i in control.items()}))
+        return Tokenizer(copy, chat_template=name).apply_chat_template(conversation(*texts, system="S"))
 
-    t = Tokenizer(tiny)
+    t = Tokenizer(copy)
     enc = t.vocabulary.sp.encode
     assert ids("zephyr", "U") == [
         *[t.bos, *enc("<|system|>\nS"), t.eos],
@@ -2729,7 +2728,10 @@ def test_answers_keep_their_tokens_and_end_where_the_template_says(tmp_path, fam
 
 HOSTILE = {
     "loops": ("{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3, "took more than"),
-    "grows": ("{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}", "more than 67,108,864 characters"),
+    "grows": ("{% for a in range(9999) %}{{ 'x' * 99999 }}{% endfor %}", "characters"),
+    "is long": ("{{ 'x' * 1_100_000 }}", "characters"),
+    "is long itself": ("x" * 1_100_000, "has more than 1,048,576 bytes"),
+    "is large, though little of it is written": ("{{ ('x' * 2147483648)[:9] }}", "of memory"),
     "doubles": ("{% set n = namespace(s='x') %}{% for a in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "more than"),
     "is large": ("{{ 'x' * 10 ** 12 }}", "of memory"),
     "raises": ("{{ raise_exception('only\nthe king may speak') }}", "the chat template says: only the king may speak"),
@@ -2819,6 +2821,63 @@ def test_a_spoiled_tokenizer_json_is_told(tmp_path, how):
     file.write_text(json.dumps(raw) if callable(spoil) else spoil)
     with pytest.raises(ValueError, match=expected):
         Tokenizer(tmp_path, vocab_size=100)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
+def test_control_tokens_are_few_and_short(copy, tmp_path, kind):
+    """Each message is searched for all of them, and for their beginnings and ends."""
+    if kind == "tokenizer.json":
+        copy = train_tokenizer_json(tmp_path, "llama 3")
+
+    def add(names: list[str]) -> None:
+        if kind == "tokenizer.model":
+            added = {name: 1000 + i for i, name in enumerate(names)}
+            (copy / "added_tokens.json").write_text(json.dumps(added))
+        else:
+            raw = json.loads((copy / kind).read_text())
+            start = max(token["id"] for token in raw["added_tokens"]) + 1
+            form = raw["added_tokens"][0]
+            raw["added_tokens"] += [form | {"id": start + i, "content": name} for i, name in enumerate(names)]
+            (copy / kind).write_text(json.dumps(raw))
+
+    add([f"<{'x' * 126}{i:04}>"[-128:].replace("x", "<", 1) for i in range(4000)])
+    start = time.process_time()
+    t = Tokenizer(copy, chat_template="zephyr")
+    assert len(t.apply_chat_template(conversation("<" * 10_000))) > 10
+    assert time.process_time() - start < 30
+    add(["<" + "x" * 127 + ">"])
+    with pytest.raises(ValueError, match="has a control token of 129 characters: <xxx"):
+        Tokenizer(copy)
+    if kind == "tokenizer.model":
+        add([f"<{i}>" for i in range(4097)])
+        with pytest.raises(ValueError, match="control tokens; at most 4,096 are supported"):
+            Tokenizer(copy)
+
+
+def test_text_that_ends_a_turn_is_cut(tiny, tmp_path):
+    (tmp_path / "t").write_text("{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ 'no' * 400000 }}"
+                                "{% endif %}{% endfor %}")  # fmt: skip
+    _, (stop,) = Tokenizer(tiny, chat_template=str(tmp_path / "t")).turn_ends()
+    assert stop == "no" * 64
+    (tmp_path / "t").write_text("{{ messages[-1]['content'] }}")
+    assert Tokenizer(tiny, chat_template=str(tmp_path / "t")).turn_ends() == (set(), []), "it writes no answer"
+
+
+def test_a_long_stop_costs_no_time(tiny):
+    stream = TextStream(Tokenizer(tiny), stops=["a" * 100_000])
+    start = time.process_time()
+    text = (
+        "".join(stream.push(token) for token in Tokenizer(tiny).encode("good day, crow! " * 200, bos=False)) + stream.finish()
+    )
+    assert text.strip() == ("good day, crow! " * 200).strip() and time.process_time() - start < 10
+
+
+def test_a_message_that_cannot_be_rendered_does_not_end_the_chat(cli, tiny, tmp_path):
+    (tmp_path / "t").write_text("{% if messages[-1]['content'] != 'no' %}{{ bos_token }}{% endif %}")
+    all_of_plane_16 = "".join(map(chr, range(0x100000, 0x10FFFE)))
+    code, _, err = chat(cli, tiny, all_of_plane_16, "no", "hello", flags=["-c", 4096, "--chat-template", tmp_path / "t"])
+    assert code == 0 and "generated 6 tokens" in err and err.count("error: ") == 2, err
+    assert "the messages hold all private-use characters" in err and "writes nothing for this conversation" in err
 
 
 def test_added_tokens_are_read(copy):

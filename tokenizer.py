@@ -19,6 +19,7 @@ PADDING = 1024  # a model's vocabulary may be padded beyond its tokenizer's, to 
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 FILE_BYTES = 64_000_000  # of a tokenizer.model or tokenizer.json
+CONTROL_TOKENS, CONTROL_LENGTH = 4096, 128  # how many control tokens there may be, and how many characters one may have
 
 Span = tuple[int, int]  # of characters: start, end
 
@@ -276,6 +277,13 @@ class Tokenizer:
         kind = SentencePiece if file.suffix == ".model" else TokenizerJson
         self.vocabulary = kind(file, folder, self.config, vocab_size)
         self.control = self.vocabulary.control
+        if len(self.control) > CONTROL_TOKENS:
+            raise ValueError(f"{folder} has {len(self.control):,} control tokens; at most {CONTROL_TOKENS:,} are supported")
+        if long := next((name for name in self.control if len(name) > CONTROL_LENGTH), None):
+            raise ValueError(f"{folder} has a control token of {len(long):,} characters: {long[:20]}...")
+        self._in_text = any_of(self.control)
+        self._beginnings = tuple({name[:i] for name in self.control for i in range(1, len(name))})
+        self._endings = tuple({name[i:] for name in self.control for i in range(1, len(name))})
         self.adds_space = self.vocabulary.adds_space
         tokens = {name: self.config.get(name) for name in NAMES}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
@@ -316,8 +324,12 @@ class Tokenizer:
         text, control, typed = self._render(messages, add_generation_prompt)
         start = self._end_of(past, text)
         spans = [[(b - start, e - start) for b, e in where if b >= start] for where in (control, typed)]
-        rest = self.vocabulary.encode_chat(text[start:], *spans, after=start > 0)
-        return Prompt(text, past.ids + rest if start else rest)
+        ids = self.vocabulary.encode_chat(text[start:], *spans, after=start > 0)
+        if start:
+            ids = past.ids + ids
+        if not ids:
+            raise ValueError("the chat template writes nothing for this conversation")
+        return Prompt(text, ids)
 
     def _end_of(self, past: Prompt | None, text: str) -> int:
         """Where past and its answer end in the text of a conversation that continues them; 0 if this one does not."""
@@ -334,13 +346,15 @@ class Tokenizer:
         roles = {first: "user", answer: "assistant", second: "user"}
         text, control, _ = self._render([{"role": role, "content": word} for word, role in roles.items()], False)
         begin, end = text.find(answer) + len(answer), text.find(second)
+        if not len(answer) <= begin <= end:  # it does not write one of them
+            return set(), []
         tokens = [text[b:e] for b, e in control if begin <= b < end]
         gap = text[begin:end].strip()
         ids = {self.control[token] for token in tokens[:1] if gap.startswith(token)}
         if any(self.control[token] not in (self.bos, self.eos) for token in tokens):
             return ids, []
         lines = any_of(tokens).sub("", gap).strip().splitlines()
-        return ids, lines[:1]
+        return ids, [line[:CONTROL_LENGTH] for line in lines[:1]]
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span], list[Span]]:
         """The text of a conversation, where in it the template wrote control tokens, and where text only looks like one.
@@ -351,7 +365,9 @@ class Tokenizer:
         """
         everything = self.chat_template + _checked("".join(message["content"] for message in messages))
         unused = (chr(c) for c in range(0x10FFFD, 0xFFFFF, -1) if chr(c) not in everything)  # of plane 16, for private use
-        opening, closing = next(unused), next(unused)
+        opening, closing = next(unused, None), next(unused, None)
+        if closing is None:
+            raise ValueError("the messages hold all private-use characters of Unicode's plane 16; two must be free to be marks")
         marked = [{"role": m["role"], "content": self._marked(m["content"], opening, closing)} for m in messages]
         variables = dict(messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None)
         rendered = self._renderer.render(self.chat_template, **variables, **self.named)
@@ -363,19 +379,18 @@ class Tokenizer:
                 parts.append(part)
                 length += len(part)
         text, control, typed = "".join(parts), [], []
-        for match in any_of(self.control).finditer(text):
+        for match in self._in_text.finditer(text):
             begin, end = match.span()
             cut = any(i in marks[opening] or i in marks[closing] for i in range(begin + 1, end))
             (typed if cut or begin in marks[opening] else control).append((begin, end))
         return text, control, typed
 
     def _marked(self, content: str, opening: str, closing: str) -> str:
-        content = any_of(self.control).sub(f"{opening}\\g<0>", content)
-        inner = content.strip()
-        if inner.endswith(tuple({name[:i] for name in self.control for i in range(1, len(name))})):
-            content = content.rstrip() + closing + content[len(content.rstrip()) :]
-        if inner.startswith(tuple({name[i:] for name in self.control for i in range(1, len(name))})):
-            content = content[: -len(content.lstrip())] + opening + content.lstrip()
+        content = self._in_text.sub(f"{opening}\\g<0>", content)
+        if (begin := content.rstrip()).endswith(self._beginnings):
+            content = begin + closing + content[len(begin) :]
+        if (end := content.lstrip()).startswith(self._endings):
+            content = content[: len(content) - len(end)] + opening + end
         return content
 
 
@@ -426,7 +441,8 @@ class TextStream:
             self.stopped = True
             ready, self._held = self._held[: min(found)], ""
             return ready
-        keep = max((n for stop in self.stops for n in range(len(stop)) if self._held.endswith(stop[:n])), default=0)
+        sizes = [n for stop in self.stops for n in range(min(len(stop), len(self._held) + 1)) if self._held.endswith(stop[:n])]
+        keep = max(sizes, default=0)
         ready = self._held[: len(self._held) - keep]
         self._held = self._held[len(ready) :]
         return ready
