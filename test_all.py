@@ -978,6 +978,17 @@ def test_memory_counts_the_largest_matrix_decoded(monkeypatch):
     assert needed(E4M3) == needed(None) - less + 4 * 2 * 4096 * 512
 
 
+def test_memory_counts_the_scores_of_a_chunk(monkeypatch):
+    """A chunk of a prompt times the whole context."""
+    monkeypatch.setattr("checkpoint.free_memory", lambda device: 0)
+    workspace = []
+    for ctx_size in (1 << 21, 1 << 22):
+        with pytest.raises(MemoryError) as error:
+            check_memory(read_config_like(), torch.float32, torch.device("cpu"), ctx_size)
+        workspace.append(float(re.search(r"workspace (\S+) GB", str(error.value))[1]))
+    assert workspace[1] - workspace[0] == pytest.approx(512 * (1 << 21) / 1e9, abs=0.02)
+
+
 def test_memory_counts_a_layer_of_an_8_bit_cache_decoded(monkeypatch):
     monkeypatch.setattr("checkpoint.free_memory", lambda device: 0)
     workspace, c = [], read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
@@ -3340,6 +3351,10 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "plain pickle": (plant_plain_pickle, ["pytorch_model.bin is not in torch's zip format"]),
     "index without its shard": (plant_index("gone.safetensors"), ["names gone.safetensors, which is missing"]),
     "index that leaves the folder": (plant_index("../model.safetensors"), ["which is not a file of its own folder"]),
+    "index without a map": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+        ["model.safetensors.index.json lacks the field weight_map"],
+    ),
     "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), ["holds no tokenizer.model"]),
     "broken tokenizer": (lambda f: (f / "tokenizer.model").write_bytes(b"x" * 99), ["is not a SentencePiece model"]),
     "a tensor in two halves": (halves, ["model-00002-of-00002.safetensors: lm_head.weight is also in model-00001-of-00002"]),
@@ -3478,6 +3493,31 @@ def swapped(a: bytes, b: bytes):
     return change
 
 
+def repacked(*changed: tuple[str, bytes], **options):
+    """Other entries, or other ways to pack them."""
+
+    def change(file: Path) -> None:
+        with zipfile.ZipFile(file) as archive:
+            entries = {name: archive.read(name) for name in archive.namelist()} | dict(changed)
+        with zipfile.ZipFile(file, "w", **options) as archive:
+            for name, raw in entries.items():
+                archive.writestr(name, raw)
+
+    return change
+
+
+def rename_entry(file: Path, old: bytes, new: bytes) -> None:
+    file.write_bytes(file.read_bytes().replace(old, new))
+
+
+def enlarge_entry(file: Path, name: bytes) -> None:
+    """Have the directory say that an entry has a million bytes; the name follows 46 bytes, and the sizes are at 20."""
+    raw = bytearray(file.read_bytes())
+    start = raw.rindex(name) - 46
+    raw[start + 20 : start + 28] = struct.pack("<2I", 1_000_000, 1_000_000)
+    file.write_bytes(raw)
+
+
 ONES, TWOS = struct.pack("<4f", 1, 1, 1, 1), struct.pack("<4f", 2, 2, 2, 2)
 TWO = pickled({"a": rebuilt(), "b": rebuilt(data=storage("1"))})
 
@@ -3511,6 +3551,19 @@ HOSTILE_ZIPS = {  # a torch zip: data.pkl, what is done to the file, what the er
     "swapped names": (TWO, lambda f: swap_in_directory(f, b"x/data/0", b"x/data/1"), "where something else is"),
     "cut": (TWO, lambda f: f.open("r+b").truncate(f.stat().st_size - 9), "not in torch's zip format"),
     "zeros": (TWO, lambda f: [f.write_bytes(b""), os.truncate(f, 50 << 30)], "not in torch's zip format"),
+    "compressed": (TWO, repacked(compression=zipfile.ZIP_DEFLATED), "it is compressed"),
+    "big-endian": (TWO, repacked(("x/byteorder", b"big")), "its byte order is not little-endian"),
+    "an old version": (TWO, repacked(("x/version", b"11\n")), "its version of torch's format is not 1 to 10"),
+    "a long pickle": (TWO + b" " * 2_000_000, None, "it lacks a data.pkl of a sane size"),
+    "two pickles": (TWO, repacked(("y/data.pkl", TWO)), "it lacks a data.pkl of a sane size"),
+    "two entries": (TWO, lambda f: rename_entry(f, b"x/data/1", b"x/data/0"), "it holds two entries of one name"),
+    "a long directory": (TWO, repacked(*((f"x/{i:060000}", b"") for i in range(70))), "its zip directory is too large"),
+    "a damaged entry": (
+        TWO,
+        lambda f: f.write_bytes(f.read_bytes().replace(b"3\n", b"4\n")),
+        "version does not have its checksum",
+    ),
+    "an entry beyond the end": (TWO, lambda f: enlarge_entry(f, b"x/version"), "x/version extends past its end"),
     "a pipe": (TWO, lambda f: [f.unlink(), os.mkfifo(f)], "is not a regular file"),
     "a link to itself": (TWO, lambda f: [f.unlink(), f.symlink_to("x.bin")], "Too many levels of symbolic links"),
     "a link out of the folder": (TWO, lambda f: f.rename(f.parent.parent / "a") and f.symlink_to("../a"), "out of its folder"),
