@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from parallel import group
-from session import Answer, Session
+from session import LARGEST_TOKEN, Answer, Session
 from template import TEMPLATES
-from terminal import Printer, Reader, note, one_line
+from terminal import Printer, Reader, note, one_line, text_of
 from tokenizer import Prompt
 
 HELP = """/clear        forget the conversation, and what was read
@@ -19,7 +19,6 @@ HELP = """/clear        forget the conversation, and what was read
 /read FILE    put a text file before the next message
 /exit         leave; so do Ctrl-D and a second Ctrl-C
 A line that ends in \\ continues on the next one; pasted text is one message. Ctrl-C ends an answer."""
-LARGEST_TOKEN = 256  # bytes; a file with more than this for each token of the context cannot fit
 
 
 def has_template(session: Session) -> bool:
@@ -97,8 +96,7 @@ class Chat:
 
     def answer(self, message: str) -> bool:
         """Print the model's answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is one."""
-        if any(0xDC80 <= ord(c) <= 0xDCFF for c in message):
-            raise ValueError("standard input is not UTF-8; this message is skipped")
+        self.check(message, "the message")
         prompt = self.fit(message)
         answer, as_text = Answer(len(prompt.ids)), self.session.args.output == "text"
         self.blank_line()
@@ -120,6 +118,12 @@ class Chat:
         self.blank_line()
         return answered
 
+    def check(self, text: str, name: str) -> None:
+        """Raise ValueError for text that cannot be encoded or is far too long."""
+        if any(0xDC80 <= ord(c) <= 0xDCFF for c in text):  # read with surrogateescape
+            raise ValueError(f"{name} is not UTF-8")
+        self.session.check_length(text, name)
+
     def end(self, message: str, answer: Answer) -> None:
         """Finish a turn's output: end the line, or print its JSON object."""
         if self.session.args.output == "text":
@@ -135,8 +139,13 @@ class Chat:
     # ---- commands
 
     def begin(self, system: str) -> None:
-        """Forget the conversation, and begin a new one with a system prompt, which may be empty."""
-        self.messages = [{"role": "system", "content": system}] if system else []
+        """Forget the conversation, and begin a new one with a system prompt, which may be empty. Raises ValueError if it leaves
+        no room for a message, or the template refuses it."""
+        messages = [{"role": "system", "content": system}] if system else []
+        if messages:
+            self.check(system, "the system prompt")
+            self.length_of([*messages, {"role": "user", "content": "?"}], "the system prompt")
+        self.messages = messages
         self.first = len(self.messages)  # where the turns begin; each is a message and its answer
 
     def answer_again(self) -> None:
@@ -163,12 +172,8 @@ class Chat:
         file = Path(os.path.expanduser(name))
         if file.exists() and not file.is_file():
             raise ValueError(f"{name} is not a file")
-        if file.stat().st_size > LARGEST_TOKEN * self.session.cache.size:
-            raise ValueError(f"{name} has {file.stat().st_size:,} bytes, too many for this context (see -c)")
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}") from None
+        with file.open("rb") as f:
+            return text_of(f, name, LARGEST_TOKEN * self.session.cache.size).replace("\r\n", "\n")
 
     # ---- the context
 
@@ -192,7 +197,10 @@ class Chat:
 
     def length_alone(self, message: str, name: str) -> int:
         """How many tokens a message takes as the first one. Raises ValueError if the context does not hold them."""
-        length = len(self.render([*self.messages[: self.first], {"role": "user", "content": message}]).ids)
+        return self.length_of([*self.messages[: self.first], {"role": "user", "content": message}], name)
+
+    def length_of(self, messages: list[dict], name: str) -> int:
+        length = len(self.render(messages).ids)
         if length > self.session.cache.size:
             raise ValueError(f"{name} takes {length} tokens; the context holds {self.session.cache.size} (see -c)")
         return length

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from tqdm import tqdm
 import kernels
 import launch
 import parallel
-from files import Part, one_line_errors, parts_of, read_bytes, read_json, read_part, safetensors_header
+from files import Part, folder_beside, one_line_errors, parts_of, read_bytes, read_json, read_part, safetensors_header
 from fp8 import FORMATS, Format, Matrix
 from model import CHUNK, PADDED, Config, LayerWeights, Llama, RopeScaling, Weights
 from template import find_template
@@ -769,8 +770,14 @@ def pick_device(name: str = "auto") -> torch.device:
     return device
 
 
+def check_choice(what: str, value: object, choices: Collection) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
 def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
     """auto is the checkpoint's own, except for 16-bit types on a CPU: bf16 if the CPU can multiply it, otherwise fp32."""
+    check_choice("dtype", name, ("auto", *DTYPES))
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda" or stored == torch.float32:
@@ -829,6 +836,7 @@ def check_memory(
 def pick_backend(name: str, device: torch.device) -> str:
     """Whose ops run the model: "torch" (the reference ops) or "triton" (the fused ones), the default on a GPU.
     Raises ValueError."""
+    check_choice("backend", name, ("auto", "torch", "triton"))
     if name == "torch" or name == "auto" and device.type == "cpu":
         return "torch"
     if launch.triton is None:
@@ -844,6 +852,7 @@ def pick_backend(name: str, device: torch.device) -> str:
 def pick_fp16_sums(accumulate: str, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a prompt's products are accumulated in half precision. auto: on GeForce cards, whose tensor cores do that at
     twice the rate of fp32 accumulation; others gain nothing. Raises ValueError if fp16 is asked for and cannot be done."""
+    check_choice("accumulate", accumulate, ("auto", "fp32", "fp16"))
     able = backend == "triton" and device.type == "cuda" and dtype == torch.float16
     if accumulate == "fp16" and not able:
         raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
@@ -871,6 +880,9 @@ def load(
     floats accumulate fast. quiet: no progress bar. Raises ValueError, OSError or MemoryError, in one line that says what to
     do.
     """
+    check_choice("fp8", fp8, (None, *FORMATS))
+    if ctx_size is not None and ctx_size < 0:
+        raise ValueError(f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own")
     folder = find_checkpoint(name)
     config = read_config(folder)
     checkpoint = Checkpoint(folder, config)
@@ -932,6 +944,8 @@ def save_fp8(
 
     Raises ValueError, OSError or MemoryError, in one line that says what to do.
     """
+    check_choice("fp8", fp8, FORMATS)
+    check_choice("dtype", dtype, ("auto", *DTYPES))
     folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
@@ -948,18 +962,13 @@ def save_fp8(
     free = shutil.disk_usage(to.parent).free
     if need > free:
         raise OSError(f"the model takes {need / 1e9:.2f} GB, but {to.parent} has {free / 1e9:.2f} GB free: save elsewhere")
-    made = to.with_name(f".{to.name}.{os.getpid()}")
-    made.mkdir()
-    try:
+    with folder_beside(to) as made:
         _copy_what_is_small(folder, made, config)
         with torch.inference_mode():
             weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, format, quiet).load()
         save_file(_saved_tensors(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": format.name})
         (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library makes it readable for the owner alone
         made.rename(to)
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
     return to / SAVED
 
 

@@ -5,10 +5,12 @@ A .bin or .pth is a zip of raw storages and one pickle that describes them. The 
 and the few names that torch.save writes for tensors are understood: no unpickler runs, so no code can.
 """
 
+import glob
 import io
 import json
 import math
 import os
+import shutil
 import struct
 import zipfile
 import zlib
@@ -106,6 +108,24 @@ def _parse_json(raw: bytes, file: Path, pairs: Callable[[list], dict] | None = N
     return value
 
 
+@contextmanager
+def folder_beside(target: Path) -> Iterator[Path]:
+    """A new folder, in which what is to become `target` is written, so that it appears whole or not at all: the caller renames
+    it, and what is left of it is deleted."""
+    made = target.with_name(f".{target.name}.{os.getpid()}")
+    made.mkdir()
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def left_behind(target: Path) -> list[str]:
+    """A note about each such folder that is still there, since its process was killed."""
+    found = target.parent.glob(f".{glob.escape(target.name)}.*")
+    return [f"note: {one} is what a killed run left: delete it, unless process {one.suffix[1:]} is yours" for one in found]
+
+
 # ---- tensors
 
 
@@ -125,7 +145,7 @@ class Part:
 
 def parts_of(file: Path) -> list[Part]:
     """The tensors of a file, from its header alone. Raises ValueError."""
-    return _safetensors_parts(file) if file.suffix == ".safetensors" else _torch_parts(file)
+    return safetensors_parts(file) if file.suffix == ".safetensors" else _torch_parts(file)
 
 
 def read_part(part: Part, pinned: bool = False, index: list[range] | None = None) -> Tensor:
@@ -186,7 +206,9 @@ def _version(f: io.FileIO) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-SAFETENSORS_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+SAFETENSORS_TYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8, "I32": torch.int32,
+}  # fmt: skip
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict:
@@ -213,7 +235,7 @@ def safetensors_header(file: Path) -> tuple[dict, int, tuple[int, ...]]:
         raise ValueError(f"{file} is not a valid safetensors file: {error}") from None
 
 
-def _safetensors_parts(file: Path) -> list[Part]:
+def safetensors_parts(file: Path) -> list[Part]:
     header, data, version = safetensors_header(file)
     return [
         Part(file, n, SAFETENSORS_TYPES.get(t["dtype"]), tuple(t["shape"]), None, data + t["data_offsets"][0], 0, version)

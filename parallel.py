@@ -31,6 +31,7 @@ from torch import Tensor
 import kernels
 from fp8 import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
+from terminal import rank_variables
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(days=20)  # how long ranks wait while the user thinks; if one dies, torchrun ends the others
@@ -43,10 +44,9 @@ class Group:
     """The processes that share a model: torchrun's, or this one alone."""
 
     def __init__(self) -> None:
-        self.rank = int(os.environ.get("RANK", 0))
-        self.size = int(os.environ.get("WORLD_SIZE", 1))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # how many of them are on this host
+        found = rank_variables()
+        self.rank, self.size = found["RANK"], found["WORLD_SIZE"]
+        self.local_rank, self.local_size = found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]
         self._stop: type[BaseException] | None = None  # what this rank would raise if it were alone
         self._asking: tuple | None = None  # the all-reduce under way: does any rank want to stop?
 
@@ -134,7 +134,7 @@ class Group:
         sys.stderr = sys.__stderr__
         try:
             return self.store.add("failures", 1) == 1
-        except RuntimeError:  # torchrun itself has gone
+        except (RuntimeError, ValueError):  # torchrun itself has gone, or was never there
             return self.rank == 0
 
     def explained(self, error: Exception) -> Exception:

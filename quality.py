@@ -10,7 +10,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -20,8 +19,7 @@ from tqdm import tqdm
 import kernels
 from checkpoint import load
 from model import CHUNK, KVCache, Llama
-from run import decoded
-from terminal import note
+from terminal import note, text_of
 from tokenizer import Tokenizer
 
 # ---- perplexity
@@ -109,10 +107,10 @@ def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: st
     )
 
 
-def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, bytes, list[int]]:
-    """The model and its tokenizer, the file's bytes and their tokens. Raises ValueError."""
-    raw = Path(file).read_bytes()
-    text = decoded(raw, file)
+def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, str, list[int]]:
+    """The model and its tokenizer, the file's text and its tokens. Raises OSError, ValueError."""
+    with open(file, "rb") as f:
+        text = text_of(f, file)
     if args.model.startswith("random:"):
         raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
     model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
@@ -120,12 +118,12 @@ def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenize
     ids = tokenizer.encode(text, bos=False)
     if not ids:
         raise ValueError(f"{file} is empty")
-    return model, tokenizer, raw, ids
+    return model, tokenizer, text, ids
 
 
 def run_perplexity(args: argparse.Namespace) -> list[dict]:
     """The rows of --perplexity; none when it was interrupted before the first window was done."""
-    model, tokenizer, raw, ids = open_with_text(args, args.perplexity)
+    model, tokenizer, text, ids = open_with_text(args, args.perplexity)
     if args.against and model.checkpoint.format:
         held = model.checkpoint.format.name
         raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {held} matrices")
@@ -144,7 +142,7 @@ def run_perplexity(args: argparse.Namespace) -> list[dict]:
     bar.close()
     if not done:
         return []
-    counted_bytes = len(raw) if done == len(ids) else len(tokenizer.decode(ids[:done]).encode())
+    counted_bytes = len((text if done == len(ids) else tokenizer.decode(ids[:done])).encode())
     format = model.weights.output.format
     row = {"model": args.model, "dtype": args.dtype[0], "fp8": format.name if format else "none"}
     row |= {"kv fp8": args.kv_fp8, "against": args.against, "ctx": model.ctx_size, "stride": stride}

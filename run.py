@@ -10,7 +10,6 @@ if __name__ == "__main__":  # Ctrl-C ends the program at once, until there is so
 
 import argparse
 import functools
-import glob
 import json
 import random
 import re
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from template import TEMPLATES
-from terminal import first_speaks, note, one_line, use_safe_streams
+from terminal import decoded, ending_cleanly, first_speaks, note, one_line, printable, text_of, use_safe_streams
 
 if TYPE_CHECKING:  # torch takes seconds to import: --help and command-line errors do not wait for it
     from session import Answer, Session
@@ -264,23 +263,17 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     if args.file is not None:
         return read_text(args.file)
     if args.prompt == "-" or not sys.stdin.isatty():
-        return without_newline(decoded(sys.stdin.buffer.read(), "standard input"))
+        return without_newline(text_of(sys.stdin.buffer, "standard input"))
     return None
 
 
 def read_text(file: str) -> str:
-    return without_newline(decoded(Path(file).read_bytes(), file))
+    with open(file, "rb") as f:
+        return without_newline(text_of(f, file))
 
 
 def without_newline(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def decoded(raw: bytes, source: str) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
 
 
 # ---- what the program does
@@ -291,6 +284,7 @@ def complete(session: Session, prompt: str) -> None:
     from session import Answer
 
     args, tokenizer = session.args, session.tokenizer
+    session.check_length(prompt, "the prompt")
     ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
     if not ids:
         raise ValueError("the prompt is empty, and the tokenizer has no bos or eos to start from")
@@ -313,7 +307,7 @@ def last_line(output: str, prompt: str, answer: Answer) -> str:
 
 def write(text: str) -> None:
     if text:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 
@@ -330,17 +324,18 @@ def use_interpreter(args: argparse.Namespace) -> None:
 
 def save(args: argparse.Namespace) -> int:
     from checkpoint import save_fp8
+    from files import left_behind
     from parallel import group
 
     if group().rank > 0:  # one process does it
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing half-written is left behind
     format = args.fp8 or "e4m3"
-    file = save_fp8(args.model, args.save_fp8, fp8=format, dtype=args.dtype, device=args.device, quiet=args.quiet)
+    with ending_cleanly():
+        file = save_fp8(args.model, args.save_fp8, fp8=format, dtype=args.dtype, device=args.device, quiet=args.quiet)
     if not args.quiet:
         note(f"saved     {file.parent}: {format} matrices, {file.name} of {file.stat().st_size:,} bytes")
-    for left in file.parent.parent.glob(f".{glob.escape(file.parent.name)}.*"):
-        note(f"note: {left} was left by a run that was killed while saving; it may be deleted")
+    for text in left_behind(file.parent):
+        note(text)
     return 0
 
 

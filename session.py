@@ -12,18 +12,20 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import DTYPES, find_checkpoint, load, read_config, read_sampling
+from files import Part, folder_beside, left_behind, read_part, safetensors_header, safetensors_parts
 from model import KVCache, Llama, Timings, generate
 from parallel import described, group
 from sampling import Sampling
 from speculation import Draft, Lookup
-from terminal import note
+from terminal import ending_cleanly, note
 from tokenizer import TextStream, Tokenizer
+
+LARGEST_TOKEN = 256  # bytes: a text with more than this for each token of the context cannot fit
 
 
 @dataclasses.dataclass
@@ -45,7 +47,7 @@ class Answer:
             "prompt_tokens": self.prompt_tokens,
             "evaluated_tokens": t.prompt_tokens,  # of the prompt; the rest were cached
             "new_tokens": t.new_tokens,
-            "prompt_seconds": t.prompt_seconds,
+            "prompt_seconds": t.prompt_seconds if t.new_tokens else None,
             "generation_seconds": t.step_seconds,
             "tokens_per_s": t.steps / t.step_seconds if t.steps else None,
         }
@@ -89,6 +91,11 @@ class Session:
         """Tell the user something, unless --quiet was given."""
         if not self.args.quiet:
             note(text)
+
+    def check_length(self, text: str, name: str) -> None:
+        """Raise ValueError for a text that is too long for the context whatever its tokens are, before it is encoded."""
+        if len(text) > LARGEST_TOKEN * self.cache.size:
+            raise ValueError(f"{name} has {len(text):,} characters, too many for {self.cache.size} tokens (see -c)")
 
     def summary(self) -> str:
         m, c = self.model, self.model.checkpoint.config
@@ -226,7 +233,7 @@ class PromptCache:
     KIND = "prompt cache, layout 1"
 
     def __init__(self, file: Path, model: Llama):
-        self.file, self.model = Path(os.path.expanduser(file)), model
+        self.file, self.model = Path(os.path.realpath(os.path.expanduser(file))), model
         if group().size > 1:
             self.file = self.file.with_name(f"{self.file.name}.{group().rank + 1}-of-{group().size}")
         self.tokens: list[int] = []  # what the file holds
@@ -241,16 +248,10 @@ class PromptCache:
             return
         if not self.file.is_file():
             raise ValueError(f"{self.file} is not a file")
-        try:
-            with safe_open(self.file, "pt") as f:
-                self._check(f)
-                self.tokens = f.get_tensor("tokens").tolist()[: cache.size]
-                count = len(self.tokens)
-                k, v = (f.get_slice(name)[:, :, :count] for name in ("k", "v"))
-        except (OSError, ValueError):
-            raise
-        except Exception as error:  # the library's SafetensorError
-            raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
+        parts = self._checked_parts()
+        self.tokens = read_part(parts["tokens"]).tolist()[: cache.size]
+        count = len(self.tokens)
+        k, v = (read_part(parts[name])[:, :, :count] for name in ("k", "v"))
         if not all(torch.isfinite(t).all() if t.is_floating_point() else (t & 0x7F != 0x7F).all() for t in (k, v)):
             raise ValueError(f"{self.file} holds keys or values that are not finite: delete it")
         if not group().all(self.tokens == group().from_first(lambda: self.tokens)):  # one rank's was written, another's not
@@ -262,21 +263,22 @@ class PromptCache:
                 layer[:, :count] = values
         cache.advance(count)
 
-    def _check(self, f) -> None:
-        """Check, by the header alone, that this is a prompt cache of this model and that its tensors have the right shapes."""
-        metadata = f.metadata() or {}
+    def _checked_parts(self) -> dict[str, Part]:
+        """The file's tensors. Raises ValueError unless this is a prompt cache of this model and they have the right shapes."""
+        metadata = safetensors_header(self.file)[0].get("__metadata__", {})
         if metadata.get("fused-llama") != self.KIND:
             raise ValueError(f"{self.file} is not a prompt cache of this program; it was left unchanged")
         if metadata.get("model") != self.metadata["model"]:
             raise ValueError(
                 f"{self.file} was made with another model or other types ({metadata.get('types')}): delete it or name another"
             )
-        c, names = self.model.config, {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
-        found = {name: (f.get_slice(name).get_dtype(), f.get_slice(name).get_shape()) for name in f.keys()}
-        n = found.get("tokens", ("", [0]))[1][0:1]
-        kv = (names[self.model.kv_dtype], [c.n_layers, c.n_kv_heads, *n, c.head_dim])
-        if found != {"tokens": ("I32", n), "k": kv, "v": kv}:
+        c, parts = self.model.config, {part.name: part for part in safetensors_parts(self.file)}
+        n = parts["tokens"].shape[:1] if "tokens" in parts else ()
+        kv = (self.model.kv_dtype, (c.n_layers, c.n_kv_heads, *n, c.head_dim))
+        found = {name: (part.dtype, part.shape) for name, part in parts.items()}
+        if found != {"tokens": (torch.int32, n), "k": kv, "v": kv}:
             raise ValueError(f"{self.file} does not hold the keys and values that it should: delete it")
+        return parts
 
     def keep(self, ids: list[int], cache: KVCache) -> None:
         """On the first call, write the keys and values of ids, the first in the cache, unless the file has most of them."""
@@ -286,14 +288,14 @@ class PromptCache:
             return
         tensors = {name: torch.stack([t[:, :n] for t in kept]).cpu() for name, kept in (("k", cache.k), ("v", cache.v))}
         tensors["tokens"] = cache.tokens[:n].cpu()
-        made = self.file.with_name(f".{self.file.name}.{os.getpid()}")
         try:
-            save_file(tensors, made, self.metadata)
-            made.replace(self.file)
+            with ending_cleanly(), folder_beside(self.file) as made:
+                save_file(tensors, made / "cache", self.metadata)
+                (made / "cache").replace(self.file)
         except Exception as error:
             raise OSError(f"the prompt cache {self.file} cannot be written: {error}") from None
-        finally:
-            made.unlink(missing_ok=True)
+        for text in left_behind(self.file):
+            note(text)
 
 
 def fingerprint(model: Llama) -> str:

@@ -4,12 +4,14 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 try:
     import readline
@@ -17,6 +19,8 @@ except ImportError:  # some builds of Python lack it: lines are then read withou
     readline = None
 
 HISTORY = 1000  # messages kept
+TEXT_BYTES = 64_000_000  # of a prompt in a file: far more than a context holds
+HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {ord("\r"): " "}
 YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the user types is bold green
 
 
@@ -48,7 +52,11 @@ def first_speaks() -> Iterator[None]:
     """From here on, if there are several processes (parallel.py), only the first reads from the terminal and writes to it. The
     command line is parsed in this context: all processes fail on the same error, but only the first reports it, and the others
     wait for torchrun to end them."""
-    others = int(os.environ.get("RANK", 0)) > 0
+    try:
+        others = rank_variables()["RANK"] > 0
+    except ValueError as error:
+        note(f"error: {error}")
+        sys.exit(2)
     if others:
         sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115
         sys.stderr = sys.stdout
@@ -60,13 +68,68 @@ def first_speaks() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def ending_cleanly() -> Iterator[None]:
+    """While this lasts, SIGTERM and SIGHUP raise SystemExit, so that nothing half-written is left behind."""
+    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def rank_variables() -> dict[str, int]:
+    """What torchrun tells each of its processes: RANK and LOCAL_RANK (on its host) count from 0, below WORLD_SIZE and
+    LOCAL_WORLD_SIZE. Without torchrun, one process. Raises ValueError."""
+    found = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    for name in found:
+        text = os.environ.get(name, str(found[name]))
+        if not (text.isascii() and text.isdecimal() and len(text) < 7):
+            raise ValueError(f"the environment variable {name} is {text!r}; torchrun sets it to a number")
+        found[name] = int(text)
+    if found["WORLD_SIZE"] > 1:
+        for name in (*found, "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise ValueError(f"the environment has WORLD_SIZE, but not {name}: torchrun sets both")
+    for rank, size in ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if found[rank] >= found[size]:
+            raise ValueError(f"the environment variable {rank} is {found[rank]}, but {size} is {found[size]}")
+    return found
+
+
 def one_line(error: Exception) -> str:
     """An error's message as one printable line; for an OSError about a file, the file and the reason, without the errno."""
     said = str(error)
     if isinstance(error, OSError) and error.strerror:
         said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError) and not said:
+        said = "out of memory"
     line = " ".join(said.split())[:500] or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in line)
+
+
+def decoded(raw: bytes, source: str) -> str:
+    """UTF-8 as text. Raises ValueError that names its source."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+
+
+def text_of(file: BinaryIO, source: str, limit: int = TEXT_BYTES) -> str:
+    """The whole of an open text file. Raises ValueError if it is not UTF-8 or has more than `limit` bytes."""
+    raw = file.read(limit + 1)
+    if len(raw) > limit:
+        raise ValueError(f"{source} has more than {limit:,} bytes, too many for a context")
+    return decoded(raw, source)
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: without control characters, which could move the cursor or worse."""
+    return text.translate(HARMLESS)
 
 
 def is_dumb() -> bool:
@@ -118,8 +181,7 @@ class Printer:
                 return out
             self._column += 1
             return out + " "
-        if unicodedata.category(char) == "Cc":
-            char = "\N{REPLACEMENT CHARACTER}"
+        char = printable(char)
         breakable = columns(char) == 2  # a line may break on either side of a wide character
         out = self._release() if breakable or self._length() + columns(char) > self._width() else ""
         self._word += char

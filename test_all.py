@@ -607,6 +607,19 @@ def test_cache_truncates_and_reuses_the_common_beginning(tiny):
     assert timings.prompt_tokens == 4 + 1 + 1
 
 
+@pytest.mark.parametrize("options", [
+    dict(fp8="e9"), dict(fp8=True), dict(dtype="fp64"), dict(accumulate="x"), dict(backend="cuda"), dict(ctx_size=-5),
+], ids=str)  # fmt: skip
+def test_wrong_arguments_are_told(tiny, tmp_path, options):
+    (name, value) = next(iter(options.items()))
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be"):
+        load(tiny, device="cpu", **options)
+    if name in ("fp8", "dtype"):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be"):
+            save_fp8(tiny, tmp_path / "new", device="cpu", **options)
+        assert not [*tmp_path.iterdir()]
+
+
 def test_ids_that_the_model_does_not_have(tiny):
     model, greedy = load(tiny, dtype="fp32", device="cpu"), Sampling(temp=0)
     for bad in (-1, model.config.vocab_size, 1 << 40):
@@ -2954,9 +2967,7 @@ def cli(monkeypatch, capfd):
         out, err = capfd.readouterr()
         return code, out, err
 
-    before = signal.getsignal(signal.SIGTERM)
-    yield call
-    signal.signal(signal.SIGTERM, before)  # saving sets it
+    return call
 
 
 def test_prompt_is_printed_then_continued_and_the_rest_goes_to_stderr(cli, tiny):
@@ -3732,10 +3743,18 @@ def test_tokenizer_of_another_size(cli, tiny, copy):
         (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
         (["-p", "a\udcffb"], b"", "--prompt is not UTF-8: byte 0xff at offset 1"),
         (["-p", "a\0", "-c", "1"], b"", "the context holds 1"),
+        (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes, too many for a context"),
+        (["-p", "-", "-c", "16"], b"a" * 4097, "the prompt has 4,097 characters, too many for 16 tokens"),
+        (["--chat", "-p", "a" * 4097, "-c", "16"], b"", "the message has 4,097 characters, too many for 16 tokens"),
+        (["--chat", "-sys", "a" * 4097, "-c", "16"], b"", "the system prompt has 4,097 characters, too many for 16 tokens"),
+        (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
+        (["--chat", "-sys", "a\udcffb"], b"", "the system prompt is not UTF-8"),
+        (["--chat", "-sysf", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes, too many for a context"),
     ],
 )
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
-    code, out, err = cli("-m", tiny, "--quiet", "--no-display-prompt", *arguments, stdin=stdin)
+    alone = [] if "--chat" in arguments else ["--no-display-prompt"]
+    code, out, err = cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin)
     assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
 
 
@@ -3776,6 +3795,19 @@ def test_a_lost_stderr_does_not_end_a_good_run(tiny, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("Once"), done
     done = in_shell(f'"$PYTHON" "$HERE/run.py" -m "{tiny}" --save-fp8 saved --device cpu <&- >&- 2>&-', cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "saved" / "model.safetensors").is_file(), done
+
+
+@pytest.mark.parametrize("variables, expected", [
+    ("RANK=x", "RANK is 'x'"), ("RANK=-1", "RANK is '-1'"), ("WORLD_SIZE=", "WORLD_SIZE is ''"),
+    ("LOCAL_RANK=x", "LOCAL_RANK is 'x'"),
+    ("WORLD_SIZE=2", "WORLD_SIZE, but not RANK"), ("RANK=1", "RANK is 1, but WORLD_SIZE is 1"), ("RANK=²", "RANK is '²'"),
+    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=x", "WORLD_SIZE, but not MASTER_PORT"),
+])  # fmt: skip
+@pytest.mark.parametrize("script", ["run.py", "bench.py"])
+def test_wrong_ranks_are_told(script, variables, expected):
+    done = in_shell(f'{variables} "$PYTHON" "$HERE/{script}"')
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ") and expected in done.stderr, done
+    assert done.stderr.count("\n") == 1 and "torchrun" in done.stderr or "is 1, but" in done.stderr
 
 
 @pytest.mark.parametrize("line, flags, expected", [
@@ -3992,14 +4024,17 @@ def test_a_model_is_saved_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
 
 
 def test_a_run_that_is_ended_while_it_saves(cli, tiny, tmp_path, monkeypatch):
-    """Ended by SIGTERM, it leaves nothing behind; what a killed run left behind is named by the next one."""
+    """Ended by a signal, it leaves nothing behind; what a killed run left behind is named by the next one."""
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoint.save_file", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        assert cli("-m", tiny, "--save-fp8", tmp_path / "saved")[0] == 143 and not [*tmp_path.iterdir()]
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            patch.setattr("checkpoint.save_file", lambda *_, number=number: signal.raise_signal(number))
+            assert cli("-m", tiny, "--save-fp8", tmp_path / "saved")[0] == 128 + number and not [*tmp_path.iterdir()]
     (tmp_path / ".saved.123").mkdir()
     code, _, err = cli("-m", tiny, "--save-fp8", tmp_path / "saved")
     assert (
-        code == 0 and f"note: {tmp_path}/.saved.123 was left by" in err and (tmp_path / "saved" / "model.safetensors").is_file()
+        code == 0
+        and f"note: {tmp_path}/.saved.123 is what a killed run left" in err
+        and (tmp_path / "saved" / "model.safetensors").is_file()
     )
 
 
@@ -4068,6 +4103,14 @@ def test_a_line_that_is_not_utf8_does_not_end_the_chat(cli, tiny):
     assert code == 0 and "not UTF-8" in err and "generated 8 tokens" in err
 
 
+def test_a_system_prompt_that_cannot_be_used_changes_nothing(cli, tiny):
+    lines = b"hello\n/system \xff\n/system " + b"a" * 50_000 + b"\n/system " + b"tell me a tale " * 60 + b"\n/regen\n"
+    code, _, err = cli("-m", tiny, "--chat", "-n", 4, "--ignore-eos", "-c", 128, stdin=lines)
+    assert code == 0 and "generated 8 tokens" in err, "the conversation is still there"
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert [line.split("prompt ")[1].split()[0] for line in told] == ["is", "has", "takes"], told
+
+
 def objects(out: str) -> list[dict]:
     return [json.loads(line) for line in out.splitlines()]
 
@@ -4102,7 +4145,7 @@ def test_jsonl_says_why_each_text_ended(cli, copy):
     (full,) = objects(cli(*flags, "-n", -2, "-c", 16, "--ignore-eos")[1])
     assert full["ended_by"] == "context" and full["prompt_tokens"] + full["new_tokens"] == 16
     (none,) = objects(cli(*flags, "-n", 0)[1])
-    assert none["text"] == "" and none["ended_by"] == "length" and none["tokens_per_s"] is None
+    assert none["text"] == "" and none["ended_by"] == "length" and none["tokens_per_s"] is none["prompt_seconds"] is None
     ids = list(
         generate(
             load(copy, dtype="fp32", device="cpu"), Tokenizer(copy).encode("Once"), n=12, sampling=Sampling(temp=0), eos=[]
@@ -4180,7 +4223,7 @@ def test_a_file_is_read_before_the_next_message(cli, tiny, tmp_path):
     for error, text in zip(
         objects(out)[1:],
         (
-            "not UTF-8: byte 0xff at offset 2", "too many for this context", f"{tmp_path / 'dense'} takes 2", "No such file",
+            "not UTF-8: byte 0xff at offset 2", "too many for a context", f"{tmp_path / 'dense'} takes 2", "No such file",
             "is not a file", "is not a file", "/read needs the name of a file", "No such file",
         ),
         strict=True,
@@ -4307,9 +4350,31 @@ def test_a_prompt_cache_is_written_whole_or_not_at_all(cli, tiny, tmp_path, monk
     flags = ("-m", tiny, "-p", "Once", "-n", 4, "--quiet", "--prompt-cache")
     code, out, err = cli(*flags, tmp_path / "none" / "cache")
     assert code == 1 and out == "" and "create that folder first" in err and err.count("\n") == 1
-    monkeypatch.setattr(session, "save_file", fails(OSError(28, "No space left on device")))
+
+    def broken_off(end, *arguments):
+        return lambda tensors, file, metadata: [Path(file).write_bytes(b"half"), Path(f"{file}.tmp").touch(), end(*arguments)]
+
+    monkeypatch.setattr(session, "save_file", broken_off(fails(OSError(28, "No space left on device"))))
     code, out, err = cli(*flags, tmp_path / "cache")
     assert code == 1 and out == "" and "cannot be written" in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        before = signal.getsignal(number)
+        monkeypatch.setattr(session, "save_file", broken_off(signal.raise_signal, number))
+        assert cli(*flags, tmp_path / "cache")[0] == 128 + number and not list(tmp_path.iterdir())
+        assert signal.getsignal(number) == before
+    monkeypatch.undo()
+    (tmp_path / ".cache.123").mkdir()
+    code, _, err = cli(*flags, tmp_path / "cache")
+    assert code == 0 and f"note: {tmp_path}/.cache.123 is what a killed run left" in err and (tmp_path / "cache").is_file()
+
+
+def test_a_prompt_cache_that_shrinks_while_it_is_read(cli, tiny, tmp_path, monkeypatch):
+    flags = ("-m", tiny, "-p", "Once upon a time", "-n", 4, "--quiet", "--prompt-cache", tmp_path / "cache")
+    assert cli(*flags)[0] == 0
+    whole = session.read_part
+    monkeypatch.setattr(session, "read_part", lambda part: [os.truncate(part.file, part.offset + 8), whole(part)][1])
+    code, out, err = cli(*flags)
+    assert code == 1 and out == "" and "was changed while it was being read" in err and err.count("\n") == 1
 
 
 # ---- a person at a terminal
@@ -4397,6 +4462,12 @@ class Person:
             return False
         self.unread += self._decoder.decode(new)
         return bool(new)
+
+
+def test_control_characters_do_not_reach_the_terminal(tiny):
+    person = Person("-m", tiny, "-p", "a\x1b[2Jb\x9bc\rd\te", "-n", 2, "--quiet")
+    code, shown = person.leaves()
+    assert code == 0 and shown.startswith("a\ufffd[2Jb\ufffdc d\te") and "\x1b" not in shown, shown
 
 
 PASTED = "\x1b[200~{}\x1b[201~"
