@@ -235,10 +235,15 @@ def spoil(rng: random.Random, folder: Path, elsewhere: Path) -> None:
 # ---- the kinds of cases
 
 
-def spoiled_checkpoint(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+def spoiled_copy(rng: random.Random, bases: dict[str, Path], place: Path) -> Path:
     folder = Path(shutil.copytree(bases[rng.choice([*bases])], place / "model"))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         spoil(rng, folder, bases["safetensors"])
+    return folder
+
+
+def spoiled_checkpoint(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    folder = spoiled_copy(rng, bases, place)
     watched.folder = str(folder)
     config = read_config(folder)
     tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id)
@@ -350,23 +355,56 @@ def flags_of(program: ModuleType) -> list[str]:
     return sorted(set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", said.getvalue())))
 
 
-def any_prompt(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
-    raw = spoil_bytes(rng, some_text(rng, bad=False).encode())
-    (place / "prompt").write_bytes(raw)
-    arguments = ["-m", bases["safetensors"], "-f", place / "prompt", *"-n 2 -c 64 --device cpu --quiet".split()]
+def output_of(*arguments) -> bytes:
+    """What run.py writes to stdout. Raises ValueError if it ends with an error of one line."""
     out, said = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
     sys.stdout, keep = out, sys.stdout
     try:
         with redirect_stderr(said):
-            code = run.main([str(word) for word in arguments])
+            code = run.main([str(word) for word in [*arguments, "--device", "cpu", "--quiet"]])
     finally:
         sys.stdout = keep
-    assert code == 0 or code == 1 and said.getvalue().count("\n") == 1, (code, said.getvalue())
-    assert code or out.buffer.getvalue().startswith(raw.removesuffix(b"\n").removesuffix(b"\r"))
+    if code:
+        error = re.fullmatch("error: (.*)\n", said.getvalue())
+        assert code == 1 and error, (code, said.getvalue())
+        raise ValueError(error[1])
+    return out.buffer.getvalue()
+
+
+def any_prompt(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    raw = spoil_bytes(rng, some_text(rng, bad=False).encode())
+    (place / "prompt").write_bytes(raw)
+    out = output_of("-m", bases["safetensors"], "-f", place / "prompt", *"-n 2 -c 64".split())
+    assert out.startswith(raw.removesuffix(b"\n").removesuffix(b"\r"))
+
+
+def spoiled_chat(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    output_of("-m", spoiled_copy(rng, bases, place), *"--chat -p hello -n 2 -c 64".split())
+
+
+def spoiled_saving(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    expected = {"model"}
+    try:
+        output_of("-m", spoiled_copy(rng, bases, place), "--save-fp8", place / "saved")
+        expected.add("saved")
+        load(str(place / "saved"), device="cpu", ctx_size=8)
+    finally:
+        assert {path.name for path in place.iterdir()} == expected, "it is saved whole or not at all"
+
+
+def spoiled_prompt_cache(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
+    file = place / "cache"
+    arguments = ("-m", bases["safetensors"], *"-p hello -n 2 -c 64 --prompt-cache".split(), file)
+    output_of(*arguments)
+    file.write_bytes(spoil_safetensors(rng, file.read_bytes()))
+    if rng.random() < 0.1:
+        replace_by_another_kind(rng, file, bases["safetensors"])
+    output_of(*arguments)
 
 
 KINDS: dict[Callable, int] = {  # how often each is chosen
     spoiled_checkpoint: 20, spoiled_template: 3, text_there_and_back: 3, any_tokens: 1, any_options: 1, any_prompt: 1,
+    spoiled_chat: 1, spoiled_saving: 1, spoiled_prompt_cache: 1,
 }  # fmt: skip
 
 

@@ -146,7 +146,7 @@ class Renderer:
 
 def end(process: subprocess.Popen) -> None:
     process.kill()
-    process.wait()
+    process.communicate()  # closes the pipes
 
 
 def serve() -> None:
