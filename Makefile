@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help run chat bench kernels profile test fuzz lint clean
+.PHONY: help run chat bench kernels profile test fuzz mutate lint clean
 
 MODEL ?= models/tales
 PROMPT ?= Once upon a time
@@ -37,6 +37,9 @@ test: .venv/ready-test  ## all tests; no GPU needed
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
 	$(VENV)/python fuzz.py $(ARGS)
+
+mutate: .venv/ready-test  ## small wrong changes to the program, each of which the tests must notice: ten minutes
+	$(VENV)/python mutate.py $(ARGS)
 
 lint: .venv/ready-test  ## ruff: style and formatting
 	$(VENV)/ruff check . && $(VENV)/ruff format --check .

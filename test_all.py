@@ -66,6 +66,7 @@ import fuzz
 import hopper
 import kernels
 import launch
+import mutate
 import parallel
 import plot
 import quality
@@ -884,14 +885,18 @@ def test_products_do_not_depend_on_how_they_are_cut(cut, monkeypatch):
 def test_products_of_few_tokens_do_not_depend_on_how_they_are_cut(cut, T, monkeypatch):
     cuts = {tokens: dict.fromkeys(launch.OPS, {0: launch.FewLaunch(*cut)}) for tokens in (8, 16)}
     monkeypatch.setattr(few_tokens, "FEW_LAUNCHES", {0: {1: cuts}})
-    for op, format in itertools.product(launch.OPS, (None, E4M3)):
-        arguments, _ = op_arguments(op, torch.float16, (6, 2, 8), T, 5)
+    cases = [(op, *op_arguments(op, torch.float16, (6, 2, 8), T, 5)) for op in launch.OPS]
+    half = functools.partial(randn, dtype=torch.float16)
+    cases.append(("linear_add", (half(T, 1048), Matrix(half(40, 1048, scale=0.03)), half(T, 40)), ()))  # rows of several tiles
+    for (op, arguments, written), format in itertools.product(cases, (None, E4M3)):
         if format:
             arguments = tuple(a.encoded(format) if isinstance(a, Matrix) else a for a in arguments)
-        exact = getattr(kernels.reference, op)(*[decoded(a) if isinstance(a, Matrix) else as_fp32(a) for a in arguments])
+        exact_arguments = cloned([decoded(a) if isinstance(a, Matrix) else as_fp32(a) for a in arguments])
+        exact, arguments = getattr(kernels.reference, op)(*exact_arguments), cloned(arguments)
         ours = getattr(kernels.fused, op)(*arguments)
         limit = ONE_UNIT[torch.float16] * (1.5**2 if op == "rmsnorm_swiglu" else 1)  # as above
-        assert ours.shape == exact.shape and nmse(ours, exact) < limit, (op, nmse(ours, exact))
+        for mine, right in [(ours, exact), *((arguments[i], exact_arguments[i]) for i in written)]:
+            assert mine.shape == right.shape and nmse(mine, right) < limit, (op, nmse(mine, right))
 
 
 @needs_triton
@@ -902,7 +907,8 @@ def test_attention_does_not_depend_on_how_it_is_split(heads, split, monkeypatch)
     for T, before in ((1, 0), (1, 200), (3, 300)):
         arguments, _ = op_arguments("attention", torch.float16, heads, T, before)
         exact = kernels.attention_ref(*[as_fp32(a) for a in arguments])
-        assert nmse(kernels.attention(*arguments), exact) < ONE_UNIT[torch.float16], (T, before)
+        for _ in range(2):  # the second time with what the first left in its workspace
+            assert nmse(kernels.attention(*arguments), exact) < ONE_UNIT[torch.float16], (T, before)
 
 
 FEW_ROWS_SPLITS = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]  # launch sizes for a GPU
@@ -1166,12 +1172,12 @@ def test_sampling_on_the_device_follows_the_distribution():
 @needs_triton
 @pytest.mark.parametrize("V", [100, 300, 3000, 5000])
 def test_equals_at_the_edge_stay_together_on_every_device(V):
-    few, many = 7, min(V - 10, random.choice([90, 2500]))
-    every = itertools.product((5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9))
-    for top_k, top_p, min_p, temp, at in random.sample([*every], 8):
-        logits = torch.full((V,), -5.0)
+    every = itertools.product((5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500))
+    cases = [(40, 0.5, 0.0, 1.5, at, 4.5, 2500) for at in range(3)]  # those that a part left out count for top-p, too
+    for top_k, top_p, min_p, temp, at, height, many in random.sample([*every], 8) + cases:
+        logits, few, many = torch.full((V,), -5.0), 7, min(V - 10, many)
         places = torch.randperm(V)
-        logits[places[:few]], logits[places[few : few + many]] = 2.0 + torch.rand(few), 1.0
+        logits[places[:few]], logits[places[few : few + many]] = height + torch.rand(few), 1.0
         settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=SEED)
         tokens, position = torch.zeros(9, dtype=torch.int32), torch.tensor([at], dtype=torch.int32)
         expected = choose(logits, tokens, position, **settings)
@@ -2446,9 +2452,9 @@ def test_repeat_penalty_looks_back_its_window():
 @pytest.mark.parametrize("ops", [kernels.reference, pytest.param(kernels.fused, marks=needs_triton)], ids=["torch", "triton"])
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 8])
 def test_the_window_of_the_penalty_ends_where_it_should(ops, window):
-    logits, position = torch.zeros(20, device=DEVICE), torch.tensor([12], dtype=torch.int32, device=DEVICE)
-    logits[3], logits[4] = 2.0, 1.5
-    for back, expected in ((window, 4), (window + 1, 3)):  # token 3 that far back, token 5 elsewhere
+    logits, position = torch.full((20,), -20.0, device=DEVICE), torch.tensor([12], dtype=torch.int32, device=DEVICE)
+    for high, back in itertools.product((2.0, -1.0), (window, window + 1)):  # token 3 that far back, token 5 elsewhere
+        logits[3], logits[4], expected = high, high - 0.5, 4 if back == window else 3
         tokens = torch.full((16,), 5, dtype=torch.int32, device=DEVICE)
         tokens[12 - back] = 3
         settings = dict(repeat_penalty=2.0, repeat_last_n=window)
@@ -2782,7 +2788,7 @@ def test_the_process_of_templates_ends_with_its_tokenizer(tiny):
     assert process.poll() is None
     del tokenizer
     gc.collect()
-    assert process.poll() is not None
+    assert process.poll() is not None and process.stdin.closed and process.stdout.closed
 
 
 def test_a_template_has_its_time_on_a_busy_machine(tiny, monkeypatch):
@@ -3681,6 +3687,13 @@ def test_a_short_run_of_the_fuzzer_finds_nothing():
         [sys.executable, HERE / "fuzz.py", *flags], capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"}
     )
     assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout and "0 failed" in done.stdout, done.stdout
+
+
+def test_every_mutant_is_a_change():
+    for file, mutants in mutate.MUTANTS.items():
+        source = (HERE / file).read_text()
+        for before, after, words in mutants:
+            assert source.count(before) == 1 and before != after and words, (file, before)
 
 
 def wrong_read(rng, bases, place):
