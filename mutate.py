@@ -53,7 +53,7 @@ MUTANTS = {  # file: what is replaced, by what, and what the tests that may noti
         (".view(-1, 2, D // 2, *shape[1:])", ".view(-1, D // 2, 2, *shape[1:])", "transformers"),
         ("workspace += copies * size * largest_read(c)", "workspace += 0", "memory_counts"),
         ('f.number("rms_norm_eps", 0, 1, 1e-6', 'f.number("rms_norm_eps", 0, 1, 1e-5', "default"),
-        ("for axis in range(len(shape)):", "for axis in reversed(range(len(shape))):", "layout"),
+("count = 1 if len(shape) == 1 else len(parts)", "count = len(parts)", "layout"),
     ],
     "files.py": [
         ("or offset + count > storage.count", "or offset > storage.count", "torch_files"),

@@ -375,6 +375,18 @@ def test_older_top_level_rope_fields(tmp_path):
     assert_close(our_logits(tmp_path, ids), oracle(theirs, ids))
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_absent_fields_have_the_defaults_of_transformers(tmp_path, family):
+    import transformers
+
+    given = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=300)
+    (tmp_path / "config.json").write_text(json.dumps(given | {"model_type": family.lower()}))
+    ours, theirs = read_config(tmp_path), getattr(transformers, f"{family}Config")(**given)
+    assert ours.norm_eps == theirs.rms_norm_eps and ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_embeddings == theirs.tie_word_embeddings and ours.sliding_window == getattr(theirs, "sliding_window", None)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
+
+
 def test_hub_cache_is_resolved_without_network(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
