@@ -3159,7 +3159,7 @@ def test_spellings_of_llama_cpp(cli, tiny, tmp_path):
     text = cli("-m", tiny, "-n", 8, "--temp", 0, "-p", "Once upon", "-r", expected[12:14], "--quiet")[1]
     assert text == expected[: expected.index(expected[12:14], 9)] + "\n"
     code, out, _ = cli("--version")
-    assert code == 0 and out.startswith("fused-llama with Python 3") and f"torch {torch.__version__}" in out
+    assert code == 0 and out.startswith("fused-llama with Python 3") and f"torch {torch.__version__.split('+')[0]}" in out
 
 
 def test_escapes_in_a_prompt(cli, tiny, tmp_path):
