@@ -3214,7 +3214,7 @@ def spoil_config(**fields):
     return lambda folder: edit(folder / "config.json", **fields)
 
 
-def spoil_header(change):
+def spoil_header(change=lambda header: None, write=json.dumps):
     """Rewrite the JSON header of model.safetensors, and leave the data as it is."""
 
     def spoil(folder: Path) -> None:
@@ -3223,7 +3223,7 @@ def spoil_header(change):
         size = struct.unpack("<Q", raw[:8])[0]
         header = json.loads(raw[8 : 8 + size])
         change(header)
-        text = json.dumps(header).encode()
+        text = write(header).encode()
         file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
 
     return spoil
@@ -3232,16 +3232,6 @@ def spoil_header(change):
 def overlap(header: dict) -> None:
     a, b = sorted(name for name in header if "gate_proj" in name)
     header[a]["data_offsets"] = header[b]["data_offsets"]
-
-
-def repeat_name(folder: Path) -> None:
-    """Put the last entry of the header of model.safetensors a second time."""
-    file = folder / "model.safetensors"
-    raw = file.read_bytes()
-    size = struct.unpack("<Q", raw[:8])[0]
-    header = json.loads(raw[8 : 8 + size])
-    text = json.dumps(header)[:-1] + ", " + json.dumps(dict([header.popitem()]))[1:]
-    file.write_bytes(struct.pack("<Q", len(text)) + text.encode() + raw[8 + size :])
 
 
 def spoil_tensors(change):
@@ -3367,7 +3357,10 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["holds no weights"]),
     "truncated": (lambda f: (f / "model.safetensors").open("r+b").truncate(5000), ["not a valid safetensors file"]),
-    "a name twice": (repeat_name, ["it holds a name twice"]),
+    "a name twice": (
+        spoil_header(lambda h: h.pop("__metadata__"), lambda h: f"{json.dumps(h)[:-1]}, {json.dumps(h)[1:]}"),
+        ["it holds a name twice"],
+    ),
     "lying header": (spoil_header(lambda h: h[NORM].update(shape=[10**9])), ["not a valid safetensors file"]),
     "overlapping offsets": (spoil_header(overlap), ["not a valid safetensors file"]),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), [f"{DOWN} is missing"]),
