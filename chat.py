@@ -172,8 +172,10 @@ class Chat:
         file = Path(os.path.expanduser(name))
         if file.exists() and not file.is_file():
             raise ValueError(f"{name} is not a file")
+        if (size := file.stat().st_size) > LARGEST_TOKEN * self.session.cache.size:
+            raise ValueError(f"{name} has {size:,} bytes, too many for {self.session.cache.size} tokens (see -c)")
         with file.open("rb") as f:
-            return text_of(f, name, LARGEST_TOKEN * self.session.cache.size).replace("\r\n", "\n")
+            return text_of(f, name).replace("\r\n", "\n")
 
     # ---- the context
 

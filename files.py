@@ -10,6 +10,8 @@ import io
 import json
 import math
 import os
+import re
+import secrets
 import shutil
 import struct
 import zipfile
@@ -112,7 +114,7 @@ def _parse_json(raw: bytes, file: Path, pairs: Callable[[list], dict] | None = N
 def folder_beside(target: Path) -> Iterator[Path]:
     """A new folder, in which what is to become `target` is written, so that it appears whole or not at all: the caller renames
     it, and what is left of it is deleted."""
-    made = target.with_name(f".{target.name}.{os.getpid()}")
+    made = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")  # in containers, pids are often the same
     made.mkdir()
     try:
         yield made
@@ -121,9 +123,22 @@ def folder_beside(target: Path) -> Iterator[Path]:
 
 
 def left_behind(target: Path) -> list[str]:
-    """A note about each such folder that is still there, since its process was killed."""
-    found = target.parent.glob(f".{glob.escape(target.name)}.*")
-    return [f"note: {one} is what a killed run left: delete it, unless process {one.suffix[1:]} is yours" for one in found]
+    """A note about each such folder whose process is no more."""
+    found = [
+        (path, re.search(r"\.(\d+)-[0-9a-f]{8}$", path.name)) for path in target.parent.glob(f".{glob.escape(target.name)}.*")
+    ]
+    dead = [path for path, name in found if name and not _is_running(int(name[1]))]
+    return [f"note: {path} was left by a run that was killed; it may be deleted" for path in dead]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 # ---- tensors

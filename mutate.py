@@ -53,7 +53,7 @@ MUTANTS = {  # file: what is replaced, by what, and what the tests that may noti
         (".view(-1, 2, D // 2, *shape[1:])", ".view(-1, D // 2, 2, *shape[1:])", "transformers"),
         ("workspace += copies * size * largest_read(c)", "workspace += 0", "memory_counts"),
         ('f.number("rms_norm_eps", 0, 1, 1e-6', 'f.number("rms_norm_eps", 0, 1, 1e-5', "default"),
-("count = 1 if len(shape) == 1 else len(parts)", "count = len(parts)", "layout"),
+        ("count = 1 if len(shape) == 1 else len(parts)", "count = len(parts)", "layout"),
     ],
     "files.py": [
         ("or offset + count > storage.count", "or offset > storage.count", "torch_files"),
@@ -78,7 +78,7 @@ def first_failure(folder: Path, words: str) -> str | None:
         return signal.strsignal(-done.returncode)
     if done.returncode > 1:
         raise RuntimeError(f"pytest -k {words!r}: {done.stdout[-300:]}{done.stderr[-300:]}")
-    return re.search(r"^FAILED test_all.py::(.*?)(?: - |$)", done.stdout, re.M)[1] if done.returncode else None
+    return re.search(r"^(?:FAILED|ERROR) test_all.py::(.*?)(?: - |$)", done.stdout, re.M)[1] if done.returncode else None
 
 
 def main() -> int:

@@ -134,7 +134,7 @@ class Group:
         sys.stderr = sys.__stderr__
         try:
             return self.store.add("failures", 1) == 1
-        except (RuntimeError, ValueError):  # torchrun itself has gone, or was never there
+        except RuntimeError:  # torchrun itself has gone
             return self.rank == 0
 
     def explained(self, error: Exception) -> Exception:

@@ -110,7 +110,7 @@ def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: st
 def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, str, list[int]]:
     """The model and its tokenizer, the file's text and its tokens. Raises OSError, ValueError."""
     with open(file, "rb") as f:
-        text = text_of(f, file)
+        text = text_of(f, file, 1 << 30)
     if args.model.startswith("random:"):
         raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
     model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])

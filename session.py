@@ -84,6 +84,8 @@ class Session:
         self.timings = Timings()
         self.prompt_cache = PromptCache(Path(args.prompt_cache), self.model) if args.prompt_cache else None
         if self.prompt_cache:
+            for text in left_behind(self.prompt_cache.file):
+                self.note(text)
             self.prompt_cache.restore(self.cache)
         self.load_seconds = time.perf_counter() - start
 
@@ -233,9 +235,9 @@ class PromptCache:
     KIND = "prompt cache, layout 1"
 
     def __init__(self, file: Path, model: Llama):
-        self.file, self.model = Path(os.path.realpath(os.path.expanduser(file))), model
-        if group().size > 1:
-            self.file = self.file.with_name(f"{self.file.name}.{group().rank + 1}-of-{group().size}")
+        self.model = model
+        own = f".{group().rank + 1}-of-{group().size}" if group().size > 1 else ""
+        self.file = Path(os.path.realpath(f"{os.path.expanduser(file)}{own}"))
         self.tokens: list[int] = []  # what the file holds
         self.first = True  # no prompt has been evaluated in this run yet
         self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
@@ -249,9 +251,9 @@ class PromptCache:
         if not self.file.is_file():
             raise ValueError(f"{self.file} is not a file")
         parts = self._checked_parts()
-        self.tokens = read_part(parts["tokens"]).tolist()[: cache.size]
-        count = len(self.tokens)
-        k, v = (read_part(parts[name])[:, :, :count] for name in ("k", "v"))
+        count = min(cache.size, *parts["tokens"].shape)
+        self.tokens = read_part(parts["tokens"], index=[range(count)]).tolist()
+        k, v = (self._read_heads(parts[name], count) for name in ("k", "v"))
         if not all(torch.isfinite(t).all() if t.is_floating_point() else (t & 0x7F != 0x7F).all() for t in (k, v)):
             raise ValueError(f"{self.file} holds keys or values that are not finite: delete it")
         if not group().all(self.tokens == group().from_first(lambda: self.tokens)):  # one rank's was written, another's not
@@ -263,9 +265,16 @@ class PromptCache:
                 layer[:, :count] = values
         cache.advance(count)
 
+    @staticmethod
+    def _read_heads(part: Part, count: int) -> Tensor:
+        """Keys or values [L, KH, count, D] of the first tokens."""
+        L, KH, n, D = part.shape
+        rows = dataclasses.replace(part, shape=(L * KH, n * D))
+        return read_part(rows, index=[range(L * KH), range(count * D)]).view(L, KH, count, D)
+
     def _checked_parts(self) -> dict[str, Part]:
         """The file's tensors. Raises ValueError unless this is a prompt cache of this model and they have the right shapes."""
-        metadata = safetensors_header(self.file)[0].get("__metadata__", {})
+        metadata = safetensors_header(self.file)[0].get("__metadata__") or {}
         if metadata.get("fused-llama") != self.KIND:
             raise ValueError(f"{self.file} is not a prompt cache of this program; it was left unchanged")
         if metadata.get("model") != self.metadata["model"]:
@@ -294,8 +303,6 @@ class PromptCache:
                 (made / "cache").replace(self.file)
         except Exception as error:
             raise OSError(f"the prompt cache {self.file} cannot be written: {error}") from None
-        for text in left_behind(self.file):
-            note(text)
 
 
 def fingerprint(model: Llama) -> str:

@@ -84,19 +84,20 @@ def ending_cleanly() -> Iterator[None]:
 def rank_variables() -> dict[str, int]:
     """What torchrun tells each of its processes: RANK and LOCAL_RANK (on its host) count from 0, below WORLD_SIZE and
     LOCAL_WORLD_SIZE. Without torchrun, one process. Raises ValueError."""
-    found = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    found, given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}, os.environ
     for name in found:
-        text = os.environ.get(name, str(found[name]))
+        text = given.get(name, str(found[name]))
         if not (text.isascii() and text.isdecimal() and len(text) < 7):
-            raise ValueError(f"the environment variable {name} is {text!r}; torchrun sets it to a number")
+            raise ValueError(f"the environment variable {name} is {text!r}: torchrun sets it to a number")
         found[name] = int(text)
-    if found["WORLD_SIZE"] > 1:
-        for name in (*found, "MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise ValueError(f"the environment has WORLD_SIZE, but not {name}: torchrun sets both")
-    for rank, size in ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if found[rank] >= found[size]:
-            raise ValueError(f"the environment variable {rank} is {found[rank]}, but {size} is {found[size]}")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if found["WORLD_SIZE"] > 1 and name not in given:
+            raise ValueError(
+                f"the environment variable WORLD_SIZE is {found['WORLD_SIZE']}, but {name} is not set: torchrun sets both"
+            )
+    if found["RANK"] >= found["WORLD_SIZE"]:
+        size = given.get("WORLD_SIZE", "not set")
+        raise ValueError(f"the environment variable RANK is {found['RANK']}, but WORLD_SIZE is {size}: torchrun sets both")
     return found
 
 
@@ -123,7 +124,7 @@ def text_of(file: BinaryIO, source: str, limit: int = TEXT_BYTES) -> str:
     """The whole of an open text file. Raises ValueError if it is not UTF-8 or has more than `limit` bytes."""
     raw = file.read(limit + 1)
     if len(raw) > limit:
-        raise ValueError(f"{source} has more than {limit:,} bytes, too many for a context")
+        raise ValueError(f"{source} has more than {limit:,} bytes")
     return decoded(raw, source)
 
 

@@ -2866,34 +2866,37 @@ def test_a_spoiled_tokenizer_json_is_told(tmp_path, how):
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
-def test_control_tokens_are_few_and_short(copy, tmp_path, kind):
-    """Each message is searched for all of them, and for their beginnings and ends."""
+def test_control_tokens_are_short_and_may_be_many(copy, tmp_path, kind):
+    """Each message is searched for all of them, and for their beginnings and ends; models of speech have tens of thousands."""
     if kind == "tokenizer.json":
         copy = train_tokenizer_json(tmp_path, "llama 3")
+    before = (copy / kind).read_bytes()
 
     def add(names: list[str]) -> None:
         if kind == "tokenizer.model":
             added = {name: 1000 + i for i, name in enumerate(names)}
             (copy / "added_tokens.json").write_text(json.dumps(added))
         else:
-            raw = json.loads((copy / kind).read_text())
+            raw = json.loads(before)
             start = max(token["id"] for token in raw["added_tokens"]) + 1
             form = raw["added_tokens"][0]
             raw["added_tokens"] += [form | {"id": start + i, "content": name} for i, name in enumerate(names)]
             (copy / kind).write_text(json.dumps(raw))
 
-    add([f"<{'x' * 126}{i:04}>"[-128:].replace("x", "<", 1) for i in range(4000)])
+    add([f"<sound_{i}>" for i in range(30_000)] + [f"<{'<' * n}a" for n in range(126)])
     start = time.process_time()
     t = Tokenizer(copy, chat_template="zephyr")
-    assert len(t.apply_chat_template(conversation("<" * 10_000))) > 10
-    assert time.process_time() - start < 30
+    for text, inner in (("<" * 100_000, True), ("<sound_77><sound_7", True), (" sound_", False), ("_3>", True)):
+        ids = t.apply_chat_template(conversation(text))
+        assert t.control["<sound_77>"] not in ids and t.control["<<a"] not in ids
+        assert ("|" in t._marked(text, "|", "|")) == inner, text
+    assert time.process_time() - start < 60
+    (copy / "chat_template.jinja").write_text("<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a")
+    ids = Tokenizer(copy).apply_chat_template(conversation("x"))
+    assert [t.control["<sound_77>"], t.control["<sound_777>"], t.control["<<<a"]] == [i for i in ids if i in t.control.values()]
     add(["<" + "x" * 127 + ">"])
     with pytest.raises(ValueError, match="has a control token of 129 characters: <xxx"):
         Tokenizer(copy)
-    if kind == "tokenizer.model":
-        add([f"<{i}>" for i in range(4097)])
-        with pytest.raises(ValueError, match="control tokens; at most 4,096 are supported"):
-            Tokenizer(copy)
 
 
 def test_text_that_ends_a_turn_is_cut(tiny, tmp_path):
@@ -3761,13 +3764,13 @@ def test_tokenizer_of_another_size(cli, tiny, copy):
         (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
         (["-p", "a\udcffb"], b"", "--prompt is not UTF-8: byte 0xff at offset 1"),
         (["-p", "a\0", "-c", "1"], b"", "the context holds 1"),
-        (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes, too many for a context"),
+        (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
         (["-p", "-", "-c", "16"], b"a" * 4097, "the prompt has 4,097 characters, too many for 16 tokens"),
         (["--chat", "-p", "a" * 4097, "-c", "16"], b"", "the message has 4,097 characters, too many for 16 tokens"),
         (["--chat", "-sys", "a" * 4097, "-c", "16"], b"", "the system prompt has 4,097 characters, too many for 16 tokens"),
         (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
         (["--chat", "-sys", "a\udcffb"], b"", "the system prompt is not UTF-8"),
-        (["--chat", "-sysf", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes, too many for a context"),
+        (["--chat", "-sysf", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
     ],
 )
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
@@ -3818,14 +3821,16 @@ def test_a_lost_stderr_does_not_end_a_good_run(tiny, tmp_path):
 @pytest.mark.parametrize("variables, expected", [
     ("RANK=x", "RANK is 'x'"), ("RANK=-1", "RANK is '-1'"), ("WORLD_SIZE=", "WORLD_SIZE is ''"),
     ("LOCAL_RANK=x", "LOCAL_RANK is 'x'"),
-    ("WORLD_SIZE=2", "WORLD_SIZE, but not RANK"), ("RANK=1", "RANK is 1, but WORLD_SIZE is 1"), ("RANK=²", "RANK is '²'"),
-    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=x", "WORLD_SIZE, but not MASTER_PORT"),
+    ("WORLD_SIZE=2", "WORLD_SIZE is 2, but RANK is not set"), ("RANK=1", "RANK is 1, but WORLD_SIZE is not set"),
+    ("RANK=²", "RANK is '²'"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=x", "WORLD_SIZE is 2, but MASTER_PORT is not set"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=x MASTER_PORT=x", "MASTER_PORT is 'x'"),
 ])  # fmt: skip
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
 def test_wrong_ranks_are_told(script, variables, expected):
     done = in_shell(f'{variables} "$PYTHON" "$HERE/{script}"')
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ") and expected in done.stderr, done
-    assert done.stderr.count("\n") == 1 and "torchrun" in done.stderr or "is 1, but" in done.stderr
+    assert done.stderr.count("\n") == 1 and "torchrun" in done.stderr
 
 
 @pytest.mark.parametrize("line, flags, expected", [
@@ -4047,11 +4052,13 @@ def test_a_run_that_is_ended_while_it_saves(cli, tiny, tmp_path, monkeypatch):
         for number in (signal.SIGTERM, signal.SIGHUP):
             patch.setattr("checkpoint.save_file", lambda *_, number=number: signal.raise_signal(number))
             assert cli("-m", tiny, "--save-fp8", tmp_path / "saved")[0] == 128 + number and not [*tmp_path.iterdir()]
-    (tmp_path / ".saved.123").mkdir()
+    for name in (".saved.99999999-0123abcd", f".saved.{os.getpid()}-0123abcd", ".saved.swp"):
+        (tmp_path / name).mkdir()
     code, _, err = cli("-m", tiny, "--save-fp8", tmp_path / "saved")
+    assert err.count("note: ") == 1
     assert (
         code == 0
-        and f"note: {tmp_path}/.saved.123 is what a killed run left" in err
+        and f"note: {tmp_path}/.saved.99999999-0123abcd was left by a run" in err
         and (tmp_path / "saved" / "model.safetensors").is_file()
     )
 
@@ -4241,7 +4248,8 @@ def test_a_file_is_read_before_the_next_message(cli, tiny, tmp_path):
     for error, text in zip(
         objects(out)[1:],
         (
-            "not UTF-8: byte 0xff at offset 2", "too many for a context", f"{tmp_path / 'dense'} takes 2", "No such file",
+            "not UTF-8: byte 0xff at offset 2", "too many for 256 tokens (see -c)", f"{tmp_path / 'dense'} takes 2",
+            "No such file",
             "is not a file", "is not a file", "/read needs the name of a file", "No such file",
         ),
         strict=True,
@@ -4349,6 +4357,7 @@ SPOILED_CACHES = {
     "another shape": (spoil_cache(lambda t: t | {"k": t["k"][..., 1:]}), "does not hold the keys and values"),
     "another type": (spoil_cache(lambda t: t | {"v": t["v"].half()}), "does not hold the keys and values"),
     "NaN": (spoil_cache(lambda t: t | {"v": t["v"] * float("nan")}), "not finite"),
+    "no metadata": (lambda file: file.write_bytes(struct.pack("<Q", 21) + b'{"__metadata__":null}'), "is not a prompt cache"),
 }
 
 
@@ -4381,16 +4390,18 @@ def test_a_prompt_cache_is_written_whole_or_not_at_all(cli, tiny, tmp_path, monk
         assert cli(*flags, tmp_path / "cache")[0] == 128 + number and not list(tmp_path.iterdir())
         assert signal.getsignal(number) == before
     monkeypatch.undo()
-    (tmp_path / ".cache.123").mkdir()
-    code, _, err = cli(*flags, tmp_path / "cache")
-    assert code == 0 and f"note: {tmp_path}/.cache.123 is what a killed run left" in err and (tmp_path / "cache").is_file()
+    (tmp_path / ".cache.99999999-0123abcd").mkdir()
+    assert cli(*flags, tmp_path / "cache")[2] == "" and (tmp_path / "cache").is_file()
+    code, _, err = cli(*(flag for flag in flags if flag != "--quiet"), tmp_path / "cache")
+    assert code == 0 and f"note: {tmp_path}/.cache.99999999-0123abcd was left by a run that was killed" in err
 
 
 def test_a_prompt_cache_that_shrinks_while_it_is_read(cli, tiny, tmp_path, monkeypatch):
     flags = ("-m", tiny, "-p", "Once upon a time", "-n", 4, "--quiet", "--prompt-cache", tmp_path / "cache")
     assert cli(*flags)[0] == 0
     whole = session.read_part
-    monkeypatch.setattr(session, "read_part", lambda part: [os.truncate(part.file, part.offset + 8), whole(part)][1])
+    shrink = lambda part, index: [os.truncate(part.file, part.offset + 8), whole(part, index=index)][1]
+    monkeypatch.setattr(session, "read_part", shrink)
     code, out, err = cli(*flags)
     assert code == 1 and out == "" and "was changed while it was being read" in err and err.count("\n") == 1
 

@@ -1,5 +1,6 @@
 """Text to ids and back: SentencePiece and tokenizer.json, conversations, and streaming that splits no character."""
 
+import bisect
 import codecs
 import json
 import re
@@ -19,7 +20,7 @@ PADDING = 1024  # a model's vocabulary may be padded beyond its tokenizer's, to 
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 FILE_BYTES = 64_000_000  # of a tokenizer.model or tokenizer.json
-CONTROL_TOKENS, CONTROL_LENGTH = 4096, 128  # how many control tokens there may be, and how many characters one may have
+CONTROL_LENGTH = 128  # characters of a control token, at most
 
 Span = tuple[int, int]  # of characters: start, end
 
@@ -27,6 +28,12 @@ Span = tuple[int, int]  # of characters: start, end
 def any_of(texts: Collection[str]) -> re.Pattern:
     """A pattern that matches these texts, preferring the longest."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or "(?!)")
+
+
+def begins_one(names: list[str], part: str) -> bool:
+    """Whether one of the sorted names begins with this and is longer."""
+    next_name = bisect.bisect_right(names, part)
+    return part != "" and next_name < len(names) and names[next_name].startswith(part)
 
 
 def after(text: str, encode: Callable[[str], list[int]]) -> list[int]:
@@ -277,13 +284,11 @@ class Tokenizer:
         kind = SentencePiece if file.suffix == ".model" else TokenizerJson
         self.vocabulary = kind(file, folder, self.config, vocab_size)
         self.control = self.vocabulary.control
-        if len(self.control) > CONTROL_TOKENS:
-            raise ValueError(f"{folder} has {len(self.control):,} control tokens; at most {CONTROL_TOKENS:,} are supported")
         if long := next((name for name in self.control if len(name) > CONTROL_LENGTH), None):
             raise ValueError(f"{folder} has a control token of {len(long):,} characters: {long[:20]}...")
-        self._in_text = any_of(self.control)
-        self._beginnings = tuple({name[:i] for name in self.control for i in range(1, len(name))})
-        self._endings = tuple({name[i:] for name in self.control for i in range(1, len(name))})
+        self._sorted, self._reversed = sorted(self.control), sorted(name[::-1] for name in self.control)
+        self._lengths = sorted({len(name) for name in self.control}, reverse=True)
+        self._first = any_of({name[:1] for name in self.control})
         self.adds_space = self.vocabulary.adds_space
         tokens = {name: self.config.get(name) for name in NAMES}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
@@ -379,19 +384,31 @@ class Tokenizer:
                 parts.append(part)
                 length += len(part)
         text, control, typed = "".join(parts), [], []
-        for match in self._in_text.finditer(text):
-            begin, end = match.span()
+        for begin, end in self._control_in(text):
             cut = any(i in marks[opening] or i in marks[closing] for i in range(begin + 1, end))
             (typed if cut or begin in marks[opening] else control).append((begin, end))
         return text, control, typed
 
     def _marked(self, content: str, opening: str, closing: str) -> str:
-        content = self._in_text.sub(f"{opening}\\g<0>", content)
-        if (begin := content.rstrip()).endswith(self._beginnings):
+        cuts = [0, *(begin for begin, _ in self._control_in(content)), len(content)]
+        content = opening.join(content[begin:end] for begin, end in zip(cuts, cuts[1:]))
+        sizes, begin, end = range(1, CONTROL_LENGTH), content.rstrip(), content.lstrip()
+        if any(begins_one(self._sorted, begin[-n:]) for n in sizes):
             content = begin + closing + content[len(begin) :]
-        if (end := content.lstrip()).startswith(self._endings):
-            content = content[: len(content) - len(end)] + opening + end
+        if any(begins_one(self._reversed, end[:n][::-1]) for n in sizes):
+            content = content[: len(content) - len(content.lstrip())] + opening + content.lstrip()
         return content
+
+    def _control_in(self, text: str) -> list[Span]:
+        """Where control tokens are in a text; of several that begin at one place, the longest."""
+        spans, at = [], 0
+        while found := self._first.search(text, at):
+            begin = found.start()
+            length = next((n for n in self._lengths if text[begin : begin + n] in self.control), 0)
+            if length:
+                spans.append((begin, begin + length))
+            at = begin + (length or 1)
+        return spans
 
 
 def _checked(text: str) -> str:
