@@ -84,20 +84,24 @@ def ending_cleanly() -> Iterator[None]:
 def rank_variables() -> dict[str, int]:
     """What torchrun tells each of its processes: RANK and LOCAL_RANK (on its host) count from 0, below WORLD_SIZE and
     LOCAL_WORLD_SIZE. Without torchrun, one process. Raises ValueError."""
-    found, given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}, os.environ
-    for name in found:
-        text = given.get(name, str(found[name]))
+
+    def number(name: str, default: int) -> int:
+        text = os.environ.get(name, str(default))
         if not (text.isascii() and text.isdecimal() and len(text) < 7):
             raise ValueError(f"the environment variable {name} is {text!r}: torchrun sets it to a number")
-        found[name] = int(text)
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if found["WORLD_SIZE"] > 1 and name not in given:
-            raise ValueError(
-                f"the environment variable WORLD_SIZE is {found['WORLD_SIZE']}, but {name} is not set: torchrun sets both"
-            )
-    if found["RANK"] >= found["WORLD_SIZE"]:
-        size = given.get("WORLD_SIZE", "not set")
-        raise ValueError(f"the environment variable RANK is {found['RANK']}, but WORLD_SIZE is {size}: torchrun sets both")
+        return int(text)
+
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    found = {name: number(name, default) for name, default in defaults.items()}
+    rank, size = found["RANK"], found["WORLD_SIZE"]
+    if size > 1:
+        number("MASTER_PORT", 0)
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise ValueError(f"the environment variable WORLD_SIZE is {size}, but {name} is not set: torchrun sets both")
+    if rank >= size:
+        given = os.environ.get("WORLD_SIZE", "not set")
+        raise ValueError(f"the environment variable RANK is {rank}, but WORLD_SIZE is {given}: torchrun sets both")
     return found
 
 
