@@ -64,7 +64,7 @@ MUTANTS = {  # file: what is replaced, by what, and what the tests that may noti
         ("self.strip_space = at_start and", "self.strip_space =", "chat or continuation"),
         ('config.get("legacy", not config)', 'config.get("legacy", True)', "control_tokens_of_a_tokenizer_model"),
         ("keep = max(sizes, default=0)", "keep = 0", "stop"),
-        ("content = begin + closing +", "content = begin +", "typed_control"),
+        ("content = begin + closing +", "content = begin +", "half_typed"),
         ('self.utf8_errors = "replace" if self', 'self.utf8_errors = "replace" if not self', "tokenizer_json"),
     ],
 }  # fmt: skip

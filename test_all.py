@@ -2708,6 +2708,8 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         assert ours.decode(ids) == ours.decode(joined) == whole, (text, split)
     long = "a" + random_text(20_000) * 5
     assert ours.decode(ours.encode(long, bos=False)) == long
+    cut = ours.encode("a\U00010348", bos=False)  # a character of four tokens
+    assert all(ours.decode(cut[:n]) == theirs.decode(cut[:n]) for n in range(1, len(cut))) and len(cut) > 4
 
 
 @pytest.mark.parametrize("system", ["", "Be kind."])
@@ -2899,6 +2901,14 @@ def test_control_tokens_are_short_and_may_be_many(copy, tmp_path, kind):
         Tokenizer(copy)
 
 
+@pytest.mark.parametrize("template, typed", [("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>")])
+def test_no_control_token_is_half_typed(tiny, tmp_path, template, typed):
+    (tmp_path / "t").write_text(template.format("{{ messages[0]['content'].strip() }}"))
+    t = Tokenizer(tiny, chat_template=str(tmp_path / "t"))
+    ids = t.apply_chat_template(conversation(typed))
+    assert t.eos not in ids and "</s>" in t.decode(ids)
+
+
 def test_text_that_ends_a_turn_is_cut(tiny, tmp_path):
     (tmp_path / "t").write_text("{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ 'no' * 400000 }}"
                                 "{% endif %}{% endfor %}")  # fmt: skip
@@ -2947,7 +2957,7 @@ def test_symbols_that_a_tokenizer_defines_are_control_tokens_of_templates_only(t
     assert t.decode(t.encode(typed * 2000)) == typed * 2000
 
 
-@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("legacy", [False, True, None])
 def test_control_tokens_of_a_tokenizer_model_are_those_that_its_template_writes(tmp_path, legacy):
     """Mistral's v2 and v3 have [INST] as a control token, and no space is added to the text after it."""
     (tmp_path / "text").write_text(TEXT * 20)
@@ -2957,7 +2967,8 @@ def test_control_tokens_of_a_tokenizer_model_are_those_that_its_template_writes(
         normalization_rule_name="identity", remove_extra_whitespaces=False,
     )  # fmt: skip
     _, _, source = CHAT_FAMILIES["mistral 7b v0.3"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, "legacy": legacy}))
+    given = {} if legacy is None else {"legacy": legacy}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source} | given))
     t = Tokenizer(tmp_path)
     begin, end = t.control["[INST]"], t.control["[/INST]"]
     enc = lambda text: t.vocabulary.sp.encode(" " + text if legacy else text)  # after the space that SentencePiece adds
