@@ -771,6 +771,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def check_choice(what: str, value: object, choices: Collection) -> None:
+    """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 

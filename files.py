@@ -123,7 +123,7 @@ def folder_beside(target: Path) -> Iterator[Path]:
 
 
 def left_behind(target: Path) -> list[str]:
-    """A note about each such folder whose process is no more."""
+    """A note about each such folder that a killed run has left there."""
     found = [
         (path, re.search(r"\.(\d+)-[0-9a-f]{8}$", path.name)) for path in target.parent.glob(f".{glob.escape(target.name)}.*")
     ]

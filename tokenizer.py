@@ -372,7 +372,9 @@ class Tokenizer:
         unused = (chr(c) for c in range(0x10FFFD, 0xFFFFF, -1) if chr(c) not in everything)  # of plane 16, for private use
         opening, closing = next(unused, None), next(unused, None)
         if closing is None:
-            raise ValueError("the messages hold all private-use characters of Unicode's plane 16; two must be free to be marks")
+            raise ValueError(
+                "the messages hold all private-use characters of Unicode's plane 16; two must be left to serve as marks"
+            )
         marked = [{"role": m["role"], "content": self._marked(m["content"], opening, closing)} for m in messages]
         variables = dict(messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None)
         rendered = self._renderer.render(self.chat_template, **variables, **self.named)
