@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from parallel import group
-from session import LARGEST_TOKEN, Answer, Session
+from session import Answer, Session
 from template import TEMPLATES
 from terminal import Printer, Reader, note, one_line, text_of
 from tokenizer import Prompt
@@ -122,7 +122,7 @@ class Chat:
         """Raise ValueError for text that cannot be encoded or is far too long."""
         if any(0xDC80 <= ord(c) <= 0xDCFF for c in text):  # read with surrogateescape
             raise ValueError(f"{name} is not UTF-8")
-        self.session.check_length(text, name)
+        self.session.check_length(len(text), name)
 
     def end(self, message: str, answer: Answer) -> None:
         """Finish a turn's output: end the line, or print its JSON object."""
@@ -172,10 +172,9 @@ class Chat:
         file = Path(os.path.expanduser(name))
         if file.exists() and not file.is_file():
             raise ValueError(f"{name} is not a file")
-        if (size := file.stat().st_size) > LARGEST_TOKEN * self.session.cache.size:
-            raise ValueError(f"{name} has {size:,} bytes, too many for {self.session.cache.size} tokens (see -c)")
+        self.session.check_length(file.stat().st_size, name, "bytes")
         with file.open("rb") as f:
-            return text_of(f, name).replace("\r\n", "\n")
+            return text_of(f, name).replace("\r\n", "\n").replace("\r", "\n")
 
     # ---- the context
 

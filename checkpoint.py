@@ -925,7 +925,7 @@ def saved_format(folder: Path) -> Format | None:
     file = folder / SAVED
     if not file.is_file():
         return None
-    metadata = safetensors_header(file)[0].get("__metadata__") or {}
+    metadata, _ = safetensors_header(file)
     version, name = metadata.get("fused-llama"), metadata.get("fp8")
     if not version:
         return None

@@ -112,8 +112,8 @@ def _parse_json(raw: bytes, file: Path, pairs: Callable[[list], dict] | None = N
 
 @contextmanager
 def folder_beside(target: Path) -> Iterator[Path]:
-    """A new folder, in which what is to become `target` is written, so that it appears whole or not at all: the caller renames
-    it, and what is left of it is deleted."""
+    """A new folder beside `target`. What is to become the target is written there and then renamed by the caller, so that it
+    appears whole or not at all; whatever remains of the folder is deleted."""
     made = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")  # in containers, pids are often the same
     made.mkdir()
     try:
@@ -160,7 +160,7 @@ class Part:
 
 def parts_of(file: Path) -> list[Part]:
     """The tensors of a file, from its header alone. Raises ValueError."""
-    return safetensors_parts(file) if file.suffix == ".safetensors" else _torch_parts(file)
+    return safetensors_header(file)[1] if file.suffix == ".safetensors" else _torch_parts(file)
 
 
 def read_part(part: Part, pinned: bool = False, index: list[range] | None = None) -> Tensor:
@@ -232,8 +232,8 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict:
     return names
 
 
-def safetensors_header(file: Path) -> tuple[dict, int, tuple[int, ...]]:
-    """A safetensors file's header, which the library has found sound; where the data begins; the file's version."""
+def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
+    """The metadata and the tensors of a safetensors file whose header the library has found sound. Raises ValueError."""
     with open_regular(file) as f:
         version = _version(f)
         start = f.read(8)
@@ -243,19 +243,15 @@ def safetensors_header(file: Path) -> tuple[dict, int, tuple[int, ...]]:
         raw = f.read(size)
     try:
         with safe_open(file, "pt"):
-            return _parse_json(raw, file, _without_repeats), 8 + size, version
+            header = _parse_json(raw, file, _without_repeats)
     except OSError:
         raise
     except Exception as error:  # the library's SafetensorError, _parse_json's ValueError
         raise ValueError(f"{file} is not a valid safetensors file: {error}") from None
-
-
-def safetensors_parts(file: Path) -> list[Part]:
-    header, data, version = safetensors_header(file)
-    return [
+    metadata, data = header.pop("__metadata__", None) or {}, 8 + size
+    return metadata, [
         Part(file, n, SAFETENSORS_TYPES.get(t["dtype"]), tuple(t["shape"]), None, data + t["data_offsets"][0], 0, version)
         for n, t in sorted(header.items())
-        if n != "__metadata__"
     ]
 
 

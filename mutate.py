@@ -3,7 +3,7 @@
     python mutate.py                   # all of them; ten minutes
     python mutate.py sampling.py       # those of one file
 
-Each is made in a copy of the program, in which the tests whose names contain the words given with it are then run.
+Each change is made in a copy of the program, where the tests whose names match the words beside it are then run.
 """
 
 import re
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+SECONDS = 900  # for the tests of one change, which take up to a minute
 
 ARRIVED = "{}\n                _merge_splits(out, partial, ends, head, used, 1,"
 MUTANTS = {  # file: what is replaced, by what, and what the tests that may notice have in their names
@@ -73,7 +74,10 @@ MUTANTS = {  # file: what is replaced, by what, and what the tests that may noti
 def first_failure(folder: Path, words: str) -> str | None:
     """The first test to fail of those whose names contain the words. Raises RuntimeError if none can be run."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "test_all.py", "-k", words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"not finished after {SECONDS} seconds"
     if done.returncode < 0:  # what the interpreter's kernels read or write out of bounds
         return signal.strsignal(-done.returncode)
     if done.returncode > 1:
@@ -83,6 +87,8 @@ def first_failure(folder: Path, words: str) -> str | None:
 
 def main() -> int:
     unnoticed, files = 0, sys.argv[1:] or [*MUTANTS]
+    if unknown := set(files) - set(MUTANTS):
+        sys.exit(f"error: no changes to {', '.join(unknown)} are listed; there are some to {', '.join(MUTANTS)}")
     with tempfile.TemporaryDirectory() as made:
         copy = Path(shutil.copytree(HERE, Path(made) / "copy", ignore=shutil.ignore_patterns(".*", "__pycache__")))
         for file in files:

@@ -284,7 +284,7 @@ def complete(session: Session, prompt: str) -> None:
     from session import Answer
 
     args, tokenizer = session.args, session.tokenizer
-    session.check_length(prompt, "the prompt")
+    session.check_length(len(prompt), "the prompt")
     ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
     if not ids:
         raise ValueError("the prompt is empty, and the tokenizer has no bos or eos to start from")

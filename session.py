@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import DTYPES, find_checkpoint, load, read_config, read_sampling
-from files import Part, folder_beside, left_behind, read_part, safetensors_header, safetensors_parts
+from files import Part, folder_beside, left_behind, read_part, safetensors_header
 from model import KVCache, Llama, Timings, generate
 from parallel import described, group
 from sampling import Sampling
@@ -94,10 +94,10 @@ class Session:
         if not self.args.quiet:
             note(text)
 
-    def check_length(self, text: str, name: str) -> None:
+    def check_length(self, length: int, name: str, unit: str = "characters") -> None:
         """Raise ValueError for a text that is too long for the context whatever its tokens are, before it is encoded."""
-        if len(text) > LARGEST_TOKEN * self.cache.size:
-            raise ValueError(f"{name} has {len(text):,} characters, too many for {self.cache.size} tokens (see -c)")
+        if length > LARGEST_TOKEN * self.cache.size:
+            raise ValueError(f"{name} has {length:,} {unit}, too many for {self.cache.size} tokens (see -c)")
 
     def summary(self) -> str:
         m, c = self.model, self.model.checkpoint.config
@@ -274,14 +274,14 @@ class PromptCache:
 
     def _checked_parts(self) -> dict[str, Part]:
         """The file's tensors. Raises ValueError unless this is a prompt cache of this model and they have the right shapes."""
-        metadata = safetensors_header(self.file)[0].get("__metadata__") or {}
+        metadata, tensors = safetensors_header(self.file)
         if metadata.get("fused-llama") != self.KIND:
             raise ValueError(f"{self.file} is not a prompt cache of this program; it was left unchanged")
         if metadata.get("model") != self.metadata["model"]:
             raise ValueError(
                 f"{self.file} was made with another model or other types ({metadata.get('types')}): delete it or name another"
             )
-        c, parts = self.model.config, {part.name: part for part in safetensors_parts(self.file)}
+        c, parts = self.model.config, {part.name: part for part in tensors}
         n = parts["tokens"].shape[:1] if "tokens" in parts else ()
         kv = (self.model.kv_dtype, (c.n_layers, c.n_kv_heads, *n, c.head_dim))
         found = {name: (part.dtype, part.shape) for name, part in parts.items()}

@@ -20,6 +20,7 @@ except ImportError:  # some builds of Python lack it: lines are then read withou
 
 HISTORY = 1000  # messages kept
 TEXT_BYTES = 64_000_000  # of a prompt in a file: far more than a context holds
+# In place of control characters other than tab and newline, for str.translate
 HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {ord("\r"): " "}
 YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the user types is bold green
 

@@ -2869,7 +2869,7 @@ def test_a_spoiled_tokenizer_json_is_told(tmp_path, how):
 
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
 def test_control_tokens_are_short_and_may_be_many(copy, tmp_path, kind):
-    """Each message is searched for all of them, and for their beginnings and ends; models of speech have tens of thousands."""
+    """Each message is searched for all of them, and for their beginnings and ends; speech models have tens of thousands."""
     if kind == "tokenizer.json":
         copy = train_tokenizer_json(tmp_path, "llama 3")
     before = (copy / kind).read_bytes()
@@ -4266,6 +4266,12 @@ def test_a_file_is_read_before_the_next_message(cli, tiny, tmp_path):
         strict=True,
     ):  # fmt: skip
         assert text in error["error"] and "Errno" not in error["error"]
+
+
+def test_line_endings_of_a_file_that_is_read(cli, tiny, tmp_path):
+    (tmp_path / "notes").write_bytes(b"good\r\nday,\rcrow!\n")
+    code, out, _ = chat(cli, tiny, f"/read {tmp_path / 'notes'}", "what?", flags=["-o", "jsonl"])
+    assert code == 0 and objects(out)[0]["prompt"] == "good\nday,\ncrow!\n\nwhat?"
 
 
 def test_what_was_read_waits_for_a_message_that_is_answered(cli, tiny, tmp_path):

@@ -394,11 +394,12 @@ class Tokenizer:
     def _marked(self, content: str, opening: str, closing: str) -> str:
         cuts = [0, *(begin for begin, _ in self._control_in(content)), len(content)]
         content = opening.join(content[begin:end] for begin, end in zip(cuts, cuts[1:]))
-        sizes, begin, end = range(1, CONTROL_LENGTH), content.rstrip(), content.lstrip()
-        if any(begins_one(self._sorted, begin[-n:]) for n in sizes):
+        end = content.lstrip()
+        if any(begins_one(self._reversed, end[:n][::-1]) for n in range(1, CONTROL_LENGTH)):
+            content = content[: len(content) - len(end)] + opening + end
+        begin = content.rstrip()
+        if any(begins_one(self._sorted, begin[-n:]) for n in range(1, CONTROL_LENGTH)):
             content = begin + closing + content[len(begin) :]
-        if any(begins_one(self._reversed, end[:n][::-1]) for n in sizes):
-            content = content[: len(content) - len(content.lstrip())] + opening + content.lstrip()
         return content
 
     def _control_in(self, text: str) -> list[Span]:
