@@ -2851,12 +2851,13 @@ SPOILED_JSON = {
         "WordPiece",
     ),
     "added tokens": (lambda raw: raw.update(added_tokens=[1, 2]), "is not a valid tokenizer"),
+    "a panic": (lambda raw: raw["model"].update(continuing_subword_prefix="x" * 9), "out of range for slice"),
     "too large": (lambda raw: None, "but the model has a vocabulary of 100"),
 }
 
 
 @pytest.mark.parametrize("how", SPOILED_JSON)
-def test_a_spoiled_tokenizer_json_is_told(tmp_path, how):
+def test_a_spoiled_tokenizer_json_is_told(tmp_path, how, capfd):
     spoil, expected = SPOILED_JSON[how]
     file = train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json"
     raw = json.loads(file.read_text())
@@ -2865,6 +2866,7 @@ def test_a_spoiled_tokenizer_json_is_told(tmp_path, how):
     file.write_text(json.dumps(raw) if callable(spoil) else spoil)
     with pytest.raises(ValueError, match=expected):
         Tokenizer(tmp_path, vocab_size=100)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])

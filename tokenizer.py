@@ -3,9 +3,11 @@
 import bisect
 import codecs
 import json
+import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,19 @@ Span = tuple[int, int]  # of characters: start, end
 def any_of(texts: Collection[str]) -> re.Pattern:
     """A pattern that matches these texts, preferring the longest."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or "(?!)")
+
+
+@contextmanager
+def stderr_discarded() -> Iterator[None]:
+    """Discard what libraries write to file descriptor 2."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
 
 
 def begins_one(names: list[str], part: str) -> bool:
@@ -129,7 +144,8 @@ class TokenizerJson:
             self.control = {text: i for i, text in self._added.items() if text in self._special or self.MARK.fullmatch(text)}
             raw["added_tokens"] = [token | {"special": token["content"] in self.control} for token in added]
             kinds = _kinds(raw.get("decoder"))
-            self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
+            with stderr_discarded():  # where a panic in the library reports itself
+                self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library's PanicException is not an Exception
