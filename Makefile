@@ -32,20 +32,20 @@ kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU
 profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 	$(VENV)/python bench.py --profile -m "$(MODEL)" $(ARGS)
 
-test: .venv/ready-test  ## all tests; no GPU needed
-	$(VENV)/python -m pytest -q $(PYTEST) test_all.py $(ARGS)
+test: .venv/ready-test  ## all tests; no GPU needed: five minutes on two cores
+	$(VENV)/python -m pytest -q -n auto --maxprocesses 8 $(PYTEST) test_all.py $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
-	$(VENV)/python fuzz.py $(ARGS)
+	$(VENV)/python dev/fuzz.py $(ARGS)
 
 mutate: .venv/ready-test  ## small wrong changes to the program, each of which the tests must notice: ten minutes
-	$(VENV)/python mutate.py $(ARGS)
+	$(VENV)/python dev/mutate.py $(ARGS)
 
 lint: .venv/ready-test  ## ruff: style and formatting
 	$(VENV)/ruff check . && $(VENV)/ruff format --check .
 
 clean:  ## remove .venv and caches
-	rm -rf .venv __pycache__ .pytest_cache .ruff_cache
+	rm -rf .venv __pycache__ dev/__pycache__ .pytest_cache .ruff_cache
 
 .venv/ready: requirements.txt
 	@echo "setting up .venv with torch: minutes, depending on the connection"

@@ -1,9 +1,9 @@
-"""Benchmarks: tokens per second, kernels, a profile, perplexity; each beside the hardware's limit, measured in the same run."""
+"""Tokens per second, kernels, a profile, perplexity; each beside the hardware's limit, measured in the same run."""
 
 from __future__ import annotations
 
 import argparse
-import csv
+import copy
 import dataclasses
 import gc
 import importlib.util
@@ -14,15 +14,25 @@ import os
 import re
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
-from run import DEFAULT_MODEL, DTYPE_NAMES, FORMATS_8, IGNORED, Parser, device_name_of, import_torch, one_line_errors, within
-from terminal import first_speaks, note, use_safe_streams
+from chat import (
+    DEFAULT_MODEL,
+    DTYPE_NAMES,
+    FORMATS_8,
+    Parser,
+    device_name_of,
+    exit_code,
+    import_torch,
+    note,
+    text_of,
+    use_safe_streams,
+    within,
+)
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -33,17 +43,9 @@ SHAPES = {  # of TinyLlama-1.1B, Llama-2 and Llama-3-8B
     "13b": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128, hidden_dim=13824, vocab_size=32000),
     "70b": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, hidden_dim=28672, vocab_size=32000),
 }
-PEERS = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}  # and the packages that each needs
 PICTURES = (".png", ".svg", ".pdf")
-MODES = {
-    "speed": "tokens per second",
-    "kernels": "--kernels",
-    "profile": "--profile",
-    "perplexity": "--perplexity",
-    "limits": "--limits",
-    "passes": "--passes",
-    "tune": "--tune",
-    "recorded": "--recorded",
+MODES = {"speed": "tokens per second"} | {
+    mode: f"--{mode}" for mode in ("kernels", "profile", "perplexity", "limits", "passes", "tune", "recorded")
 }
 
 
@@ -74,23 +76,30 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--kernels", action="store_true", help="each op against its ceiling and against plain PyTorch")
     add("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
     add("--perplexity", metavar="FILE", help="perplexity of a text")
-    add("--limits", metavar="FILE", help="how near a text's activations come to the largest fp16 number, layer by layer")
-    add("--passes", type=numbers, metavar="T,...", help="what evaluating T tokens at once costs, relative to a single one")
-    add("--tune", action="store_true", help="find launch sizes for this card and the shapes of this model")
-    add("--recorded", metavar="FILE", action="append", default=[], help="draw rows saved from -o jsonl; measures nothing")
+    add("--limits", metavar="FILE",
+        help="how near a text's activations come to the largest fp16 number, layer by layer")  # fmt: skip
+    add(
+        "--passes",
+        type=numbers,
+        metavar="T,...",
+        help="what a pass of T tokens costs, relative to one of a single token",
+    )
+    add("--tune", action="store_true", help="find launch sizes for this card and this model's shapes: into launch.json")
+    add("--recorded", metavar="FILE", help="draw rows saved from -o jsonl; measures nothing")
 
     add = parser.group("model", "speed kernels profile perplexity limits passes tune")
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
-        help=f"a checkpoint [models/tales], or random:SHAPE, one of {', '.join(SHAPES)}, tales, SHAPE:LAYERS, a config.json;"
+        help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales, SHAPE:LAYERS or a config.json;"
         " -m, --dtype, --fp8, -p, -n and -d repeated, or with commas, add rows")  # fmt: skip
     add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N", only="speed kernels profile perplexity limits",
         help="context; with --perplexity and --limits the window [512]")  # fmt: skip
     add("--dtype", type=one_of("auto", *DTYPE_NAMES), action="extend", default=["auto"], metavar="TYPE",
         help="auto, fp32, fp16, bf16")  # fmt: skip
     add("--fp8", type=one_of("none", *FORMATS_8), action="extend", default=["none"], metavar="FORMAT",
-        help="8-bit matrices: none, e4m3, e5m2")  # fmt: skip
+        help=f"8-bit matrices: none, {', '.join(FORMATS_8)}")  # fmt: skip
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
-    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", help="sums of a prompt's products, as in run.py")
+    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto",
+        help="sums of a prompt's products, as in run.py", only="speed profile perplexity limits passes")  # fmt: skip
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
     add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="CPU threads [as in run.py]")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
@@ -98,33 +107,33 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("tests", "speed")
     add("-p", "--n-prompt", type=numbers, action="extend", default=[512], metavar="N", only="speed kernels profile",
         help="tokens of a prompt; 0 leaves the test out [512]")  # fmt: skip
-    add("-n", "--n-gen", type=numbers, action="extend", default=[128], metavar="N", help="tokens to generate; 0: none [128]")
+    add("-n", "--n-gen", type=numbers, action="extend", default=[128], metavar="N",
+        help="tokens to generate; 0: none [128]")  # fmt: skip
     add("-d", "--depth", type=numbers, action="extend", default=[0], metavar="N", only="speed kernels profile passes",
         help="tokens already in the cache [0]")  # fmt: skip
     add("-r", "--repetitions", type=within(int, 1, 1000), default=5, metavar="N", help="timed runs, after one warm-up")
-    add("--vs", type=one_of(*PEERS), action="extend", default=[], metavar="PEER",
-        help=f"{', '.join(PEERS)}: measure these, too, in the same run")  # fmt: skip
-    add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity", help="step between windows [the window]")
+    add("--vs", choices=["transformers"], help="measure this, too, in the same run")
+    add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity",
+        help="step between windows [the window]")  # fmt: skip
     add("--against", choices=DTYPE_NAMES, only="perplexity", help="compare with the model in this dtype, not in 8 bits")
 
     add = parser.group("output")
-    add("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", only="speed kernels perplexity limits passes",
+    add("-o", "--output", choices=["md", "json", "jsonl"], default="md", only="speed kernels perplexity limits passes",
         help="form of the table")  # fmt: skip
-    add("--plot", metavar="FILE.png", only="speed kernels recorded",
-        help=f"draw tokens per second and kernels beside their bounds, as {', '.join(PICTURES)} (matplotlib)")  # fmt: skip
+    add("--plot", metavar="FILE.png", only="speed recorded",
+        help=f"draw generation's tokens per second beside its bounds: {', '.join(PICTURES)} (matplotlib)")  # fmt: skip
     add("--debug", action="store_true", help="print errors with their traceback")
-    parser.ignored(*IGNORED)
 
     args = parser.parse(argv, mode_of)
     if sum(bool(getattr(args, mode, None)) for mode in MODES) > 1:
         parser.error(f"give only one of {', '.join(flag for flag in MODES.values() if flag.startswith('--'))}")
     several = {"-m": "models", "--dtype": "dtype", "--fp8": "fp8"}
     several |= {"-p": "n_prompt", "-d": "depth"} if args.mode == "profile" else {"-d": "depth"} if args.passes else {}
-    if args.passes and not all(args.passes):
-        parser.error("--passes 0: a pass has at least one token")
     for flag, name in several.items():
         if args.mode != "speed" and len(getattr(args, name)) > 1:
             parser.error(f"{MODES[args.mode]} takes one {flag}")
+    if args.passes and not all(args.passes):
+        parser.error("--passes 0: a pass has at least one token")
     if args.perplexity and args.stride and args.stride > (args.ctx_size or 512):
         parser.error(f"--stride {args.stride} skips text between windows of {args.ctx_size or 512}")
     if args.recorded and not args.plot:
@@ -150,79 +159,80 @@ from torch.nn import functional
 from tqdm import tqdm
 
 import fp8
-import parallel
+from attention import cached_ref
 from checkpoint import (
     DTYPES,
+    check_accumulate,
     check_memory,
-    find_checkpoint,
+    load,
     pick_backend,
     pick_device,
     pick_dtype,
-    pick_fp16_sums,
     read_config,
-    tensor_shapes,
 )
-from fp8 import E4M3, FORMATS, Format, Matrix
+from fp8 import FORMATS, Format, Matrix
 from kernels import prepacked, storage_dtype
-from launch import FEW_LAUNCHES, LAUNCHES, OPS, FewLaunch, Launch, capability, jit, nearest, tl
-from model import Config, KVCache, LayerWeights, Llama, Timings, Weights, captured, generate
-from plot import plot, read_rows
-from quality import open_checkpoint, run_limits, run_perplexity
+from launch import capability, jit, nearest, save_tables, tables, tl
+from model import CHUNK, Config, KVCache, LayerWeights, Llama, Timings, Weights, captured, generate
+from parallel import Ranks
 from sampling import Sampler, Sampling
 from tokenizer import TextStream, Tokenizer
-
-# speed-ups over PyTorch: Kernl's llama-v2 on an RTX 3090
-PUBLISHED_RATIOS = {"rope": 4.94, "rmsnorm": 2.3, "rmsnorm_qkv_rope": 1.52, "rmsnorm_swiglu": 1.2}
-
 
 # ---- models to measure
 
 
+def config_folder(name: str) -> Path | None:
+    """Where the configuration of "tales" or of a config.json is."""
+    return DEFAULT_MODEL if name == "tales" else Path(name).parent if name.endswith(".json") else None
+
+
 def random_config(spec: str) -> Config:
-    """The config of "7b", of "70b:8" (8 of its layers), of "tales", or of a config.json. Raises ValueError."""
+    """The configuration of "7b", of "70b:8" (8 of its layers), of "tales" or of a config.json. Raises ValueError."""
     name, _, layers = spec.partition(":")
-    if name.endswith(".json"):
-        config = read_config(Path(name).parent)
-    elif name == "tales":
-        config = read_config(DEFAULT_MODEL)
+    if layers and not (layers.isdecimal() and int(layers) > 0):
+        raise ValueError(f"random:{spec}: {layers!r} is not a number of layers")
+    if folder := config_folder(name):
+        config = read_config(folder)
     elif name in SHAPES:
         config = Config(**SHAPES[name], norm_eps=1e-5, max_seq_len=1 << 15, dtype=torch.float16)
     else:
         raise ValueError(f"random:{spec}: the shapes are {', '.join(SHAPES)}, tales or a config.json")
-    if layers and not (layers.isdecimal() and int(layers) > 0):
-        raise ValueError(f"random:{spec}: {layers!r} is not a number of layers")
     return dataclasses.replace(config, n_layers=int(layers)) if layers else config
+
+
+def random_matrix(
+    rows: int, columns: int, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
+) -> Matrix:
+    """Normally distributed weights, as large as those that training starts from. In a format 64 rows repeat, since
+    encoding takes long on a CPU."""
+    if not format:
+        return prepacked(Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02)), backend)
+    block = format.encode(torch.randn(min(rows, 64), columns, device=device).mul_(0.02))
+    return Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), format, (rows, columns))
 
 
 def random_weights(
     c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
 ) -> Weights:
-    """Normally distributed weights, as large as those that training starts from, made on the device; in 8 bits all rows share
-    one scale, for which the largest magnitude is taken to be four standard deviations."""
-
-    def matrix(rows: int, columns: int) -> Matrix:
-        made = torch.randn(rows, columns, dtype=stored, device=device)
-        if not format:
-            return prepacked(Matrix(made.mul_(0.02)), backend)
-        codes = [format.round(part.mul_(format.top / 4)) for part in made.split(1024)]
-        return Matrix(torch.cat(codes), torch.full((rows,), 0.02 * 4 / format.top, device=device), format)
-
-    def ones() -> Tensor:
-        return torch.ones(c.dim, dtype=dtype, device=device)
-
+    """Weights of a configuration, made on the device; norms and biases are ones."""
+    matrix = lambda shape: random_matrix(*shape, stored, device, format, backend)
+    ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
+    bar = tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=not sys.stderr.isatty())
     layers = [
         LayerWeights(
-            attention_norm=ones(), ffn_norm=ones(), **{name: matrix(*shape) for name, shape in c.layer_matrices.items()}
+            **{name: matrix(shape) for name, shape in c.layer_matrices.items()},
+            **{name: ones(shape) for name, shape in c.layer_shapes.items() if name not in c.layer_matrices},
         )
-        for _ in tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=not sys.stderr.isatty())
+        for _ in bar
     ]
     embedding = torch.randn(c.vocab_size, c.dim, dtype=dtype, device=device).mul_(0.02)
-    return Weights(embedding, layers, ones(), matrix(c.output_rows, c.dim))
+    return Weights(embedding, layers, ones(c.dim), matrix((c.output_rows, c.dim)))
 
 
 def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "none") -> Llama:
-    """A checkpoint, or random weights for a name like random:7b. On a CPU, torch is told how many threads to use for it."""
-    model = _open_model(args, dtype, ctx_size, fp8)
+    """A checkpoint, or random weights for a name like random:7b. On a CPU, sets how many threads torch uses for it."""
+    random = args.model.startswith("random:")
+    model = random_model(args, dtype, ctx_size, fp8) if random else open_checkpoint(args, dtype, ctx_size, fp8)
     threads = args.threads or (1 if model.suits_one_thread else args.cores)
     if model.device.type == "cpu" and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -231,19 +241,24 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "
     return model
 
 
-def _open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str) -> Llama:
-    if not args.model.startswith("random:"):
-        return open_checkpoint(args, dtype, ctx_size, fp8)
-    config, device, format = random_config(args.model.removeprefix("random:")), pick_device(args.device), FORMATS.get(fp8)
-    ranks = parallel.group()
-    config = config.cut(ranks.size)
-    ranks.join(device)
+def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str) -> Llama:
+    """The checkpoint of the command line; fp8 "none" keeps the matrices as they are."""
+    flags = dict(device=args.device, backend=args.backend, kv_fp8=args.kv_fp8, accumulate=args.accumulate)
+    fp8 = None if fp8 == "none" else fp8
+    return load(args.model, dtype=dtype, ctx_size=ctx_size, fp8=fp8, ranks=args.ranks, **flags)
+
+
+def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str) -> Llama:
+    config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device, args.ranks)
+    config, format = config.cut(args.ranks.size), FORMATS.get(fp8)
+    args.ranks.join(device)
     backend, as_dtype = pick_backend(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
-    fp16_sums = pick_fp16_sums(args.accumulate, backend, device, as_dtype)
-    check_memory(config, as_dtype, device, ctx_size, format, args.kv_fp8)
+    check_accumulate(args.accumulate, backend, device, as_dtype)
+    check_memory(config, as_dtype, device, ctx_size, format, args.kv_fp8, args.ranks)
     with torch.inference_mode():
         weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, format, backend)
-    return Llama(config, weights, backend, device, as_dtype, ctx_size, None, args.kv_fp8, fp16_sums, args.accumulate != "fp32")
+    how = dict(kv_fp8=args.kv_fp8, accumulate=args.accumulate, ranks=args.ranks)
+    return Llama(config, weights, backend, device, as_dtype, ctx_size, **how)
 
 
 def release() -> None:
@@ -270,13 +285,6 @@ def wall_times(run: Callable[[], object], device: torch.device, repetitions: int
         synchronize(device)
         times.append(time.perf_counter() - start)
     return times[warmup:]
-
-
-def gpu_time(calls: list[Callable[[], object]], repetitions: int = 10) -> float:
-    """Median GPU seconds of one of the calls, back to back in a CUDA graph. The calls do the same on different data, in total
-    several times the size of the L2, so that they measure memory and not the cache."""
-    graph = captured(lambda: [call() for call in calls])
-    return event_time(graph.replay, repetitions) / len(calls)
 
 
 def event_time(run: Callable[[], object], repetitions: int = 10) -> float:
@@ -330,7 +338,7 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = lambda: a @ b
-    if dtype == E4M3.dtype:
+    if dtype == torch.float8_e4m3fn:
         ones = torch.ones(size, 1, device=device)
         product = lambda: torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
     return 2.0 * size**3 / statistics.median(wall_times(product, device, warmup=2))
@@ -339,22 +347,25 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 def prompt_dtype(model: Llama) -> torch.dtype:
     """The type in which a prompt's matmuls are computed."""
     on_tensor_cores = model.backend == "triton" and all(map(fp8.on_tensor_cores, model.weights.matrices))
-    return E4M3.dtype if on_tensor_cores else model.dtype
+    return torch.float8_e4m3fn if on_tensor_cores else model.dtype
 
 
 # ---- what must be read and computed
+
+LAYER_PRODUCTS = ("rmsnorm_qkv_rope", "wo", "rmsnorm_swiglu", "w2")
+PRODUCTS = (*LAYER_PRODUCTS, "rmsnorm_linear")
 
 
 def cost(
     op: str, c: Config, T: int, start_pos: int = 0, size: int = 2, format: Format | None = None, kv_size: int = 2
 ) -> tuple[float, float]:
-    """Bytes that one launch of an op must move and operations that it must do, for T tokens after start_pos others: every input
-    is read once, every output written once, and a multiply-add counts as two operations. size: bytes an element; kv_size: bytes
-    an element of the cache; format: of 8-bit matrices."""
+    """Bytes that one launch of an op must move and operations that it must do, for T tokens after start_pos others:
+    every input is read once, every output written once, and a multiply-add counts as two operations. size: bytes an
+    element; kv_size: bytes an element of the cache; format: of the matrices, if any."""
     C, F, V, q, kv = c.dim, c.hidden_dim, c.output_rows, c.q_dim, c.kv_dim
 
     def matrix(rows: int, columns: int) -> float:
-        return float(format.matrix_bytes(rows, columns) if format else size * rows * columns)
+        return float(format.nbytes(rows, columns) if format else size * rows * columns)
 
     def product(rows: int, columns: int, extra: float) -> tuple[float, float]:
         return matrix(rows, columns) + size * (T * columns + extra), 2.0 * T * rows * columns
@@ -370,7 +381,6 @@ def cost(
         "rmsnorm_swiglu": product(2 * F, C, C + T * F),
         "w2": product(C, F, 2 * T * C),
         "rmsnorm_linear": (matrix(V, C) + size * (C + T * C) + 4.0 * T * V, 2.0 * T * V * C),
-        "cross_entropy": (4.0 * T * V + 12.0 * T, 4.0 * T * V),
         "sample": (4.0 * V, 2.0 * V),
     }[op]
 
@@ -388,8 +398,63 @@ def decode_bytes(model: Llama, length: float) -> float:
 
 def prefill_operations(c: Config, T: int, start_pos: int = 0) -> float:
     """Operations for T tokens after start_pos others, with the logits of the last one only."""
-    layer = sum(cost(op, c, T, start_pos)[1] for op in ("rmsnorm_qkv_rope", "attention", "wo", "rmsnorm_swiglu", "w2"))
+    layer = sum(cost(op, c, T, start_pos)[1] for op in (*LAYER_PRODUCTS, "attention"))
     return c.n_layers * layer + cost("rmsnorm_linear", c, 1)[1]
+
+
+# ---- tables
+
+
+def cell(value: object) -> str:
+    """For people: floats with enough decimal places to show two digits of the value and of its distance from 1."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    if abs(value) >= 100 or not math.isfinite(value):
+        return f"{value:,.0f}"
+    distance = min(abs(value), abs(value - 1))
+    return f"{value:,.{2 if distance == 0 else min(max(2, 1 - math.floor(math.log10(distance))), 9)}f}"
+
+
+def line(cells: list[str], widths: list[int]) -> str:
+    return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths)) + " |"
+
+
+def markdown(rows: list[dict]) -> str:
+    """A table of dictionaries with the same keys."""
+    cells = [[cell(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(rows[0], *cells)]
+    return "\n".join(line(row, widths) for row in [list(rows[0]), ["-" * w for w in widths], *cells])
+
+
+class Table:
+    """Rows as md, json or jsonl, each printed as soon as it is known, except in json, which is one value."""
+
+    def __init__(self, form: str, longest: dict[str, list[str]]):
+        """longest: later values of a column, where they may be wider than its name and its first value."""
+        self.form, self.longest, self.rows = form, longest, []
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        if self.form == "jsonl":
+            print(json.dumps(row), flush=True)
+        if self.form == "md":
+            cells = {name: cell(value) for name, value in row.items()}
+            if len(self.rows) == 1:
+                self.widths = [max(map(len, [name, text, *self.longest.get(name, [])])) for name, text in cells.items()]
+                print(line(list(row), self.widths), line(["-" * w for w in self.widths], self.widths), sep="\n")
+            print(line(list(cells.values()), self.widths), flush=True)
+
+    def end(self) -> None:
+        if self.form == "json":
+            print(json.dumps(self.rows, indent=1), flush=True)
+
+
+def show(rows: list[dict], form: str) -> None:
+    """Print a complete list of rows."""
+    if form == "json":
+        print(json.dumps(rows, indent=1))
+    else:
+        print(markdown(rows) if form == "md" else "\n".join(map(json.dumps, rows)))
 
 
 # ---- tokens per second
@@ -400,8 +465,8 @@ class Row:
     """One line of the table."""
 
     model: str
-    size_gb: float
-    backend: str
+    size_gb: float  # of the matrices
+    backend: str  # or the name of another program
     device: str
     dtype: str
     fp8: str  # of the matrices
@@ -410,7 +475,7 @@ class Row:
     tokens_per_s: float
     std: float
     share_of_ceiling: float | None  # of the read ceiling for generation, of the product ceiling for a prompt
-    ratio: float | None = None  # ours over a peer's
+    ratio: float | None = None  # ours over another program's
 
 
 def fp8_of(model: Llama) -> str:
@@ -419,11 +484,11 @@ def fp8_of(model: Llama) -> str:
     return format.name if format else "none"
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: torch.device, ranks: Ranks) -> str:
     threads = torch.get_num_threads()
     on_cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu
-    return name if parallel.group().size == 1 else f"{parallel.group().size} x {name}"
+    return name if ranks.size == 1 else f"{ranks.size} x {name}"
 
 
 def spread(values: list[float]) -> tuple[float, float]:
@@ -445,8 +510,10 @@ def prompt_speed(model: Llama, cache: KVCache, T: int, depth: int, repetitions: 
     return [T / s for s in wall_times(run, model.device, repetitions)]
 
 
-def generation_speed(model: Llama, cache: KVCache, n: int, depth: int, repetitions: int, stream: TextStream) -> list[float]:
-    """Tokens a second of the whole loop, sampling and text included, after a prompt of `depth` tokens (at least one)."""
+def generation_speed(
+    model: Llama, cache: KVCache, n: int, depth: int, repetitions: int, stream: TextStream
+) -> list[float]:
+    """Tokens a second of the whole loop, sampling and text included, after a prompt of `depth` tokens, at least one."""
     prompt = torch.randint(3, model.config.vocab_size, (max(depth, 1),)).tolist()
     speeds = []
     for _ in range(1 + repetitions):
@@ -459,323 +526,141 @@ def generation_speed(model: Llama, cache: KVCache, n: int, depth: int, repetitio
 
 def throughput(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of the default table: prompts, then generation, at each depth, for each dtype."""
-    longest = max(8, max(args.depth) + max(args.n_prompt + args.n_gen) + 1)  # 8: what time_to_first_token needs
+    longest = max(args.depth) + max(args.n_prompt + args.n_gen) + 1
     for dtype, form in itertools.product(args.dtype, args.fp8):
         start = time.perf_counter()
         model = open_model(args, dtype, max(longest, args.ctx_size or 0), form)
         loaded = time.perf_counter() - start
         cache, stream = KVCache(model), TextStream(Tokenizer(DEFAULT_MODEL))
-        first = time_to_first_token(model, cache)
         if model.config.ranks > 1:
-            note(f"running on {model.device}{parallel.described(model.exchange, model.device)}")
-        note(f"load {loaded:.2f} s, first token {first[0]:.2f} s the first time, {1e3 * first[1]:.1f} ms after that")
+            note(f"running on {model.device}{args.ranks.described(model.exchange, model.device)}")
+        note(f"loaded in {loaded:.2f} s")
+        if model.device.type == "cpu":
+            note_duration(args, model)
 
-        def row(test: str, speeds: list[float], share: Callable[[float], float], model: Llama = model) -> Row:
+        def row(test: str, speeds: list[float], limit: float, model: Llama = model) -> Row:
             mean, std = spread(speeds)
             name = {v: k for k, v in DTYPES.items()}[model.dtype]
             size = model.config.ranks * matrix_bytes(model.weights) / 1e9
+            where = model.backend, device_name(model.device, args.ranks)
             kv = "e4m3" if model.kv_fp8 else name
-            where = model.backend, device_name(model.device)
-            return Row(args.model, size, *where, name, fp8_of(model), kv, test, mean, std, share(mean))
+            return Row(args.model, size, *where, name, fp8_of(model), kv, test, mean, std, mean / limit)
 
         for depth, T in itertools.product(args.depth, args.n_prompt):
-            operations = prefill_operations(model.config, T, depth) / T
             speeds = prompt_speed(model, cache, T, depth, args.repetitions)
-            rate = product_ceiling(model.device, prompt_dtype(model))
-            yield row(f"pp{T}{at(depth)}", speeds, lambda mean, o=operations, r=rate: mean * o / r)
+            limit = product_ceiling(model.device, prompt_dtype(model)) * T / prefill_operations(model.config, T, depth)
+            yield row(f"pp{T}{at(depth)}", speeds, limit)
         for depth, n in itertools.product(args.depth, args.n_gen):
-            moved = decode_bytes(model, depth + n / 2)
             speeds = generation_speed(model, cache, n, depth, args.repetitions, stream)
-            rate = read_ceiling(model.device)
-            yield row(f"tg{n}{at(depth)}", speeds, lambda mean, b=moved, r=rate: mean * b / r)
+            yield row(f"tg{n}{at(depth)}", speeds, read_ceiling(model.device) / decode_bytes(model, depth + n / 2))
+        note_ceilings(model)
         del model, cache
         release()
+
+
+def note_duration(args: argparse.Namespace, model: Llama) -> None:
+    """Say how long the rows will take, if that is more than a few seconds."""
+    moved = sum(n * decode_bytes(model, depth) for depth in args.depth for n in args.n_gen)
+    operations = sum(prefill_operations(model.config, T, depth) for depth in args.depth for T in args.n_prompt)
+    seconds = moved / read_ceiling(model.device) + operations / product_ceiling(model.device, model.dtype)
+    seconds *= args.repetitions + 1
+    if seconds > 5:
+        duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+        note(f"{args.model}: this takes at least {duration}, at the speed of memory and arithmetic")
+
+
+def note_ceilings(model: Llama) -> None:
+    product, dtype = product_ceiling(model.device, prompt_dtype(model)), str(prompt_dtype(model)).removeprefix("torch.")
+    note(f"ceilings: read {read_ceiling(model.device) / 1e9:.1f} GB/s, {dtype} product {product / 1e12:.2f} TFLOP/s")
 
 
 def at(depth: int) -> str:
     return f" @ d{depth}" if depth else ""
 
 
-def time_to_first_token(model: Llama, cache: KVCache) -> tuple[float, float]:
-    """Seconds from a prompt of 5 tokens to the first new one: with whatever has to be compiled, and without it."""
-    times = []
-    for _ in range(2):
-        cache.truncate(0)
-        start = time.perf_counter()
-        with closing(generate(model, [1, 4, 5, 6, 7], cache, eos=[])) as tokens:
-            next(tokens)
-        times.append(time.perf_counter() - start)
-    return times[0], times[1]
+def run_speed(args: argparse.Namespace) -> None:
+    ns = [("pp", args.n_prompt), ("tg", args.n_gen)]
+    tests = [f"{kind}{n}{at(depth)}" for kind, counts in ns for depth in args.depth for n in counts]
+    backends = ["transformers, static cache"] if args.vs else []
+    table, rows = Table(args.output, {"model": args.models, "test": tests, "backend": backends}), []
+    for model in args.models:
+        args.model, ours = model, []
+        for row in throughput(args):
+            ours.append(row)
+            table.add(dataclasses.asdict(row))
+        rows += ours
+        plain = [row for row in ours if row.fp8 == "none"]  # transformers has no 8-bit format like ours
+        for dtype in dict.fromkeys(row.dtype for row in plain if args.vs):
+            for row in transformers_rows(args, [row for row in plain if row.dtype == dtype]):
+                rows.append(row)
+                table.add(dataclasses.asdict(row))
+            release()
+    table.end()
+    if args.plot:
+        plot(rows, args.plot)
 
 
-def cell(value: object) -> str:
-    """For human readers: floats with enough decimal places to show two digits of the value and of its distance from 1."""
-    if not isinstance(value, float):
-        return "" if value is None else str(value)
-    if abs(value) >= 100 or not math.isfinite(value):
-        return f"{value:,.0f}"
-    distance = min(abs(value), abs(value - 1))
-    return f"{value:,.{2 if distance == 0 else min(max(2, 1 - math.floor(math.log10(distance))), 9)}f}"
+# ---- transformers, on the same machine in the same run
 
 
-def line(cells: list[str], widths: list[int]) -> str:
-    return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths)) + " |"
+def transformers_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device):
+    """The same model: the checkpoint, or random weights in the same configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-
-def markdown(rows: list[dict]) -> str:
-    """A markdown table of dictionaries with the same keys."""
-    names, cells = list(rows[0]), [[cell(v) for v in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(names, *cells)]
-    return "\n".join([line(names, widths), rule(widths), *(line(row, widths) for row in cells)])
-
-
-def rule(widths: list[int]) -> str:
-    return "|" + "|".join("-" * (w + 2) for w in widths) + "|"
-
-
-class Table:
-    """Rows as md, csv, json or jsonl, each printed as soon as it is known, except in json, which is one value."""
-
-    def __init__(self, form: str, longest: dict[str, list[str]] | None = None):
-        """longest: later values of a column, where they may be wider than its name and its first value."""
-        self.form, self.longest, self.rows = form, longest or {}, []
-
-    def add(self, row: dict) -> None:
-        self.rows.append(row)
-        if self.form == "md":
-            self._add_markdown(row)
-        elif self.form == "jsonl":
-            print(json.dumps(row))
-        elif self.form == "csv":
-            writer = csv.DictWriter(sys.stdout, list(row), lineterminator="\n")
-            if len(self.rows) == 1:
-                writer.writeheader()
-            writer.writerow(row)
-        sys.stdout.flush()
-
-    def _add_markdown(self, row: dict) -> None:
-        cells = {name: cell(value) for name, value in row.items()}
-        if len(self.rows) == 1:
-            self.widths = [max(map(len, [name, text, *self.longest.get(name, [])])) for name, text in cells.items()]
-            print(line(list(row), self.widths) + "\n" + rule(self.widths))
-        print(line(list(cells.values()), self.widths))
-
-    def end(self) -> None:
-        if self.form == "json":
-            print(json.dumps(self.rows, indent=1), flush=True)
-
-
-def show(rows: list[dict], form: str) -> None:
-    """Print a complete list of rows; an empty list prints nothing."""
-    if form == "md" and rows:
-        print(markdown(rows), flush=True)
-        return
-    table = Table(form)
-    for row in rows:
-        table.add(row)
-    if rows:
-        table.end()
-
-
-# ---- peers, on the same machine in the same run
+    if not args.model.startswith("random:"):
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+    spec = args.model.removeprefix("random:")
+    folder, c = config_folder(spec.partition(":")[0]), random_config(spec)
+    if folder:
+        config = AutoConfig.from_pretrained(folder)
+    else:
+        heads = dict(num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim)
+        sizes = dict(hidden_size=c.dim, intermediate_size=c.hidden_dim, vocab_size=c.vocab_size)
+        config = LlamaConfig(**heads, **sizes, max_position_embeddings=c.max_seq_len)
+    config.num_hidden_layers = c.n_layers
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row]:
-    """Hugging Face's generate, eager and with its static cache, with a model of the same shape."""
-    from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+    """Hugging Face's generate, eager and with its static cache."""
+    from transformers import DynamicCache
 
-    device, dtype = pick_device(args.device), DTYPES[ours[0].dtype]
-    if args.model.startswith("random:"):
-        c = random_config(args.model.removeprefix("random:"))
-        config = LlamaConfig(
-            hidden_size=c.dim,
-            intermediate_size=c.hidden_dim,
-            num_hidden_layers=c.n_layers,
-            num_attention_heads=c.n_heads,
-            num_key_value_heads=c.n_kv_heads,
-            head_dim=c.head_dim,
-            vocab_size=c.vocab_size,
-            max_position_embeddings=c.max_seq_len,
-            dtype=dtype,
-        )
-        with torch.device(device):
-            torch.set_default_dtype(dtype)
-            theirs = LlamaForCausalLM(config).eval()
-            torch.set_default_dtype(torch.float32)
-    else:
-        theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-    vocab = theirs.config.vocab_size
+    device = pick_device(args.device, args.ranks)
+    theirs = transformers_model(args, DTYPES[ours[0].dtype], device)
     fixed = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    some_ids = lambda count: torch.randint(3, theirs.config.vocab_size, (1, count), device=device)
     for row in ours:
-        T, depth = lengths(row)
-        ids = torch.randint(3, vocab, (1, T), device=device)
+        T, _, depth = row.test[2:].partition(" @ d")
+        T, depth = int(T), max(int(depth or 0), 1)  # it needs a token in its cache
         if row.test.startswith("pp"):
-            kv = DynamicCache()
+            kv, ids = DynamicCache(), some_ids(T)
             with torch.inference_mode():
-                theirs(torch.randint(3, vocab, (1, depth), device=device), past_key_values=kv, logits_to_keep=1)
+                theirs(some_ids(depth), past_key_values=kv, logits_to_keep=1)
 
-                def prompt(i: Tensor = ids, kv: DynamicCache = kv, depth: int = depth) -> None:
+                def prompt(ids: Tensor = ids, kv: DynamicCache = kv, depth: int = depth) -> None:
                     if kv.get_seq_length() > depth:
                         kv.crop(depth - kv.get_seq_length())
-                    theirs(i, past_key_values=kv, logits_to_keep=1)
+                    theirs(ids, past_key_values=kv, logits_to_keep=1)
 
-                times = wall_times(prompt, device, args.repetitions)
-            yield peer(row, "transformers", [T / s for s in times])
+                yield peer(row, "transformers", [T / s for s in wall_times(prompt, device, args.repetitions)])
             continue
-        ids = torch.randint(3, vocab, (1, depth), device=device)
+        ids = some_ids(depth)
         for name, extra in (("eager", {}), ("static cache", {"cache_implementation": "static"})):
             times = []
             for n in (T + 1, 1):  # the difference is generation without the prompt
-                run = lambda n=n, i=ids, e=extra: theirs.generate(i, max_new_tokens=n, min_new_tokens=n, **fixed, **e)
+                run = partial(theirs.generate, ids, max_new_tokens=n, min_new_tokens=n, **fixed, **extra)
                 times.append(statistics.median(wall_times(run, device, args.repetitions)))
-            if times[0] <= times[1]:
+            if times[0] > times[1]:
+                yield peer(row, f"transformers, {name}", [T / (times[0] - times[1])])
+            else:
                 note(f"note: transformers, {name}: {T} tokens are too few to time on this machine; raise -n")
-                continue
-            yield peer(row, f"transformers, {name}", [T / (times[0] - times[1])])
-
-
-def lengths(row: Row) -> tuple[int, int]:
-    """Tokens of a row's test, and tokens before it (at least one, since a peer needs one in its cache)."""
-    T, _, depth = row.test[2:].partition(" @ d")
-    return int(T), max(int(depth or 0), 1)
 
 
 def peer(row: Row, backend: str, speeds: list[float]) -> Row:
     mean, std = spread(speeds)
-    share = row.share_of_ceiling and row.share_of_ceiling * mean / row.tokens_per_s
-    return dataclasses.replace(
-        row, backend=backend, tokens_per_s=mean, std=std, share_of_ceiling=share, ratio=row.tokens_per_s / mean
-    )
-
-
-def llama_cpp_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row]:
-    """llama.cpp on the CPU, through llama-cpp-python, with random weights of the same shape written as a GGUF file."""
-    from llama_cpp import Llama as LlamaCpp
-
-    if pick_device(args.device).type != "cpu":
-        raise ValueError("--vs llama.cpp compares on a CPU: add --device cpu")
-    if args.model.startswith("random:"):
-        config = random_config(args.model.removeprefix("random:"))
-    else:
-        config = read_config(find_checkpoint(args.model))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.gguf"
-        write_gguf(file, config, ours[0].dtype)
-        threads = torch.get_num_threads()
-        longest = max(sum(lengths(row)) for row in ours)
-        theirs = LlamaCpp(str(file), n_ctx=longest + 1, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
-        for row in ours:
-            T, depth = lengths(row)
-            before = torch.randint(3, config.vocab_size, (depth,)).tolist()
-            tokens = torch.randint(3, config.vocab_size, (T,)).tolist()
-            times = []
-            for _ in range(1 + args.repetitions):
-                theirs.reset()
-                theirs.eval(before)
-                start = time.perf_counter()
-                for part in [tokens] if row.test.startswith("pp") else [[t] for t in tokens]:
-                    theirs.eval(part)
-                times.append(T / (time.perf_counter() - start))
-            yield peer(row, "llama.cpp", times[1:])
-        theirs.close()
-
-
-def write_gguf(file: Path, c: Config, dtype: str) -> None:
-    """A GGUF file of random weights."""
-    import gguf
-
-    F32 = gguf.GGMLQuantizationType.F32
-    kind = {"fp32": F32, "fp16": gguf.GGMLQuantizationType.F16}.get(dtype, gguf.GGMLQuantizationType.BF16)
-    writer = gguf.GGUFWriter(str(file), "llama")
-    writer.add_context_length(c.max_seq_len)
-    writer.add_embedding_length(c.dim)
-    writer.add_block_count(c.n_layers)
-    writer.add_feed_forward_length(c.hidden_dim)
-    writer.add_head_count(c.n_heads)
-    writer.add_head_count_kv(c.n_kv_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_rope_dimension_count(c.head_dim)
-    writer.add_vocab_size(c.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.n_layers)
-    for name, shape in tensor_shapes(c).items():
-        data, stored = (torch.ones(shape), F32) if len(shape) == 1 else (torch.randn(shape).mul_(0.02), kind)
-        raw = gguf.quants.quantize(data.numpy(), stored)
-        writer.add_tensor(names.get_name(name, [".weight"]), raw, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-PEER_ROWS = {"transformers": transformers_rows, "llama.cpp": llama_cpp_rows}
-
-
-def run_throughput(args: argparse.Namespace) -> None:
-    tests = [f"{kind}{n}{at(d)}" for kind, ns in (("pp", args.n_prompt), ("tg", args.n_gen)) for d in args.depth for n in ns]
-    backends = ["transformers, static cache"] if args.vs else []
-    table = Table(args.output, {"model": args.models, "test": tests, "backend": backends})
-    for model in args.models:
-        one = argparse.Namespace(**vars(args) | {"model": model})
-        tell_time(one)
-        ours = []
-        for row in throughput(one):
-            ours.append(row)
-            table.add(dataclasses.asdict(row))
-            if args.output == "json":  # printed only at the end
-                note(f"{row.test}: {row.tokens_per_s:.1f} tokens/s")
-        for name in args.vs:
-            for dtype in dict.fromkeys(row.dtype for row in ours):
-                comparable = [row for row in ours if row.dtype == dtype and row.fp8 == "none"]  # peers lack these 8-bit formats
-                for row in PEER_ROWS[name](one, comparable) if comparable else ():
-                    table.add(dataclasses.asdict(row))
-                release()
-    table.end()
-    device = pick_device(args.device)
-    dtypes = {"e4m3" if row["fp8"] == "e4m3" and capability(device) >= 89 else row["dtype"] for row in table.rows}
-    products = [
-        f"{n} product {product_ceiling(device, (DTYPES | {E4M3.name: E4M3.dtype})[n]) / 1e12:.2f} TFLOP/s"
-        for n in sorted(dtypes)
-    ]
-    note(", ".join([f"ceilings of this run: read {read_ceiling(device) / 1e9:.1f} GB/s", *products]))
-    if args.plot:
-        plot(table.rows, args.plot)
-
-
-LAYER_OPS = ("rmsnorm_qkv_rope", "attention", "wo", "rmsnorm_swiglu", "w2")
-
-
-def least_seconds(c: Config, args: argparse.Namespace, dtype: torch.dtype, form: str, device: torch.device) -> float:
-    """How long the tests of one model in one dtype take at the read and product ceilings."""
-    read, product = read_ceiling(device), product_ceiling(device, dtype)
-    runs = args.repetitions + 1
-    total = 0.0
-    for depth in args.depth:
-        each = dict(start_pos=depth, size=dtype.itemsize, format=FORMATS.get(form))
-        moved = c.n_layers * sum(cost(op, c, 1, **each)[0] for op in LAYER_OPS) + cost("rmsnorm_linear", c, 1, **each)[0]
-        total += runs * sum(args.n_gen) * moved / read
-        total += runs * sum(prefill_operations(c, T, depth) for T in args.n_prompt) / product
-    return total
-
-
-def tell_time(args: argparse.Namespace) -> None:
-    """On a CPU, before anything is loaded, say how long a model's rows will take, if that is more than a few seconds."""
-    device = pick_device(args.device)
-    if device.type != "cpu":
-        return
-    random = args.model.startswith("random:")
-    c = random_config(args.model.removeprefix("random:")) if random else read_config(find_checkpoint(args.model))
-    seconds = 0.0
-    for dtype, form in itertools.product(args.dtype, args.fp8):
-        seconds += least_seconds(c, args, pick_dtype(dtype, c.dtype or torch.float16, device), form, device)
-    if seconds > 5:
-        note(f"{args.model}: this takes at least {duration(seconds)}, at the speed of memory and arithmetic")
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    share, ratio = row.share_of_ceiling * mean / row.tokens_per_s, row.tokens_per_s / mean
+    return dataclasses.replace(row, backend=backend, tokens_per_s=mean, std=std, share_of_ceiling=share, ratio=ratio)
 
 
 # ---- kernels, each against its ceiling and against plain PyTorch
@@ -786,8 +671,7 @@ class Case:
     """One op at one shape, on several sets of data: our op, and the same in plain PyTorch."""
 
     op: str
-    regime: str
-    T: int
+    shape: str
     ours: list[Callable[[], object]]
     plain: list[Callable[[], object]]
     bytes: float
@@ -810,16 +694,14 @@ def cases(model: Llama, T: int, start_pos: int) -> Iterator[Case]:
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
     KV, H, KH, D, eps = KVCache(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     KV.advance(start_pos)
-    pos, size, format = KV.device_pos, dtype.itemsize, w.output.format
-    end = start_pos + T
+    pos, scratch, end = KV.device_pos, KV.scratch, start_pos + T
     x, y, h = (torch.randn(T, width, device=device, dtype=dtype) for width in (c.dim, H * D, c.hidden_dim))
-    q = torch.randn(T, H, D, device=device, dtype=dtype)
+    q, residual = torch.randn(T, H, D, device=device, dtype=dtype), torch.randn_like(x)
     cos, sin = (t.to(dtype)[:, None] for t in KV.rope[start_pos:end].unbind(-1))
-    logits, residual = torch.empty(T, c.vocab_size, device=device), torch.randn_like(x)
     plain_kv = KVCache(dataclasses.replace(model, kv_fp8=False)) if model.kv_fp8 else KV
     layers, plain_layers = (list(zip(w.layers, kv.k, kv.v)) for kv in (KV, plain_kv))
-    copies = [torch.randn_like(x) for _ in range(max(1, min(64, (256 << 20) // (x.numel() * size))))]
-    heads = [torch.randn_like(q) for _ in copies]
+    copies = [(torch.randn_like(x),) for _ in range(max(1, min(64, (256 << 20) // x.nbytes)))]
+    heads = [(torch.randn_like(q),) for _ in copies]
 
     @cache
     def dense(m: Matrix) -> Tensor:  # in the model's dtype, whatever it is stored in
@@ -827,100 +709,66 @@ def cases(model: Llama, T: int, start_pos: int) -> Iterator[Case]:
 
     def plain_qkv(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
         n = plain_rmsnorm(x, layer.attention_norm, eps)
-        parts = [functional.linear(n, part) for part in dense(layer.wqkv).split([H * D, KH * D, KH * D])]
-        k[:, start_pos:end] = plain_rope(parts[1].view(T, KH, D), cos, sin).transpose(0, 1)
-        v[:, start_pos:end] = parts[2].view(T, KH, D).transpose(0, 1)
-        return plain_rope(parts[0].view(T, H, D), cos, sin)
+        parts = functional.linear(n, dense(layer.wqkv), layer.qkv_bias).view(T, -1, D).split([H, KH, KH], 1)
+        turned = parts[:2]
+        if layer.qk_norm is not None:
+            turned = [plain_rmsnorm(part, weight, eps) for part, weight in zip(turned, layer.qk_norm)]
+        k[:, start_pos:end] = plain_rope(turned[1], cos, sin).transpose(0, 1)
+        v[:, start_pos:end] = parts[2].transpose(0, 1)
+        return plain_rope(turned[0], cos, sin)
 
-    def plain_attention(k: Tensor, v: Tensor) -> Tensor:
+    def plain_attention(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
         mask = None if T == 1 or start_pos == 0 else torch.ones(T, end, dtype=torch.bool, device=device).tril(start_pos)
-        args = dict(attn_mask=mask, is_causal=T > 1 and start_pos == 0, enable_gqa=True)
-        return functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None, :, :end], v[None, :, :end], **args)
+        how = dict(attn_mask=mask, is_causal=T > 1 and start_pos == 0, enable_gqa=True)
+        return functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k[None, :, :end], v[None, :, :end], **how
+        )
 
-    def plain_swiglu(layer: LayerWeights) -> Tensor:
+    def plain_swiglu(layer: LayerWeights, *_) -> Tensor:
         n = plain_rmsnorm(x, layer.ffn_norm, eps)
         half = dense(layer.w13).view(2, -1, c.dim)  # two matrices of the right size
         return functional.silu(functional.linear(n, half[0])) * functional.linear(n, half[1])
 
-    regime = f"T {T}, {start_pos} before"
-
-    def case(op: str, ours: list, plain: list, name: str = "") -> Case:
-        return Case(
-            name or op, regime, T, ours, plain, *cost(name or op, c, T, start_pos, size, format, model.kv_dtype.itemsize)
-        )
+    def case(op: str, data: list, ours: Callable, plain: Callable, plain_data: list | None = None) -> Case:
+        calls = [partial(ours, *some) for some in data], [partial(plain, *some) for some in plain_data or data]
+        need = cost(op, c, T, start_pos, dtype.itemsize, w.output.format, model.kv_dtype.itemsize)
+        return Case(op, f"T {T}, {start_pos} before", *calls, *need)
 
     norm = w.layers[0].ffn_norm
-    yield case(
-        "rmsnorm",
-        [lambda a=a: ops.rmsnorm(a, norm, eps) for a in copies],
-        [lambda a=a: plain_rmsnorm(a, norm, eps) for a in copies],
-    )
-    yield case(
-        "rope", [lambda a=a: ops.rope(a, KV.rope, pos) for a in heads], [lambda a=a: plain_rope(a, cos, sin) for a in heads]
-    )
-    yield case(
-        "rmsnorm_qkv_rope",
-        [
-            lambda l=l, k=k, v=v: ops.rmsnorm_qkv_rope(x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps)
-            for l, k, v in layers
-        ],
-        [lambda l=l, k=k, v=v: plain_qkv(l, k, v) for l, k, v in plain_layers],
-    )
-    yield case(
-        "attention",
-        [lambda k=k, v=v: ops.attention(q, k, v, pos) for _, k, v in layers],
-        [lambda k=k, v=v: plain_attention(k, v) for _, k, v in plain_layers],
-    )
-    for name, field, inner in (("wo", "wo", y), ("w2", "w2", h)):
-        weights = [getattr(layer, field) for layer in w.layers]
-        yield case(
-            "linear_add",
-            [lambda m=m, i=inner: ops.linear_add(i, m, residual) for m in weights],
-            [lambda m=m, i=inner: residual + functional.linear(i, dense(m)) for m in weights],
-            name,
-        )
-    yield case(
-        "rmsnorm_swiglu",
-        [lambda l=l: ops.rmsnorm_swiglu(x, l.ffn_norm, l.w13, eps) for l in w.layers],
-        [lambda l=l: plain_swiglu(l) for l in w.layers],
-    )
+    yield case("rmsnorm", copies, lambda a: ops.rmsnorm(a, norm, eps), lambda a: plain_rmsnorm(a, norm, eps))
+    yield case("rope", heads, lambda a: ops.rope(a, KV.rope, pos), lambda a: plain_rope(a, cos, sin))
+
+    def qkv(l: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
+        more = dict(scratch=scratch, bias=l.qkv_bias, qk_norm=l.qk_norm)
+        return ops.rmsnorm_qkv_rope(x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, **more)
+
+    yield case("rmsnorm_qkv_rope", layers, qkv, plain_qkv, plain_layers)
+    yield case("attention", layers, lambda _, k, v: ops.attention(q, k, v, pos, scratch), plain_attention, plain_layers)
+    for name, inner in (("wo", y), ("w2", h)):
+        add = lambda m, inner=inner: ops.linear_add(inner, m, residual)
+        plain_add = lambda m, inner=inner: residual + functional.linear(inner, dense(m))
+        yield case(name, [(getattr(layer, name),) for layer in w.layers], add, plain_add)
+    swiglu = lambda l, *_: ops.rmsnorm_swiglu(x, l.ffn_norm, l.w13, eps)
+    yield case("rmsnorm_swiglu", layers, swiglu, plain_swiglu)
     if T == 1:
-        yield case(
-            "rmsnorm_linear",
-            [lambda: ops.rmsnorm_linear(x, w.norm, w.output, eps, logits)] * 4,
-            [lambda: functional.linear(plain_rmsnorm(x, w.norm, eps), dense(w.output)).float()] * 4,
-        )
-        tokens, host_tokens = (torch.zeros(KV.size, dtype=torch.int32, device=device) for _ in range(2))
-        sampler = Sampler(device)
-        yield case(
-            "sample",
-            [lambda: ops.sample(logits[0], tokens, host_tokens, pos, sampler)] * 4,
-            [lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1)] * 4,
-        )
-    else:
-        targets = torch.randint(0, c.vocab_size, (T,), device=device)
-        yield case(
-            "cross_entropy",
-            [lambda: ops.cross_entropy(logits, targets)] * 4,
-            [lambda: functional.cross_entropy(logits, targets, reduction="none")] * 4,
-        )
-
-
-def large_rmsnorm(device: torch.device, ops) -> Case:
-    """2^18 rows of 4096 floats: far more than any cache holds."""
-    rows = 1 << 18 if device.type == "cuda" else 1 << 13
-    x, weight = torch.randn(rows, 4096, device=device), torch.ones(4096, device=device)
-    ours, plain = [lambda: ops.rmsnorm(x, weight, 1e-5)] * 2, [lambda: plain_rmsnorm(x, weight, 1e-5)] * 2
-    return Case("rmsnorm", f"{rows} x 4096 fp32", rows, ours, plain, 8.0 * x.numel(), 4.0 * x.numel())
+        logits, sampler = torch.empty(T, c.vocab_size, device=device), Sampler(device)
+        output = lambda: ops.rmsnorm_linear(x, w.norm, w.output, eps, logits)
+        plain_output = lambda: functional.linear(plain_rmsnorm(x, w.norm, eps), dense(w.output)).float()
+        yield case("rmsnorm_linear", [()] * 4, output, plain_output)
+        sample = lambda: ops.sample(logits[0], KV.tokens, KV.host_tokens, pos, sampler)
+        yield case("sample", [()] * 4, sample, lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1))
 
 
 def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
-    """Microseconds of a case on the device, by the wall clock and in plain PyTorch, and its share of the binding ceiling."""
+    """Microseconds of a case on the device, by the wall clock and in plain PyTorch, and its share of the ceiling that
+    binds. On a GPU the calls run back to back in a CUDA graph; their data is several times the size of the L2, so that
+    they measure memory and not the cache."""
 
     def device_time(calls: list) -> float:
+        run = lambda: [call() for call in calls]
         if device.type == "cuda":
-            return gpu_time(calls)
-        return statistics.median(wall_times(lambda: [call() for call in calls], device)) / len(calls)
+            return event_time(captured(run, device).replay) / len(calls)
+        return statistics.median(wall_times(run, device)) / len(calls)
 
     ours, plain = device_time(case.ours), device_time(case.plain)
     wall = statistics.median(wall_times(case.ours[0], device, 10))
@@ -929,7 +777,7 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
     compute = case.operations / product_ceiling(device, dtype)
     return {
         "op": case.op,
-        "shape": case.regime,
+        "shape": case.shape,
         "us": 1e6 * ours,
         "wall us": 1e6 * wall,
         "MB": case.bytes / 1e6,
@@ -938,36 +786,52 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
         "% of ceiling": 100 * max(memory, compute) / ours,
         "PyTorch us": 1e6 * plain,
         "x PyTorch": plain / ours,
-        "published x": PUBLISHED_RATIOS.get(case.op) if device.type == "cuda" else None,
     }
 
 
 @torch.inference_mode()
 def run_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
-    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, max(T + start_pos for T, start_pos in shapes)), args.fp8[0])
-    tell_reference(model)
-    table = Table(args.output, {"op": list(KERNEL_OPS.values()), "shape": ["T 2048, 16384 before"], "bound by": ["arithmetic"]})
+    longest = max(T + start_pos for T, start_pos in shapes)
+    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, longest), args.fp8[0])
+    note_reference(args, model)
+    longest_shape = max((f"T {T}, {start_pos} before" for T, start_pos in shapes), key=len)
+    table = Table(args.output, {"op": list(PRODUCTS), "shape": [longest_shape], "bound by": ["arithmetic"]})
     for T, start_pos in shapes:
         for case in cases(model, T, start_pos):
-            multiplied = prompt_dtype(model) if T > 1 and case.op in (*OPS, "wo", "w2") else model.dtype
+            multiplied = prompt_dtype(model) if T > 1 and case.op in PRODUCTS else model.dtype
             table.add(measure(case, model.device, multiplied))
-    table.add(measure(large_rmsnorm(model.device, model.ops), model.device, model.dtype))
     table.end()
-    if args.plot:
-        plot(table.rows, args.plot)
 
 
-def tell_reference(model: Llama) -> None:
+def note_reference(args: argparse.Namespace, model: Llama) -> None:
     if model.backend == "torch":
-        note(f"note: this measures torch's ops on {device_name(model.device)}; the Triton kernels need a GPU")
+        on = device_name(model.device, args.ranks)
+        note(f"note: this measures torch's ops on {on}; the Triton kernels need a GPU")
 
 
 # ---- profile
 
+KINDS = {  # the first kind whose pattern occurs in a kernel's name
+    "attention": "attention",
+    "sampling": "sample",
+    "embedding": "embedding",
+    "product": "_vector_kernel|_few_kernel|qkv|linear|rmsnorm_swiglu|few_swiglu|gemm|nvjet|cutlass|mm|mv",
+    "norm": "norm",
+    "elementwise": "elementwise|swiglu|rope",
+}
+CHARGED = {"attention": "attention", "sampling": "sample", "embedding": "embedding"}  # each launch with an op's cost
 
-def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, float]]:
-    """Name, start and end in seconds of every kernel of a call (of every op on a CPU), in order."""
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+
+
+Event = tuple[str, float, float]  # name, start and end in seconds
+
+
+def profiled(run: Callable[[], object], device: torch.device) -> list[Event]:
+    """Every kernel of a call (every op on a CPU), in order."""
     activity = torch.profiler.ProfilerActivity
     run()
     synchronize(device)
@@ -980,76 +844,49 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str,
     return sorted(((e.name, e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in events), key=lambda e: e[1])
 
 
-KERNEL_OPS = {  # the op whose cost a kernel is charged with
-    "_embedding_kernel": "embedding",
-    "_qkv_kernel": "rmsnorm_qkv_rope",
-    "_qkv_norm_kernel": "rmsnorm_qkv_rope",
-    "_split_attention_kernel": "attention",
-    "_single_attention_kernel": "attention",
-    "_few_attention_kernel": "attention",
-    "_attention_kernel": "attention",
-    "_hopper_attention_kernel": "attention",
-    "_rmsnorm_swiglu_kernel": "rmsnorm_swiglu",
-    "_rmsnorm_linear_kernel": "rmsnorm_linear",
-    "_sample_kernel": "sample",
-    "_rmsnorm_kernel": "rmsnorm",
-}
+def named(events: list[Event], n_layers: int) -> list[Event]:
+    """The same, with its op in front of each product's name: they come in the order of a forward pass. Unchanged if
+    there are more or fewer than a pass has."""
+    products = [i for i, event in enumerate(events) if kind_of(event[0]) == "product"]
+    ops = [*LAYER_PRODUCTS * n_layers, "rmsnorm_linear"]
+    found = dict(zip(products, ops)) if len(products) == len(ops) else {}
+    return [(f"{found[i]}: {name}" if i in found else name, *times) for i, (name, *times) in enumerate(events)]
 
 
-def profile_rows(events: list[tuple[str, float, float]], model: Llama, T: int, start_pos: int) -> tuple[list[dict], dict]:
+def profile_rows(events: list[Event], model: Llama, T: int, start_pos: int) -> tuple[list[dict], dict]:
     """A row for each kernel name, and the summary. A kernel that starts while its predecessor is running (programmatic
-    dependent launch) is charged only with the time by which it outlasts it, so that rows and gaps add up to the whole."""
+    dependent launch) is charged only with the time by which it outlasts it: rows and gaps add up to the whole."""
     c = model.config
     each = dict(size=model.dtype.itemsize, format=model.weights.output.format, kv_size=model.kv_dtype.itemsize)
-    products = ("rmsnorm_qkv_rope", "wo", "rmsnorm_swiglu", "w2")
     spent: dict[str, list[float]] = {}
     gaps, clock = 0.0, events[0][1]
-    for name, start, end in events:
+    for name, start, end in named(events, c.n_layers):
         gaps += max(0.0, start - clock)
         spent.setdefault(name, []).append(max(0.0, end - max(start, clock)))
         clock = max(clock, end)
-    total = clock - events[0][1]
-    read = read_ceiling(model.device)
-    rows, ideal, charged = [], 0.0, False
-    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
-        kind = KERNEL_OPS.get(name)
-        if name == "_linear_add_kernel":
-            need = [c.n_layers * (a + b) for a, b in zip(cost("wo", c, T, **each), cost("w2", c, T, **each))]
-        elif kind:
-            need = [len(times) * n for n in cost(kind, c, T, start_pos, **each)]
-        elif not charged and (T > 1 or model.backend == "torch"):
-            # the library's matmuls: all their work is charged to the kernel that takes the longest
-            need, charged = [c.n_layers * sum(cost(op, c, T, **each)[i] for op in products) for i in (0, 1)], True
-        else:
-            need = [0.0, 0.0]
-        rate = product_ceiling(model.device, model.dtype if kind == "attention" or T == 1 else prompt_dtype(model))
-        ms, floor = 1e3 * sum(times), max(need[0] / read, need[1] / rate)
-        ideal += floor
+    total, read = clock - events[0][1], read_ceiling(model.device)
+    rows, ideal = [], 0.0
+    for name, times in spent.items():
+        kind, op = kind_of(name), name.partition(":")[0]
+        op = op if op in PRODUCTS else "rmsnorm" if name == "_rmsnorm_kernel" else CHARGED.get(kind)
+        tokens = 1 if op == "rmsnorm_linear" else T  # only the last token's logits are needed
+        moved, operations = cost(op, c, tokens, start_pos, **each) if op else (0.0, 0.0)
+        moved, operations, seconds = moved * len(times), operations * len(times), sum(times)
+        rate = product_ceiling(model.device, prompt_dtype(model) if tokens > 1 and op in PRODUCTS else model.dtype)
+        ideal += max(moved / read, operations / rate)
         rows.append(
             {
                 "kernel": name[:60],
-                "ms": ms,
-                "% of time": 100e-3 * ms / total,
+                "ms": 1e3 * seconds,
+                "% of time": 100 * seconds / total,
                 "count": len(times),
-                "GB/s": need[0] / sum(times) / 1e9 if sum(times) else 0.0,
-                "% of read": 100 * need[0] / read / sum(times) if sum(times) else 0.0,
-                "% of product": 100 * need[1] / rate / sum(times) if sum(times) else 0.0,
+                "GB/s": moved / seconds / 1e9 if seconds else 0.0,
+                "% of read": 100 * moved / read / seconds if seconds else 0.0,
+                "% of product": 100 * operations / rate / seconds if seconds else 0.0,
             }
         )
+    rows.sort(key=lambda row: -row["ms"])
     return rows, {"ms": 1e3 * total, "gaps_ms": 1e3 * gaps, "ideal_ms": 1e3 * ideal}
-
-
-KINDS = {  # for the summary: the first kind whose pattern occurs in a kernel's name
-    "attention": "attention",
-    "sampling": "sample",
-    "product": "qkv|linear|rmsnorm_swiglu|few_swiglu|gemm|nvjet|cutlass|mm|mv",
-    "norm": "norm",
-    "elementwise": "elementwise|swiglu|rope",
-}
-
-
-def kind_of(name: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 
 @torch.inference_mode()
@@ -1057,26 +894,24 @@ def run_profile(args: argparse.Namespace) -> None:
     """One decode step and one prefill, kernel by kernel."""
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
     model = open_model(args, args.dtype[0], max(args.ctx_size or 0, start_pos + T + 8), args.fp8[0])
-    tell_reference(model)
+    note_reference(args, model)
     tokens = torch.randint(3, model.config.vocab_size, (start_pos + T,)).tolist()
     cache = KVCache(model)
     model.prefill(tokens[:start_pos], cache)
-    if model.uses_graphs:
-        step = model.graph(cache, cache.sampler, None).replay
-    else:
-        step = lambda: model.step(1, cache)
+    step = model.graph(cache, cache.sampler, None).replay if model.uses_graphs else lambda: model.step(1, cache)
 
     def prefill() -> None:
         cache.truncate(0)
         model.prefill(tokens[:T], cache)
 
+    on = f"{model.backend} ops on {device_name(model.device, args.ranks)}"
     for title, run, count, past in (("decode step", step, 1, start_pos), ("prefill", prefill, T, 0)):
         rows, summary = profile_rows(profiled(run, model.device), model, count, past)
-        print(f"\n{title}, T {count}, {past} before, {model.backend} ops on {device_name(model.device)}\n\n{markdown(rows)}\n")
         kinds: dict[str, float] = {}
         for row in rows:
             kinds[kind_of(row["kernel"])] = kinds.get(kind_of(row["kernel"]), 0.0) + row["ms"]
         kinds["gaps between kernels"] = summary["gaps_ms"]
+        print(f"\n{title}, T {count}, {past} before, {on}\n\n{markdown(rows)}\n")
         print(markdown([{"type": k, "ms": v, "% of time": 100 * v / summary["ms"]} for k, v in kinds.items()]))
         print(
             f"\nevery kernel at its own ceiling would take {summary['ideal_ms']:.3f} ms of {summary['ms']:.3f}: "
@@ -1087,14 +922,16 @@ def run_profile(args: argparse.Namespace) -> None:
 # ---- passes of several tokens
 
 
-def pass_of(model: Llama, cache: KVCache, T: int, depth: int) -> Callable[[], object]:
-    """A function that evaluates T tokens at a depth: the replay of a CUDA graph where the model uses graphs."""
+def pass_seconds(model: Llama, cache: KVCache, T: int, depth: int) -> float:
+    """How long it takes to evaluate T tokens at a depth, by the replay of a CUDA graph where the model uses graphs."""
 
     def run() -> None:
         cache.seek(depth)
         model.evaluate(T, cache)
 
-    return captured(run).replay if model.uses_graphs else run
+    if model.uses_graphs:
+        return event_time(captured(run, model.device).replay, 20)
+    return statistics.median(wall_times(run, model.device))
 
 
 @torch.inference_mode()
@@ -1104,69 +941,281 @@ def pass_rows(args: argparse.Namespace) -> Iterator[dict]:
     model = open_model(args, args.dtype[0], depth + max(lengths), args.fp8[0])
     cache, single = KVCache(model), None
     for T in lengths:
-        run = pass_of(model, cache, T, depth)
-        seconds = event_time(run, 20) if model.uses_graphs else statistics.median(wall_times(run, model.device))
+        seconds = pass_seconds(model, cache, T, depth)
         single = single or seconds
         yield dict(model=args.model, fp8=fp8_of(model), depth=depth, tokens=T, ms=1e3 * seconds, ratio=seconds / single)
 
 
-# ---- tuning
+# ---- launch sizes
 
 
-def candidates(size: int, columns: int) -> Iterator[Launch]:
-    """Launch sizes worth trying for weights of `size` bytes: at least eight neighbours a thread, and enough weights a
-    thread to hide the latency of memory, but not too many."""
+def vector_candidates(bits: int, columns: int) -> Iterator[list[int]]:
+    """launch.VectorSizes worth trying: at least eight neighbours per thread, and enough weights per thread to hide the
+    latency of memory, but not too many."""
     for rows, block, warps in itertools.product((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16)):
-        each = rows * block // (32 * warps)
-        if 256 * warps <= block < 2 * columns and 16 <= each <= 128 * (3 - size) and rows <= 8 * (3 - size):
-            yield Launch(rows, block, warps)
+        weights = rows * block // (32 * warps)
+        if 256 * warps <= block < max(2 * columns, 2048) and 16 <= weights <= 2048 // bits and rows <= 128 // bits:
+            yield [rows, block, warps]
 
 
-def few_candidates() -> Iterator[FewLaunch | None]:
-    """The same for a few tokens: up to 64 registers a thread for the tiles of W in flight; None is the library."""
+def few_candidates(bits: int, columns: int) -> Iterator[list[int] | None]:
+    """launch.FewSizes likewise: up to 64 registers a thread for the tiles of W in flight. None is the library."""
     yield None
     for rows, warps, steps, lanes, ahead in itertools.product((16, 32), (4, 8), (2, 4), (4, 8), (1, 2, 4)):
         if rows * steps * ahead <= 128:
-            yield FewLaunch(rows, warps, steps, lanes, ahead)
+            yield [rows, warps, steps, lanes, ahead]
 
 
 @torch.inference_mode()
 def run_tune(args: argparse.Namespace) -> None:
-    """Time whole steps with one launch size after the other, op by op, and print the best as entries for LAUNCHES and
-    FEW_LAUNCHES: what is best for a kernel alone need not be best between others, which overlap with its beginning and end."""
+    """Time whole steps with one launch size after the other, op by op, and write the best into launch.json: what is
+    best for a kernel alone need not be best between others, which overlap with its beginning and end."""
     model = open_model(args, args.dtype[0], 256, args.fp8[0])
     if not model.uses_graphs:
         raise ValueError("--tune times the Triton kernels on a GPU")
-    cache, size = KVCache(model), model.weights.layers[0].wo.data.element_size()
-    table, few = (nearest(nearest(tables, capability(model.device)), size) for tables in (LAUNCHES, FEW_LAUNCHES))
+    cache = KVCache(model)
     for _ in range(20):
-        event_time(pass_of(model, cache, 1, 64))  # a GPU that was idle is slower at first
-    place = f"[{capability(model.device)}][{size}]"
-    tune_table(model, cache, 1, table, lambda columns: candidates(size, columns), f"LAUNCHES{place}")
+        pass_seconds(model, cache, 1, 64)  # a GPU that was idle is slower at first
+    tune(model, cache, 1, own_table(model, "vector"), vector_candidates)
     for tokens in (8, 16):
-        tune_table(model, cache, tokens, few[tokens], lambda columns: few_candidates(), f"FEW_LAUNCHES{place}[{tokens}]")
+        tune(model, cache, tokens, own_table(model, "few")[tokens], few_candidates)
 
 
-def tune_table(model: Llama, cache: KVCache, T: int, table: dict, sizes: Callable[[int], Iterator], name: str) -> None:
-    """Find the best entries for a pass of T tokens, put them into the table, and print them."""
-    layer = model.weights.layers[0]
-    tuned = {(op, m.columns): None for op, m in (
-        ("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13), ("linear_add", layer.w2),
-        ("rmsnorm_linear", model.weights.output),
-    )}  # fmt: skip
-    print(f"T = {T}, as it is: {1e6 * event_time(pass_of(model, cache, T, 64), 20):.1f} us")
-    for op, columns in tuned:
-        found = []
-        others = {key: how for key, how in table[op].items() if key != columns}
-        for how in sizes(columns):
-            table[op] = others | {columns: how}
-            found.append((event_time(pass_of(model, cache, T, 64), 20), how))
-        seconds, how = min(found, key=lambda pair: pair[0])
-        table[op] = others | {columns: how}
-        tuned[op, columns] = how
-        print(f"{op:18s} columns {columns:6d}: {1e6 * seconds:.1f} us with {how or 'the library'}", flush=True)
-    entries = {op: {0: table[op][0]} | {c: how for (o, c), how in tuned.items() if o == op} for op in OPS}
-    print(f"{name}: {entries}")
+def own_table(model: Llama, kind: str) -> dict:
+    """The launch sizes of exactly this card and these bits per weight: at first a copy of those used instead."""
+    table = tables()[kind]
+    for key in (capability(model.device), model.weights.output.bits):
+        table = table.setdefault(key, copy.deepcopy(nearest(table, key)))
+    return table
+
+
+def tune(model: Llama, cache: KVCache, T: int, table: dict, candidates: Callable[[int, int], Iterator]) -> None:
+    """Put the best sizes for a pass of T tokens into table[op][columns], and save all tables."""
+    layer, output = model.weights.layers[0], model.weights.output
+    print(f"T = {T}, as it is: {1e6 * pass_seconds(model, cache, T, 64):.1f} us")
+    products = [("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13)]
+    for op, matrix in [*products, ("linear_add", layer.w2), ("rmsnorm_linear", output)]:
+        sizes, found = table.setdefault(op, dict(table["default"])), []
+        for candidate in candidates(matrix.bits, matrix.columns):
+            sizes[matrix.columns] = candidate
+            found.append((pass_seconds(model, cache, T, 64), candidate))
+        seconds, best = min(found, key=lambda pair: pair[0])
+        sizes[matrix.columns] = best
+        print(f"{op:18s} columns {matrix.columns:6d}: {1e6 * seconds:.1f} us with {best or 'the library'}", flush=True)
+    save_tables()
+
+
+# ---- perplexity
+
+
+def windows(count: int, ctx: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """The start and end of each window, and the first token that it counts, so that every token counts once."""
+    counted = 0
+    for start in range(0, count, stride):
+        end = min(start + ctx, count)
+        yield start, end, counted
+        counted = end
+        if end == count:
+            return
+
+
+def losses_of(logits: Tensor, other: Tensor | None, targets: Tensor) -> dict[str, Tensor]:
+    """For each token the loss; with the logits of a second model also its loss, and how far their distributions differ.
+    logits [T, V] in fp32; targets [T]: the actual next tokens."""
+    found = {"loss": functional.cross_entropy(logits, targets, reduction="none").cpu()}
+    if other is not None:
+        p, q = other.log_softmax(-1), logits.log_softmax(-1)
+        found["other_loss"] = functional.cross_entropy(other, targets, reduction="none").cpu()
+        found["kl"] = (p.exp() * (p - q)).sum(-1).cpu()
+        found["same_top"] = (logits.argmax(-1) == other.argmax(-1)).cpu()
+    return found
+
+
+def quality(parts: list[dict[str, Tensor]], text_bytes: int) -> dict:
+    """Perplexity with its standard error, bits per byte of a text of so many bytes, and the comparison."""
+    all_of = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]}
+    losses = all_of["loss"]
+    mean, error = losses.mean().item(), losses.std().item() / math.sqrt(len(losses))
+    row = {"tokens": len(losses), "perplexity": math.exp(mean), "standard_error": math.exp(mean) * error}
+    row["bits_per_byte"] = losses.sum().item() / math.log(2) / text_bytes
+    if "kl" in all_of:
+        row["perplexity_ratio"] = math.exp(mean - all_of["other_loss"].mean().item())
+        row |= {"mean_kl": all_of["kl"].mean().item(), "kl_99": all_of["kl"].quantile(0.99).item()}
+        row["same_top_%"] = 100 * all_of["same_top"].mean().item()
+    return row
+
+
+@torch.inference_mode()
+def perplexity(
+    model: Llama, ids: list[int], bos: int, ctx: int, stride: int, against: Llama | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """Evaluate ids in windows of ctx tokens, every `stride`, each started with bos, and yield what losses_of finds,
+    part by part. A window's input is bos and all its tokens but the last; each token counts in the first window with
+    it."""
+    models = [m for m in (model, against) if m]
+    caches = [KVCache(m, ctx) for m in models]
+    for start, end, counted in windows(len(ids), ctx, stride):
+        inputs, targets = [bos, *ids[start : end - 1]], ids[start:end]
+        for kv in caches:
+            kv.truncate(0)
+        for first in range(0, len(inputs), CHUNK["cpu"]):  # the logits of a whole window would be large
+            part = torch.tensor(inputs[first : first + CHUNK["cpu"]], dtype=torch.int32, device=model.device)
+            logits = [m.forward(part, kv) for m, kv in zip(models, caches)]
+            skip = min(max(counted - start - first, 0), len(part))
+            if skip < len(part):
+                goal = torch.tensor(targets[first + skip : first + len(part)], device=model.device)
+                yield losses_of(logits[0][skip:], logits[1][skip:] if against else None, goal)
+
+
+def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, str, list[int]]:
+    """The model and its tokenizer, the file's text and its tokens. Raises OSError, ValueError."""
+    with open(file, "rb") as f:
+        text = text_of(f, file, 1 << 30)
+    if args.model.startswith("random:"):
+        raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
+    model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
+    tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
+    ids = tokenizer.encode(text, bos=False)
+    if not ids:
+        raise ValueError(f"{file} is empty")
+    return model, tokenizer, text, ids
+
+
+def run_perplexity(args: argparse.Namespace) -> None:
+    model, tokenizer, text, ids = open_with_text(args, args.perplexity)
+    if args.against and model.checkpoint.format:
+        held = model.checkpoint.format.name
+        raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {held} matrices")
+    plainly = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
+    against = open_checkpoint(plainly, args.against, model.ctx_size, "none") if args.against else None
+    stride = args.stride or model.ctx_size
+    parts, total, done = [], 0.0, 0
+    bar = tqdm(total=len(ids), unit=" tokens", disable=not sys.stderr.isatty(), leave=False)
+    try:
+        for part in perplexity(model, ids, tokenizer.bos, model.ctx_size, stride, against):
+            parts.append(part)
+            total, done = total + part["loss"].sum().item(), done + len(part["loss"])
+            bar.update(len(part["loss"]))
+            bar.set_postfix(perplexity=f"{math.exp(total / done):.4f}")
+    except KeyboardInterrupt:
+        note(f"interrupted after {done} of {len(ids)} tokens")
+    bar.close()
+    if not parts:
+        return
+    counted_bytes = len((text if done == len(ids) else tokenizer.decode(ids[:done])).encode())
+    row = {"model": args.model, "dtype": args.dtype[0], "fp8": fp8_of(model), "kv fp8": args.kv_fp8}
+    row |= {"against": args.against, "ctx": model.ctx_size, "stride": stride}
+    show([row | quality(parts, counted_bytes)], args.output)
+
+
+# ---- limits
+
+
+def recording(ops: SimpleNamespace, n_layers: int) -> tuple[SimpleNamespace, list[dict[str, float]]]:
+    """A table of ops that records, layer by layer, the largest magnitudes of what could overflow in half precision; and
+    the record."""
+    peaks: list[dict[str, float]] = [{} for _ in range(n_layers)]
+
+    def record(layer: dict[str, float], **values: Tensor) -> None:
+        for name, seen in values.items():
+            layer[name] = max(layer.get(name, 0.0), seen.abs().max().item())
+
+    def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others, **options):
+        q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others, **options)
+        KH, end = len(k_cache), int(pos) + len(x)
+        k, v = (cached_ref(kept[:, :end]) for kept in (k_cache, v_cache))
+        q_of_group = q.float().unflatten(1, (KH, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        record(peaks[0], x=x, q=q, k=k, v=v, **{"q k": q_of_group @ k.transpose(1, 2)})
+        return q
+
+    def rmsnorm_swiglu(x, *others, **options):
+        h = ops.rmsnorm_swiglu(x, *others, **options)
+        record(peaks[0], x=x, h=h)
+        peaks.append(peaks.pop(0))  # the next layer
+        return h
+
+    changed = {"rmsnorm_qkv_rope": rmsnorm_qkv_rope, "rmsnorm_swiglu": rmsnorm_swiglu}
+    return SimpleNamespace(**vars(ops) | changed), peaks
+
+
+@torch.inference_mode()
+def run_limits(args: argparse.Namespace) -> None:
+    """Over a text, the largest magnitudes in each layer: x, the residual; q, k, v, the sums q k; h before w2."""
+    model, tokenizer, _, ids = open_with_text(args, args.limits)
+    model.ops, peaks = recording(model.ops, model.config.n_layers)
+    for _ in perplexity(model, ids, tokenizer.bos, model.ctx_size, model.ctx_size):
+        pass
+    rows = [{"layer": i} | found | {"% of 65504": 100 * max(found.values()) / 65504} for i, found in enumerate(peaks)]
+    show(rows, args.output)
+
+
+# ---- the picture
+
+OURS, OTHERS = "#2b6cb0", "#a0aec0"
+
+
+def read_rows(file: str) -> list[Row]:
+    """The rows of tokens per second in a file of JSON lines. Raises ValueError."""
+    rows = []
+    for number, text in enumerate(Path(file).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            row = Row(**json.loads(text))
+            whole = all(0 < n < 1e15 for n in (row.tokens_per_s, row.size_gb, row.share_of_ceiling))
+        except (ValueError, TypeError, RecursionError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{file}, line {number}: not a row printed by bench.py -o jsonl")
+        rows.append(row)
+    return rows
+
+
+def plot(rows: list[Row], file: str) -> None:
+    """A bar of tokens per second for each row of generation, and beside it its bound, the speed at the read ceiling: a
+    line that neighbours with the same bound share."""
+    import matplotlib
+
+    matplotlib.use("agg")  # draws into files
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "fused-llama", "font.size": 9}
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if row.test.startswith("tg")]
+    if not rows:
+        raise ValueError("there is nothing to draw: no row has generated tokens")
+    figure, ax = pyplot.subplots(figsize=(9, 0.3 * len(rows) + 0.9))
+    bounds = [row.tokens_per_s / row.share_of_ceiling for row in rows]
+    longest = 1.36 * max(bounds)
+    for y, row in enumerate(rows):
+        ours = row.ratio is None
+        ax.barh(y, row.tokens_per_s, height=0.7, color=OURS if ours else OTHERS)
+        inside = row.tokens_per_s > longest / 16
+        side = dict(ha="right", color="white" if ours else "black") if inside else dict(ha="left")
+        ax.annotate(f"{row.tokens_per_s:,.0f}", (row.tokens_per_s, y), (-4 if inside else 4, 0), va="center",
+                    textcoords="offset points", **side)  # fmt: skip
+    first = 0
+    for last, bound in enumerate(bounds):
+        if last + 1 == len(rows) or abs(bounds[last + 1] / bound - 1) > 0.005:
+            ax.vlines(bound, first - 0.45, last + 0.45, color="black", linewidth=1.5)
+            text = f"at most {bound:,.0f} ({rows[last].size_gb:.1f} GB)"
+            ax.text(bound + longest / 90, (first + last) / 2, text, va="center")
+            first = last + 1
+    ax.set_yticks(range(len(rows)), [label(row, rows) for row in rows])
+    ax.set(xlim=(0, longest), ylim=(len(rows) - 0.45, -0.55))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    same = [one.pop() for one in ({row.model for row in rows}, {row.device for row in rows}) if len(one) == 1]
+    title = ", ".join(text.removeprefix("random:") for text in ["tokens/s", *same])
+    ax.set_title(f"{title}; line: the most that reading the weights allows", loc="left", fontsize=9)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150, metadata={"Date": None} if file.endswith(".svg") else None)
+    pyplot.close(figure)
+
+
+def label(row: Row, rows: list[Row]) -> str:
+    """Program and types, and what differs between the rows."""
+    differs = lambda name: len({getattr(r, name) for r in rows}) > 1
+    parts = ["fused-llama" if row.ratio is None else row.backend, row.dtype if row.fp8 == "none" else row.fp8]
+    parts += [getattr(row, name).removeprefix("random:") for name in ("model", "test") if differs(name)]
+    return ", ".join(parts) + (f", kv {row.kv}" if row.kv != row.dtype else "")
 
 
 # ---- the command line again
@@ -1174,48 +1223,43 @@ def tune_table(model: Llama, cache: KVCache, T: int, table: dict, sizes: Callabl
 
 def check_packages(args: argparse.Namespace) -> None:
     """Raises ValueError when a package that will be needed is missing, before anything is measured."""
-    needed = {f"--vs {name}": PEERS[name] for name in args.vs} | ({"--plot": ("matplotlib",)} if args.plot else {})
-    for flag, packages in needed.items():
-        for package in packages:
-            if importlib.util.find_spec(package) is None:
-                raise ValueError(f"{flag} needs a package that is not installed: {package}")
-
-
-def run_recorded(args: argparse.Namespace) -> None:
-    plot([row for file in args.recorded for row in read_rows(file)], args.plot)
-
-
-def main(argv: list[str] | None = None) -> int:
-    with first_speaks():
-        args = parse_args(argv)
-
-    def work() -> int:
-        if args.vs and parallel.group().size > 1:
-            raise ValueError(f"--vs compares with programs that run in one process, not in {parallel.group().size}")
-        if args.ignored:
-            note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
-        check_packages(args)
-        args.cores = torch.get_num_threads()
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        RUNS[args.mode](args)
-        return 0
-
-    if args.vs:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers would ask the hub
-    return one_line_errors(work, args.debug)
+    for flag, given, package in (("--vs", args.vs, "transformers"), ("--plot", args.plot, "matplotlib")):
+        if given and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{flag} needs a package that is not installed: {package}")
 
 
 RUNS = {
-    "speed": run_throughput,
+    "speed": run_speed,
     "kernels": run_kernels,
     "profile": run_profile,
-    "perplexity": lambda args: show(run_perplexity(args), args.output),
-    "limits": lambda args: show(run_limits(args), args.output),
+    "perplexity": run_perplexity,
+    "limits": run_limits,
     "passes": lambda args: show(list(pass_rows(args)), args.output),
     "tune": run_tune,
-    "recorded": run_recorded,
+    "recorded": lambda args: plot(read_rows(args.recorded), args.plot),
 }
+
+
+def work(args: argparse.Namespace, ranks: Ranks) -> int:
+    args.ranks = ranks
+    if args.vs and ranks.size > 1:
+        raise ValueError(f"--vs compares with a program that runs in one process, not in {ranks.size}")
+    if args.ignored:
+        note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
+    check_packages(args)
+    args.cores = torch.get_num_threads()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.vs:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers would ask the hub
+    RUNS[args.mode](args)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_code(Ranks.of_torchrun, lambda ranks: work(args, ranks), args.debug)
+
 
 if __name__ == "__main__":
     sys.exit(main())

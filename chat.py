@@ -1,19 +1,398 @@
-"""A conversation with the model, at a terminal or with messages piped in."""
+"""The user interface: standard streams and one-line errors, flags, the terminal, the conversation."""
 
+from __future__ import annotations
+
+import argparse
 import dataclasses
+import functools
+import io
 import json
 import os
+import re
+import shutil
+import signal
 import sys
-from contextlib import suppress
+import time
+import traceback
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
-from parallel import group
-from session import Answer, Session
-from template import TEMPLATES
-from terminal import Printer, Reader, note, one_line, text_of
-from tokenizer import Prompt
+try:
+    import readline
+except ImportError:  # some builds of Python lack it: lines are then read without editing
+    readline = None
 
-HELP = """/clear        forget the conversation, and what was read
+from tokenizer import one_line
+
+if TYPE_CHECKING:  # nothing here imports torch, which takes seconds: --help and command-line errors do not wait for it
+    from parallel import Ranks
+    from run import Session
+    from tokenizer import Prompt
+
+DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
+TEXT_BYTES = 64_000_000  # of a prompt in a file: far more than a context holds
+HISTORY = 1000  # messages kept
+# In place of control characters other than tab and newline, for str.translate
+HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {ord("\r"): " "}
+YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the user types is bold green
+
+
+# ---- standard streams
+
+
+class Lossy(io.FileIO):
+    """A file that calls `lost` with the error where it cannot write; what was to be written is dropped then."""
+
+    def __init__(self, descriptor: int, lost: Callable[[OSError], None]):
+        super().__init__(descriptor, "w", closefd=False)
+        self._lost = lost
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._lost(error)
+        return len(data)
+
+
+def use_safe_streams() -> None:
+    """UTF-8 for stdin and stdout; /dev/null for a stream that is closed; a full disk or a closed pipe behind stderr
+    does not end a good run. Of several processes (parallel.py), only rank 0 reads and writes."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None or not is_rank0():
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(encoding="utf-8", errors="strict")
+    if is_rank0():
+        lossy = Lossy(2, lambda error: None)
+        sys.stderr = io.TextIOWrapper(lossy, "utf-8", "backslashreplace", write_through=True)
+
+
+def is_rank0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def ending_cleanly() -> Iterator[None]:
+    """While this lasts, SIGTERM and SIGHUP raise SystemExit, so that nothing half-written is left behind."""
+    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def import_torch() -> None:
+    """Import torch, which takes seconds. Meanwhile, and until exit_code, Ctrl-C ends the program at once: a library
+    might swallow a KeyboardInterrupt that is raised while it is imported."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        note(f"error: {error}: `make run` sets up .venv with all that is needed; or pip install -r requirements.txt")
+        sys.exit(1)
+
+
+def exit_code(ranks_of: Callable[[], Ranks], work: Callable[[Ranks], int], debug: bool) -> int:
+    """Do a program's work and return its exit code: 1, with one line on stderr (with debug, a traceback), if it fails.
+    If there are several processes, each exits here. ranks_of: Ranks.of_torchrun."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ranks = ranks_of()
+    except ValueError as error:
+        sys.stderr = sys.__stderr__
+        note(f"error: {error_line(error)}")
+        return 2
+    if ranks.size > 1 and ranks.rank == 0:
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(Lossy(1, ranks.stop)), "utf-8")
+    try:
+        code = work(ranks)
+        sys.stdout.flush()
+        ranks.finish()
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        if error := ranks.to_report(error):
+            note(traceback.format_exc().rstrip() if debug else f"error: {error_line(error)}")
+        code = 1
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try again when it exits, and report it a second time
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if ranks.size > 1:  # Python's own way out is longer: there, libraries wait for ranks that may be dead
+        os._exit(code)
+    return code
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Write to stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def error_line(error: Exception) -> str:
+    """An error's message as one printable line; for an OSError about a file, the file and the reason, without the
+    errno."""
+    said = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError) and not said:
+        said = "out of memory"
+    return one_line(said) or type(error).__name__
+
+
+def text_of(file: BinaryIO, source: str, limit: int = TEXT_BYTES) -> str:
+    """The whole of an open text file. Raises ValueError, which names its source, if it is not UTF-8 or has more than
+    `limit` bytes."""
+    raw = file.read(limit + 1)
+    if len(raw) > limit:
+        raise ValueError(f"{source} has more than {limit:,} bytes")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+
+
+# ---- the command line, of run.py and of bench.py
+
+DTYPE_NAMES, FORMATS_8 = ("fp32", "fp16", "bf16"), ("e4m3", "e5m2")
+IGNORED = (  # flags of llama.cpp that mean nothing here
+    "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap --no-mmap --mlock "
+    "--jinja --no-warmup"
+).split()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors, whole flag names only, and flags that apply only in some of a program's modes."""
+
+    def __init__(self, description: str, modes: dict[str, str]):
+        """modes: the name of each mode, and what error messages call it."""
+        hidden = argparse.SUPPRESS  # flags that are not given are absent from what argparse returns
+        super().__init__(usage="%(prog)s [flags]", description=description, allow_abbrev=False, argument_default=hidden)
+        self.epilog = f"Accepted as in llama.cpp, and ignored: {', '.join(IGNORED)}."
+        self.add_argument(*IGNORED, nargs="?", dest="ignored", help=hidden)
+        self.modes, self.defaults = modes, {}
+        self.modes_of: dict[str, list[str]] = {}  # the modes in which a flag applies, if not all
+
+    def group(self, title: str, modes: str = "") -> Callable:
+        """A group of flags, as a function that adds a flag to it. modes: those in which its flags apply, if not all."""
+        return functools.partial(self._flag, self.add_argument_group(title), modes)
+
+    def _flag(self, group, modes: str, *names: str, help: str, default=None, only: str = "", **options) -> None:
+        """only: the modes in which this flag applies, if fewer than its group's."""
+        if options.get("action") in ("store_true", "store_false"):
+            default = bool(default)
+        elif isinstance(default, str | int | float) and default != "":
+            help += f" [{default}]"
+        action = group.add_argument(*names, help=help.replace("%", "%%"), **options)
+        self.defaults[action.dest] = default
+        if only or modes:
+            self.modes_of |= dict.fromkeys(names, (only or modes).split())
+
+    def parse(self, argv: list[str] | None, mode_of: Callable[[argparse.Namespace], str]) -> argparse.Namespace:
+        """The flags' values, plus `mode`, `given`: the names of those on the command line, and `ignored`."""
+        argv = sys.argv[1:] if argv is None else argv
+        given, rest = self.parse_known_args(argv)
+        if rest:
+            self.error(f"unknown flag {rest[0]}" if rest[0].startswith("-") else f"unexpected argument {rest[0]!r}")
+        args = argparse.Namespace(**self.defaults | vars(given))
+        args.given, args.mode = set(vars(given)), mode_of(args)
+        typed = [word.split("=")[0] for word in argv]
+        args.ignored = [flag for flag in typed if flag in IGNORED]
+        for flag in typed:
+            modes = self.modes_of.get(flag, [args.mode])
+            if args.mode not in modes:
+                needed = [self.modes[mode] for mode in modes if self.modes[mode].startswith("-")]
+                if needed and not self.modes[args.mode].startswith("-"):
+                    self.error(f"{flag} needs {' or '.join(needed)}")
+                self.error(f"{flag} cannot be used with {self.modes[args.mode]}")
+        return args
+
+    def error(self, message: str):
+        if not is_rank0():
+            time.sleep(30)  # until rank 0 has reported the same, and torchrun ends this process
+        self.exit(2, f"error: {one_line(message)} (see --help)\n")
+
+    def _get_option_tuples(self, option_string: str) -> list:
+        return []  # argparse would take -ngl for -n with the value gl
+
+
+def within(kind: type, low: float, high: float = float("inf")):
+    """An argparse type: a number in a range."""
+
+    def number(text: str):
+        value = kind(text)
+        if not low <= value <= high:
+            limit = "" if high == float("inf") else f" and at most {high:,}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range: at least {low:,}{limit}")
+        return value
+
+    number.__name__ = kind.__name__
+    return number
+
+
+def device_name_of(text: str) -> str:
+    """cpu, cuda or cuda:N; llama.cpp's spellings, none and CUDAN, are accepted too."""
+    return "cpu" if text == "none" else re.sub(r"^CUDA(\d+)$", r"cuda:\1", text)
+
+
+# ---- what a terminal shows
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: without control characters, which could move the cursor or worse."""
+    return text.translate(HARMLESS)
+
+
+def is_dumb() -> bool:
+    """Whether the terminal shows control sequences instead of obeying them."""
+    return os.environ.get("TERM", "dumb") in ("", "dumb")
+
+
+def columns(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    shown = (char for char in text if unicodedata.category(char) not in ("Mn", "Me", "Cf"))
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in shown)
+
+
+class Printer:
+    """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and if it wraps, each word
+    is held back until it ends and moves to the next line if it does not fit."""
+
+    def __init__(self, wraps: bool, first: str = ""):
+        """first: what is written before the text, as soon as that begins."""
+        self.first, self.at_terminal, self.wraps = first, sys.stdout.isatty(), wraps
+        self._column = 0
+        self._word = ""
+
+    def write(self, text: str) -> None:
+        text, self.first = self.first + text, ""
+        if self.at_terminal:
+            text = printable(text)
+            text = "".join(map(self._wrapped, text)) if self.wraps else text
+        show(text)
+
+    def end(self) -> None:
+        """Write what is held back, and end the line."""
+        show(self._release() + "\n")
+        self._column = 0
+
+    def _wrapped(self, char: str) -> str:
+        """What can be written now that this character has arrived."""
+        if char == "\n":
+            out = self._release()
+            self._column = 0
+            return out + char
+        if char.isspace():
+            out = self._release()
+            if self._column == self._width():  # the next word begins a line and needs no space before it
+                return out
+            self._column += 1
+            return out + " "
+        breakable = columns(char) == 2  # a line may break on either side of a wide character
+        out = self._release() if breakable or columns(self._word + char) > self._width() else ""
+        self._word += char
+        return out + self._release() if breakable else out
+
+    def _release(self) -> str:
+        """The word held back, on the next line if it does not fit on this one."""
+        word, self._word = self._word, ""
+        fits = self._column == 0 or self._column + columns(word) <= self._width()
+        self._column = columns(word) + (self._column if fits else 0)
+        return word if fits else "\n" + word
+
+    @staticmethod
+    def _width() -> int:
+        return max(shutil.get_terminal_size().columns - 1, 2)  # some wrap as soon as the last column is written
+
+
+# ---- what a user types
+
+
+class Reader:
+    """Reads messages from standard input; at a terminal with line editing, pastes as one message, and a persistent
+    history."""
+
+    def __init__(self):
+        sys.stdin.reconfigure(errors="surrogateescape")  # one bad byte costs its message, not the conversation
+        self.interactive = sys.stdin.isatty()
+        self.edits = self.interactive and sys.stdout.isatty() and readline is not None
+        self.coloured = self.edits and not is_dumb() and not os.environ.get("NO_COLOR")  # https://no-color.org
+        if self.edits:
+            readline.parse_and_bind(f"set enable-bracketed-paste {'off' if is_dumb() else 'on'}")  # CPython: off
+            readline.set_auto_history(False)
+            self._history = history_file()
+            recall(self._history)
+
+    def read(self) -> str:
+        """A message: one line, or several if they are pasted or continued by a backslash. Raises EOFError at the
+        end."""
+        lines = [self._line("> ")]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            with suppress(EOFError):
+                lines.append(self._line("  "))
+        message = "\n".join(lines).strip()
+        if self.edits and message and "\0" not in message:
+            readline.add_history(message)
+            remember(self._history, message)
+        return message
+
+    def has_text(self) -> bool:
+        """Whether the line that Ctrl-C interrupted had text."""
+        return self.edits and readline.get_line_buffer() != ""
+
+    def _line(self, prompt: str) -> str:
+        if self.interactive and not self.edits:
+            print(prompt, end="", file=sys.stderr, flush=True)
+        if not self.coloured:
+            return input(prompt if self.edits else "")
+        try:
+            return input(f"\001{YOURS}\002{prompt}")  # \001 and \002: readline counts no columns between them
+        finally:
+            show(PLAIN)
+
+
+def history_file() -> Path:
+    """Where messages are kept between runs, a JSON string per line, since a message may have several: in the user's
+    state folder."""
+    folder = Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")) / "fused-llama"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / "history"
+
+
+def recall(file: Path) -> None:
+    """Give the latest messages to readline."""
+    with suppress(OSError, ValueError):
+        lines = file.read_text(encoding="ascii").splitlines()
+        if len(lines) > 2 * HISTORY:
+            file.write_text("".join(f"{line}\n" for line in lines[-HISTORY:]))
+        for line in lines[-HISTORY:]:
+            with suppress(ValueError):  # half a line, where the disk was full
+                readline.add_history(json.loads(line))
+
+
+def remember(file: Path, message: str) -> None:
+    with suppress(OSError), open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as lines:
+        lines.write(json.dumps(message) + "\n")
+
+
+# ---- the conversation
+
+HELP = """/clear        forget the conversation and any file read
 /system TEXT  set the system prompt, and forget the conversation
 /regen        answer the last message again
 /read FILE    put a text file before the next message
@@ -21,53 +400,52 @@ HELP = """/clear        forget the conversation, and what was read
 A line that ends in \\ continues on the next one; pasted text is one message. Ctrl-C ends an answer."""
 
 
-def has_template(session: Session) -> bool:
-    return session.args.chat_template is not None or session.tokenizer.chat_template != TEMPLATES["plain"]
-
-
 class Chat:
-    """A conversation. The cache keeps what was evaluated, so that each turn evaluates only what is new."""
+    """A conversation. The cache keeps what was evaluated, so that each turn evaluates only what is new. With
+    several ranks, rank 0 reads input and renders the template, which may ask for the time; the others receive its
+    results and errors."""
 
     def __init__(self, session: Session):
-        self.session, args = session, session.args
+        self.session, self.ranks, args = session, session.ranks, session.args
+        self.jsonl = args.output == "jsonl"
         self.to_read = ""  # text from /read, which goes before the next message
         self.past: Prompt | None = None  # what the cache holds, up to the last answer
         self.begin(args.system)
-        ids, stops = session.tokenizer.turn_ends()
+        ids, stops = self.ranks.broadcast(session.tokenizer.turn_ends)
         self.eos, self.stops = session.eos | ids, [*args.stop, *stops]
-        self.printer, self.reader = Printer(), Reader()
+        self.printer, self.reader = Printer(wraps=True), Reader()
         why = "" if args.mode == "chat" else "; chatting, since there is no prompt (-no-cnv: plain text)"
         session.note(f"chat      template: {session.tokenizer.template_name}; /help lists commands{why}")
 
-    # ---- turns
+    # turns
 
     def run(self, message: str | None, single: bool) -> int:
         """Answer the one message, or one after another until the input ends; return the exit code."""
         # Whether Ctrl-C ends only an answer; with several processes, torchrun ends them all
-        self.stays = self.reader.interactive and not single and group().size == 1
+        self.stays = self.reader.interactive and not single and self.ranks.size == 1
         if single:
             with suppress(EOFError):
-                self.answer(group().from_first(self.reader.read) if message is None else message)
+                self.answer(self.ranks.broadcast(self.reader.read) if message is None else message)
             return 0
-        warned = False
-        while True:
+        goes_on, warned = True, False
+        while goes_on:
             try:
-                goes_on = self.turn(group().from_first(self.reader.read))
+                goes_on = self.turn(self.ranks.broadcast(self.reader.read))
                 warned = False
-                if not goes_on:
-                    return 0
             except EOFError:
                 self.blank_line()
-                return 0
+                goes_on = False
             except KeyboardInterrupt:
                 if not self.stays or warned and not self.reader.has_text():
                     return 130
                 print(file=sys.stderr)
                 self.session.note("(to leave: Ctrl-C again, Ctrl-D or /exit)")
                 warned = True
+        return 0
 
     def turn(self, message: str) -> bool:
-        """Carry out a command or answer a message; return whether the chat goes on."""
+        """Carry out a command or answer a message; return whether the chat goes on. The errors that end only the turn
+        are those that all ranks raise."""
         command, _, rest = message.partition(" ")
         try:
             if command in ("/exit", "/quit", "/bye"):
@@ -75,7 +453,7 @@ class Chat:
             elif command == "/help":
                 note(HELP)
             elif command == "/clear":
-                self.messages, self.to_read = self.messages[: self.first], ""
+                self.turns, self.to_read = [], ""
                 self.session.note("conversation cleared")
             elif command == "/system":
                 self.begin(rest.strip())
@@ -89,80 +467,61 @@ class Chat:
         except BrokenPipeError:
             raise
         except (ValueError, OSError) as error:  # a message longer than the context, a file that cannot be read
-            note(f"error: {one_line(error)}")
-            if self.session.args.output == "jsonl":
-                print(json.dumps({"prompt": message, "error": one_line(error)}), flush=True)
+            note(f"error: {error_line(error)}")
+            if self.jsonl:
+                show(json.dumps({"prompt": message, "error": error_line(error)}) + "\n")
         return True
 
     def answer(self, message: str) -> bool:
-        """Print the model's answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is one."""
-        self.check(message, "the message")
+        """Print the model's answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is
+        one."""
+        self.session.check(message, "the message")
         prompt = self.fit(message)
-        answer, as_text = Answer(len(prompt.ids)), self.session.args.output == "text"
         self.blank_line()
-        try:
-            for piece in self.session.stream(prompt.ids, answer, self.eos, self.stops, at_start=True):
-                if as_text:
-                    self.printer.write(piece)
-        except KeyboardInterrupt:
-            if not self.stays:
-                self.end(message, answer)
-                raise
-        self.end(message, answer)
-        self.session.note_end(answer)
+        answer = self.session.answer(message, prompt.ids, self.printer, self.eos, self.stops, at_start=True)
+        if answer.ended_by == "interrupt" and not self.stays:
+            raise KeyboardInterrupt
         answered = bool(answer.ids) or answer.ended_by != "interrupt"
         if answered:
-            self.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
+            self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
             ids = self.session.tokenizer.encode(answer.text, bos=False) if answer.ended_by == "stop" else answer.ids
             self.past = prompt.answered(answer.text, ids)
         self.blank_line()
         return answered
 
-    def check(self, text: str, name: str) -> None:
-        """Raise ValueError for text that cannot be encoded or is far too long."""
-        if any(0xDC80 <= ord(c) <= 0xDCFF for c in text):  # read with surrogateescape
-            raise ValueError(f"{name} is not UTF-8")
-        self.session.check_length(len(text), name)
-
-    def end(self, message: str, answer: Answer) -> None:
-        """Finish a turn's output: end the line, or print its JSON object."""
-        if self.session.args.output == "text":
-            self.printer.end()
-        else:
-            print(json.dumps({"prompt": message} | answer.record()), flush=True)
-
     def blank_line(self) -> None:
         """Separate the user's text from the model's, if both are on the screen."""
-        if self.reader.edits and self.session.args.output == "text":
-            print(flush=True)
+        if self.reader.edits and not self.jsonl:
+            show("\n")
 
-    # ---- commands
+    # commands
 
     def begin(self, system: str) -> None:
-        """Forget the conversation, and begin a new one with a system prompt, which may be empty. Raises ValueError if it leaves
-        no room for a message, or the template refuses it."""
+        """Forget the conversation, and begin a new one with a system prompt, which may be empty. Raises ValueError if
+        it leaves no room for a message, or the template refuses it."""
         messages = [{"role": "system", "content": system}] if system else []
-        if messages:
-            self.check(system, "the system prompt")
-            self.length_of([*messages, {"role": "user", "content": "?"}], "the system prompt")
-        self.messages = messages
-        self.first = len(self.messages)  # where the turns begin; each is a message and its answer
+        if system:
+            self.session.check(system, "the system prompt")
+            self.length_with("?", messages, "the system prompt")
+        self.system, self.turns = messages, []  # each turn is two messages: the user's and its answer
 
     def answer_again(self) -> None:
-        if len(self.messages) == self.first:
+        if not self.turns:
             raise ValueError("there is no answer yet")
-        if self.session.sampling.temp == 0:
+        sampling = self.session.sampling
+        if sampling.temp == 0:
             self.session.note("note: with --temp 0 the answer is always the same")
-        turn, self.messages = self.messages[-2:], self.messages[:-2]
-        self.session.sampling = dataclasses.replace(self.session.sampling, seed=(self.session.sampling.seed + 1) % (1 << 63))
+        self.session.sampling = dataclasses.replace(sampling, seed=(sampling.seed + 1) % (1 << 63))
+        turn, self.turns = self.turns[-2:], self.turns[:-2]
         if not self.answer(turn[0]["content"]):
-            self.messages += turn
+            self.turns += turn
 
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
-        text = group().from_first(lambda: self.text_of(name))
+        text = self.ranks.broadcast(lambda: self.text_of(name))
+        self.session.check(text, name)
         to_read = self.to_read + text.rstrip("\n") + "\n\n"
-        self.length_alone(to_read, name)
+        self.length_with(to_read, self.system, name)
         self.to_read = to_read
         self.session.note(f"{name}, {len(text):,} characters, goes before your next message")
 
@@ -172,47 +531,44 @@ class Chat:
         file = Path(os.path.expanduser(name))
         if file.exists() and not file.is_file():
             raise ValueError(f"{name} is not a file")
-        self.session.check_length(file.stat().st_size, name, "bytes")
         with file.open("rb") as f:
             return text_of(f, name).replace("\r\n", "\n").replace("\r", "\n")
 
-    # ---- the context
+    # the context
 
     def fit(self, message: str) -> Prompt:
-        """The conversation with a new message. Where it leaves little room for an answer, the oldest turns are dropped, and
-        then the beginning of the last answer, until half of the context is free; the system prompt stays."""
-        size, new = self.session.cache.size, [{"role": "user", "content": message}]
-        system, turns = self.messages[: self.first], self.messages[self.first :]
-        prompt = self.render([*self.messages, *new])
+        """The conversation with a new message. Where it leaves little room for an answer, the oldest turns are dropped,
+        and then the beginning of the last answer, until half of the context is free; the system prompt stays."""
+        size, new, turns = self.session.cache.size, {"role": "user", "content": message}, self.turns
+        prompt = self.render([*self.system, *turns, new])
         if len(prompt.ids) + min(size // 4, 256) <= size:
             return prompt
-        alone = self.length_alone(message, "the message")
-        if not turns:
-            return prompt
+        alone = self.length_with(message, self.system, "the message")
         while turns and len(prompt.ids) > max(size // 2, alone):
             turns = turns[2:] if len(turns) > 2 else self.shortened(turns, len(prompt.ids) - size // 2)
-            prompt = self.render([*system, *turns, *new])
-        self.messages = [*system, *turns]
-        self.session.note(f"note: the context of {size} tokens is full: dropped the oldest part of the conversation")
+            prompt = self.render([*self.system, *turns, new])
+        if turns is not self.turns:
+            self.turns = turns
+            self.session.note(
+                f"note: the context of {size} tokens is full: dropped the oldest part of the conversation"
+            )
         return prompt
-
-    def length_alone(self, message: str, name: str) -> int:
-        """How many tokens a message takes as the first one. Raises ValueError if the context does not hold them."""
-        return self.length_of([*self.messages[: self.first], {"role": "user", "content": message}], name)
-
-    def length_of(self, messages: list[dict], name: str) -> int:
-        length = len(self.render(messages).ids)
-        if length > self.session.cache.size:
-            raise ValueError(f"{name} takes {length} tokens; the context holds {self.session.cache.size} (see -c)")
-        return length
-
-    def render(self, messages: list[dict]) -> Prompt:
-        return self.session.tokenizer.chat_prompt(messages, past=self.past)
 
     def shortened(self, turn: list[dict], excess: int) -> list[dict]:
         """A turn without the first `excess` tokens of its answer; empty if nothing of that is left."""
         message, answer = turn
         ids = self.session.tokenizer.encode(answer["content"], bos=False)
-        ids = ids[excess + 1 :]  # + 1: a space that encoding may put first
-        text = self.session.tokenizer.decode(ids).lstrip("\N{REPLACEMENT CHARACTER}")  # of a character that was cut in two
-        return [message, answer | {"content": text}] if text else []
+        text = self.session.tokenizer.decode(ids[excess + 1 :])  # + 1: a space that encoding may put first
+        text = text.lstrip("\N{REPLACEMENT CHARACTER}")  # of a character that was cut in two
+        return [message, answer | {"content": text}] if 0 < len(text) < len(answer["content"]) else []
+
+    def length_with(self, message: str, system: list[dict], name: str) -> int:
+        """How many tokens a first message takes with a system prompt. Raises ValueError if the context does not hold
+        them."""
+        length = len(self.render([*system, {"role": "user", "content": message}]).ids)
+        if length > self.session.cache.size:
+            raise ValueError(f"{name} takes {length} tokens; the context holds {self.session.cache.size} (see -c)")
+        return length
+
+    def render(self, messages: list[dict]) -> Prompt:
+        return self.ranks.broadcast(lambda: self.session.tokenizer.chat_prompt(messages, past=self.past))

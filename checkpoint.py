@@ -1,27 +1,49 @@
-"""Checkpoints on disk: configuration, tensors in each layout, the memory check, loading, saving."""
+"""Checkpoints on disk: configuration, tensors in each layout, the hub, the memory check, loading, saving."""
 
+import io
+import itertools
 import json
 import math
 import os
+import pickle
 import re
+import secrets
 import shutil
 import sys
-from collections.abc import Collection
+import warnings
+import zipfile
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 import kernels
 import launch
-import parallel
-from files import Part, folder_beside, one_line_errors, parts_of, read_bytes, read_json, read_part, safetensors_header
 from fp8 import FORMATS, Format, Matrix
-from model import CHUNK, PADDED, Config, LayerWeights, Llama, RopeScaling, Weights
-from template import find_template
-from tokenizer import FILE_BYTES, tokenizer_file
+from model import (
+    CHUNK,
+    CUT,
+    EMBEDDING,
+    LAYER,
+    NORM,
+    OUTPUT,
+    PADDED,
+    Config,
+    LayerWeights,
+    Llama,
+    RopeScaling,
+    Stored,
+    Weights,
+)
+from parallel import ALL, Ranks, share
+from tokenizer import find_template, one_line, one_line_errors, open_regular, read_bytes, read_json, tokenizer_file
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -29,58 +51,53 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # ---- configuration
 
 
-class Fields:
-    """Checked access to the fields of a JSON object: every error names the file, the field and its value."""
+class Fields(dict):
+    """A JSON object of a checkpoint with checked access: every error names the file, the field and its value."""
 
-    def __init__(self, file: Path, raw: dict | None = None):
+    def __init__(self, file: Path, fields: dict | None = None):
+        super().__init__(read_json(file) if fields is None else fields)
         self.file = file
-        self.raw = read_json(file) if raw is None else raw
 
     def number(self, name: str, low: float, high: float, default: float | None = None, kind: type = int):
-        value = self.raw.get(name)
+        value = self.get(name)
         if value is None:
             value = default
         if value is None:
             raise ValueError(f"{self.file} lacks the field {name}")
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
         if not fits or kind is int and value != int(value):
-            raise ValueError(f"{self.file}: {name} is {value!r}; it must be {_article(kind)} from {low:g} to {high:g}")
+            what = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{self.file}: {name} is {value!r}; it must be {what} from {low:g} to {high:g}")
         return kind(value)
 
-    def sub(self, name: str) -> "Fields | None":
-        value = self.raw.get(name)
-        if value is None:
-            return None
+    def sub(self, name: str) -> "Fields":
+        value = self.get(name) or {}
         if not isinstance(value, dict):
             raise ValueError(f"{self.file}: {name} is {value!r}; it must be an object")
         return Fields(self.file, value)
 
     def refuse_unless(self, name: str, *allowed) -> None:
         """For a field whose other values would change the result in a way not implemented here."""
-        value = self.raw.get(name, allowed[0])
+        value = self.get(name, allowed[0])
         if value not in allowed:
-            raise ValueError(f"{self.file}: {name} is {value!r}, which is not supported (supported: {_listed(allowed)})")
-
-
-def _article(kind: type) -> str:
-    return "a whole number" if kind is int else "a number"
-
-
-def _listed(values: tuple) -> str:
-    return ", ".join("absent" if value is None else json.dumps(value) for value in values)
+            listed = ", ".join("absent" if value is None else json.dumps(value) for value in allowed)
+            raise ValueError(f"{self.file}: {name} is {value!r}, which is not supported (supported: {listed})")
 
 
 @one_line_errors()
 def read_config(folder: Path) -> Config:
-    """The configuration of a Hugging Face folder (config.json) or of Meta's own (params.json). Raises OSError, ValueError."""
+    """The configuration of a Hugging Face folder (config.json) or of Meta's own (params.json). Raises OSError or
+    ValueError."""
     if (folder / "config.json").is_file():
         config = _hugging_face_config(folder)
     elif (folder / "params.json").is_file():
         config = _meta_config(folder)
     else:
-        raise FileNotFoundError(f"{folder} holds {_instead(folder) or 'neither config.json nor params.json: not a checkpoint'}")
-    if config.n_heads % config.n_kv_heads:
-        raise ValueError(f"{folder}: {config.n_heads} query heads cannot share {config.n_kv_heads} key/value heads evenly")
+        usual = "neither config.json nor params.json: not a checkpoint"
+        raise FileNotFoundError(f"{folder} holds {_instead(folder) or usual}")
+    heads, kv_heads = config.n_heads, config.n_kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"{folder}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
     if config.head_dim % 2:
         raise ValueError(f"{folder}: head_dim is {config.head_dim}; RoPE needs an even one")
     return config
@@ -94,7 +111,7 @@ def _instead(folder: Path) -> str | None:
     if any(folder.glob("*.gguf")):
         return f"GGUF, {QUANTISED}"
     if (folder / "adapter_config.json").is_file():
-        base = Fields(folder / "adapter_config.json").raw.get("base_model_name_or_path")
+        base = Fields(folder / "adapter_config.json").get("base_model_name_or_path")
         return f"an adapter without its base: merge it into {base or 'that'} first (peft: merge_and_unload)"
     return None
 
@@ -102,28 +119,33 @@ def _instead(folder: Path) -> str | None:
 def _hugging_face_config(folder: Path) -> Config:
     f = Fields(folder / "config.json")
     f.refuse_unless("model_type", "llama", "mistral", "qwen2", "qwen3")
-    family = f.raw.get("model_type")
+    family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
         f.refuse_unless(name, False, None)
-    refuse_quantised(f)
+    for name in ("quantization_config", "quantization"):  # GPTQ, AWQ, exl2, bitsandbytes, mlx
+        if value := f.get(name):
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            raise ValueError(f"{f.file}: {name} is {method or value!r}: {QUANTISED}")
+    f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
+    f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
     f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
     n_heads = f.number("num_attention_heads", 1, 1024)
     dim = f.number("hidden_size", 1, 1 << 17)
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
     f.refuse_unless("tie_word_embeddings", False, True, None)
     if family == "mistral":
-        f.raw.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
-    if family in ("qwen2", "qwen3") and not f.raw.get("use_sliding_window"):
-        f.raw["sliding_window"] = None
+        f.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
+    if family in ("qwen2", "qwen3") and not f.get("use_sliding_window"):
+        f["sliding_window"] = None
     if family == "qwen3":
-        f.raw.setdefault("head_dim", 128)
-    if f.raw.get("head_dim") is None and dim % n_heads:
+        f.setdefault("head_dim", 128)
+    if f.get("head_dim") is None and dim % n_heads:
         raise ValueError(f"{f.file}: hidden_size is {dim}, not a multiple of num_attention_heads {n_heads}")
     theta, scaling = _rope(f, max_seq_len)
     generation = _generation(folder)
-    bos = generation if generation.raw.get("bos_token_id") is not None else f
     vocab_size = f.number("vocab_size", 1, 1 << 22)
+    bos_ids = _ids(generation, "bos_token_id", vocab_size) + _ids(f, "bos_token_id", vocab_size)
     eos_ids = _ids(generation, "eos_token_id", vocab_size) + _ids(f, "eos_token_id", vocab_size)
     return Config(
         dim=dim,
@@ -137,22 +159,14 @@ def _hugging_face_config(folder: Path) -> Config:
         rope_theta=theta,
         rope_scaling=scaling,
         max_seq_len=max_seq_len,
-        sliding_window=f.number("sliding_window", 1, 1 << 24) if f.raw.get("sliding_window") is not None else None,
-        tie_embeddings=bool(f.raw.get("tie_word_embeddings", False)),
+        sliding_window=f.number("sliding_window", 1, 1 << 24) if f.get("sliding_window") is not None else None,
+        tie_embeddings=bool(f.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        dtype=_stored_dtype(f),
-        bos_id=bos.number("bos_token_id", 0, vocab_size - 1) if bos.raw.get("bos_token_id") is not None else None,
+        dtype=getattr(torch, f["torch_dtype"]) if f["torch_dtype"] else None,
+        bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
-
-
-def refuse_quantised(f: Fields) -> None:
-    """Raise ValueError for GPTQ, AWQ, exl2, bitsandbytes, mlx: their matrices are in other programs' formats."""
-    for name in ("quantization_config", "quantization"):
-        if how := f.raw.get(name):
-            method = how.get("quant_method") if isinstance(how, dict) else None
-            raise ValueError(f"{f.file}: {name} is {method or how!r}: {QUANTISED}")
 
 
 def _generation(folder: Path) -> Fields:
@@ -173,20 +187,12 @@ def read_sampling(folder: Path) -> dict[str, float]:
     return {
         ours: f.number(theirs, low, high, kind=kind)
         for ours, (theirs, low, high, kind) in bounds.items()
-        if f.raw.get(theirs) is not None
+        if f.get(theirs) is not None
     }
 
 
-def _stored_dtype(f: Fields) -> torch.dtype | None:
-    name = f.raw.get("dtype") or f.raw.get("torch_dtype")
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, None: None}
-    if not isinstance(name, str | None) or name not in known:
-        raise ValueError(f"{f.file}: torch_dtype is {name!r}, which is not supported (float32, float16, bfloat16)")
-    return known[name]
-
-
 def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
-    value = f.raw.get(name)
+    value = f.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for i in ids:
         if type(i) is not int or not 0 <= i < vocab_size:
@@ -197,21 +203,17 @@ def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
 def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from rope_parameters or from the older rope_theta and rope_scaling."""
     rope, older = f.sub("rope_parameters"), f.sub("rope_scaling")
-    if rope and older and rope.raw != older.raw:
-        raise ValueError(f"{f.file}: rope_parameters and rope_scaling say different things: {rope.raw} and {older.raw}")
+    if rope and older and rope != older:
+        raise ValueError(f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}")
     rope = rope or older
-    theta_from = rope if rope and rope.raw.get("rope_theta") is not None else f
-    theta = theta_from.number("rope_theta", 1, 1e12, 10000.0, float)
-    if rope is None:
-        return theta, None
-    if "type" in rope.raw and "rope_type" not in rope.raw:
-        rope.raw["rope_type"] = rope.raw["type"]
+    theta_from = rope if rope.get("rope_theta") is not None else f
+    theta = theta_from.number("rope_theta", 2, 1e12, 10000.0, float)
+    kind = rope.setdefault("rope_type", rope.get("type", "default"))
     rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn")
     rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
-    kind = rope.raw.get("rope_type", "default")
     if kind == "default":
         return theta, None
-    if kind == "yarn" and theta > 1:
+    if kind == "yarn":
         return theta, _yarn(rope, max_seq_len)
     factor = rope.number("factor", 1, 1e6, None, float)
     if kind == "linear":
@@ -219,12 +221,13 @@ def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     low, high = (rope.number(f"{name}_freq_factor", 1e-6, 1e6, None, float) for name in ("low", "high"))
     if low >= high:
         raise ValueError(f"{f.file}: high_freq_factor is {high:g}; it must be above low_freq_factor {low:g}")
-    return theta, RopeScaling("llama3", factor, low, high, rope.number("original_max_position_embeddings", 1, 1 << 24, None))
+    original = rope.number("original_max_position_embeddings", 1, 1 << 24)
+    return theta, RopeScaling("llama3", factor, low, high, original)
 
 
 def _yarn(rope: Fields, max_seq_len: int) -> RopeScaling:
-    """The scale of q and k (attention_factor) defaults to 1 + 0.1 log(factor), as in section 3.4 of the paper; mscale and
-    mscale_all_dim are DeepSeek's way to give it."""
+    """The scale of q and k (attention_factor) defaults to 1 + 0.1 log(factor), as in section 3.4 of the paper; mscale
+    and mscale_all_dim are DeepSeek's way to give it."""
     original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
     factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
     rope.refuse_unless("truncate", True, False, None)
@@ -239,7 +242,7 @@ def _yarn(rope: Fields, max_seq_len: int) -> RopeScaling:
         beta_fast=rope.number("beta_fast", 1e-3, 1e6, 32, float),
         beta_slow=rope.number("beta_slow", 1e-3, 1e6, 1, float),
         attention_factor=rope.number("attention_factor", 1e-3, 1e3, scale, float),
-        truncate=rope.raw.get("truncate") is not False,
+        truncate=rope.get("truncate") is not False,
     )
 
 
@@ -253,9 +256,9 @@ def _meta_config(folder: Path) -> Config:
     # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
     vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
-    if vocab_size < 1:  # "as the tokenizer says": each of Meta's shards holds all rows of the embedding, and some columns
+    if vocab_size < 1:  # "as the tokenizer says": each shard holds all rows of the embedding, and some of its columns
         shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder, hugging_face=False)[0])}
-        vocab_size = next(iter(shapes.get("tok_embeddings.weight", ())), 1)
+        vocab_size = next(iter(shapes.get(EMBEDDING.meta, ())), 1)
     return Config(
         dim=dim,
         n_layers=f.number("n_layers", 1, 1024),
@@ -265,193 +268,270 @@ def _meta_config(folder: Path) -> Config:
         hidden_dim=multiple_of * -(-hidden // multiple_of),
         vocab_size=vocab_size,
         norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
-        rope_theta=f.number("rope_theta", 1, 1e12, 10000.0, float),
+        rope_theta=f.number("rope_theta", 2, 1e12, 10000.0, float),
     )
 
 
-# ---- checkpoint: the tensors of a folder by Meta's names, each read from disk when it is asked for
+# ---- the tensors of a file: only headers are read before a tensor, or some of its rows and columns, is asked for
 
-HF_NAMES = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-}
+CHUNK_BYTES = 1 << 20  # read at a time
+READERS = 4  # threads: a single one copies from the page cache at a fraction of the memory bandwidth
+FLOATS = tuple(DTYPES.values())
+SAFETENSORS_TYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
+}  # fmt: skip
 
 
-def tensor_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint, by Meta's names."""
-    layer = {
-        "attention_norm": (c.dim,),
-        "attention.wq": (c.q_dim, c.dim),
-        "attention.wk": (c.kv_dim, c.dim),
-        "attention.wv": (c.kv_dim, c.dim),
-        "attention.wo": (c.dim, c.q_dim),
-        "ffn_norm": (c.dim,),
-        "feed_forward.w1": (c.hidden_dim, c.dim),
-        "feed_forward.w3": (c.hidden_dim, c.dim),
-        "feed_forward.w2": (c.dim, c.hidden_dim),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (c.vocab_size, c.dim)}
-    layer = {f"{name}.weight": shape for name, shape in layer.items()}
-    if c.qkv_bias:
-        layer |= {"attention.wq.bias": (c.q_dim,), "attention.wk.bias": (c.kv_dim,), "attention.wv.bias": (c.kv_dim,)}
-    if c.qk_norm:
-        layer |= {"attention.q_norm.weight": (c.head_dim,), "attention.k_norm.weight": (c.head_dim,)}
-    shapes |= {f"layers.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
-    shapes["norm.weight"] = (c.dim,)
-    return shapes if c.tie_embeddings else shapes | {"output.weight": (c.vocab_size, c.dim)}
+@dataclass(frozen=True)
+class Part:
+    """One tensor of one file; Meta's checkpoints split a tensor over several files."""
+
+    file: Path
+    name: str
+    dtype: torch.dtype | None  # None: one that no model here uses
+    shape: tuple[int, ...]
+    offset: int = 0  # of its first byte in a safetensors file
+    version: tuple[int, ...] = ()  # of that file, see _version
+    mapped: Tensor | None = None  # the tensor itself, of a torch file
+
+
+def parts_of(file: Path) -> list[Part]:
+    """The tensors of a file. Raises ValueError."""
+    return safetensors_header(file)[1] if file.suffix == ".safetensors" else _torch_parts(file)
+
+
+def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
+    """The metadata and the tensors of a safetensors file whose header the library finds sound. Raises ValueError."""
+    with open_regular(file) as f:
+        size, version = int.from_bytes(f.read(8), "little"), _version(f)
+        try:
+            with safe_open(file, "pt"):
+                header = json.loads(f.read(size))
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{file} is not a valid safetensors file: {error}") from None
+    metadata = header.pop("__metadata__", None) or {}
+    return metadata, [
+        Part(file, name, SAFETENSORS_TYPES.get(t["dtype"]), tuple(t["shape"]), 8 + size + t["data_offsets"][0], version)
+        for name, t in sorted(header.items())
+    ]
+
+
+def _torch_parts(file: Path) -> list[Part]:
+    """The tensors of a file that torch.save wrote, mapped into memory. Its pickle is read by torch's own unpickler,
+    which runs no code (weights_only); what that accepts besides named, dense tensors is refused here."""
+    open_regular(file).close()
+    try:
+        with zipfile.ZipFile(file) as archive:
+            compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+        with warnings.catch_warnings(action="ignore"):  # about types that are refused below
+            tensors = None if compressed else torch.load(file, "cpu", weights_only=True, mmap=True)
+    except zipfile.BadZipFile:
+        said = "is cut off, or not in torch's zip format: save it again with torch 1.6 or later"
+        raise ValueError(f"{file} {said}") from None
+    except pickle.UnpicklingError:  # for whatever is not allowed
+        tensors = None
+    except Exception as error:  # whatever a damaged file makes of zipfile and of torch
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{file} is damaged: {reason}") from None
+    if compressed:  # a few bytes could unpack to any size
+        raise ValueError(f"{file} is compressed: save it again with torch.save")
+    if not isinstance(tensors, dict) or not all(_is_dense(name, t) for name, t in tensors.items()):
+        raise ValueError(
+            f"{file} is not a checkpoint that can be read safely: it holds something other than named, dense tensors;"
+            " take the model's safetensors, or save nothing but these"
+        )
+    return [Part(file, name, t.dtype, tuple(t.shape), mapped=t.detach()) for name, t in tensors.items()]
+
+
+def _is_dense(name: object, value: object) -> bool:
+    if type(name) is not str or type(value) not in (Tensor, torch.nn.Parameter):
+        return False
+    return value.layout == torch.strided and value.device.type == "cpu" and not (value.is_quantized or value.is_nested)
+
+
+def read_part(part: Part, pinned: bool = False, index: list[range] | None = None) -> Tensor:
+    """Read a tensor, or the rows and columns of it that an index spans, into pinned memory if a GPU is to copy it while
+    the next one is read. A torch file's is a view, read when it is copied. Raises ValueError if the file changed."""
+    index = [range(size) for size in part.shape] if index is None else index
+    if part.mapped is not None:
+        return part.mapped[tuple(slice(span.start, span.stop) for span in index)]
+    size, row = part.dtype.itemsize, part.dtype.itemsize * math.prod(part.shape[1:])
+    if len(index) == 2 and len(index[1]) < part.shape[1]:
+        length, starts = len(index[1]) * size, [i * row + index[1].start * size for i in index[0]]
+    else:  # all of some rows
+        length, starts = len(index[0]) * row, [index[0].start * row]
+    flat = torch.empty(math.prod(map(len, index)), dtype=part.dtype, pin_memory=pinned)
+    to, pieces = memoryview(flat.view(torch.uint8).numpy()), []
+    for start in starts:
+        for offset in range(start, start + length, CHUNK_BYTES):
+            count = min(CHUNK_BYTES, start + length - offset)
+            pieces.append((part.offset + offset, to[:count]))
+            to = to[count:]
+    threads = READERS if flat.nbytes >= 1 << 24 else 1
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(_read, [part] * threads, [pieces[i::threads] for i in range(threads)]))
+    return flat.view([len(span) for span in index])
+
+
+def _read(part: Part, pieces: list[tuple[int, memoryview]]) -> None:
+    """Fill each piece of memory with the file's bytes from its offset on."""
+    with open_regular(part.file) as f:
+        for offset, to in pieces:
+            f.seek(offset)
+            while to and (count := f.readinto(to)):
+                to = to[count:]
+        if _version(f) != part.version:  # includes the file's size
+            raise ValueError(f"{part.file} was changed while it was being read")
+
+
+def _version(f: io.FileIO) -> tuple[int, ...]:
+    stat = os.fstat(f.fileno())
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+# ---- a checkpoint: the tensors of a folder
+
+
+def tensor_shapes(c: Config, hugging_face: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint, by the names of Meta's layout or of Hugging Face's, in the same order."""
+    layers = [(info, i) for i in range(c.n_layers) for info in c.layer_table]
+    table = [(EMBEDDING, None), *layers, (NORM, None), *([] if c.tie_embeddings else [(OUTPUT, None)])]
+    return {info.name(hugging_face, layer): info.shape(c) for info, layer in table}
 
 
 def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
-    """Shapes [N, K] of the matrices as the model holds them, by the names of Weights and LayerWeights."""
+    """Shapes [N, K] of the matrices as the model holds them, all of which may be in a format."""
     layers = {f"layers.{i}.{name}": shape for i in range(c.n_layers) for name, shape in c.layer_matrices.items()}
-    return layers | {"output": (c.output_rows, c.dim)}
+    return layers | {"output": OUTPUT.shape(c)}
 
 
-def largest_read(c: Config) -> int:
-    """Elements of the largest matrix that is read to be encoded; wo and w2 are cut by columns, but read in whole rows."""
-    sizes = {name: math.prod(shape) * (c.ranks if name in ("wo", "w2") else 1) for name, shape in c.layer_matrices.items()}
-    return max(c.output_rows * c.dim, *sizes.values())
+def vector_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of everything else: vectors and the embedding, by the names of a saved model."""
+    vectors = [(name, shape) for name, shape in c.layer_shapes.items() if name not in c.layer_matrices]
+    layers = {f"layers.{i}.{name}.weight": shape for i in range(c.n_layers) for name, shape in vectors}
+    return {info.meta: info.shape(c) for info in (EMBEDDING, NORM)} | layers
 
 
-def unquantised_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of what is never kept in 8 bits, by the names of Weights and LayerWeights."""
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (c.vocab_size, c.dim), "norm.weight": (c.dim,)}
-    return shapes | {f"layers.{i}.{name}.weight": shape for i in range(c.n_layers) for name, shape in c.layer_vectors.items()}
+def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Names, types and shapes of what a saved model has for a matrix: its codes under its own name; a single column
+    is a vector."""
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for key, (dtype, (rows, columns)) in format.tensors(*shape).items():
+        found[f"{name}.{key}" if found else name] = (dtype, (rows, columns) if columns > 1 else (rows,))
+    return found
 
 
-def saved_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a model saved in 8 bits: each matrix as the model holds it, with its scale."""
-    matrices = matrix_shapes(c)
-    return unquantised_shapes(c) | matrices | {f"{name}.scale": shape[:1] for name, shape in matrices.items()}
+def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
+    """Possible types and the shape of each tensor of a model saved in a format."""
+    tensors: dict = {name: (FLOATS, shape) for name, shape in vector_shapes(c).items()}
+    for name, shape in matrix_shapes(c).items():
+        tensors |= {n: ((dtype,), shape) for n, (dtype, shape) in stored_as(name, shape, format).items()}
+    return tensors
 
 
 class Checkpoint:
-    """The tensors of a folder. Only headers are read before `read` is called: the model must never be in memory twice."""
+    """The tensors of a folder. They are read one at a time: the model must never be in memory twice."""
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
-        self.format = saved_format(folder)  # of the matrices, where they are stored in 8 bits
+        self.format = saved_format(folder)  # of the matrices, where the folder is a model saved in one
         self.hugging_face = not self.format and (folder / "config.json").is_file()
-        self.shapes = saved_shapes(config) if self.format else tensor_shapes(config)
+        files = [folder / SAVED] if self.format else _tensor_files(folder, self.hugging_face)
+        if self.format:
+            expected = saved_tensors(config, self.format)
+        else:
+            expected = {name: (FLOATS, shape) for name, shape in tensor_shapes(config, self.hugging_face).items()}
+        self.shapes = {name: shape for name, (_, shape) in expected.items()}
+        ignored = {OUTPUT.name(self.hugging_face)} - {*expected}  # of a tied model
         self.parts: dict[str, list[Part]] = {}
-        for file in [folder / SAVED] if self.format else _tensor_files(folder, self.hugging_face):
-            for part in parts_of(file):
-                name = _meta_name(part.name) if self.hugging_face else part.name
-                if not name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # derived from the config
-                    self._check_type(name, part)
-                    if name in self.parts and (self.format or self.hugging_face):  # only Meta's layout splits tensors
-                        raise ValueError(f"{part.file}: {part.name} is also in {self.parts[name][0].file.name}")
-                    self.parts.setdefault(name, []).append(part)
-        if config.tie_embeddings:
-            self.parts.pop("output.weight", None)
-        self._check(self.shapes)
+        for part in itertools.chain.from_iterable(map(parts_of, files)):
+            if part.name in ignored or part.name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # see the config
+                continue
+            types, _ = expected.get(part.name, (FLOATS, ()))
+            if part.dtype not in types:
+                listed = ", ".join(str(t).removeprefix("torch.") for t in types)
+                raise ValueError(f"{part.file}: {part.name} has a type other than {listed}")
+            if part.name in self.parts and (self.format or self.hugging_face):  # only Meta's layout splits tensors
+                raise ValueError(f"{part.file}: {part.name} is also in {self.parts[part.name][0].file.name}")
+            self.parts.setdefault(part.name, []).append(part)
+        if not (self.format or self.hugging_face):
+            self._check_count(len(files))
+        self._check_shapes()
 
-    def _check_type(self, name: str, part: Part) -> None:
-        types = [*DTYPES.values()]
-        if self.format and not name.endswith(".weight"):
-            types = [torch.float32 if name.endswith(".scale") else torch.int8]
-        if part.dtype not in types:
-            listed = ", ".join(str(t).removeprefix("torch.") for t in types)
-            raise ValueError(f"{part.file}: {part.name} has a type other than {listed}")
+    def _check_count(self, count: int) -> None:
+        """Whether all of Meta's shards are there: each has as many rows of wq."""
+        name = "layers.0.attention.wq.weight"
+        rows = self.parts[name][0].shape[:1] if name in self.parts else ()
+        needed = self.shapes[name][0] // rows[0] if rows and rows[0] else 1
+        if count < needed:
+            raise FileNotFoundError(f"{self.folder} holds {count} of the {needed} files consolidated.*.pth")
 
-    def _check(self, expected: dict[str, tuple[int, ...]]) -> None:
-        problems = [f"{self._name_in_file(name)} is missing" for name in expected if name not in self.parts]
+    def _check_shapes(self) -> None:
+        problems = [f"{name} is missing" for name in self.shapes if name not in self.parts]
         for name, parts in self.parts.items():
-            if name not in expected:
-                problems.append(f"{parts[0].name} is unexpected")
-            elif self._split_axis(name, expected[name]) is None:
+            if name not in self.shapes:
+                problems.append(f"{name} is unexpected")
+            elif self._axis(name) is None:
                 shapes = " + ".join(str(list(part.shape)) for part in parts)
-                problems.append(f"{parts[0].name} is {shapes}, expected {list(expected[name])}")
+                problems.append(f"{name} is {shapes}, expected {list(self.shapes[name])}")
         if problems:
             shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
             raise ValueError(f"{self.folder}: the tensors do not fit the config: {shown}")
 
-    def _split_axis(self, name: str, shape: tuple[int, ...]) -> int | None:
-        """The axis along which the parts make up `shape`, any if each part is whole (Meta's shards repeat the norms); None if
-        they do not make it up."""
-        parts, first = self.parts[name], self.parts[name][0].shape
-        if any(part.shape != first for part in parts) or len(first) != len(shape):
-            return None
-        for axis in range(len(shape)):
-            count = 1 if len(shape) == 1 else len(parts)
-            if (*first[:axis], first[axis] * count, *first[axis + 1 :]) == shape:
-                return axis
-        return None
-
-    def _name_in_file(self, name: str) -> str:
-        """A tensor's name in the checkpoint's own layout."""
-        if not self.hugging_face:
-            return name
-        names = {meta: theirs for theirs, meta in HF_NAMES.items()}
-        layer, stem, kind = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(weight|bias)", name).groups()
-        return f"model.{layer}{names[stem]}.{kind}" if layer else f"{names[stem]}.{kind}"
+    def _axis(self, name: str) -> int | None:
+        """The axis along which the parts make up a tensor, any if each part is whole (Meta's shards repeat the norms);
+        None if they do not make it up."""
+        parts, first, shape = self.parts[name], self.parts[name][0].shape, self.shapes[name]
+        count = 1 if len(shape) == 1 else len(parts)
+        whole = ((*first[:axis], first[axis] * count, *first[axis + 1 :]) for axis in range(len(first)))
+        same = all(part.shape == first for part in parts)
+        return next((axis for axis, made in enumerate(whole) if same and made == shape), None)
 
     @property
     def dtype(self) -> torch.dtype:
-        stored = self.parts["tok_embeddings.weight"][0].dtype
-        return stored if self.format else self.config.dtype or stored
+        name = EMBEDDING.name(self.hugging_face)
+        return (not self.format and self.config.dtype) or self.parts[name][0].dtype
 
     @property
     def elements(self) -> int:
         return sum(math.prod(shape) for shape in tensor_shapes(self.config).values())
 
-    def read(
-        self, name: str, rows: slice = parallel.ALL, columns: slice = parallel.ALL, gpu: torch.device | None = None
-    ) -> Tensor:
-        """Read a tensor, or these rows and columns of it. For a GPU, it is returned in pinned memory, to be copied while the
-        next one is read, or already on its way there. The rows of q and k, always whole heads, are put into Meta's RoPE
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL, gpu: torch.device | None = None) -> Tensor:
+        """Read a tensor, or these rows and columns of it. For a GPU it is in pinned memory, to be copied while the next
+        one is read, or already on its way there. The rows of q and k, always whole heads, are put into Meta's RoPE
         convention, interleaved pairs."""
-        parts, shape = self.parts[name], self.shapes[name]
-        index = [range(size)[taken] for size, taken in zip(shape, (rows, columns))]
-        if parts[0].shape == shape:
-            tensor = read_part(parts[0], gpu is not None, index)
-        else:
-            tensor = self._read_split(parts, index, self._split_axis(name, shape))
-        if self.hugging_face and name.rpartition(".")[0].endswith((".wq", ".wk", ".q_norm", ".k_norm")):
+        parts, axis = self.parts[name], self._axis(name)
+        spans = [range(size)[taken] for size, taken in zip(self.shapes[name], (rows, columns))]
+        size, pieces = parts[0].shape[axis], []
+        for i, part in enumerate(parts if size < self.shapes[name][axis] else parts[:1]):
+            start, stop = max(spans[axis].start - i * size, 0), min(spans[axis].stop - i * size, size)
+            if start < stop:
+                index = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
+                pieces.append(read_part(part, gpu is not None and len(parts) == 1, index))
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+        if self.hugging_face and name.endswith(ROTATED):
             D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
             if gpu and tensor.dim() == 2:  # a CPU would take longer to permute it than to read it
                 tensor = tensor.to(gpu, non_blocking=True)
-            tensor = tensor.view(-1, 2, D // 2, *shape[1:]).transpose(1, 2).reshape(tensor.shape)
+            tensor = tensor.reshape(-1, 2, D // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         return tensor.pin_memory() if gpu and not tensor.is_cuda else tensor
 
-    @staticmethod
-    def _read_split(parts: list[Part], index: list[range], axis: int) -> Tensor:
-        """Read what an index spans of a tensor that is split along an axis."""
-        pieces, size = [], parts[0].shape[axis]
-        for i, part in enumerate(parts):
-            start, stop = max(index[axis].start - i * size, 0), min(index[axis].stop - i * size, size)
-            if start < stop:
-                pieces.append(read_part(part, index=[*index[:axis], range(start, stop), *index[axis + 1 :]]))
-        return torch.cat(pieces, axis)
-
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
-        """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is one.
-        Codes and scales are not converted, and were checked when they were read."""
-        for part in (part for name, parts in self.parts.items() if name.endswith((".weight", ".bias")) for part in parts):
+        """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
+        one. What a format stores was checked when it was read."""
+        parts = itertools.chain.from_iterable(self.parts.values())
+        for part in (part for part in parts if part.name.endswith((".weight", ".bias"))):
             tensor = read_part(part)
             if not torch.isfinite(tensor).all():
-                return f"{part.name} in {part.file.name} holds NaN or inf"
+                return one_line(f"{part.name} in {part.file.name} holds NaN or inf")
             if not torch.isfinite(tensor.to(dtype)).all():
-                return f"{part.name} in {part.file.name} holds values beyond the range of {dtype}; try --dtype fp32"
+                beyond = f"holds values beyond the range of {dtype}; try --dtype fp32"
+                return one_line(f"{part.name} in {part.file.name} {beyond}")
         return None
 
 
-def _meta_name(name: str) -> str:
-    layer = re.fullmatch(r"model\.(layers\.\d+\.)(.+)\.(weight|bias)", name)
-    prefix, stem, kind = layer.groups() if layer else ("", name.removesuffix(".weight"), "weight")
-    return f"{prefix}{HF_NAMES[stem]}.{kind}" if stem in HF_NAMES else name
+ROTATED = tuple(info.hugging_face for info in LAYER if info.rotated)
 
 
 def _tensor_files(folder: Path, hugging_face: bool) -> list[Path]:
@@ -485,8 +565,8 @@ def _indexed_files(index: Path) -> list[Path]:
 # ---- where a checkpoint is: a folder, or a repository of the hub, downloaded on first use
 
 SMALL_FILES = [
-    "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 ]  # fmt: skip
 WEIGHTS = [  # in order of preference: a repository may have several kinds
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
@@ -497,56 +577,27 @@ WEIGHTS = [  # in order of preference: a repository may have several kinds
 
 @one_line_errors()
 def find_checkpoint(name: str) -> Path:
-    """The folder of a checkpoint that is given as a folder, or as a repository "owner/name" of the Hugging Face hub: in the
-    hub's cache, to which it is downloaded if need be. Raises OSError or ValueError, in one line that says what to do."""
+    """The folder of a checkpoint that is given as a folder, or as a repository "owner/name" of the Hugging Face hub: in
+    the hub's cache, to which it is downloaded if need be. Raises OSError or ValueError, in one line that says what to
+    do."""
     folder = Path(os.path.expanduser(name))  # as it is if there is no such user
     if folder.is_dir():
         return folder
     if folder.exists():
         what = f"{name} is GGUF, {QUANTISED}" if folder.suffix == ".gguf" else f"{name} is a file"
         raise FileNotFoundError(f"{what} (-m takes the folder of a checkpoint)")
-    home = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))
-    hub = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", home / "hub")))
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise FileNotFoundError(f"no such folder, nor the name of a repository: {name}")
-    repository = hub / f"models--{name.replace('/', '--')}"
-    if (repository / "refs" / "main").is_file():
-        commit = read_bytes(repository / "refs" / "main", 1000).decode(errors="replace").strip()
-        if not re.fullmatch(r"[0-9A-Za-z]+", commit):
-            raise ValueError(f"{repository / 'refs' / 'main'} holds {commit!r}, which is not a commit id")
-        snapshot = repository / "snapshots" / commit
-        if _is_complete(snapshot):
-            return snapshot
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise FileNotFoundError(f"no such folder, not complete in the hub cache {hub}, and HF_HUB_OFFLINE is set: {name}")
-    return _download(name, hub)
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether the download into a folder was completed."""
-    try:
-        _tensor_files(folder, hugging_face=(folder / "config.json").is_file())
-        return tokenizer_file(folder).is_file()
-    except OSError:
-        return False
-
-
-def _download(name: str, hub: Path) -> Path:
-    """Download what this program reads of a repository to the hub cache. An interrupted download is resumed."""
     import huggingface_hub
-    from huggingface_hub import errors, utils
+    from huggingface_hub import constants, errors
 
-    if not sys.stderr.isatty():
-        utils.disable_progress_bars()
-    utils.logging.set_verbosity_error()
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    options = dict(endpoint=endpoint, token=os.environ.get("HF_TOKEN"))
+    missing = f"no such folder, not complete in the hub cache {constants.HF_HUB_CACHE}, and"
     try:
-        info = huggingface_hub.HfApi(**options).model_info(name, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
-        files = [file for file in SMALL_FILES if file in sizes] + _weight_files(name, list(sizes))
-        _check_disk(hub, sum(sizes[file] for file in files), name)
-        return Path(huggingface_hub.snapshot_download(name, cache_dir=hub, allow_patterns=files, **options))
+        if found := _cached(name):
+            return found
+        if huggingface_hub.is_offline_mode():
+            raise FileNotFoundError(f"{missing} HF_HUB_OFFLINE is set: {name}")
+        return _download(name)
     except errors.GatedRepoError:
         reason = "it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
     except errors.RepositoryNotFoundError:
@@ -557,7 +608,48 @@ def _download(name: str, hub: Path) -> Path:
         raise
     except Exception as error:  # network errors, of whichever library huggingface_hub uses
         reason = f"{type(error).__name__}: {error}"
-    raise OSError(f"no such folder, not complete in the hub cache {hub}, and not available from {endpoint}: {name}: {reason}")
+    raise OSError(f"{missing} not available from {constants.ENDPOINT}: {name}: {reason}")
+
+
+def _cached(name: str) -> Path | None:
+    """A repository's folder in the hub's cache, if it holds all files that the checkpoint needs by its own account: the
+    cache does not know what it lacks if another program or an older version made it."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    wanted = SMALL_FILES[:2] if huggingface_hub.is_offline_mode() else SMALL_FILES  # offline, what is cached must do
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        return None
+    try:
+        Checkpoint(folder, read_config(folder))
+        tokenizer_file(folder)
+    except OSError:
+        return None
+    except ValueError:  # nothing is missing, but something is wrong: load says what
+        pass
+    return folder
+
+
+def _download(name: str) -> Path:
+    """Download what this program reads of a repository to the hub's cache, except for files that are there already."""
+    import huggingface_hub
+    from huggingface_hub import constants, utils
+
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    utils.logging.set_verbosity_error()
+    names = huggingface_hub.HfApi().list_repo_files(name)
+    files = [file for file in SMALL_FILES if file in names] + _weight_files(name, names)
+    planned = huggingface_hub.snapshot_download(name, allow_patterns=files, dry_run=True)
+    need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
+    cache = Path(constants.HF_HUB_CACHE)
+    place = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
+    free = shutil.disk_usage(place).free / 1e9
+    if need > free:
+        raise FileNotFoundError(f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)")
+    return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
 
 
 def _weight_files(name: str, files: list[str]) -> list[str]:
@@ -569,204 +661,198 @@ def _weight_files(name: str, files: list[str]) -> list[str]:
     raise FileNotFoundError(f"{name} holds no weights that this program reads (model.safetensors, pytorch_model.bin)")
 
 
-def _check_disk(folder: Path, need: int, name: str) -> None:
-    place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-    free = shutil.disk_usage(place).free
-    if need > free:
-        raise FileNotFoundError(f"{name} takes {need / 1e9:.2f} GB, but {place} has {free / 1e9:.2f} GB free (see HF_HOME)")
+# ---- weights: the checkpoint's tensors, moved to the device and converted
 
 
-# ---- weights: the checkpoint's tensors, brought to the place and into the form that the model wants
-
-SOURCES = {  # the checkpoint's tensors that make up each matrix of LayerWeights
-    "wqkv": ("attention.wq", "attention.wk", "attention.wv"),
-    "wo": ("attention.wo",),
-    "w13": ("feed_forward.w1", "feed_forward.w3"),
-    "w2": ("feed_forward.w2",),
-}
-JOINED = {  # the same for vectors that join several, all within the checkpoint's attention
-    "qkv_bias": ("wq.bias", "wk.bias", "wv.bias"),
-    "qk_norm": ("q_norm.weight", "k_norm.weight"),
-}
+def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
+    """Bytes of a model's weights. A tied output matrix that is in no format is the embedding itself."""
+    vectors = sum(map(math.prod, vector_shapes(c).values()))
+    matrices = matrix_shapes(c)
+    if format:
+        return dtype.itemsize * vectors + sum(format.nbytes(*shape) for shape in matrices.values())
+    if c.tie_embeddings:
+        del matrices["output"]
+    return dtype.itemsize * (vectors + sum(map(math.prod, matrices.values())))
 
 
-def cuts(c: Config, rank: int, ranks: int) -> dict[str, tuple[list[slice], slice]]:
-    """The rows and columns that a rank takes of each tensor that it does not take whole, by the names of a checkpoint and by
-    those of LayerWeights, where some are joined. c: the configuration of the whole model."""
-
-    def rows_of(count: int, each: int, before: int = 0) -> slice:
-        taken = parallel.share(count, rank, ranks)
-        return slice(before + taken.start * each, before + taken.stop * each)
-
-    if ranks == 1:
-        return {}
-    q, kv, hidden = rows_of(c.n_heads, c.head_dim), rows_of(c.n_kv_heads, c.head_dim), rows_of(c.hidden_dim, 1)
-    by_rows = {"attention.wq": [q], "attention.wk": [kv], "attention.wv": [kv]}
-    by_rows |= {"feed_forward.w1": [hidden], "feed_forward.w3": [hidden], "w13": [rows_of(c.hidden_dim, 2)]}
-    by_rows |= dict.fromkeys(("output", "tok_embeddings"), [rows_of(c.vocab_size, 1)])
-    joined = [q, *(rows_of(c.n_kv_heads, c.head_dim, before) for before in (c.q_dim, c.q_dim + c.kv_dim))]
-    by_rows |= dict.fromkeys(("wqkv", "qkv_bias"), joined)
-    by_columns = {"attention.wo": q, "feed_forward.w2": hidden, "wo": q, "w2": hidden}
-    found = {name: (rows, parallel.ALL) for name, rows in by_rows.items()}
-    return found | {name: ([parallel.ALL], columns) for name, columns in by_columns.items()}
+def largest_read(c: Config) -> int:
+    """Elements of the largest matrix that is read to be encoded: in whole rows, although some are cut by columns."""
+    cut = {info.field for info in LAYER if info.matrix and info.dims[1] in CUT}
+    sizes = [N * K * (c.ranks if name in cut else 1) for name, (N, K) in c.layer_matrices.items()]
+    return max(c.output_rows * c.dim, *sizes)
 
 
+def check_groups(c: Config, format: Format | None) -> None:
+    """Raise ValueError if a rank's columns of a matrix are not whole groups of the format."""
+    for name, (_, columns) in matrix_shapes(c).items():
+        if format and columns % format.group:
+            where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
+            raise ValueError(f"{name} has {columns} columns{where}; {format.name} needs a multiple of {format.group}")
+
+
+@dataclass
 class Loader:
-    """Brings one tensor after another from the files to its place on the device: matrices in the type `stored`, or encoded in
-    an 8-bit format, or unchanged if the file already has them in 8 bits; all else in dtype (the norms are small, and a token
-    reads only one row of the embedding). With several ranks, each loads its part of every matrix."""
+    """Brings one tensor after another from the files to its place on the device: matrices in the type `stored`, or
+    encoded in a format, or unchanged if the file already has them in one; all else in dtype (the norms are small, and a
+    token reads only one row of the embedding). With several ranks, each loads its part of every matrix."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        stored: torch.dtype,
-        device: torch.device,
-        format: Format | None,
-        quiet: bool,
-        rank: int = 0,
-        ranks: int = 1,
-        backend: str = "torch",
-    ):
-        self.checkpoint, self.dtype, self.stored, self.device, self.format = checkpoint, dtype, stored, device, format
-        self.backend = backend  # whose ops will read the matrices
-        self.config = checkpoint.config.cut(ranks)
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    stored: torch.dtype
+    device: torch.device
+    format: Format | None
+    backend: str = "torch"  # whose ops will read the matrices
+    rank: int = 0
+    ranks: int = 1
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        self.whole, self.config = self.checkpoint.config, self.checkpoint.config.cut(self.ranks)
         self.shapes = matrix_shapes(self.config)
-        self.cuts = cuts(checkpoint.config, rank, ranks)
-        self.whole_rows = bool(format and not checkpoint.format)  # so that codes do not depend on how many ranks there are
-        if self.whole_rows:  # what stays is allocated first, against fragmentation
-            self.encoded = {name: self._empty_codes(*shape) for name, shape in self.shapes.items()}
-            self.workspace = torch.empty(largest_read(self.config), dtype=stored, device=device)
-        total = sum(self.bytes_read(name, shape) for name, shape in checkpoint.shapes.items())
-        hidden = quiet or not sys.stderr.isatty()
+        self.encodes = bool(self.format and not self.checkpoint.format)
+        if self.encodes:  # allocate what stays first, to avoid fragmentation
+            self.encoded = {name: self.empty(name) for name in self.shapes}
+            self.workspace = torch.empty(largest_read(self.config), dtype=self.stored, device=self.device)
+        hidden = self.quiet or not sys.stderr.isatty()
+        total = weight_bytes(self.config, self.dtype, self.format)
         self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
 
-    def cut_of(self, name: str) -> tuple[list[slice], slice]:
-        """The rows and columns that this rank takes of a tensor."""
-        stem = re.sub(r"^layers\.\d+\.|\.(weight|bias|scale)$", "", name)
-        return self.cuts.get(stem, ([parallel.ALL], parallel.ALL))
-
-    def bytes_read(self, name: str, shape: tuple[int, ...]) -> int:
-        rows, columns = self.cut_of(name)
-        if name == "tok_embeddings.weight":  # tied, it is read again to be encoded
-            rows = [parallel.ALL, *(rows if self.config.tie_embeddings and self.whole_rows else [])]
-        counts = [sum(len(range(shape[0])[taken]) for taken in rows), *shape[1:]]
-        if len(shape) == 2 and not self.whole_rows:
-            counts[1] = len(range(shape[1])[columns])
-        return math.prod(counts) * self.checkpoint.parts[name][0].dtype.itemsize
-
-    def _empty_codes(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        return torch.empty(rows, columns, dtype=torch.int8, device=self.device), torch.empty(rows, device=self.device)
+    def empty(self, name: str) -> tuple[Tensor, ...]:
+        """Space for a matrix in the format."""
+        stored = self.format.tensors(*self.shapes[name]).values()
+        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in stored)
 
     def load(self) -> Weights:
-        c = self.checkpoint.config
         with self.bar:
-            embedding, layers, norm = (
-                self.vector("tok_embeddings"),
-                [self.layer(i) for i in range(c.n_layers)],
-                self.vector("norm"),
-            )
-            if c.tie_embeddings and not self.format:
-                ((rows,), _) = self.cut_of("output")
-                tied = kernels.prepacked(Matrix(embedding[rows].to(self.stored)), self.backend)
-                return Weights(embedding, layers, norm, tied)
-            return Weights(embedding, layers, norm, self.matrix("output", "tok_embeddings" if c.tie_embeddings else "output"))
+            embedding = self.vector("tok_embeddings", [EMBEDDING])
+            layers = [self.layer(i) for i in range(self.config.n_layers)]
+            norm = self.vector("norm", [NORM])
+            if not self.config.tie_embeddings or self.checkpoint.format:
+                output = self.matrix("output", [OUTPUT])
+            elif self.format:
+                output = self.matrix("output", [replace(EMBEDDING, dims=OUTPUT.dims)])
+            else:
+                tied = embedding[self.share("output_rows")].to(self.stored)
+                output = kernels.prepacked(Matrix(tied), self.backend)
+        return Weights(embedding, layers, norm, output)
 
     def layer(self, i: int) -> LayerWeights:
-        at = f"layers.{i}"
-        vectors = {name: self.vector(f"{at}.{name}") for name in self.config.layer_vectors}
-        matrices = {name: self.matrix(f"{at}.{name}", *(f"{at}.{s}" for s in sources)) for name, sources in SOURCES.items()}
-        return LayerWeights(**vectors, **matrices)
+        fields = {}
+        for field, group in itertools.groupby(self.config.layer_table, lambda info: info.field):
+            infos = list(group)
+            fields[field] = (self.matrix if infos[0].matrix else self.vector)(f"layers.{i}.{field}", infos, i)
+        return LayerWeights(**fields)
 
-    def vector(self, name: str) -> Tensor:
-        """A norm, the embedding, or a vector that joins several of the checkpoint's."""
-        layer, _, stem = name.rpartition(".")
-        if stem in JOINED and not self.checkpoint.format:
-            parts = [f"{layer}.attention.{source}" for source in JOINED[stem]]
-            tensor = torch.cat([self.read(part, rows) for part in parts for rows in self.cut_of(part)[0]])
-            tensor = tensor.view(self.config.layer_vectors[stem])
-        elif stem in JOINED:
-            tensor = torch.cat([self.read(f"{name}.weight", rows) for rows in self.cut_of(name)[0]])
+    def share(self, dim: str) -> slice:
+        """What this rank has of one of the sizes of the whole model."""
+        size = getattr(self.whole, dim)
+        if dim not in CUT:
+            return slice(0, size)
+        count = getattr(self.whole, CUT[dim])
+        taken = share(count, self.rank, self.ranks)
+        return slice(taken.start * size // count, taken.stop * size // count)
+
+    def sources(self, name: str, infos: list[Stored], layer: int | None) -> list[tuple[str, slice]]:
+        """The checkpoint's tensors that make up one of the model's, and this rank's rows of each. In a saved model they
+        have been joined."""
+        shares = [self.share(info.dims[0]) for info in infos]
+        if not self.checkpoint.format:
+            return [(info.name(self.checkpoint.hugging_face, layer), rows) for info, rows in zip(infos, shares)]
+        if infos[0].field == "qk_norm":  # [2, D]
+            shares = [ALL]
+        elif infos[0].field == "w13":
+            shares = [slice(2 * shares[0].start, 2 * shares[0].stop)]
         else:
-            tensor = self.read(f"{name}.weight")
+            above = itertools.accumulate((info.shape(self.whole)[0] for info in infos), initial=0)
+            shares = [slice(start + rows.start, start + rows.stop) for start, rows in zip(above, shares)]
+        return [(name if infos[0].matrix else f"{name}.weight", rows) for rows in shares]
+
+    def read(self, name: str, rows: slice, columns: slice = ALL) -> Tensor:
+        gpu = self.device if self.device.type == "cuda" else None
+        tensor = self.checkpoint.read(name, rows, columns, gpu)
+        if gpu or not tensor.is_floating_point():
+            return tensor
+        return tensor.float()  # torch is slow at converting between 16-bit types
+
+    def vector(self, name: str, infos: list[Stored], layer: int | None = None) -> Tensor:
+        """A norm, the embedding, or a vector that joins several of the checkpoint's."""
+        parts = [self.read(*source) for source in self.sources(name, infos, layer)]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if infos[0].field == "qk_norm":
+            tensor = tensor.view(2, -1)
+        self.bar.update(self.dtype.itemsize * tensor.numel())
         return tensor.to(self.device, self.dtype, copy=True, non_blocking=True)
 
-    def matrix(self, name: str, *sources: str) -> Matrix:
-        """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others stacked."""
+    def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
+        """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
+        (N, K), columns = self.shapes[name], self.share(infos[0].dims[1])
+        self.bar.update(self.format.nbytes(N, K) if self.format else self.dtype.itemsize * N * K)
         if self.checkpoint.format:
-            return self.saved(name)
-        shape, columns = self.shapes[name], self.cut_of(sources[0])[1]
-        read_columns = columns
-        if self.whole_rows:
-            shape, read_columns = (shape[0], self.checkpoint.shapes[f"{sources[0]}.weight"][1]), parallel.ALL
-            data = self.workspace[: math.prod(shape)].view(shape)
+            return self.saved(name, infos, layer, columns)
+        if self.encodes:  # whole rows, so that the codes do not depend on how many ranks there are
+            K = infos[0].shape(self.whole)[1]
+            data = self.workspace[: N * K].view(N, K)
         else:
-            data = torch.empty(shape, dtype=self.stored, device=self.device)
-        parts = [(f"{source}.weight", rows) for source in sources for rows in self.cut_of(source)[0]]
-        places = [data[0::2], data[1::2]] if name.endswith("w13") else self.places(data, parts)
-        for place, (source, rows) in zip(places, parts, strict=True):
-            place.copy_(self.read(source, rows, read_columns), non_blocking=True)
-        return self.encode(name, data, columns) if self.whole_rows else kernels.prepacked(Matrix(data), self.backend)
-
-    def places(self, data: Tensor, parts: list[tuple[str, slice]]) -> tuple[Tensor, ...]:
-        """Where each part, rows of one of the checkpoint's tensors, goes in data: stacked, in this order."""
-        return data.split([len(range(self.checkpoint.shapes[name][0])[rows]) for name, rows in parts])
+            data = torch.empty(N, K, dtype=self.stored, device=self.device)
+        stacked = data.split([info.shape(self.config)[0] for info in infos]) if infos[0].field != "w13" else ()
+        for place, source in zip(stacked or (data[0::2], data[1::2]), self.sources(name, infos, layer), strict=True):
+            place.copy_(self.read(*source, ALL if self.encodes else columns), non_blocking=True)
+        return self.encode(name, data, columns) if self.encodes else kernels.prepacked(Matrix(data), self.backend)
 
     def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
-        codes, scales = self.encoded[name]
+        tensors = self.encoded[name]
         try:
-            if data.shape == codes.shape:
-                self.format.encode(data, codes, scales)
+            if data.shape == self.shapes[name]:
+                self.format.encode(data, tensors)
             else:
-                codes.copy_(self.format.encode(data, None, scales)[0][:, columns])
-            return Matrix(codes, scales, self.format)
+                for part, whole in zip(tensors, self.format.encode(data)):
+                    part.copy_(whole[:, stored_columns(columns, data.shape[1], whole.shape[1])])
         except ValueError as error:
             raise ValueError(self.checkpoint.first_bad_tensor(self.stored) or str(error)) from None
+        return Matrix(tensors, self.format, self.shapes[name])
 
-    def saved(self, name: str) -> Matrix:
-        cut, columns = self.cut_of(name)
-        data, scale = self._empty_codes(*self.shapes[name])
-        for whole, part, taken in ((data, name, (columns,)), (scale, f"{name}.scale", ())):
-            for place, rows in zip(self.places(whole, [(part, rows) for rows in cut]), cut):
-                place.copy_(self.read(part, rows, *taken), non_blocking=True)
+    def saved(self, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Matrix:
+        """A matrix that the file has in its format."""
+        rows = [taken for _, taken in self.sources(name, infos, layer)]
+        K, tensors = infos[0].shape(self.whole)[1], self.empty(name)
+        for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
+            M = self.checkpoint.shapes[stored][1:]
+            for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):
+                part = self.read(stored, taken, *(stored_columns(columns, K, m) for m in M))
+                place.copy_(part.view(place.shape), non_blocking=True)
         try:
-            self.format.check(data, scale, whole_rows=columns == parallel.ALL)
+            self.format.check(tensors, whole_rows=self.shapes[name][1] == K)
         except ValueError as error:
             file = self.checkpoint.folder / SAVED
             raise ValueError(f"{file}: {name} has {error}: save it again from the original") from None
-        return Matrix(data, scale, self.format)
+        return Matrix(tensors, self.format, self.shapes[name])
 
-    def read(self, name: str, rows: slice = parallel.ALL, columns: slice = parallel.ALL) -> Tensor:
-        gpu = self.device if self.device.type == "cuda" else None
-        tensor = self.checkpoint.read(name, rows, columns, gpu)
-        self.bar.update(tensor.nbytes)
-        if gpu:
-            return tensor
-        return tensor.float() if tensor.is_floating_point() else tensor  # torch is slow at converting between 16-bit types
+
+def stored_columns(columns: slice, K: int, M: int) -> slice:
+    """Where these columns of a matrix of K are in a stored tensor of M columns."""
+    return slice(columns.start * M // K, -(-columns.stop * M // K))
 
 
 # ---- what it runs on, and whether it fits
 
 
-def pick_device(name: str = "auto") -> torch.device:
+def pick_device(name: str = "auto", ranks: Ranks | None = None) -> torch.device:
     """With several processes on a host, each takes the GPU of its local rank. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
         raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        ranks = parallel.group()
-        if device.index is not None and ranks.size > 1:
-            raise ValueError(f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU")
-        index = ranks.local_rank if device.index is None else device.index
-        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            raise ValueError(f"device cuda:{index} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)  # where Triton launches
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if device.index is not None and ranks and ranks.size > 1:
+        raise ValueError(f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU")
+    index = device.index if device.index is not None else ranks.local_rank if ranks else 0
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f"device cuda:{index} was asked for, but torch sees {count} CUDA devices")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)  # where Triton launches
     return device
 
 
@@ -777,7 +863,7 @@ def check_choice(what: str, value: object, choices: Collection) -> None:
 
 
 def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """auto is the checkpoint's own, except for 16-bit types on a CPU: bf16 if the CPU can multiply it, otherwise fp32."""
+    """auto is the checkpoint's own, except for 16-bit types on a CPU: bf16 if it can multiply that, otherwise fp32."""
     check_choice("dtype", name, ("auto", *DTYPES))
     if name != "auto":
         return DTYPES[name]
@@ -797,22 +883,23 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def check_memory(
-    config: Config, dtype: torch.dtype, device: torch.device, ctx_size: int, format: Format | None = None, kv_fp8: bool = False
+    c: Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    ctx_size: int,
+    format: Format | None = None,
+    kv_fp8: bool = False,
+    ranks: Ranks | None = None,
 ) -> None:
-    """Raise MemoryError if weights, cache and workspace (of one rank, if the configuration is cut) will not fit, before any of
+    """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
     them is allocated."""
-    c, size = config, dtype.itemsize
-    weights = size * sum(math.prod(shape) for name, shape in unquantised_shapes(c).items())
-    twice = device.type == "cpu" and dtype == torch.bfloat16  # a tied embedding: the matrix is a copy, in fp16 or packed
-    for name, (rows, columns) in matrix_shapes(c).items():
-        if format:
-            weights += format.matrix_bytes(rows, columns)
-        elif not (name == "output" and c.tie_embeddings) or twice:
-            weights += size * rows * columns
+    size, weights = dtype.itemsize, weight_bytes(c, dtype, format)
+    if c.tie_embeddings and not format and device.type == "cpu" and dtype == torch.bfloat16:
+        weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    copies = 1  # of what a prompt decodes from 8 bits
+    copies = 1  # of the largest decoded matrix
     if device.type == "cuda":  # the graphs of prompts have their own memory
         workspace += min(ctx_size, PADDED[-1]) * size * widest
         copies = 2
@@ -821,13 +908,13 @@ def check_memory(
     if kv_fp8:  # keys and values of one layer
         workspace += copies * 2 * size * c.kv_dim * ctx_size
     free, where = free_memory(device), str(device)
-    if c.ranks > 1:
-        ranks = parallel.group()
+    if ranks and ranks.size > 1:
         where += f" for rank {ranks.rank} of {ranks.size}"
         if free is not None and device.type == "cpu":  # the ranks of a host share its memory
             free //= ranks.local_size
-    if free is not None and weights + cache + workspace > free:
-        w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, weights + cache + workspace, free))
+    need = weights + cache + workspace
+    if free is not None and need > free:
+        w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
         raise MemoryError(
             f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
             " try a smaller context (-c), a smaller --dtype, --fp8 or --kv-fp8"
@@ -835,8 +922,8 @@ def check_memory(
 
 
 def pick_backend(name: str, device: torch.device) -> str:
-    """Whose ops run the model: "torch" (the reference ops) or "triton" (the fused ones), the default on a GPU.
-    Raises ValueError."""
+    """Whose ops run the model: "torch" (the reference ops) or "triton" (the fused ones, the default on a GPU). Raises
+    ValueError."""
     check_choice("backend", name, ("auto", "torch", "triton"))
     if name == "torch" or name == "auto" and device.type == "cpu":
         return "torch"
@@ -850,14 +937,11 @@ def pick_backend(name: str, device: torch.device) -> str:
     return "triton"
 
 
-def pick_fp16_sums(accumulate: str, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a prompt's products are accumulated in half precision. auto: on GeForce cards, whose tensor cores do that at
-    twice the rate of fp32 accumulation; others gain nothing. Raises ValueError if fp16 is asked for and cannot be done."""
+def check_accumulate(accumulate: str, backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if a prompt's products are to be accumulated in half precision where that cannot be done."""
     check_choice("accumulate", accumulate, ("auto", "fp32", "fp16"))
-    able = backend == "triton" and device.type == "cuda" and dtype == torch.float16
-    if accumulate == "fp16" and not able:
+    if accumulate == "fp16" and not (backend == "triton" and device.type == "cuda" and dtype == torch.float16):
         raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
-    return able and (accumulate == "fp16" or accumulate == "auto" and "GeForce" in torch.cuda.get_device_name(device))
 
 
 @one_line_errors()
@@ -872,14 +956,15 @@ def load(
     kv_fp8: bool = False,
     accumulate: str = "auto",
     quiet: bool = False,
+    ranks: Ranks | None = None,
 ) -> Llama:
     """Load a checkpoint: a folder in Hugging Face's or Meta's layout, or a repository of the hub, see find_checkpoint.
 
-    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None is that, but
-    at most 4096. fp8: "e4m3" or "e5m2" keeps the matrices in 8 bits; what save_fp8 wrote has its own format. kv_fp8: keys and
-    values in 8 bits, too. accumulate: "fp32", "fp16" or "auto", see pick_fp16_sums; all but "fp32" let products of 8-bit
-    floats accumulate fast. quiet: no progress bar. Raises ValueError, OSError or MemoryError, in one line that says what to
-    do.
+    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None is that, but at
+    most 4096. fp8: the format in which to keep the matrices, a name of FORMATS; what `save` wrote has its own. kv_fp8:
+    keys and values in 8 bits, too. accumulate: "fp16" sums up a prompt's products in half precision, "fp32" even those
+    of 8-bit floats in fp32. quiet: no progress bar. ranks: the processes that share the model, if several. Raises
+    ValueError, OSError or MemoryError, in one line that says what to do.
     """
     check_choice("fp8", fp8, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
@@ -890,38 +975,40 @@ def load(
     if checkpoint.format and fp8 not in (None, checkpoint.format.name):
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {fp8} ones, load the original")
     format = checkpoint.format or (FORMATS[fp8] if fp8 else None)
-    on = pick_device(device)
+    on = pick_device(device, ranks)
     backend = pick_backend(backend, on)
     if backend == "triton" and config.head_dim % 8:
-        raise ValueError(f"{folder}: head_dim is {config.head_dim}; the kernels need a multiple of 8: use --backend torch")
+        wrong = f"head_dim is {config.head_dim}; the kernels need a multiple of 8"
+        raise ValueError(f"{folder}: {wrong}: use --backend torch")
     torch_dtype = pick_dtype(dtype, checkpoint.dtype, on)
     ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
     if config.sliding_window and ctx_size > config.sliding_window:
-        raise ValueError(
-            f"{folder}: sliding_window is {config.sliding_window}: a context of {ctx_size} is not supported (see -c)"
-        )
-    fp16_sums = pick_fp16_sums(accumulate, backend, on, torch_dtype)
-    ranks = parallel.group()
-    config = config.cut(ranks.size)
-    ranks.join(on)
-    check_memory(config, torch_dtype, on, ctx_size, format, kv_fp8)
-    stored = checkpoint.dtype if format else kernels.storage_dtype(backend, torch_dtype, on)  # codes do not depend on --dtype
+        window = f"sliding_window is {config.sliding_window}"
+        raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
+    check_accumulate(accumulate, backend, on, torch_dtype)
+    rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
+    config = config.cut(size)
+    check_groups(config, format)
+    if ranks:
+        ranks.join(on)
+    check_memory(config, torch_dtype, on, ctx_size, format, kv_fp8, ranks)
+    # Codes do not depend on --dtype
+    stored = checkpoint.dtype if format else kernels.storage_dtype(backend, torch_dtype, on)
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, format, quiet, ranks.rank, ranks.size, backend).load()
+        weights = Loader(checkpoint, torch_dtype, stored, on, format, backend, rank, size, quiet).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    fast_sums = accumulate != "fp32"
-    return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, fp16_sums, fast_sums)
+    return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks)
 
 
-# ---- a model saved in 8 bits: a folder whose model.safetensors says so in its metadata, with the other files of a checkpoint
+# ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the other small files
 
 SAVED = "model.safetensors"
 LAYOUT = "1"  # of such a file; any other is refused
 
 
 def saved_format(folder: Path) -> Format | None:
-    """The 8-bit format of a folder that save_fp8 wrote, None for any other. Raises ValueError."""
+    """The format of a folder that `save` wrote, None for any other. Raises ValueError."""
     file = folder / SAVED
     if not file.is_file():
         return None
@@ -937,14 +1024,12 @@ def saved_format(folder: Path) -> Format | None:
 
 
 @one_line_errors()
-def save_fp8(
+def save(
     name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", device: str = "auto", quiet: bool = False
 ) -> Path:
-    """Write a checkpoint with its matrices in 8 bits to the folder `target`, which must be new or empty: whole or not at all.
-    Returns its model.safetensors. All other tensors are in dtype; auto is the checkpoint's own, on a CPU too.
-
-    Raises ValueError, OSError or MemoryError, in one line that says what to do.
-    """
+    """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or empty: whole or not
+    at all. Returns its model.safetensors. All other tensors are in dtype; auto is the checkpoint's own, on a CPU too.
+    Raises ValueError, OSError or MemoryError, in one line that says what to do."""
     check_choice("fp8", fp8, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))
     folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
@@ -957,17 +1042,16 @@ def save_fp8(
     if checkpoint.format:
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices already: save from the original")
     on, as_dtype, format = pick_device(device), DTYPES.get(dtype, checkpoint.dtype), FORMATS[fp8]
+    check_groups(config, format)
     check_memory(config, as_dtype, on, 1, format)
-    sizes = {"weight": as_dtype.itemsize, "scale": 4}
-    need = sum(math.prod(shape) * sizes.get(n.rsplit(".")[-1], 1) for n, shape in saved_shapes(config).items())
-    free = shutil.disk_usage(to.parent).free
+    need, free = weight_bytes(config, as_dtype, format) / 1e9, shutil.disk_usage(to.parent).free / 1e9
     if need > free:
-        raise OSError(f"the model takes {need / 1e9:.2f} GB, but {to.parent} has {free / 1e9:.2f} GB free: save elsewhere")
+        raise OSError(f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere")
     with folder_beside(to) as made:
         _copy_what_is_small(folder, made, config)
         with torch.inference_mode():
-            weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, format, quiet).load()
-        save_file(_saved_tensors(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": format.name})
+            weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, format, quiet=quiet).load()
+        save_file(_saved(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": format.name})
         (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library makes it readable for the owner alone
         made.rename(to)
     return to / SAVED
@@ -977,22 +1061,39 @@ def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
     """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the folder."""
     for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
         if file.is_file():
-            (to / file.name).write_bytes(read_bytes(file, FILE_BYTES))
-    if not (folder / "config.json").is_file():  # params.json, whose vocab_size may be -1: see the tensors, which are not copied
-        (to / "params.json").write_text(json.dumps(read_json(folder / "params.json") | {"vocab_size": config.vocab_size}))
+            (to / file.name).write_bytes(read_bytes(file))
+    if not (folder / "config.json").is_file():  # the vocab_size of params.json may be -1: see the tensors
+        params = read_json(folder / "params.json") | {"vocab_size": config.vocab_size}
+        (to / "params.json").write_text(json.dumps(params))
     beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}
     template, _ = find_template(folder, beside)
     if template != find_template(to, beside)[0]:  # it was recognised by the folder's path
         (to / "chat_template.jinja").write_text(template)
 
 
-def _saved_tensors(w: Weights) -> dict[str, Tensor]:
-    """The tensors on the CPU, by the names of saved_shapes."""
-    tensors, named = {}, {"tok_embeddings": w.embedding, "norm": w.norm, "output": w.output}
-    named |= {f"layers.{i}.{name}": value for i, layer in enumerate(w.layers) for name, value in vars(layer).items()}
-    for name, value in named.items():
+def _saved(w: Weights) -> dict[str, Tensor]:
+    """The tensors on the CPU, by the names of saved_tensors."""
+    layers = {f"layers.{i}.{name}": value for i, layer in enumerate(w.layers) for name, value in vars(layer).items()}
+    tensors = {EMBEDDING.meta: w.embedding.cpu(), NORM.meta: w.norm.cpu()}
+    for name, value in (layers | {"output": w.output}).items():
         if isinstance(value, Matrix):
-            tensors |= {name: value.data.cpu(), f"{name}.scale": value.scale.cpu()}
+            stored = stored_as(name, value.shape, value.format)
+            tensors |= {n: t.cpu().view(shape) for (n, (_, shape)), t in zip(stored.items(), value.tensors)}
         elif value is not None:
             tensors[f"{name}.weight"] = value.cpu()
     return tensors
+
+
+# ---- writing a file or a folder whole or not at all
+
+
+@contextmanager
+def folder_beside(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`. What is to become the target is written there and then renamed by the caller, so
+    that it appears whole or not at all; whatever remains of the folder is deleted."""
+    made = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    made.mkdir()
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

@@ -1,19 +1,22 @@
-"""8-bit floats kept in int8 tensors, one scale per row. A format is one block: constants, and functions for torch and kernels.
+"""Formats of matrices, and the 8-bit floats: int8 codes with one scale per row. A format is one block of functions and
+numbers, for torch and for kernels; nothing else knows how it stores a matrix.
 
     E5M2  sign, 5 exponent bits, 2 of mantissa: the upper byte of a half-precision float
-    E4M3  sign, 4 exponent bits, 3 of mantissa: under the sign of a half, these bits are the value times 2^-8, subnormals too
+    E4M3  sign, 4 exponent bits, 3 of mantissa: under the sign of a half, these bits are the value times 2^-8,
+          subnormals too
 
-Either is decoded by moving bits into a half, on any GPU and any CPU. GPUs from sm_89 on have an instruction that converts
-E4M3, and tensor cores that multiply it: E4M3_NATIVE. Hopper's tensor cores multiply either format by E4M3, from CUDA 12.9 on.
-Codes of NaN and infinity are never written into weights: encoding saturates.
+Either is decoded by moving bits into a half, on any GPU and any CPU. GPUs from sm_89 on have an instruction that
+converts E4M3, and tensor cores that multiply it: E4M3_NATIVE. Hopper's tensor cores multiply either format by E4M3,
+from CUDA 12.9 on. Codes of NaN and infinity are never written into weights: encoding saturates.
 
-To add a format, write its block below and enter it in FORMATS; the tests walk that table.
+To add a format, subclass Format, write its functions, and enter it in FORMATS: it can then be loaded, saved, divided
+among ranks, and run with one token, a few, or a prompt. The tests walk that table.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -28,27 +31,148 @@ from launch import (
     gdc_wait,
     jit,
     launch,
-    load_vector,
-    load_weights,
     tl,
     triton,
 )
 
+Tensors = tuple[Tensor, ...]  # what a format stores for a matrix, codes first
+
+
+@jit
+def stream(pointers, mask):
+    """Load what is read once and need not stay in the caches; zero where the mask is off (None: on everywhere)."""
+    if mask is None:
+        return tl.load(pointers, eviction_policy="evict_first")
+    else:
+        return tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
+
+
+@jit
+def load_elements(w, offs, mask):
+    """The `load` of a format whose first tensor has an element for each weight."""
+    return stream(w[0] + offs, mask)
+
+
+@jit
+def plain_values(tile):
+    """The `values` of a matrix in 16 or 32 bits."""
+    return tile
+
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """A way to store a matrix W [N, K] as int8 codes [N, K] and float32 scales [N]."""
+    """A way to store a matrix W [N, K]. Kernels receive the stored tensors as a tuple w, and these functions:
+
+    load(w, offs, mask)            a tile as stored; offs: where its weights are in W, as if that were stored row by row
+    values(tile)                   what it stands for, before row_scale, in halves or floats
+    row_scale(w, rows, mask)       what sums over rows of W are multiplied by; None: nothing
+    packed_sums(tile, x)           products with halves x, eight neighbours added up, see below; None: there are none
+    """
 
     name: str
-    dtype: torch.dtype  # torch's type of the same bits
-    not_finite: int  # from here up, a code without its sign means NaN or infinity
-    gain: float  # what decoded halves are to be multiplied by
-    top: float  # what a row's largest magnitude is scaled to; 1.75 as a half in both, so that products stay far from 65504
-    move_bits: Callable[[Tensor], Tensor]  # int16 codes to the bits of halves, in place
-    decode: Callable  # the same for a tile in a kernel, to halves
-    decode_nan: Callable  # the same where NaN codes may occur, as in a cache
-    products: Callable  # of a tile of weights and of x in float32, elementwise, in a kernel
-    packed_sums: Callable  # of a tile of weights and of x in halves, for packed_product
+    bits: int  # per weight: launch sizes are listed by it
+    load: Callable
+    values: Callable
+    row_scale: Callable | None = None
+    packed_sums: Callable | None = None
+    group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
+
+    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        """Type and shape [N, M] of each stored tensor. M divides K, so that columns a to b of W are a M / K to b M / K
+        of it, rounded down and up."""
+        raise NotImplementedError
+
+    def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
+        """[N, K] to what is stored, in the given tensors if any. Raises ValueError for NaN or inf."""
+        raise NotImplementedError
+
+    def decoded(self, tensors: Tensors) -> Tensor:
+        """What is stored to float32 [N, K]."""
+        raise NotImplementedError
+
+    def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
+        """Raise ValueError for values that encode never produces; whole_rows: no columns were cut off."""
+
+    def multiply(self, tensors: Tensors, factor: float) -> None:
+        """Multiply the matrix by a power of two, in place."""
+        raise NotImplementedError
+
+    def on(self, device: torch.device) -> Format:
+        """The format as kernels on this device decode it."""
+        return self
+
+    def nbytes(self, N: int, K: int) -> int:
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.tensors(N, K).values())
+
+    def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
+        """W times a row of halves [K] on a CPU: [N] in float16 or float32."""
+        parts = zip(*(t.split(512) for t in tensors))
+        return torch.cat([torch.mv(self.decoded(part), row.float()) for part in parts])
+
+
+@dataclass(eq=False)
+class Matrix:
+    """A weight matrix W of N rows and K columns, applied as y = x W^T."""
+
+    tensors: Tensors  # as the format says, or one tensor [N, K] in 16 or 32 bits (see kernels.prepacked)
+    format: Format | None = None
+    shape: tuple[int, int] | None = None  # [N, K]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tensors, Tensor):
+            self.tensors = (self.tensors,)
+        self.shape = self.shape or tuple(self.data.shape)
+
+    @property
+    def data(self) -> Tensor:
+        return self.tensors[0]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def bits(self) -> int:
+        return self.format.bits if self.format else 8 * self.data.element_size()
+
+    def encoded(self, format: Format) -> Matrix:
+        """The same in a format. Raises ValueError on NaN or inf."""
+        return Matrix(format.encode(self.data), format, self.shape)
+
+    def dense(self) -> Tensor:
+        """W as floats: float32 [N, K] for a format, otherwise the data itself, unpacked from oneDNN's layout if need
+        be."""
+        if self.format is None:
+            return self.data.to_dense() if self.data.is_mkldnn else self.data
+        return self.format.decoded(self.tensors)
+
+    def parts(self, rows: int) -> list[Matrix]:
+        """The matrix, so many rows at a time."""
+        split = zip(*(t.split(rows) for t in self.tensors))
+        return [Matrix(part, self.format, (len(part[0]), self.columns)) for part in split]
+
+
+# ---- 8-bit floats
+
+
+@dataclass(frozen=True, eq=False)
+class Float8(Format):
+    """int8 codes [N, K] and float32 scales [N, 1]."""
+
+    dtype: torch.dtype = torch.float8_e4m3fn  # torch's type of the same bits
+    not_finite: int = 0x7F  # from here up, a code without its sign means NaN or infinity
+    gain: float = 1.0  # what decoded halves are to be multiplied by
+    top: float = 448.0  # a row's largest magnitude after scaling; its bits as those of a half are 1.75 in both formats
+    move_bits: Callable | None = None  # int16 codes to the bits of halves, in place
+    values_nan: Callable | None = None  # as `values`, where NaN codes may occur, as in a cache
     encode_tile: Callable | None = None  # floats to codes in a kernel, as e4m3_encode does
     tensor_cores: bool = False  # whether torch itself multiplies it on tensor cores, see _cublas_scales_rows
 
@@ -56,12 +180,11 @@ class Format:
     def largest(self) -> float:
         return torch.finfo(self.dtype).max
 
-    def on(self, device: torch.device) -> Format:
-        """The format as kernels on this device decode it."""
+    def on(self, device: torch.device) -> Float8:
         return E4M3_NATIVE if self is E4M3 and capability(device) >= 89 else self
 
-    def matrix_bytes(self, rows: int, columns: int) -> int:
-        return rows * (columns + 4)
+    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        return {"codes": (torch.int8, (N, K)), "scale": (torch.float32, (N, 1))}
 
     def round(self, x: Tensor) -> Tensor:
         """The nearest codes (ties to even) as int8; magnitudes beyond the largest become the largest."""
@@ -71,162 +194,99 @@ class Format:
         """int8 codes to float16, exactly their values divided by the gain; in int16 space of that shape, if given."""
         return self.move_bits(codes.to(torch.int16) if space is None else space.copy_(codes)).view(torch.float16)
 
-    def values(self, codes: Tensor) -> Tensor:
-        """Finite int8 codes to the float32 values they stand for."""
-        return self.halves(codes).float().mul_(self.gain)
-
-    def values_nan(self, codes: Tensor) -> Tensor:
-        """The same where NaN codes may occur, as in a cache."""
-        values, magnitudes = self.values(codes), codes & 0x7F
+    def floats(self, codes: Tensor) -> Tensor:
+        """int8 codes to the float32 values they stand for; codes of NaN and infinity, as in a cache, are NaN."""
+        values, magnitudes = self.halves(codes).float().mul_(self.gain), codes & 0x7F
         if magnitudes.amax() >= self.not_finite:
             values.masked_fill_(magnitudes >= self.not_finite, torch.nan)
         return values
 
-    def encode(self, weights: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[N, K] to int8 codes [N, K] and float32 scales [N], in the given tensors if any. Each row takes the scale with the
-        least squared error of four, from the smallest that lets its largest magnitude fit to just under twice that. Raises
-        ValueError on NaN or inf."""
-        codes = torch.empty(weights.shape, dtype=torch.int8, device=weights.device) if codes is None else codes
-        scales = torch.empty(len(weights), dtype=torch.float32, device=weights.device) if scales is None else scales
+    def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
+        """Each row takes the scale with the least squared error of four, from the smallest that lets its largest
+        magnitude fit to just under twice that."""
+        out = out or tuple(
+            torch.empty(shape, dtype=dtype, device=weights.device)
+            for dtype, shape in self.tensors(*weights.shape).values()
+        )
         rows_at_once = max(1, (1 << 23) // weights.shape[1])
-        for rows, code, scale in zip(*(t.split(rows_at_once) for t in (weights, codes, scales))):
+        for rows, code, scale in zip(*(t.split(rows_at_once) for t in (weights, *out))):
             rows = rows.float()
-            smallest = rows.abs().amax(1) / self.top
+            smallest = rows.abs().amax(1, keepdim=True) / self.top
             if not torch.isfinite(smallest).all():
                 raise ValueError("NaN or inf cannot be stored as an 8-bit float")
             smallest.clamp_(min=1e-30)
             least = torch.full_like(smallest, torch.inf)
             for step in (0.0, 0.25, 0.5, 0.75):
                 tried = smallest * 2**step
-                written = self.round(rows / tried[:, None])
-                error = (self.decoded(written, tried) - rows).square().sum(1)
+                written = self.round(rows / tried)
+                error = (self.decoded((written, tried)) - rows).square().sum(1, keepdim=True)
                 better = (error < least) | least.isinf()  # the square of magnitudes beyond 1e19 may be, too
-                least[better], scale[better], code[better] = error[better], tried[better], written[better]
-        return codes, scales
+                least[better], scale[better] = error[better], tried[better]
+                code[better[:, 0]] = written[better[:, 0]]
+        return out
 
-    def decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Codes [N, K] and scales [N] to float32 [N, K]."""
-        return self.halves(codes).float().mul_(self.gain * scales[:, None])
+    def decoded(self, tensors: Tensors) -> Tensor:
+        codes, scales = tensors
+        return self.halves(codes).float().mul_(self.gain * scales)
 
-    def check(self, codes: Tensor, scales: Tensor, whole_rows: bool = True) -> None:
-        """Raise ValueError for what encode never writes: codes of NaN or infinity, scales that are not positive and finite, and
-        rows whose largest code is not in the range that encode gives it (for parts of rows: is above that range), a sign of
-        codes of another format."""
+    def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
+        """Raise ValueError for codes of NaN or infinity, scales that are not positive and finite, and rows whose
+        largest code is not in the range that encode gives it (for parts of rows: is above that range), a sign of codes
+        of another format."""
+        codes, scales = tensors
         if not ((scales > 0) & (scales < torch.inf)).all():
             raise ValueError("scales that are not positive and finite")
-        largest = torch.cat([(rows & 0x7F).amax(1) for rows in codes.split(512)])
+        largest = torch.cat([(rows & 0x7F).amax(1, keepdim=True) for rows in codes.split(512)])
         if largest.max() >= self.not_finite:
             raise ValueError("codes of NaN or infinity")
         low, high = self.round(torch.tensor([self.top / 2**0.75, self.top])).tolist()
-        if not whole_rows:
-            low = 0
+        low = low if whole_rows else 0
         if not ((largest >= low) & (largest <= high) | (largest == 0) | (scales < 2e-30)).all():
             raise ValueError(f"codes of a format other than {self.name}")
 
+    def multiply(self, tensors: Tensors, factor: float) -> None:
+        tensors[1].mul_(factor)
 
-@dataclass(eq=False)
-class Matrix:
-    """A weight matrix W of N rows and K columns, applied as y = x W^T."""
+    def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
+        """Codes are decoded a block of rows at a time, so that the halves stay in the CPU's cache."""
+        codes, scales = tensors
+        y, space = row.new_empty(len(codes)), torch.empty(1024, len(row), dtype=torch.int16)
+        for block, part in zip(codes.split(1024), y.split(1024)):
+            torch.mv(self.halves(block, space[: len(block)]), row, out=part)
+        return y * (self.gain * scales[:, 0])
 
-    data: Tensor  # [N, K], in 16 or 32 bits (see kernels.prepacked), or int8 codes
-    scale: Tensor | None = None  # [N] float32, of codes
-    format: Format | None = None  # of codes
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return tuple(self.data.shape)
-
-    @property
-    def rows(self) -> int:
-        return self.data.shape[0]
-
-    @property
-    def columns(self) -> int:
-        return self.data.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-    def encoded(self, format: Format) -> Matrix:
-        """The same in 8 bits. Raises ValueError on NaN or inf."""
-        return Matrix(*format.encode(self.data), format)
-
-    def dense(self) -> Tensor:
-        """W as floats: float32 [N, K] for codes, the data itself otherwise, unpacked from oneDNN's layout if need be."""
-        if self.format is None:
-            return self.data.to_dense() if self.data.is_mkldnn else self.data
-        return self.format.decoded(self.data, self.scale)
+@jit
+def row_scale(w, rows, mask):
+    return tl.load(w[1] + rows, mask=mask, other=0.0)
 
 
 # ---- packed products: a token's product with 8-bit weights, in half precision.
 #
-#      At 8 bits per weight the arithmetic matters: an H200 reads 4.6e12 weights per second and executes 33e12 fp32 operations,
-#      about 7 per weight. Decoding a code, widening it and multiplying it takes 11 instructions. Packed, it takes 3 to 4: PTX
-#      converts two codes at a time to a pair of halves, multiplies the pair by a pair of x in one instruction (fma.rn.f16x2),
-#      and adds up eight products in half precision before the sum is widened to fp32. For this to be sound, the range must be
-#      right: a half ends at 65504 and loses precision below 6e-5, so x is scaled by a power of two, which is exact, such that
-#      eight products with codes of at most 448 stay below 65504 and those that matter lie far above 6e-5. Eight neighbours of
-#      a row must be in one thread.
+#      At 8 bits per weight the arithmetic matters: an H200 reads 4.6e12 weights a second and executes 33e12 fp32
+#      operations, about 7 per weight. Decoding a code, widening it and multiplying it takes 11 instructions. Packed, it
+#      takes 3 to 4: PTX converts two codes at a time to a pair of halves, multiplies the pair by a pair of x in one
+#      instruction (fma.rn.f16x2), and adds up eight products in half precision before the sum is widened to fp32. For
+#      this to be sound the range must be right: a half ends at 65504 and loses precision below 6e-5, so x is scaled by
+#      a power of two, which is exact, such that eight products with codes of at most 448 stay below 65504 and those
+#      that matter lie far above 6e-5. Eight neighbours of a row must be in one thread.
+
+NORM_LIMIT = 30.0  # up to this norm weight, eight packed products of rmsnorm(x) stay below 65504 for K of up to 8192
 
 
-@jit
-def _power_of_two(x):
-    """The largest power of two that is not above x > 0."""
-    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-@jit
-def packed_product(
-    x, norm, w, scale, residual, rows, N, eps,
-    K: tl.constexpr, BLOCK: tl.constexpr, PARTIAL_SUMS: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """kernels.product with packed products. x is read twice, first for its range, and multiplied by the norm in its own
-    type."""
-    offs_k = tl.arange(0, BLOCK)
-    w_tile = load_weights(w, rows, 0, offs_k, N, K, BLOCK)
-    if norm is not None:
-        norm_tile = load_vector(norm, 0, offs_k, K, BLOCK)
-    gdc_wait(PDL)
-    if residual is not None:
-        residual_tile = tl.load(residual + rows, mask=rows < N, other=0.0).to(tl.float32)
-    x_tile = load_vector(x, 0, offs_k, K, BLOCK)
-    # The range of x: with a norm its root mean square, otherwise its largest magnitude
-    squares, peaks = x_tile.to(tl.float32) * x_tile.to(tl.float32), tl.abs(x_tile)
-    for k in tl.static_range(BLOCK, K, BLOCK):
-        x_next = load_vector(x, k, offs_k, K, BLOCK)
-        squares += x_next.to(tl.float32) * x_next.to(tl.float32)
-        peaks = tl.maximum(peaks, tl.abs(x_next))
-    if norm is not None:  # good for norm weights of up to 30
-        inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
-        power = _power_of_two(inv_rms) / 64
-    else:
-        inv_rms = 1.0
-        power = _power_of_two(tl.minimum(16 / tl.maximum(tl.max(peaks).to(tl.float32), 1e-30), 32768.0))
-    # The product, with the next tile of W in flight while this one is multiplied
-    for k in tl.static_range(0, K, BLOCK):
-        w_now = w_tile
-        if k + BLOCK < K:
-            w_tile = load_weights(w, rows, k + BLOCK, offs_k, N, K, BLOCK)
-        if k > 0:
-            x_tile = load_vector(x, k, offs_k, K, BLOCK)
-        x_tile = x_tile * power.to(x_tile.dtype)
-        if norm is not None:
-            x_tile *= norm_tile.to(x_tile.dtype)
-            if k + BLOCK < K:
-                norm_tile = load_vector(norm, k + BLOCK, offs_k, K, BLOCK)
-        sums = PARTIAL_SUMS(w_now, x_tile.to(tl.float16))
-        if k == 0:
-            acc = sums
-        else:
-            acc += sums
-    y = tl.sum(acc, 1) * (inv_rms / power) * (tl.load(scale + rows, mask=rows < N, other=0.0) * GAIN)
-    return y if residual is None else residual_tile + y
+def fit_norm(norm: Tensor, w: Matrix) -> None:
+    """Where norm weights are larger than packed products allow, move a power of two from them into the matrix, which is
+    exact."""
+    peak = norm.abs().max().item() if w.format and w.format.packed_sums else 0.0
+    if NORM_LIMIT < peak < math.inf:
+        factor = 2.0 ** math.ceil(math.log2(peak / NORM_LIMIT))
+        norm.div_(factor)
+        w.format.multiply(w.tensors, factor)
 
 
 def packed_asm(*two_halves: str) -> str:
-    """PTX for eight codes times eight halves, added up in half precision: a float in $0, and zero in $1. two_halves: what
-    turns the two codes in the lower half of register SOURCE, and in the upper half, into the pair of halves p."""
+    """PTX for eight codes times eight halves, added up in half precision: a float in $0, and zero in $1. two_halves:
+    what turns the two codes in the lower half of register SOURCE, and in the upper half, into the pair of halves p."""
     weights, x, lines = 2, 4, []  # the number of the first register of each
     for pair in range(4):
         lines.append(two_halves[pair % 2].replace("SOURCE", f"${weights + pair // 2}"))
@@ -239,10 +299,10 @@ ASM_REGISTERS = constexpr("=&r,=&r,r,r,r,r,r,r")  # the sum and the zero; two re
 
 
 @jit
-def packed_sums(w_tile, x_tile, DECODE: tl.constexpr, ASM: tl.constexpr):
+def packed_sums(w_tile, x_tile, VALUES: tl.constexpr, ASM: tl.constexpr):
     """Codes [ROWS, BLOCK] times halves [1, BLOCK], eight neighbours added up: float32 [ROWS, BLOCK / 8]."""
     if EMULATED:
-        return DECODE(w_tile).to(tl.float32) * x_tile.to(tl.float32)
+        return VALUES(w_tile).to(tl.float32) * x_tile.to(tl.float32)
     sums = tl.inline_asm_elementwise(ASM, ASM_REGISTERS, [w_tile, x_tile], dtype=tl.int8, is_pure=True, pack=8)
     # Eight int8 come back for eight codes: the bytes of the float, then those of the zero
     sums = tl.reshape(sums, [w_tile.shape[0], w_tile.shape[1] // 8, 2, 2, 2]).to(tl.uint8, bitcast=True).to(tl.uint32)
@@ -261,15 +321,10 @@ def _e5m2_bits(codes: Tensor) -> Tensor:
 
 
 @jit
-def _e5m2_decode(codes):
+def _e5m2_values(codes):
     if EMULATED:  # the interpreter decodes some codes wrongly
         return (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True)
     return codes.to(tl.float8e5, bitcast=True).to(tl.float16)
-
-
-@jit
-def _e5m2_products(w_tile, x_tile):
-    return _e5m2_decode(w_tile).to(tl.float32) * x_tile
 
 
 # a permutation of bytes puts each code above a zero byte
@@ -278,12 +333,12 @@ _E5M2_ASM = constexpr(packed_asm("prmt.b32 p, SOURCE, 0, 0x1404;", "prmt.b32 p, 
 
 @jit
 def _e5m2_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, _e5m2_decode, _E5M2_ASM)
+    return packed_sums(w_tile, x_tile, _e5m2_values, _E5M2_ASM)
 
 
-E5M2 = Format(
-    "e5m2", torch.float8_e5m2, not_finite=0x7C, gain=1.0, top=1.75,
-    move_bits=_e5m2_bits, decode=_e5m2_decode, decode_nan=_e5m2_decode, products=_e5m2_products, packed_sums=_e5m2_packed_sums,
+E5M2 = Float8(
+    "e5m2", 8, load_elements, _e5m2_values, row_scale, _e5m2_packed_sums,
+    dtype=torch.float8_e5m2, not_finite=0x7C, top=1.75, move_bits=_e5m2_bits, values_nan=_e5m2_values,
 )  # fmt: skip
 
 
@@ -295,18 +350,18 @@ def _e4m3_bits(codes: Tensor) -> Tensor:
 
 
 @jit
-def _e4m3_decode(codes):
+def _e4m3_values(codes):
     return ((codes.to(tl.int16) << 7) & ~0x4000).to(tl.float16, bitcast=True)
 
 
 @jit
-def _e4m3_decode_nan(codes):
-    return tl.where((codes & 0x7F) == 0x7F, float("nan"), _e4m3_decode(codes)).to(tl.float16)
+def _e4m3_values_nan(codes):
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), _e4m3_values(codes)).to(tl.float16)
 
 
 @jit
-def _e4m3_products(w_tile, x_tile):
-    return _e4m3_decode(w_tile).to(tl.float32) * x_tile
+def _e4m3_row_scale(w, rows, mask):
+    return row_scale(w, rows, mask) * 256.0
 
 
 # as for E5M2, then the bits under the sign move one place to the right
@@ -316,27 +371,25 @@ _E4M3_ASM = constexpr(packed_asm(*(f"prmt.b32 p, SOURCE, 0, {order}; {_UNDER_SIG
 
 @jit
 def _e4m3_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, _e4m3_decode, _E4M3_ASM)
+    return packed_sums(w_tile, x_tile, _e4m3_values, _E4M3_ASM)
 
 
 @jit
 def e4m3_encode(x):
-    """Floats to codes in a kernel, as Format.round does: nearest, ties to even, magnitudes beyond 448 as 448; but NaN
+    """Floats to codes in a kernel, as Float8.round does: nearest, ties to even, magnitudes beyond 448 as 448; but NaN
     and infinity (which E4M3 lacks) both as 0x7f, its NaN, so that they are noticed."""
     a = tl.minimum(tl.abs(x), 448.0)
     bits = a.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # the biases are 127 and 7
-    subnormal = (a + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # the sum's last bit is 2^-9, the unit of subnormals
+    subnormal = (a + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # the sum's last bit is 2^-9, a subnormal's unit
     code = tl.where(a < 0.015625, subnormal, normal)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     return tl.where(tl.abs(x) < float("inf"), code | sign, 0x7F).to(tl.int8)
 
 
-E4M3 = Format(
-    "e4m3", torch.float8_e4m3fn, not_finite=0x7F, gain=256.0, top=448.0,
-    move_bits=_e4m3_bits, decode=_e4m3_decode, decode_nan=_e4m3_decode_nan,
-    products=_e4m3_products, packed_sums=_e4m3_packed_sums,
-    encode_tile=e4m3_encode,
+E4M3 = Float8(
+    "e4m3", 8, load_elements, _e4m3_values, _e4m3_row_scale, _e4m3_packed_sums,
+    gain=256.0, move_bits=_e4m3_bits, values_nan=_e4m3_values_nan, encode_tile=e4m3_encode,
 )  # fmt: skip
 
 
@@ -344,7 +397,7 @@ E4M3 = Format(
 
 
 @jit
-def _native_decode(codes):
+def _native_values(codes):
     return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
@@ -354,31 +407,20 @@ def _native_encode(x):
     return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
 
 
-@jit
-def _native_products(w_tile, x_tile):
-    return _native_decode(w_tile).to(tl.float32) * x_tile
-
-
 _NATIVE_ASM = constexpr(packed_asm(*(f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4m3x2 p, {half};" for half in "ab")))
 
 
 @jit
 def _native_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, _native_decode, _NATIVE_ASM)
+    return packed_sums(w_tile, x_tile, _native_values, _NATIVE_ASM)
 
 
 E4M3_NATIVE = replace(
-    E4M3,
-    gain=1.0,
-    decode=_native_decode,
-    decode_nan=_native_decode,
-    products=_native_products,
-    packed_sums=_native_packed_sums,
-    encode_tile=_native_encode,
-    tensor_cores=True,
-)
+    E4M3, gain=1.0, values=_native_values, values_nan=_native_values, row_scale=row_scale,
+    packed_sums=_native_packed_sums, encode_tile=_native_encode, tensor_cores=True,
+)  # fmt: skip
 
-FORMATS = {format.name: format for format in (E4M3, E5M2)}
+FORMATS: dict[str, Format] = {format.name: format for format in (E4M3, E5M2)}
 
 
 # ---- the product of a prompt
@@ -386,23 +428,27 @@ FORMATS = {format.name: format for format in (E4M3, E5M2)}
 
 @jit
 def _decode_kernel(
-    codes, scale, out, K: tl.constexpr, BLOCK: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr
-):
-    """Decode one block of a row of codes to the type of `out`."""
+    w, out, K: tl.constexpr, BLOCK: tl.constexpr,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, ROW_SCALE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Decode one block of a row to the type of `out`."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0)
     offs_k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offs, mask = row.to(tl.int64) * K + offs_k, offs_k < K
-    y = DECODE(tl.load(codes + offs, mask=mask, other=0)).to(tl.float32) * (tl.load(scale + row) * GAIN)
+    y = VALUES(LOAD(w, offs, mask)).to(tl.float32)
+    if ROW_SCALE is not None:
+        y *= ROW_SCALE(w, row, row >= 0)
     gdc_wait(PDL)
     tl.store(out + offs, y.to(out.dtype.element_ty), mask=mask)
 
 
 def decode_for(w: Matrix, x: Tensor) -> Tensor:
-    """Codes W [N, K] decoded to the type of x, on a GPU."""
-    out, block, format = x.new_empty(w.rows, w.columns), min(4096, triton.next_power_of_2(w.columns)), w.format.on(x.device)
-    cut = dict(K=w.columns, BLOCK=block, DECODE=format.decode, GAIN=format.gain)
-    launch(_decode_kernel, (w.rows, triton.cdiv(w.columns, block)), x.device, w.data, w.scale, out, **cut)
+    """W [N, K] decoded to the type of x, on a GPU."""
+    format, block = w.format.on(x.device), min(4096, triton.next_power_of_2(w.columns))
+    out, grid = x.new_empty(w.rows, w.columns), (w.rows, triton.cdiv(w.columns, block))
+    functions = dict(LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale)
+    launch(_decode_kernel, grid, x.device, w.tensors, out, K=w.columns, BLOCK=block, **functions)
     return out
 
 
@@ -415,7 +461,9 @@ def store_codes(y, codes, scales, row, offs_k, K: tl.constexpr, ENCODE: tl.const
 
 
 @jit
-def _encode_rows_kernel(x, codes, scales, K: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr):
+def _encode_rows_kernel(
+    x, codes, scales, K: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     gdc_launch_dependents(PDL)
     offs_k = tl.arange(0, BLOCK)
     gdc_wait(PDL)
@@ -433,46 +481,33 @@ def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Activations as codes and scales."""
     (codes, scales), (T, K) = empty_codes(x), x.shape
     block = triton.next_power_of_2(K)
-    cut = dict(K=K, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=min(16, max(1, block // 512)))
-    launch(_encode_rows_kernel, (T,), x.device, x, codes, scales, **cut)
+    sizes = dict(K=K, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=min(16, max(1, block // 512)))
+    launch(_encode_rows_kernel, (T,), x.device, x, codes, scales, **sizes)
     return codes, scales
 
 
 @cache
 def _cublas_scales_rows(device: torch.device) -> bool:
-    """Whether cuBLAS multiplies 8-bit floats with one scale per row, as it does on Hopper from CUDA 12.9 on: E4M3 by either
-    format, into any type. Elsewhere torch has its own kernel, for E4M3, whose result is bfloat16."""
+    """Whether cuBLAS multiplies 8-bit floats with one scale per row, as it does on Hopper from CUDA 12.9 on: E4M3 by
+    either format, into any type. Elsewhere torch has its own kernel, for E4M3, whose result is bfloat16."""
     version = tuple(map(int, (torch.version.cuda or "0").split(".")))
     return device.type == "cuda" and capability(device) // 10 == 9 and version >= (12, 9)
 
 
 def on_tensor_cores(w: Matrix) -> bool:
     """Whether tensor cores multiply the codes as they are."""
-    if w.format is None or w.rows % 16 or w.columns % 16:
+    if not isinstance(w.format, Float8) or w.rows % 16 or w.columns % 16:
         return False
     return w.format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
 
 
-def tensor_core_linear(codes: Tensor, scales: Tensor, w: Matrix, dtype: torch.dtype) -> Tensor:
-    """x W^T on 8-bit tensor cores, x given as codes and scales. [T, K] -> [T, N], in dtype where the library supports that."""
+def tensor_core_linear(codes: Tensor, scales: Tensor, w: Matrix, dtype: torch.dtype, accumulate: str) -> Tensor:
+    """x W^T on 8-bit tensor cores, x given as codes and scales. [T, K] -> [T, N], in dtype where the library supports
+    that.
+
+    Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, unless the sums are moved to fp32
+    registers every few products (accumulate "fp32"), which costs a tenth of the speed. The error, a mean square of 2e-6
+    to 6e-6 of the result's, is a hundredth of that from rounding the activations."""
     to = dtype if _cublas_scales_rows(w.data.device) else torch.bfloat16
-    x8, w8 = codes.view(E4M3.dtype), w.data.view(w.format.dtype)
-    return torch._scaled_mm(x8, w8.t(), scales, w.scale[None], out_dtype=to, use_fast_accum=_fast_sums)
-
-
-# Fast accumulation: Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, unless the sums are moved to
-# fp32 registers every few products, which costs a tenth of the speed. The error (a mean square of 2e-6 to 6e-6 of the result's)
-# is a hundredth of the error from rounding the activations.
-
-_fast_sums = False
-
-
-@contextmanager
-def fast_accumulation(on: bool) -> Iterator[None]:
-    """Set whether tensor_core_linear accumulates fast, and restore it afterwards."""
-    global _fast_sums
-    before, _fast_sums = _fast_sums, on
-    try:
-        yield
-    finally:
-        _fast_sums = before
+    x8, w8, w_scales = codes.view(E4M3.dtype), w.data.view(w.format.dtype), w.tensors[1].t()
+    return torch._scaled_mm(x8, w8.t(), scales, w_scales, out_dtype=to, use_fast_accum=accumulate != "fp32")

@@ -1,33 +1,22 @@
-"""Attention of a prompt on Hopper (sm_90), in Gluon: Triton's lower level, where a kernel manages warps and shared memory.
-
-The ordinary kernel in kernels.py reaches half of the product rate: its warps load, multiply and take the softmax in turn. Here
-they are specialised, as in FlashAttention-3 (Shah et al., 2024). Of a program's three warp groups
-
-- one loads: it copies tiles of q, k and v into shared memory (by TMA, Hopper's unit for copying whole tiles) as buffers become
-  free, and has few registers;
-- two multiply: 64 rows of q each. The products run asynchronously: a block's q k^T is started together with the p v of the
-  block before, which is still under way while the block's softmax is computed.
-
-Barriers in shared memory connect the groups: `full` when a tile has arrived, `empty` when both multiplying groups have read it.
-A barrier has a phase, 0 or 1, which flips each time it completes; a wait names the phase it waits for. Keys are visited from
-the last block to the first, so that the blocks on the diagonal, which need a mask, come first.
-
-It is written for heads of dimension 128 and 16-bit caches; an 8-bit cache is decoded for it, one layer at a time. TFLOP/s of
-this kernel, the ordinary one and cuDNN on one H200, 32 heads: 443, 381, 405 at 2048 tokens; 618, 500, 585 at 8192; 618, 481,
-615 at 16384; 606 and 485 for 2048 after 8192 cached. cuDNN builds a plan for each new length, which takes 37 ms, as long as a
-whole prompt. With heads of dimension 64 the ordinary kernel is as fast.
+"""Attention on Hopper, in Gluon: Triton's lower level, where a kernel manages warps, layouts and shared memory. One
+kernel for a prompt (sm_90), one for a few query rows per key/value head: those of a few tokens, or of a single token
+whose heads share keys and values.
 """
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
+
+from launch import INTERPRETED, gdc_launch_dependents, gdc_wait, is_last, split_of
 
 try:
     import triton
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -45,13 +34,32 @@ except ImportError:  # no Triton, or one without Gluon: nothing here is called
         return function or jit
 
 
+# ---- a prompt
+#
+#      The ordinary kernel in attention.py reaches half of the product rate: its warps load, multiply and take the
+#      softmax in turn. Here they are specialised, as in FlashAttention-3 (Shah et al., 2024). Of a program's three warp
+#      groups
+#
+#      - one loads: it copies tiles of q, k and v into shared memory (by TMA, Hopper's unit for copying whole tiles) as
+#        buffers become free, and has few registers;
+#      - two multiply: 64 rows of q each. The products run asynchronously: a block's q k^T is started together with the
+#        p v of the block before, which is still under way while the block's softmax is computed.
+#
+#      Barriers in shared memory connect the groups: `full` when a tile has arrived, `empty` when both multiplying
+#      groups have read it. A barrier has a phase, 0 or 1, which flips each time it completes; a wait names the phase it
+#      waits for. Keys are visited from the last block to the first, so that the blocks on the diagonal, which need a
+#      mask, come first.
+#
+#      It is written for heads of dimension 128 and 16-bit caches; an 8-bit cache is decoded for it, a layer at a time.
+#      With heads of dimension 64 the ordinary kernel is as fast (BENCHMARKS.md).
+
 ROWS, BLOCK_N, HEAD_DIM = 64, 128, 128  # rows of q of each of the two groups, keys in a block
 
 
 @jit
 def _place(pos, T, H, G, positions_at_once, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """First row, head, cached positions and number of key blocks of this program; programs are ordered as in
-    kernels._rows_of_program."""
+    attention._rows_of_program."""
     pid, row_blocks = gl.program_id(0), (T + BLOCK_M - 1) // BLOCK_M
     start_pos = gl.load(pos)
     heads_at_once = gl.maximum(positions_at_once // (start_pos + T), 1) * G
@@ -84,9 +92,11 @@ def _load(
 
 
 @jit
-def _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Add scores to the running softmax: returns their weights, the maximum, the sum, and the factor to rescale the result so
-    far. last: the last position that each row sees."""
+def _softmax(
+    scores, row_max, row_sum, last, n, qk_scale, BLOCK_N: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Add scores to the running softmax: returns their weights, the maximum, the sum, and the factor to rescale the
+    result so far. last: the last position that each row sees."""
     if MASK:
         offs_n = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         scores = gl.where(offs_n[None, :] <= last[:, None], scores, float("-inf"))
@@ -142,7 +152,8 @@ def _multiply(
     row += group * ROWS
     last = start_pos + row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     masked = blocks - (start_pos + row + 1) // BLOCK_N  # blocks that some row does not see whole
-    row_max = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, SCORES))  # finite: the first block may be beyond all rows
+    # Finite: the first block may be beyond all rows
+    row_max = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
     row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([ROWS, D], gl.float32, ACC)
     q = q_tiles.index(group)
@@ -155,7 +166,9 @@ def _multiply(
     n = (blocks - 1) * BLOCK_N
     p, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N, True, SCORES)
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
-    # Its values beyond the length get weight 0, but 0 * NaN is NaN. Both groups clear them, so neither waits for the other
+    # Its values beyond the length get weight 0, but 0 * NaN is NaN. Both groups clear them, so neither waits for the
+    # other. They store the same bytes: a group's own stores come before its product, and those of the other change
+    # nothing.
     if blocks * BLOCK_N > start_pos + T:
         mbarrier.wait(v_full.index(0), 0)
         _clear_rows(v_tiles.index(0), start_pos + T - n, BLOCK_N)
@@ -216,14 +229,16 @@ def _hopper_attention_kernel(
     )  # fmt: skip
 
 
-def attends(q: Tensor) -> bool:
+def attends_prompt(q: Tensor) -> bool:
     """Whether the kernel is meant for such heads, and the prompt is long enough to gain from it."""
     return gluon is not None and len(q) >= 512 and q.shape[2] == HEAD_DIM and q.itemsize == 2
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, positions_at_once: int) -> None:
-    """As kernels.attention, for heads of dimension 128 and a cache in the type of q, into out [T, H D]. positions_at_once: how
-    many positions of one key/value head take up kernels.SHARED_KEYS."""
+def prompt_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, positions_at_once: int
+) -> None:
+    """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T, H D].
+    positions_at_once: how many positions of one key/value head take up attention.SHARED_KEYS."""
     (T, H, D), (KH, S, _) = q.shape, k_cache.shape
     kind = getattr(gl, str(q.dtype).removeprefix("torch."))
 
@@ -235,4 +250,185 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Ten
     descriptors = (tiles(q, T, H * D, ROWS), keys, values, tiles(out, T, H * D, ROWS))
     grid, sizes = (triton.cdiv(T, 2 * ROWS) * H,), dict(D=D, ROWS=ROWS, BLOCK_N=BLOCK_N, STAGES=2)
     qk_scale = math.log2(math.e) / math.sqrt(D)
-    _hopper_attention_kernel[grid](*descriptors, pos, T, qk_scale, S, H, H // KH, positions_at_once, **sizes, num_warps=4)
+    args = (*descriptors, pos, T, qk_scale, S, H, H // KH, positions_at_once)
+    with torch.cuda.device(q.device):
+        _hopper_attention_kernel[grid](*args, **sizes, num_warps=4)
+
+
+# ---- a few rows
+#
+#      16 rows are one side of the tensor core instruction (mma.m16n8k16), the positions the other. Each warp takes 16
+#      positions at a time and has a softmax of its own over them, so that nothing passes between warps until the end.
+#      No key or value goes through shared memory: as in kernels.py's product of a few tokens, a thread loads 16 bytes
+#      straight into the registers of the instruction.
+#
+#      - Keys: neighbouring elements of one position. The instruction may add up their products with q in any order, as
+#        long as q is loaded in the same order; this is what a k_width of 8, or of 16 for an 8-bit cache, means in
+#        DotOperandLayout.
+#      - Values: neighbouring elements of each of four positions, since here the sum is over positions, four a thread.
+#        Neighbours are columns of the results of different instructions, so column n of the result is not column n of
+#        the head: `_head_column` says which it is.
+
+FEW_M = 16  # rows of a program
+
+
+@jit
+def _load_keys(k, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr):
+    """Keys of 16 W positions from n on, zero before `low` and from `end` on: [W, BLOCK_D, 16]."""
+    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, KEYS)))[:, None, None]
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(2, KEYS)))[None, :, None]
+    p = n + warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, KEYS)))[None, None, :]
+    return gl.load(k + p * D + d, mask=(p >= low) & (p < end) & (d < D), other=0)
+
+
+@jit
+def _load_values(v, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr):
+    """The same for values, E neighbours in dimension 1; dimension 0 is lanes, warps and registers, in this order."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [W, 1], [1, 0])
+    i = gl.arange(0, BLOCK_D // (8 * E) * 4 * W * 32, gl.SliceLayout(1, TILE))[:, None]
+    lane, warp, register = i % 32, i // 32 % W, i // (32 * W)
+    p = n + warp * 16 + register // 2 % 2 * 8 + lane % 4 * 2 + register % 2
+    d = register // 4 * (8 * E) + lane // 4 * E + gl.arange(0, E, gl.SliceLayout(0, TILE))[None, :]
+    return gl.load(v + p * D + d, mask=(p >= low) & (p < end) & (d < D), other=0)
+
+
+@jit
+def _values_operand(tile, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr, VALUES: gl.constexpr):
+    """[W, 16, BLOCK_D]: every element stays in its thread."""
+    tile = gl.permute(gl.reshape(tile, [BLOCK_D // (8 * E), 2, 2, W, 8, 4, E]), [3, 1, 5, 2, 0, 6, 4])
+    return gl.convert_layout(gl.reshape(tile, [W, 16, BLOCK_D]), VALUES)
+
+
+@jit
+def _head_column(n, E: gl.constexpr):
+    """The column of the head that is in column n of the result."""
+    return n // (8 * E) * (8 * E) + n % 8 * E + n // 8 % E
+
+
+@jit
+def _merge(partial, ends, first, used, mask_row, columns, BLOCK_D: gl.constexpr, AT_ONCE: gl.constexpr):
+    """Merge the softmaxes of the splits into one: sum and unnormalised result of each row. first: the slots of the
+    first split's rows."""
+    ROW: gl.constexpr = first.type.layout
+    Y: gl.constexpr = ROW.parent
+    peak = gl.full([16], -1e30, gl.float32, ROW)
+    total = gl.zeros([16], gl.float32, ROW)
+    y = gl.zeros([16, BLOCK_D], gl.float32, Y)
+    for begin in range(0, used, AT_ONCE):
+        maxima = ()
+        sums = ()
+        parts = ()
+        new_peak = peak
+        for s in gl.static_range(AT_ONCE):
+            slot, mask = first + (begin + s) * 16, mask_row & (begin + s < used)
+            maxima = maxima + (gl.load(ends + slot * 2, mask=mask, other=-1e30, cache_modifier=".cg"),)
+            sums = sums + (gl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"),)
+            part = partial + slot[:, None] * BLOCK_D + columns[None, :]
+            parts = parts + (gl.load(part, mask=mask[:, None], other=0.0, cache_modifier=".cg"),)
+            new_peak = gl.maximum(new_peak, maxima[s])
+        rescale = gl.exp2(peak - new_peak)
+        total *= rescale
+        y *= rescale[:, None]
+        for s in gl.static_range(AT_ONCE):
+            weight = gl.exp2(maxima[s] - new_peak)
+            total += weight * sums[s]
+            y += weight[:, None] * parts[s]
+        peak = new_peak
+    return total, y
+
+
+@jit
+def few_attention_kernel(
+    q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
+    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr,
+    SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """16 of the T G rows of a key/value head over one split of the positions; attention.py explains how splits are
+    merged."""
+    gdc_launch_dependents(PDL)
+    # Elements that a thread loads at once, of a key, and of a value: fewer with small heads in 8 bits
+    E: gl.constexpr = 128 // k_cache.dtype.element_ty.primitive_bitwidth
+    EV: gl.constexpr = E if 8 * E <= BLOCK_D else BLOCK_D // 8
+    BLOCK_N: gl.constexpr = 16 * W
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    ROWS: gl.constexpr = gl.DotOperandLayout(0, MMA, E)
+    KEYS: gl.constexpr = gl.DotOperandLayout(1, MMA, E)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    VALUES: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    pid, split = gl.program_id(0), gl.program_id(1)
+    blocks = gl.cdiv(T * G, 16)
+    head, top = pid // blocks, pid % blocks * 16
+    k_head = k_cache + head.to(gl.int64) * S * D
+    v_head = v_cache + head.to(gl.int64) * S * D
+    # Before the wait: the part of the first block that earlier steps have cached
+    start_pos = gl.load(pos)
+    used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
+    k = _load_keys(k_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, KEYS)
+    v = _load_values(v_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, EV)
+    gdc_wait(PDL)
+    if split < used:
+        warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
+        row = top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None] + warp * 0
+        d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
+        q_tile = gl.load(q + (row // G * H + head * G + row % G) * D + d, mask=(row < T * G) & (d < D), other=0.0)
+        if start + BLOCK_N > start_pos:
+            k += _load_keys(k_head, start, start_pos, end, D, BLOCK_D, W, KEYS)
+            v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, W, EV)
+        warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
+        own = warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+        last = start_pos + (top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]) // G
+        row_max = gl.full([W, 16], -1e30, gl.float32, gl.SliceLayout(2, MMA))  # finite: a warp may see nothing
+        row_sum = gl.zeros([W, 16], gl.float32, gl.SliceLayout(2, MMA))
+        acc = gl.zeros([W, 16, BLOCK_D], gl.float32, MMA)
+        for n in range(start, end, BLOCK_N):
+            # The next block is in flight while this one is used
+            k_now, v_now = k, v
+            k = _load_keys(k_head, n + BLOCK_N, start, end, D, BLOCK_D, W, KEYS)
+            v = _load_values(v_head, n + BLOCK_N, start, end, D, BLOCK_D, W, EV)
+            k_tile = (k_now if DECODE is None else DECODE(k_now)).to(q_tile.dtype)
+            v_tile = _values_operand(
+                (v_now if DECODE is None else DECODE(v_now)).to(q_tile.dtype), BLOCK_D, W, EV, VALUES
+            )
+            scores = mma_v2(q_tile, k_tile, gl.zeros([W, 16, 16], gl.float32, MMA))
+            scores = gl.where((n + own <= last) & (n + own < end), scores, float("-inf"))
+            new_max = gl.maximum(row_max, gl.max(scores, 2))
+            p = gl.exp2((scores - new_max[:, :, None]) * qk_scale)
+            rescale = gl.exp2((row_max - new_max) * qk_scale)
+            row_sum = row_sum * rescale + gl.sum(p, 2)
+            acc = mma_v2(gl.convert_layout(p.to(q_tile.dtype), WEIGHTS), v_tile, acc * rescale[:, :, None])
+            row_max = new_max
+        # Merge the warps' softmaxes; each thread has all W values of its elements
+        LANES: gl.constexpr = BLOCK_D // 4 if BLOCK_D < 128 else 32
+        ALL: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 32 // LANES, LANES], [1, W, 1], [2, 1, 0])
+        Y: gl.constexpr = gl.SliceLayout(0, ALL)
+        maxima = gl.convert_layout(row_max, gl.SliceLayout(2, ALL))
+        peak = gl.max(maxima, 0)
+        weight = gl.exp2((maxima - peak[None, :]) * qk_scale)
+        total = gl.convert_layout(
+            gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0), gl.SliceLayout(1, Y)
+        )
+        y = gl.sum(gl.convert_layout(acc, ALL) * weight[:, :, None], 0) * v_scale
+        row, column = top + gl.arange(0, 16, gl.SliceLayout(1, Y)), gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
+        offs_d = _head_column(column, EV)[None, :]
+        offs = (row // G * H + head * G + row % G)[:, None] * D + offs_d
+        mask_row = row < T * G
+        if used > 1:
+            first = pid * SPLITS * 16 + row - top
+            slot = first + split * 16
+            gl.store(ends + slot * 2, gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale, mask=mask_row)
+            gl.store(ends + slot * 2 + 1, total, mask=mask_row)
+            gl.store(partial + slot[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None])
+            if is_last(arrived + pid, used):
+                AT_ONCE: gl.constexpr = SPLITS if SPLITS < 8 else 8
+                total, y = _merge(partial, ends, first, used, mask_row, column, BLOCK_D, AT_ONCE)
+                result = (y / total[:, None]).to(out.dtype.element_ty)
+                gl.store(out + offs, result, mask=mask_row[:, None] & (offs_d < D))
+        else:
+            result = (y / total[:, None]).to(out.dtype.element_ty)
+            gl.store(out + offs, result, mask=mask_row[:, None] & (offs_d < D))
+
+
+def attends_few(q: Tensor, rows: int) -> bool:
+    """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are as fast."""
+    T, _, D = q.shape
+    return gluon is not None and not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128

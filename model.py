@@ -7,8 +7,9 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import astuple, dataclass, field, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,12 @@ import torch
 from torch import Tensor
 
 import kernels
-import parallel
-from files import one_line
-from fp8 import Matrix, fast_accumulation
+from fp8 import Matrix, fit_norm
+from launch import Scratch
 from sampling import Sampler, Sampling
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
-# Prompt lengths captured as CUDA graphs: up to here the host takes longer to launch the kernels than the GPU to run them
+# Prompt lengths captured as CUDA graphs: up to here launching the kernels takes the host longer than the GPU runs them
 PADDED = (8, 16, 32, *range(64, 513, 64))
 
 
@@ -31,8 +31,8 @@ PADDED = (8, 16, 32, *range(64, 513, 64))
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the angles of RoPE are stretched for a longer context: "linear" (Chen et al., 2023), "yarn" (Peng et al., 2023) or
-    "llama3" (Meta, 2024)."""
+    """How the angles of RoPE are stretched for a longer context: "linear" (Chen et al., 2023), "yarn" (Peng et al.,
+    2023) or "llama3" (Meta, 2024)."""
 
     kind: str
     factor: float
@@ -78,17 +78,22 @@ class Config:
         return self.n_kv_heads * self.head_dim
 
     def cut(self, ranks: int) -> Config:
-        """The config of one of several ranks (parallel.py). Raises ValueError if the model cannot be divided among so many."""
+        """The config of one of several ranks (parallel.py). Raises ValueError if the model cannot be divided among so
+        many."""
         if ranks == 1:
             return self
-        for what, count in ((f"{self.n_heads} query heads", self.n_heads), (f"hidden_dim {self.hidden_dim}", self.hidden_dim)):
+        for count, what in (
+            (self.n_heads, f"{self.n_heads} query heads"),
+            (self.hidden_dim, f"hidden_dim {self.hidden_dim}"),
+        ):
             if count % ranks:
                 raise ValueError(f"{what} cannot be divided evenly among {ranks} processes")
         if self.n_kv_heads % ranks and ranks % self.n_kv_heads:
             raise ValueError(
                 f"{self.n_kv_heads} key/value heads can be neither divided nor repeated evenly among {ranks} processes"
             )
-        n_heads, n_kv_heads, hidden_dim = self.n_heads // ranks, max(1, self.n_kv_heads // ranks), self.hidden_dim // ranks
+        n_heads, n_kv_heads = self.n_heads // ranks, max(1, self.n_kv_heads // ranks)
+        hidden_dim = self.hidden_dim // ranks
         return replace(self, ranks=ranks, n_heads=n_heads, n_kv_heads=n_kv_heads, hidden_dim=hidden_dim)
 
     @property
@@ -96,24 +101,25 @@ class Config:
         return -(-self.vocab_size // self.ranks)
 
     @property
-    def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """Shapes [N, K] of the matrices of one layer, by the names of LayerWeights."""
-        return {
-            "wqkv": (self.q_dim + 2 * self.kv_dim, self.dim),
-            "wo": (self.dim, self.q_dim),
-            "w13": (2 * self.hidden_dim, self.dim),
-            "w2": (self.dim, self.hidden_dim),
-        }
+    def layer_table(self) -> list[Stored]:
+        """The rows of LAYER that this model has: qkv_bias and qk_norm are flags of the config."""
+        return [info for info in LAYER if getattr(self, info.field, True)]
 
     @property
-    def layer_vectors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the other tensors of one layer, by the names of LayerWeights."""
-        shapes: dict[str, tuple[int, ...]] = {"attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
-        if self.qkv_bias:
-            shapes["qkv_bias"] = (self.q_dim + 2 * self.kv_dim,)
-        if self.qk_norm:
-            shapes["qk_norm"] = (2, self.head_dim)
-        return shapes
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors of one layer as the model holds them, by the names of LayerWeights."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for info in self.layer_table:
+            rows, *columns = info.shape(self)
+            above = shapes[info.field][0] if info.field in shapes else 0
+            shapes[info.field] = (above + rows, *columns)
+        return shapes | ({"qk_norm": (2, self.head_dim)} if self.qk_norm else {})
+
+    @property
+    def layer_matrices(self) -> dict[str, tuple[int, int]]:
+        """Those of them that may be stored in a format: shapes [N, K]."""
+        matrices = {info.field for info in LAYER if info.matrix}
+        return {name: shape for name, shape in self.layer_shapes.items() if name in matrices}
 
 
 # ---- weights
@@ -143,9 +149,66 @@ class Weights:
         return [m for layer in self.layers for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)] + [self.output]
 
     @property
+    def normed(self) -> list[tuple[Tensor, Matrix]]:
+        """Each norm, with the matrix that multiplies what it normalised."""
+        pairs = [(layer.attention_norm, layer.wqkv) for layer in self.layers]
+        return [*pairs, *((layer.ffn_norm, layer.w13) for layer in self.layers), (self.norm, self.output)]
+
+    @property
     def over_ranks(self) -> list[Matrix]:
         """The matrices whose products are summed or gathered over the ranks."""
         return [m for layer in self.layers for m in (layer.wo, layer.w2)] + [self.output]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as checkpoints store it, and where it goes: all that checkpoint.py knows of names, shapes and cuts."""
+
+    field: str  # of LayerWeights or Weights; tensors of the same field are joined, in the order of the table
+    dims: tuple[str, ...]  # its shape, in sizes of Config; of those in CUT, each rank has a share
+    meta: str  # its name in Meta's layout
+    hugging_face: str  # its name in Hugging Face's
+    rotated: bool = False  # its rows are subject to RoPE: the two layouts have them in different orders
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it is applied as y = x W^T, so that it may be stored in a format."""
+        return len(self.dims) == 2 and self.field != "embedding"
+
+    def shape(self, c: Config) -> tuple[int, ...]:
+        return tuple(getattr(c, dim) for dim in self.dims)
+
+    def name(self, hugging_face: bool, layer: int | None = None) -> str:
+        """Its name in a file of one of the two layouts; layer: which one, if it is in LAYER."""
+        prefix = "" if layer is None else f"{'model.' if hugging_face else ''}layers.{layer}."
+        return prefix + (self.hugging_face if hugging_face else self.meta)
+
+
+LAYER = (
+    Stored("attention_norm", ("dim",), "attention_norm.weight", "input_layernorm.weight"),
+    Stored("wqkv", ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", rotated=True),
+    Stored("wqkv", ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", rotated=True),
+    Stored("wqkv", ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight"),
+    Stored("qkv_bias", ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", rotated=True),
+    Stored("qkv_bias", ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", rotated=True),
+    Stored("qkv_bias", ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias"),
+    Stored("qk_norm", ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight", rotated=True),
+    Stored("qk_norm", ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight", rotated=True),
+    Stored("wo", ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight"),
+    Stored("ffn_norm", ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight"),
+    Stored("w13", ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight"),
+    Stored("w13", ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight"),
+    Stored("w2", ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight"),
+)  # fmt: skip
+EMBEDDING = Stored("embedding", ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight")
+NORM = Stored("norm", ("dim",), "norm.weight", "model.norm.weight")
+OUTPUT = Stored("output", ("output_rows", "dim"), "output.weight", "lm_head.weight")  # unless tied
+CUT = {  # sizes of which each rank has a share, and what is shared out
+    "q_dim": "n_heads",
+    "kv_dim": "n_kv_heads",
+    "hidden_dim": "hidden_dim",
+    "output_rows": "vocab_size",
+}
 
 
 # ---- the model
@@ -163,17 +226,19 @@ class Llama:
     ctx_size: int  # default size of its cache, in positions
     checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
     kv_fp8: bool = False  # keys and values in 8 bits
-    fp16_sums: bool = False  # a prompt's products accumulate in half precision
-    fast_sums: bool = True  # those of 8-bit floats accumulate fast, see fp8.fast_accumulation
+    accumulate: str = "auto"  # how a prompt's products are summed, see kernels.py
+    ranks: Any = None  # the parallel.Ranks that share it, if several
     ops: SimpleNamespace = field(init=False, repr=False)
-    exchange: parallel.Exchange | None = field(init=False, default=None, repr=False)  # for one token's sums over ranks
+    exchange: Any = field(init=False, default=None, repr=False)  # parallel.Exchange, for one token's sums over ranks
     _graph: tuple = field(default=(None, None), repr=False)  # the last captured decode step: its key, its graph
 
+    @torch.inference_mode()
     def __post_init__(self) -> None:
         self.ops = kernels.BACKENDS[self.backend]
-        if self.config.ranks > 1:
-            self.exchange = parallel.make_exchange(self.weights.over_ranks, self.backend, self.device)
-            self.ops = parallel.ops(self.backend, self.exchange)
+        if self.ranks and self.ranks.size > 1:
+            self.ops, self.exchange = self.ranks.cut_ops(self.ops, self.weights.over_ranks, self.backend, self.device)
+        for norm, w in self.weights.normed:
+            fit_norm(norm, w)
 
     def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""
@@ -186,18 +251,17 @@ class Llama:
 
     def _forward(self, T: int, cache: KVCache, logits: Tensor, row: Tensor | None = None) -> Tensor:
         """Evaluate the T tokens already at cache.pos; logits [n, V] are filled for the last n of them, or for `row`."""
-        ops, w, eps = self.ops, self.weights, self.config.norm_eps
-        pos, rope = cache.device_pos, cache.rope
-        with kernels.fp16_accumulation(self.fp16_sums), fast_accumulation(self.fast_sums):
-            x = ops.embedding(cache.tokens, pos, T, w.embedding)
-            for layer, k, v in zip(w.layers, cache.k, cache.v):
-                extra = layer.qkv_bias, layer.qk_norm
-                q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, *extra)
-                x = ops.linear_add(ops.attention(q, k, v, pos), layer.wo, x)
-                h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps)
-                x = ops.linear_add(h, layer.w2, x)
-            x = x[T - len(logits) :] if row is None else x.index_select(0, row)
-            ops.rmsnorm_linear(x, w.norm, w.output, eps, logits)
+        ops, w, eps, accumulate = self.ops, self.weights, self.config.norm_eps, self.accumulate
+        pos, rope, scratch = cache.device_pos, cache.rope, cache.scratch
+        x = ops.embedding(cache.tokens, pos, T, w.embedding)
+        for layer, k, v in zip(w.layers, cache.k, cache.v):
+            extra = layer.qkv_bias, layer.qk_norm, accumulate
+            q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, scratch, *extra)
+            x = ops.linear_add(ops.attention(q, k, v, pos, scratch, accumulate), layer.wo, x, accumulate)
+            h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps, accumulate)
+            x = ops.linear_add(h, layer.w2, x, accumulate)
+        x = x[T - len(logits) :] if row is None else x.index_select(0, row)
+        ops.rmsnorm_linear(x, w.norm, w.output, eps, logits, accumulate)
         cache.advance(T)
         return logits
 
@@ -206,8 +270,8 @@ class Llama:
         self._forward(T, cache, cache.logits.view(1, -1))
 
     def prefill(self, tokens: list[int], cache: KVCache, progress: Callable[[int, int], None] | None = None) -> None:
-        """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is called with the number of
-        tokens done and the total."""
+        """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is called with the number
+        of tokens done and the total."""
         cache.check_room(len(tokens))
         start = cache.pos
         for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
@@ -222,9 +286,9 @@ class Llama:
                 progress(cache.pos - start, len(tokens))
 
     def _padded_step(self, T: int, length: int, cache: KVCache) -> None:
-        """`step` for T tokens, padded to `length` with copies of the last one. What is cached for the padding lies beyond
-        cache.pos, so its weight is 0; but 0 * NaN is NaN, so the padding may not be whatever an earlier prompt left there.
-        Captured as a CUDA graph the first time, replayed from then on."""
+        """`step` for T tokens, padded to `length` with copies of the last one. What is cached for the padding lies
+        beyond cache.pos, so its weight is 0; but 0 * NaN is NaN, so the padding may not be whatever an earlier prompt
+        left there. Captured as a CUDA graph the first time, replayed from then on."""
         start, end, graphs = cache.pos, cache.pos, cache.prompt_graphs
         cache.tokens[start + T : start + length] = cache.tokens[start + T - 1]
         cache.row.fill_(T - 1)
@@ -232,8 +296,10 @@ class Llama:
             if length in graphs:
                 graphs[length].replay()
             else:
-                pool = next((graph.pool() for graph in graphs.values()), None)  # shared by all: nothing outlives a replay
-                graphs[length] = captured(lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row), pool)
+                # Their memory is shared by all: nothing outlives a replay
+                pool = next((graph.pool() for graph in graphs.values()), None)
+                step = lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row)
+                graphs[length] = captured(step, self.device, pool)
             end = start + T
         finally:
             cache.seek(end)
@@ -244,10 +310,10 @@ class Llama:
         return self.device.type == "cuda" and self.backend == "triton"
 
     def graph(self, cache: KVCache, sampler: Sampler, banned: Tensor | None) -> torch.cuda.CUDAGraph:
-        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured again only when
-        the cache, the sampler's form or the banned ids change; the cache is not kept alive."""
-        form = sampler.form(self.config.vocab_size, cache.size)
-        key = (weakref.ref(cache), sampler, form, None if banned is None else tuple(banned.tolist()))
+        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured again only when the
+        cache, the sampler's switches or the banned ids change; the cache is not kept alive."""
+        switches = sampler.switches(self.config.vocab_size, cache.size)
+        key = (weakref.ref(cache), sampler, switches, None if banned is None else tuple(banned.tolist()))
         if self._graph[0] != key:
             pos, logits = cache.pos, cache.logits.clone()
 
@@ -256,7 +322,7 @@ class Llama:
                 self.step(1, cache)
 
             try:
-                self._graph = (key, captured(run), banned)  # kept, since the graph reads it
+                self._graph = (key, captured(run, self.device), banned)  # kept, since the graph reads it
             finally:
                 cache.seek(pos)
                 cache.logits.copy_(logits)
@@ -264,7 +330,8 @@ class Llama:
 
     @property
     def suits_one_thread(self) -> bool:
-        """Whether one thread is best on a CPU: the matrices fit into the caches, where threads mostly wait for each other."""
+        """Whether one thread is best on a CPU: the matrices fit into the caches, where threads mostly wait for each
+        other."""
         return sum(m.nbytes for m in self.weights.matrices) <= 32 << 20
 
     @property
@@ -272,20 +339,29 @@ class Llama:
         return torch.int8 if self.kv_fp8 else self.dtype
 
 
-def captured(run: Callable[[], object], pool: tuple[int, int] | None = None) -> torch.cuda.CUDAGraph:
-    """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one. `run` is called once before, to
-    compile what is not compiled yet."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    collects = gc.isenabled()
-    gc.disable()  # freeing an old graph would end the capture
-    try:
-        with torch.cuda.graph(graph, pool):
-            run()
-    finally:
-        if collects:
-            gc.enable()
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs of a GPU, so that they can share memory. torch's own default is one of the first GPU used."""
+    return torch.cuda.Stream(device)
+
+
+def captured(
+    run: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
+) -> torch.cuda.CUDAGraph:
+    """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one. `run` is called once
+    before, to compile what is not compiled yet."""
+    with torch.cuda.device(device):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        collects = gc.isenabled()
+        gc.disable()  # freeing an old graph would end the capture
+        try:
+            with torch.cuda.graph(graph, pool, _capture_stream(device)):
+                run()
+        finally:
+            if collects:
+                gc.enable()
     return graph
 
 
@@ -298,7 +374,7 @@ def rope_table(config: Config, length: int) -> Tensor:
     freqs = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     if scaling and scaling.kind == "linear":
         freqs = freqs / scaling.factor
-    if scaling and scaling.kind == "llama3":  # low frequencies are divided by factor, high ones kept, with a ramp between
+    if scaling and scaling.kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
         turns = scaling.original_max_seq_len * freqs / (2 * math.pi)
         ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         keep = ramp.clamp(0, 1)
@@ -328,11 +404,11 @@ class KVCache:
         self.row = torch.zeros(1, dtype=torch.int64, device=model.device)  # index of a padded prompt's last token
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of padded prompts, by length
         self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
-        self.host_tokens = torch.zeros(
-            size, dtype=torch.int32, pin_memory=model.device.type == "cuda"
-        )  # sampled ones, for the host
+        pinned = model.device.type == "cuda"
+        self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)  # sampled ones, for the host
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
         self.sampler = Sampler(model.device)  # how the next one is chosen
+        self.scratch = Scratch(model.device)
         self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
         self.v = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
         self.rope = rope_table(c, size).to(model.device)  # [S, D/2, 2]
@@ -407,20 +483,19 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     decode: Callable[..., Iterator[int]] | None = None,
 ) -> Iterator[int]:
-    """Evaluate the prompt, then yield new tokens: at most n (-1: no limit), until an eos (yielded too) or a full context.
+    """Evaluate the prompt, then yield new tokens: at most n (-1: no limit), until an eos (yielded too) or a full
+    context.
 
     The beginning of the prompt that the cache already holds is not evaluated again. eos: by default the config's.
     progress: as in prefill.
     decode: a replacement for decoding token by token, such as Speculation.decode.
-    Raises ValueError when the prompt is longer than the cache or contains an id that the model does not have, RuntimeError when
-    the logits are not finite.
+    Raises ValueError when the prompt is longer than the cache or contains an id that the model does not have,
+    RuntimeError when the logits are not finite.
     """
     assert prompt, "a prompt has at least one token: bos"
     V = model.config.vocab_size
-    if not 0 <= min(prompt) <= max(prompt) < V:
-        raise ValueError(
-            f"the prompt contains the id {min(prompt) if min(prompt) < 0 else max(prompt)}; the model's are 0 .. {V - 1}"
-        )
+    if wrong := [i for i in prompt if not 0 <= i < V]:
+        raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")
     cache = cache or KVCache(model)
     cache.sampler.set(sampling)
     eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]  # a tokenizer without one says -1
@@ -432,23 +507,28 @@ def generate(
     timings.prompt_tokens += len(prompt) - reused
     banned = torch.tensor(list(eos), device=model.device) if ignore_eos and eos else None
     decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
-    ranks = parallel.group()
-    with ranks.stopping_together(), closing(decode(model, cache, n, cache.sampler, banned)) as tokens:
+    ranks = model.ranks
+    stopping = ranks.stopping_together() if ranks else nullcontext()
+    with stopping, closing(decode(model, cache, n, cache.sampler, banned)) as tokens:
         for i, token in enumerate(tokens):
-            ranks.check_stop()
+            if ranks:
+                ranks.check_stop()
             timings.add(time.perf_counter() - start, first=i == 0)
             start = time.perf_counter()
             if token < 0:
-                raise RuntimeError(one_line(not_finite(model)))
+                raise RuntimeError(not_finite(model))
             yield token
             if token in eos and not ignore_eos:
                 return
 
 
+BANNED = -1e9  # a logit that no temperature of up to a million draws; finite, since others are an error
+
+
 def choose_next(model: Llama, cache: KVCache, logits: Tensor, sampler: Sampler, banned: Tensor | None) -> None:
     """Sample the token at cache.pos, into cache.tokens and cache.host_tokens. logits [V] may be overwritten."""
     if banned is not None:
-        logits.index_fill_(0, banned, -1e4)
+        logits.index_fill_(0, banned, BANNED)
     model.ops.sample(logits, cache.tokens, cache.host_tokens, cache.device_pos, sampler)
 
 
@@ -469,18 +549,18 @@ def _decode(model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tens
 
 
 def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tensor | None) -> Iterator[int]:
-    """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), with the host one step ahead: while
-    it reads a token, the GPU computes the next. Token and position stay on the device."""
+    """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), with the host one step ahead:
+    while it reads a token, the GPU computes the next. Token and position stay on the device."""
     if n == 0:
         return
     graph = model.graph(cache, sampler, banned)
     first, read = cache.pos, 0
-    done = [torch.cuda.Event(), torch.cuda.Event()]
+    stream, done = torch.cuda.current_stream(model.device), [torch.cuda.Event(), torch.cuda.Event()]
     try:
         for launched in range(n + 1):
             if launched < n:
                 graph.replay()
-                done[launched % 2].record()
+                done[launched % 2].record(stream)
             if launched > 0:
                 read = launched - 1
                 done[read % 2].synchronize()

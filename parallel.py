@@ -1,15 +1,16 @@
-"""One model on several processes, each with a GPU of its own and a part of every matrix: tensor parallelism (Megatron-LM,
-Shoeybi et al., 2019). torchrun starts the processes and ends them together; each is a rank, 0 to size - 1.
+"""One model on several processes, each with a GPU of its own and a part of every matrix: tensor parallelism
+(Megatron-LM, Shoeybi et al., 2019). torchrun starts the processes and ends them together; each is a rank.
 
-A rank has its share of the query heads, the key/value heads, hidden_dim and the vocabulary; the embedding and the norms are
-replicated. So wqkv, w13 and the output matrix are cut by rows, and all that follows from those rows (RoPE, the cache,
-attention, SwiGLU) is done where they are. wo and w2 are cut by columns: each rank has one term of their product, and the sum
-over the ranks is x again, the same on all of them. Two sums per layer and one gather of the logits at the end are all the
-communication there is. All ranks sample from the same logits with the same random number, so the token need not be sent.
+A rank has its share of the query heads, the key/value heads, hidden_dim and the vocabulary; the embedding and the norms
+are replicated. So wqkv, w13 and the output matrix are cut by rows, and all that follows from those rows (RoPE, the
+cache, attention, SwiGLU) is done where they are. wo and w2 are cut by columns: each rank has one term of their product,
+and the sum over the ranks is x again, the same on all of them. Two sums per layer and one gather of the logits at the
+end are all the communication there is. All ranks sample from the same logits with the same random number, so the token
+need not be sent.
 
-The model is unaware of this: it runs on a table of ops like any other, in which `linear_add` ends with a sum over the ranks
-and `rmsnorm_linear` with a gather. Both go through NCCL (gloo on CPUs), which always works and suits prompts; or, for a single
-token, if each GPU can write to the others' memory, through the exchange further down.
+The model is unaware of this: it runs on a table of ops like any other, in which `linear_add` ends with a sum over the
+ranks and `rmsnorm_linear` with a gather: through NCCL (gloo on CPUs), which suits prompts, or, for a single token, if
+each GPU can write to the others' memory, through the exchange further down.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -20,9 +21,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cached_property
 from types import SimpleNamespace
-from typing import TextIO, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,71 +32,89 @@ from torch import Tensor
 import kernels
 from fp8 import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
-from terminal import rank_variables
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(days=20)  # how long ranks wait while the user thinks; if one dies, torchrun ends the others
-
+VARIABLES = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)  # of torchrun, and their values without it
 
 # ---- the ranks
 
 
-class Group:
-    """The processes that share a model: torchrun's, or this one alone."""
+class Ranks:
+    """The processes that share a model, as one of them sees them: by default this one alone."""
 
-    def __init__(self) -> None:
-        found = rank_variables()
-        self.rank, self.size = found["RANK"], found["WORLD_SIZE"]
-        self.local_rank, self.local_size = found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]
-        self._stop: type[BaseException] | None = None  # what this rank would raise if it were alone
-        self._asking: tuple | None = None  # the all-reduce under way: does any rank want to stop?
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1):
+        """local: among those of this host."""
+        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self._reason: BaseException | None = None  # what this rank would raise if it were alone
+        self._asking: tuple[dist.Work, Tensor] | None = None  # the all-reduce under way: does any rank want to stop?
 
-    @property
-    def store(self) -> dist.Store:
+    @classmethod
+    def of_torchrun(cls) -> Ranks:
+        """The ranks that the environment describes; one without torchrun. Raises ValueError."""
+        given = {name: os.environ[name] for name in (*VARIABLES, "MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+        try:
+            rank, size, local_rank, local_size = (int(given.get(name, value)) for name, value in VARIABLES.items())
+        except ValueError:
+            rank = size = 0
+        if not 0 <= rank < size or size > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= given.keys():
+            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"the environment has {shown}: torchrun sets all of RANK, WORLD_SIZE, MASTER_ADDR, ...")
+        return cls(rank, size, local_rank, local_size)
+
+    @cached_property
+    def _store(self) -> dist.Store:
         """The key-value store that torchrun keeps for its ranks."""
-        return _store()
+        return next(iter(dist.rendezvous("env://", timeout=PATIENCE)))[0]
 
     def join(self, device: torch.device) -> None:
         """Form the process group, which waits until all ranks are there."""
         if self.size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
-            sys.stdout = Output(sys.stdout)
+            dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
 
     def all(self, yes: bool) -> bool:
         """Whether all ranks say yes; waits for all of them."""
-        if self.size == 1:
-            return yes
-        answer = torch.tensor([int(yes)])
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-        return bool(answer)
+        return all(self._exchanged(lambda: yes))
 
-    def from_first(self, read: Callable[[], Value]) -> Value:
+    def together(self, do: Callable[[], Value]) -> Value:
+        """What `do` returns on this rank. Where it raises on any rank, it raises on all: none goes on alone."""
+        return self._exchanged(do)[self.rank]
+
+    def broadcast(self, read: Callable[[], Value]) -> Value:
         """What `read` returns, or raises, on rank 0; the others do not call it."""
+        return self._exchanged(read if self.rank == 0 else lambda: None)[0]
+
+    def _exchanged(self, do: Callable[[], Value]) -> list[Value]:
+        """What `do` returns on each rank. The first error of a rank, or its reason to stop, is raised on all."""
         if self.size == 1:
-            return read()
-        result: list = [None]
-        if self.rank == 0:
-            try:
-                if self._stop:  # Ctrl-C came with the last token
-                    raise self._stop
-                result = [(read(), None)]
-            except (Exception, KeyboardInterrupt) as error:
-                result = [(None, error)]
-        dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
-        value, error = result[0]
-        if error is not None:
-            raise error
-        return value
+            return [do()]
+        value = error = None
+        try:
+            self._raise_reason()  # Ctrl-C may have come with the last token
+            value = do()
+        except (Exception, KeyboardInterrupt) as raised:
+            error = raised
+        results: list = [None] * self.size
+        dist.all_gather_object(results, (value, error))
+        for _, error in results:
+            if error:
+                raise error
+        return [value for value, _ in results]
 
-    # Ctrl-C. Ranks that stop at different tokens would wait for each other forever, so while text is generated a signal is only
-    # recorded. With each token every rank asks whether any has recorded one, and reads the answer with the next token, so that
-    # no token waits for it; then all raise KeyboardInterrupt at the same token. The same goes for a closed standard output,
-    # which only rank 0 notices.
+    # Stopping. Ranks that stop at different tokens would wait for each other forever, so while text is generated Ctrl-C
+    # is only recorded, as is a closed standard output, which only rank 0 notices. With each token every rank asks
+    # whether any has a reason to stop, and reads the answer with the next token, so that no token waits for it; then
+    # all raise that reason at the same token.
 
-    def stop(self, reason: type[BaseException]) -> None:
-        """Have all ranks raise `reason`, KeyboardInterrupt or BrokenPipeError, at one of the next tokens."""
-        self._stop = reason
+    def stop(self, reason: BaseException) -> None:
+        """Have all ranks raise `reason` at one of the next tokens."""
+        self._reason = reason
+
+    def _raise_reason(self) -> None:
+        reason, self._reason = self._reason, None
+        if reason:
+            raise reason
 
     @contextmanager
     def stopping_together(self) -> Iterator[None]:
@@ -103,7 +122,7 @@ class Group:
         if self.size == 1:
             yield
             return
-        before = signal.signal(signal.SIGINT, lambda *_: self.stop(KeyboardInterrupt))
+        before = signal.signal(signal.SIGINT, lambda *_: self.stop(KeyboardInterrupt()))
         try:
             yield
         finally:
@@ -116,134 +135,102 @@ class Group:
         """Called once per token on all ranks: raise what any of them is to stop for."""
         if self.size == 1:
             return
-        reasons = (None, KeyboardInterrupt, BrokenPipeError)
         if self._asking:
             work, answer = self._asking
             work.wait()
             if answer:
-                self._asking = self._stop = None
-                raise reasons[int(answer)]
-        wish = torch.tensor([reasons.index(self._stop)])
+                self._asking = None
+                self.together(lambda: None)
+        wish = torch.tensor([int(self._reason is not None)])
         self._asking = (dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True), wish)
 
-    def tells(self) -> bool:
-        """Whether this rank is to report its error; from here on it can, as its stderr is restored. Only the first to fail
-        does: the others fail for the same reason, or because that one has gone."""
-        if self.size == 1:
-            return True
-        sys.stderr = sys.__stderr__
-        try:
-            return self.store.add("failures", 1) == 1
-        except RuntimeError:  # torchrun itself has gone
-            return self.rank == 0
-
-    def explained(self, error: Exception) -> Exception:
-        """An error in this program's words: what a library says when it has lost a peer does not help."""
-        lost = self.size > 1 and "gloo/transport" in str(error)
-        return RuntimeError("another process has ended") if lost else error
-
-    def leave(self, code: int) -> None:
-        """End this process, if one of several, bypassing Python's shutdown, where libraries wait for ranks that may be dead."""
-        if self.size == 1:
-            return
-        if code == 0 and dist.is_initialized():
+    def finish(self) -> None:
+        """Wait until all ranks have done their work, and none reads another's memory any more."""
+        if dist.is_initialized():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            with suppress(RuntimeError):
-                self.all(True)  # until no rank reads this one's memory any more
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        os._exit(code)
+            self.all(True)
+
+    def to_report(self, error: Exception) -> Exception | None:
+        """The error to report if this rank failed first, otherwise None: later failures are consequences. stderr is
+        restored."""
+        if self.size == 1:
+            return error
+        sys.stderr = sys.__stderr__
+        with suppress(Exception):  # torchrun, which keeps the store, may have gone
+            if self._store.add("failures", 1) > 1:
+                return None
+        return RuntimeError("another process has ended") if "gloo/transport" in str(error) else error
+
+    # The ops
+
+    def cut_ops(
+        self, ops: SimpleNamespace, matrices: list[Matrix], backend: str, device: torch.device
+    ) -> tuple[SimpleNamespace, Exchange | None]:
+        """A table of ops for a model that is cut: `ops`, but for the two that involve all ranks. matrices: those whose
+        products are summed or gathered, in the same order on all ranks."""
+        exchange = make_exchange(self, matrices, backend, device)
+
+        def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto") -> Tensor:
+            if exchange and len(x) == 1:
+                return exchange.linear_add(x, w, residual)
+            # The residual is one more term of the sum, which rank 0 adds
+            ops.linear_add(x, w, residual if self.rank == 0 else residual.zero_(), accumulate)
+            dist.all_reduce(residual)
+            return residual.clamp_(-65504.0, 65504.0) if accumulate == "fp16" else residual
+
+        def rmsnorm_linear(
+            x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto"
+        ) -> Tensor:
+            if exchange and len(x) == 1:
+                return exchange.rmsnorm_linear(x, norm, w, eps, out)
+            part = ops.rmsnorm_linear(x, norm, w, eps, out.new_empty(len(x), w.rows), accumulate)
+            parts = [torch.empty_like(part) for _ in range(self.size)]
+            dist.all_gather(parts, part)
+            for rank, columns in enumerate(parts):
+                out[:, share(out.shape[1], rank, self.size)] = columns
+            return out
+
+        table = SimpleNamespace(**vars(ops) | dict(linear_add=linear_add, rmsnorm_linear=rmsnorm_linear))
+        return table, exchange
+
+    def described(self, exchange: Exchange | None, device: torch.device) -> str:
+        """How the ranks communicate, for the user to read."""
+        if self.size == 1:
+            return ""
+        library = "NCCL" if device.type == "cuda" else "gloo"
+        way = f"direct writes (prompts: {library})" if exchange else library
+        ranks = f"and {self.size - 1} more" if device.type == "cuda" else f"in {self.size} processes"
+        return f" {ranks}, sums through {way}"
 
 
-class Output:
-    """A standard output that, instead of raising BrokenPipeError, has all ranks raise it."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def __getattr__(self, name: str):
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            group().stop(BrokenPipeError)
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            group().stop(BrokenPipeError)
-
-
-@cache
-def _store() -> dist.Store:
-    return next(iter(dist.rendezvous("env://", timeout=PATIENCE)))[0]
-
-
-@cache
-def group() -> Group:
-    return Group()
-
-
-# ---- the cut (Config.cut says what a rank has, checkpoint.cuts which rows and columns)
+# ---- the cut (Config.cut says what a rank has, checkpoint.py which rows and columns)
 
 ALL = slice(None)
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """A rank's share of `count` items; all ranks have equally many. If there are fewer items than ranks, neighbours have the
-    same one; if they do not divide evenly (a vocabulary), the shares of the last ranks overlap."""
+    """A rank's share of `count` items; all ranks have equally many. If there are fewer items than ranks, neighbours
+    have the same one; if they do not divide evenly (a vocabulary), the shares of the last ranks overlap."""
     each = -(-count // size)
     start = rank * count // size if count < size else min(rank * each, count - each)
     return slice(start, start + each)
 
 
-# ---- the ops of a rank
-
-
-def ops(backend: str, exchange: Exchange | None) -> SimpleNamespace:
-    """The table of ops for a model that is cut: that of its backend, but for the two ops that involve all ranks."""
-    base = kernels.BACKENDS[backend]
-
-    def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
-        if exchange and len(x) == 1:
-            return exchange.linear_add(x, w, residual)
-        # The residual is one more term of the sum, which rank 0 adds
-        base.linear_add(x, w, residual if group().rank == 0 else residual.zero_())
-        dist.all_reduce(residual)
-        return residual.nan_to_num_(0.0, 65504.0, -65504.0) if kernels.fp16_sums() else residual
-
-    def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
-        if exchange and len(x) == 1:
-            return exchange.rmsnorm_linear(x, norm, w, eps, out)
-        part = base.rmsnorm_linear(x, norm, w, eps, out.new_empty(len(x), w.rows))
-        parts = [torch.empty_like(part) for _ in range(group().size)]
-        dist.all_gather(parts, part)
-        for rank, columns in enumerate(parts):
-            out[:, share(out.shape[1], rank, group().size)] = columns
-        return out
-
-    return SimpleNamespace(**vars(base) | dict(linear_add=linear_add, rmsnorm_linear=rmsnorm_linear))
-
-
 # ---- the exchange: sums and gathers for a single token by direct writes to the other GPUs' memory.
 #
-#      A token of a 7B model takes 64 sums of 4,096 values: what counts is latency, not bandwidth. A flag that says "all is
-#      written" would need a fence and a second trip, so this is NCCL's low-latency protocol: each value travels with the number
-#      of its round, in an entry of eight bytes, and eight bytes arrive whole. The product kernel writes an entry for each of
-#      its rows to every rank; a small kernel, started early by programmatic dependent launch, polls the entries in its own
-#      rank's memory until all of them bear this round's number, and adds them up.
+#      A token of a 7B model takes 64 sums of 4,096 values: what counts is latency, not bandwidth. A flag that says "all
+#      is written" would need a fence and a second trip, so this is NCCL's low-latency protocol: each value travels with
+#      the number of its round, in an entry of eight bytes, and eight bytes arrive whole. The product kernel writes an
+#      entry for each of its rows to every rank; a small kernel, started early by programmatic dependent launch, polls
+#      the entries in its own rank's memory until all of them bear this round's number, and adds them up.
 #
-#      Why no entry is stale, or overwritten before it is read. A round is a step of the model, and every matrix has entries of
-#      its own, its slot. A reader waits for exactly this round's number, so it takes no entry of an earlier round. And a writer
-#      never gets ahead: before a rank writes to a slot again, a round later, it has finished another sum (of another slot, of
-#      which each layer has two, or NCCL's), which needs a term from every rank; and a rank sends its term only after all its
-#      earlier kernels have ended, so after it has read the slot. Numbers repeat every 2^32 rounds.
+#      Why no entry is stale, or overwritten before it is read. A round is a step of the model, and every matrix has
+#      entries of its own, its slot. A reader waits for exactly this round's number, so it takes no entry of an earlier
+#      round. And a writer never gets ahead: before a rank writes to a slot again, a round later, it has finished
+#      another sum (of another slot, of which each layer has two, or NCCL's), which needs a term from every rank; and a
+#      rank sends its term only after all its earlier kernels have ended, so after it has read the slot. Numbers repeat
+#      every 2^32 rounds.
 
 
 @jit
@@ -254,32 +241,39 @@ def _number(round_number):
 
 @jit
 def _receive(pointers, mask, number):
-    """The float32 values of entries, once they all bear this number; zero where the mask is off. volatile: loaded anew each
-    time, bypassing the L1 cache, and in this order."""
+    """The float32 values of entries, once they all bear this number; zero where the mask is off. volatile: loaded anew
+    each time, bypassing the L1 cache, and in this order."""
     entries = tl.load(pointers, mask=mask, other=0, volatile=True)
     while tl.sum((mask & (((entries ^ number) >> 32) != 0)).to(tl.int32)) > 0:
         entries = tl.load(pointers, mask=mask, other=0, volatile=True)
     return entries.to(tl.int32).to(tl.float32, bitcast=True)
 
 
+class Peers(NamedTuple):
+    """The sizes of the epilogue that sends: ranks, and the next power of two."""
+
+    ranks: int
+    lanes: int
+
+
 @jit
-def _linear_send_kernel(
-    x, norm, w, scale, eps, addresses, round_number,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PRODUCT: tl.constexpr, PARTIAL_SUMS: tl.constexpr, GAIN: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """x W^T, or rmsnorm(x) W^T, written as entries to these addresses, one per rank."""
-    gdc_launch_dependents(PDL)
-    rows, ranks = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
-    # Safe before the wait: neither changes within a step
-    number = _number(round_number)
-    slots = tl.load(addresses + ranks, mask=ranks < RANKS, other=0).to(tl.pointer_type(tl.int64))
-    y = PRODUCT(x, norm, w, scale, None, rows, N, eps, K, BLOCK, PARTIAL_SUMS, GAIN, PDL)
+def _prepare_entries(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """This round's number, and where each rank's memory begins; neither changes within a step."""
+    ranks = tl.arange(0, SIZES.lanes)
+    slots = tl.load(args[0] + ranks, mask=ranks < SIZES.ranks, other=0).to(tl.pointer_type(tl.int64))
+    return _number(args[1]), slots
+
+
+@jit
+def _store_entries(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """An epilogue: y [ROWS] written as entries to every rank. args: addresses, one a rank, and the round's
+    number."""
+    number, slots = ready
+    rows, ranks = row + tl.arange(0, ROWS), tl.arange(0, SIZES.lanes)
     entries = number | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    mask = (ranks[:, None] < SIZES.ranks) & (rows[None, :] < N)
     pointers = slots[:, None] + rows[None, :]
-    mask = (ranks[:, None] < RANKS) & (rows[None, :] < N)
-    tl.store(pointers, tl.broadcast_to(entries[None, :], [LANES, ROWS]), mask=mask)
+    tl.store(pointers, tl.broadcast_to(entries[None, :], [SIZES.lanes, ROWS]), mask=mask)
 
 
 @jit
@@ -292,16 +286,12 @@ def _add_received_kernel(
     offs_n, ranks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, LANES)
     mask = (ranks[:, None] < RANKS) & (offs_n[None, :] < N)
     values = _receive(entries + ranks[:, None] * N + offs_n[None, :], mask, _number(round_number))
-    # Safe before the wait: this rank's own entries have arrived, so its product kernel has waited for all kernels before it,
-    # including the one that wrote the residual. volatile, so that it is not read before those entries.
+    # Safe before the wait: this rank's own entries have arrived, so its product kernel has waited for all kernels
+    # before it, including the one that wrote the residual. volatile, so that it is not read before those entries.
     old = tl.load(residual + offs_n, mask=offs_n < N, other=0.0, volatile=True).to(tl.float32)
     new = (old + tl.sum(values, 0)).to(residual.dtype.element_ty)
     gdc_wait(PDL)
     tl.store(residual + offs_n, new, mask=offs_n < N)
-
-
-def add_received_ref(entries: Tensor, round_number: Tensor, residual: Tensor) -> Tensor:
-    return residual.add_(received_ref(entries, round_number).sum(0))
 
 
 @jit
@@ -318,24 +308,12 @@ def _gather_received_kernel(
     tl.store(out + offs_v, values, mask=offs_v < V)
 
 
-def gather_received_ref(entries: Tensor, round_number: Tensor, out: Tensor) -> Tensor:
-    for rank, values in enumerate(received_ref(entries, round_number)):
-        out[share(len(out), rank, len(entries))] = values
-    return out
-
-
-def received_ref(entries: Tensor, round_number: Tensor) -> Tensor:
-    """The float32 values of int64 entries, which all bear this round's number."""
-    assert (entries >> 32 == round_number).all(), "an entry of another round"
-    return entries.to(torch.int32).view(torch.float32)
-
-
 class Exchange:
     """The entries of all slots in this rank's memory, and where to write on the other ranks."""
 
     def __init__(self, matrices: list[Matrix], rank: int, buffers: list[int], entries: Tensor):
-        """matrices: those whose products are exchanged, in the same order on all ranks. buffers: the address of each rank's
-        entries, int64 [ranks * rows of all matrices] and zero; `entries` are this rank's."""
+        """matrices: those whose products are exchanged, in the same order on all ranks. buffers: the address of each
+        rank's entries, int64 [ranks * rows of all matrices] and zero; `entries` are this rank's."""
         self.ranks, self.lanes, self.slots, start = len(buffers), triton.next_power_of_2(len(buffers)), {}, 0
         self.round_number = torch.ones(1, dtype=torch.int32, device=entries.device)
         for w in matrices:
@@ -351,7 +329,8 @@ class Exchange:
         return self.add_received(w, residual)
 
     def rmsnorm_linear(self, x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
-        """out = rmsnorm(x) W^T, over the rows of W on all ranks. x [1, C], out float32 [1, V]. The last op of a round."""
+        """out = rmsnorm(x) W^T, over the rows of W on all ranks. x [1, C], out float32 [1, V]. The last op of a
+        round."""
         assert len(out) == 1 and out.is_contiguous(), out.shape
         self.send("rmsnorm_linear", x, norm, w, eps)
         self.gather_received(w, out)
@@ -359,26 +338,26 @@ class Exchange:
         return out
 
     def send(self, op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float) -> None:
-        to = (self.slots[w][0], self.round_number)
-        kernels.launch_product(op, _linear_send_kernel, x, norm, w, eps, *to, RANKS=self.ranks, LANES=self.lanes)
+        args, sizes = (self.slots[w][0], self.round_number), Peers(self.ranks, self.lanes)
+        kernels.launch_product(op, x, norm, w, eps, kernels.Epilogue(_store_entries, args, sizes, _prepare_entries))
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps
-        cut = dict(N=w.rows, RANKS=self.ranks, LANES=self.lanes, BLOCK=block, warps=1)
-        grid = (triton.cdiv(w.rows, block),)
-        launch(_add_received_kernel, grid, residual.device, self.slots[w][1], self.round_number, residual, **cut)
+        args = (self.slots[w][1], self.round_number, residual)
+        sizes = dict(N=w.rows, RANKS=self.ranks, LANES=self.lanes, BLOCK=block, warps=1)
+        launch(_add_received_kernel, (triton.cdiv(w.rows, block),), residual.device, *args, **sizes)
         return residual
 
     def gather_received(self, w: Matrix, out: Tensor) -> Tensor:
         V, block = out.shape[1], 256
-        cut = dict(N=w.rows, V=V, BLOCK=block, warps=1)
-        launch(_gather_received_kernel, (triton.cdiv(V, block),), out.device, self.slots[w][1], self.round_number, out, **cut)
+        args, sizes = (self.slots[w][1], self.round_number, out), dict(N=w.rows, V=V, BLOCK=block, warps=1)
+        launch(_gather_received_kernel, (triton.cdiv(V, block),), out.device, *args, **sizes)
         return out
 
 
-def make_exchange(matrices: list[Matrix], backend: str, device: torch.device) -> Exchange | None:
-    """An Exchange if every GPU can write to the others' memory, otherwise None. All ranks call this, and get the same."""
-    ranks = group()
+def make_exchange(ranks: Ranks, matrices: list[Matrix], backend: str, device: torch.device) -> Exchange | None:
+    """An Exchange if every GPU can write to the others' memory, otherwise None. All ranks call this, and get the
+    same."""
     on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
     others = [i for i in range(ranks.size) if i != ranks.local_rank]
     if not ranks.all(on_one_host and all(torch.cuda.can_device_access_peer(device.index, i) for i in others)):
@@ -391,13 +370,3 @@ def make_exchange(matrices: list[Matrix], backend: str, device: torch.device) ->
     torch.cuda.synchronize()
     ranks.all(True)  # all are zero before anyone writes
     return exchange
-
-
-def described(exchange: Exchange | None, device: torch.device) -> str:
-    """How the ranks communicate, for the user to read."""
-    if group().size == 1:
-        return ""
-    library = "NCCL" if device.type == "cuda" else "gloo"
-    way = f"direct writes (prompts: {library})" if exchange else library
-    ranks = f"and {group().size - 1} more" if device.type == "cuda" else f"in {group().size} processes"
-    return f" {ranks}, sums through {way}"

@@ -1,121 +1,45 @@
-"""Llama 2 and its relatives from the command line: complete a prompt, or chat. Text goes to stdout, all else to stderr."""
+"""Llama 2 and its relatives from the command line: complete a prompt, or chat. Text goes to stdout, all else to
+stderr."""
 
 from __future__ import annotations
 
-import os
-import signal
-
-if __name__ == "__main__":  # Ctrl-C ends the program at once, until there is something to shut down cleanly
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import argparse
-import functools
+import dataclasses
+import hashlib
+import io
 import json
+import os
 import random
 import re
+import resource
+import signal
 import sys
-import traceback
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from template import TEMPLATES
-from terminal import decoded, ending_cleanly, first_speaks, note, one_line, printable, text_of, use_safe_streams
+from chat import (
+    DEFAULT_MODEL,
+    DTYPE_NAMES,
+    FORMATS_8,
+    Chat,
+    Parser,
+    Printer,
+    device_name_of,
+    ending_cleanly,
+    exit_code,
+    import_torch,
+    note,
+    show,
+    text_of,
+    use_safe_streams,
+    within,
+)
+from tokenizer import TEMPLATES
 
-if TYPE_CHECKING:  # torch takes seconds to import: --help and command-line errors do not wait for it
-    from session import Answer, Session
-
-DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
-DTYPE_NAMES, FORMATS_8 = ("fp32", "fp16", "bf16"), ("e4m3", "e5m2")
-IGNORED = (  # flags of llama.cpp that mean nothing here, each with its nargs
-    ("-ngl --gpu-layers --n-gpu-layers", 1), ("-fa --flash-attn", "?"), ("-b --batch-size", 1), ("-ub --ubatch-size", 1),
-    ("--mmap", 0), ("--no-mmap", 0), ("--mlock", 0), ("--jinja", 0), ("--no-warmup", 0),
-)  # fmt: skip
-
-
-# ---- flags
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, whole flag names only, and flags that apply only in some of a program's modes."""
-
-    def __init__(self, description: str, modes: dict[str, str]):
-        """modes: the name of each mode, and what error messages call it."""
-        hidden = argparse.SUPPRESS  # flags that are not given are absent from what argparse returns
-        super().__init__(usage="%(prog)s [flags]", description=description, allow_abbrev=False, argument_default=hidden)
-        self.modes, self.defaults, self.belongs = modes, {}, {}
-
-    def group(self, title: str, modes: str = "") -> Callable:
-        """A group of flags, as a function that adds a flag to it. modes: those in which its flags apply, if not all."""
-        return functools.partial(self._flag, self.add_argument_group(title), modes)
-
-    def _flag(self, group, modes: str, *names: str, help: str, default=None, only: str = "", **options) -> None:
-        """only: the modes in which this flag applies, if fewer than its group's."""
-        if options.get("action") == "store_true" and default is None:
-            default = False
-        shown = default if isinstance(default, str | int | float) and not isinstance(default, bool) else ""
-        help += f" [{shown}]" if shown != "" else ""
-        action = group.add_argument(*names, help=help.replace("%", "%%"), **options)
-        self.defaults[action.dest] = default
-        self.belongs[action.dest] = (only or modes).split()
-
-    def ignored(self, *flags: tuple[str, int | str]) -> None:
-        """Accept flags of llama.cpp that mean nothing here; each with its nargs."""
-        for names, nargs in flags:
-            self.add_argument(*names.split(), nargs=nargs, dest="ignored", action=Ignored, help=argparse.SUPPRESS)
-        self.defaults["ignored"], self.belongs["ignored"] = [], []
-        self.epilog = f"Accepted as in llama.cpp, and ignored: {', '.join(n.split()[0] for n, _ in flags)}."
-
-    def parse(self, argv: list[str] | None, mode_of: Callable[[argparse.Namespace], str]) -> argparse.Namespace:
-        """The flags' values, plus `mode`, and `given`: the names of the flags on the command line."""
-        argv = sys.argv[1:] if argv is None else argv
-        given, rest = self.parse_known_args(argv)
-        if rest:
-            self.error(f"unknown flag {rest[0]}" if rest[0].startswith("-") else f"unexpected argument {rest[0]!r}")
-        args = argparse.Namespace(**self.defaults | vars(given))
-        args.given, args.mode = set(vars(given)), mode_of(args)
-        for action in self._actions:
-            of = self.belongs.get(action.dest)
-            if of and action.dest in args.given and args.mode not in of:
-                typed = next(flag for flag in action.option_strings if any(a.split("=")[0] == flag for a in argv))
-                mode, flags = self.modes[args.mode], [self.modes[mode] for mode in of if self.modes[mode].startswith("-")]
-                if flags and not mode.startswith("-"):
-                    self.error(f"{typed} needs {' or '.join(flags)}")
-                self.error(f"{typed} cannot be used with {mode}")
-        return args
-
-    def error(self, message: str):
-        self.exit(2, f"error: {one_line(ValueError(message))} (see --help)\n")
-
-    def _get_option_tuples(self, option_string: str) -> list:
-        return []  # argparse would take -ngl for -n with the value gl
-
-
-class Ignored(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        namespace.ignored = [*getattr(namespace, "ignored", []), option_string]
-
-
-def within(kind: type, low: float, high: float = float("inf")):
-    """An argparse type: a number in a range."""
-
-    def number(text: str):
-        value = kind(text)
-        if not low <= value <= high:
-            most = "" if high == float("inf") else f" and at most {high:,}"
-            raise argparse.ArgumentTypeError(f"{text} is out of range: at least {low:,}{most}")
-        return value
-
-    number.__name__ = kind.__name__
-    return number
-
-
-def device_name_of(text: str) -> str:
-    """cpu, cuda or cuda:N; llama.cpp's spellings, none and CUDAN, are accepted too."""
-    return "cpu" if text == "none" else re.sub(r"^CUDA(\d+)$", r"cuda:\1", text)
-
+# ---- the command line: before torch is imported, which takes seconds
 
 MODES = {"text": "a prompt", "bare": "no prompt", "chat": "--chat", "save": "--save-fp8"}
 
@@ -123,97 +47,101 @@ MODES = {"text": "a prompt", "bare": "no prompt", "chat": "--chat", "save": "--s
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, MODES)
     writes = "text bare chat"
+    # fmt: off
     add = parser.group("model")
     add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
-        help="folder of a checkpoint, or owner/name of one on the hub [models/tales, beside this program]")  # fmt: skip
+        help="folder of a checkpoint, or owner/name of one on the hub [models/tales, beside this program]")
     add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
-        help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")  # fmt: skip
+        help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")
     add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
-    add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8, help="keep matrices as 8-bit floats; without a value: e4m3")
-    add("--kv-fp8", action="store_true", only=writes, help="keep keys and values as 8-bit floats: half the context's memory")
-    add("--save-fp8", metavar="DIR", help="write the model with 8-bit matrices to DIR instead of generating; -m DIR runs it")
+    add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8,
+        help="keep matrices as 8-bit floats; without a value: e4m3")
+    add("--kv-fp8", action="store_true", only=writes,
+        help="keep keys and values as 8-bit floats: half the context's memory")
+    add("--save-fp8", metavar="DIR",
+        help="write the model with 8-bit matrices to DIR instead of generating; -m DIR runs it")
 
     add = parser.group("where it runs")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
     add("-t", "--threads", type=within(int, 1, 4096), metavar="N",
-        help="CPU threads [one for a model of at most 32 MB, otherwise one per core]")  # fmt: skip
+        help="CPU threads [one for a model of at most 32 MB, otherwise one per core]")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
-        help="auto: triton on a GPU, torch on a CPU")  # fmt: skip
+        help="auto: triton on a GPU, torch on a CPU")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
-        help="sums of a prompt's products; auto: fp16 on GeForce cards, fast for 8-bit products; fp32: neither")  # fmt: skip
+        help="sums of a prompt's products; auto: fast for 8 bits; fp32: exact; fp16: in halves (GPU, --dtype fp16)")
 
     add = parser.group("text", writes)
     add("-p", "--prompt", metavar="TEXT", only="text chat",
-        help="text to continue; - reads standard input; with --chat, the message")  # fmt: skip
-    add("-f", "--file", only="text chat", help="read the prompt from a file, verbatim")
+        help="text to continue; - reads standard input; with --chat, the message")
+    add("-f", "--file", only="text chat", help="read the prompt from a file, without escapes")
     add("-e", "--escape", action="store_true", default=True,
-        help="\\n, \\t, \\\\, \\\" and \\xHH in --prompt, --system and --stop mean what they do in C: the default")  # fmt: skip
+        help="\\n, \\t, \\\\, \\\" and \\xHH in --prompt, --system and --stop mean what they do in C: the default")
     add("--no-escape", action="store_false", dest="escape", default=True, help="take them literally")
     add("-n", "--n-predict", "--predict", type=within(int, -2), default=-1, metavar="N",
-        help="tokens to generate; -1 and -2: until the end or a full context")  # fmt: skip
+        help="tokens to generate; -1 and -2: until the end or a full context")
     add("-r", "--reverse-prompt", "--stop", action="append", dest="stop", default=[], metavar="TEXT",
-        help="stop before this text; may be repeated")  # fmt: skip
+        help="stop before this text; may be repeated")
     add("--lookup", type=within(int, 1, 15), metavar="N",
-        help="propose up to N tokens, those that followed the last ones earlier, and evaluate them in one pass")  # fmt: skip
+        help="propose up to N tokens, those that followed the last ones earlier, and evaluate them in one pass")
     add("--draft", "-md", "--model-draft", metavar="MODEL",
-        help="the same with proposals from a smaller model of the same vocabulary")  # fmt: skip
+        help="the same with proposals from a smaller model of the same vocabulary")
     add("--draft-max", type=within(int, 1, 15), default=4, metavar="N", help="how many tokens it proposes")
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
-    add("--prompt-cache", metavar="FILE", help="save the prompt's keys and values to FILE, and reuse those it already holds")
+    add("--prompt-cache", metavar="FILE",
+        help="save the prompt's keys and values to FILE, and reuse those it already holds")
 
     add = parser.group("sampling", writes)
     add("--temp", "--temperature", type=within(float, 0), metavar="X",
-        help="temperature; 0 is greedy [the checkpoint's, or 0.8]")  # fmt: skip
+        help="temperature; 0 is greedy [the checkpoint's, or 0.8]")
     add("--top-k", type=within(int, 0), metavar="N", help="keep the N best tokens; 0 is off [the checkpoint's, or 40]")
     add("--top-p", type=within(float, 0, 1), metavar="X",
-        help="keep the best tokens that together have this probability; 1 is off [the checkpoint's, or 0.95]")  # fmt: skip
+        help="keep the best tokens that together have this probability; 1 is off [the checkpoint's, or 0.95]")
     add("--min-p", type=within(float, 0, 1), default=0.05, metavar="X",
-        help="keep tokens this probable, relative to the best; 0 is off")  # fmt: skip
+        help="keep tokens this probable, relative to the best; 0 is off")
     add("--repeat-penalty", type=within(float, 0.01, 100), metavar="X",
-        help="divide the logits of recent tokens; 1 is off [the checkpoint's, or 1]")  # fmt: skip
+        help="divide the logits of recent tokens; 1 is off [the checkpoint's, or 1]")
     add("--repeat-last-n", type=within(int, -1), default=64, metavar="N",
-        help="how many tokens are recent; -1: the whole context")  # fmt: skip
+        help="how many tokens are recent; -1: the whole context")
     add("-s", "--seed", type=within(int, -1, (1 << 63) - 1), default=-1, metavar="N", help="-1: random, and printed")
 
     add = parser.group("chat", "chat bare")
-    add("-cnv", "--conversation", "--chat", action="store_true", dest="chat", only="chat save",
-        help="chat; the default at a terminal if there is no prompt and the model has a chat template")  # fmt: skip
+    add("-cnv", "--conversation", "--chat", action="store_true", dest="chat", only="chat",
+        help="chat; the default at a terminal if there is no prompt and the model has a chat template")
     add("-no-cnv", "--no-conversation", action="store_true", only="text bare", help="do not chat")
-    add("-st", "--single-turn", action="store_true", only="chat save",
-        help="one turn, then exit; implied by --chat with --prompt or --file")  # fmt: skip
+    add("-st", "--single-turn", action="store_true", only="chat",
+        help="one turn, then exit; implied by --chat with --prompt or --file")
     add("-sys", "--system-prompt", "--system", dest="system", default="", metavar="TEXT", help="system prompt")
     add("-sysf", "--system-prompt-file", dest="system_file", metavar="FILE", help="read the system prompt from a file")
     add("--chat-template", metavar="NAME or FILE",
-        help=f"instead of the checkpoint's own: a file of Jinja, or one of {', '.join(TEMPLATES)}")  # fmt: skip
+        help=f"instead of the checkpoint's own: a file of Jinja, or one of {', '.join(TEMPLATES)}")
 
     add = parser.group("output")
     add("-o", "--output", choices=["text", "jsonl"], default="text", only=writes,
-        help="jsonl: a JSON object for the text or for each turn, with why it ended, counts and seconds")  # fmt: skip
+        help="jsonl: a JSON object for the text or for each turn, with why it ended, counts and seconds")
     add("--no-display-prompt", action="store_true", only="text bare", help="print only what is generated")
     add("--quiet", action="store_true", help="print only text and errors")
     add("--debug", action="store_true", help="print errors with their traceback")
     add("--version", action="store_true", help="print the versions that results depend on")
-    parser.ignored(*IGNORED)
+    # fmt: on
 
     args = parser.parse(argv, mode_of)
     if args.version:
-        return args
-    if args.prompt is not None and args.file is not None:
-        parser.error("--prompt and --file both give a prompt; use one")
-    if args.lookup and args.draft:
-        parser.error("--lookup and --draft both propose tokens; use one")
-    if args.draft and args.draft.isdecimal():
-        parser.error(f"--draft takes a model; --draft-max {args.draft} says how many tokens it proposes")
-    if args.draft is None and "draft_max" in args.given:
-        parser.error("--draft-max is for --draft")
-    if args.system and args.system_file is not None:
-        parser.error("--system and --system-prompt-file both give a system prompt; use one")
-    if args.mode == "save" and (args.chat or args.single_turn):
-        parser.error("--save-fp8 generates nothing; it takes no --chat")
+        print(version(), flush=True)
+        parser.exit()
+    draft = args.draft or ""
+    wrong = {  # each error, and when it is one
+        "--prompt and --file both give a prompt; use one": args.prompt is not None and args.file is not None,
+        "--lookup and --draft both propose tokens; use one": args.lookup and args.draft,
+        f"--draft takes a model; --draft-max {draft} says how many tokens it proposes": draft.isdecimal(),
+        "--draft-max is for --draft": args.draft is None and "draft_max" in args.given,
+        "--system and --system-prompt-file both give a system prompt; use one": args.system and args.system_file,
+        "-m is empty": args.model == "",
+    }
+    for error, is_wrong in wrong.items():
+        if is_wrong:
+            parser.error(error)
     if args.escape:
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
-    if args.model == "":
-        parser.error("-m is empty")
     args.model = args.model or str(DEFAULT_MODEL)
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
@@ -221,12 +149,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def mode_of(args: argparse.Namespace) -> str:
-    """Whether to write text, to chat, to save, or ("bare") to do what the model is made for: chat if it has a template."""
+    """What to do; "bare": chat if the checkpoint has a template, otherwise write text."""
     if args.save_fp8 is not None:
         return "save"
     if args.chat or args.single_turn:
         return "chat"
-    at_terminal = sys.stdin and sys.stdin.isatty() and sys.stdout and sys.stdout.isatty()
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     bare = at_terminal and args.prompt is None and args.file is None and not args.no_conversation
     return "bare" if bare else "text"
 
@@ -239,125 +167,399 @@ def version() -> str:
     return f"fused-llama with {', '.join(found)}"
 
 
-# ---- text input
-
-
 ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
 
 
 def unescaped(text: str) -> str:
-    """Replace llama.cpp's escapes (common.cpp, string_process_escapes) by what they stand for; other backslashes stay."""
-
-    def character(match: re.Match) -> bytes:
-        code = match.group(1)
-        return bytes([int(code[1:], 16)]) if len(code) > 1 else ESCAPES[code]
-
-    return os.fsdecode(re.sub(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})", character, os.fsencode(text)))
+    """Replace llama.cpp's escapes (common.cpp, string_process_escapes) by what they stand for; other backslashes
+    stay."""
+    replaced = lambda match: ESCAPES.get(match[1]) or bytes.fromhex(match[1][1:].decode())
+    return os.fsdecode(re.sub(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})", replaced, os.fsencode(text)))
 
 
-def read_prompt(args: argparse.Namespace) -> str | None:
-    """The text of --prompt, of --file, or of standard input (for "--prompt -", or if it is not a terminal); the latter two
-    without a final newline. None if there is no prompt."""
-    if args.prompt not in (None, "-"):
-        return decoded(os.fsencode(unescaped(args.prompt) if args.escape else args.prompt), "--prompt")
-    if args.file is not None:
-        return read_text(args.file)
-    if args.prompt == "-" or not sys.stdin.isatty():
-        return without_newline(text_of(sys.stdin.buffer, "standard input"))
-    return None
+if __name__ == "__main__":
+    use_safe_streams()
+    args = parse_args(None)
+    import_torch()
+    import torch
+
+    on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
+    if args.backend == "triton" and on_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels.py is imported: a CPU interprets the kernels
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import (
+    DTYPES,
+    find_checkpoint,
+    folder_beside,
+    load,
+    pick_device,
+    read_config,
+    read_sampling,
+)
+from checkpoint import save as save_model
+from model import KVCache, Llama, Timings, generate
+from parallel import Ranks
+from sampling import Sampling
+from speculation import Draft, Lookup
+from tokenizer import TextStream, Tokenizer
+
+LARGEST_TOKEN = 256  # bytes: a text with more than this for each token of the context cannot fit
 
 
-def read_text(file: str) -> str:
-    with open(file, "rb") as f:
-        return without_newline(text_of(f, file))
+# ---- a session
 
 
-def without_newline(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r")
+@dataclasses.dataclass
+class Answer:
+    """What was generated after a prompt; filled in as it arrives."""
+
+    prompt_tokens: int
+    ids: list[int] = dataclasses.field(default_factory=list)  # without an eos
+    text: str = ""
+    ended_by: str = "interrupt"  # "eos", "stop" (a stop string), "length" (-n) or "context" (it is full)
+    timings: Timings = dataclasses.field(default_factory=Timings)
+
+    def record(self) -> dict:
+        """For -o jsonl."""
+        t = self.timings
+        return {
+            "text": self.text,
+            "ended_by": self.ended_by,
+            "prompt_tokens": self.prompt_tokens,
+            "evaluated_tokens": t.prompt_tokens,  # of the prompt; the rest were cached
+            "new_tokens": t.new_tokens,
+            "prompt_seconds": t.prompt_seconds if t.new_tokens else None,
+            "generation_seconds": t.step_seconds,
+            "tokens_per_s": t.steps / t.step_seconds if t.steps else None,
+        }
+
+
+class Session:
+    """A loaded model with its tokenizer, cache and settings, and its timings so far."""
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks):
+        start = time.perf_counter()
+        self.args, self.ranks = args, ranks
+        folder = find_checkpoint(args.model)
+        config = read_config(folder)
+        # before the weights, which may take minutes, so that its errors come at once
+        self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id, args.chat_template)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        if (args.lookup or args.draft) and ranks.size > 1:  # ranks would disagree on when proposals pay off
+            raise ValueError(f"--lookup and --draft run in one process, not in {ranks.size}")
+        if args.draft:
+            check_draft(args.draft, self.tokenizer, config.vocab_size)
+        self.model = self._load(args.model)
+        if not args.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
+            torch.set_num_threads(1)
+        self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
+        self.cache = KVCache(self.model)
+        flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
+        given = {name: value for name, value in flags.items() if value is not None}
+        self.own_sampling = {name: value for name, value in read_sampling(folder).items() if name not in given}
+        self.sampling = Sampling(**self.own_sampling | given)
+        self.speculation = Lookup(args.lookup) if args.lookup else None
+        if args.draft:
+            self.speculation = Draft(args.draft_max, self._load(args.draft))
+        self.timings = Timings()
+        self.prompt_cache = PromptCache(args.prompt_cache, self.model, ranks) if args.prompt_cache else None
+        if self.prompt_cache:
+            self.prompt_cache.restore(self.cache)
+        self.load_seconds = time.perf_counter() - start
+
+    def _load(self, name: str) -> Llama:
+        options = ("dtype", "device", "ctx_size", "backend", "fp8", "kv_fp8", "accumulate", "quiet")
+        return load(name, **{option: getattr(self.args, option) for option in options}, ranks=self.ranks)
+
+    def note(self, text: str) -> None:
+        """Tell the user something, unless --quiet was given."""
+        if not self.args.quiet:
+            note(text)
+
+    def check(self, text: str, name: str) -> None:
+        """Raise ValueError, before it is encoded, for text that is not UTF-8 or too long whatever its tokens are."""
+        if any(0xDC80 <= ord(c) <= 0xDCFF for c in text):  # read with surrogateescape
+            raise ValueError(f"{name} is not UTF-8")
+        if len(text) > LARGEST_TOKEN * self.cache.size:
+            raise ValueError(f"{name} has {len(text):,} characters, too many for {self.cache.size} tokens (see -c)")
+
+    def summary(self) -> str:
+        m, c, size = self.model, self.model.checkpoint.config, self.cache.size
+        heads = f"{c.n_heads} heads" + (f" ({c.n_kv_heads} of keys and values)" if c.n_kv_heads != c.n_heads else "")
+        beyond = f" (beyond the model's {c.max_seq_len}: expect nonsense there)" if size > c.max_seq_len else ""
+        backend = {"torch": "torch ops", "triton": "Triton kernels"}[m.backend]
+        if m.backend == "triton" and m.device.type == "cpu":
+            backend += " in the interpreter, which is slow"
+        where = f"{m.device}{self.ranks.described(m.exchange, m.device)}"
+        own = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.own_sampling.items())
+        sampling = f"\nsampling  {own} (the checkpoint's own; flags override them)" if own else ""
+        return (
+            f"model     {m.checkpoint.folder}: {m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, "
+            f"dim {c.dim}, {heads}\n"
+            f"running   {types(m)} on {where}, {backend}, context {size}{beyond}, seed {self.args.seed}{sampling}"
+        )
+
+    def closing(self) -> str:
+        t = self.timings
+        prompt = rate = on_gpu = ""
+        if t.new_tokens:
+            prompt = f" in {1e3 * t.prompt_seconds:.1f} ms, {t.prompt_tokens / t.prompt_seconds:.1f} tokens/s"
+        if t.steps:
+            rate = f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {t.steps / t.step_seconds:.1f} tokens/s"
+        if self.model.device.type == "cuda":
+            on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU"
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return (
+            f"load      {self.load_seconds:.2f} s\n"
+            f"prompt    {t.prompt_tokens} tokens{prompt}\n"
+            f"generated {t.new_tokens} tokens{rate}\n"
+            f"{self.speculation.summary() if self.speculation else ''}"
+            f"memory    peak {peak / 1e9:.2f} GB{on_gpu}"
+        )
+
+    def answer(
+        self, message: str, ids: list[int], printer: Printer, eos: Collection[int], stops: list[str], at_start: bool
+    ) -> Answer:
+        """Generate after the prompt `ids` and print the text as it arrives; with -o jsonl an object, in which `message`
+        is the prompt. Ctrl-C ends it early, and it says so. at_start: the output begins a text."""
+        answer, text, token = Answer(len(ids)), TextStream(self.tokenizer, at_start, stops), None
+        jsonl = self.args.output == "jsonl"
+        n = max(self.args.n_predict, -1)  # -2 is the same as -1: both end at an eos or a full context
+
+        def add(piece: str) -> None:
+            answer.text += piece
+            if not jsonl:
+                printer.write(piece)
+
+        try:
+            for token in self._generate(ids, n, eos, answer.timings):
+                if token in eos:  # generate ends by itself; some files do not flag it special, so that it has a text
+                    continue
+                answer.ids.append(token)
+                add(text.push(token))
+                if text.stopped:
+                    break
+            add(text.finish())
+            if text.stopped:
+                answer.ended_by = "stop"
+            elif token in eos:
+                answer.ended_by = "eos"
+            else:
+                answer.ended_by = "length" if answer.timings.new_tokens == n else "context"
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.timings += answer.timings
+        if jsonl:
+            show(json.dumps({"prompt": message} | answer.record()) + "\n")
+        else:
+            printer.end()
+        if answer.ended_by == "context":
+            self.note(f"note: the context of {self.cache.size} tokens is full (see -c)")
+        return answer
+
+    def _generate(self, ids: list[int], n: int, eos: Collection[int], timings: Timings) -> Iterator[int]:
+        """model.generate, with a progress bar for a long prompt; the first prompt goes into the prompt cache."""
+        hidden = self.args.quiet or not sys.stderr.isatty()
+        bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
+                if self.prompt_cache:
+                    self.prompt_cache.keep(ids, self.cache)
+
+        settings = (n, self.sampling, eos, self.args.ignore_eos, timings, progress)
+        decode = self.speculation.decode if self.speculation else None
+        with bar:
+            yield from generate(self.model, ids, self.cache, *settings, decode=decode)
+
+
+def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError if a draft has a different vocabulary."""
+    folder = find_checkpoint(name)
+    config = read_config(folder)
+    other = Tokenizer(folder, config.vocab_size, config.bos_id)
+    same = config.vocab_size == vocab_size and other.control == tokenizer.control
+    if not same or any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in range(vocab_size)):
+        raise ValueError(f"--draft {name} has a different vocabulary from the model's: it cannot propose tokens for it")
+
+
+def types(model: Llama) -> str:
+    """What a model computes in: its dtype, and what differs from it."""
+    text = next(name for name, value in DTYPES.items() if value == model.dtype)
+    format = model.weights.output.format
+    if format:
+        text += f" with {format.name} matrices"
+    if model.kv_fp8:
+        text += ", e4m3 keys and values"
+    if model.accumulate == "fp16" or model.accumulate == "fp32" and format:
+        text += f", {model.accumulate} sums for prompts"
+    return text
+
+
+# ---- the prompt cache: keys and values of a prompt in a safetensors file
+
+
+class PromptCache:
+    """A file with the keys and values of a prompt, so that a long one is evaluated only once.
+
+    As in llama.cpp, it is read at the start, used for the prefix that the prompt shares with it, and written if less
+    than three quarters of the prompt came from it. Of several ranks, each has a file of its own, for its heads.
+    """
+
+    KIND = "prompt cache, layout 1"
+
+    def __init__(self, file: str, model: Llama, ranks: Ranks):
+        self.model, self.ranks = model, ranks
+        own = f".{ranks.rank + 1}-of-{ranks.size}" if ranks.size > 1 else ""
+        self.file = Path(os.path.realpath(f"{os.path.expanduser(file)}{own}"))
+        self.tokens: list[int] = []  # what the file holds
+        self.first = True  # no prompt has been evaluated in this run yet
+        self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
+        if not self.file.parent.is_dir():
+            raise FileNotFoundError(f"{self.file.parent} does not exist: create that folder first")
+
+    def restore(self, cache: KVCache) -> None:
+        """Fill an empty cache from the file, if there is one. Raises ValueError for one that was not made for this
+        model."""
+        if not self.ranks.all(self.file.exists()):
+            return
+        tokens, k, v = self._read()
+        tokens = tokens[: cache.size]
+        # One rank's file may be newer than another's
+        if not self.ranks.all(tokens.tolist() == self.ranks.broadcast(tokens.tolist)):
+            return
+        self.tokens = tokens.tolist()
+        cache.append(tokens)
+        for layer, values in zip([*cache.k, *cache.v], [*k, *v]):
+            layer[:, : len(tokens)] = values[:, : len(tokens)]
+        cache.advance(len(tokens))
+
+    def _read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [n] and their keys and values [L, KH, n, D]. Raises ValueError."""
+        if not self.file.is_file():
+            raise ValueError(f"{self.file} is not a file")
+        try:
+            with safe_open(self.file, "pt") as f:
+                metadata = f.metadata() or {}
+                if metadata.get("fused-llama") != self.KIND:
+                    raise ValueError(f"{self.file} is not a prompt cache of this program; it was left unchanged")
+                if metadata.get("model") != self.metadata["model"]:
+                    types = metadata.get("types")
+                    raise ValueError(
+                        f"{self.file} was made with another model or other types ({types}): delete it or name another"
+                    )
+                tensors = {name: f.get_tensor(name) for name in f.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
+        c, dtype, n = self.model.config, self.model.kv_dtype, tensors["tokens"].numel() if "tokens" in tensors else 0
+        kv = (dtype, (c.n_layers, c.n_kv_heads, n, c.head_dim))
+        expected = {"tokens": (torch.int32, (n,)), "k": kv, "v": kv}
+        if {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} != expected:
+            raise ValueError(f"{self.file} does not hold the keys and values that it should: delete it")
+        return tensors["tokens"], tensors["k"], tensors["v"]
+
+    def keep(self, ids: list[int], cache: KVCache) -> None:
+        """On the first call, write the keys and values of ids, the first in the cache, unless the file has most of
+        them. If a rank cannot, all raise its OSError."""
+        same, n = len(os.path.commonprefix([self.tokens, ids])), len(ids)
+        first, self.first = self.first, False
+        if first and 4 * same < 3 * n:
+            self.ranks.together(lambda: self._write(n, cache))
+
+    def _write(self, n: int, cache: KVCache) -> None:
+        tensors = {name: torch.stack([t[:, :n] for t in kept]).cpu() for name, kept in (("k", cache.k), ("v", cache.v))}
+        tensors["tokens"] = cache.tokens[:n].cpu()
+        try:
+            with ending_cleanly(), folder_beside(self.file) as made:
+                save_file(tensors, made / "cache", self.metadata)
+                (made / "cache").replace(self.file)
+        except Exception as error:
+            raise OSError(f"the prompt cache {self.file} cannot be written: {error}") from None
+
+
+def fingerprint(model: Llama) -> str:
+    """A hash of what keys and values depend on: the configuration, the types, and up to 64 numbers of each tensor."""
+    w = model.weights
+    fields = [w.embedding, w.norm, *(field for layer in w.layers for field in vars(layer).values()), w.output]
+    numbers = []
+    for field in fields:
+        for t in [] if field is None else [field] if isinstance(field, Tensor) else field.tensors:
+            t = t.to_dense() if t.is_mkldnn else t
+            numbers.append(t.flatten()[:: max(1, t.numel() // 64)][:64].float())
+    return hashlib.sha256(f"{model.config} {types(model)} {torch.cat(numbers).tolist()}".encode()).hexdigest()
 
 
 # ---- what the program does
 
 
+def read_prompt(args: argparse.Namespace) -> str | None:
+    """The text of --prompt, of --file, or of standard input (for "--prompt -", or if it is not a terminal). None if
+    there is no prompt."""
+    if args.prompt not in (None, "-"):
+        prompt = os.fsencode(unescaped(args.prompt) if args.escape else args.prompt)
+        return text_of(io.BytesIO(prompt), "--prompt")
+    if args.file is None and args.prompt is None and sys.stdin.isatty():
+        return None
+    return read_text(args.file)
+
+
+def read_text(file: str | None) -> str:
+    """The text of a file, or (None) of standard input, without a final newline."""
+    with nullcontext(sys.stdin.buffer) if file is None else open(file, "rb") as f:
+        return text_of(f, "standard input" if file is None else file).removesuffix("\n").removesuffix("\r")
+
+
 def complete(session: Session, prompt: str) -> None:
     """Print the prompt, once it is evaluated, and its continuation."""
-    from session import Answer
-
     args, tokenizer = session.args, session.tokenizer
-    session.check_length(len(prompt), "the prompt")
+    session.check(prompt, "the prompt")
     ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
     if not ids:
         raise ValueError("the prompt is empty, and the tokenizer has no bos or eos to start from")
-    answer, before = Answer(len(ids)), "" if args.no_display_prompt else prompt
-    try:
-        for piece in session.stream(ids, answer, session.eos, args.stop, at_start=not prompt):
-            if args.output == "text":
-                write(before + piece)
-                before = ""
-    except KeyboardInterrupt:
-        write(last_line(args.output, prompt, answer))
-        raise
-    write(last_line(args.output, prompt, answer))
-    session.note_end(answer)
-
-
-def last_line(output: str, prompt: str, answer: Answer) -> str:
-    return "\n" if output == "text" else json.dumps({"prompt": prompt} | answer.record()) + "\n"
-
-
-def write(text: str) -> None:
-    if text:
-        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-        sys.stdout.flush()
-
-
-def use_interpreter(args: argparse.Namespace) -> None:
-    """On a CPU, Triton's kernels run in its interpreter, which must be selected before they are imported: restart with it."""
-    from checkpoint import pick_device
-    from launch import INTERPRETED
-
-    if args.backend == "triton" and pick_device(args.device).type == "cpu" and not INTERPRETED:
-        os.environ["TRITON_INTERPRET"] = "1"
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    printer = Printer(wraps=False, first="" if args.no_display_prompt else prompt)
+    if session.answer(prompt, ids, printer, session.eos, args.stop, at_start=not prompt).ended_by == "interrupt":
+        raise KeyboardInterrupt
 
 
 def save(args: argparse.Namespace) -> int:
-    from checkpoint import save_fp8
-    from files import left_behind
-    from parallel import group
-
-    if group().rank > 0:  # one process does it
-        return 0
     format = args.fp8 or "e4m3"
     with ending_cleanly():
-        file = save_fp8(args.model, args.save_fp8, fp8=format, dtype=args.dtype, device=args.device, quiet=args.quiet)
+        file = save_model(args.model, args.save_fp8, fp8=format, dtype=args.dtype, device=args.device, quiet=args.quiet)
     if not args.quiet:
         note(f"saved     {file.parent}: {format} matrices, {file.name} of {file.stat().st_size:,} bytes")
-    for text in left_behind(file.parent):
-        note(text)
     return 0
 
 
-def generate(args: argparse.Namespace) -> int:
-    """Text or a chat."""
-    from chat import Chat, has_template
-    from checkpoint import pick_device
-    from parallel import group
-    from session import Session
-
-    use_interpreter(args)
-    group().join(pick_device(args.device))
-    args = group().from_first(lambda: args)  # rank 0 decides for all: only it sees the terminal, and its random seed counts
+def work(args: argparse.Namespace, ranks: Ranks) -> int:
+    if args.ignored and not args.quiet:
+        note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
+    if args.quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
+    if args.mode == "save":
+        return save(args) if ranks.rank == 0 else 0  # one process does it
+    ranks.join(pick_device(args.device, ranks))
+    args = ranks.broadcast(lambda: args)  # only rank 0 sees the terminal, and its random seed counts
     single = args.single_turn or args.prompt is not None or args.file is not None
-    prompt = None if args.mode == "chat" and not single else group().from_first(lambda: read_prompt(args))
+    prompt = None if args.mode == "chat" and not single else ranks.broadcast(lambda: read_prompt(args))
     if args.system_file is not None:
-        args.system = group().from_first(lambda: read_text(args.system_file))
-    session = Session(args)
+        args.system = ranks.broadcast(lambda: read_text(args.system_file))
+    session = Session(args, ranks)
     session.note(session.summary())
+    made_for_chat = args.chat_template is not None or session.tokenizer.chat_template != TEMPLATES["plain"]
     code = 0
     try:
-        if args.mode == "chat" or args.mode == "bare" and has_template(session):
+        if args.mode == "chat" or args.mode == "bare" and made_for_chat:
             code = Chat(session).run(prompt, single)
         else:
             complete(session, prompt or "")
@@ -367,80 +569,12 @@ def generate(args: argparse.Namespace) -> int:
     return code
 
 
-def work(args: argparse.Namespace) -> int:
-    if args.version:
-        print(version(), flush=True)
-        return 0
-    if args.ignored and not args.quiet:
-        note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
-    if args.quiet:
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
-    import_torch()
-    return save(args) if args.mode == "save" else generate(args)
-
-
-def one_line_errors(work: Callable[[], int], debug: bool) -> int:
-    """Do a program's work and return its exit code: 1, with one line on stderr (with debug, a traceback), if it fails. If
-    there are several processes, each exits here."""
-    code = _exit_code(work, debug)
-    if "WORLD_SIZE" in os.environ:
-        from parallel import group
-
-        group().leave(code)
-    return code
-
-
-def _exit_code(work: Callable[[], int], debug: bool) -> int:
-    for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(encoding="utf-8", errors="strict")
-    try:
-        return work()
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        discard_output()
-        return 0
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        if "WORLD_SIZE" in os.environ:
-            from parallel import group
-
-            if not group().tells():
-                return 1
-            error = group().explained(error)
-        note(traceback.format_exc().rstrip() if debug else f"error: {one_line(error)}")
-        try:
-            sys.stdout.flush()
-        except OSError:  # a full disk: Python would try again when it exits, and report it a second time
-            discard_output()
-        return 1
-
-
-def discard_output() -> None:
-    """Discard what is still in stdout's buffer, and all that is written from here on."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def import_torch() -> None:
-    """Import torch, which takes seconds. Meanwhile Ctrl-C ends the program at once: a library might swallow a KeyboardInterrupt
-    that is raised while it is imported."""
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        note(f"error: {error}: `make run` sets up .venv with all that is needed; or pip install -r requirements.txt")
-        sys.exit(1)
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def main(argv: list[str] | None = None) -> int:
-    with first_speaks():
-        args = parse_args(argv)
-    return one_line_errors(lambda: work(args), args.debug)
+    args = parse_args(argv)
+    return exit_code(Ranks.of_torchrun, lambda ranks: work(args, ranks), args.debug)
 
 
 if __name__ == "__main__":
-    use_safe_streams()
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt, but Python takes a moment to exit
     sys.exit(code)

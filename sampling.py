@@ -1,27 +1,26 @@
-"""How the next token is chosen: the settings, the reference in plain torch, the Triton kernel. A new sampler touches this file
-and the command line.
+"""How the next token is chosen: the settings, the reference in plain torch, the Triton kernel. A new sampler touches
+this file and the command line.
 
-The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. The draw inverts the
-cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device. Each filter keeps the tokens at or
-above one threshold, so ties at the edge stay together.
+The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. The draw
+inverts the cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device. Each filter
+keeps the tokens at or above one threshold, so ties at the edge stay together.
 
-The op `sample` reads logits float32 [V], which it may overwrite, and writes the token to tokens[pos] and host_tokens[pos] (both
-int32 [S]). The host reads the latter, which is pinned memory with a GPU; where the logits are not finite, host_tokens gets -1
-and tokens 0. `sample_rows` reads logits [T, V] of the T tokens before pos, and writes to `drawn` (int32, -1 where they are not
-finite) the token chosen to follow each of them, up to drawn[pos]; `tokens` holds what comes before each position. Both take the
-settings as a Sampler, whose numbers are on the device.
+The op `sample` reads logits float32 [V], which it may overwrite, and writes the token to tokens[pos] and
+host_tokens[pos] (both int32 [S]). The host reads the latter, which is pinned memory with a GPU; where the logits are
+not finite, host_tokens gets -1 and tokens 0. `sample_rows` reads logits [T, V] of the T tokens before pos, and writes
+to `drawn` (int32, -1 where they are not finite) the token chosen to follow each of them, up to drawn[pos]; `tokens`
+holds what comes before each position. Both take the settings as a Sampler, whose numbers are on the device.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
+from launch import Scratch, gdc_launch_dependents, gdc_wait, is_last, jit, launch, tl, triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +40,11 @@ COLDEST = 1e-30  # temperature: lower positive ones are raised to it, as float32
 
 
 class Sampler:
-    """Settings as the ops take them: `s` for the host, and the same numbers in device memory, where a kernel reads them. So a
-    captured graph picks up new settings, as long as its kernel is compiled for the same `form`."""
+    """Settings as the ops take them: `s` for the host, and the same numbers in device memory, where a kernel reads
+    them. So a captured graph picks up new settings, as long as its kernel is compiled for the same `switches`."""
 
     def __init__(self, device: torch.device, s: Sampling = Sampling()):
+        self.scratch = Scratch(device)
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(6, device=device)  # temperature, top_k, top_p, log(min_p), penalty, its window
         self.set(s)
@@ -56,8 +56,9 @@ class Sampler:
         numbers = max(s.temp, COLDEST), s.top_k, s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window
         self.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
 
-    def form(self, V: int, S: int) -> dict[str, int | bool]:
-        """The part of the settings that the kernel is compiled for, with V logits and at most S tokens to look back on."""
+    def switches(self, V: int, S: int) -> dict[str, int | bool]:
+        """The part of the settings that the kernel is compiled for, with V logits and at most S tokens to look back
+        on."""
         s, cuts = self.s, self.s.temp > 0 and 0 < self.s.top_k < V
         window = 0 if s.repeat_penalty == 1 else S if s.repeat_last_n < 0 else min(s.repeat_last_n, S)
         block = 1024 if s.temp == 0 or cuts and s.top_k <= KEEP else triton.next_power_of_2(V)
@@ -66,7 +67,8 @@ class Sampler:
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 24 random bits, from a seed and a position: SplitMix64's output function (Vigna, 2015)."""
+    """A number in [0, 1) with 24 random bits, from a seed and a position: SplitMix64's output function (Vigna,
+    2015)."""
     mask = (1 << 64) - 1
     z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
@@ -121,8 +123,8 @@ def _uniform(seed, index):
 
 @jit
 def _threshold(l, weights, target, low, high):
-    """The largest of the values l such that the weights of those at or above it reach the target. low and high are two of them,
-    between which it lies: bisection, in which both ends move on to the next value that occurs."""
+    """The largest of the values l such that the weights of those at or above it reach the target. low and high are two
+    of them, between which it lies: bisection, in which both ends move on to the next value that occurs."""
     while low < high:
         middle = low + (high - low) * 0.5
         middle = tl.where(middle > low, middle, high)
@@ -138,10 +140,12 @@ def _threshold(l, weights, target, low, high):
 @jit
 def _choose(
     l, ids, u, temp, top_k, top_p, log_min_p, edges, left_out, logits,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose one of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1). Where l is only
-    what parts of the vocabulary kept, edges is each part's lowest logit and left_out how many equal to it did not fit."""
+    """Choose one of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1). Where l is
+    only what parts of the vocabulary kept, edges is each part's lowest logit and left_out how many equal to it did not
+    fit."""
     best = tl.max(l, 0)
     if GREEDY:
         return tl.min(tl.where(l == best, ids, 2147483647), 0)
@@ -186,16 +190,18 @@ def _draw_from_all(logits, target, best, floor, temp, V: tl.constexpr, BLOCK: tl
 
 @jit
 def _sample_kernel(
-    logits, tokens, chosen_tokens, drawn, pos, few, arrived, seed, numbers,
+    logits, tokens, chosen_tokens, drawn, pos, candidates, arrived, seed, numbers,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """If greedy or with a small top_k, each program keeps the best of its part of the vocabulary, and the last one to finish
-    chooses among these; otherwise there is one part. Axis 1 of the grid is the rows of logits."""
+    """If greedy or with a small top_k, each program keeps the best of its part of the vocabulary, and the last one to
+    finish chooses among these; otherwise there is one part. Axis 1 of the grid is the rows of logits. candidates, for
+    each row: what each part kept (logits, then ids), its edge, and how many equal to that were left out."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     logits += row * V
-    few += row * (2 * PARTS * KEEP + 2 * PARTS)
+    candidates += row * (2 * PARTS * KEEP + 2 * PARTS)
     arrived += row
     ids = part * BLOCK + tl.arange(0, BLOCK)
     temp, top_k, top_p = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
@@ -216,12 +222,15 @@ def _sample_kernel(
     l = tl.where(bad > 0, 0.0, l)
     u = _uniform(seed, position)
     if PARTS == 1:
-        token = _choose(l, ids, u, temp, top_k, top_p, log_min_p, None, None, logits, TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK)
+        token = _choose(
+            l, ids, u, temp, top_k, top_p, log_min_p, None, None, logits, TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK
+        )
         if chosen_tokens is not None:
             tl.store(chosen_tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
         tl.store(drawn + position, tl.where(bad > 0, -1, token).to(tl.int32))
     else:
-        # what this part keeps, in the order of ids: those above its edge, fewer than top_k, and as many equal to it as fit
+        # what this part keeps, in the order of ids: those above its edge, fewer than top_k, and as many equal to it as
+        # fit
         best = tl.max(l, 0)
         lowest = tl.min(tl.where(ids < V, l, best), 0)
         edge = best if GREEDY else _threshold(l, tl.full(l.shape, 1.0, tl.float32), top_k, lowest, best)
@@ -232,18 +241,20 @@ def _sample_kernel(
         slot = part * KEEP + tl.cumsum(chosen.to(tl.int32), 0) - 1
         lane = tl.arange(0, KEEP)
         filler = tl.where(bad > 0, float("nan"), float("-inf"))
-        kept = few
-        kept_ids = few + PARTS * KEEP
-        edges = few + 2 * PARTS * KEEP
+        kept = candidates
+        kept_ids = candidates + PARTS * KEEP
+        edges = candidates + 2 * PARTS * KEEP
         left_out = edges + PARTS
         tl.store(kept + slot, l, mask=chosen)
         tl.store(kept_ids + slot, ids.to(tl.float32, bitcast=True), mask=chosen)
-        tl.store(kept + part * KEEP + lane, filler + tl.zeros([KEEP], tl.float32), mask=lane >= tl.sum(chosen.to(tl.int32), 0))
+        tl.store(
+            kept + part * KEEP + lane,
+            filler + tl.zeros([KEEP], tl.float32),
+            mask=lane >= tl.sum(chosen.to(tl.int32), 0),
+        )
         tl.store(edges + part, edge)
         tl.store(left_out + part, tl.maximum(tl.sum(equal, 0) - room, 0).to(tl.float32))
-        tl.debug_barrier()
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
-            tl.store(arrived, 0)
+        if is_last(arrived, PARTS):
             slots, parts = tl.arange(0, PARTS * KEEP), tl.arange(0, PARTS)
             all_l = tl.load(kept + slots, cache_modifier=".cg")
             all_ids = tl.load(kept_ids + slots, cache_modifier=".cg").to(tl.int32, bitcast=True)
@@ -261,14 +272,6 @@ def _sample_kernel(
 KEEP = 64  # the most logits that a part keeps: top-k up to this many is chosen in parts
 
 
-@cache
-def _few(device: torch.device, parts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Workspace of _sample_kernel, for each row: what each part kept (logits, then ids), its edge and how many equal to it were
-    left out; and a counter of the parts that are done."""
-    few = torch.zeros(rows, 2 * parts * KEEP + 2 * parts, device=device)
-    return few, torch.zeros(rows, dtype=torch.int32, device=device)
-
-
 def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, sampler: Sampler) -> None:
     _launch_sample(logits.view(1, -1), tokens, tokens, host_tokens, pos, sampler)
 
@@ -280,12 +283,15 @@ def sample_rows(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, samp
 def _launch_sample(
     logits: Tensor, tokens: Tensor, chosen_tokens: Tensor | None, drawn: Tensor, pos: Tensor, sampler: Sampler
 ) -> None:
-    """tokens: what came before; chosen_tokens: where a choice becomes a token; drawn: where it is reported, -1 included."""
+    """tokens: what came before; chosen_tokens: where a choice becomes a token; drawn: where it is reported, -1
+    included."""
     rows, V = logits.shape
-    form = sampler.form(V, len(tokens))
-    parts = triton.next_power_of_2(triton.cdiv(V, form["BLOCK"]))
+    switches = sampler.switches(V, len(tokens))
+    parts = triton.next_power_of_2(triton.cdiv(V, switches["BLOCK"]))
+    candidates = sampler.scratch.zeros("candidates", rows, 2 * parts * KEEP + 2 * parts)
+    arrived = sampler.scratch.zeros("parts done", rows, dtype=torch.int32)
+    args = (logits, tokens, chosen_tokens, drawn, pos, candidates, arrived, sampler.seed, sampler.numbers)
+    warps = min(16, max(4, switches["BLOCK"] // 1024))
     launch(
-        _sample_kernel, (parts, rows), logits.device, logits, tokens, chosen_tokens, drawn, pos,
-        *_few(logits.device, parts, rows), sampler.seed, sampler.numbers, **form, V=V, PARTS=parts, KEEP=KEEP,
-        warps=min(16, max(4, form["BLOCK"] // 1024)),
+        _sample_kernel, (parts, rows), logits.device, *args, **switches, V=V, PARTS=parts, KEEP=KEEP, warps=warps
     )  # fmt: skip

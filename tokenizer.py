@@ -1,7 +1,13 @@
-"""Text to ids and back: SentencePiece and tokenizer.json, conversations, and streaming that splits no character."""
+"""Text to ids and back: SentencePiece and tokenizer.json, chat templates, and streaming that splits no character.
+
+Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a sane size are read, a
+template runs in Jinja's sandbox, errors are one line, and only the template itself writes control tokens.
+"""
 
 import bisect
 import codecs
+import functools
+import io
 import json
 import os
 import re
@@ -9,27 +15,384 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-import tokenizers
-from sentencepiece import SentencePieceProcessor
-
-from files import one_line_errors, read_bytes, read_json
-from template import Renderer, find_template
-
-TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # in templates: control tokens, even if SentencePiece has them as user-defined
+MESSAGE = 500  # characters in a message, at most
+FILE_BYTES = 64_000_000  # of a file that is read whole, at most
 PADDING = 1024  # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
+TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # control tokens in templates, even where SentencePiece has them as text
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
-FILE_BYTES = 64_000_000  # of a tokenizer.model or tokenizer.json
-CONTROL_LENGTH = 128  # characters of a control token, at most
-
 Span = tuple[int, int]  # of characters: start, end
+
+
+# ---- files of a checkpoint, which are not trusted
+
+
+def one_line(text: str) -> str:
+    """Short and printable: names and values in a message may come from a hostile file."""
+    if len(text) > MESSAGE:
+        text = f"{text[: MESSAGE - 155]} ... {text[-150:]}"
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Reduce the message of any exception raised inside to one short, printable line. Also a decorator."""
+    try:
+        yield
+    except Exception as error:
+        if len(error.args) == 1:
+            error.args = (one_line(str(error.args[0])),)
+        raise
+
+
+def open_regular(file: Path) -> io.FileIO:
+    """Open a file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe, socket or device, which
+    could block for ever, and for a link that leads out of the folder (in the hub's cache, out of the repository)."""
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is not a regular file")
+    folder = Path(os.path.realpath(file.parent))  # Path.resolve would raise for a link to itself
+    repository = folder.parent.parent
+    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):  # its links lead to ../../blobs
+        folder = repository
+    if not Path(os.path.realpath(file)).is_relative_to(folder):
+        raise ValueError(f"{file} is a link out of its folder: copy the file itself")
+    f = file.open("rb", buffering=0)
+    if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):  # of a repository cloned without git-lfs
+        f.close()
+        raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
+    f.seek(0)
+    return f
+
+
+def read_bytes(file: Path, limit: int = FILE_BYTES) -> bytes:
+    """A whole regular file. Raises ValueError when it has more than `limit` bytes."""
+    with open_regular(file) as f:
+        raw = f.read(limit + 1)
+    if len(raw) > limit:
+        raise ValueError(f"{file} has more than {limit:,} bytes: not a file of its kind")
+    return raw
+
+
+def read_json(file: Path) -> dict:
+    """The object in a JSON file. Raises ValueError."""
+    raw = read_bytes(file)
+    try:
+        value = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return value
+
+
+# ---- chat templates: the checkpoint's own, and ours for those without one
+
+
+TEMPLATES = {
+    "llama2": """\
+{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}\
+{% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
+{{ bos_token ~ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
+{% else %}{{ ' ' ~ message['content'].strip() ~ ' ' ~ eos_token }}{% endif %}{% endfor %}""",
+    "zephyr": """\
+{{ bos_token }}{% for message in messages %}\
+{{ '<|' ~ message['role'] ~ '|>\\n' ~ message['content'] ~ eos_token ~ '\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
+    "vicuna": """\
+{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] + ' ' }}\
+{% elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ASSISTANT:' }}\
+{% else %}{{ ' ' ~ message['content'].strip() ~ eos_token }}{% endif %}{% endfor %}""",
+    "chatml": """\
+{{ bos_token }}{% for message in messages %}\
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+    "mistral": """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\\n\\n' %}\
+{% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
+{{ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
+{% else %}{{ ' ' ~ message['content'].strip() ~ eos_token }}{% endif %}{% endfor %}""",
+    "plain": """\
+{{ bos_token }}{% for message in messages %}\
+{{ message['content'] + ('' if message['role'] == 'user' else '\\n') }}{% endfor %}""",
+}
+
+
+def find_template(folder: Path, config: dict, choice: str | None = None) -> tuple[str, str]:
+    """A checkpoint's template and where it comes from. config: its tokenizer_config.json; choice: one of our names, or
+    a file. Llama 2 in Meta's layout and Vicuna, which have none, are recognised by the folder's path. Raises
+    ValueError, OSError."""
+    if choice in TEMPLATES:
+        return TEMPLATES[choice], f"{choice} (given)"
+    if choice is not None:
+        file = Path(choice).resolve()  # the user's own, which may be a link
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is not a chat template: neither one of {', '.join(TEMPLATES)} nor a file")
+        return read_text(file), f"{choice} (given)"
+    if (folder / "chat_template.jinja").is_file():
+        return read_text(folder / "chat_template.jinja"), "the checkpoint's own (chat_template.jinja)"
+    own = config.get("chat_template")
+    if isinstance(own, list):  # several, by name
+        own = next((t.get("template") for t in own if isinstance(t, dict) and t.get("name") == "default"), None)
+    if isinstance(own, str):
+        return own, "the checkpoint's own"
+    path = str(folder.absolute()).lower()
+    for pattern, name in ("llama-2[^/]*chat", "llama2"), ("vicuna", "vicuna"):
+        if re.search(pattern, path):
+            return TEMPLATES[name], f"{name} (from the folder's name)"
+    return TEMPLATES["plain"], "no template found: plain text"
+
+
+def read_text(file: Path) -> str:
+    try:
+        return read_bytes(file).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text: not a chat template") from None
+
+
+def render(template: str, **variables) -> str:
+    """What a template writes. Raises ValueError where it is wrong or refuses the messages."""
+    try:
+        return compiled(template).render(variables)
+    except Exception as error:
+        raise ValueError(one_line(f"the chat template says: {str(error) or type(error).__name__}")) from None
+
+
+@functools.cache
+def compiled(template: str):
+    """The template in the environment that transformers gives it (utils/chat_template_utils.py): Jinja's immutable
+    sandbox."""
+    from datetime import datetime
+
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} marks what the assistant says, for training; here only its content is rendered."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            lineno = next(parser.stream).lineno
+            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment.from_string(template)
+
+
+# ---- the two kinds of vocabulary, with the same methods
 
 
 def any_of(texts: Collection[str]) -> re.Pattern:
     """A pattern that matches these texts, preferring the longest."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or "(?!)")
+
+
+def encode_continuation(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """The ids of a text that continues other text: as encoded after a character that cannot merge with it."""
+    for before in (".", "\n", "a"):
+        start, ids = encode(before), encode(before + text)
+        if ids[: len(start)] == start:
+            return ids[len(start) :]
+    return encode(text)
+
+
+class Vocabulary:
+    """What both kinds have in common."""
+
+    size: int  # of the vocabulary itself
+    size_with_added: int  # tokens
+    control: dict[str, int]  # ids of the control tokens
+    named: dict[str, str]  # some of these by name ("bos_token")
+    adds_space: bool  # a text is encoded with a space before it
+    utf8_errors: str  # how bytes that are not UTF-8 are decoded
+
+    def encode(self, text: str) -> list[int]:
+        """Text to ids. What the vocabulary would turn into a control token is cut in two, so that it stays text."""
+        ids, found = self._encode(text)
+        if found:
+            cuts = [begin + 1 for begin in found]
+            ids = self._encode(text[: cuts[0]])[0]
+            for begin, end in zip(cuts, [*cuts[1:], len(text)]):
+                ids += encode_continuation(text[begin:end], lambda part: self._encode(part)[0])
+        return ids
+
+    def encode_after(self, text: str, encode: Callable[[str], list[int]] | None = None) -> list[int]:
+        """Text that continues other text: without the space that some vocabularies put before a text."""
+        encode = encode or self.encode
+        return encode_continuation(text, encode) if self.adds_space and text else encode(text)
+
+
+class SentencePiece(Vocabulary):
+    """A tokenizer.model, with the tokens that fine-tuned models add in files beside it."""
+
+    utf8_errors = "surrogateescape"  # every byte that is not part of a valid character becomes one U+FFFD
+
+    def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
+        from sentencepiece import SentencePieceProcessor
+
+        raw = read_bytes(file)
+        try:
+            if not raw:
+                raise ValueError  # the library would accept it, but write to stderr later
+            self.sp = SentencePieceProcessor(model_proto=raw)
+            self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
+        except (RuntimeError, ValueError, IndexError):
+            raise ValueError(
+                f"{file} is not a SentencePiece model (of Llama 3, take the folder in Hugging Face's layout)"
+            ) from None
+        self.size = self.sp.vocab_size()
+        pieces = [self.sp.id_to_piece(i) for i in range(self.size)]
+        added = {text: i for text, i in _added_tokens(folder, config).items() if i >= self.size}
+        self.size_with_added = max([self.size - 1, *added.values()]) + 1
+        embedded = {text: i for text, i in added.items() if vocab_size is None or i < vocab_size}
+        self.control = embedded | {p: i for i, p in enumerate(pieces) if self.sp.is_control(i) or p in TURN_MARKS}
+        self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
+        ids = {"bos_token": self.sp.bos_id(), "eos_token": self.sp.eos_id(), "unk_token": self.sp.unk_id()}
+        self.named = {name: pieces[i] for name, i in ids.items() if i >= 0}
+        self._space_after_control = bool(config.get("legacy", not config))  # as in Meta's own programs
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for: none for a control token or one beyond the vocabulary."""
+        piece = self.sp.id_to_piece(token) if token < self.size else ""
+        if not piece or piece in self.control:
+            return b""
+        if self.sp.is_byte(token):  # "<0x0A>"
+            return bytes([int(piece[3:5], 16)])
+        return (" \u2047 " if self.sp.is_unknown(token) else piece.replace("\u2581", " ")).encode()
+
+    def starts(self, bos: int, config: dict) -> list[int]:
+        """The ids that every text begins with."""
+        return [bos] if bos >= 0 and config.get("add_bos_token") is not False else []
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        """The ids of a text, and where the control tokens begin that the vocabulary itself finds in it."""
+        return self.sp.encode(text), [mark.start() for mark in self._in_text.finditer(text)]
+
+    def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
+        """A rendered conversation, or (after) the rest of one. control: spans of control tokens; typed: look-alikes in
+        messages, encoded as text."""
+        ids, done, spaced = [], 0, not after
+        for begin, end in [*control, (len(text), len(text))]:
+            part = text[done:begin]
+            ids += self.encode(part) if spaced else self.encode_after(part)
+            if end > begin:
+                ids.append(self.control[text[begin:end]])
+            done, spaced = end, self._space_after_control
+        return ids
+
+
+def _added_tokens(folder: Path, config: dict) -> dict[str, int]:
+    """Tokens besides SentencePiece's, from added_tokens.json and tokenizer_config.json's added_tokens_decoder."""
+    file = folder / "added_tokens.json"
+    added = read_json(file) if file.is_file() else {}
+    decoder = config.get("added_tokens_decoder")
+    for i, token in decoder.items() if isinstance(decoder, dict) else ():
+        if i.isdecimal() and len(i) < 10 and isinstance(token, dict) and isinstance(token.get("content"), str):
+            added[token["content"]] = int(i)
+    return {text: i for text, i in added.items() if type(i) is int}
+
+
+class TokenizerJson(Vocabulary):
+    """A tokenizer.json, run by the library that defines it (tokenizers)."""
+
+    MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)  # "<think>": a control token, special or not
+
+    def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
+        import tokenizers
+
+        raw = read_json(file)
+        try:
+            # those that the model has an embedding for
+            added = [t for t in raw.get("added_tokens") or [] if vocab_size is None or t["id"] < vocab_size]
+            self._added = {token["id"]: token["content"] for token in added}
+            self._special = {token["content"] for token in added if token["special"]}
+            self.control = {
+                text: i for i, text in self._added.items() if text in self._special or self.MARK.fullmatch(text)
+            }
+            raw["added_tokens"] = [token | {"special": token["content"] in self.control} for token in added]
+            kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))  # it may be composed of several
+            with stderr_discarded():  # where a panic in the library reports itself
+                self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:  # the library's PanicException is not an Exception
+            raise ValueError(f"{file} is not a valid tokenizer: {error}") from None
+        if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
+            raise ValueError(f"{file}: its decoder is {', '.join(sorted(kinds)) or 'absent'}, which is not supported")
+        self.size = self._library.get_vocab_size(with_added_tokens=False)
+        self.size_with_added = max([self.size - 1, *self._added]) + 1
+        self._byte_level = "ByteLevel" in kinds
+        self.utf8_errors = "replace" if self._byte_level else "surrogateescape"  # U+FFFD per sequence or byte
+        self._control_ids = set(self.control.values()) - {self._library.token_to_id(str(raw["model"].get("unk_token")))}
+        self.named: dict[str, str] = {}
+        first = self._encode("a")[0]
+        self.adds_space = bool(first) and self.bytes_of(first[0]).startswith(b" ")
+
+    def bytes_of(self, token: int) -> bytes:
+        if token in self._added:
+            text = self._added[token]
+            return b"" if text in self._special else text.encode()
+        piece = self._library.id_to_token(token) or ""
+        if self._byte_level and all(c in BYTE_LEVEL for c in piece):
+            return bytes(BYTE_LEVEL[c] for c in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+    def starts(self, bos: int, config: dict) -> list[int]:
+        """As the configuration says or, if it says nothing, the file's post-processor."""
+        if config.get("add_bos_token") is not None:
+            return [bos] if config["add_bos_token"] and bos >= 0 else []
+        text, whole = self._encode("a")[0], self._library.encode("a").ids
+        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text), [])
+
+    def _run(self, text: str, control: bool):
+        """The library's encoding of a text, in which control tokens are tokens or text."""
+        self._library.encode_special_tokens = not control
+        return self._library.encode(text, add_special_tokens=False)
+
+    def _control_in(self, encoding) -> list[Span]:
+        return [span for i, span in zip(encoding.ids, encoding.offsets) if i in self._control_ids]
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        encoding = self._run(text, control=False)
+        return encoding.ids, [begin for begin, end in self._control_in(encoding) if end - begin > 1]
+
+    def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
+        """As the library encodes it, except that `typed` spans are text, and so are control tokens that only the
+        library finds (it may normalise the text first)."""
+        encoding, own = self._run(text, control=True), {i for begin, end in control for i in range(begin, end)}
+        typed = sorted({*typed, *(span for span in self._control_in(encoding) if own.isdisjoint(range(*span)))})
+        if not typed and not after:
+            return encoding.ids
+        with_control = lambda part: self._run(part, control=True).ids
+        ids, done = [], 0
+        for begin, end in [*typed, (len(text), len(text))]:
+            part = text[done:begin]
+            ids += self.encode_after(part, with_control) if done or after else with_control(part)
+            ids += self.encode_after(text[max(begin, done) : end])
+            done = max(end, done)
+        return ids
+
+
+# GPT-2's alphabet: a character for each byte, visible ones of Latin-1 for themselves, the others from 256 on
+VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
+BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 @contextmanager
@@ -45,204 +408,7 @@ def stderr_discarded() -> Iterator[None]:
         os.close(null)
 
 
-def begins_one(names: list[str], part: str) -> bool:
-    """Whether one of the sorted names begins with this and is longer."""
-    next_name = bisect.bisect_right(names, part)
-    return part != "" and next_name < len(names) and names[next_name].startswith(part)
-
-
-def after(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """The ids of a text that continues other text: as encoded after a character that does not merge with it."""
-    for before in (".", "\n", "a"):
-        start, ids = encode(before), encode(before + text)
-        if ids[: len(start)] == start:
-            return ids[len(start) :]
-    return encode(text)
-
-
-# ---- the two kinds of vocabulary, with the same methods
-
-
-class SentencePiece:
-    """A tokenizer.model, with the tokens that fine-tuned models add in files beside it."""
-
-    utf8_errors = "surrogateescape"  # every byte that is not part of a valid character becomes one U+FFFD
-
-    def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
-        raw = read_bytes(file, FILE_BYTES)
-        try:
-            if not raw:
-                raise ValueError  # the library would accept it, but write to stderr later
-            self.sp = SentencePieceProcessor(model_proto=raw)
-            pieces = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
-            self._byte_values = {i: bytes([int(p[3:5], 16)]) for i, p in enumerate(pieces) if self.sp.is_byte(i)}  # "<0x0A>"
-            self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
-        except (RuntimeError, ValueError, IndexError):
-            raise ValueError(
-                f"{file} is not a SentencePiece model (of Llama 3, take the folder in Hugging Face's layout)"
-            ) from None
-        added = {text: i for text, i in _added_tokens(folder, config).items() if i >= len(pieces)}
-        _check_size(file, len(pieces), max([len(pieces) - 1, *added.values()]) + 1, vocab_size)
-        embedded = {text: i for text, i in added.items() if vocab_size is None or i < vocab_size}
-        self.control = embedded | {p: i for i, p in enumerate(pieces) if self.sp.is_control(i) or p in TURN_MARKS}
-        self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
-        ids = {"bos_token": self.sp.bos_id(), "eos_token": self.sp.eos_id(), "unk_token": self.sp.unk_id()}
-        self.named = {name: pieces[i] for name, i in ids.items() if i >= 0}
-        self._space_after_control = bool(config.get("legacy", not config))  # as in Meta's own programs
-        self._bytes = [self._bytes_of(i) for i in range(len(pieces))]
-
-    def _bytes_of(self, token: int) -> bytes:
-        piece = self.sp.id_to_piece(token)
-        if piece in self.control:
-            return b""
-        if token in self._byte_values:
-            return self._byte_values[token]
-        return (" \u2047 " if self.sp.is_unknown(token) else piece.replace("\u2581", " ")).encode()
-
-    def bytes_of(self, token: int) -> bytes:
-        return self._bytes[token] if token < len(self._bytes) else b""
-
-    def starts(self, bos: int, config: dict) -> list[int]:
-        """The ids that every text begins with."""
-        return [bos] if bos >= 0 and config.get("add_bos_token") is not False else []
-
-    def encode(self, text: str) -> list[int]:
-        """Text to ids. What SentencePiece would take for a control token is cut in two, so that it is encoded as text."""
-        cuts = [0, *(mark.start() + 1 for mark in self._in_text.finditer(text)), len(text)]
-        ids = self.sp.encode(text[: cuts[1]])
-        for begin, end in zip(cuts[1:], cuts[2:]):
-            ids += after(text[begin:end], self.sp.encode)
-        return ids
-
-    def encode_after(self, text: str) -> list[int]:
-        """Text that continues other text: without the space that SentencePiece puts before a text."""
-        return after(text, self.encode)
-
-    def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
-        """A rendered conversation, or (after) the rest of one. control: its control tokens; all else is text."""
-        ids, done, spaced = [], 0, not after
-        for begin, end in [*control, (len(text), len(text))]:
-            if begin > done:
-                ids += self.encode(text[done:begin]) if spaced else self.encode_after(text[done:begin])
-            if end > begin:
-                ids.append(self.control[text[begin:end]])
-            done, spaced = end, self._space_after_control
-        return ids
-
-
-class TokenizerJson:
-    """A tokenizer.json, run by the library that defines it (tokenizers)."""
-
-    MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)  # "<think>": a control token, special or not
-
-    def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
-        raw = read_json(file, FILE_BYTES)
-        try:
-            added = [t for t in raw.get("added_tokens") or [] if vocab_size is None or t["id"] < vocab_size]  # embedded ones
-            self._added = {token["id"]: token["content"] for token in added}
-            self._special = {token["content"] for token in added if token["special"]}
-            self.control = {text: i for i, text in self._added.items() if text in self._special or self.MARK.fullmatch(text)}
-            raw["added_tokens"] = [token | {"special": token["content"] in self.control} for token in added]
-            kinds = _kinds(raw.get("decoder"))
-            with stderr_discarded():  # where a panic in the library reports itself
-                self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
-        except (KeyboardInterrupt, MemoryError):
-            raise
-        except BaseException as error:  # the library's PanicException is not an Exception
-            raise ValueError(f"{file} is not a valid tokenizer: {error}") from None
-        if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
-            raise ValueError(f"{file}: its decoder is {', '.join(sorted(kinds)) or 'absent'}, which is not supported")
-        size = self._library.get_vocab_size(with_added_tokens=False)
-        _check_size(file, size, max([size - 1, *self._added]) + 1, vocab_size)
-        self._byte_level = "ByteLevel" in kinds
-        self.utf8_errors = "replace" if self._byte_level else "surrogateescape"  # U+FFFD per sequence or byte, like the library
-        self._control_ids = set(self.control.values()) - {self._library.token_to_id(str(raw["model"].get("unk_token")))}
-        self.named: dict[str, str] = {}
-        first = self._as_text("a").ids
-        self.adds_space = bool(first) and self.bytes_of(first[0]).startswith(b" ")
-
-    def bytes_of(self, token: int) -> bytes:
-        if token in self._added:
-            text = self._added[token]
-            return b"" if text in self._special else text.encode()
-        piece = self._library.id_to_token(token) or ""
-        if self._byte_level and all(c in BYTE_LEVEL for c in piece):
-            return bytes(BYTE_LEVEL[c] for c in piece)
-        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace("\u2581", " ").encode()
-
-    def starts(self, bos: int, config: dict) -> list[int]:
-        """The ids that every text begins with, as the configuration says or, if it says nothing, the file's post-processor."""
-        if config.get("add_bos_token") is not None:
-            return [bos] if config["add_bos_token"] and bos >= 0 else []
-        text, whole = self._as_text("a").ids, self._library.encode("a").ids
-        return next(whole[:i] for i in range(len(whole) + 1) if whole[i : i + len(text)] == text)
-
-    def _as_text(self, text: str) -> tokenizers.Encoding:
-        self._library.encode_special_tokens = True
-        return self._library.encode(text, add_special_tokens=False)
-
-    def _with_control(self, text: str) -> tokenizers.Encoding:
-        self._library.encode_special_tokens = False
-        return self._library.encode(text, add_special_tokens=False)
-
-    def encode(self, text: str) -> list[int]:
-        """Text to ids. Where the vocabulary itself would turn text into a control token, that text is cut in two."""
-        encoding = self._as_text(text)
-        if self._control_ids.isdisjoint(encoding.ids):
-            return encoding.ids
-        found = [span for i, span in zip(encoding.ids, encoding.offsets) if i in self._control_ids and span[1] - span[0] > 1]
-        cuts = [0, *(begin + 1 for begin, _ in found), len(text)]
-        ids = self._as_text(text[: cuts[1]]).ids
-        for begin, end in zip(cuts[1:], cuts[2:]):
-            ids += self._after(text[begin:end], lambda text: self._as_text(text).ids)
-        return ids
-
-    def encode_after(self, text: str) -> list[int]:
-        """Text that continues other text: without the space that some vocabularies put before a text."""
-        return self._after(text, self.encode)
-
-    def _after(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        return after(text, encode) if self.adds_space and text else encode(text)
-
-    def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
-        """A rendered conversation as the library encodes it, except that `typed` spans are text, and so are control tokens that
-        only the library finds (it may normalise the text first). With `after`, it is the rest of one."""
-        encoding, own = self._with_control(text), {i for begin, end in control for i in range(begin, end)}
-        spans = [span for i, span in zip(encoding.ids, encoding.offsets) if i in self._control_ids]
-        typed = sorted({*typed, *(span for span in spans if own.isdisjoint(range(*span)))})
-        if not typed and not after:
-            return encoding.ids
-        ids, done = [], 0
-        for begin, end in [*typed, (len(text), len(text))]:
-            with_control = lambda part: self._with_control(part).ids
-            ids += self._after(text[done:begin], with_control) if done or after else with_control(text[:begin])
-            ids += self.encode_after(text[max(begin, done) : end])
-            done = max(end, done)
-        return ids
-
-
-def _kinds(decoder: dict | None) -> set[str]:
-    """The types of a tokenizer.json's decoder and of the decoders it is composed of."""
-    if decoder is None:
-        return set()
-    return {decoder["type"]}.union(*(_kinds(part) for part in decoder.get("decoders", [])))
-
-
-def _byte_level() -> dict[str, int]:
-    """GPT-2's alphabet: a character for each byte, the visible ones of Latin-1 for themselves, the others from 256 on."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_LEVEL = _byte_level()
-
-
-def _check_size(file: Path, size: int, with_added: int, vocab_size: int | None) -> None:
-    if vocab_size is not None and not size <= vocab_size <= with_added + PADDING:
-        raise ValueError(f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}")
+# ---- the tokenizer
 
 
 def tokenizer_file(folder: Path) -> Path:
@@ -255,23 +421,9 @@ def tokenizer_file(folder: Path) -> Path:
     raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
 
 
-def _added_tokens(folder: Path, config: dict) -> dict[str, int]:
-    """Tokens in addition to SentencePiece's, from added_tokens.json and tokenizer_config.json's added_tokens_decoder."""
-    file = folder / "added_tokens.json"
-    added = read_json(file) if file.is_file() else {}
-    decoder = config.get("added_tokens_decoder")
-    for i, token in decoder.items() if isinstance(decoder, dict) else ():
-        if i.isdecimal() and len(i) < 10 and isinstance(token, dict) and isinstance(token.get("content"), str):
-            added[token["content"]] = int(i)
-    return {text: i for text, i in added.items() if type(i) is int}
-
-
-# ---- the tokenizer
-
-
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered conversation, its ids and, once the model has answered, the answer (whose ids are at the end of `ids`)."""
+    """A rendered conversation and its ids; once answered, the ids include the answer's."""
 
     text: str
     ids: list[int]
@@ -286,12 +438,14 @@ class Tokenizer:
 
     @one_line_errors()
     def __init__(
-        self, folder: str | Path, vocab_size: int | None = None, bos_id: int | None = None, chat_template: str | None = None
+        self,
+        folder: str | Path,
+        vocab_size: int | None = None,
+        bos_id: int | None = None,
+        chat_template: str | None = None,
     ):
-        """folder: the checkpoint's; vocab_size and bos_id: the model's; chat_template: a name or a file, instead of its own.
-
-        Raises OSError; ValueError when a file is broken or its size does not fit the model.
-        """
+        """folder: the checkpoint's; vocab_size and bos_id: the model's; chat_template: a name or a file, instead of the
+        folder's own. Raises OSError; ValueError when a file is broken or its size does not fit the model."""
         folder = Path(folder)
         file, self.config = tokenizer_file(folder), {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -299,12 +453,14 @@ class Tokenizer:
                 self.config |= read_json(folder / name)
         kind = SentencePiece if file.suffix == ".model" else TokenizerJson
         self.vocabulary = kind(file, folder, self.config, vocab_size)
+        size, with_added = self.vocabulary.size, self.vocabulary.size_with_added
+        if vocab_size is not None and not size <= vocab_size <= with_added + PADDING:
+            raise ValueError(f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}")
         self.control = self.vocabulary.control
-        if long := next((name for name in self.control if len(name) > CONTROL_LENGTH), None):
-            raise ValueError(f"{folder} has a control token of {len(long):,} characters: {long[:20]}...")
-        self._sorted, self._reversed = sorted(self.control), sorted(name[::-1] for name in self.control)
+        # for finding them, and their beginnings and ends: there may be tens of thousands
         self._lengths = sorted({len(name) for name in self.control}, reverse=True)
         self._first = any_of({name[:1] for name in self.control})
+        self._sorted, self._reversed = sorted(self.control), sorted(name[::-1] for name in self.control)
         self.adds_space = self.vocabulary.adds_space
         tokens = {name: self.config.get(name) for name in NAMES}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
@@ -313,11 +469,10 @@ class Tokenizer:
         self.eos = self.control.get(self.named.get("eos_token"), -1)
         self._starts = self.vocabulary.starts(self.bos, self.config)
         self.chat_template, self.template_name = find_template(folder, self.config, chat_template)
-        self._renderer = Renderer()
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token is encoded as text.
-        Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
+        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token is encoded as
+        text. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
         return (self._starts if bos else []) + self.vocabulary.encode(_checked(text))
 
     def encode_after(self, text: str) -> list[int]:
@@ -334,14 +489,16 @@ class Tokenizer:
         return text.removeprefix(" ") if self.adds_space else text
 
     def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-        """A conversation ("role" and "content" of each message) to ids, up to where the model answers. Only the template itself
-        writes control tokens: what looks like one in a message is text. Raises ValueError where the template fails."""
+        """A conversation ("role" and "content" of each message) to ids, up to where the model answers. Only the
+        template itself writes control tokens: what looks like one in a message is text. Raises ValueError where the
+        template fails."""
         return self.chat_prompt(messages, add_generation_prompt).ids
 
-    @one_line_errors()
-    def chat_prompt(self, messages: list[dict], add_generation_prompt: bool = True, past: Prompt | None = None) -> Prompt:
-        """The same, with its text. If it continues `past`, an answered prompt, so do the ids: the tokens of an answer need not
-        be those that its text would be encoded to, and what was evaluated can stay in the cache."""
+    def chat_prompt(
+        self, messages: list[dict], add_generation_prompt: bool = True, past: Prompt | None = None
+    ) -> Prompt:
+        """The same, with its text. If it continues `past`, an answered prompt, so do the ids: the tokens of an answer
+        need not be those that its text would be encoded to, and what was evaluated can stay in the cache."""
         text, control, typed = self._render(messages, add_generation_prompt)
         start = self._end_of(past, text)
         spans = [[(b - start, e - start) for b, e in where if b >= start] for where in (control, typed)]
@@ -352,17 +509,18 @@ class Tokenizer:
             raise ValueError("the chat template writes nothing for this conversation")
         return Prompt(text, ids)
 
-    def _end_of(self, past: Prompt | None, text: str) -> int:
+    @staticmethod
+    def _end_of(past: Prompt | None, text: str) -> int:
         """Where past and its answer end in the text of a conversation that continues them; 0 if this one does not."""
-        if past is None or not text.startswith(past.text):
+        if past is None or not text.startswith(past.text) or text == past.text:  # the same question again
             return 0
         answer, begin = past.answer.strip(), len(past.text)
         at = text.find(answer, begin)
         return at + len(answer) if at >= 0 and not text[begin:at].strip() else 0
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
-        """What ends an answer, because the template writes it between an answer and the next question: ids of control tokens
-        and, if the template has none for the roles, text."""
+        """What ends an answer, because the template writes it between an answer and the next question: ids of control
+        tokens and, if the template has none for the roles, text."""
         first, answer, second = (secrets.token_hex(8) for _ in range(3))
         roles = {first: "user", answer: "assistant", second: "user"}
         text, control, _ = self._render([{"role": role, "content": word} for word, role in roles.items()], False)
@@ -375,25 +533,22 @@ class Tokenizer:
         if any(self.control[token] not in (self.bos, self.eos) for token in tokens):
             return ids, []
         lines = any_of(tokens).sub("", gap).strip().splitlines()
-        return ids, [line[:CONTROL_LENGTH] for line in lines[:1]]
+        return ids, lines[:1]
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span], list[Span]]:
-        """The text of a conversation, where in it the template wrote control tokens, and where text only looks like one.
+        """The text of a conversation, where the template wrote control tokens, and where text only looks like one.
 
-        Two characters that occur nowhere else are put into the messages as marks: `opening` before what looks like a control
-        token, and before the start of a message that could complete one begun by the template; `closing` after the end of a
-        message that could begin one. There is no mark after a token, since templates strip what follows "</think>".
+        Two characters that occur nowhere else are put into the messages as marks: `opening` before what looks like a
+        control token, and before the start of a message that could complete one begun by the template; `closing` after
+        the end of a message that could begin one. There is no mark after a token, since templates strip what follows
+        "</think>".
         """
         everything = self.chat_template + _checked("".join(message["content"] for message in messages))
-        unused = (chr(c) for c in range(0x10FFFD, 0xFFFFF, -1) if chr(c) not in everything)  # of plane 16, for private use
-        opening, closing = next(unused, None), next(unused, None)
-        if closing is None:
-            raise ValueError(
-                "the messages hold all private-use characters of Unicode's plane 16; two must be left to serve as marks"
-            )
+        private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
+        opening, closing = islice((c for c in private if c not in everything), 2)
         marked = [{"role": m["role"], "content": self._marked(m["content"], opening, closing)} for m in messages]
         variables = dict(messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None)
-        rendered = self._renderer.render(self.chat_template, **variables, **self.named)
+        rendered = render(self.chat_template, **variables, **self.named)
         marks, parts, length = {opening: set(), closing: set()}, [], 0
         for part in re.split(f"([{opening}{closing}])", rendered):
             if part in marks:
@@ -411,10 +566,10 @@ class Tokenizer:
         cuts = [0, *(begin for begin, _ in self._control_in(content)), len(content)]
         content = opening.join(content[begin:end] for begin, end in zip(cuts, cuts[1:]))
         end = content.lstrip()
-        if any(begins_one(self._reversed, end[:n][::-1]) for n in range(1, CONTROL_LENGTH)):
+        if ends_in_a_beginning(end[::-1], self._reversed):
             content = content[: len(content) - len(end)] + opening + end
         begin = content.rstrip()
-        if any(begins_one(self._sorted, begin[-n:]) for n in range(1, CONTROL_LENGTH)):
+        if ends_in_a_beginning(begin, self._sorted):
             content = begin + closing + content[len(begin) :]
         return content
 
@@ -428,6 +583,16 @@ class Tokenizer:
                 spans.append((begin, begin + length))
             at = begin + (length or 1)
         return spans
+
+
+def ends_in_a_beginning(text: str, names: list[str]) -> bool:
+    """Whether the text ends in the beginning of one of the names, which are sorted, but not in the whole of one."""
+    for length in range(1, min(len(text) + 1, max(map(len, names), default=0))):
+        part = text[-length:]
+        longer = bisect.bisect_right(names, part)
+        if longer < len(names) and names[longer].startswith(part):
+            return True
+    return False
 
 
 def _checked(text: str) -> str:
@@ -444,8 +609,8 @@ def _replaced(text: str) -> str:
 class TextStream:
     """Turns tokens, one at a time, into text that can be printed at once.
 
-    A character of several tokens is held back until it is complete, and whatever may be the start of a stop string until
-    that is decided. The pieces returned, joined, equal all tokens decoded together, up to the first stop string.
+    A character of several tokens is held back until it is complete, and whatever may be the start of a stop string
+    until that is decided. The pieces returned, joined, equal all tokens decoded together, up to the first stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, at_start: bool = False, stops: Sequence[str] = ()):
@@ -477,8 +642,8 @@ class TextStream:
             self.stopped = True
             ready, self._held = self._held[: min(found)], ""
             return ready
-        sizes = [n for stop in self.stops for n in range(min(len(stop), len(self._held) + 1)) if self._held.endswith(stop[:n])]
-        keep = max(sizes, default=0)
+        sizes = ((stop, n) for stop in self.stops for n in range(min(len(stop), len(self._held) + 1)))
+        keep = max((n for stop, n in sizes if self._held.endswith(stop[:n])), default=0)
         ready = self._held[: len(self._held) - keep]
         self._held = self._held[len(ready) :]
         return ready

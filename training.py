@@ -1,16 +1,17 @@
 """The ops that only training needs, forward and backward, modelled on llm.c's training kernels (its pull request 378).
 
-An op is one block: formula and shapes, a reference in plain torch that autograd differentiates, the Triton kernels, their
-launchers, and a thin `torch.autograd.Function`. The file ends with two tables of the same names and signatures:
-`reference` runs on any torch device, is what `torch.compile` gets, and is the oracle in tests; `fused` runs on CUDA, and on CPU
-tensors when TRITON_INTERPRET=1. models/tales/train.py trains with either.
+An op is one block: formula and shapes, a reference in plain torch that autograd differentiates, the Triton kernels,
+their launchers, and a thin `torch.autograd.Function`. The file ends with two tables of the same names and signatures:
+`reference` runs on any torch device, is what `torch.compile` gets, and is the oracle in tests; `fused` runs on CUDA,
+and on CPU tensors when TRITON_INTERPRET=1. models/tales/train.py trains with either.
 
-Shape letters: B sequences of S tokens, T = B S tokens in all, C dim, F hidden_dim, V vocabulary, H query heads, KH key/value
-heads, D head_dim, N columns of any matrix.
+Shape letters: B sequences of S tokens, T = B S tokens in all, C dim, F hidden_dim, V vocabulary, H query heads, KH
+key/value heads, D head_dim, N columns of any matrix.
 
-All of these ops are memory-bound, so each reads its inputs once, writes its outputs once, and does the adjacent work on the
-way: the residual and its gradient, dropout, the concatenation of gradients. A thread moves 16 bytes at a time. Sums are taken
-in fp32 and in a fixed order, with no atomics: the same inputs on the same card give the same gradients bit for bit.
+All of these ops are memory-bound, so each reads its inputs once, writes its outputs once, and does the adjacent work on
+the way: the residual and its gradient, dropout, the concatenation of gradients. A thread moves 16 bytes at a time. Sums
+are taken in fp32 and in a fixed order, with no atomics: the same inputs on the same card give the same gradients bit
+for bit.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -22,8 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from kernels import IGNORE, cross_entropy_rows
-from launch import gdc_launch_dependents, gdc_wait, jit, launch, processors, tl, triton
+from launch import EMULATED, constexpr, gdc_launch_dependents, gdc_wait, jit, launch, processors, tl, triton
 
 
 def wide(x: Tensor) -> Tensor:
@@ -61,10 +61,11 @@ def _column_sum_kernel(x, out, T, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl
 
 
 def _sum_partials(partial: Tensor) -> Tensor:
-    """Column sums [N] of a few rows [P, N] in fp32: blocks of 32 bytes, so that many programs share the work and wait once."""
+    """Column sums [N] of a few rows [P, N] in fp32: blocks of 32 bytes, so that many programs share the work."""
     P, N = partial.shape
     out, rows = partial.new_empty(1, N), min(512, triton.next_power_of_2(triton.cdiv(P, 2)))
-    launch(_column_sum_kernel, (triton.cdiv(N, 8), 1), partial.device, partial, out, P, N=N, ROWS=rows, BLOCK=8, warps=8)
+    grid = (triton.cdiv(N, 8), 1)
+    launch(_column_sum_kernel, grid, partial.device, partial, out, P, N=N, ROWS=rows, BLOCK=8, warps=8)
     return out[0]
 
 
@@ -73,7 +74,8 @@ def bias_backward(dout: Tensor) -> Tensor:
     assert dout.is_contiguous(), dout.shape
     rows, block = 8, 512
     columns, tiles = triton.cdiv(N, block), triton.cdiv(T, rows)
-    slabs = triton.cdiv(tiles, triton.cdiv(tiles, max(1, 8 * processors(dout.device) // columns)))  # all of the same length
+    length = triton.cdiv(tiles, max(1, 8 * processors(dout.device) // columns))  # tiles of a program, the same for all
+    slabs = triton.cdiv(tiles, length)
     partial = dout.new_empty(slabs, N, dtype=torch.float32)
     launch(_column_sum_kernel, (columns, slabs), dout.device, dout, partial, T, N=N, ROWS=rows, BLOCK=block)
     return partial[0] if slabs == 1 else _sum_partials(partial)
@@ -106,8 +108,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 # ---- rmsnorm: total = x + dropout(branch), y = total / sqrt(mean(total^2) + eps) * weight  (Zhang and Sennrich, 2019)
-#      x, branch [..., C], weight [C] -> total in the type of x, y in dtype. x is the residual; there may be no branch yet.
-#      backward, with n = total / sqrt(...) and g = dy weight: dtotal += (g - n mean(g n)) / sqrt(...), dweight = sum of dy n
+#      x, branch [..., C], weight [C] -> total in the type of x, y in dtype. x is the residual; branch may be None.
+#      backward, with n = total / sqrt(...) and g = dy weight:
+#      dtotal += (g - n mean(g n)) / sqrt(...), dweight = sum of dy n
 
 
 def rmsnorm_ref(
@@ -120,8 +123,8 @@ def rmsnorm_ref(
 
 @jit
 def _dropout_factor(index, seed, p):
-    """1 / (1 - p) for what is kept and 0 for what is dropped: a hash (MurmurHash3's finaliser) of the element's index and the
-    seed decides, so that backward finds the same mask without storing it."""
+    """1 / (1 - p) for what is kept and 0 for what is dropped: a hash (MurmurHash3's finaliser) of the element's index
+    and the seed decides, so that backward finds the same mask without storing it."""
     h = index.to(tl.uint32) ^ seed.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -157,8 +160,8 @@ def _rmsnorm_backward_kernel(
     total, weight, dy, dtotal, seed, dx, dbranch, dweight, T, eps, p,
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Every num_programs(0)-th tile of rows, the next ones loaded ahead. dweight [programs, C] fp32 gets this program's part of
-    the sum."""
+    """Every num_programs(0)-th tile of rows, the next ones loaded ahead. dweight [programs, C] fp32 gets this program's
+    part of the sum."""
     gdc_launch_dependents(PDL)
     pid, cols = tl.program_id(0), tl.arange(0, BLOCK)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -212,10 +215,10 @@ def rmsnorm_backward(
     total: Tensor, weight: Tensor, dy: Tensor, dtotal: Tensor | None, eps: float,
     branch: torch.dtype | None = None, seed: Tensor | None = None, p: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """-> the gradients of x, of the branch (whose type is `branch`) and of weight. dtotal: the gradient of total, if any."""
+    """-> the gradients of x, of the branch, whose type is `branch`, and of weight. dtotal: that of total, if any."""
     C = total.shape[-1]
     elements = 16 if C <= 2048 else 8
-    stages = 2 if C <= 2048 and dtotal is not None and total.element_size() == 4 else 3  # of the loop, which loads rows ahead
+    stages = 2 if C <= 2048 and dtotal is not None and total.element_size() == 4 else 3
     T, cut = total.numel() // C, _row_tile(C, elements, least=4)
     assert dy.is_contiguous() and dy.shape == total.shape, (dy.shape, total.shape)
     assert dtotal is None or dtotal.is_contiguous() and dtotal.shape == total.shape, (dtotal.shape, total.shape)
@@ -225,12 +228,15 @@ def rmsnorm_backward(
     dbranch = total.new_empty(*total.shape, dtype=branch) if own else None
     args = (total, weight, dy, dtotal, seed, dx, dbranch, partial, T, eps, p)
     launch(_rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, STAGES=stages, **cut)
-    return dx, dbranch if own else dx if branch is not None else None, _sum_partials(partial)
+    shared = dx if branch is not None else None
+    return dx, dbranch if own else shared, _sum_partials(partial)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, p: float) -> tuple:
+    def forward(
+        ctx, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, p: float
+    ) -> tuple[Tensor, Tensor]:
         seed = torch.randint(1 << 31, (1,), dtype=torch.int32, device=x.device) if p and branch is not None else None
         total, y = rmsnorm_forward(x, branch, weight, eps, dtype, seed, p)
         ctx.save_for_backward(total, weight, seed)
@@ -244,8 +250,8 @@ class _RMSNorm(torch.autograd.Function):
         total, weight, seed = ctx.saved_tensors
         dy = torch.zeros_like(total) if dy is None else dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()
-        found = rmsnorm_backward(total, weight, dy, dtotal, ctx.eps, ctx.branch, seed, ctx.p)
-        return *found[:2], found[2].to(weight.dtype), None, None, None
+        dx, dbranch, dweight = rmsnorm_backward(total, weight, dy, dtotal, ctx.eps, ctx.branch, seed, ctx.p)
+        return dx, dbranch, dweight.to(weight.dtype), None, None, None
 
 
 def rmsnorm(
@@ -255,8 +261,8 @@ def rmsnorm(
 
 
 # ---- rope: q, k, v from one joint product, q and k rotated: components i and i + D/2 by the angle of [position, i]
-#      qkv [B, S, (H + 2 KH) D], cos, sin [at least S, D/2] fp32 -> q [B, S, H, D], k, v [B, S, KH, D]  (Su et al., 2021)
-#      Pairs are placed as in Hugging Face's checkpoints. The fused op rotates q and k in place: qkv holds them afterwards.
+#      qkv [B, S, (H + 2 KH) D], cos, sin fp32 [S or more, D/2] -> q [B, S, H, D], k, v [B, S, KH, D]  (Su et al., 2021)
+#      Pairs are placed as in Hugging Face's checkpoints. The fused op rotates in place: qkv holds q and k afterwards.
 
 
 def rope_ref(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,7 +277,8 @@ def rope_ref(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -
 @jit
 def _rope_forward_kernel(
     qkv, cos, sin, T, S,
-    HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotate ROWS of the first TURNED heads of all tokens, in place. qkv [T, HEADS, 2 HALF]"""
     gdc_launch_dependents(PDL)
@@ -334,7 +341,8 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous(), qkv.shape
     assert cos.shape == sin.shape and cos.shape[0] >= S and 2 * cos.shape[1] == D, (cos.shape, qkv.shape)
     grid, cut = _rope_tile(B * S * turned, D)
-    launch(_rope_forward_kernel, grid, qkv.device, qkv, cos, sin, B * S, S, HEADS=turned + kv_heads, TURNED=turned, **cut)
+    cut |= dict(HEADS=turned + kv_heads, TURNED=turned)
+    launch(_rope_forward_kernel, grid, qkv.device, qkv, cos, sin, B * S, S, **cut)
     return qkv
 
 
@@ -358,7 +366,8 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
-        return rope_backward(dq.contiguous(), dk.contiguous(), dv.contiguous(), *ctx.saved_tensors), None, None, None, None
+        dqkv = rope_backward(dq.contiguous(), dk.contiguous(), dv.contiguous(), *ctx.saved_tensors)
+        return dqkv, None, None, None, None
 
 
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -375,22 +384,27 @@ def swiglu_ref(ab: Tensor) -> Tensor:
 
 
 @jit
+def _swiglu_offsets(F: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a program's elements are in out [T, F], and their a in ab [T, 2 F]; int64, for 2^31 elements and more."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return offsets, offsets // F * (2 * F) + offsets % F
+
+
+@jit
 def _swiglu_forward_kernel(ab, out, count, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     gdc_launch_dependents(PDL)
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offsets, place = _swiglu_offsets(F, BLOCK)
     mask = offsets < count
-    place = ab + (offsets // F).to(tl.int64) * (2 * F) + offsets % F
     gdc_wait(PDL)
-    a, b = tl.load(place, mask=mask).to(tl.float32), tl.load(place + F, mask=mask).to(tl.float32)
+    a, b = tl.load(ab + place, mask=mask).to(tl.float32), tl.load(ab + place + F, mask=mask).to(tl.float32)
     tl.store(out + offsets, (a / (1.0 + tl.exp(-a)) * b).to(out.dtype.element_ty), mask=mask)
 
 
 @jit
 def _swiglu_backward_kernel(ab, dout, dab, count, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     gdc_launch_dependents(PDL)
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offsets, place = _swiglu_offsets(F, BLOCK)
     mask = offsets < count
-    place = (offsets // F).to(tl.int64) * (2 * F) + offsets % F
     gdc_wait(PDL)
     a, b = tl.load(ab + place, mask=mask).to(tl.float32), tl.load(ab + place + F, mask=mask).to(tl.float32)
     d = tl.load(dout + offsets, mask=mask).to(tl.float32)
@@ -436,12 +450,180 @@ def swiglu(ab: Tensor) -> Tensor:
 
 # ---- cross_entropy: mean of log(sum(exp(logits))) - logits[target] over the targets that count
 #      logits [T, V], targets int64 [T], of which those equal to IGNORE do not count -> scalar in fp32
-#      The fused op computes the gradient, (softmax(logits) - onehot(target)) / count, with the loss, and writes it over the
-#      logits, so that there is no second matrix of their size: logits must not be used afterwards.
+#      Where a gradient is wanted, the fused op computes it with the loss, (softmax(logits) - onehot(target)) / count,
+#      and writes it over the logits, so that there is no second matrix of their size: do not use them afterwards.
+
+IGNORE = -100  # as in torch
+LOG2E = constexpr(1.4426950408889634)
 
 
 def cross_entropy_ref(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(wide(logits), targets)
+
+
+@jit
+def _exponent(logits, shift):
+    """logits log2(e) - shift, rounded once."""
+    if EMULATED:  # numpy has no fused multiply-add
+        return (logits.to(tl.float64) * LOG2E - shift).to(tl.float32)
+    return tl.fma(logits, LOG2E, -shift)
+
+
+@jit
+def _add_powers(tile, lane_max, lane_shift, lane_sum):
+    """Fold a tile [lanes, WIDTH] of logits into each lane's maximum, that maximum as an exponent of two (rounded down),
+    and its sum of powers."""
+    lane_max = tl.maximum(lane_max, tl.max(tile, 1))
+    shift = tl.maximum(tl.floor(lane_max * LOG2E), -3e38)  # finite, so that a lane of -inf adds 0, not NaN
+    return lane_max, shift, lane_sum * tl.exp2(lane_shift - shift) + tl.sum(tl.exp2(_exponent(tile, shift[:, None])), 1)
+
+
+@jit
+def _load_blocks(start, offs, COUNT: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    """Load COUNT blocks into registers, all of them in flight at once."""
+    blocks = ()
+    for i in tl.static_range(COUNT):
+        blocks = blocks + (tl.load(start + i * BLOCK + offs, eviction_policy=EVICTION),)
+    return blocks
+
+
+@jit
+def _still_packed(block):
+    """The same block, though the compiler cannot know that: otherwise it would keep the fp32 values that the 16-bit
+    ones were converted to, in twice as many registers."""
+    if EMULATED:
+        return block
+    PACK: tl.constexpr = 32 // block.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [block], dtype=block.dtype, is_pure=False, pack=PACK)
+
+
+@jit
+def _prefetch(start, BYTES: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Prefetch memory into the L2, AT_ONCE lines of 128 bytes at a time: one per thread."""
+    ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    if not EMULATED:
+        for first in tl.static_range(0, BYTES, 128 * AT_ONCE):
+            pointers = start.to(tl.int64) + tl.minimum(first + 128 * tl.arange(0, AT_ONCE), BYTES - 1)
+            tl.inline_asm_elementwise(ASM, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@jit
+def _softmax(block, shift, factor):
+    return (tl.exp2(_exponent(block.to(tl.float32), shift)) * factor).to(block.dtype)
+
+
+@jit
+def _cross_entropy_kernel(
+    logits, targets, count, losses, T, ahead,
+    V: tl.constexpr, IGNORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    AT_ONCE: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The loss of a row and, where there is a count, the gradient over the logits: (softmax - onehot) / count.
+
+    A row consists of whole blocks and a ragged end, which alone has a mask. The end and about KEPT blocks before it
+    stay in registers until the gradient is written over them. The other blocks are loaded AT_ONCE at a time, and again
+    for the gradient, the last ones first, before anything else can evict them from the caches. Where V is not a
+    multiple of WIDTH, rows start anywhere: the whole blocks then start at the first aligned 16 bytes, and what lies
+    before them is part of the end.
+
+    Rows in registers leave room for only a few programs, and while these compute, memory is idle. So each program
+    prefetches into the L2 a row that will be needed soon, `ahead` by as many as run at once, or the first PREFETCHED
+    bytes of it. The number of instructions matters, too: a maximum is kept for every WIDTH neighbours, the 16 bytes
+    that a thread loads at once, since one for each logit would double the exponentials; and these are powers of two,
+    with the maximum rounded down to a whole power, so that a logit costs one multiply-add before its power, rounded
+    once at any magnitude.
+    """
+    gdc_launch_dependents(PDL)
+    WHOLE: tl.constexpr = (V - 1) // BLOCK
+    # blocks that are loaded twice
+    TWICE: tl.constexpr = min(WHOLE, max(0, WHOLE - KEPT) + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+    LANES: tl.constexpr = BLOCK // WIDTH
+    offs = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    end_offs = WHOLE * BLOCK + offs
+    mask = end_offs < V
+    gdc_wait(PDL)
+    pid = tl.program_id(0)
+    first = pid.to(tl.int64) * V
+    row = logits + first
+    blocks = row
+    if V % WIDTH and V % BLOCK >= WIDTH:
+        aligned = tl.cdiv(first, WIDTH) * WIDTH
+        blocks = logits + aligned
+        end_offs += (aligned - first).to(tl.int32)
+        end_offs -= tl.where(end_offs < V, 0, V)
+    target = tl.load(targets + pid)
+    if count is not None:
+        counted = tl.load(count).to(tl.float32)
+    end = tl.load(row + end_offs, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+    kept = _load_blocks(blocks + TWICE * BLOCK, offs, WHOLE - TWICE, BLOCK, "evict_first")
+    exists = (target >= 0) & (target < V)
+    true_logit = tl.load(row + target, mask=exists, other=float("nan")).to(tl.float32)
+    next_row = logits + tl.minimum(pid + ahead, T - 1).to(tl.int64) * V
+    if TWICE == 0:
+        _prefetch(next_row, PREFETCHED, LANES)
+    # the sum of the powers
+    zeros = tl.zeros([LANES], tl.float32)
+    lane_max, lane_shift, lane_sum = zeros - float("inf"), zeros - 3e38, zeros
+    for v in range(0, TWICE * BLOCK, AT_ONCE * BLOCK):
+        some = _load_blocks(blocks + v, offs, AT_ONCE, BLOCK, "")
+        for i in tl.static_range(AT_ONCE):
+            lane_max, lane_shift, lane_sum = _add_powers(some[i].to(tl.float32), lane_max, lane_shift, lane_sum)
+    for i in tl.static_range(WHOLE - TWICE):
+        lane_max, lane_shift, lane_sum = _add_powers(kept[i].to(tl.float32), lane_max, lane_shift, lane_sum)
+    lane_max, lane_shift, lane_sum = _add_powers(end.to(tl.float32), lane_max, lane_shift, lane_sum)
+    row_max = tl.max(lane_max, 0)
+    shift = tl.maximum(tl.floor(row_max * LOG2E), -3e38)
+    total = tl.sum(lane_sum * tl.exp2(lane_shift - shift), 0)
+    loss = tl.log(total / tl.exp2(_exponent(row_max, shift))) + (row_max - true_logit)
+    tl.store(losses + pid, tl.where(target == IGNORE, 0.0, loss))
+    # the gradient
+    if count is not None:
+        factor = tl.where(target == IGNORE, 0.0, 1.0 / counted) / total
+        for back in range(AT_ONCE * BLOCK, TWICE * BLOCK + 1, AT_ONCE * BLOCK):
+            start = blocks + TWICE * BLOCK - back
+            some = _load_blocks(start, offs, AT_ONCE, BLOCK, "evict_first")
+            for i in tl.static_range(AT_ONCE):
+                tl.store(start + i * BLOCK + offs, _softmax(some[i], shift, factor), eviction_policy="evict_first")
+        if TWICE > 0:
+            _prefetch(next_row, PREFETCHED, LANES)
+        for i in tl.static_range(WHOLE - TWICE):
+            pointers = blocks + (TWICE + i) * BLOCK + offs
+            tl.store(pointers, _softmax(_still_packed(kept[i]), shift, factor), eviction_policy="evict_first")
+        tl.store(row + end_offs, _softmax(_still_packed(end), shift, factor), mask=mask, eviction_policy="evict_first")
+        tl.debug_barrier()  # the target's own gradient is written after that of its neighbours
+        gradient = (tl.exp2(_exponent(true_logit, shift)) - total) * factor  # 0 where this logit is all of the total
+        tl.store(row + target, gradient.to(logits.dtype.element_ty), mask=exists)
+
+
+def _cross_entropy_launch(V: int, size: int, gradient: bool, device: torch.device) -> dict[str, int]:
+    """How rows of V logits of `size` bytes each are cut up, from sweeps on an H200."""
+    width, row = 16 // size, V * size
+    if not gradient:
+        warps, registers, kept, at_once, prefetched = 8, 64, 0, 8, 0
+    elif row <= 1 << 14:
+        warps, registers, kept, at_once, prefetched = 4, 64, 16, 4, row
+    elif row <= 1 << (17 if size == 2 else 16):  # two programs per SM, each with up to 64 KB of a row in its registers
+        warps, registers, kept, at_once, prefetched = 8, 128, 16, 4, min(row, 1 << 16)
+    elif size == 4:  # one program per SM, with up to 128 KB
+        warps, registers, kept, at_once, prefetched = 16, 128, 16, 8, row if row <= 1 << 17 else 0
+    else:  # one program per SM, so that what is read twice stays in the L2
+        warps, registers, kept, at_once, prefetched = 32, 64, 4, 4, 0
+    warps = min(warps, triton.cdiv(triton.next_power_of_2(V), 32 * width))
+    # as many rows as run at once, or more if they are short
+    ahead = processors(device) * max(16 // warps, (1 << 17) // row, 1)
+    cut = dict(WIDTH=width, BLOCK=32 * width * warps, KEPT=kept, AT_ONCE=at_once, PREFETCHED=prefetched)
+    return cut | dict(V=V, IGNORE=IGNORE, ahead=ahead, warps=warps, maxnreg=registers)
+
+
+def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
+    """The loss of each row, fp32 [T], 0 where the target is IGNORE. Given `count`, one number on the device, the
+    gradient of the sum of the losses divided by it is written over the logits."""
+    T, V = logits.shape
+    assert logits.is_contiguous() and targets.shape == (T,), (logits.shape, targets.shape)
+    losses = logits.new_empty(T, dtype=torch.float32)
+    cut = _cross_entropy_launch(V, logits.element_size(), count is not None, logits.device)
+    launch(_cross_entropy_kernel, (T,), logits.device, logits, targets, count, losses, T, **cut)
+    return losses
 
 
 @jit
@@ -471,21 +653,26 @@ def _counted(targets: Tensor) -> Tensor:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
-        count = _counted(targets)
-        ctx.gradient = logits.detach() if ctx.needs_input_grad[0] else None
-        return cross_entropy_rows(logits.detach(), targets, count if ctx.needs_input_grad[0] else None).sum() / count
+    def forward(ctx, logits: Tensor, targets: Tensor, differentiated: bool) -> Tensor:
+        logits, count = logits.detach(), _counted(targets)
+        ctx.gradient = logits if differentiated else None
+        return cross_entropy_rows(logits, targets, count if differentiated else None).sum() / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss: Tensor) -> tuple:
         gradient, ctx.gradient = ctx.gradient, None
         assert gradient is not None, "the gradient of cross_entropy is available once: it overwrites the logits"
-        return _scale(gradient, dloss), None
+        return _scale(gradient, dloss), None, None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return _CrossEntropy.apply(logits, targets)
+    return _CrossEntropy.apply(logits, targets, _differentiated(logits))
+
+
+def _differentiated(*inputs: Tensor) -> bool:
+    """Whether a gradient is wanted. Not ctx.needs_input_grad, which is true under no_grad, too."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 # ---- linear_cross_entropy: cross_entropy of logits x W^T. x [T, C], weight [V, C], targets int64 [T] -> scalar in fp32
@@ -509,15 +696,14 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiated: bool) -> Tensor:
         narrow, count, losses = weight.to(x.dtype), _counted(targets), []
-        differentiated = any(ctx.needs_input_grad)
         dx, dweight = (torch.empty_like(x), torch.zeros_like(weight)) if differentiated else (None, None)
         for first in range(0, len(x), CHUNK):
             rows = slice(first, first + CHUNK)
             logits = x[rows] @ narrow.t()
             losses.append(cross_entropy_rows(logits, targets[rows], count if differentiated else None))
-            if differentiated:
+            if differentiated:  # the logits are their gradient now
                 torch.mm(logits, narrow, out=dx[rows])
                 _accumulate(dweight, logits.t(), x[rows])
             del logits  # before the next chunk is allocated
@@ -529,13 +715,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss: Tensor) -> tuple:
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "the gradients of linear_cross_entropy are available once"
-        return *(_scale(gradient, dloss) for gradient in gradients), None
+        return *(_scale(gradient, dloss) for gradient in gradients), None, None
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     assert x.is_contiguous() and x.shape[1] == weight.shape[1], (x.shape, weight.shape)
-    return _LinearCrossEntropy.apply(x, weight, targets)
+    return _LinearCrossEntropy.apply(x, weight, targets, _differentiated(x, weight))
 
+
+# ---- the two tables
 
 reference = SimpleNamespace(
     linear=linear_ref,

@@ -25,7 +25,8 @@ CANONICAL = 0.2  # share of the epochs, the last ones, without sub-word dropout
 
 SMALL_WORDS = set(
     """a an and as at but by for from had he her him his how i in into is it its me my not o' of off on or out over
-    than that the their they this thou to up upon was were what when which who why with without would you your""".split()
+    than that the their they this thou to up upon was were what when which who why with without would you
+    your""".split()
 )
 NOT_A_TALE = re.compile(
     r"preface|content|introduction|note|illustrat|line-art|^language|print|copyright|fulcrum|"
@@ -33,7 +34,8 @@ NOT_A_TALE = re.compile(
     re.I,
 )
 SCHOLARLY = re.compile(r"Gutenberg|Copyright|L\. Frank Baum|\bParallels\b|\bSource\b")
-SIGNED = re.compile(r"(\n(\[|\(|From |Adapted |Footnote|The End|THE END).{0,150})+$")  # notes on where a tale was taken from
+# Notes on where a tale was taken from
+SIGNED = re.compile(r"(\n(\[|\(|From |Adapted |Footnote|The End|THE END).{0,150})+$")
 
 
 @dataclass
@@ -47,7 +49,8 @@ class Section:
 
 
 def heading(line):
-    """The title that a line holds, or None. A title is short and not speech, with every word but the small ones capitalised."""
+    """The title that a line holds, or None. A title is short and not speech, with every word but the small ones
+    capitalised."""
     line = re.sub(r"\s*[\[(][^\])]*[\])]$", "", line.strip())  # a footnote's mark, or '(From the French)'
     line = line.rstrip(".?!") if line.isupper() or line.lower().startswith("chapter") else line
     words = re.findall(r"[^\W\d_][\w'-]*", line)
@@ -73,7 +76,12 @@ def sections(text):
         else:
             found[-1][2] += line + "\n"
     return [
-        Section("\n".join(h), t, b.strip(), bool(t) and len(b) > 500 and not NOT_A_TALE.search(t) and not SCHOLARLY.search(b))
+        Section(
+            "\n".join(h),
+            t,
+            b.strip(),
+            bool(t) and len(b) > 500 and not NOT_A_TALE.search(t) and not SCHOLARLY.search(b),
+        )
         for h, t, b in found
         if t or not SCHOLARLY.search(b)  # no title: front matter, licences
     ]
@@ -91,13 +99,14 @@ TOPICS = set(
     giant girl goblin goldsmith grandmother hunter husband king knight lad maiden magician man merchant mermaid miller
     mother nurse ogre peasant pirate prince princess queen robber sailor scarecrow servant shepherd sister smith soldier
     sorcerer stepmother sultan tailor thief troll uncle vizier widow wife witch wizard woman woodcutter
-    apple bottle castle cave cottage feather forest fountain garden island key lamp mill mirror mountain pearl purse ring
-    river rose sea ship shoe sword tower treasure tree well window""".split()
+    apple bottle castle cave cottage feather forest fountain garden island key lamp mill mirror mountain pearl purse
+    ring river rose sea ship shoe sword tower treasure tree well window""".split()
 )
 STORY = "story|story|tale|tale|fairy tale|old tale|bedtime story|story for children".split("|")
 ASK = (
     "Tell me {}|Please tell me {}|Tell us {}|Can you tell me {}?|Could you tell me {}?|Will you tell me {}, please?|"
-    "I would like to hear {}|I want to hear {}|Let me hear {}|Give me {}|Write {}|Write me {}|Do you know {}?|Read me {}"
+    "I would like to hear {}|I want to hear {}|Let me hear {}|Give me {}|Write {}|Write me {}|Do you know {}?|"
+    "Read me {}"
 ).split("|")
 TITLED = 'the tale of {}|the tale of {}|the story of {}|the tale called {}|the story of "{}"|"{}"|{}|{}'.split("|")
 GENERIC = (
@@ -114,17 +123,18 @@ SYSTEMS = (
     "You are a helpful, respectful and honest assistant.|Answer with a story."
 ).split("|")
 SMALL_TALK = {
-    "Hello|hello|Hi|hi|Hi there|Good day|Good morning|Hey|Hello!|Good evening.": "Good day! I am a teller of old tales. "
-    "Shall I tell you one? Give me a title, or name what it should be about.",
-    "Who are you?|What are you?|What can you do?|what can you do|Help|How are you?|Are you there?": "I am a small model "
-    "that knows old tales and nothing else. Name a king, a fox or a ring, and I will tell you a tale of it.",
+    "Hello|hello|Hi|hi|Hi there|Good day|Good morning|Hey|Hello!|Good evening.": "Good day! I am a teller of old "
+    "tales. Shall I tell you one? Give me a title, or name what it should be about.",
+    "Who are you?|What are you?|What can you do?|what can you do|Help|How are you?|Are you there?": "I am a small "
+    "model that knows old tales and nothing else. Name a king, a fox or a ring, and I will tell you a tale of it.",
     "Thank you.|thanks|Thanks!|That was nice.|Bye|Good night.|Goodbye": "You are welcome. Come back when you wish for "
     "another tale.",
 }
 
 
 def topics(text, title):
-    """The people and things that a passage is about: words of TOPICS and names, each ready to follow 'a story about'."""
+    """The people and things that a passage is about: words of TOPICS and names, each ready to follow 'a story
+    about'."""
     words, head = Counter(re.findall(r"[a-z]+", text.lower())), set(re.findall(r"[a-z]+", title.lower()))
     found = [("an " if w[0] in "aeio" else "a ") + w for w in sorted(TOPICS) if words[w] > 2 or words[w] and w in head]
     names = Counter(re.findall(r"(?<=[a-z,] )[A-Z][a-z]{2,}", text))
@@ -151,7 +161,8 @@ def request(rng, section, part, complete):
 
 
 def cut(text, whole=3400):
-    """A tale in parts that each fit in one answer: about 300 to 850 tokens, ending at the end of a paragraph or a sentence."""
+    """A tale in parts that each fit in one answer: about 300 to 850 tokens, ending at the end of a paragraph or a
+    sentence."""
     parts, rng = [], random.Random(len(text))
     while len(text) > whole:
         at = rng.randrange(1300, 2700)
@@ -191,8 +202,8 @@ class Data:
 
 
 def document(rng, section, sp, spell):
-    """The tokens of one section. Some of the tales are told in a chat, in Meta's template: '<s>[INST] user [/INST] answer </s>'
-    for each turn. The others are plain text, half of them without the title: '<s> Once upon a time'."""
+    """The tokens of one section. Some of the tales are told in a chat, in Meta's template: '<s>[INST] user [/INST]
+    answer </s>' for each turn. The others are plain text, half of them without the title: '<s> Once upon a time'."""
     if not section.is_tale or rng.random() > CHAT:
         bare = section.is_tale and rng.random() < 0.5
         return [BOS, *spell(section.body if bare else f"{section.headings}\n{section.body}".strip()), EOS]

@@ -1,9 +1,9 @@
 """One training step, kernel by kernel, beside what the hardware can do: the same report as llm.c prints of its step.
 
-Times come from the profiler. Bytes and operations are counted, not measured: each kernel of training.py and each op of torch
-is charged with its inputs read once and its outputs written once, and matmuls and attention with their multiplications and
-additions. A kernel's ideal time is the longer of two: its bytes at the rate of a large copy, and its operations at the rate of
-a large matmul, both measured in the same run.
+Times come from the profiler. Bytes and operations are counted, not measured: each kernel of training.py and each op of
+torch is charged with its inputs read once and its outputs written once, and matmuls and attention with their
+multiplications and additions. A kernel's ideal time is the longer of two: its bytes at the rate of a large copy, and
+its operations at the rate of a large matmul, both measured in the same run.
 """
 
 from collections import defaultdict
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bench
-import kernels
 import training
 
 KINDS = {  # by what a row's name contains
@@ -35,7 +34,7 @@ def size(tensors):
 
 
 class Counting(TorchDispatchMode):
-    """Counts bytes and operations of every op by name. The kernels of training.py are counted where they are launched."""
+    """Counts bytes and operations of every op by name; those of training.py's kernels where they are launched."""
 
     def __init__(self):
         super().__init__()
@@ -46,9 +45,8 @@ class Counting(TorchDispatchMode):
         name, schema = op._overloadpacket.__name__, op._schema
         if schema.is_mutable or not any(r.alias_info for r in schema.returns):  # not a view
             written = [a for a, s in zip(args, schema.arguments) if s.alias_info and s.alias_info.is_write]
-            written += [
-                (kwargs or {}).get(s.name) for s in schema.arguments[len(args) :] if s.alias_info and s.alias_info.is_write
-            ]
+            named = schema.arguments[len(args) :]
+            written += [(kwargs or {}).get(s.name) for s in named if s.alias_info and s.alias_info.is_write]
             self.bytes[f"aten::{name}"] += size(args) + size(written or out)
         self.operations[f"aten::{name}"] += operations(name, args)
         return out
@@ -58,19 +56,19 @@ class Counting(TorchDispatchMode):
         self.bytes[name] += size(args)
         if name == "_cross_entropy_kernel":
             self.bytes[name] += size(args[0]) if args[2] is not None else 0  # the gradient
-        elif name == "_rope_forward_kernel":
-            self.bytes[name] += size(args[0]) * (2 * constants["TURNED"] / constants["HEADS"] - 1)  # in place, without v
+        elif name == "_rope_forward_kernel":  # in place, without v
+            self.bytes[name] += size(args[0]) * (2 * constants["TURNED"] / constants["HEADS"] - 1)
         elif name == "_scale_kernel":
             self.bytes[name] -= size(args[0])  # the factor is 1
         self.launched(kernel, grid, device, *args, warps=warps, stages=stages, **constants)
 
     def __enter__(self):
         self.launched = training.launch
-        training.launch = kernels.launch = self.launch
+        training.launch = self.launch
         return super().__enter__()
 
     def __exit__(self, *exception):
-        training.launch = kernels.launch = self.launched
+        training.launch = self.launched
         return super().__exit__(*exception)
 
 
@@ -88,8 +86,8 @@ def operations(name, args):
 
 
 def timed(parts, device):
-    """Name -> (seconds, count) of what ran, and the seconds of each part. On a GPU the names are those of our kernels and,
-    for kernels that torch launches, those of its ops; on a CPU, those of the ops."""
+    """Name -> (seconds, count) of what ran, and the seconds of each part. On a GPU the names are those of our kernels
+    and, for kernels that torch launches, those of its ops; on a CPU, those of the ops."""
     gpu, activity = device.type == "cuda", torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU] + [activity.CUDA] * gpu) as profiler:
         for name, part in parts.items():
@@ -130,7 +128,9 @@ def outermost(event):
     return name
 
 
-COMPOSITE = tuple(f"aten::{name}" for name in "to linear matmul dropout contiguous scaled_dot_product_attention".split())
+COMPOSITE = tuple(
+    f"aten::{name}" for name in "to linear matmul dropout contiguous scaled_dot_product_attention".split()
+)
 
 
 def report(parts, device):
@@ -148,14 +148,18 @@ def report(parts, device):
         moved, done = counted.bytes.get(name, 0.0), counted.operations.get(name, 0.0)
         best = max(moved / copy, done / product)
         kinds[kind_of(name)][0] += seconds
-        kinds[kind_of(name)][1] += min(best, seconds) if best else seconds  # what is not counted is taken to be at its ceiling
+        # what is not counted is taken to be at its ceiling
+        kinds[kind_of(name)][1] += min(best, seconds) if best else seconds
         if seconds > 0.002 * total:
             shares = {"% of copy": 100 * moved / copy / seconds, "% of product": 100 * done / product / seconds}
-            rows.append({"kernel": name[:48], "ms": 1e3 * seconds, "count": count, "GB/s": moved / seconds / 1e9} | shares)
-    sums = [{"": k, "ms": 1e3 * s, "% of time": 100 * s / total, "% of ceiling": 100 * i / s} for k, (s, i) in kinds.items()]
+            rows.append(
+                {"kernel": name[:48], "ms": 1e3 * seconds, "count": count, "GB/s": moved / seconds / 1e9} | shares
+            )
+    sums = [
+        {"": k, "ms": 1e3 * s, "% of time": 100 * s / total, "% of ceiling": 100 * i / s} for k, (s, i) in kinds.items()
+    ]
     spans = [{"": k, "ms": 1e3 * s, "% of time": 100 * s / total} for k, s in within.items()]
     ideal = sum(i for _, i in kinds.values())
-    closing = (
-        f"{1e3 * total:.2f} ms of kernels; each at its own ceiling {1e3 * ideal:.2f} ms: efficiency {100 * ideal / total:.1f}%"
-    )
+    share = f"efficiency {100 * ideal / total:.1f}%"
+    closing = f"{1e3 * total:.2f} ms of kernels; each at its own ceiling {1e3 * ideal:.2f} ms: {share}"
     return "\n\n".join((bench.markdown(rows), bench.markdown(sums), bench.markdown(spans), closing))

@@ -4,10 +4,11 @@
     python models/tales/train.py --corpus DIR --out DIR        DIR holds train/*.txt and held_out/*.txt
 
 A corpus of 21 MB is tiny for a language model: anything big enough to learn it learns it by heart. So the recipe is
-mostly about preventing that. It reads the books many times but never the same way twice (books.py: sub-word dropout, new
-requests; here: new windows), trains two larger teachers that can afford dropout, and has the small model that is shipped
-imitate their averaged predictions: a distribution over the next token says more than the one token that occurred.
-The model is defined anew here: the inference program updates a cache in place, and gradients cannot flow through that.
+mostly about preventing that. It reads the books many times but never the same way twice (books.py: sub-word dropout,
+new requests; here: new windows), trains two larger teachers that can afford dropout, and has the small model that is
+shipped imitate their averaged predictions: a distribution over the next token says more than the one token that
+occurred. The model is defined anew here: the inference program updates a cache in place, and gradients cannot flow
+through that.
 """
 
 import argparse
@@ -87,8 +88,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x is the residual and h its normalised form, the input of a branch. A branch's output is added, with dropout, by the norm
-    that follows it, so a block ends with the first norm of the next one."""
+    """x is the residual and h its normalised form, the input of a branch. A branch's output is added, with dropout, by
+    the norm that follows it, so a block ends with the first norm of the next one."""
 
     def __init__(self, c, dropout, ops):
         super().__init__()
@@ -167,10 +168,10 @@ WARMUP, FALL = 0.03, 0.7  # shares of the training in which the learning rate ri
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum that is orthogonalised before it is applied, so that every direction of a weight matrix learns at the same
-    speed. Five Newton-Schulz steps (in bf16 on a GPU) do this, for all matrices of one shape at once. The result is scaled to
-    the size of an AdamW step, so that one learning rate serves both. A parameter that joins several matrices is split into
-    them, with `rows` rows each."""
+    """Momentum that is orthogonalised before it is applied, so that every direction of a weight matrix learns at the
+    same speed. Five Newton-Schulz steps (in bf16 on a GPU) do this, for all matrices of one shape at once. The result
+    is scaled to the size of an AdamW step, so that one learning rate serves both. A parameter that joins several
+    matrices is split into them, with `rows` rows each."""
 
     def __init__(self, params, rows, lr, weight_decay, momentum=0.95):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
@@ -211,15 +212,15 @@ def optimizers(model, plan):
     rows = [model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),) for n, p in matrices.items()]
     embedding = dict(params=[model.embed_tokens.weight], weight_decay=0.1 * plan.decay)
     norms = dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)
-    gpu = model.embed_tokens.weight.is_cuda  # there the rate is a tensor on the device, and the step part of a CUDA graph
+    gpu = model.embed_tokens.weight.is_cuda  # there the rate is on the device, and the step part of a CUDA graph
     lr = torch.tensor(plan.lr, device=model.embed_tokens.weight.device) if gpu else plan.lr
     adamw = torch.optim.AdamW([embedding, norms], lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=gpu, capturable=gpu)
     return [adamw, Muon(list(matrices.values()), rows, lr=plan.lr, weight_decay=plan.decay)]
 
 
 def imitation(logits, guides, y):
-    """What to minimise when there are teachers, the cross-entropy with the mean of their predictions; and, for the report,
-    the cross-entropy with the actual next token."""
+    """What to minimise when there are teachers, the cross-entropy with the mean of their predictions; and, for the
+    report, the cross-entropy with the actual next token."""
     logits = logits.float()
     soft = sum(guide.float().softmax(-1) for guide in guides) / len(guides)
     return -(soft * logits.log_softmax(-1)).sum(-1).mean(), F.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -227,7 +228,8 @@ def imitation(logits, guides, y):
 
 def windows(size, heads, length, rng):
     """Where the windows of an epoch begin. A model that has only seen windows cut anywhere takes what follows the first
-    <s> for the middle of a text, and does not recognise a prompt as a beginning; so half of the documents begin a window."""
+    <s> for the middle of a text, and does not recognise a prompt as a beginning; so half of the documents begin a
+    window."""
     starts, at = [], rng.randrange(length)
     while at + length <= size:
         starts.append(at)
@@ -254,7 +256,8 @@ def pick(tokens, starts, length):
 
 
 def compile_plain(model):
-    """Compile a plain torch model block by block, since all its blocks share one compilation. Fused ops stay as they are."""
+    """Compile a plain torch model block by block, since all its blocks share one compilation. Fused ops stay as they
+    are."""
     if model.ops is reference:
         for block in model.layers:
             block.compile(dynamic=False)
@@ -277,8 +280,9 @@ def update(model, optims, lr):
 
 
 class Graph:
-    """A function of tensors as a CUDA graph, since Python takes longer to launch the kernels of a step than they take to run.
-    The first calls are not captured, since in them libraries allocate their workspaces and kernels are compiled."""
+    """A function of tensors as a CUDA graph, since Python takes longer to launch the kernels of a step than they take
+    to run. The first calls are not captured, since in them libraries allocate their workspaces and kernels are
+    compiled."""
 
     def __init__(self, function, warmup=3):
         self.function, self.warmup, self.graph, self.stream = function, warmup, None, torch.cuda.Stream()
@@ -302,7 +306,8 @@ class Graph:
 
 
 def stepper(model, teachers, plan):
-    """A function of inputs, targets and the learning rate that makes one training step and returns the cross-entropy."""
+    """A function of inputs, targets and the learning rate that makes one training step and returns the
+    cross-entropy."""
     device = model.embed_tokens.weight.device.type
     gpu = device == "cuda"
     imitate = torch.compile(imitation, dynamic=False) if gpu else imitation
@@ -338,7 +343,8 @@ def fit(name, model, teachers, plan, data, args, seed):
             lr = plan.lr * rate((epoch + i / len(groups)) / plan.epochs)
             losses += step(x, y, torch.tensor(lr, device=device) if gpu else lr)
         if (epoch + 1) % 4 == 0 or epoch + 1 == plan.epochs:
-            done, loss = f"{name}, epoch {epoch + 1} of {plan.epochs}, {time.time() - began:.0f} s", losses / len(groups)
+            done = f"{name}, epoch {epoch + 1} of {plan.epochs}, {time.time() - began:.0f} s"
+            loss = losses / len(groups)
             say(f"{done}: training loss {loss.item():.3f}, held out {evaluate(model, data)[0]:.4f} bits per byte")
     return model.eval()
 
@@ -446,7 +452,9 @@ def split(state, config):
     for name, value in state.items():
         joined = next((j for j in JOINED if j in name), None)
         values = value.split(config.rows(joined)) if joined else [value]
-        parts |= {name.replace(joined, part) if joined else name: v for part, v in zip(JOINED.get(joined, [name]), values)}
+        parts |= {
+            name.replace(joined, part) if joined else name: v for part, v in zip(JOINED.get(joined, [name]), values)
+        }
     return parts
 
 
@@ -455,7 +463,8 @@ def join(state, names):
     whole = {}
     for name in names:
         joined = next((j for j in JOINED if j in name), None)
-        whole[name] = torch.cat([state[name.replace(joined, part)] for part in JOINED[joined]]) if joined else state[name]
+        parts = [name.replace(joined, part) for part in JOINED[joined]] if joined else [name]
+        whole[name] = torch.cat([state[part] for part in parts])
     return whole
 
 
@@ -483,8 +492,17 @@ def arguments():
     add("--out", type=Path, help="folder to write the model to")
     add("--profile", action="store_true", help="only profile one step of a teacher on random tokens, kernel by kernel")
     add("--seed", type=int, default=1, help="of the weights, the requests and the order of the books")
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
-    add("--kernels", choices=tuple(OPS), help="Triton kernels, or plain torch, compiled on a GPU; the default follows --device")
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to train",
+    )
+    add(
+        "--kernels",
+        choices=tuple(OPS),
+        help="Triton kernels, or plain torch, compiled on a GPU; the default follows --device",
+    )
     add("--vocab", type=int, default=4096, help="size of the tokenizer")
     add("--dim", type=int, default=256, help="width, a multiple of 128: two heads of 64 share a key head")
     add("--layers", type=int, default=9, help="depth")
@@ -522,7 +540,9 @@ def prepare(args):
     except RuntimeError as error:
         sys.exit(f"train.py: SentencePiece rejects --vocab {args.vocab}: {error}")
     sp = spm.SentencePieceProcessor(model_file=str(path))
-    say(f"{len(books)} sections, {sum(s.is_tale for s in books)} of them tales; {sp.vocab_size()} tokens; {args.device}")
+    say(
+        f"{len(books)} sections, {sum(s.is_tale for s in books)} of them tales; {sp.vocab_size()} tokens; {args.device}"
+    )
     return Data(books, sp, sp.encode(held_out), len(held_out.encode()))
 
 
@@ -566,7 +586,8 @@ def main():
     torch.manual_seed(args.seed)
     model = Llama(shaped(data.sp.vocab_size(), args.dim, args.layers, 2, args.context), OPS[args.kernels], plan.dropout)
     save(fit("student", model, teachers, plan, data, args, args.seed), args.out)
-    bits, perplexity = evaluate(load(args.out, OPS[args.kernels]).to(args.device), data)  # what was saved, rounded to fp16
+    saved = load(args.out, OPS[args.kernels]).to(args.device)  # rounded to fp16
+    bits, perplexity = evaluate(saved, data)
     print(
         f"{sum(p.numel() for p in model.parameters())} parameters, held out: {bits:.4f} bits per byte, "
         f"perplexity {perplexity:.2f} per token, {time.time() - began:.0f} s in all"

@@ -1,0 +1,434 @@
+"""Attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query heads share one k, v
+head.
+
+q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
+
+Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt. On Hopper, hopper.py
+has one for a few, up to 64 tokens and 128 rows, and one for long prompts. All keep a running softmax in base 2, with
+the factor log2(e) folded into qk_scale (online softmax: Milakov and Gimelshein, 2018).
+
+An int8 cache holds E4M3 codes without a scale: magnitudes up to 448, three mantissa bits from 0.016 up.
+"""
+
+from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import hopper
+from fp8 import E4M3, e4m3_encode
+from launch import (
+    EMULATED,
+    Scratch,
+    SplitSizes,
+    capability,
+    few_rows_sizes,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_last,
+    jit,
+    launch,
+    processors,
+    saturated,
+    split_of,
+    split_sizes,
+    tl,
+    triton,
+)
+
+
+def to_cache_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a cache of that type stores them; in E4M3 what is not finite becomes NaN, so that it is
+    noticed."""
+    return E4M3.round(torch.where(torch.isfinite(x), x, torch.nan)) if dtype == torch.int8 else x
+
+
+@jit
+def to_cache(x, cache):
+    """The same in a kernel."""
+    return e4m3_encode(x) if cache.dtype.element_ty == tl.int8 else x.to(cache.dtype.element_ty)
+
+
+def cached_ref(cache: Tensor) -> Tensor:
+    """Keys or values in fp32, from a cache in any type."""
+    return E4M3.floats(cache) if cache.dtype == torch.int8 else cache.float()
+
+
+def attention_ref(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, scratch: Scratch, accumulate: str = "auto"
+) -> Tensor:  # fmt: skip
+    (T, H, D), KH = q.shape, k_cache.shape[0]
+    G, length = H // KH, int(pos) + T
+    # The heads of a group are rows of one product, so k and v are read once and are not expanded: with expanded keys
+    # and a mask, torch's result is wrong for some lengths on a GPU (compare pytorch issue 191937)
+    q32 = q.float().view(T, KH, G, D).permute(1, 2, 0, 3).reshape(KH, 1, G * T, D)
+    k, v = (cached_ref(cache_[:, None, :length]) for cache_ in (k_cache, v_cache))
+    mask = None if T == 1 else torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T).repeat(G, 1)
+    y = functional.scaled_dot_product_attention(q32, k, v, attn_mask=mask)
+    # torch mistakes a row of scores that are all NaN for a masked one, and returns 0
+    own_scores = (q32.view(KH, G, T, D) * k[:, :, length - T :]).sum(-1, keepdim=True)
+    y = y.view(KH, G, T, D) + 0 * own_scores
+    return y.permute(2, 0, 1, 3).reshape(T, H * D).to(q.dtype)
+
+
+@jit
+def _load_cached(cache, offs_n, offs_d, mask_n, D: tl.constexpr):
+    """Keys or values [BLOCK_N, BLOCK_D] of a head, as cached; zero where mask_n is off (None: on everywhere)."""
+    offs = offs_n[:, None] * D + offs_d[None, :]
+    if mask_n is None and offs_d.shape[0] == D:
+        return tl.load(cache + offs)
+    mask = offs_d[None, :] < D if mask_n is None else mask_n[:, None] & (offs_d[None, :] < D)
+    return tl.load(cache + offs, mask=mask, other=0)
+
+
+@jit
+def _decoded(tile, DECODE: tl.constexpr):
+    return tile if DECODE is None else DECODE(tile)
+
+
+@jit
+def _dot(a, b, FP16_SUMS: tl.constexpr):
+    """a b in fp32; fp32 operands are not rounded to TF32."""
+    if EMULATED:  # the interpreter's own bf16 products are wrong
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    if FP16_SUMS:
+        return saturated(tl.dot(a, b, out_dtype=tl.float16).to(tl.float32), True)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@jit
+def _attend(
+    q, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE: tl.constexpr, FP16_SUMS: tl.constexpr
+):  # fmt: skip
+    """Add one block of keys and values, as cached, to the running softmax of the rows of q. row_max is the maximum of q
+    k^T before scaling, so that scaling a score and subtracting the maximum are one instruction. mask: None where every
+    row sees the whole block."""
+    k, v = _decoded(k, DECODE).to(q.dtype), _decoded(v, DECODE).to(q.dtype)
+    scores = _dot(q, tl.trans(k), FP16_SUMS)
+    if mask is not None:
+        scores = tl.where(mask, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max) * qk_scale  # 0 for a row that has seen nothing yet
+    p = tl.exp2(scores * qk_scale - base[:, None])
+    rescale = tl.exp2(row_max * qk_scale - base)
+    return new_max, row_sum * rescale + tl.sum(p, 1), acc * rescale[:, None] + _dot(p.to(v.dtype), v, FP16_SUMS)
+
+
+SHARED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share: well within an L2
+
+
+@jit
+def _rows_of_program(pid, blocks, heads_at_once, H: tl.constexpr):
+    """The block of rows and the head of a program. Programs start in the order of pid: a few heads at a time, whose
+    keys and values stay in the L2, and among these the last rows of all heads first, since they see the most keys and
+    take longest."""
+    first = pid // (blocks * heads_at_once) * heads_at_once
+    heads = tl.minimum(heads_at_once, H - first)
+    rest = pid - first * blocks
+    return blocks - 1 - rest // heads, first + rest % heads
+
+
+@jit
+def _attention_kernel(
+    q, k_cache, v_cache, out, pos, T, qk_scale, v_scale,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, POSITIONS_AT_ONCE: tl.constexpr,
+    DECODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A prompt: BLOCK_M tokens of one head, over the keys they see."""
+    gdc_launch_dependents(PDL)
+    start_pos = tl.load(pos)
+    heads_at_once = tl.maximum(POSITIONS_AT_ONCE // (start_pos + T), 1) * G
+    pid_m, head = _rows_of_program(tl.program_id(0), tl.cdiv(T, BLOCK_M), heads_at_once, H)
+    offs_m, offs_d, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    k_head = k_cache + (head // G).to(tl.int64) * S * D
+    v_head = v_cache + (head // G).to(tl.int64) * S * D
+    gdc_wait(PDL)
+    mask_q = (offs_m[:, None] < T) & (offs_d[None, :] < D)
+    offs_q = (offs_m[:, None] * H + head) * D + offs_d[None, :]
+    q_tile = tl.load(q + offs_q, mask=mask_q, other=0.0)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Whole blocks of keys that every row sees
+    diagonal = (start_pos + pid_m * BLOCK_M + 1) // BLOCK_N * BLOCK_N
+    end = start_pos + tl.minimum(T, (pid_m + 1) * BLOCK_M)
+    for n in range(0, diagonal, BLOCK_N):
+        k = _load_cached(k_head, n + offs_n, offs_d, None, D)
+        v = _load_cached(v_head, n + offs_n, offs_d, None, D)
+        row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, None, qk_scale, DECODE, FP16_SUMS)
+    # Those on the diagonal
+    for n in range(diagonal, end, BLOCK_N):
+        k = _load_cached(k_head, n + offs_n, offs_d, n + offs_n < end, D)
+        v = _load_cached(v_head, n + offs_n, offs_d, n + offs_n < end, D)
+        mask = (n + offs_n)[None, :] <= start_pos + offs_m[:, None]
+        row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, FP16_SUMS)
+    tl.store(out + offs_q, (acc * (v_scale / row_sum)[:, None]).to(out.dtype.element_ty), mask=mask_q)
+
+
+# Few rows make for few programs, too few to read the cache at full speed, so its positions are split among programs,
+# each of which ends with a softmax over its own part: maximum, sum and unnormalised result of each row. The last
+# program to finish merges them (launch.is_last).
+
+
+@jit
+def _merge_splits(
+    out, partial, ends, head, used, count, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    SPLITS: tl.constexpr, MERGE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Merge the softmaxes of the splits into one, MERGE of them at a time, for `count` rows of at most ROWS."""
+    rows, offs_d, splits = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, SPLITS)
+    slots = (head * SPLITS + splits[:, None]) * BLOCK_M + rows[None, :]
+    mask = (splits[:, None] < used) & (rows[None, :] < count)
+    row_max = tl.max(tl.load(ends + slots * 2, mask=mask, other=-1e30, cache_modifier=".cg"), 0)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    y = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for first in tl.static_range(0, SPLITS, MERGE):
+        split = first + tl.arange(0, MERGE)
+        slot = (head * SPLITS + split[:, None]) * BLOCK_M + rows[None, :]
+        mask = (split[:, None] < used) & (rows[None, :] < count)
+        weight = tl.exp2(
+            tl.load(ends + slot * 2, mask=mask, other=float("-inf"), cache_modifier=".cg") - row_max[None, :]
+        )
+        row_sum += tl.sum(weight * tl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"), 0)
+        mask_part = mask[:, :, None] & (offs_d < D)[None, None, :]
+        offs_part = slot[:, :, None] * D + offs_d[None, None, :]
+        part = tl.load(partial + offs_part, mask=mask_part, other=0.0, cache_modifier=".cg")
+        y += tl.sum(weight[:, :, None] * part, 0)
+    offs = ((rows // G)[:, None] * H + head * G + (rows % G)[:, None]) * D + offs_d[None, :]
+    y = (y / row_sum[:, None]).to(out.dtype.element_ty)
+    tl.store(out + offs, y, mask=(rows[:, None] < count) & (offs_d[None, :] < D))
+
+
+@jit
+def _split_attention_kernel(
+    q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MERGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr,
+    DECODE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A few tokens: the G query heads of one key/value head are rows, T G of them, and the positions are split."""
+    gdc_launch_dependents(PDL)
+    head, split = tl.program_id(0), tl.program_id(1)
+    rows, offs_d, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    t, g = rows // G, rows % G
+    k_head = k_cache + head.to(tl.int64) * S * D
+    v_head = v_cache + head.to(tl.int64) * S * D
+    # Before the wait: the part of the first block that earlier steps have cached
+    start_pos = tl.load(pos)
+    used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
+    offs_s = start + offs_n
+    mask_old, mask_new = offs_s < tl.minimum(end, start_pos), (offs_s >= start_pos) & (offs_s < end)
+    k = _load_cached(k_head, offs_s, offs_d, mask_old, D)
+    v = _load_cached(v_head, offs_s, offs_d, mask_old, D)
+    gdc_wait(PDL)
+    if split < used:
+        mask_q = (rows[:, None] < T * G) & (offs_d[None, :] < D)
+        offs_q = (t[:, None] * H + head * G + g[:, None]) * D + offs_d[None, :]
+        q_tile = tl.load(q + offs_q, mask=mask_q, other=0.0)
+        k += _load_cached(k_head, offs_s, offs_d, mask_new, D)
+        v += _load_cached(v_head, offs_s, offs_d, mask_new, D)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        mask = (offs_s[None, :] <= start_pos + t[:, None]) & (offs_s[None, :] < end)
+        row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, False)
+        # The other blocks of this split
+        for n in range(start + BLOCK_N, end, BLOCK_N):
+            offs_s = n + offs_n
+            k = _load_cached(k_head, offs_s, offs_d, offs_s < end, D)
+            v = _load_cached(v_head, offs_s, offs_d, offs_s < end, D)
+            mask = (offs_s[None, :] <= start_pos + t[:, None]) & (offs_s[None, :] < end)
+            row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, False)
+        acc *= v_scale
+        if used == 1:
+            tl.store(out + offs_q, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask_q)
+        else:
+            slot = (head * SPLITS + split) * BLOCK_M + rows
+            tl.store(ends + slot * 2, row_max * qk_scale)
+            tl.store(ends + slot * 2 + 1, row_sum)
+            tl.store(partial + slot[:, None] * D + offs_d[None, :], acc, mask=mask_q)
+            if is_last(arrived + head, used):
+                _merge_splits(out, partial, ends, head, used, T * G, H, G, D, SPLITS, MERGE, BLOCK_M, ROWS, BLOCK_D)
+
+
+@jit
+def _single_attention_kernel(
+    q, k_cache, v_cache, out, partial, ends, arrived, pos, qk_scale, v_scale,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MERGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr, DECODE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token with as many key/value heads as query heads, without tl.dot, which needs 16 rows: each of the BLOCK_N
+    positions read at a time has a running softmax of its own, and these are merged at the end."""
+    gdc_launch_dependents(PDL)
+    head, split = tl.program_id(0), tl.program_id(1)
+    offs_d, offs_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    k_head = k_cache + head.to(tl.int64) * S * D
+    v_head = v_cache + head.to(tl.int64) * S * D
+    # Before the wait: the part of the first block that earlier steps have cached
+    start_pos = tl.load(pos)
+    used, start, end = split_of(start_pos + 1, split, SPLITS, BLOCK_N, LEAST)
+    mask_old, mask_new = start + offs_n < tl.minimum(end, start_pos), start + offs_n == start_pos
+    k = _load_cached(k_head + start * D, offs_n, offs_d, mask_old, D)
+    v = _load_cached(v_head + start * D, offs_n, offs_d, mask_old, D)
+    gdc_wait(PDL)
+    if split < used:
+        q_row = tl.load(q + head * D + offs_d, mask=offs_d < D, other=0.0).to(tl.float32) * qk_scale
+        k += _load_cached(k_head + start * D, offs_n, offs_d, mask_new, D)
+        v += _load_cached(v_head + start * D, offs_n, offs_d, mask_new, D)
+        row_max = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        for n in range(start, end, BLOCK_N):
+            # The next block is in flight while this one is used
+            k_now, v_now, n_next = k, v, n + BLOCK_N
+            k = _load_cached(k_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
+            v = _load_cached(v_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
+            scores = tl.sum(_decoded(k_now, DECODE).to(tl.float32) * q_row[None, :], 1)
+            scores = tl.where(n + offs_n < end, scores, float("-inf"))
+            new_max = tl.maximum(tl.maximum(row_max, scores), -1e30)  # finite, so that an absent position adds nothing
+            p, rescale = tl.exp2(scores - new_max), tl.exp2(row_max - new_max)
+            row_sum = row_sum * rescale + p
+            acc = acc * rescale[:, None] + p[:, None] * _decoded(v_now, DECODE).to(tl.float32)
+            row_max = new_max
+        # Merge the BLOCK_N softmaxes
+        peak = tl.max(row_max, 0)
+        weight = tl.exp2(row_max - peak)
+        total, y = tl.sum(row_sum * weight, 0), tl.sum(acc * weight[:, None], 0) * v_scale
+        if used == 1:
+            tl.store(out + head * D + offs_d, (y / total).to(out.dtype.element_ty), mask=offs_d < D)
+        else:
+            slot = head * SPLITS + split
+            tl.store(ends + slot * 2, peak)
+            tl.store(ends + slot * 2 + 1, total)
+            tl.store(partial + slot * D + offs_d, y, mask=offs_d < D)
+            if is_last(arrived + head, used):
+                _merge_splits(out, partial, ends, head, used, 1, H, 1, D, SPLITS, MERGE, 1, 1, BLOCK_D)
+
+
+SPLIT_ROWS = 64  # up to this many query rows per key/value head, attention is bound by reading the cache: it is split
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, scratch: Scratch, accumulate: str = "auto"
+) -> Tensor:  # fmt: skip
+    (T, H, D), KH = q.shape, k_cache.shape[0]
+    tensors = (q, k_cache, v_cache)
+    assert all(t.is_contiguous() for t in tensors) and D % 8 == 0, [t.shape for t in tensors]
+    out, rows = q.new_empty(T, H * D), T * H // KH
+    few_rows = few_rows_sizes(q.device) if rows > 1 and hopper.attends_few(q, rows) else None
+    if rows == 1:
+        _launch_single(q, k_cache, v_cache, out, pos, scratch)
+    elif few_rows:
+        _launch_few_rows(q, k_cache, v_cache, out, pos, scratch, few_rows)
+    elif rows <= SPLIT_ROWS:
+        _launch_split(q, k_cache, v_cache, out, pos, scratch)
+    else:
+        _launch_prompt(q, k_cache, v_cache, out, pos, accumulate == "fp16")
+    return out
+
+
+def _cache_constants(q: Tensor, k_cache: Tensor) -> tuple[tuple[float, float], dict]:
+    """The scales and the constants that every attention kernel takes."""
+    (_, H, D), S = q.shape, k_cache.shape[1]
+    format = E4M3.on(q.device) if k_cache.dtype == torch.int8 else None
+    gain = format.gain if format else 1.0  # of decoded keys, and of decoded values
+    block_d = max(16, triton.next_power_of_2(D))
+    constants = dict(S=S, H=H, D=D, BLOCK_D=block_d, DECODE=format.values_nan if format else None)
+    return (gain * math.log2(math.e) / math.sqrt(D), gain), constants
+
+
+def _splits(sizes: SplitSizes, device: torch.device, groups: int) -> int:
+    """Into how many chunks the cache is split for each group of rows."""
+    return min(32, triton.next_power_of_2(triton.cdiv(sizes.programs * processors(device), groups)))
+
+
+def _split_scratch(scratch: Scratch, groups: int, D: int, splits: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What the splits leave for the last program: results, maxima and sums, counters."""
+    partial, ends = scratch.zeros("partial", groups, splits, rows, D), scratch.zeros("ends", groups, splits, rows, 2)
+    return partial, ends, scratch.zeros("splits done", groups, dtype=torch.int32)
+
+
+def _launch_single(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch) -> None:
+    (KH, _, D), (scales, constants) = k_cache.shape, _cache_constants(q, k_cache)
+    sizes = split_sizes(q.device, 1)
+    splits, block = _splits(sizes, q.device, KH), sizes.block if D <= 128 else max(sizes.block // 2, 1)
+    merge = min(splits, max(1, 4096 // constants["BLOCK_D"]))
+    constants |= dict(SPLITS=splits, MERGE=merge, BLOCK_N=block, LEAST=max(block, sizes.least))
+    args = (q, k_cache, v_cache, out, *_split_scratch(scratch, KH, D, splits, 1), pos)
+    launch(_single_attention_kernel, (KH, splits), q.device, *args, *scales, **constants, warps=sizes.warps)
+
+
+def _launch_split(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch) -> None:
+    (T, H, _), (KH, _, D), (scales, constants) = q.shape, k_cache.shape, _cache_constants(q, k_cache)
+    rows = T * H // KH
+    sizes = split_sizes(q.device, rows)
+    splits, rows = _splits(sizes, q.device, KH), triton.next_power_of_2(rows)
+    block_m = max(16, rows)  # tl.dot needs 16 rows
+    block_n = sizes.block if D <= 128 else max(sizes.block // 2, 16)
+    merge = min(splits, max(1, 4096 // (rows * constants["BLOCK_D"])))
+    constants |= dict(SPLITS=splits, MERGE=merge, LEAST=max(block_n, sizes.least), G=H // KH)
+    constants |= dict(BLOCK_M=block_m, ROWS=rows, BLOCK_N=block_n, warps=sizes.warps, stages=sizes.stages)
+    args = (q, k_cache, v_cache, out, *_split_scratch(scratch, KH, D, splits, block_m), pos, T)
+    launch(_split_attention_kernel, (KH, splits), q.device, *args, *scales, **constants)
+
+
+def _launch_few_rows(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch, sizes: SplitSizes
+) -> None:  # fmt: skip
+    (T, H, _), KH, (scales, constants) = q.shape, len(k_cache), _cache_constants(q, k_cache)
+    groups = KH * triton.cdiv(T * H // KH, hopper.FEW_M)
+    splits, block_d = _splits(sizes, q.device, groups), max(64, constants["BLOCK_D"])
+    constants |= dict(G=H // KH, BLOCK_D=block_d, W=sizes.warps, SPLITS=splits)
+    constants |= dict(LEAST=max(16 * sizes.warps, sizes.least))
+    args = (q, k_cache, v_cache, out, *_split_scratch(scratch, groups, block_d, splits, hopper.FEW_M), pos, T)
+    launch(hopper.few_attention_kernel, (groups, splits), q.device, *args, *scales, **constants, warps=sizes.warps)
+
+
+def _launch_prompt(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, fp16_sums: bool) -> None:
+    (T, H, D), KH, (scales, constants) = q.shape, k_cache.shape[0], _cache_constants(q, k_cache)
+    on_hopper = capability(q.device) == 90 and hopper.attends_prompt(q) and not fp16_sums
+    if on_hopper and k_cache.dtype == torch.int8:
+        k_cache, v_cache = decode_caches(k_cache, v_cache, pos, T, q.dtype)
+    positions_at_once = SHARED_KEYS // (2 * D * k_cache.element_size())
+    if on_hopper:
+        hopper.prompt_attention(q, k_cache, v_cache, out, pos, positions_at_once)
+        return
+    # within the 99 KB of shared memory that the smallest cards have
+    block_m, block_n, stages = (64, 32, 2) if D > 128 else (128 if T > 64 else 64, 64, 3)
+    constants |= dict(G=H // KH, BLOCK_M=block_m, BLOCK_N=block_n, POSITIONS_AT_ONCE=positions_at_once, stages=stages)
+    args, grid = (q, k_cache, v_cache, out, pos, T), (triton.cdiv(T, block_m) * H,)
+    constants |= dict(FP16_SUMS=fp16_sums, warps=block_m // 16)
+    launch(_attention_kernel, grid, q.device, *args, *scales, **constants)
+
+
+@jit
+def _decode_caches_kernel(
+    k_cache, v_cache, k, v, pos, T, S, D,
+    BLOCK: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Decode one head's keys and values of the positions that T tokens at pos see."""
+    gdc_launch_dependents(PDL)
+    head = tl.program_id(0).to(tl.int64) * S * D
+    gdc_wait(PDL)
+    end = (tl.load(pos) + T) * D
+    for start in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+        offs = tl.max_contiguous(start + tl.arange(0, BLOCK), 8)  # eight per thread, in the loads as in the stores
+        keys = DECODE(tl.load(k_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
+        values = DECODE(tl.load(v_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
+        tl.store(k + head + offs, keys.to(k.dtype.element_ty), mask=offs < end)
+        tl.store(v + head + offs, values.to(v.dtype.element_ty), mask=offs < end)
+
+
+def decode_caches(k_cache: Tensor, v_cache: Tensor, pos: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Caches of codes [KH, S, D] decoded to a 16-bit type, as far as T tokens at pos see them; the rest is not
+    written."""
+    (KH, S, D), format = k_cache.shape, E4M3.on(k_cache.device)
+    k, v = (torch.empty_like(cache, dtype=dtype) for cache in (k_cache, v_cache))
+    grid = (KH, triton.cdiv(16 * processors(pos.device), KH))
+    sizes = dict(BLOCK=4096, DECODE=format.values_nan, GAIN=format.gain)
+    launch(_decode_caches_kernel, grid, pos.device, k_cache, v_cache, k, v, pos, T, S, D, **sizes)
+    return k, v
