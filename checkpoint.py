@@ -640,7 +640,7 @@ def _download(name: str) -> Path:
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
     utils.logging.set_verbosity_error()
-    names = huggingface_hub.HfApi().list_repo_files(name)
+    names = [file.rfilename for file in huggingface_hub.HfApi().model_info(name).siblings]
     files = [file for file in SMALL_FILES if file in names] + _weight_files(name, names)
     planned = huggingface_hub.snapshot_download(name, allow_patterns=files, dry_run=True)
     need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
