@@ -18,19 +18,17 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 try:
     import readline
 except ImportError:  # some builds of Python lack it: lines are then read without editing
     readline = None
 
-from tokenizer import one_line
+from tokenizer import Prompt, one_line
 
 if TYPE_CHECKING:  # nothing here imports torch, which takes seconds: --help and command-line errors do not wait for it
     from parallel import Ranks
-    from run import Session
-    from tokenizer import Prompt
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
 TEXT_BYTES = 64_000_000  # of a prompt in a file: far more than a context holds
@@ -405,7 +403,7 @@ class Chat:
     several ranks, rank 0 reads input and renders the template, which may ask for the time; the others receive its
     results and errors."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Any):  # a run.Session
         self.session, self.ranks, args = session, session.ranks, session.args
         self.jsonl = args.output == "jsonl"
         self.to_read = ""  # text from /read, which goes before the next message
