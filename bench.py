@@ -15,7 +15,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,57 +72,55 @@ def mode_of(args: argparse.Namespace) -> str:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, MODES)
+    # fmt: off
     add = parser.group("what is measured, when it is not tokens per second")
     add("--kernels", action="store_true", help="each op against its ceiling and against plain PyTorch")
     add("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
     add("--perplexity", metavar="FILE", help="perplexity of a text")
     add("--limits", metavar="FILE",
-        help="how near a text's activations come to the largest fp16 number, layer by layer")  # fmt: skip
-    add(
-        "--passes",
-        type=numbers,
-        metavar="T,...",
-        help="what a pass of T tokens costs, relative to one of a single token",
-    )
+        help="how near a text's activations come to the largest fp16 number, layer by layer")
+    add("--passes", type=numbers, metavar="T,...",
+        help="what a pass of T tokens costs, relative to one of a single token")
     add("--tune", action="store_true", help="find launch sizes for this card and this model's shapes: into launch.json")
     add("--recorded", metavar="FILE", help="draw rows saved from -o jsonl; measures nothing")
 
     add = parser.group("model", "speed kernels profile perplexity limits passes tune")
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
         help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales, SHAPE:LAYERS or a config.json;"
-        " -m, --dtype, --fp8, -p, -n and -d repeated, or with commas, add rows")  # fmt: skip
+        " -m, --dtype, --fp8, -p, -n and -d repeated, or with commas, add rows")
     add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N", only="speed kernels profile perplexity limits",
-        help="context; with --perplexity and --limits the window [512]")  # fmt: skip
+        help="context; with --perplexity and --limits the window [512]")
     add("--dtype", type=one_of("auto", *DTYPE_NAMES), action="extend", default=["auto"], metavar="TYPE",
-        help="auto, fp32, fp16, bf16")  # fmt: skip
+        help="auto, fp32, fp16, bf16")
     add("--fp8", type=one_of("none", *FORMATS_8), action="extend", default=["none"], metavar="FORMAT",
-        help=f"8-bit matrices: none, {', '.join(FORMATS_8)}")  # fmt: skip
+        help=f"8-bit matrices: none, {', '.join(FORMATS_8)}")
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto",
-        help="sums of a prompt's products, as in run.py", only="speed profile perplexity limits passes")  # fmt: skip
+        help="sums of a prompt's products, as in run.py", only="speed profile perplexity limits passes")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
     add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="CPU threads [as in run.py]")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
 
     add = parser.group("tests", "speed")
     add("-p", "--n-prompt", type=numbers, action="extend", default=[512], metavar="N", only="speed kernels profile",
-        help="tokens of a prompt; 0 leaves the test out [512]")  # fmt: skip
+        help="tokens of a prompt; 0 leaves the test out [512]")
     add("-n", "--n-gen", type=numbers, action="extend", default=[128], metavar="N",
-        help="tokens to generate; 0: none [128]")  # fmt: skip
+        help="tokens to generate; 0: none [128]")
     add("-d", "--depth", type=numbers, action="extend", default=[0], metavar="N", only="speed kernels profile passes",
-        help="tokens already in the cache [0]")  # fmt: skip
+        help="tokens already in the cache [0]")
     add("-r", "--repetitions", type=within(int, 1, 1000), default=5, metavar="N", help="timed runs, after one warm-up")
     add("--vs", choices=["transformers"], help="measure this, too, in the same run")
     add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity",
-        help="step between windows [the window]")  # fmt: skip
+        help="step between windows [the window]")
     add("--against", choices=DTYPE_NAMES, only="perplexity", help="compare with the model in this dtype, not in 8 bits")
 
     add = parser.group("output")
     add("-o", "--output", choices=["md", "json", "jsonl"], default="md", only="speed kernels perplexity limits passes",
-        help="form of the table")  # fmt: skip
+        help="form of the table")
     add("--plot", metavar="FILE.png", only="speed recorded",
-        help=f"draw generation's tokens per second beside its bounds: {', '.join(PICTURES)} (matplotlib)")  # fmt: skip
+        help=f"draw generation's tokens per second beside its bounds: {', '.join(PICTURES)} (matplotlib)")
     add("--debug", action="store_true", help="print errors with their traceback")
+    # fmt: on
 
     args = parser.parse(argv, mode_of)
     if sum(bool(getattr(args, mode, None)) for mode in MODES) > 1:
@@ -160,16 +158,7 @@ from tqdm import tqdm
 
 import fp8
 from attention import cached_ref
-from checkpoint import (
-    DTYPES,
-    check_accumulate,
-    check_memory,
-    load,
-    pick_backend,
-    pick_device,
-    pick_dtype,
-    read_config,
-)
+from checkpoint import DTYPES, check_accumulate, check_memory, load, pick_backend, pick_device, pick_dtype, read_config
 from fp8 import FORMATS, Format, Matrix
 from kernels import prepacked, storage_dtype
 from launch import capability, jit, nearest, save_tables, tables, tl
@@ -287,13 +276,15 @@ def wall_times(run: Callable[[], object], device: torch.device, repetitions: int
     return times[warmup:]
 
 
-def event_time(run: Callable[[], object], repetitions: int = 10) -> float:
-    """Median GPU seconds of a call, measured with events around it."""
-    times = []
+def device_time(run: Callable[[], object], device: torch.device, repetitions: int = 10) -> float:
+    """Median seconds of a call without what the host adds to it: on a GPU of replays of a CUDA graph, by events."""
+    if device.type == "cpu":
+        return statistics.median(wall_times(run, device))
+    replay, times = captured(run, device).replay, []
     for _ in range(2 + repetitions):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e-3)
@@ -385,15 +376,10 @@ def cost(
     }[op]
 
 
-def matrix_bytes(weights: Weights) -> int:
-    """Bytes of the matrices that every token reads."""
-    return sum(matrix.nbytes for matrix in weights.matrices)
-
-
 def decode_bytes(model: Llama, length: float) -> float:
     """Bytes read for one token when `length` positions are cached: every matrix once, and the keys and values."""
-    c = model.config
-    return matrix_bytes(model.weights) + 2.0 * c.n_layers * c.kv_dim * length * model.kv_dtype.itemsize
+    c, matrices = model.config, sum(matrix.nbytes for matrix in model.weights.matrices)
+    return matrices + 2.0 * c.n_layers * c.kv_dim * length * model.kv_dtype.itemsize
 
 
 def prefill_operations(c: Config, T: int, start_pos: int = 0) -> float:
@@ -415,46 +401,30 @@ def cell(value: object) -> str:
     return f"{value:,.{2 if distance == 0 else min(max(2, 1 - math.floor(math.log10(distance))), 9)}f}"
 
 
-def line(cells: list[str], widths: list[int]) -> str:
-    return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths)) + " |"
+def lines(rows: Iterable[dict], form: str = "md", later: dict[str, list[str]] | None = None) -> Iterator[str]:
+    """Rows with the same keys as md or jsonl, each as soon as it is known, or as json, which is one value. later: texts
+    that a column will hold and that may be wider than its first; a list needs none."""
+    if form != "md":
+        yield from map(json.dumps, rows) if form == "jsonl" else [json.dumps(list(rows), indent=1)]
+        return
+    later = later or {name: [cell(row[name]) for row in rows] for name in rows[0]}
+    line = lambda texts: "| " + " | ".join(text.ljust(width) for text, width in zip(texts, widths)) + " |"
+    for i, row in enumerate(rows):
+        cells = {name: cell(value) for name, value in row.items()}
+        if i == 0:
+            widths = [max(map(len, [name, text, *later.get(name, [])])) for name, text in cells.items()]
+            yield line(cells)
+            yield line("-" * width for width in widths)
+        yield line(cells.values())
 
 
 def markdown(rows: list[dict]) -> str:
-    """A table of dictionaries with the same keys."""
-    cells = [[cell(value) for value in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(rows[0], *cells)]
-    return "\n".join(line(row, widths) for row in [list(rows[0]), ["-" * w for w in widths], *cells])
+    return "\n".join(lines(rows))
 
 
-class Table:
-    """Rows as md, json or jsonl, each printed as soon as it is known, except in json, which is one value."""
-
-    def __init__(self, form: str, longest: dict[str, list[str]]):
-        """longest: later values of a column, where they may be wider than its name and its first value."""
-        self.form, self.longest, self.rows = form, longest, []
-
-    def add(self, row: dict) -> None:
-        self.rows.append(row)
-        if self.form == "jsonl":
-            print(json.dumps(row), flush=True)
-        if self.form == "md":
-            cells = {name: cell(value) for name, value in row.items()}
-            if len(self.rows) == 1:
-                self.widths = [max(map(len, [name, text, *self.longest.get(name, [])])) for name, text in cells.items()]
-                print(line(list(row), self.widths), line(["-" * w for w in self.widths], self.widths), sep="\n")
-            print(line(list(cells.values()), self.widths), flush=True)
-
-    def end(self) -> None:
-        if self.form == "json":
-            print(json.dumps(self.rows, indent=1), flush=True)
-
-
-def show(rows: list[dict], form: str) -> None:
-    """Print a complete list of rows."""
-    if form == "json":
-        print(json.dumps(rows, indent=1))
-    else:
-        print(markdown(rows) if form == "md" else "\n".join(map(json.dumps, rows)))
+def show(rows: Iterable[dict], form: str, later: dict[str, list[str]] | None = None) -> None:
+    for text in lines(rows, form, later):
+        print(text, flush=True)
 
 
 # ---- tokens per second
@@ -541,7 +511,7 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
         def row(test: str, speeds: list[float], limit: float, model: Llama = model) -> Row:
             mean, std = spread(speeds)
             name = {v: k for k, v in DTYPES.items()}[model.dtype]
-            size = model.config.ranks * matrix_bytes(model.weights) / 1e9
+            size = model.config.ranks * decode_bytes(model, 0) / 1e9
             where = model.backend, device_name(model.device, args.ranks)
             kv = "e4m3" if model.kv_fp8 else name
             return Row(args.model, size, *where, name, fp8_of(model), kv, test, mean, std, mean / limit)
@@ -578,26 +548,27 @@ def at(depth: int) -> str:
     return f" @ d{depth}" if depth else ""
 
 
+def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of each model, and after them those of transformers."""
+    for name in args.models:
+        args.model, plain = name, []
+        for row in throughput(args):
+            yield row
+            if row.fp8 == "none":  # transformers has no 8-bit format like ours
+                plain.append(row)
+        for dtype in dict.fromkeys(row.dtype for row in plain if args.vs):
+            yield from transformers_rows(args, [row for row in plain if row.dtype == dtype])
+            release()
+
+
 def run_speed(args: argparse.Namespace) -> None:
     ns = [("pp", args.n_prompt), ("tg", args.n_gen)]
     tests = [f"{kind}{n}{at(depth)}" for kind, counts in ns for depth in args.depth for n in counts]
-    backends = ["transformers, static cache"] if args.vs else []
-    table, rows = Table(args.output, {"model": args.models, "test": tests, "backend": backends}), []
-    for model in args.models:
-        args.model, ours = model, []
-        for row in throughput(args):
-            ours.append(row)
-            table.add(dataclasses.asdict(row))
-        rows += ours
-        plain = [row for row in ours if row.fp8 == "none"]  # transformers has no 8-bit format like ours
-        for dtype in dict.fromkeys(row.dtype for row in plain if args.vs):
-            for row in transformers_rows(args, [row for row in plain if row.dtype == dtype]):
-                rows.append(row)
-                table.add(dataclasses.asdict(row))
-            release()
-    table.end()
+    found, rows = itertools.tee(speed_rows(args))
+    later = {"model": args.models, "test": tests, "backend": ["transformers, static cache"] if args.vs else []}
+    show(map(dataclasses.asdict, found), args.output, later)
     if args.plot:
-        plot(rows, args.plot)
+        plot(list(rows), args.plot)
 
 
 # ---- transformers, on the same machine in the same run
@@ -666,16 +637,8 @@ def peer(row: Row, backend: str, speeds: list[float]) -> Row:
 # ---- kernels, each against its ceiling and against plain PyTorch
 
 
-@dataclasses.dataclass
-class Case:
-    """One op at one shape, on several sets of data: our op, and the same in plain PyTorch."""
-
-    op: str
-    shape: str
-    ours: list[Callable[[], object]]
-    plain: list[Callable[[], object]]
-    bytes: float
-    operations: float
+def shape_text(T: int, start_pos: int) -> str:
+    return f"T {T}, {start_pos} before"
 
 
 def plain_rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -689,8 +652,9 @@ def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
-def cases(model: Llama, T: int, start_pos: int) -> Iterator[Case]:
-    """The ops of a layer of the model at T tokens after start_pos others, on the data of each layer in turn."""
+def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
+    """The ops of a layer of the model at T tokens after start_pos others, on the data of each layer in turn, beside the
+    same in plain PyTorch."""
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
     KV, H, KH, D, eps = KVCache(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     KV.advance(start_pos)
@@ -729,10 +693,11 @@ def cases(model: Llama, T: int, start_pos: int) -> Iterator[Case]:
         half = dense(layer.w13).view(2, -1, c.dim)  # two matrices of the right size
         return functional.silu(functional.linear(n, half[0])) * functional.linear(n, half[1])
 
-    def case(op: str, data: list, ours: Callable, plain: Callable, plain_data: list | None = None) -> Case:
+    def case(op: str, data: list, ours: Callable, plain: Callable, plain_data: list | None = None) -> dict:
         calls = [partial(ours, *some) for some in data], [partial(plain, *some) for some in plain_data or data]
         need = cost(op, c, T, start_pos, dtype.itemsize, w.output.format, model.kv_dtype.itemsize)
-        return Case(op, f"T {T}, {start_pos} before", *calls, *need)
+        multiplied = prompt_dtype(model) if T > 1 and op in PRODUCTS else dtype
+        return {"op": op, "shape": shape_text(T, start_pos)} | measure(op, *calls, *need, device, multiplied)
 
     norm = w.layers[0].ffn_norm
     yield case("rmsnorm", copies, lambda a: ops.rmsnorm(a, norm, eps), lambda a: plain_rmsnorm(a, norm, eps))
@@ -759,33 +724,28 @@ def cases(model: Llama, T: int, start_pos: int) -> Iterator[Case]:
         yield case("sample", [()] * 4, sample, lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1))
 
 
-def measure(case: Case, device: torch.device, dtype: torch.dtype) -> dict:
-    """Microseconds of a case on the device, by the wall clock and in plain PyTorch, and its share of the ceiling that
-    binds. On a GPU the calls run back to back in a CUDA graph; their data is several times the size of the L2, so that
-    they measure memory and not the cache."""
-
-    def device_time(calls: list) -> float:
-        run = lambda: [call() for call in calls]
-        if device.type == "cuda":
-            return event_time(captured(run, device).replay) / len(calls)
-        return statistics.median(wall_times(run, device)) / len(calls)
-
-    ours, plain = device_time(case.ours), device_time(case.plain)
-    wall = statistics.median(wall_times(case.ours[0], device, 10))
-    copies = case.op in ("rmsnorm", "rope")  # these write as much as they read
-    memory = case.bytes / (copy_ceiling(device) if copies else read_ceiling(device))
-    compute = case.operations / product_ceiling(device, dtype)
+def measure(
+    op: str, ours: list[Callable], plain: list[Callable], moved: float, operations: float, device: torch.device,
+    dtype: torch.dtype,
+) -> dict:  # fmt: skip
+    """Microseconds of an op on several sets of data, on the device, by the wall clock and in plain PyTorch, and its
+    share of the ceiling that binds. The sets are several times the size of the L2, so that memory is measured and not
+    the cache."""
+    one_by_one = lambda calls: device_time(lambda: [call() for call in calls], device) / len(calls)
+    seconds, plain_seconds = one_by_one(ours), one_by_one(plain)
+    wall = statistics.median(wall_times(ours[0], device, 10))
+    copies = op in ("rmsnorm", "rope")  # these write as much as they read
+    memory = moved / (copy_ceiling(device) if copies else read_ceiling(device))
+    compute = operations / product_ceiling(device, dtype)
     return {
-        "op": case.op,
-        "shape": case.shape,
-        "us": 1e6 * ours,
+        "us": 1e6 * seconds,
         "wall us": 1e6 * wall,
-        "MB": case.bytes / 1e6,
-        "GFLOP": case.operations / 1e9,
+        "MB": moved / 1e6,
+        "GFLOP": operations / 1e9,
         "bound by": "memory" if memory > compute else "arithmetic",
-        "% of ceiling": 100 * max(memory, compute) / ours,
-        "PyTorch us": 1e6 * plain,
-        "x PyTorch": plain / ours,
+        "% of ceiling": 100 * max(memory, compute) / seconds,
+        "PyTorch us": 1e6 * plain_seconds,
+        "x PyTorch": plain_seconds / seconds,
     }
 
 
@@ -795,13 +755,8 @@ def run_kernels(args: argparse.Namespace) -> None:
     longest = max(T + start_pos for T, start_pos in shapes)
     model = open_model(args, args.dtype[0], max(args.ctx_size or 0, longest), args.fp8[0])
     note_reference(args, model)
-    longest_shape = max((f"T {T}, {start_pos} before" for T, start_pos in shapes), key=len)
-    table = Table(args.output, {"op": list(PRODUCTS), "shape": [longest_shape], "bound by": ["arithmetic"]})
-    for T, start_pos in shapes:
-        for case in cases(model, T, start_pos):
-            multiplied = prompt_dtype(model) if T > 1 and case.op in PRODUCTS else model.dtype
-            table.add(measure(case, model.device, multiplied))
-    table.end()
+    later = {"op": [*PRODUCTS], "shape": [shape_text(*shape) for shape in shapes], "bound by": ["arithmetic"]}
+    show((row for shape in shapes for row in kernel_rows(model, *shape)), args.output, later)
 
 
 def note_reference(args: argparse.Namespace, model: Llama) -> None:
@@ -923,27 +878,24 @@ def run_profile(args: argparse.Namespace) -> None:
 
 
 def pass_seconds(model: Llama, cache: KVCache, T: int, depth: int) -> float:
-    """How long it takes to evaluate T tokens at a depth, by the replay of a CUDA graph where the model uses graphs."""
+    """How long it takes to evaluate T tokens at a depth, by a CUDA graph where the model uses graphs."""
 
     def run() -> None:
         cache.seek(depth)
         model.evaluate(T, cache)
 
-    if model.uses_graphs:
-        return event_time(captured(run, model.device).replay, 20)
-    return statistics.median(wall_times(run, model.device))
+    return device_time(run, model.device, 20) if model.uses_graphs else statistics.median(wall_times(run, model.device))
 
 
 @torch.inference_mode()
-def pass_rows(args: argparse.Namespace) -> Iterator[dict]:
+def run_passes(args: argparse.Namespace) -> None:
     """The time of a pass of T tokens, and its ratio to that of a single token: what proposals must gain to pay off."""
     (depth,), lengths = args.depth, [1, *(T for T in args.passes if T > 1)]
     model = open_model(args, args.dtype[0], depth + max(lengths), args.fp8[0])
-    cache, single = KVCache(model), None
-    for T in lengths:
-        seconds = pass_seconds(model, cache, T, depth)
-        single = single or seconds
-        yield dict(model=args.model, fp8=fp8_of(model), depth=depth, tokens=T, ms=1e3 * seconds, ratio=seconds / single)
+    cache = KVCache(model)
+    seconds = [pass_seconds(model, cache, T, depth) for T in lengths]
+    same = dict(model=args.model, fp8=fp8_of(model), depth=depth)
+    show([same | dict(tokens=T, ms=1e3 * s, ratio=s / seconds[0]) for T, s in zip(lengths, seconds)], args.output)
 
 
 # ---- launch sizes
@@ -1221,20 +1173,13 @@ def label(row: Row, rows: list[Row]) -> str:
 # ---- the command line again
 
 
-def check_packages(args: argparse.Namespace) -> None:
-    """Raises ValueError when a package that will be needed is missing, before anything is measured."""
-    for flag, given, package in (("--vs", args.vs, "transformers"), ("--plot", args.plot, "matplotlib")):
-        if given and importlib.util.find_spec(package) is None:
-            raise ValueError(f"{flag} needs a package that is not installed: {package}")
-
-
 RUNS = {
     "speed": run_speed,
     "kernels": run_kernels,
     "profile": run_profile,
     "perplexity": run_perplexity,
     "limits": run_limits,
-    "passes": lambda args: show(list(pass_rows(args)), args.output),
+    "passes": run_passes,
     "tune": run_tune,
     "recorded": lambda args: plot(read_rows(args.recorded), args.plot),
 }
@@ -1246,7 +1191,9 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
         raise ValueError(f"--vs compares with a program that runs in one process, not in {ranks.size}")
     if args.ignored:
         note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
-    check_packages(args)
+    for flag, given, package in (("--vs", args.vs, "transformers"), ("--plot", args.plot, "matplotlib")):
+        if given and importlib.util.find_spec(package) is None:  # said before anything is measured
+            raise ValueError(f"{flag} needs a package that is not installed: {package}")
     args.cores = torch.get_num_threads()
     if args.threads:
         torch.set_num_threads(args.threads)
