@@ -366,23 +366,14 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
     for start in starts:
         for offset in range(start, start + length, CHUNK_BYTES):
             count = min(CHUNK_BYTES, start + length - offset)
-            pieces.append((part.offset + offset, to[:count]))
+            pieces.append((to[:count], part.offset + offset))
             to = to[count:]
-    threads = READERS if flat.nbytes >= 1 << 24 else 1
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_read, [part] * threads, [pieces[i::threads] for i in range(threads)]))
-    return flat.view([len(span) for span in index])
-
-
-def _read(part: Part, pieces: list[tuple[int, memoryview]]) -> None:
-    """Fill each piece of memory with the file's bytes from its offset on."""
-    with open_regular(part.file) as f:
-        for offset, to in pieces:
-            f.seek(offset)
-            while to and (count := f.readinto(to)):
-                to = to[count:]
-        if _version(f) != part.version:  # includes the file's size
+    with open_regular(part.file) as f, ThreadPoolExecutor(READERS) as pool:
+        read = lambda share: sum(os.preadv(f.fileno(), [piece], offset) for piece, offset in share)
+        count = sum(pool.map(read, [pieces[i::READERS] for i in range(READERS)]))
+        if count < flat.nbytes or _version(f) != part.version:
             raise ValueError(f"{part.file} was changed while it was being read")
+    return flat.view([len(span) for span in index])
 
 
 def _version(f: io.FileIO) -> tuple[int, ...]:
@@ -437,10 +428,10 @@ class Checkpoint:
         self.folder, self.config = folder, config
         self.format = saved_format(folder)  # of the matrices, where the folder is a model saved in one
         self.hugging_face = not self.format and (folder / "config.json").is_file()
-        files = [folder / SAVED] if self.format else _tensor_files(folder, self.hugging_face)
         if self.format:
-            expected = saved_tensors(config, self.format)
+            files, expected = [folder / SAVED], saved_tensors(config, self.format)
         else:
+            files = _tensor_files(folder, self.hugging_face)
             expected = {name: (FLOATS, shape) for name, shape in tensor_shapes(config, self.hugging_face).items()}
         self.shapes = {name: shape for name, (_, shape) in expected.items()}
         ignored = {OUTPUT.name(self.hugging_face)} - {*expected}  # of a tied model
@@ -641,7 +632,11 @@ def _download(name: str) -> Path:
         utils.disable_progress_bars()
     utils.logging.set_verbosity_error()
     names = [file.rfilename for file in huggingface_hub.HfApi().model_info(name).siblings]
-    files = [file for file in SMALL_FILES if file in names] + _weight_files(name, names)
+    kinds = [[file for file in names if re.fullmatch(pattern, file)] for pattern in WEIGHTS]
+    if not any(kinds):
+        gguf, usual = f"GGUF, {QUANTISED}", "no weights that this program reads (model.safetensors, pytorch_model.bin)"
+        raise FileNotFoundError(f"{name} holds {gguf if any(file.endswith('.gguf') for file in names) else usual}")
+    files = [file for file in SMALL_FILES if file in names] + next(filter(None, kinds))
     planned = huggingface_hub.snapshot_download(name, allow_patterns=files, dry_run=True)
     need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
     cache = Path(constants.HF_HUB_CACHE)
@@ -650,15 +645,6 @@ def _download(name: str) -> Path:
     if need > free:
         raise FileNotFoundError(f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)")
     return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
-
-
-def _weight_files(name: str, files: list[str]) -> list[str]:
-    for pattern in WEIGHTS:
-        if found := [file for file in files if re.fullmatch(pattern, file)]:
-            return found
-    if any(file.endswith(".gguf") for file in files):
-        raise FileNotFoundError(f"{name} holds GGUF, {QUANTISED}")
-    raise FileNotFoundError(f"{name} holds no weights that this program reads (model.safetensors, pytorch_model.bin)")
 
 
 # ---- weights: the checkpoint's tensors, moved to the device and converted
