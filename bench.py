@@ -853,7 +853,7 @@ def run_profile(args: argparse.Namespace) -> None:
     tokens = torch.randint(3, model.config.vocab_size, (start_pos + T,)).tolist()
     cache = KVCache(model)
     model.prefill(tokens[:start_pos], cache)
-    step = model.graph(cache, cache.sampler, None).replay if model.uses_graphs else lambda: model.step(1, cache)
+    step = model.graph(cache).replay if model.uses_graphs else lambda: model.step(1, cache)
 
     def prefill() -> None:
         cache.truncate(0)

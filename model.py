@@ -309,20 +309,19 @@ class Llama:
         """Whether decode steps and short prompts are captured as CUDA graphs."""
         return self.device.type == "cuda" and self.backend == "triton"
 
-    def graph(self, cache: KVCache, sampler: Sampler, banned: Tensor | None) -> torch.cuda.CUDAGraph:
+    def graph(self, cache: KVCache) -> torch.cuda.CUDAGraph:
         """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured again only when the
         cache, the sampler's switches or the banned ids change; the cache is not kept alive."""
-        switches = sampler.switches(self.config.vocab_size, cache.size)
-        key = (weakref.ref(cache), sampler, switches, None if banned is None else tuple(banned.tolist()))
+        key = (weakref.ref(cache), *cache.captured_with(self))
         if self._graph[0] != key:
             pos, logits = cache.pos, cache.logits.clone()
 
             def run() -> None:
-                choose_next(self, cache, cache.logits, sampler, banned)
+                choose_next(self, cache, cache.logits)
                 self.step(1, cache)
 
             try:
-                self._graph = (key, captured(run, self.device), banned)  # kept, since the graph reads it
+                self._graph = (key, captured(run, self.device))
             finally:
                 cache.seek(pos)
                 cache.logits.copy_(logits)
@@ -408,6 +407,8 @@ class KVCache:
         self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)  # sampled ones, for the host
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
         self.sampler = Sampler(model.device)  # how the next one is chosen
+        self.banned: Tensor | None = None  # ids that never are
+        self._bans: dict[tuple[int, ...], Tensor] = {}  # all there have been, since captured graphs read them
         self.scratch = Scratch(model.device)
         self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
         self.v = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
@@ -422,6 +423,15 @@ class KVCache:
         """Place tokens at pos, where forward will evaluate them."""
         self.check_room(len(tokens))
         self.tokens[self.pos : self.pos + len(tokens)] = tokens
+
+    def ban(self, ids: list[int]) -> None:
+        """Never sample these tokens."""
+        tensor = torch.tensor(ids, device=self.tokens.device)
+        self.banned = self._bans.setdefault(tuple(ids), tensor) if ids else None
+
+    def captured_with(self, model: Llama) -> tuple:
+        """What a graph that samples depends on besides the cache."""
+        return self.sampler.switches(model.config.vocab_size, self.size), id(self.banned)
 
     def truncate(self, pos: int) -> None:
         """Forget everything from pos on."""
@@ -497,19 +507,19 @@ def generate(
     if wrong := [i for i in prompt if not 0 <= i < V]:
         raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")
     cache = cache or KVCache(model)
-    cache.sampler.set(sampling)
     eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]  # a tokenizer without one says -1
+    cache.sampler.set(sampling)
+    cache.ban(eos if ignore_eos else [])
     timings = timings or Timings()
     start = time.perf_counter()
     reused = cache.reuse(prompt)
     model.prefill(prompt[reused:], cache, progress)
     n = min(n, cache.size - cache.pos) if n >= 0 else cache.size - cache.pos
     timings.prompt_tokens += len(prompt) - reused
-    banned = torch.tensor(list(eos), device=model.device) if ignore_eos and eos else None
     decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
     ranks = model.ranks
     stopping = ranks.stopping_together() if ranks else nullcontext()
-    with stopping, closing(decode(model, cache, n, cache.sampler, banned)) as tokens:
+    with stopping, closing(decode(model, cache, n)) as tokens:
         for i, token in enumerate(tokens):
             if ranks:
                 ranks.check_stop()
@@ -525,35 +535,35 @@ def generate(
 BANNED = -1e9  # a logit that no temperature of up to a million draws; finite, since others are an error
 
 
-def choose_next(model: Llama, cache: KVCache, logits: Tensor, sampler: Sampler, banned: Tensor | None) -> None:
+def choose_next(model: Llama, cache: KVCache, logits: Tensor) -> None:
     """Sample the token at cache.pos, into cache.tokens and cache.host_tokens. logits [V] may be overwritten."""
-    if banned is not None:
-        logits.index_fill_(0, banned, BANNED)
-    model.ops.sample(logits, cache.tokens, cache.host_tokens, cache.device_pos, sampler)
+    if cache.banned is not None:
+        logits.index_fill_(0, cache.banned, BANNED)
+    model.ops.sample(logits, cache.tokens, cache.host_tokens, cache.device_pos, cache.sampler)
 
 
-def sample_next(model: Llama, cache: KVCache, logits: Tensor, sampler: Sampler, banned: Tensor | None) -> int:
+def sample_next(model: Llama, cache: KVCache, logits: Tensor) -> int:
     """The same, but wait for the token and return it: -1 where the logits are not finite."""
-    choose_next(model, cache, logits, sampler, banned)
+    choose_next(model, cache, logits)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return int(cache.host_tokens[cache.pos])
 
 
-def _decode(model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tensor | None) -> Iterator[int]:
+def _decode(model: Llama, cache: KVCache, n: int) -> Iterator[int]:
     """Up to n tokens, one after the other; each is evaluated only when the next is asked for."""
     for i in range(n):
-        yield sample_next(model, cache, cache.logits, sampler, banned)
+        yield sample_next(model, cache, cache.logits)
         if i + 1 < n:
             model.step(1, cache)
 
 
-def _decode_on_gpu(model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tensor | None) -> Iterator[int]:
+def _decode_on_gpu(model: Llama, cache: KVCache, n: int) -> Iterator[int]:
     """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), with the host one step ahead:
     while it reads a token, the GPU computes the next. Token and position stay on the device."""
     if n == 0:
         return
-    graph = model.graph(cache, sampler, banned)
+    graph = model.graph(cache)
     first, read = cache.pos, 0
     stream, done = torch.cuda.current_stream(model.device), [torch.cuda.Event(), torch.cuda.Event()]
     try:

@@ -20,11 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl
 from model import BANNED, KVCache, Llama, captured, choose_next, sample_next
-from sampling import Sampler
 
 MAX_PROPOSALS = 15  # per pass
 LONGEST, SHORTEST = 4, 2  # how many of the last tokens are looked up: the longest run of them that occurred before
@@ -71,7 +69,7 @@ class Speculation:
         self.passes = self.proposed = self.accepted = 0
         self._on_gpu: _OnGpu | None = None
 
-    def propose(self, cache: KVCache, count: int, sampler: Sampler, banned: Tensor | None) -> list[int]:
+    def propose(self, cache: KVCache, count: int) -> list[int]:
         """At most `count` tokens that may follow the one at cache.pos."""
         raise NotImplementedError
 
@@ -84,15 +82,15 @@ class Speculation:
         """Called with the GPU idle, before the first of a series of passes with proposals. `read` is the position of
         the last token."""
 
-    def decode(self, model: Llama, cache: KVCache, n: int, sampler: Sampler, banned: Tensor | None) -> Iterator[int]:
+    def decode(self, model: Llama, cache: KVCache, n: int) -> Iterator[int]:
         """Up to n tokens. Stopping after any of them leaves the cache with exactly what came before it."""
         if n == 0:
             return
         read, last = cache.pos, cache.pos + n - 1
         passes = self._graphs if model.uses_graphs else self._passes
         try:
-            yield sample_next(model, cache, cache.logits, sampler, banned)
-            for new in passes(model, cache, last, sampler, banned):
+            yield sample_next(model, cache, cache.logits)
+            for new in passes(model, cache, last):
                 while read < new:
                     read += 1
                     yield int(cache.host_tokens[read])
@@ -111,34 +109,29 @@ class Speculation:
         self.proposed += proposed
         self.accepted += accepted
 
-    def _passes(
-        self, model: Llama, cache: KVCache, last: int, sampler: Sampler, banned: Tensor | None
-    ) -> Iterator[int]:  # fmt: skip
+    def _passes(self, model: Llama, cache: KVCache, last: int) -> Iterator[int]:
         """Until the token at `last` is sampled: evaluate the token at cache.pos and some proposals, move cache.pos to
         the last token that is sampled, the first that was not proposed, and yield it."""
         while cache.pos < last:
             start, first, room = time.perf_counter(), cache.pos, last - cache.pos - 1
-            proposals = self.propose(cache, min(self.n, room), sampler, banned) if room and self.pacer.ready() else []
+            proposals = self.propose(cache, min(self.n, room)) if room and self.pacer.ready() else []
             cache.tokens[first + 1 : first + 1 + len(proposals)] = torch.tensor(proposals, dtype=torch.int32)
             rows = model.evaluate(1 + len(proposals), cache)
             cache.truncate(first + 1)
             for row, proposal in zip(rows, [*proposals, None]):
-                if sample_next(model, cache, row, sampler, banned) != proposal:
+                if sample_next(model, cache, row) != proposal:
                     break
                 cache.advance(1)
             self._record(len(proposals), cache.pos - first - 1, time.perf_counter() - start)
             yield cache.pos
 
-    def _graphs(
-        self, model: Llama, cache: KVCache, last: int, sampler: Sampler, banned: Tensor | None
-    ) -> Iterator[int]:  # fmt: skip
+    def _graphs(self, model: Llama, cache: KVCache, last: int) -> Iterator[int]:
         """The same with a CUDA graph per pass, which proposes, evaluates, samples at each position, counts what is
         accepted, and advances. The host is one pass behind: while it reads the result of one, the GPU runs the next, so
         it knows only the highest position that the GPU may have reached. With that bound it never overshoots `last`."""
-        settings = sampler.switches(model.config.vocab_size, cache.size)
-        key = (cache, settings, None if banned is None else tuple(banned.tolist()), self.n)
+        key = (cache, *cache.captured_with(model), self.n)
         if self._on_gpu is None or self._on_gpu.key != key:
-            self._on_gpu = _OnGpu(key, self.enqueue_proposals, model, cache, sampler, banned)
+            self._on_gpu = _OnGpu(key, self.enqueue_proposals, model, cache)
         gpu, read, caught_up = self._on_gpu, cache.pos, False
         torch.cuda.synchronize(model.device)  # an earlier text may have left passes running
         gpu.running.clear()
@@ -188,12 +181,8 @@ def _accept_kernel(
 class _OnGpu:
     """What decoding by CUDA graphs keeps on the GPU, and the passes that are running there."""
 
-    def __init__(
-        self, key: tuple, propose: Callable[[_OnGpu, int], None], model: Llama, cache: KVCache, sampler: Sampler,
-        banned: Tensor | None,
-    ):  # fmt: skip
+    def __init__(self, key: tuple, propose: Callable[[_OnGpu, int], None], model: Llama, cache: KVCache):
         self.key, self.propose, self.model, self.cache = key, propose, model, cache
-        self.sampler, self.banned = sampler, banned
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.running: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
         self.collected = 0
@@ -207,12 +196,12 @@ class _OnGpu:
     def run(self, T: int) -> None:
         """A pass of T tokens."""
         self.propose(self, T)
-        rows = self.model.evaluate(T, self.cache)
-        if self.banned is not None:
-            rows.index_fill_(1, self.banned, BANNED)
-        self.model.ops.sample_rows(rows, self.cache.tokens, self.drawn, self.cache.device_pos, self.sampler)
+        c, rows = self.cache, self.model.evaluate(T, self.cache)
+        if c.banned is not None:
+            rows.index_fill_(1, c.banned, BANNED)
+        self.model.ops.sample_rows(rows, c.tokens, self.drawn, c.device_pos, c.sampler)
         self.accept(T)
-        self.cache.device_pos -= self.rejected
+        c.device_pos -= self.rejected
 
     def accept(self, T: int) -> None:
         c = self.cache
@@ -281,7 +270,7 @@ def _lookup_kernel(
 class Lookup(Speculation):
     """Proposes what followed the latest earlier occurrence of the last tokens; if too few followed, they repeat."""
 
-    def propose(self, cache: KVCache, count: int, sampler: Sampler, banned: Tensor | None) -> list[int]:
+    def propose(self, cache: KVCache, count: int) -> list[int]:
         seen = cache.tokens[: cache.pos + 1]
         for length in range(min(LONGEST, len(seen) - 1), SHORTEST - 1, -1):
             found = (seen.unfold(0, length, 1)[:-1] == seen[-length:]).all(1).nonzero()
@@ -299,7 +288,7 @@ class Lookup(Speculation):
 
 
 class Draft(Speculation):
-    """Proposes what another model samples, with a cache of its own."""
+    """Proposes what another model samples, in the same way, with a cache of its own."""
 
     def __init__(self, n: int, model: Llama):
         super().__init__(n)
@@ -311,6 +300,7 @@ class Draft(Speculation):
         size = cache.size + MAX_PROPOSALS + 1
         if self.cache is None or self.cache.size != size:
             self.cache = KVCache(self.model, size)
+        self.cache.sampler, self.cache.banned = cache.sampler, cache.banned
         return self.cache
 
     def catch_up(self, cache: KVCache, read: int) -> None:
@@ -320,13 +310,13 @@ class Draft(Speculation):
         own.seek(int(own.device_pos))
         self.model.prefill(seen[own.reuse(seen) :], own)
 
-    def propose(self, cache: KVCache, count: int, sampler: Sampler, banned: Tensor | None) -> list[int]:
+    def propose(self, cache: KVCache, count: int) -> list[int]:
         own, first = self._cache_for(cache), cache.pos + 1
         self.catch_up(cache, cache.pos)
         for i in range(count):
             if i > 0:
                 self.model.step(1, own)
-            choose_next(self.model, own, own.logits, sampler, banned)
+            choose_next(self.model, own, own.logits)
         return own.tokens[first : first + count].tolist()
 
     def enqueue_proposals(self, gpu: _OnGpu, T: int) -> None:
@@ -340,5 +330,5 @@ class Draft(Speculation):
         own.device_pos -= 1
         for i in range(T - 1):
             self.model.step(1 if i else 2, own)
-            choose_next(self.model, own, own.logits, gpu.sampler, gpu.banned)
+            choose_next(self.model, own, own.logits)
         cache.tokens.copy_(own.tokens[: cache.size])

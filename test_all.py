@@ -3674,7 +3674,7 @@ class Planted(Speculation):
         super().__init__(n)
         self.text = text
 
-    def propose(self, cache, count, sampler, banned):
+    def propose(self, cache, count):
         coming = self.text[cache.pos + 1 : cache.pos + 1 + random.randint(0, count)]
         return [random.choice([token] * 4 + [7]) for token in coming]
 
@@ -3761,7 +3761,7 @@ def test_speculation_ends_in_the_middle_of_a_pass_and_goes_on(tiny):
 def test_lookup_proposes_what_followed_the_latest_and_longest_occurrence():
     def proposed(*tokens: int, count: int = 4) -> list[int]:
         cache = SimpleNamespace(tokens=torch.tensor([*tokens, 6, 6]), pos=len(tokens) - 1)
-        return Lookup(4).propose(cache, count, None, None)
+        return Lookup(4).propose(cache, count)
 
     assert proposed(5) == proposed(5, 6, 7) == proposed(5, 6, 7, 9, 7) == []  # one token is not enough
     assert proposed(5, 6, 7, 8, 9, 5, 6) == [7, 8, 9, 5]
@@ -3799,7 +3799,7 @@ def test_lookup_on_the_device_proposes_what_the_reference_proposes():
         length, lookup = random.randint(1, 50), Lookup(6)
         cache.tokens[:length] = torch.tensor(random.choices(range(random.choice([2, 3, 9])), k=length))
         cache.tokens[length:], cache.pos = -7, length - 1
-        expected = lookup.propose(cache, 6, None, None)
+        expected = lookup.propose(cache, 6)
         cache.device_pos.fill_(cache.pos)
         lookup.enqueue_proposals(gpu, 1 + 6)
         assert bool(gpu.result[1, 1]) == bool(expected)
