@@ -82,19 +82,15 @@ class Config:
         many."""
         if ranks == 1:
             return self
-        for count, what in (
-            (self.n_heads, f"{self.n_heads} query heads"),
-            (self.hidden_dim, f"hidden_dim {self.hidden_dim}"),
-        ):
-            if count % ranks:
-                raise ValueError(f"{what} cannot be divided evenly among {ranks} processes")
+        evenly = f"evenly among {ranks} processes"
+        if self.n_heads % ranks:
+            raise ValueError(f"{self.n_heads} query heads cannot be divided {evenly}")
+        if self.hidden_dim % ranks:
+            raise ValueError(f"hidden_dim {self.hidden_dim} cannot be divided {evenly}")
         if self.n_kv_heads % ranks and ranks % self.n_kv_heads:
-            raise ValueError(
-                f"{self.n_kv_heads} key/value heads can be neither divided nor repeated evenly among {ranks} processes"
-            )
-        n_heads, n_kv_heads = self.n_heads // ranks, max(1, self.n_kv_heads // ranks)
-        hidden_dim = self.hidden_dim // ranks
-        return replace(self, ranks=ranks, n_heads=n_heads, n_kv_heads=n_kv_heads, hidden_dim=hidden_dim)
+            raise ValueError(f"{self.n_kv_heads} key/value heads can be neither divided nor repeated {evenly}")
+        heads, kv_heads = self.n_heads // ranks, max(1, self.n_kv_heads // ranks)
+        return replace(self, ranks=ranks, n_heads=heads, n_kv_heads=kv_heads, hidden_dim=self.hidden_dim // ranks)
 
     @property
     def output_rows(self) -> int:
@@ -118,8 +114,8 @@ class Config:
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
         """Those of them that may be stored in a format: shapes [N, K]."""
-        matrices = {info.field for info in LAYER if info.matrix}
-        return {name: shape for name, shape in self.layer_shapes.items() if name in matrices}
+        shapes = self.layer_shapes
+        return {info.field: shapes[info.field] for info in LAYER if info.matrix}
 
 
 # ---- weights
@@ -203,12 +199,8 @@ LAYER = (
 EMBEDDING = Stored("embedding", ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight")
 NORM = Stored("norm", ("dim",), "norm.weight", "model.norm.weight")
 OUTPUT = Stored("output", ("output_rows", "dim"), "output.weight", "lm_head.weight")  # unless tied
-CUT = {  # sizes of which each rank has a share, and what is shared out
-    "q_dim": "n_heads",
-    "kv_dim": "n_kv_heads",
-    "hidden_dim": "hidden_dim",
-    "output_rows": "vocab_size",
-}
+# Sizes of which each rank has a share, and what is shared out
+CUT = {"q_dim": "n_heads", "kv_dim": "n_kv_heads", "hidden_dim": "hidden_dim", "output_rows": "vocab_size"}
 
 
 # ---- the model
@@ -292,13 +284,12 @@ class Llama:
         start, end, graphs = cache.pos, cache.pos, cache.prompt_graphs
         cache.tokens[start + T : start + length] = cache.tokens[start + T - 1]
         cache.row.fill_(T - 1)
+        step = lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row)
+        pool = next((graph.pool() for graph in graphs.values()), None)  # shared by all: nothing outlives a replay
         try:
             if length in graphs:
                 graphs[length].replay()
             else:
-                # Their memory is shared by all: nothing outlives a replay
-                pool = next((graph.pool() for graph in graphs.values()), None)
-                step = lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row)
                 graphs[length] = captured(step, self.device, pool)
             end = start + T
         finally:
@@ -497,8 +488,7 @@ def generate(
     context.
 
     The beginning of the prompt that the cache already holds is not evaluated again. eos: by default the config's.
-    progress: as in prefill.
-    decode: a replacement for decoding token by token, such as Speculation.decode.
+    progress: as in prefill. decode: a replacement for decoding token by token, such as Speculation.decode.
     Raises ValueError when the prompt is longer than the cache or contains an id that the model does not have,
     RuntimeError when the logits are not finite.
     """
@@ -581,9 +571,7 @@ def _decode_on_gpu(model: Llama, cache: KVCache, n: int) -> Iterator[int]:
 
 
 def not_finite(model: Llama) -> str:
-    bad = model.checkpoint and model.checkpoint.first_bad_tensor(
-        kernels.storage_dtype(model.backend, model.dtype, model.device)
-    )
-    if bad:
+    stored = kernels.storage_dtype(model.backend, model.dtype, model.device)
+    if bad := model.checkpoint and model.checkpoint.first_bad_tensor(stored):
         return f"the logits are not finite: {bad}"
     return "the logits are not finite, although every weight is: the activations overflow; try --dtype bf16 or fp32"

@@ -3,10 +3,7 @@ kept as far as they are what is sampled anyway.
 
 The text does not change, except for rounding, since sums are added in another order. Each position is sampled as
 always, from its own logits with its own random number; a proposal is accepted if it equals what was sampled, and the
-first that does not ends the pass. Two ways to propose:
-
-    Lookup  what followed the latest earlier occurrence of the last few tokens, in prompt or answer (Saxena, 2023)
-    Draft   what a smaller model of the same vocabulary samples with the same random numbers (Leviathan et al., 2023)
+first that does not ends the pass. Lookup and Draft are two ways to propose.
 
 A pass with proposals takes longer than one of a single token. If too few are accepted to make up for that, decoding
 falls back to single tokens, and proposals are tried again only now and then.
@@ -139,8 +136,7 @@ class Speculation:
         gpu.turn.zero_()
         cache.seek(read)
         while read < last:
-            bound = read + gpu.in_flight
-            while len(gpu.running) < 2 and bound < last:
+            while len(gpu.running) < 2 and (bound := read + sum(T for T, _, _ in gpu.running)) < last:
                 several = bound + 1 + self.n <= last and gpu.found and self.pacer.ready()
                 T = 1 + self.n if several else 1
                 if gpu.running and (several and not caught_up or T not in gpu.graphs):
@@ -149,7 +145,6 @@ class Speculation:
                     self.catch_up(cache, read)
                 caught_up = several
                 gpu.launch(T, read)
-                bound = read + gpu.in_flight
             T, new, seconds = gpu.collect()
             self._record(T - 1, new - read - 1, seconds)
             read = new
@@ -208,11 +203,6 @@ class _OnGpu:
         args = (c.tokens, self.drawn, c.host_tokens, c.device_pos, self.rejected, self.turn, self.result)
         launch(_accept_kernel, (1,), c.tokens.device, *args, T=T, BLOCK=MAX_PROPOSALS + 1, warps=1)
 
-    @property
-    def in_flight(self) -> int:
-        """How many tokens the running passes may add."""
-        return sum(T for T, _, _ in self.running)
-
     def launch(self, T: int, pos: int) -> None:
         """Start a pass of T tokens. It is captured the first time and not earlier, so that a text without repeats does
         not pay for it. Capturing runs it once, at pos and with the GPU idle; what that changes is restored."""
@@ -268,7 +258,8 @@ def _lookup_kernel(
 
 
 class Lookup(Speculation):
-    """Proposes what followed the latest earlier occurrence of the last tokens; if too few followed, they repeat."""
+    """Proposes what followed the latest earlier occurrence of the last few tokens, in prompt or answer (Saxena, 2023);
+    if too few followed, they repeat."""
 
     def propose(self, cache: KVCache, count: int) -> list[int]:
         seen = cache.tokens[: cache.pos + 1]
@@ -288,7 +279,8 @@ class Lookup(Speculation):
 
 
 class Draft(Speculation):
-    """Proposes what another model samples, in the same way, with a cache of its own."""
+    """Proposes what a smaller model of the same vocabulary samples with the same random numbers (Leviathan et al.,
+    2023), with a cache of its own."""
 
     def __init__(self, n: int, model: Llama):
         super().__init__(n)
