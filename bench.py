@@ -15,6 +15,7 @@ import re
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -523,7 +524,9 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
         for depth, n in itertools.product(args.depth, args.n_gen):
             speeds = generation_speed(model, cache, n, depth, args.repetitions, stream)
             yield row(f"tg{n}{at(depth)}", speeds, read_ceiling(model.device) / decode_bytes(model, depth + n / 2))
-        note_ceilings(model)
+        as_type = prompt_dtype(model)
+        read, product = read_ceiling(model.device) / 1e9, product_ceiling(model.device, as_type) / 1e12
+        note(f"ceilings: read {read:.1f} GB/s, {str(as_type).removeprefix('torch.')} product {product:.2f} TFLOP/s")
         del model, cache
         release()
 
@@ -537,11 +540,6 @@ def note_duration(args: argparse.Namespace, model: Llama) -> None:
     if seconds > 5:
         duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
         note(f"{args.model}: this takes at least {duration}, at the speed of memory and arithmetic")
-
-
-def note_ceilings(model: Llama) -> None:
-    product, dtype = product_ceiling(model.device, prompt_dtype(model)), str(prompt_dtype(model)).removeprefix("torch.")
-    note(f"ceilings: read {read_ceiling(model.device) / 1e9:.1f} GB/s, {dtype} product {product / 1e12:.2f} TFLOP/s")
 
 
 def at(depth: int) -> str:
@@ -813,11 +811,11 @@ def profile_rows(events: list[Event], model: Llama, T: int, start_pos: int) -> t
     dependent launch) is charged only with the time by which it outlasts it: rows and gaps add up to the whole."""
     c = model.config
     each = dict(size=model.dtype.itemsize, format=model.weights.output.format, kv_size=model.kv_dtype.itemsize)
-    spent: dict[str, list[float]] = {}
+    spent: dict[str, list[float]] = defaultdict(list)
     gaps, clock = 0.0, events[0][1]
     for name, start, end in named(events, c.n_layers):
         gaps += max(0.0, start - clock)
-        spent.setdefault(name, []).append(max(0.0, end - max(start, clock)))
+        spent[name].append(max(0.0, end - max(start, clock)))
         clock = max(clock, end)
     total, read = clock - events[0][1], read_ceiling(model.device)
     rows, ideal = [], 0.0
@@ -862,9 +860,9 @@ def run_profile(args: argparse.Namespace) -> None:
     on = f"{model.backend} ops on {device_name(model.device, args.ranks)}"
     for title, run, count, past in (("decode step", step, 1, start_pos), ("prefill", prefill, T, 0)):
         rows, summary = profile_rows(profiled(run, model.device), model, count, past)
-        kinds: dict[str, float] = {}
+        kinds: dict[str, float] = defaultdict(float)
         for row in rows:
-            kinds[kind_of(row["kernel"])] = kinds.get(kind_of(row["kernel"]), 0.0) + row["ms"]
+            kinds[kind_of(row["kernel"])] += row["ms"]
         kinds["gaps between kernels"] = summary["gaps_ms"]
         print(f"\n{title}, T {count}, {past} before, {on}\n\n{markdown(rows)}\n")
         print(markdown([{"type": k, "ms": v, "% of time": 100 * v / summary["ms"]} for k, v in kinds.items()]))

@@ -488,25 +488,27 @@ class Checkpoint:
     def elements(self) -> int:
         return sum(math.prod(shape) for shape in tensor_shapes(self.config).values())
 
-    def read(self, name: str, rows: slice = ALL, columns: slice = ALL, gpu: torch.device | None = None) -> Tensor:
-        """Read a tensor, or these rows and columns of it. For a GPU it is in pinned memory, to be copied while the next
-        one is read, or already on its way there. The rows of q and k, always whole heads, are put into Meta's RoPE
-        convention, interleaved pairs."""
-        parts, axis = self.parts[name], self._axis(name)
+    def read(self, device: torch.device, name: str, rows: slice, columns: slice = ALL) -> Tensor:
+        """Read these rows and columns of a tensor. For a GPU it is in pinned memory, to be copied while the next one is
+        read, or already on its way there; for a CPU, floats are in fp32, as torch is slow at converting between 16-bit
+        types. The rows of q and k, always whole heads, are put into Meta's RoPE convention, interleaved pairs."""
+        parts, axis, gpu = self.parts[name], self._axis(name), device.type == "cuda"
         spans = [range(size)[taken] for size, taken in zip(self.shapes[name], (rows, columns))]
         size, pieces = parts[0].shape[axis], []
         for i, part in enumerate(parts if size < self.shapes[name][axis] else parts[:1]):
             start, stop = max(spans[axis].start - i * size, 0), min(spans[axis].stop - i * size, size)
             if start < stop:
                 index = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
-                pieces.append(read_part(part, gpu is not None and len(parts) == 1, index))
+                pieces.append(read_part(part, gpu and len(parts) == 1, index))
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
         if self.hugging_face and name.endswith(ROTATED):
             D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
             if gpu and tensor.dim() == 2:  # a CPU would take longer to permute it than to read it
-                tensor = tensor.to(gpu, non_blocking=True)
+                tensor = tensor.to(device, non_blocking=True)
             tensor = tensor.reshape(-1, 2, D // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        return tensor.pin_memory() if gpu and not tensor.is_cuda else tensor
+        if gpu:
+            return tensor if tensor.is_cuda else tensor.pin_memory()
+        return tensor.float() if tensor.is_floating_point() else tensor
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
@@ -753,16 +755,9 @@ class Loader:
             shares = [slice(start + rows.start, start + rows.stop) for start, rows in zip(above, shares)]
         return [(name if infos[0].matrix else f"{name}.weight", rows) for rows in shares]
 
-    def read(self, name: str, rows: slice, columns: slice = ALL) -> Tensor:
-        gpu = self.device if self.device.type == "cuda" else None
-        tensor = self.checkpoint.read(name, rows, columns, gpu)
-        if gpu or not tensor.is_floating_point():
-            return tensor
-        return tensor.float()  # torch is slow at converting between 16-bit types
-
     def vector(self, name: str, infos: list[Stored], layer: int | None = None) -> Tensor:
         """A norm, the embedding, or a vector that joins several of the checkpoint's."""
-        parts = [self.read(*source) for source in self.sources(name, infos, layer)]
+        parts = [self.checkpoint.read(self.device, *source) for source in self.sources(name, infos, layer)]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         if infos[0].field == "qk_norm":
             tensor = tensor.view(2, -1)
@@ -782,7 +777,8 @@ class Loader:
             data = torch.empty(N, K, dtype=self.stored, device=self.device)
         stacked = data.split([info.shape(self.config)[0] for info in infos]) if infos[0].field != "w13" else ()
         for place, source in zip(stacked or (data[0::2], data[1::2]), self.sources(name, infos, layer), strict=True):
-            place.copy_(self.read(*source, ALL if self.encodes else columns), non_blocking=True)
+            part = self.checkpoint.read(self.device, *source, ALL if self.encodes else columns)
+            place.copy_(part, non_blocking=True)
         return self.encode(name, data, columns) if self.encodes else kernels.prepacked(Matrix(data), self.backend)
 
     def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
@@ -804,7 +800,7 @@ class Loader:
         for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
             M = self.checkpoint.shapes[stored][1:]
             for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):
-                part = self.read(stored, taken, *(stored_columns(columns, K, m) for m in M))
+                part = self.checkpoint.read(self.device, stored, taken, *(stored_columns(columns, K, m) for m in M))
                 place.copy_(part.view(place.shape), non_blocking=True)
         try:
             self.format.check(tensors, whole_rows=self.shapes[name][1] == K)

@@ -417,8 +417,9 @@ class KVCache:
 
     def ban(self, ids: list[int]) -> None:
         """Never sample these tokens."""
-        tensor = torch.tensor(ids, device=self.tokens.device)
-        self.banned = self._bans.setdefault(tuple(ids), tensor) if ids else None
+        if ids and tuple(ids) not in self._bans:
+            self._bans[tuple(ids)] = torch.tensor(ids, device=self.tokens.device)
+        self.banned = self._bans.get(tuple(ids))
 
     def captured_with(self, model: Llama) -> tuple:
         """What a graph that samples depends on besides the cache."""

@@ -91,7 +91,9 @@ class Ranks:
             return [do()]
         value = error = None
         try:
-            self._raise_reason()  # Ctrl-C may have come with the last token
+            reason, self._reason = self._reason, None
+            if reason:  # Ctrl-C may have come with the last token
+                raise reason
             value = do()
         except (Exception, KeyboardInterrupt) as raised:
             error = raised
@@ -110,11 +112,6 @@ class Ranks:
     def stop(self, reason: BaseException) -> None:
         """Have all ranks raise `reason` at one of the next tokens."""
         self._reason = reason
-
-    def _raise_reason(self) -> None:
-        reason, self._reason = self._reason, None
-        if reason:
-            raise reason
 
     @contextmanager
     def stopping_together(self) -> Iterator[None]:

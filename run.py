@@ -193,15 +193,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import (
-    DTYPES,
-    find_checkpoint,
-    folder_beside,
-    load,
-    pick_device,
-    read_config,
-    read_sampling,
-)
+from checkpoint import DTYPES, find_checkpoint, folder_beside, load, pick_device, read_config, read_sampling
 from checkpoint import save as save_model
 from model import KVCache, Llama, Timings, generate
 from parallel import Ranks

@@ -628,8 +628,7 @@ class TextStream:
     def finish(self) -> str:
         """What is still held back, once there are no more tokens."""
         text = self._release(_replaced(self._utf8.decode(b"", True)))
-        rest, self._held = self._held, ""
-        return text if self.stopped else text + rest
+        return text if self.stopped else text + self._held
 
     def _release(self, text: str) -> str:
         if self.stopped:
@@ -638,12 +637,9 @@ class TextStream:
             text, self.strip_space = text.removeprefix(" "), False
         self._held += text
         found = [i for i in (self._held.find(stop) for stop in self.stops) if i >= 0]
-        if found:
-            self.stopped = True
-            ready, self._held = self._held[: min(found)], ""
-            return ready
+        self.stopped = bool(found)
         sizes = ((stop, n) for stop in self.stops for n in range(min(len(stop), len(self._held) + 1)))
         keep = max((n for stop, n in sizes if self._held.endswith(stop[:n])), default=0)
-        ready = self._held[: len(self._held) - keep]
-        self._held = self._held[len(ready) :]
+        end = min(found, default=len(self._held) - keep)
+        ready, self._held = self._held[:end], self._held[end:]
         return ready
