@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,7 +207,7 @@ def random_weights(
     """Weights of a configuration, made on the device; norms and biases are ones."""
     matrix = lambda shape: random_matrix(*shape, stored, device, format, backend)
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
-    bar = tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=not sys.stderr.isatty())
+    bar = tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None)
     layers = [
         LayerWeights(
             **{name: matrix(shape) for name, shape in c.layer_matrices.items()},
@@ -691,12 +691,7 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
         half = dense(layer.w13).view(2, -1, c.dim)  # two matrices of the right size
         return functional.silu(functional.linear(n, half[0])) * functional.linear(n, half[1])
 
-    def case(op: str, data: list, ours: Callable, plain: Callable, plain_data: list | None = None) -> dict:
-        calls = [partial(ours, *some) for some in data], [partial(plain, *some) for some in plain_data or data]
-        need = cost(op, c, T, start_pos, dtype.itemsize, w.output.format, model.kv_dtype.itemsize)
-        multiplied = prompt_dtype(model) if T > 1 and op in PRODUCTS else dtype
-        return {"op": op, "shape": shape_text(T, start_pos)} | measure(op, *calls, *need, device, multiplied)
-
+    case = partial(kernel_row, model, T, start_pos)
     norm = w.layers[0].ffn_norm
     yield case("rmsnorm", copies, lambda a: ops.rmsnorm(a, norm, eps), lambda a: plain_rmsnorm(a, norm, eps))
     yield case("rope", heads, lambda a: ops.rope(a, KV.rope, pos), lambda a: plain_rope(a, cos, sin))
@@ -722,20 +717,23 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
         yield case("sample", [()] * 4, sample, lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1))
 
 
-def measure(
-    op: str, ours: list[Callable], plain: list[Callable], moved: float, operations: float, device: torch.device,
-    dtype: torch.dtype,
-) -> dict:  # fmt: skip
+def kernel_row(
+    model: Llama, T: int, start_pos: int, op: str, data: list, ours: Callable, plain: Callable, others: Sequence = ()
+) -> dict:
     """Microseconds of an op on several sets of data, on the device, by the wall clock and in plain PyTorch, and its
-    share of the ceiling that binds. The sets are several times the size of the L2, so that memory is measured and not
-    the cache."""
-    one_by_one = lambda calls: device_time(lambda: [call() for call in calls], device) / len(calls)
-    seconds, plain_seconds = one_by_one(ours), one_by_one(plain)
-    wall = statistics.median(wall_times(ours[0], device, 10))
+    share of the ceiling that binds. The sets (others: those for PyTorch, if they differ) are several times the size of
+    the L2, so that memory is measured and not the cache."""
+    device, dtype, format = model.device, model.dtype, model.weights.output.format
+    each = lambda run, sets: device_time(lambda: [run(*some) for some in sets], device) / len(sets)
+    seconds, plain_seconds = each(ours, data), each(plain, others or data)
+    wall = statistics.median(wall_times(lambda: ours(*data[0]), device, 10))
+    moved, operations = cost(op, model.config, T, start_pos, dtype.itemsize, format, model.kv_dtype.itemsize)
     copies = op in ("rmsnorm", "rope")  # these write as much as they read
     memory = moved / (copy_ceiling(device) if copies else read_ceiling(device))
-    compute = operations / product_ceiling(device, dtype)
+    compute = operations / product_ceiling(device, prompt_dtype(model) if T > 1 and op in PRODUCTS else dtype)
     return {
+        "op": op,
+        "shape": shape_text(T, start_pos),
         "us": 1e6 * seconds,
         "wall us": 1e6 * wall,
         "MB": moved / 1e6,
@@ -827,17 +825,11 @@ def profile_rows(events: list[Event], model: Llama, T: int, start_pos: int) -> t
         moved, operations, seconds = moved * len(times), operations * len(times), sum(times)
         rate = product_ceiling(model.device, prompt_dtype(model) if tokens > 1 and op in PRODUCTS else model.dtype)
         ideal += max(moved / read, operations / rate)
-        rows.append(
-            {
-                "kernel": name[:60],
-                "ms": 1e3 * seconds,
-                "% of time": 100 * seconds / total,
-                "count": len(times),
-                "GB/s": moved / seconds / 1e9 if seconds else 0.0,
-                "% of read": 100 * moved / read / seconds if seconds else 0.0,
-                "% of product": 100 * operations / rate / seconds if seconds else 0.0,
-            }
-        )
+        row = {"kernel": name[:60], "ms": 1e3 * seconds, "% of time": 100 * seconds / total, "count": len(times)}
+        row["GB/s"] = moved / seconds / 1e9 if seconds else 0.0
+        row["% of read"] = 100 * moved / read / seconds if seconds else 0.0
+        row["% of product"] = 100 * operations / rate / seconds if seconds else 0.0
+        rows.append(row)
     rows.sort(key=lambda row: -row["ms"])
     return rows, {"ms": 1e3 * total, "gaps_ms": 1e3 * gaps, "ideal_ms": 1e3 * ideal}
 
@@ -1040,7 +1032,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
     against = open_checkpoint(plainly, args.against, model.ctx_size, "none") if args.against else None
     stride = args.stride or model.ctx_size
     parts, total, done = [], 0.0, 0
-    bar = tqdm(total=len(ids), unit=" tokens", disable=not sys.stderr.isatty(), leave=False)
+    bar = tqdm(total=len(ids), unit=" tokens", disable=None, leave=False)
     try:
         for part in perplexity(model, ids, tokenizer.bos, model.ctx_size, stride, against):
             parts.append(part)

@@ -425,21 +425,21 @@ class Chat:
             with suppress(EOFError):
                 self.answer(self.ranks.broadcast(self.reader.read) if message is None else message)
             return 0
-        goes_on, warned = True, False
-        while goes_on:
+        warned = False
+        while True:
             try:
-                goes_on = self.turn(self.ranks.broadcast(self.reader.read))
+                if not self.turn(self.ranks.broadcast(self.reader.read)):
+                    return 0
                 warned = False
             except EOFError:
                 self.blank_line()
-                goes_on = False
+                return 0
             except KeyboardInterrupt:
                 if not self.stays or warned and not self.reader.has_text():
                     return 130
-                print(file=sys.stderr)
+                note("")
                 self.session.note("(to leave: Ctrl-C again, Ctrl-D or /exit)")
                 warned = True
-        return 0
 
     def turn(self, message: str) -> bool:
         """Carry out a command or answer a message; return whether the chat goes on. The errors that end only the turn
@@ -546,10 +546,9 @@ class Chat:
             turns = turns[2:] if len(turns) > 2 else self.shortened(turns, len(prompt.ids) - size // 2)
             prompt = self.render([*self.system, *turns, new])
         if turns is not self.turns:
-            self.turns = turns
-            self.session.note(
-                f"note: the context of {size} tokens is full: dropped the oldest part of the conversation"
-            )
+            dropped = "dropped the oldest part of the conversation"
+            self.session.note(f"note: the context of {size} tokens is full: {dropped}")
+        self.turns = turns
         return prompt
 
     def shortened(self, turn: list[dict], excess: int) -> list[dict]:

@@ -701,8 +701,7 @@ class Loader:
         if self.encodes:  # allocate what stays first, to avoid fragmentation
             self.encoded = {name: self.empty(name) for name in self.shapes}
             self.workspace = torch.empty(largest_read(self.config), dtype=self.stored, device=self.device)
-        hidden = self.quiet or not sys.stderr.isatty()
-        total = weight_bytes(self.config, self.dtype, self.format)
+        total, hidden = weight_bytes(self.config, self.dtype, self.format), self.quiet or None  # None: if no terminal
         self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
 
     def empty(self, name: str) -> tuple[Tensor, ...]:

@@ -359,7 +359,7 @@ class Session:
 
     def _generate(self, ids: list[int], n: int, eos: Collection[int], timings: Timings) -> Iterator[int]:
         """model.generate, with a progress bar for a long prompt; the first prompt goes into the prompt cache."""
-        hidden = self.args.quiet or not sys.stderr.isatty()
+        hidden = self.args.quiet or None  # None: if stderr is no terminal
         bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)
 
         def progress(done: int, total: int) -> None:
@@ -447,10 +447,8 @@ class PromptCache:
                 if metadata.get("fused-llama") != self.KIND:
                     raise ValueError(f"{self.file} is not a prompt cache of this program; it was left unchanged")
                 if metadata.get("model") != self.metadata["model"]:
-                    types = metadata.get("types")
-                    raise ValueError(
-                        f"{self.file} was made with another model or other types ({types}): delete it or name another"
-                    )
+                    made = f"{self.file} was made with another model or other types ({metadata.get('types')})"
+                    raise ValueError(f"{made}: delete it or name another")
                 tensors = {name: f.get_tensor(name) for name in f.keys()}
         except SafetensorError as error:
             raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
