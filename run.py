@@ -367,8 +367,9 @@ class Session:
             bar.update(done - bar.n)
             if done == total:
                 bar.close()
-                if self.prompt_cache:
-                    self.prompt_cache.keep(ids, self.cache)
+                first, self.prompt_cache = self.prompt_cache, None
+                if first:
+                    first.keep(ids, self.cache)
 
         settings = (n, self.sampling, eos, self.args.ignore_eos, timings, progress)
         decode = self.speculation.decode if self.speculation else None
@@ -416,7 +417,6 @@ class PromptCache:
         own = f".{ranks.rank + 1}-of-{ranks.size}" if ranks.size > 1 else ""
         self.file = Path(os.path.realpath(f"{os.path.expanduser(file)}{own}"))
         self.tokens: list[int] = []  # what the file holds
-        self.first = True  # no prompt has been evaluated in this run yet
         self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
         if not self.file.parent.is_dir():
             raise FileNotFoundError(f"{self.file.parent} does not exist: create that folder first")
@@ -460,11 +460,10 @@ class PromptCache:
         return tensors["tokens"], tensors["k"], tensors["v"]
 
     def keep(self, ids: list[int], cache: KVCache) -> None:
-        """On the first call, write the keys and values of ids, the first in the cache, unless the file has most of
-        them. If a rank cannot, all raise its OSError."""
+        """Write the keys and values of ids, the first in the cache, unless the file has most of them. If a rank cannot,
+        all raise its OSError."""
         same, n = len(os.path.commonprefix([self.tokens, ids])), len(ids)
-        first, self.first = self.first, False
-        if first and 4 * same < 3 * n:
+        if 4 * same < 3 * n:
             self.ranks.together(lambda: self._write(n, cache))
 
     def _write(self, n: int, cache: KVCache) -> None:
