@@ -14,7 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -608,20 +608,15 @@ def _cached(name: str) -> Path | None:
     """A repository's folder in the hub's cache, if it holds all files that the checkpoint needs by its own account: the
     cache does not know what it lacks if another program or an older version made it."""
     import huggingface_hub
-    from huggingface_hub import errors
 
     wanted = SMALL_FILES[:2] if huggingface_hub.is_offline_mode() else SMALL_FILES  # offline, what is cached must do
     try:
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, local_files_only=True))
-    except errors.LocalEntryNotFoundError:
+        with suppress(ValueError):  # nothing is missing, but something is wrong: load says what
+            Checkpoint(folder, read_config(folder))
+            tokenizer_file(folder)
+    except OSError:  # of the library: LocalEntryNotFoundError
         return None
-    try:
-        Checkpoint(folder, read_config(folder))
-        tokenizer_file(folder)
-    except OSError:
-        return None
-    except ValueError:  # nothing is missing, but something is wrong: load says what
-        pass
     return folder
 
 
