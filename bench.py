@@ -1102,11 +1102,10 @@ def read_rows(file: str) -> list[Row]:
     for number, text in enumerate(Path(file).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             row = Row(**json.loads(text))
-            whole = all(0 < n < 1e15 for n in (row.tokens_per_s, row.size_gb, row.share_of_ceiling))
+            if not all(0 < n < 1e15 for n in (row.tokens_per_s, row.size_gb, row.share_of_ceiling)):
+                raise ValueError
         except (ValueError, TypeError, RecursionError):
-            whole = False
-        if not whole:
-            raise ValueError(f"{file}, line {number}: not a row printed by bench.py -o jsonl")
+            raise ValueError(f"{file}, line {number}: not a row printed by bench.py -o jsonl") from None
         rows.append(row)
     return rows
 
