@@ -146,6 +146,7 @@ GOLDENS = {  # greedy text of models/tales in fp32
 
 
 needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
+BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
 
 # ---- helpers: random tiny Llamas made by transformers, which is also the oracle; the tiny one that most tests share
@@ -179,18 +180,6 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
         rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64),
     ),
     "qwen 3": dict(model="Qwen3", num_key_value_heads=2, head_dim=24),
-    "yarn as deepseek says it": dict(
-        rope_parameters=dict(
-            rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32,
-            beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.4,
-        ),
-    ),
-    "yarn, its ramp not rounded, its end beyond D / 2": dict(
-        rope_parameters=dict(
-            rope_type="yarn", rope_theta=100.0, factor=2.0, original_max_position_embeddings=1000, attention_factor=1.3,
-            truncate=False,
-        ),
-    ),
 }  # fmt: skip
 
 
@@ -223,16 +212,28 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids])).logits[0]
 
 
+@torch.inference_mode()
+def logits_of(model, ids, *sizes: int, cache: KVCache | None = None) -> torch.Tensor:
+    """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
+    cache, ids = KVCache(model) if cache is None else cache, torch.as_tensor(ids, device=model.device)
+    return torch.cat([model.forward(part, cache).cpu() for part in ids.split(sizes or len(ids))])
+
+
 def our_logits(folder: Path, ids: list[int], **options) -> torch.Tensor:
-    model = load(folder, dtype="fp32", device="cpu", **options)
-    with torch.inference_mode():
-        return model.forward(torch.tensor(ids), KVCache(model))
+    return logits_of(load(folder, dtype="fp32", device="cpu", **options), ids)
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
     assert ours.shape == theirs.shape
     error = ((ours - theirs).norm() / theirs.norm()).item()
     assert error < tolerance, error
+
+
+def assert_refused(result: tuple[int, str, str], *said: str, code: int = 1) -> None:
+    """A run (exit code, stdout, stderr) that ended with nothing but an error of one line, which says this."""
+    seen, out, err = result
+    assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1, result
+    assert all(text in err for text in said), err
 
 
 def assert_same_greedy_tokens(model, theirs, prompt: list[int], n: int) -> None:
@@ -252,19 +253,29 @@ def edit(file: Path, **fields) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
+def train_sentencepiece(folder: Path, text: str = TEXT * 20, **options) -> None:
+    (folder / "text").write_text(text)
+    options = dict(vocab_size=350, normalization_rule_name="identity", remove_extra_whitespaces=False) | options
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), model_type="bpe", byte_fallback=True,
+        hard_vocab_limit=False, minloglevel=2, **options,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "text").write_text(TEXT * 20)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=350, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
-        minloglevel=2,
-    )  # fmt: skip
+    train_sentencepiece(folder)
     size = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).vocab_size()
     torch.manual_seed(0)
     hugging_face_model(size, **SHAPES["gqa"]).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny):
+    """In fp32 on the CPU; not to be changed."""
+    return load(tiny, dtype="fp32", device="cpu")
 
 
 @pytest.fixture
@@ -285,28 +296,23 @@ def greedy(model, prompt: list[int], n: int, cache=None, **options) -> list[int]
     return list(generate(model, prompt, cache, n, Sampling(temp=0), **dict(eos=[]) | options))
 
 
-def test_cached_decoding_and_chunks_equal_one_prefill(tiny, monkeypatch):
-    model = load(tiny, dtype="fp32", device="cpu")
-    tokens = torch.randint(3, 300, (50,))
+def test_cached_decoding_and_chunks_equal_one_prefill(tiny_model, monkeypatch):
+    tokens, cache = torch.randint(3, 300, (50,)), KVCache(tiny_model)
+    whole = logits_of(tiny_model, tokens)
+    assert_close(logits_of(tiny_model, tokens, 7, 1, 1, 17, 1, 23), whole, 1e-5)
+    monkeypatch.setitem(CHUNK, "cpu", 16)
     with torch.inference_mode():
-        whole = model.forward(tokens, KVCache(model))
-        cache = KVCache(model)
-        pieces = [model.forward(part, cache) for part in tokens.split([7, 1, 1, 17, 1, 23])]
-        assert_close(torch.cat(pieces), whole, 1e-5)
-        monkeypatch.setitem(CHUNK, "cpu", 16)
-        cache = KVCache(model)
-        model.prefill(tokens.tolist(), cache)
-        assert_close(cache.logits, whole[-1], 1e-5)
+        tiny_model.prefill(tokens.tolist(), cache)
+    assert_close(cache.logits, whole[-1], 1e-5)
 
 
-def test_cache_reuses_the_common_beginning(tiny):
-    model = load(tiny, dtype="fp32", device="cpu")
-    cache, timings = KVCache(model), Timings()
-    first = greedy(model, [1, 5, 6, 7], 4, cache, timings=timings)
-    again = greedy(model, [1, 5, 6, 7], 4, cache, timings=timings)
+def test_cache_reuses_the_common_beginning(tiny_model):
+    cache, timings = KVCache(tiny_model), Timings()
+    first = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
+    again = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
     assert first == again and timings.prompt_tokens == 4 + 1
     longer = [1, 5, 6, 7, *first[:2], 9]
-    assert greedy(model, longer, 4, cache, timings=timings) == greedy(model, longer, 4)
+    assert greedy(tiny_model, longer, 4, cache, timings=timings) == greedy(tiny_model, longer, 4)
     assert timings.prompt_tokens == 4 + 1 + 1
 
 
@@ -351,7 +357,7 @@ def test_generation_ends_at_n_at_eos_and_at_a_full_context(tiny):
         list(generate(model, [1] * 13))
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_a_context_is_used_to_its_last_slot(tiny, kv_fp8, backend):
     model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=8, backend=backend, kv_fp8=kv_fp8)
@@ -368,16 +374,10 @@ def test_a_context_is_used_to_its_last_slot(tiny, kv_fp8, backend):
             list(generate(model, [7] * (size + 1), cache, **settings))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_stays_near_fp32(tiny, dtype):
-    ids = torch.randint(3, 300, (30,))
-    logits = {}
-    for name in ("fp32", dtype):
-        model = load(tiny, dtype=name, device="cpu")
-        with torch.inference_mode():
-            cache = KVCache(model)
-            logits[name] = torch.cat([model.forward(part, cache) for part in ids.split([29, 1])])
-    assert_close(logits[dtype], logits["fp32"], 0.05 if dtype == "bf16" else 0.01)  # a few roundings of 2^-9, of 2^-12
+@pytest.mark.parametrize("dtype, limit", [("bf16", 0.05), ("fp16", 0.01)])  # a few roundings of 2^-9, of 2^-12
+def test_half_precision_stays_near_fp32(tiny, tiny_model, dtype, limit):
+    ids, half = torch.randint(3, 300, (30,)), load(tiny, dtype=dtype, device="cpu")
+    assert_close(logits_of(half, ids, 29, 1), logits_of(tiny_model, ids, 29, 1), limit)
 
 
 @needs_triton
@@ -388,12 +388,8 @@ def test_fused_model_is_the_reference_model(tiny, dtype):
         for d, b in (("fp32", "torch"), (dtype, "torch"), (dtype, "triton"))
     )
     ids = torch.randint(3, 300, (19,))
-    logits = []
-    for model in (exact, plain, fused):
-        cache = KVCache(model)
-        with torch.inference_mode():
-            logits.append(torch.cat([model.forward(part.to(DEVICE), cache).cpu() for part in ids.split([17, 1, 1])]))
-    assert nmse(logits[2], logits[0]) < 2 * nmse(logits[1], logits[0]) + 1e-10, "less exact than torch in the same type"
+    right, by_torch, ours = (logits_of(model, ids, 17, 1, 1) for model in (exact, plain, fused))
+    assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, "less exact than torch in the same type"
     if dtype == "fp32":
         for sampling in (Sampling(temp=0), Sampling(seed=SEED), Sampling(seed=SEED, repeat_penalty=1.3, top_k=0)):
             ours, theirs = (list(generate(m, [1, 5, 9], n=3, sampling=sampling, eos=[])) for m in (fused, exact))
@@ -449,18 +445,7 @@ def test_prompts_replayed_as_graphs():
     model = load(run.DEFAULT_MODEL, device="cuda")
     with torch.inference_mode():
         cache, plain = KVCache(model), KVCache(model)
-        for T in (
-            20,
-            31,
-            25,
-            2,
-            100,
-            90,
-            7,
-            97,
-            8,
-            128,
-        ):  # the first of each length is captured, the others are replayed
+        for T in (20, 31, 25, 2, 100, 90, 7, 97, 8, 128):  # the first of each padded length is captured
             ids = torch.randint(3, model.config.vocab_size, (T,), device=DEVICE)
             model.prefill(ids.tolist(), cache)
             exact = model.forward(ids, plain)[-1]
@@ -506,6 +491,16 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
     assert gc.isenabled()
 
 
+def decode_in_graphs(model, monkeypatch) -> None:
+    """Without a GPU, as on one, but for what `captured` does; prompts are not captured."""
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    monkeypatch.setattr(type(model), "uses_graphs", True)
+    monkeypatch.setattr("model.PADDED", ())
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    for name in ("synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+
+
 @needs_triton
 def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
     """A graph is replayed as CUDA does it: the same launches with the arguments of the capture, but numbers are read
@@ -534,11 +529,7 @@ def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=kernels.fused.sample))
     monkeypatch.setattr(sampling, "launch", record)
     monkeypatch.setattr("model.captured", captured)
-    monkeypatch.setattr("model.PADDED", ())  # so that the prompt is not captured, too
-    monkeypatch.setattr(type(model), "uses_graphs", True)
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    decode_in_graphs(model, monkeypatch)
     assert [list(generate(model, [1, 5, 9], cache, 8, s, eos=[])) for s in every] == expected
     assert captures == 1
     for other in (Sampling(temp=0), Sampling(top_p=1), Sampling(top_k=100), Sampling(repeat_penalty=1.1)):
@@ -546,14 +537,6 @@ def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
     list(generate(model, [1, 5, 9], KVCache(model), 1, other, eos=[]))
     list(generate(model, [1, 5, 9], cache, 1, other, eos=[3], ignore_eos=True))
     assert captures == 7
-
-
-def test_rope_table_is_the_formula():
-    config = read_config_like(head_dim=8, rope_theta=100.0)
-    table = rope_table(config, 5)
-    for position, i in itertools.product(range(5), range(4)):
-        angle = torch.tensor(position * 100.0 ** (-2 * i / 8), dtype=torch.float64)
-        assert torch.allclose(table[position, i].double(), torch.stack((angle.cos(), angle.sin())), atol=1e-6)
 
 
 # ---- kernels.py and attention.py: the op tables, and each op against its reference
@@ -652,6 +635,26 @@ OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # sampling
 PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
 
 
+ROUNDED_TWICE = {"rmsnorm_swiglu": 1.5**2}  # for several tokens: norm, the library's matmul, output; half a place each
+
+
+def equals_reference(op: str, arguments: tuple, written: tuple, limit: float, **extra) -> list:
+    """Whether an op does what its reference does in fp32. -> its arguments, after it has written some in place."""
+    mine, exact = cloned(arguments), cloned([as_fp32(a) for a in arguments])
+    right = getattr(kernels.reference, op)(*exact, **{name: as_fp32(value) for name, value in extra.items()})
+    ours = getattr(kernels.fused, op)(*mine, **extra)
+    new = slice(None)
+    if op == "rmsnorm_qkv_rope":
+        before = int(arguments[6])
+        new = slice(before, before + len(ours))
+        for i in written:  # other positions of the cache
+            assert torch.equal(mine[i][:, : new.start], arguments[i][:, : new.start])
+            assert torch.equal(mine[i][:, new.stop :], arguments[i][:, new.stop :])
+    for name, a, b in [("y", ours, right), *((i, mine[i][:, new], exact[i][:, new]) for i in written)]:
+        assert a.shape == b.shape and nmse(a, b) < limit, (op, name, nmse(a, b))
+    return mine
+
+
 def test_tables_have_the_same_ops_and_signatures():
     assert vars(kernels.reference).keys() == vars(kernels.fused).keys()
     for name, op in vars(kernels.fused).items():
@@ -667,25 +670,11 @@ def test_tables_have_the_same_ops_and_signatures():
 def test_op_equals_its_reference(dtype, heads, before, T, guarded):
     for op in OPS if T < 64 else ("attention",):  # the others take row after row, or are the library's matmul
         arguments, written = op_arguments(op, dtype, heads, T, before)
-        exact_arguments = cloned([as_fp32(a) for a in arguments])
-        untouched = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
-        exact = getattr(kernels.reference, op)(*exact_arguments)
-        ours = getattr(kernels.fused, op)(*arguments)
-        limit = ONE_UNIT[dtype]
-        if (
-            op == "rmsnorm_swiglu" and T > 1
-        ):  # the norm, the library's matmul and the output are rounded: half a place each
-            limit *= 1.5**2
-        assert ours.shape == exact.shape and nmse(ours, exact) < limit, (op, nmse(ours, exact))
-        tensors = [(i, a) for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
-        for (i, after), was in zip(tensors, untouched):
-            if i in written:
-                assert nmse(after, exact_arguments[i]) < limit, (op, i)
-                if op == "rmsnorm_qkv_rope":  # other positions of the cache
-                    assert torch.equal(after[:, :before], was[:, :before])
-                    assert torch.equal(after[:, before + T :], was[:, before + T :])
-            else:
-                assert torch.equal(after, was), (op, i, "changed its input")
+        limit = ONE_UNIT[dtype] * (ROUNDED_TWICE.get(op, 1) if T > 1 else 1)
+        after = equals_reference(op, arguments, written, limit)
+        for i, was in enumerate(arguments):
+            if isinstance(was, torch.Tensor) and i not in written:
+                assert torch.equal(after[i], was), (op, i, "changed its input")
     guarded()
 
 
@@ -697,22 +686,12 @@ def test_op_equals_its_reference(dtype, heads, before, T, guarded):
     (torch.bfloat16, (4, 1, 24)),
 ], ids=str)  # fmt: skip
 def test_qkv_with_a_bias_or_normalised_heads(dtype, heads, T, before, extra, guarded):
-    arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
     H, KH, D = heads
-    shape = ((H + 2 * KH) * D,) if extra == "bias" else (2, D)
-    vector = {extra: randn(*shape, dtype=dtype, scale=30)}
-    exact = cloned([as_fp32(a) for a in arguments])
-    q = kernels.reference.rmsnorm_qkv_rope(*exact, **{extra: as_fp32(vector[extra])})
-    for _ in range(2):  # the second time with what the first left in scratch
-        for i in written:
-            arguments[i].fill_(7.0)
-        ours = kernels.fused.rmsnorm_qkv_rope(*arguments, **vector)
-        limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # in a prompt, norm, matmul, its norm and q are rounded
-        new = slice(before, before + T)
-        for name, mine, right in (("q", ours, q), *((i, arguments[i][:, new], exact[i][:, new]) for i in written)):
-            assert nmse(mine, right) < limit, (name, nmse(mine, right), limit)
-        for i in written:
-            assert (arguments[i][:, :before] == 7).all() and (arguments[i][:, before + T :] == 7).all()
+    vector = {extra: randn(*((H + 2 * KH) * D,) if extra == "bias" else (2, D), dtype=dtype, scale=30)}
+    limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # in a prompt, norm, matmul, its norm and q are rounded
+    arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
+    for format in (None, E4M3):  # the second time with what the first left in scratch
+        equals_reference("rmsnorm_qkv_rope", encoded(arguments, format), written, limit, **vector)
     guarded()
 
 
@@ -734,13 +713,12 @@ def test_qkv_into_caches_of_2_31_values(T):
 def test_epsilon_is_added(op, T):
     """With inputs so small that epsilon is most of the sum."""
     for format in (None, E4M3) if op != "rmsnorm" else (None,):
-        arguments, _ = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
+        arguments, written = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
         x, *rest = encoded(arguments, format)
         x = (x.float() * 1e-6).half()  # of magnitude 0.003
-        exact = [as_fp32(a) for a in (x, *rest)]
+        equals_reference(op, (x, *rest), written, 10 * ONE_UNIT[torch.float16])
+        exact = cloned([as_fp32(a) for a in (x, *rest)])
         right = getattr(kernels.reference, op)(*exact).clone()
-        ours = getattr(kernels.fused, op)(x, *rest)
-        assert nmse(ours, right) < 10 * ONE_UNIT[torch.float16], (format, nmse(ours, right))
         without = [0.0 if isinstance(a, float) else a for a in exact]
         assert nmse(getattr(kernels.reference, op)(*without), right) > 0.01
 
@@ -759,12 +737,19 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     if T > 1:
         cases.append(("linear_add", long_rows, (2,)))
     for (op, arguments, written), format in itertools.product(cases, (None, E4M3)):
-        arguments = cloned(encoded(arguments, format))
-        exact_arguments = cloned([as_fp32(a) for a in arguments])
-        exact, ours = getattr(kernels.reference, op)(*exact_arguments), getattr(kernels.fused, op)(*arguments)
-        limit = ONE_UNIT[torch.float16] * (1.5**2 if op == "rmsnorm_swiglu" else 1)  # as above
-        for mine, right in [(ours, exact), *((arguments[i], exact_arguments[i]) for i in written)]:
-            assert mine.shape == right.shape and nmse(mine, right) < limit, (op, nmse(mine, right))
+        limit = ONE_UNIT[torch.float16] * ROUNDED_TWICE.get(op, 1)
+        equals_reference(op, encoded(arguments, format), written, limit)
+
+
+def check_attention(heads: tuple[int, int, int], T: int, before: int, kv_fp8: bool = False, runs: int = 1) -> None:
+    """It equals its reference, whatever comes after the T tokens; and again with what that left in scratch."""
+    q, *caches, pos, scratch = op_arguments("attention", torch.float16, heads, T, before)[0]
+    caches = [E4M3.round(cache) if kv_fp8 else cache for cache in caches]
+    for cache in caches:
+        cache[:, before + T :] = 0x7F if kv_fp8 else torch.nan
+    exact = attention.attention_ref(q.float(), *map(attention.cached_ref, caches), pos, scratch)
+    for _ in range(runs):
+        assert nmse(attention.attention(q, *caches, pos, scratch), exact) < ONE_UNIT[torch.float16], (T, before)
 
 
 @needs_triton
@@ -773,10 +758,7 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
 def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
     monkeypatch.setattr(attention, "split_sizes", lambda *_: launch.SplitSizes(*sizes))
     for T, before in ((1, 0), (1, 200), (3, 300)):
-        arguments, _ = op_arguments("attention", torch.float16, heads, T, before)
-        exact = attention.attention_ref(*[as_fp32(a) for a in arguments])
-        for _ in range(2):  # the second time with what the first left in scratch
-            assert nmse(attention.attention(*arguments), exact) < ONE_UNIT[torch.float16], (T, before)
+        check_attention(heads, T, before, runs=2)
 
 
 FEW_ROWS_SIZES = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]  # launch sizes for a GPU
@@ -791,38 +773,26 @@ def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
     """hopper.py's kernel on a GPU, in the interpreter those that do the same."""
     if DEVICE.type == "cuda":
         monkeypatch.setattr(attention, "few_rows_sizes", lambda device: launch.SplitSizes(*sizes))
-    most = [(rows * heads[1] // heads[0], before) for rows, before in ((16, 700), (64, 500), (128, 300))]
+    on_gpu = DEVICE.type == "cuda"
+    rows = ((16, 700), (64, 500), (128, 300)) if on_gpu else ((16, 300), (64, 150), (128, 100))
+    most = [(count * heads[1] // heads[0], before) for count, before in rows]
     for T, before in [(1, 90), (2, 0), (4, 61), (3, 250), (5, 200), *most]:
-        (q, *caches, pos, scratch), _ = op_arguments("attention", torch.float16, heads, T, before)
-        if kv_fp8:
-            caches = [E4M3.round(cache) for cache in caches]
-        exact = attention.attention_ref(q.float(), *caches, pos, scratch)
-        for _ in range(2):  # the second time with what the first left in scratch
-            ours = attention.attention(q, *caches, pos, scratch)
-            assert nmse(ours, exact) < ONE_UNIT[torch.float16], (T, before)
+        check_attention(heads, T, before, kv_fp8, runs=2 if on_gpu else 1)
 
 
 @needs_triton
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("kv_fp8", [False, True])
 @pytest.mark.parametrize("start_pos", [0, 40, 77] if DEVICE.type == "cpu" else [0, 1, 77, 127, 5000])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128)], ids=str)
-def test_attention_of_a_prompt_sees_nothing_after_it(heads, start_pos, eight_bits):
-    """Not even NaN."""
+def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
     for T in (65, 127) if DEVICE.type == "cpu" else (65, 127, 512, 513, 640, 700, 2048):
-        q, *caches, pos, scratch = op_arguments("attention", torch.float16, heads, T, start_pos)[0]
-        if eight_bits:
-            caches = [E4M3.round(c) for c in caches]
-        for c in caches:
-            c[:, start_pos + T :] = 0x7F if eight_bits else torch.nan
-        exact = kernels.reference.attention(q.float(), *map(attention.cached_ref, caches), pos, scratch)
-        assert nmse(kernels.fused.attention(q, *caches, pos, scratch), exact) < ONE_UNIT[torch.float16], T
+        check_attention(heads, T, start_pos, kv_fp8)
 
 
 @needs_triton
 @pytest.mark.parametrize("T", [1, 3])
 def test_launchers_refuse_what_the_kernels_cannot_read(T):
-    """Each tensor of each op in turn, with other numbers between its own: refused, or read correctly (by the
-    library)."""
+    """Each tensor of each op in turn, with other numbers between its own: refused, or read correctly by the library."""
     apart = lambda t: torch.stack((t, torch.full_like(t, 77)), -1)[..., 0]
     refused = set()
     for op in OPS:
@@ -832,10 +802,10 @@ def test_launchers_refuse_what_the_kernels_cannot_read(T):
             data = a.data if isinstance(a, Matrix) else a
             if not isinstance(data, torch.Tensor) or data.numel() == 1:
                 continue
-            bad = Matrix(apart(data)) if isinstance(a, Matrix) else apart(data)
-            assert not apart(data).is_contiguous()
+            bad = cloned(arguments)
+            bad[i] = Matrix(apart(data)) if isinstance(a, Matrix) else apart(data)
             try:
-                ours = getattr(kernels.fused, op)(*cloned(arguments[:i]), bad, *cloned(arguments[i + 1 :]))
+                ours = getattr(kernels.fused, op)(*bad)
             except AssertionError:
                 refused.add(op)
             else:
@@ -854,13 +824,8 @@ def test_every_product_has_launch_sizes(arch, monkeypatch):
 
 
 def test_the_nearest_launch_sizes_are_those_below():
-    assert [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)] == [
-        "a",
-        "a",
-        "b",
-        "b",
-        "c",
-    ]
+    found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
+    assert found == ["a", "a", "b", "b", "c"]
 
 
 def test_launch_sizes_are_saved_as_they_are_read(tmp_path, monkeypatch):
@@ -961,27 +926,36 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
     one, scratch = new(1, dtype=torch.int32), launch.Scratch(torch.device("cpu"))
-    for T, op in itertools.product((1, 100, 3, 16, 60) if half else (1, 100), OPS):
-        getattr(kernels.fused, op)(*op_arguments(op, dtype, (8, 8, 128), T, 300, 500)[0])
+
+    def blank(a, format):
+        if not isinstance(a, Matrix) or not format:
+            return a
+        return Matrix(
+            tuple(new(*shape, dtype=kind) for kind, shape in format.tensors(*a.shape).values()), format, a.shape
+        )
+
+    def run_ops(ops, T: int, heads=(8, 8, 128), format=None, **extra) -> None:
+        for op in ops:
+            arguments = op_arguments(op, dtype, heads, T, 300, 500)[0]
+            getattr(kernels.fused, op)(*(blank(a, format) for a in arguments), **extra)
+
+    for T in (1, 100, 3, 16, 60) if half else (1, 100):
+        run_ops(OPS, T)
     other_heads = [((8, 1, 64), 1), ((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)]
     for heads, T in other_heads if half else []:
-        kernels.fused.attention(*op_arguments("attention", dtype, heads, T, 300, 500)[0])
-    for form, T in [("e4m3", 1), ("e5m2", 1), ("e4m3", 3)] + (
-        [("e5m2", 3), ("e4m3", 16), ("e4m3", 60)] if half else []
-    ):
-        for op in PRODUCTS:
-            arguments = op_arguments(op, dtype, (8, 8, 128), T, 300, 500)[0]
-            getattr(kernels.fused, op)(*encoded(arguments, FORMATS[form]))
+        run_ops(["attention"], T, heads)
+    more = [("e5m2", 3), ("e4m3", 16), ("e4m3", 60)] if half else []
+    for form, T in [("e4m3", 1), ("e5m2", 1), ("e4m3", 3), *more]:
+        run_ops(PRODUCTS, T, format=FORMATS[form])
     for T in (1, 3, 60) if half else ():
         w = GROUPED.encode(new(64, 1024))
         kernels.fused.linear_add(new(T, 1024), Matrix(w, GROUPED, (64, 1024)), new(T, 64))
     for D, T in ((128, 1), (128, 100), (64, 1)):
-        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 2, D), T, 300, 500)[0]
-        for form, (name, vector) in itertools.product((None, E4M3), dict(bias=new(12 * D), qk_norm=new(2, D)).items()):
-            kernels.fused.rmsnorm_qkv_rope(*encoded(arguments, form), **{name: vector})
+        for form, extra in itertools.product((None, E4M3), (dict(bias=new(12 * D)), dict(qk_norm=new(2, D)))):
+            run_ops(["rmsnorm_qkv_rope"], T, (8, 2, D), form, **extra)
     C, F, V = 1024, 5504, 600
     for form in (None, *FORMATS.values()):
-        w, output = encoded((Matrix(new(C, F)), Matrix(new(V, C))), form)
+        w, output = (blank(Matrix(new(*shape)), form) for shape in ((C, F), (V, C)))
         exchange = parallel.Exchange([w, output], 0, [0, 0], new(2 * (C + V), dtype=torch.int64))
         exchange.linear_add(new(1, F), w, new(1, C))
         exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, new(1, 2 * V - 1, dtype=torch.float32))
@@ -999,11 +973,8 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         sampler = Sampler(torch.device("cpu"), settings)
         kernels.fused.sample(new(32000, dtype=torch.float32), *ids, one, sampler)
         kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
-    cache, result = (
-        SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512),
-        new(2, 2, dtype=torch.int32),
-    )
-    gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=result)
+    cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
+    gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32))
     Lookup(4).enqueue_proposals(gpu, 5)
     speculation._OnGpu.accept(gpu, 5)
     record_training(dtype)
@@ -1035,13 +1006,9 @@ def record_training(dtype: torch.dtype) -> None:
 
 
 TYPES = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-TYPES[torch.int8] = "*i8"
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+    torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
 
 
 def compiled_kernel(kernel, arguments: tuple, constants: dict, arch: int, warps: int, stages: int):
@@ -1074,6 +1041,7 @@ def compiled_kernel(kernel, arguments: tuple, constants: dict, arch: int, warps:
 
 def compile_kernels(arch: int) -> None:
     """Compile all that is launched to machine code for an architecture."""
+    torch.set_num_threads(1)
     names, done = set(), set()
     for dtype in (torch.float16, torch.bfloat16):
         for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
@@ -1088,50 +1056,43 @@ def compile_kernels(arch: int) -> None:
             names.add(kernel.__name__)
             if constants.get("FP16_SUMS") and kernel.__name__ == "_attention_kernel" and arch < 90:
                 assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in compiled.asm["ptx"], "no fp16 sums"
+    if arch == 90:
+        compile_hopper()
+        names.add("_hopper_attention_kernel")
     print(f"{len(done)} variants of {len(names)} kernels for sm_{arch}: {' '.join(sorted(names))}")
 
 
-def compile_hopper(dtype: str) -> None:
+def compile_hopper() -> None:
+    """The kernel for prompts, whose arguments are descriptors of tensors."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    def tiles(rows: int) -> str:
-        kind = getattr(hopper.gl, dtype)
-        return f"tensordesc<{kind}[{rows}, 128],{hopper.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)!r}>"
-
-    signature = dict(q=tiles(64), k=tiles(128), v=tiles(128), out=tiles(64), pos="*i32", T="i32", qk_scale="fp32")
-    signature |= dict.fromkeys(("S", "H", "G", "positions_at_once"), "i32")
-    sizes = dict(D=128, ROWS=hopper.ROWS, BLOCK_N=hopper.BLOCK_N, STAGES=2)
-    source = GluonASTSource(hopper._hopper_attention_kernel, signature | dict.fromkeys(sizes, "constexpr"), sizes)
-    compiled = launch.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-    assert compiled.metadata.shared <= ARCHITECTURES[90] * 1024
-    assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
-
-
-def run_compiler(call: str) -> str:
-    """A call of one of these in a process of its own, which can compile: -> what it prints."""
-    environment = os.environ | {"COMPILE_FOR": "90", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_hoppers_kernel_for_prompts_compiles(dtype):
-    run_compiler(f"compile_hopper({dtype!r})")
+    for kind in (hopper.gl.float16, hopper.gl.bfloat16):
+        layout = lambda rows, kind=kind: hopper.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)
+        tiles = lambda rows, kind=kind, layout=layout: f"tensordesc<{kind}[{rows}, 128],{layout(rows)!r}>"
+        signature = dict(q=tiles(64), k=tiles(128), v=tiles(128), out=tiles(64), pos="*i32", T="i32", qk_scale="fp32")
+        signature |= dict.fromkeys(("S", "H", "G", "positions_at_once"), "i32")
+        sizes = dict(D=128, ROWS=hopper.ROWS, BLOCK_N=hopper.BLOCK_N, STAGES=2)
+        source = GluonASTSource(hopper._hopper_attention_kernel, signature | dict.fromkeys(sizes, "constexpr"), sizes)
+        compiled = launch.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+        assert compiled.metadata.shared <= ARCHITECTURES[90] * 1024
+        assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 @needs_triton
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile(arch):
-    compiled = set(run_compiler(f"compile_kernels({arch})").split(": ")[1].split())
+    """In a process of its own, which has no interpreter."""
+    environment = os.environ | {"COMPILE_FOR": str(arch), "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     files = ("kernels", "attention", "hopper", "sampling", "fp8", "training", "parallel", "speculation")
     source = "".join((HERE / f"{file}.py").read_text() for file in files)
-    every = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)) - {"_hopper_attention_kernel"}
-    assert every == compiled, "a kernel was not compiled"
+    every = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE))
+    left_out = set() if arch == 90 else {"_hopper_attention_kernel"}
+    assert every - left_out == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
 
 
 # ---- sampling.py
@@ -1226,12 +1187,6 @@ def test_logits_that_are_not_finite_are_minus_1(ops, bad, top_k):
     logits[:900] = torch.randn(900)
     logits[2000] = float(bad)
     assert choose(logits, NOTHING, 0, ops, top_k=top_k) == -1
-
-
-def test_a_seed_repeats(tiny):
-    model = load(tiny, device="cpu")
-    texts = [list(generate(model, [1, 5], n=20, sampling=Sampling(seed=s), eos=[])) for s in (SEED, SEED, SEED + 1)]
-    assert texts[0] == texts[1] != texts[2]
 
 
 @needs_triton
@@ -1368,33 +1323,19 @@ def with_dense_weights(model) -> None:
     model.weights.output = dense(model.weights.output)
 
 
-def value_of(code: int, exponent_bits: int) -> float:
-    """What an 8-bit float stands for, from the definition: sign, exponent, mantissa, and subnormals."""
-    mantissa_bits = 7 - exponent_bits
-    bias = 2 ** (exponent_bits - 1) - 1
-    sign = -1.0 if code & 0x80 else 1.0
-    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (2**mantissa_bits - 1)
-    fraction = mantissa / 2**mantissa_bits
-    return sign * (2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction))
-
-
-EXPONENT_BITS = {"e4m3": 4, "e5m2": 5}
-
-
-def finite_codes(form: str) -> list[int]:
-    return [c for c in range(256) if c & 0x7F < (0x7F if form == "e4m3" else 0x7C)]
+EVERY_CODE = torch.arange(256).to(torch.uint8).view(torch.int8)
+EVERY_HALF = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_all_codes_decode_and_all_halves_encode_to_the_nearest(form):
-    format = FORMATS[form]
-    codes = torch.tensor(finite_codes(form), dtype=torch.uint8).view(torch.int8)
-    values = torch.tensor([value_of(c, EXPONENT_BITS[form]) for c in finite_codes(form)], dtype=torch.float64)
-    assert torch.equal(format.floats(codes).double(), values)
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    every = every[torch.isfinite(every)]
+    format, every = FORMATS[form], EVERY_HALF[torch.isfinite(EVERY_HALF)]
+    values = EVERY_CODE.view(format.dtype).double()  # as torch decodes them
+    finite = torch.isfinite(values)
+    assert format.floats(EVERY_CODE)[finite].double().equal(values[finite])
+    assert format.floats(EVERY_CODE)[~finite].isnan().all()
     written = format.round(every)
-    got, positive = format.floats(written).double(), values[values >= 0].sort().values
+    got, positive = format.floats(written).double(), values[finite & (values >= 0)].sort().values
     size = every.double().abs().clamp(max=format.largest)
     distance = (size[:, None] - positive).abs()
     nearest = distance.min(1).values
@@ -1422,14 +1363,14 @@ def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_codes_and_scales_that_encode_never_writes_are_refused(form):
-    format, finite, ones = FORMATS[form], finite_codes(form), torch.ones(1, 1)
+    format, ones = FORMATS[form], torch.ones(1, 1)
     largest = {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
-    for code in range(256):
-        codes = torch.tensor([[0] * 8 + [largest, code]], dtype=torch.uint8).view(torch.int8)
-        if code in finite and code & 0x7F <= largest:
+    for code, value in zip(EVERY_CODE, EVERY_CODE.view(format.dtype).float()):
+        codes = torch.tensor([[0] * 8 + [largest, int(code)]], dtype=torch.int8)
+        if value.isfinite() and code & 0x7F <= largest:
             format.check((codes, ones))
         else:
-            with pytest.raises(ValueError, match="codes of a format other" if code in finite else "codes of NaN"):
+            with pytest.raises(ValueError, match="codes of a format other" if value.isfinite() else "codes of NaN"):
                 format.check((codes, ones))
     for scale in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="scales"):
@@ -1495,29 +1436,12 @@ def test_large_norm_weights_do_not_overflow_packed_products(peak):
         assert nmse(kernels.rmsnorm_linear(x, norm, w, 1e-5, out), exact) < ONE_UNIT[torch.float16]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_model_in_8_bits_is_the_model_with_its_weights_decoded(tiny, form, cli):
-    ours, exact = (load(tiny, dtype="fp32", device="cpu", fp8=form) for _ in range(2))
-    with_dense_weights(exact)
-    ids, logits = torch.randint(3, 300, (30,)), []
-    for model in (ours, exact):
-        cache = KVCache(model)
-        with torch.inference_mode():
-            logits.append([model.forward(part, cache) for part in ids.split([29, 1])])
-    assert_close(logits[0][0], logits[1][0], 1e-4)
-    assert_close(logits[0][1], logits[1][1], 0.01)  # one token's activations are rounded to fp16 on a CPU
-    flags = ["--fp8"] if form == "e4m3" else ["--fp8", form]
-    code, _, err = cli("-m", tiny, "-p", "Once", "-n", 4, "--temp", 0, *flags)
-    assert code == 0 and f"with {form} matrices" in err
-
-
 @needs_triton
 def test_kernels_encode_as_torch_does():
     """All finite fp16 numbers, numbers between the codes and far beyond them, infinities and NaN."""
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     between = torch.rand(1 << 16) * 2.0 ** torch.randint(-14, 12, (1 << 16,))
     beyond = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan])
-    x = torch.cat([every[torch.isfinite(every)], between, -between, beyond]).to(DEVICE)
+    x = torch.cat([EVERY_HALF[torch.isfinite(EVERY_HALF)].float(), between, -between, beyond]).to(DEVICE)
     codes = torch.empty(len(x), dtype=torch.int8, device=DEVICE)
 
     @launch.jit
@@ -1567,12 +1491,10 @@ def test_a_model_with_an_8_bit_cache(tiny, cli, monkeypatch):
     for form in (None, "e4m3"):
         whole, ours = (load(tiny, dtype="fp32", device="cpu", fp8=form, kv_fp8=eight) for eight in (False, True))
         assert KVCache(ours).k[0].dtype == torch.int8
-        with torch.inference_mode():
-            plain, caches = whole.forward(ids, KVCache(whole)), (KVCache(ours), KVCache(whole))
-            mine = torch.cat([ours.forward(part, caches[0]) for part in ids.split([20, 9, 1])])
-            monkeypatch.setattr(kernels.reference, "rmsnorm_qkv_rope", write_rounded)
-            theirs = torch.cat([whole.forward(part, caches[1]) for part in ids.split([20, 9, 1])])
-            monkeypatch.undo()
+        plain, mine = logits_of(whole, ids), logits_of(ours, ids, 20, 9, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels.reference, "rmsnorm_qkv_rope", write_rounded)
+            theirs = logits_of(whole, ids, 20, 9, 1)
         assert_close(mine, theirs, 1e-4)
         assert nmse(mine, plain) > 1e-6
     code, _, err = cli("-m", tiny, "-p", "Once", "-n", 4, "--kv-fp8", "--fp8")
@@ -1586,40 +1508,46 @@ WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("name, bad, backend", [
-    *itertools.product(WEIGHTS, (NAN, INF, -INF), ["torch"]),
-    *(pytest.param(f"layers.0.self_attn.{w}_proj", bad, "triton", marks=needs_triton)
-      for w, bad in (("q", NAN), ("k", NAN), ("v", NAN), ("v", INF))),
-])  # fmt: skip
+@BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
-def test_weights_that_are_not_finite_are_named(copy, kv_fp8, name, bad, backend):
+def test_weights_that_are_not_finite_are_named(copy, kv_fp8, backend):
     """E4M3 has no infinity, and its NaN decodes to 480 by moving bits; torch takes a row of NaN scores for a masked
     one."""
-    name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
-    spoil_tensors(lambda t: t[name].view(-1)[5 + 3 * 64 * (t[name].dim() - 1) :][:1].fill_(bad))(copy)
-    model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
-    for prompt in ([3], [1, 3, 6]):
-        with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
-            list(generate(model, prompt, n=2, sampling=Sampling(temp=0)))
+    on_gpu = [
+        *itertools.product((f"layers.0.self_attn.{x}_proj" for x in "qkv"), (NAN,)),
+        ("layers.0.self_attn.v_proj", INF),
+    ]
+    sound = load_file(copy / "model.safetensors")
+    for name, bad in itertools.product(WEIGHTS, (NAN, INF, -INF)) if backend == "torch" else on_gpu:
+        name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
+        tensors = sound | {name: sound[name].clone()}
+        tensors[name].view(-1)[5 + 3 * 64 * (sound[name].dim() - 1)] = bad
+        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+        model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
+        for prompt in ([3], [1, 3, 6]):
+            with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
+                greedy(model, prompt, 2)
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_a_cache_that_is_not_finite_is_noticed(tiny, kv_fp8, backend):
     model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
-    for which, bad in (("k", NAN), ("v", NAN), ("v", INF)):
-        cache, prompt = KVCache(model), [1, 5, 6]
-        list(generate(model, prompt, cache, 0))
-        getattr(cache, which)[1][:, 1, 2] = 0x7F if kv_fp8 else bad
-        for later in ([*prompt, 7], [*prompt, 7, 8, 9]):
-            with pytest.raises(RuntimeError, match="not finite, although every weight is"):
-                list(generate(model, later, cache, 1))
+    cache, prompt = KVCache(model), [1, 5, 6]
+    greedy(model, prompt, 0, cache)
+    for (which, bad), new in itertools.product((("k", NAN), ("v", NAN), ("v", INF)), ([7], [7, 8, 9])):
+        cache.truncate(len(prompt))
+        number = getattr(cache, which)[1][:, 1, 2]
+        before = number.clone()
+        number.fill_(0x7F if kv_fp8 else bad)
+        with pytest.raises(RuntimeError, match="not finite, although every weight is"):
+            greedy(model, [*prompt, *new], 1, cache)
+        number.copy_(before)
 
 
 def test_nan_is_refused_by_name_in_8_bits(cli, copy):
     spoil_tensors(lambda t: t[DOWN].view(-1)[5:6].fill_(float("nan")))(copy)
-    code, _, err = cli("-m", copy, "-p", "Once", "--fp8")
-    assert code == 1 and f"{DOWN} in model.safetensors" in err and "NaN or inf" in err and err.count("\n") == 1
+    assert_refused(cli("-m", copy, "-p", "Once", "--fp8"), f"{DOWN} in model.safetensors", "NaN or inf")
 
 
 @needs_triton
@@ -1629,10 +1557,8 @@ def test_nan_is_refused_by_name_in_8_bits(cli, copy):
 @pytest.mark.parametrize("form", FORMATS)
 def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
     """Activations in E4M3 have an error of at most 2^-4: a third of its square, halved since most err less."""
-    x, w = (
-        randn(80, 256, dtype=dtype),
-        Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16)).encoded(FORMATS[form]),
-    )
+    x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
+    w = w.encoded(FORMATS[form])
     if not fp8.on_tensor_cores(w):
         pytest.skip("this GPU has none")
     y = kernels.linear_add(x, w, torch.zeros(80, 512, dtype=dtype, device=DEVICE), accumulate)
@@ -1661,12 +1587,6 @@ def test_caches_are_decoded_as_far_as_they_are_seen(dtype):
     for codes, values in zip(caches, attention.decode_caches(*caches, pos, 17, dtype)):
         exact = attention.cached_ref(codes)[:, :1017].to(dtype)
         assert exact.isnan().any() and torch.equal(values[:, :1017].nan_to_num(7.0), exact.nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("options", [["--accumulate", "fp16"], ["--accumulate", "fp16", "--backend", "torch"]], ids=str)
-def test_half_sums_are_refused_where_there_are_none(cli, tiny, options):
-    code, _, err = cli("-m", tiny, "-p", "Once", "--device", "cpu", *options)
-    assert code == 1 and "--accumulate fp16 needs a GPU" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("accumulate", ["auto", "fp32"])
@@ -1850,9 +1770,7 @@ WRONG_USAGE = [  # and what the error says
 def test_wrong_usage_exits_2_in_one_line(capfd, main, flags, said):
     with pytest.raises(SystemExit) as exit:
         main(flags.split())
-    out, err = capfd.readouterr()
-    assert exit.value.code == 2 and out == "" and said in err
-    assert err.startswith("error: ") and err.endswith(" (see --help)\n") and err.count("\n") == 1
+    assert_refused((exit.value.code, *capfd.readouterr()), said, " (see --help)\n", code=2)
 
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
@@ -1861,6 +1779,8 @@ def test_wrong_usage_exits_2_in_one_line(capfd, main, flags, said):
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
     (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
     (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
+    (["-p", "a", "--accumulate", "fp16"], b"", "--accumulate fp16 needs a GPU"),
+    (["-p", "a", "--accumulate", "fp16", "--backend", "torch"], b"", "--accumulate fp16 needs a GPU"),
     (["-p", "a\udcffb"], b"", "--prompt is not UTF-8: byte 0xff at offset 1"),
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
     (["-p", "-", "-c", "16"], b"a" * 4097, "the prompt has 4,097 characters, too many for 16 tokens"),
@@ -1872,8 +1792,7 @@ def test_wrong_usage_exits_2_in_one_line(capfd, main, flags, said):
 ])  # fmt: skip
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     alone = [] if "--chat" in arguments else ["--no-display-prompt"]
-    code, out, err = cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin)
-    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
+    assert_refused(cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin), expected)
 
 
 def test_debug_shows_the_traceback(cli, tmp_path):
@@ -1883,8 +1802,7 @@ def test_debug_shows_the_traceback(cli, tmp_path):
 
 def test_memory_error_comes_before_allocating(cli, tiny, monkeypatch):
     monkeypatch.setattr("checkpoint.free_memory", lambda device: 1_000_000)
-    code, _, err = cli("-m", tiny, "-p", "a")
-    assert code == 1 and "weights" in err and "cache of 256 tokens" in err and "(-c)" in err and err.count("\n") == 1
+    assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "(-c)")
 
 
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
@@ -2050,8 +1968,7 @@ def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, how):
     if spoil:
         spoil(file)
     before = file.read_bytes() if file.is_file() else None
-    code, out, err = cli(*flags)
-    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and text in err, err
+    assert_refused(cli(*flags), text)
     assert (file.read_bytes() if file.is_file() else None) == before, "it is left as it was"
 
 
@@ -2067,15 +1984,13 @@ def hears_signals():
 
 def test_prompt_cache_is_written_whole_or_not_at_all(cli, tiny, tmp_path, monkeypatch, hears_signals):
     flags = ("-m", tiny, "-p", "Once", "-n", 4, "--quiet", "--prompt-cache")
-    code, out, err = cli(*flags, tmp_path / "none" / "cache")
-    assert code == 1 and out == "" and "create that folder first" in err and err.count("\n") == 1
+    assert_refused(cli(*flags, tmp_path / "none" / "cache"), "create that folder first")
 
     def broken_off(end, *arguments):
         return lambda tensors, file, metadata: [Path(file).write_bytes(b"half"), end(*arguments)]
 
     monkeypatch.setattr(run, "save_file", broken_off(fails(OSError(28, "No space left on device"))))
-    code, out, err = cli(*flags, tmp_path / "cache")
-    assert code == 1 and out == "" and "cannot be written" in err and err.count("\n") == 1
+    assert_refused(cli(*flags, tmp_path / "cache"), "cannot be written")
     assert not list(tmp_path.iterdir())
     for number in hears_signals:
         monkeypatch.setattr(run, "save_file", broken_off(signal.raise_signal, number))
@@ -2396,29 +2311,27 @@ EVERY_KERNEL = ("llama 3.2", "mistral nemo", "qwen 2.5", "qwen 3")  # for Triton
 
 
 @pytest.mark.parametrize("family, fp8, backend", [
-    *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e4m3", "torch"),
+    *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e5m2", "torch"),
     *(pytest.param(name, None, "triton", marks=needs_triton) for name in EVERY_KERNEL),
-    *(pytest.param(name, "e4m3", "triton", marks=needs_triton) for name in ("qwen 2.5", "qwen 3")),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend):
     """Logits of a prompt, whole and in parts, and greedy tokens; in 8 bits, against our model with decoded weights."""
     theirs = hugging_face_model(**FAMILIES[family])
     theirs.save_pretrained(tmp_path)
-    T, new = (70, 12) if backend == "torch" else (15, 2)  # the interpreter is slow
+    T = 70 if backend == "torch" else 15  # the interpreter is slow
     prompt = torch.randint(5, 300, (T,))
     device = DEVICE.type if backend == "triton" else "cpu"
     ours = load(tmp_path, dtype="fp32", device=device, backend=backend, fp8=fp8)
     if fp8:
         theirs = load(tmp_path, dtype="fp32", device="cpu", fp8=fp8)
         with_dense_weights(theirs)
-    with torch.inference_mode():
-        expected = theirs.forward(prompt, KVCache(theirs)) if fp8 else oracle(theirs, prompt.tolist())
-        assert_close(ours.forward(prompt, KVCache(ours)).cpu(), expected, 1e-4)
-        cache = KVCache(ours)
-        pieces = torch.cat([ours.forward(part, cache).cpu() for part in prompt.split([T - 12, 1, 10, 1])])
-        assert_close(pieces, expected, 0.02 if fp8 and backend == "torch" else 1e-4)  # fp16 on a CPU
-    if not fp8:
-        assert_same_greedy_tokens(ours, theirs, prompt[: T - 12].tolist(), new)
+    expected = logits_of(theirs, prompt) if fp8 else oracle(theirs, prompt.tolist())
+    pieces = logits_of(ours, prompt, T - 12, 1, 10, 1)
+    assert_close(pieces, expected, 0.02 if fp8 else 1e-4)  # with an activation in fp16 on a CPU
+    if backend == "torch":
+        assert_close(logits_of(ours, prompt), expected, 1e-4)
+    if backend == "torch" and not fp8:
+        assert_same_greedy_tokens(ours, theirs, prompt[: T - 12].tolist(), 12)
 
 
 def to_bin(folder: Path) -> None:
@@ -2675,23 +2588,28 @@ def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, how):
         setattr(hub, field, value)
     if state:
         set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=state == "offline")
-    code, out, err = cli("-m", f"someone/{name}", "-p", "Once", "-n", 2)
-    assert code == 1 and out == "" and expected in err and err.count("\n") == 1, err
+    assert_refused(cli("-m", f"someone/{name}", "-p", "Once", "-n", 2), expected)
     if hub.token:
         monkeypatch.setenv("HF_TOKEN", "secret")
         assert cli("-m", "someone/tiny", "-p", "Once", "-n", 2)[0] == 0
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize("trained", [64, 4096, 1 << 17])
-def test_yarn_angles_equal_transformers(tmp_path, trained, truncate):
-    """Where its ramp begins and ends: within the frequencies, and beyond the last; with the default rotations."""
+YARNS = [  # with a ramp within the frequencies, and beyond the last; as DeepSeek says it; with a scale of its own
+    *(dict(trained=trained, truncate=whole) for trained in (64, 4096, 1 << 17) for whole in (True, False)),
+    dict(trained=32, factor=8.0, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.4),
+    dict(trained=1000, factor=2.0, rope_theta=100.0, attention_factor=1.3, truncate=False),
+]
+
+
+@pytest.mark.parametrize("fields", YARNS, ids=str)
+def test_yarn_angles_equal_transformers(tmp_path, fields):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=trained)
-    config = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=4 * trained)
-    theirs = LlamaConfig(**config, rope_parameters=rope | dict(truncate=truncate))
+    rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0) | fields
+    trained = rope["original_max_position_embeddings"] = rope.pop("trained")
+    config = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=int(rope["factor"] * trained))
+    theirs = LlamaConfig(**config, rope_parameters=rope)
     theirs.save_pretrained(tmp_path)
     freqs, gain = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     angles = torch.outer(torch.arange(50.0), freqs)
@@ -2889,10 +2807,7 @@ def test_spoiled_checkpoint_is_one_line(cli, tiny, tiny_saved, how, monkeypatch,
     folder = Path(shutil.copytree(tiny if how in SPOILED else tiny_saved, tmp_path / "folder" / "copy"))
     spoil, *expected = SPOILED.get(how) or SPOILED_8[how.removeprefix("saved, ")]
     spoil(folder)
-    code, out, err = cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt")
-    assert code == 1 and out == "", (out, err)
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert all(text in err for text in expected), err
+    assert_refused(cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt"), *expected)
     assert not (tmp_path / "PICKLE_HAS_RUN").exists()
 
 
@@ -2917,17 +2832,6 @@ def fails(error: BaseException):
         raise error
 
     return fail
-
-
-def test_torch_files_are_read_as_torch_reads_them(tmp_path):
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        whole = torch.randn(12, 8).to(dtype)
-        tensors = dict(whole=whole, rows=whole[3:7], turned=whole.t(), gaps=whole[::2, 1::3], one=whole[5])
-        torch.save(tensors | {"p": torch.nn.Parameter(whole)}, tmp_path / "x.bin")
-        theirs, parts = torch.load(tmp_path / "x.bin", weights_only=True), parts_of(tmp_path / "x.bin")
-        assert [part.name for part in parts] == [*theirs]
-        assert all(part.dtype == dtype and read_part(part).equal(theirs[part.name]) for part in parts)
-        assert read_part(parts[3], index=[range(2, 5), range(1, 3)]).equal(tensors["gaps"][2:5, 1:3])
 
 
 def test_safetensors_that_change_while_they_are_read(tmp_path):
@@ -3060,13 +2964,6 @@ def test_loading_bar_ends_full(copy, monkeypatch, shape):
         assert bars[-1].n == bars[-1].total > 0, (folder, form)
 
 
-def prompt_and_step(model) -> torch.Tensor:
-    """Logits of a prompt and of a single token after it."""
-    cache, ids = KVCache(model), torch.arange(5, 25, device=model.device) * 7
-    with torch.inference_mode():
-        return torch.cat([model.forward(part, cache) for part in ids.split([19, 1])])
-
-
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
 ])  # fmt: skip
@@ -3089,7 +2986,8 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
     for dtype in ("fp32", "bf16"):
         options = dict(dtype=dtype, device="cpu")  # where it was encoded: a GPU may round an error the other way
         original, again = (load(f, fp8=fp8, **options) for f, fp8 in ((copy, form), (saved, None)))
-        assert torch.equal(prompt_and_step(original), prompt_and_step(again)), "a saved model says something else"
+        ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in (original, again))
+        assert torch.equal(ours, theirs), "a saved model says something else"
     flags = ("-p", "Once", "-n", 8, "--temp", 0)
     (_, text, _), (code, same, err) = cli("-m", copy, "--fp8", form, *flags), cli("-m", saved, "--fp8", form, *flags)
     assert code == 0 and same == text and f"with {form} matrices" in err
@@ -3098,8 +2996,7 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
         (("--fp8", other, *flags), f"holds {form} matrices: for {other} ones, load the original"),
         (("--save-fp8", copy.parent / "again"), f"holds {form} matrices already: save from the original"),
     ):
-        code, _, err = cli("-m", saved, *refused)
-        assert code == 1 and why in err and err.count("\n") == 1
+        assert_refused(cli("-m", saved, *refused), why)
 
 
 def test_saved_format_with_groups_is_cut(grouped_folder, tmp_path, monkeypatch):
@@ -3124,8 +3021,8 @@ def test_save_copies_nothing_from_outside(cli, copy, tmp_path):
     (tmp_path / "secret").write_text('{"secret": 1}')
     (copy / "special_tokens_map.json").unlink(missing_ok=True)
     (copy / "special_tokens_map.json").symlink_to("../secret")
-    code, _, err = cli("-m", copy, "--save-fp8", tmp_path / "saved")
-    assert code == 1 and "special_tokens_map.json is a link out of its folder" in err and err.count("\n") == 1
+    refused = cli("-m", copy, "--save-fp8", tmp_path / "saved")
+    assert_refused(refused, "special_tokens_map.json is a link out of its folder")
     assert not (tmp_path / "saved").exists()
 
 
@@ -3299,8 +3196,7 @@ def test_template_errors(cli, tiny, tmp_path, how):
     text, expected = REFUSED[how]
     (tmp_path / "template").write_text(text)
     flags = ("--chat-template", tmp_path / "template", "--quiet", "-p", "hello")
-    code, out, err = cli("-m", tiny, "--chat", *flags)
-    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
+    assert_refused(cli("-m", tiny, "--chat", *flags), expected)
 
 
 def test_template_that_is_not_there(tiny):
@@ -3347,14 +3243,6 @@ def test_bos_left_out(copy):
     assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
 
 
-def train_sentencepiece(folder: Path, **options) -> None:
-    (folder / "text").write_text(TEXT * 20)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=350, model_type="bpe",
-        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, **options,
-    )  # fmt: skip
-
-
 def test_user_defined_turn_marks(tmp_path):
     """They are control tokens where a template writes them, and only there."""
     train_sentencepiece(tmp_path, user_defined_symbols=["<|im_start|>", "<|im_end|>"])
@@ -3370,8 +3258,7 @@ def test_user_defined_turn_marks(tmp_path):
 @pytest.mark.parametrize("legacy", [False, True, None])
 def test_control_tokens_of_a_tokenizer_model(tmp_path, legacy):
     """Mistral's v2 and v3 have [INST] as a control token, and no space is added to the text after it."""
-    options = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
-    train_sentencepiece(tmp_path, control_symbols=["[INST]", "[/INST]"], **options)
+    train_sentencepiece(tmp_path, control_symbols=["[INST]", "[/INST]"])
     config = {"chat_template": CHAT_FAMILIES["mistral 7b v0.3"][2]} | ({} if legacy is None else {"legacy": legacy})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     t = Tokenizer(tmp_path)
@@ -3653,11 +3540,7 @@ def test_each_byte_that_makes_no_character_is_one_replacement(tiny):
 
 
 def test_what_merges_with_a_dot_goes_on_whole(tmp_path):
-    (tmp_path / "text").write_text("wait... and then... so... on.. \n" * 99)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=290, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+    train_sentencepiece(tmp_path, "wait... and then... so... on.. \n" * 99, vocab_size=290)
     tokenizer = Tokenizer(tmp_path)
     assert len(tokenizer.vocabulary.sp.encode("...")) < 4, "dots do not merge"
     for text in ("...", "..x", ".", "", " on", "so.."):
@@ -3832,12 +3715,7 @@ def test_speculation_in_graphs_does_not_change_the_text(tiny, monkeypatch):
     longer = [*prompt, *plain[:5], 9]
     plain_longer = list(generate(model, longer, n=9, **settings))
     if DEVICE.type == "cpu":
-        event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
-        monkeypatch.setattr(type(model), "uses_graphs", True)
-        monkeypatch.setattr("model.PADDED", ())
-        for name in ("synchronize", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda device: None)
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+        decode_in_graphs(model, monkeypatch)
         monkeypatch.setattr(speculation, "captured", lambda run, device: run() or SimpleNamespace(replay=run))
     for way in (Lookup(3), Draft(3, model), Draft(2, other)):
         toss = random.Random(SEED)
@@ -3860,8 +3738,7 @@ def test_speculation_from_the_command_line(cli, tiny, copy):
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
     assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == cli(*flags, "--lookup", 0)[0] == 2
     edit(copy / "config.json", vocab_size=read_config(copy).vocab_size + 8)
-    code, _, err = cli(*flags, "--draft", copy)
-    assert code == 1 and "different vocabulary" in err and err.count("\n") == 1
+    assert_refused(cli(*flags, "--draft", copy), "different vocabulary")
 
 
 # ---- parallel.py
@@ -4046,11 +3923,7 @@ def check_gpus(folder: Path) -> None:
     apart), but no worse."""
     ranks = Ranks.of_torchrun()
     ids = (torch.arange(5, 47) * 7 % 290).to(DEVICE.type)
-
-    def logits(model) -> torch.Tensor:
-        cache = KVCache(model)
-        return torch.cat([model.forward(part, cache) for part in ids.split([40, 1, 1])])
-
+    logits = lambda model: logits_of(model, ids, 40, 1, 1)
     for name, options in (("tiny", {}), ("one head", {}), ("tiny", dict(fp8="e4m3")), ("tiny", dict(kv_fp8=True))):
         for dtype in ("fp16", "bf16"):
             own = f"cuda:{ranks.local_rank}" if DEVICE.type == "cuda" else "cpu"
@@ -4062,7 +3935,7 @@ def check_gpus(folder: Path) -> None:
                     patch.setattr(parallel, "make_exchange", lambda *_, exchange=exchange: exchange)
                     model.ops, _ = ranks.cut_ops(kernels.BACKENDS[model.backend], [], model.backend, model.device)
                 ours = logits(model)
-                assert torch.equal(ours.cpu(), ranks.broadcast(ours.cpu)), "ranks differ"
+                assert torch.equal(ours, ranks.broadcast(lambda ours=ours: ours)), "ranks differ"
                 assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (name, options, dtype, exchange)
     if DEVICE.type == "cuda":
         assert model.exchange, "these GPUs do not reach each other's memory"
@@ -4279,7 +4152,7 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
             (x(19, 201) + (1000 if dtype == torch.float16 else 10000), some),
             (sure, some),
             (x(1, 3), targets(1, 3)),
-            (x(2, 16384), targets(2, 16384)),
+            (x(1, 16384), targets(1, 16384)),
             (x(2, 33001, scale=3), targets(2, 33001)),  # two whole blocks and a ragged one
         ],
         "linear_cross_entropy": [(x(19, 24), x(201, 24), some), (x(1, 8), x(3, 8), targets(1, 3))],
@@ -4452,15 +4325,15 @@ def test_cross_entropy_tells_of_what_is_not_finite_and_leaves_out_what_is_ignore
 def test_cross_entropy_does_not_depend_on_how_a_row_is_cut(dtype, monkeypatch, guarded):
     """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at any alignment."""
     cut = training._cross_entropy_launch
-    for V, kept, at_once in itertools.product((65, 640, 643), (0, 3, 99), (1, 4)):
-        start, targets = randn(5, V, dtype=dtype, scale=3), torch.randint(0, V, (5,), device=DEVICE)
+    for V, (kept, at_once) in itertools.product((65, 640, 643), ((0, 4), (3, 1), (3, 4), (99, 1))):
+        start, targets = randn(3, V, dtype=dtype, scale=3), torch.randint(0, V, (3,), device=DEVICE)
         exact, logits = start.double().requires_grad_(), torch.empty_like(start).copy_(start)
         losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
         losses.mean().backward()
         sizes = dict(BLOCK=64, KEPT=kept, AT_ONCE=at_once, warps=1)
         monkeypatch.setattr(training, "_cross_entropy_launch", lambda *arguments, sizes=sizes: cut(*arguments) | sizes)
         alone = training.cross_entropy_rows(logits, targets)
-        found = training.cross_entropy_rows(logits, targets, torch.tensor(5, device=DEVICE))
+        found = training.cross_entropy_rows(logits, targets, torch.tensor(3, device=DEVICE))
         where = (V, kept, at_once)
         assert distance(found, losses.detach()) < 4 * HALF_PLACE[torch.float32] and nmse(alone, found) < 1e-12, where
         assert distance(logits, exact.grad) <= 2 * HALF_PLACE[dtype], where
@@ -4716,8 +4589,7 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     (row,) = rows_of(bench_cli("-m", tiny, *flags, "--against", "bf16"))
     assert row["perplexity"] > 1 and row["mean_kl"] > 0 and 0 < row["standard_error"] < row["perplexity"]
     assert rows_of(bench_cli("-m", tiny_saved, *flags))[0]["fp8"] == "e4m3"
-    code, _, err = bench_cli("-m", tiny_saved, *flags, "--against", "fp32")
-    assert code == 1 and "--against needs the original" in err and err.count("\n") == 1
+    assert_refused(bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original")
 
 
 def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tmp_path):
@@ -4795,8 +4667,7 @@ def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_pat
     assert bench_cli(*draw)[0] == 0 and picture.read_bytes() == whole, "a record gives one picture"
     for text in ("{", "[]", "null", '{"test": "tg2"}', "[" * 10**5, out.replace("tokens_per_s", "x")):
         record.write_text(text)
-        code, _, err = bench_cli(*draw)
-        assert code == 1 and "not a row printed by bench.py -o jsonl" in err and err.count("\n") == 1, text[:100]
+        assert_refused(bench_cli(*draw), "not a row printed by bench.py -o jsonl")
     record.write_text("")
     assert "there is nothing to draw" in bench_cli(*draw)[2]
 
@@ -4817,8 +4688,7 @@ def test_bench_refuses_flags_of_another_mode(bench_cli):
         "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels", "--recorded x",
         "--recorded x --plot x.png -m a",
     ):  # fmt: skip
-        code, out, err = bench_cli(*wrong.split())
-        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (wrong, err)
+        assert_refused(bench_cli(*wrong.split()), code=2)
 
 
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
@@ -4838,8 +4708,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         (["--perplexity", "x", "--stride", "600"], 2, "skips text"),
         (["-m", tiny, "--tune", "--device", "cpu"], 1, "on a GPU"),
     ):
-        seen, out, err = bench_cli(*arguments)
-        assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1 and text in err, err
+        assert_refused(bench_cli(*arguments), text, code=code)
 
 
 # ---- models/tales
