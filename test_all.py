@@ -70,34 +70,15 @@ import speculation
 import training
 from chat import Chat, Printer
 from chat import columns as columns_of
-from checkpoint import (
-    Checkpoint,
-    Loader,
-    check_groups,
-    check_memory,
-    load,
-    parts_of,
-    read_config,
-    read_part,
-    read_sampling,
-    save,
-    saved_tensors,
-)
+from checkpoint import Checkpoint, Loader, check_groups, check_memory, load, parts_of, read_config, read_part, save
 from dev import fuzz, mutate
-from fp8 import E4M3, FORMATS, Matrix
+from fp8 import E4M3, E5M2, FORMATS, Matrix
 from launch import tl
 from model import CHUNK, Config, KVCache, Timings, captured, generate, rope_table
 from parallel import Ranks
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
-from tokenizer import (
-    TEMPLATES,
-    TextStream,
-    Tokenizer,
-    encode_continuation,
-    find_template,
-    tokenizer_file,
-)
+from tokenizer import TEMPLATES, TextStream, Tokenizer, encode_continuation, find_template, tokenizer_file
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(1 << 31)))
@@ -249,8 +230,17 @@ def assert_same_greedy_tokens(model, theirs, prompt: list[int], n: int) -> None:
             break
 
 
+@contextlib.contextmanager
+def changed_json(file: Path):
+    """The object in a JSON file, to be changed in place."""
+    value = json.loads(file.read_text())
+    yield value
+    file.write_text(json.dumps(value))
+
+
 def edit(file: Path, **fields) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with changed_json(file) as value:
+        value.update(fields)
 
 
 def train_sentencepiece(folder: Path, text: str = TEXT * 20, **options) -> None:
@@ -362,8 +352,8 @@ def test_generation_ends_at_n_at_eos_and_at_a_full_context(tiny):
 def test_a_context_is_used_to_its_last_slot(tiny, kv_fp8, backend):
     model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=8, backend=backend, kv_fp8=kv_fp8)
     settings = dict(sampling=Sampling(seed=SEED), eos=[])
-    whole = list(generate(model, [5, 6], n=4, **settings))
-    for size in (1, 2, 3, 6):
+    whole = list(generate(model, [5, 6], n=2, **settings))
+    for size in (1, 2, 4):
         cache = KVCache(model, size)
         if size == 1:
             assert list(generate(model, [5], cache, **settings)) == []
@@ -391,16 +381,15 @@ def test_fused_model_is_the_reference_model(tiny, dtype):
     right, by_torch, ours = (logits_of(model, ids, 17, 1, 1) for model in (exact, plain, fused))
     assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, "less exact than torch in the same type"
     if dtype == "fp32":
-        for sampling in (Sampling(temp=0), Sampling(seed=SEED), Sampling(seed=SEED, repeat_penalty=1.3, top_k=0)):
-            ours, theirs = (list(generate(m, [1, 5, 9], n=3, sampling=sampling, eos=[])) for m in (fused, exact))
+        for sampling in (Sampling(seed=SEED), Sampling(temp=0, repeat_penalty=1.3), Sampling(seed=SEED, top_k=0)):
+            ours, theirs = (list(generate(m, [1, 5, 9], n=2, sampling=sampling, eos=[])) for m in (fused, exact))
             assert ours == theirs
 
 
 @needs_triton
 @pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
-    """Keys and values of every position, after thousands of steps on a GPU, equal those of torch ops, which do not
-    overlap."""
+    """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not overlap."""
     steps = 3000 if DEVICE.type == "cuda" else 4
     sizes = [1] * steps if how == "single steps" else [random.choice((1, 2, 17, 40)) for _ in range(steps // 20 or 2)]
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
@@ -476,8 +465,7 @@ def test_a_cache_is_freed_with_its_owner(tiny):
 
 
 def test_nothing_is_collected_during_a_capture(monkeypatch):
-    """Freeing a graph, such as one of a dropped Speculation that waits for the collector, would end the capture of
-    another."""
+    """Freeing a graph, such as a dropped Speculation's, would end the capture of another."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("model._capture_stream", lambda device: None)
@@ -503,8 +491,7 @@ def decode_in_graphs(model, monkeypatch) -> None:
 
 @needs_triton
 def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
-    """A graph is replayed as CUDA does it: the same launches with the arguments of the capture, but numbers are read
-    anew."""
+    """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read anew."""
     recorded, captures = [], 0
 
     def record(*arguments, **constants) -> None:
@@ -549,8 +536,7 @@ GUARD, MARGIN = 77.0, 64
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Outputs are filled with NaN before the op and placed between guard values. -> a check that the guards are
-    intact."""
+    """Outputs are filled with NaN before the op, between guard values. -> a check that the guards are intact."""
     buffers = []
 
     def allocate(shape, dtype, device) -> torch.Tensor:
@@ -572,9 +558,8 @@ def guarded(monkeypatch):
     def check() -> None:
         assert buffers, "the op allocates its output in a way that is not guarded"
         for buffer in buffers:
-            assert (buffer[:MARGIN] == GUARD).all() and (buffer[-MARGIN:] == GUARD).all(), (
-                "written outside of the output"
-            )
+            outside = torch.cat((buffer[:MARGIN], buffer[-MARGIN:]))
+            assert (outside == GUARD).all(), "written outside of the output"
 
     return check
 
@@ -606,12 +591,10 @@ def encoded(arguments: tuple, format) -> list:
     return [a.encoded(format) if format and isinstance(a, Matrix) else a for a in arguments]
 
 
-def op_arguments(
-    op: str, dtype: torch.dtype, heads: tuple[int, int, int], T: int, before: int, S: int | None = None
-) -> tuple[tuple, tuple]:
+def op_arguments(op: str, dtype: torch.dtype, heads: tuple, T: int, before: int, S: int = 0) -> tuple[tuple, tuple]:
     """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, by index."""
     H, KH, D = heads
-    C, F, V, S = 8 * (2 * H + 1), 52, 201, S or before + T + 9
+    C, F, V, S = 8 * (2 * H + 1), 52, 101, S or before + T + 9
     pos, scratch = torch.tensor([before], dtype=torch.int32, device=DEVICE), launch.Scratch(DEVICE)
     table = torch.randn(S, D // 2, 2, device=DEVICE)
     x, norm = randn(T, C, dtype=dtype, scale=3000), randn(C, dtype=dtype)  # activations as large as real outliers
@@ -636,6 +619,10 @@ PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear"
 
 
 ROUNDED_TWICE = {"rmsnorm_swiglu": 1.5**2}  # for several tokens: norm, the library's matmul, output; half a place each
+
+
+DTYPE_AND_HEADS = [(torch.float16, heads) for heads in ((2, 2, 16), (4, 1, 24), (6, 2, 8))]
+DTYPE_AND_HEADS += [(torch.bfloat16, (4, 1, 24))]
 
 
 def equals_reference(op: str, arguments: tuple, written: tuple, limit: float, **extra) -> list:
@@ -665,8 +652,7 @@ def test_tables_have_the_same_ops_and_signatures():
 @needs_triton
 @pytest.mark.parametrize("T", [1, 2, 17, 64])
 @pytest.mark.parametrize("before", [0, 5, 40])
-@pytest.mark.parametrize("heads", [(2, 2, 16), (4, 1, 24), (6, 2, 8)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype, heads", DTYPE_AND_HEADS, ids=str)
 def test_op_equals_its_reference(dtype, heads, before, T, guarded):
     for op in OPS if T < 64 else ("attention",):  # the others take row after row, or are the library's matmul
         arguments, written = op_arguments(op, dtype, heads, T, before)
@@ -680,11 +666,8 @@ def test_op_equals_its_reference(dtype, heads, before, T, guarded):
 
 @needs_triton
 @pytest.mark.parametrize("extra", ["bias", "qk_norm"])
-@pytest.mark.parametrize("T, before", [(1, 0), (1, 40), (2, 5), (17, 40)])
-@pytest.mark.parametrize("dtype, heads", [
-    *((torch.float16, heads) for heads in ((2, 2, 16), (4, 1, 24), (6, 2, 8), (1, 1, 136))),
-    (torch.bfloat16, (4, 1, 24)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("T, before", [(1, 40), (2, 5), (17, 0)])
+@pytest.mark.parametrize("dtype, heads", [*DTYPE_AND_HEADS, (torch.float16, (1, 1, 136))], ids=str)
 def test_qkv_with_a_bias_or_normalised_heads(dtype, heads, T, before, extra, guarded):
     H, KH, D = heads
     vector = {extra: randn(*((H + 2 * KH) * D,) if extra == "bias" else (2, D), dtype=dtype, scale=30)}
@@ -731,7 +714,7 @@ def test_epsilon_is_added(op, T):
 def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     monkeypatch.setattr(kernels, "vector_sizes", lambda *_: launch.VectorSizes(*sizes))
     monkeypatch.setattr(kernels, "few_sizes", lambda *_: launch.FewSizes(*sizes))
-    cases = [(op, *op_arguments(op, torch.float16, (6, 2, 8), T, 5)) for op in PRODUCTS]
+    cases = [(op, *op_arguments(op, torch.float16, (4, 1, 8), T, 5)) for op in PRODUCTS]
     half = functools.partial(randn, dtype=torch.float16)
     long_rows = half(T, 1048), Matrix(half(40, 1048, scale=0.03)), half(T, 40)  # rows of several tiles
     if T > 1:
@@ -922,6 +905,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     for module in (launch, kernels, attention, sampling, fp8, training, parallel, speculation):
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
+    kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
@@ -930,9 +914,8 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     def blank(a, format):
         if not isinstance(a, Matrix) or not format:
             return a
-        return Matrix(
-            tuple(new(*shape, dtype=kind) for kind, shape in format.tensors(*a.shape).values()), format, a.shape
-        )
+        stored = format.tensors(*a.shape).values()
+        return Matrix(tuple(new(*shape, dtype=kind) for kind, shape in stored), format, a.shape)
 
     def run_ops(ops, T: int, heads=(8, 8, 128), format=None, **extra) -> None:
         for op in ops:
@@ -941,20 +924,22 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
 
     for T in (1, 100, 3, 16, 60) if half else (1, 100):
         run_ops(OPS, T)
-    other_heads = [((8, 1, 64), 1), ((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)]
+    other_heads = [((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)]
     for heads, T in other_heads if half else []:
         run_ops(["attention"], T, heads)
-    more = [("e5m2", 3), ("e4m3", 16), ("e4m3", 60)] if half else []
-    for form, T in [("e4m3", 1), ("e5m2", 1), ("e4m3", 3), *more]:
-        run_ops(PRODUCTS, T, format=FORMATS[form])
+    for T in (1, 3):
+        run_ops(PRODUCTS if half else PRODUCTS[1::2], T, format=E4M3)
+        run_ops(["linear_add"], T, format=E5M2)
+    for T in (16, 60) if half else ():
+        run_ops(["linear_add"], T, format=E4M3)
     for T in (1, 3, 60) if half else ():
         w = GROUPED.encode(new(64, 1024))
         kernels.fused.linear_add(new(T, 1024), Matrix(w, GROUPED, (64, 1024)), new(T, 64))
-    for D, T in ((128, 1), (128, 100), (64, 1)):
-        for form, extra in itertools.product((None, E4M3), (dict(bias=new(12 * D)), dict(qk_norm=new(2, D)))):
-            run_ops(["rmsnorm_qkv_rope"], T, (8, 2, D), form, **extra)
+    for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
+        for extra in (dict(bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
+            run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, **extra)
     C, F, V = 1024, 5504, 600
-    for form in (None, *FORMATS.values()):
+    for form in (None, E4M3) if half else (None,):
         w, output = (blank(Matrix(new(*shape)), form) for shape in ((C, F), (V, C)))
         exchange = parallel.Exchange([w, output], 0, [0, 0], new(2 * (C + V), dtype=torch.int64))
         exchange.linear_add(new(1, F), w, new(1, C))
@@ -972,7 +957,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     for settings in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
         sampler = Sampler(torch.device("cpu"), settings)
         kernels.fused.sample(new(32000, dtype=torch.float32), *ids, one, sampler)
-        kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
+    kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
     cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
     gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32))
     Lookup(4).enqueue_proposals(gpu, 5)
@@ -987,7 +972,7 @@ def record_training(dtype: torch.dtype) -> None:
     count, targets = new(dtype=torch.int64), new(2, dtype=torch.int64)
     for V, kind in ((32000, dtype), (128256, torch.float32), (201, dtype)):
         training.cross_entropy_rows(new(2, V, dtype=kind), targets, count)
-        training.cross_entropy_rows(new(2, V, dtype=kind), targets, None)
+    training.cross_entropy_rows(new(2, 32000), targets, None)
     for C, residual, seed in ((768, torch.float32, new(1, dtype=torch.int32)), (4096, dtype, None)):
         x, y, weight = new(40, C, dtype=residual), new(40, C), new(C, dtype=torch.float32)
         training.rmsnorm_forward(x, y, weight, 1e-5, dtype, seed, 0.1)
@@ -1125,9 +1110,7 @@ def draw(logits: torch.Tensor, count: int = 4000, **settings) -> torch.Tensor:
 
 
 OFF = dict(temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
-EITHER_OPS = pytest.mark.parametrize(
-    "ops", [kernels.reference, pytest.param(kernels.fused, marks=needs_triton)], ids=["torch", "triton"]
-)
+EITHER_OPS = [kernels.reference, pytest.param(kernels.fused, marks=needs_triton)]
 
 
 def test_sampling_follows_the_distribution():
@@ -1165,7 +1148,7 @@ def test_temperatures_at_the_ends(temp):
                 choose_alike(some, NOTHING, 0, **settings | dict(top_k=3), seed=seed)
 
 
-@EITHER_OPS
+@pytest.mark.parametrize("ops", EITHER_OPS, ids=["torch", "triton"])
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 8, -1])
 def test_the_penalty_looks_back_its_window(ops, window):
     logits = torch.full((20,), -20.0)
@@ -1179,7 +1162,7 @@ def test_the_penalty_looks_back_its_window(ops, window):
         assert choose(logits, tokens, 12, ops, temp=0, repeat_last_n=window) == 3, "no penalty"
 
 
-@EITHER_OPS
+@pytest.mark.parametrize("ops", EITHER_OPS, ids=["torch", "triton"])
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("top_k", [0, 40])
 def test_logits_that_are_not_finite_are_minus_1(ops, bad, top_k):
@@ -1212,9 +1195,8 @@ def test_sampling_on_the_device_draws_from_a_large_vocabulary_in_blocks():
 @needs_triton
 @pytest.mark.parametrize("V", [100, 300, 3000, 5000])
 def test_sampling_on_the_device_keeps_equals_at_the_edge_together(V):
-    every = itertools.product(
-        (5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500)
-    )
+    choices = (5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500)
+    every = itertools.product(*choices)
     # what a part left out counts for top-p, too
     cases = [(40, 0.5, 0.0, 1.5, position, 4.5, 2500) for position in range(3)]
     for top_k, top_p, min_p, temp, position, height, many in random.sample([*every], 8) + cases:
@@ -1408,7 +1390,7 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
     SwiGLU's is averaged over many draws."""
     for op in PRODUCTS:
         errors = []
-        for _ in range(32 if op == "rmsnorm_swiglu" and T == 1 else 1):
+        for _ in range(16 if op == "rmsnorm_swiglu" and T == 1 else 1):
             arguments = encoded(op_arguments(op, dtype, (4, 2, 16), T, 5)[0], FORMATS[form])
             # the reference in fp32, since rounding in other types is not what is tested
             in_fp32 = [a if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
@@ -1422,8 +1404,7 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
 @needs_triton
 @pytest.mark.parametrize("peak", [1, 30, 36, 40, 150])
 def test_large_norm_weights_do_not_overflow_packed_products(peak):
-    """Eight products are summed in half precision: on a GPU this is that path. All energy in eight neighbours is the
-    worst case."""
+    """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the worst case."""
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
         norm, x = torch.full((K,), float(peak)).half().to(DEVICE), torch.zeros(1, K)
         x[0, :spread] = 100.0
@@ -1454,10 +1435,19 @@ def test_kernels_encode_as_torch_does():
     assert torch.equal(codes[finite], E4M3.round(x[finite])) and (codes[~finite] == 0x7F).all()
 
 
+def test_an_8_bit_cache_holds_the_nearest_codes():
+    arguments, written = op_arguments("rmsnorm_qkv_rope", torch.float32, (6, 2, 24), 17, 40)
+    floats, codes = [arguments[i] for i in written], [E4M3.round(arguments[i]) for i in written]
+    for caches in (floats, codes):
+        kernels.reference.rmsnorm_qkv_rope(*arguments[:4], *caches, *arguments[6:])
+    assert all(code.equal(E4M3.round(value)) for code, value in zip(codes, floats))
+
+
 @needs_triton
 @pytest.mark.parametrize("T", [1, 3, 80])
-@pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 24)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype, heads", [
+    (torch.float16, (2, 2, 16)), (torch.float16, (6, 2, 24)), (torch.bfloat16, (6, 2, 24)),
+], ids=str)  # fmt: skip
 def test_ops_on_an_8_bit_cache(dtype, heads, T):
     """The QKV op writes the reference's codes, except where it rounds the other way; attention reads them exactly."""
     arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)
@@ -1478,29 +1468,6 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
     assert torch.equal(attention.attention_ref(q.float(), *ours, pos, scratch), right)
 
 
-def test_a_model_with_an_8_bit_cache(tiny, cli, monkeypatch):
-    """It equals the model with rounded keys and values, with either kind of weights."""
-    ids, write = torch.randint(3, 300, (30,)), kernels.reference.rmsnorm_qkv_rope
-
-    def write_rounded(x, norm, wqkv, rope, k_cache, v_cache, pos, *rest):
-        q, new = write(x, norm, wqkv, rope, k_cache, v_cache, pos, *rest), slice(int(pos), int(pos) + len(x))
-        for cache in (k_cache, v_cache):
-            cache[:, new] = E4M3.floats(E4M3.round(cache[:, new]))
-        return q
-
-    for form in (None, "e4m3"):
-        whole, ours = (load(tiny, dtype="fp32", device="cpu", fp8=form, kv_fp8=eight) for eight in (False, True))
-        assert KVCache(ours).k[0].dtype == torch.int8
-        plain, mine = logits_of(whole, ids), logits_of(ours, ids, 20, 9, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels.reference, "rmsnorm_qkv_rope", write_rounded)
-            theirs = logits_of(whole, ids, 20, 9, 1)
-        assert_close(mine, theirs, 1e-4)
-        assert nmse(mine, plain) > 1e-6
-    code, _, err = cli("-m", tiny, "-p", "Once", "-n", 4, "--kv-fp8", "--fp8")
-    assert code == 0 and "with e4m3 matrices, e4m3 keys and values" in err
-
-
 WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -1511,14 +1478,12 @@ NAN, INF = float("nan"), float("inf")
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_weights_that_are_not_finite_are_named(copy, kv_fp8, backend):
-    """E4M3 has no infinity, and its NaN decodes to 480 by moving bits; torch takes a row of NaN scores for a masked
-    one."""
-    on_gpu = [
-        *itertools.product((f"layers.0.self_attn.{x}_proj" for x in "qkv"), (NAN,)),
-        ("layers.0.self_attn.v_proj", INF),
-    ]
+    """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a masked one."""
+    spoiled = [*itertools.product(WEIGHTS, (NAN, INF, -INF))]
+    if backend == "triton":
+        spoiled = [(f"layers.0.self_attn.{x}_proj", bad) for x, bad in (("q", NAN), ("k", NAN), ("v", NAN), ("v", INF))]
     sound = load_file(copy / "model.safetensors")
-    for name, bad in itertools.product(WEIGHTS, (NAN, INF, -INF)) if backend == "torch" else on_gpu:
+    for name, bad in spoiled:
         name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
         tensors = sound | {name: sound[name].clone()}
         tensors[name].view(-1)[5 + 3 * 64 * (sound[name].dim() - 1)] = bad
@@ -1526,7 +1491,7 @@ def test_weights_that_are_not_finite_are_named(copy, kv_fp8, backend):
         model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
         for prompt in ([3], [1, 3, 6]):
             with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
-                greedy(model, prompt, 2)
+                greedy(model, prompt, 1)
 
 
 @BACKENDS
@@ -1602,21 +1567,23 @@ def test_accumulate_reaches_the_ops(tiny, accumulate, monkeypatch):
 # ---- run.py: the command line
 
 
-@pytest.fixture
-def cli(monkeypatch, capfd):
-    """Run the program in this process, on the CPU if nothing else is asked for: cli(*arguments, stdin=bytes) -> exit
-    code, stdout, stderr."""
+def caller(main, monkeypatch, capfd, *flags):
+    """A program in this process: call(*arguments, stdin=bytes) -> exit code, stdout, stderr."""
 
-    def call(*arguments, stdin: bytes = b""):
+    def call(*arguments, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         try:
-            code = run.main(["--device", "cpu", *map(str, arguments)])
+            code = main([*flags, *map(str, arguments)])
         except SystemExit as exit:
             code = exit.code
-        out, err = capfd.readouterr()
-        return code, out, err
+        return (code, *capfd.readouterr())
 
     return call
+
+
+@pytest.fixture
+def cli(monkeypatch, capfd):
+    return caller(run.main, monkeypatch, capfd, "--device", "cpu")  # if nothing else is asked for
 
 
 def program(*arguments, **options) -> subprocess.Popen:
@@ -1707,14 +1674,6 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
     assert none["tokens_per_s"] is none["prompt_seconds"] is None
 
 
-def test_an_eos_of_the_checkpoint_ends_the_text(cli, copy):
-    ids = greedy(load(copy, dtype="fp32", device="cpu"), Tokenizer(copy).encode("Once"), 12)
-    last = next(i for i in range(3, 12) if ids.index(ids[i]) == i)
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, ids[last]]}))
-    (text,) = objects(cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl")[1])
-    assert text["new_tokens"] == 1 + last and text["ended_by"] == "eos"
-
-
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     bars, original = [], run.tqdm
 
@@ -1767,10 +1726,8 @@ WRONG_USAGE = [  # and what the error says
 
 
 @pytest.mark.parametrize("main, flags, said", WRONG_USAGE)
-def test_wrong_usage_exits_2_in_one_line(capfd, main, flags, said):
-    with pytest.raises(SystemExit) as exit:
-        main(flags.split())
-    assert_refused((exit.value.code, *capfd.readouterr()), said, " (see --help)\n", code=2)
+def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
+    assert_refused(caller(main, monkeypatch, capfd)(*flags.split()), said, " (see --help)\n", code=2)
 
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
@@ -1909,18 +1866,16 @@ def test_prompt_cache_saves_evaluation(cli, tiny, tmp_path):
     assert sorted(tmp_path.iterdir()) == [file]
 
 
-def test_prompt_cache_is_rewritten_below_three_quarters(tiny, tmp_path):
-    model = load(tiny, dtype="fp32", device="cpu")
-    ids = list(range(5, 45))
-    cache = KVCache(model)
-    model.prefill(ids, cache)
+def test_prompt_cache_is_rewritten_below_three_quarters(tiny_model, tmp_path):
+    ids, cache = list(range(5, 45)), KVCache(tiny_model)
+    tiny_model.prefill(ids, cache)
     for same, rewritten in ((30, False), (29, True)):
-        kept = run.PromptCache(tmp_path / f"{same}", model, Ranks())
+        kept = run.PromptCache(tmp_path / f"{same}", tiny_model, Ranks())
         kept.tokens = ids[:same]
         kept.keep(ids, cache)
         assert kept.file.exists() == rewritten
-    restored = KVCache(model)
-    run.PromptCache(kept.file, model, Ranks()).restore(restored)
+    restored = KVCache(tiny_model)
+    run.PromptCache(kept.file, tiny_model, Ranks()).restore(restored)
     assert restored.tokens[: restored.pos].tolist() == ids
     assert all(torch.equal(a[:, :40], b[:, :40]) for a, b in zip([*cache.k, *cache.v], [*restored.k, *restored.v]))
 
@@ -2377,9 +2332,8 @@ def to_meta(folder: Path, shards: int) -> None:
             part[name] = (tensor if axis is None else tensor.chunk(shards, axis)[i]).clone()
     for i, part in enumerate(parts):
         torch.save(part, folder / f"consolidated.{i:02}.pth")
-    params = {
-        name: getattr(config, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
-    }
+    fields = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
+    params = {name: getattr(config, name) for name in fields}
     params |= dict(vocab_size=-1, multiple_of=16, ffn_dim_multiplier=0.6)  # hidden_dim 112
     (folder / "params.json").write_text(json.dumps(params))
     (folder / "config.json").unlink()
@@ -2451,35 +2405,32 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.asked.append(f"{self.command} {path}")
-        if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
-            return self.answer(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the licence"})
-        tree = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in self.files.items()]
-        about = {"id": "someone/tiny", "sha": "a" * 40, "siblings": [{"rfilename": name} for name in self.files]}
-        if re.fullmatch("/api/models/someone/tiny(/revision/.*)?", path):
-            return self.answer(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
-        if path.startswith("/api/models/someone/tiny/tree/"):
-            return self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
-        name = path.removeprefix(f"/someone/tiny/resolve/{'a' * 40}/")
-        if name not in self.files:
-            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-        data = self.files[name]
-        self.answer(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "a" * 40})
-
-    def answer(self, code: int, data: bytes, headers: dict) -> None:
+        code, data, headers = self.response(path)
         self.send_response(code)
         for name, value in (headers | {"Content-Length": str(len(data))}).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data)
-            self.wfile.flush()
             self.close_connection = True
+
+    do_HEAD = do_GET
+
+    def response(self, path: str) -> tuple[int, bytes, dict[str, str]]:
+        if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
+            return 401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the licence"}
+        tree = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in self.files.items()]
+        about = {"id": "someone/tiny", "sha": "a" * 40, "siblings": [{"rfilename": name} for name in self.files]}
+        if found := re.fullmatch("/api/models/someone/tiny(/revision/.*|/tree/.*|)", path):
+            is_tree = found[1].startswith("/tree")
+            return 200, json.dumps(tree if is_tree else about).encode(), {"Content-Type": "application/json"}
+        data = self.files.get(path.removeprefix(f"/someone/tiny/resolve/{'a' * 40}/"))
+        if data is None:
+            return 404, b"", {"X-Error-Code": "RepoNotFound"}
+        return 200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "a" * 40}
 
 
 def of_hub(folder: Path) -> dict[str, bytes]:
@@ -2663,6 +2614,14 @@ def grow(name: str):
     return lambda folder: os.truncate(folder / name, 1 << 36)
 
 
+def remove(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def both(*spoils):
+    return lambda folder: [spoil(folder) for spoil in spoils]
+
+
 def torch_file(content, save=torch.save):
     """Write pytorch_model.bin in place of the weights."""
 
@@ -2710,23 +2669,21 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "config is not JSON": (write("config.json", "{"), "config.json is not JSON"),
     "deep JSON": (write("config.json", "[" * 100_000), "config.json is not JSON"),
     "config lacks a field": (spoil_config(hidden_size=None), "config.json lacks the field hidden_size"),
-    "negative layers": (spoil_config(num_hidden_layers=-1), "num_hidden_layers is -1"),
-    "absurd vocabulary": (spoil_config(vocab_size=10**15), "vocab_size is 1000000000000000"),
-    "wordy number": (spoil_config(intermediate_size="many"), "intermediate_size is 'many'"),
-    "nan eps": (spoil_config(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
+    **{
+        f"{name} {value!r}": (spoil_config(**{name: value}), f"{name} is {value!r}")
+        for name, value in dict(
+            num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN, attention_bias=True,
+            hidden_act="gelu", model_type="gpt2", tie_word_embeddings="false",
+        ).items()
+    },
     "uneven heads": (spoil_config(num_key_value_heads=3), "4 query heads cannot share 3"),
-    "attention bias": (spoil_config(attention_bias=True), "attention_bias is True"),
-    "another activation": (spoil_config(hidden_act="gelu"), "hidden_act is 'gelu'"),
-    "another model": (spoil_config(model_type="gpt2"), "model_type is 'gpt2'"),
     "sliding window": (spoil_config(sliding_window=64), "sliding_window is 64: a context of 256"),
     "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
-    "wordy tie": (spoil_config(tie_word_embeddings="false"), "tie_word_embeddings is 'false'"),
     "two ropes": (spoil_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "say different things"),
     "another rope": (spoil_config(rope_parameters={"rope_type": "longrope"}), "rope_type is 'longrope'"),
     "flat llama3 ramp": (spoil_config(rope_parameters=RAMP | {"high_freq_factor": 1}), "must be above low_freq"),
     "eos beyond the vocabulary": (
-        lambda f: edit(f / "generation_config.json", eos_token_id=[2, 99999]),
-        "generation_config.json: eos_token_id is [2, 99999]",
+        lambda f: edit(f / "generation_config.json", eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]",
     ),
     "gptq": (spoil_config(quantization_config={"quant_method": "gptq"}), "quantization_config is 'gptq'", ELSEWHERE),
     "mlx": (spoil_config(quantization={"bits": 4}), "quantization is {'bits': 4}", ELSEWHERE),
@@ -2737,48 +2694,37 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         "an adapter without its base: merge it into someone/base",
     ),
     "a huge config": (grow("config.json"), "config.json has more than 64,000,000 bytes"),
-    "a config that is a pipe": (
-        lambda f: [(f / "config.json").unlink(), os.mkfifo(f / "config.json")], "neither config.json",
-    ),
+    "a pipe": (both(remove("config.json"), lambda f: os.mkfifo(f / "config.json")), "neither config.json"),
     "a link out": (link_out("config.json"), "config.json is a link out of its folder"),
-    "weights that are a link out": (
-        lambda f: [torch_file({})(f), link_out("pytorch_model.bin")(f)], "model.bin is a link out of its folder",
-    ),
+    "weights that are a link out": (both(torch_file({}), link_out("pytorch_model.bin")), "a link out of its folder"),
     "git-lfs weights": (write("model.safetensors", POINTER), "model.safetensors is a git-lfs pointer", "git lfs pull"),
-    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "holds no tokenizer.model"),
+    "no tokenizer": (remove("tokenizer.model"), "holds no tokenizer.model"),
     "broken tokenizer": (write("tokenizer.model", b"x" * 99), "is not a SentencePiece model"),
-    "a cut tokenizer": (lambda f: os.truncate(f / "tokenizer.model", 9), "is not a SentencePiece model"),
+    "empty tokenizer": (write("tokenizer.model", b""), "is not a SentencePiece model"),
     "wrong types beside the tokenizer": (
-        lambda f: [write("tokenizer_config.json", json.dumps(ADDED))(f), write("added_tokens.json", "[]")(f)],
+        both(write("tokenizer_config.json", json.dumps(ADDED)), write("added_tokens.json", "[]")),
         "added_tokens.json does not hold a JSON object",
     ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
+    "no weights": (remove("model.safetensors"), "holds no weights"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "not a valid safetensors file"),
-    "a huge header": (write("model.safetensors", struct.pack("<Q", 99_000_000) + b" " * 99), "not a valid safetensors"),
     "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
     "wrong shape": (put(NORM, lambda t: t[:3]), f"{NORM} is [3], expected [64]"),
     "whole numbers": (put(NORM, lambda t: t.char()), f"{NORM} has a type other than float32, float16, bfloat16"),
-    "nan": (set_one(DOWN, float("nan")), f"{DOWN} in model.safetensors holds NaN or inf", "not finite"),
     "tensors in two shards": (repeated, "is also in model-00001-of-00002.safetensors"),
-    "one of Meta's shards": (
-        lambda f: [to_meta(f, 2), (f / "consolidated.01.pth").unlink()], "holds 1 of the 2 files consolidated.*.pth",
-    ),
+    "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove("consolidated.01.pth")), "holds 1 of the 2 files"),
     "index without its shard": (write(INDEX, index_of("gone.safetensors")), "names gone.safetensors, which is missing"),
-    "index that leaves the folder": (
-        write(INDEX, index_of("../model.safetensors")), "which is not a file of its own folder",
-    ),
+    "index that leaves the folder": (write(INDEX, index_of("../model.safetensors")), "not a file of its own folder"),
     "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
-    "numbered tensors": (torch_file({1: torch.ones(1)}), UNSAFE),
-    "a list of tensors": (torch_file([torch.ones(1)]), UNSAFE),
-    "nested tensors": (torch_file({"x": {"y": torch.ones(1)}}), UNSAFE),
-    "sparse tensors": (torch_file({"x": torch.ones(1).to_sparse()}), UNSAFE),
-    "tensors of no device": (torch_file({"x": torch.ones(1, device="meta")}), UNSAFE),
-    "quantised": (torch_file(lambda: {"x": torch.quantize_per_tensor(torch.ones(1), 1, 0, torch.qint8)}), UNSAFE),
-    "pickle that runs code": (torch_file({"x": Bomb()}), UNSAFE),
+    **{f"torch file, {name}": (torch_file(content), UNSAFE) for name, content in {
+        "numbered": {1: torch.ones(1)}, "a list": [torch.ones(1)], "nested": {"x": {"y": torch.ones(1)}},
+        "sparse": {"x": torch.ones(1).to_sparse()}, "of no device": {"x": torch.ones(1, device="meta")},
+        "quantised": lambda: {"x": torch.quantize_per_tensor(torch.ones(1), 1, 0, torch.qint8)},
+        "runs code": {"x": Bomb()},
+    }.items()},
     "plain pickle": (torch_file({"x": Bomb()}, lambda value, file: file.write_bytes(pickle.dumps(value))), NO_ZIP),
-    "cut torch file": (lambda f: [torch_file({})(f), os.truncate(f / "pytorch_model.bin", 99)], NO_ZIP),
+    "cut torch file": (both(torch_file({}), lambda f: os.truncate(f / "pytorch_model.bin", 99)), NO_ZIP),
     "compressed torch file": (torch_file({"x": torch.ones(9)}, compressed), "pytorch_model.bin is compressed"),
 }  # fmt: skip
 SPOILED_8 = {  # the same for a saved model
@@ -2809,14 +2755,6 @@ def test_spoiled_checkpoint_is_one_line(cli, tiny, tiny_saved, how, monkeypatch,
     spoil(folder)
     assert_refused(cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt"), *expected)
     assert not (tmp_path / "PICKLE_HAS_RUN").exists()
-
-
-def test_spoiled_checkpoint_bomb_would_have_run(tmp_path, monkeypatch):
-    """The check above is meaningful only if an unsafe load does run the code."""
-    monkeypatch.chdir(tmp_path)
-    torch.save({"x": Bomb()}, "bomb")
-    torch.load("bomb", weights_only=False)
-    assert (tmp_path / "PICKLE_HAS_RUN").exists()
 
 
 @needs_triton
@@ -2861,7 +2799,7 @@ def test_messages_are_one_line(copy):
     for act in (
         lambda: list(generate(model, [1, 5])),
         lambda: tokenizer.apply_chat_template(conversation("hello")),
-        lambda: read_sampling(folder),
+        lambda: checkpoint.read_sampling(folder),
         lambda: spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))(folder) or load(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
@@ -2939,14 +2877,12 @@ def test_memory_of_a_format():
 
 
 def test_memory_of_a_chunk():
-    """A chunk of a prompt times the whole context; with an 8-bit cache, a layer of it decoded, for a launch and a
-    capture."""
+    """A chunk of a prompt times the whole context; a layer of an 8-bit cache decoded, for a launch and a capture."""
     c = read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
     short, long = (memory_needed(read_config_like(), ctx_size=size)[2] for size in (1 << 21, 1 << 22))
     assert long - short == pytest.approx(512 * (1 << 21) / 1e9, abs=0.02)
-    (_, halves, room), (_, codes, larger) = (
-        memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv) for kv in (False, True)
-    )
+    needed = lambda kv_fp8: memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv_fp8)
+    (_, halves, room), (_, codes, larger) = needed(False), needed(True)
     assert larger - room == pytest.approx(2 * 2 * 2 * c.kv_dim * 65536 / 1e9, abs=0.02)
     assert codes == pytest.approx(halves / 2, abs=0.02)
 
@@ -2978,7 +2914,7 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
     assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
     assert sorted(f.name for f in copy.parent.iterdir() if f.is_dir()) == ["copy", "saved"]
     tensors = load_file(saved / "model.safetensors")
-    expected = saved_tensors(read_config(saved), FORMATS[form])
+    expected = checkpoint.saved_tensors(read_config(saved), FORMATS[form])
     assert {name: t.shape for name, t in tensors.items()} == {name: shape for name, (_, shape) in expected.items()}
     assert tensors["norm.weight"].dtype == torch.float16
     for name, shape in {"layers.1.w13": (224, 64), "layers.1.w13.scale": (224,), "norm.weight": (64,)}.items():
@@ -3034,7 +2970,7 @@ def test_parents_tokenizer_is_for_metas_layout(copy):
     assert tokenizer_file(copy) == copy.parent / "tokenizer.model"
 
 
-def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
+def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -3053,20 +2989,15 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         disk_with(patch, 0)
         refused("new", "has 0.00 GB free: save elsewhere")
-    for error, expected, code in ((OSError("No space left"), "No space left", 1), (KeyboardInterrupt(), "", 130)):
-        for step in ("Loader.load", "save_file"):
-            with monkeypatch.context() as patch:
-                patch.setattr(f"checkpoint.{step}", fails(error))
-                refused("new", expected, code)
+    ends = [(fails(OSError("No space left")), "No space left", 1), (fails(KeyboardInterrupt()), "", 130)]
+    ends += [(lambda *_, number=number: signal.raise_signal(number), "", 128 + number) for number in hears_signals]
+    for (end, expected, code), step in itertools.product(ends, ("Loader.load", "save_file")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"checkpoint.{step}", end)
+            refused("new", expected, code)
     assert cli("-m", copy, "--save-fp8", tmp_path / "empty", "--quiet") == (0, "", "")
     modes = {f.stat().st_mode & 0o777 for f in (tmp_path / "empty" / "model.safetensors", copy / "config.json")}
     assert len(modes) == 1
-
-
-def test_save_that_is_ended(cli, tiny, tmp_path, monkeypatch, hears_signals):
-    for number in hears_signals:
-        monkeypatch.setattr("checkpoint.save_file", lambda *_, number=number: signal.raise_signal(number))
-        assert cli("-m", tiny, "--save-fp8", tmp_path / "saved")[0] == 128 + number and not [*tmp_path.iterdir()]
 
 
 def test_save_to_a_full_disk(tiny, tmp_path):
@@ -3127,14 +3058,13 @@ def test_continuation_takes_what_does_not_merge():
 def test_what_ends_an_answer_is_not_part_of_it(cli, copy):
     """An eos that the tokenizer does not flag as special has a text, but it is neither shown nor remembered."""
     tokenizer = Tokenizer(copy)
-    ids = list(generate(load(copy, device="cpu"), tokenizer.encode("Once"), n=12, sampling=Sampling(temp=0), eos=[]))
+    ids = greedy(load(copy, device="cpu"), tokenizer.encode("Once"), 12)
     end = max(set(ids), key=ids.index)  # the last to appear for the first time
-    edit(copy / "config.json", eos_token_id=end)
-    (copy / "generation_config.json").unlink(missing_ok=True)
+    edit(copy / "generation_config.json", eos_token_id=[2, end])
     assert tokenizer.bytes_of(end) and ids.index(end) > 0
-    expected = b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)])).decode(errors="replace")
-    _, out, _ = cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")
-    assert json.loads(out)["text"] == expected and json.loads(out)["ended_by"] == "eos"
+    (text,) = objects(cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")[1])
+    assert text["text"] == b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)])).decode(errors="replace")
+    assert text["ended_by"] == "eos" and text["new_tokens"] == ids.index(end) + 1
 
 
 def conversation(*texts: str, system: str = "") -> list[dict]:
@@ -3177,6 +3107,9 @@ def test_find_template(tmp_path):
     cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
     assert find_template(cached, {})[0] == TEMPLATES["llama2"]
     assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "no template found: plain text")
+    for name in ("not-there", "."):
+        with pytest.raises(FileNotFoundError, match="is not a chat template: neither one of llama2, zephyr"):
+            find_template(folder, own, name)
 
 
 REFUSED = {  # templates, and what is said of them
@@ -3199,12 +3132,6 @@ def test_template_errors(cli, tiny, tmp_path, how):
     assert_refused(cli("-m", tiny, "--chat", *flags), expected)
 
 
-def test_template_that_is_not_there(tiny):
-    for name in ("not-there", "."):
-        with pytest.raises(FileNotFoundError, match="is not a chat template: neither one of llama2, zephyr"):
-            Tokenizer(tiny, chat_template=name)
-
-
 def test_ctrl_c_ends_a_template(tiny):
     tokenizer = Tokenizer(tiny)
     tokenizer.chat_template = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
@@ -3215,14 +3142,12 @@ def test_ctrl_c_ends_a_template(tiny):
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize(
-    "template, typed", [("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>")]
-)
-def test_half_typed_control_tokens(tiny, template, typed):
+def test_half_typed_control_tokens(tiny):
     t = Tokenizer(tiny)
-    t.chat_template = template.format("{{ messages[0]['content'].strip() }}")
-    ids = t.apply_chat_template(conversation(typed))
-    assert t.eos not in ids and "</s>" in t.decode(ids)
+    for template, typed in (("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>")):
+        t.chat_template = template.format("{{ messages[0]['content'].strip() }}")
+        ids = t.apply_chat_template(conversation(typed))
+        assert t.eos not in ids and "</s>" in t.decode(ids), (template, typed)
 
 
 def test_turn_ends_of_a_template_that_writes_no_answer(tiny):
@@ -3466,12 +3391,10 @@ def test_answers_keep_their_tokens(tmp_path, family):
 
 def test_control_token_in_the_vocabulary(tmp_path):
     """With ignore_merges, a word that is in the vocabulary is one token, whatever the merges say (Llama 2 as JSON)."""
-    file = train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json"
-    raw = json.loads(file.read_text())
-    raw["model"]["ignore_merges"] = True
-    raw["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
-    file.write_text(json.dumps(raw))
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        raw["model"]["ignore_merges"] = True
+        raw["pre_tokenizer"] = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+        raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
     t = Tokenizer(tmp_path)
     ids = t.encode("<|eot_id|>", bos=False)
     assert t.control["<|eot_id|>"] not in ids and t.decode(ids) == "<|eot_id|>"
@@ -3479,12 +3402,10 @@ def test_control_token_in_the_vocabulary(tmp_path):
 
 def test_many_control_tokens(tmp_path):
     """Messages are searched for all of them, and for their beginnings; speech models have tens of thousands."""
-    file = train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json"
     names = [f"<sound_{i}>" for i in range(30_000)] + ["<" * n + "a" for n in range(2, 99)]
-    raw = json.loads(file.read_text())
-    start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
-    raw["added_tokens"] += [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
-    file.write_text(json.dumps(raw))
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
+        raw["added_tokens"] += [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
     (tmp_path / "chat_template.jinja").write_text("<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a")
     began, t = time.process_time(), Tokenizer(tmp_path)
     numbers = set(t.control.values())
@@ -3507,10 +3428,8 @@ SPOILED_JSON = {  # a change to tokenizer.json, and what is said of it
 @pytest.mark.parametrize("how", SPOILED_JSON)
 def test_spoiled_tokenizer_json(tmp_path, how, capfd):
     spoil, expected = SPOILED_JSON[how]
-    file = train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json"
-    raw = json.loads(file.read_text())
-    spoil(raw)
-    file.write_text(json.dumps(raw))
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        spoil(raw)
     with pytest.raises(ValueError, match=expected):
         Tokenizer(tmp_path, vocab_size=100)
     assert capfd.readouterr().err == ""
@@ -3518,11 +3437,7 @@ def test_spoiled_tokenizer_json(tmp_path, how, capfd):
 
 def test_half_of_a_surrogate_pair_is_refused_and_a_foreign_id_is_no_text(tiny):
     tokenizer = Tokenizer(tiny)
-    for act in (
-        tokenizer.encode,
-        tokenizer.encode_after,
-        lambda t: tokenizer.apply_chat_template([dict(role="user", content=t)]),
-    ):
+    for act in (tokenizer.encode, tokenizer.encode_after, lambda t: tokenizer.chat_prompt(conversation(t))):
         with pytest.raises(ValueError, match="holds U\\+DC80 at 3: a lone surrogate"):
             act("abc\udc80d")
     assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
@@ -3534,9 +3449,7 @@ def test_each_byte_that_makes_no_character_is_one_replacement(tiny):
     byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
     for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
         ids = [byte[b] for b in raw]
-        stream = TextStream(tokenizer)
-        streamed = "".join(stream.push(i) for i in ids) + stream.finish()
-        assert tokenizer.decode(ids) == streamed == tokenizer.vocabulary.sp.decode(ids)
+        assert tokenizer.decode(ids) == "".join(streamed(tokenizer, ids)) == tokenizer.vocabulary.sp.decode(ids)
 
 
 def test_what_merges_with_a_dot_goes_on_whole(tmp_path):
@@ -3786,8 +3699,7 @@ def free_port() -> str:
 
 
 def fork_ranks(folder: Path, size: int) -> int:
-    """Let `size` forks of this process, which has only done its imports, write their results. Returns how many
-    failed."""
+    """Let `size` forks of this process, which has only done its imports, write their results. -> how many failed."""
     several = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     forks = []
     for rank in range(size):
@@ -3950,8 +3862,7 @@ SLOTS, SUMMED = 64, 4096  # of an exchange under stress: the sums of a round, an
 
 
 def terms_of(rank: int) -> list[Matrix]:
-    """A rank's matrices for the sums of a round: they multiply by 1 on the first rank, by 2 on the second, and so
-    on."""
+    """A rank's matrices for the sums of a round: they multiply by 1 on the first rank, by 2 on the second."""
     matrices = [Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=DEVICE.type)) for _ in range(SLOTS)]
     for m in matrices:
         m.data[:, 0] = rank + 1
@@ -4011,8 +3922,7 @@ def stress(ranks: list[Stressed], rounds: int) -> None:
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("size", [3, 4])
 def test_exchange_on_one_card(size):
-    """More ranks than there may be cards, each with its own stream on one card and late at random: see
-    stress_one_card."""
+    """More ranks than there may be cards, each with a stream on one card and late at random: see stress_one_card."""
     command, seed = [sys.executable, str(HERE / "test_all.py"), str(size), "card"], {"TEST_SEED": str(SEED)}
     done = subprocess.run(command, env=os.environ | seed, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -4235,8 +4145,7 @@ def test_dropout_is_the_same_forward_and_backward():
 @needs_triton
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="takes 30 GB of GPU memory")
 def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
-    """Only the last program runs, on sparse files. A file begins with as much again: there an offset that wraps
-    lands."""
+    """Only the last program runs, on sparse files that begin with as much again: there an offset that wraps lands."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     T, F = (1 << 18) + 1, 8192
@@ -4249,11 +4158,9 @@ def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", (last, 0, 0)))
     ab, dout, out, dab = zeros("ab", 2 * F), zeros("dout", F), zeros("out", F), zeros("dab", 2 * F)
     ab[-1].normal_(), dout[-1].normal_()
-    for kernel, tensors in (
-        (training._swiglu_forward_kernel, (ab, out)),
-        (training._swiglu_backward_kernel, (ab, dout, dab)),
-    ):
-        launch.launch(kernel, (1,), DEVICE, *tensors, T * F, F=F, BLOCK=training.ELEMENTS)
+    shape = dict(F=F, BLOCK=training.ELEMENTS)
+    launch.launch(training._swiglu_forward_kernel, (1,), DEVICE, ab, out, T * F, **shape)
+    launch.launch(training._swiglu_backward_kernel, (1,), DEVICE, ab, dout, dab, T * F, **shape)
     exact = ab[-1].double().requires_grad_()
     right = training.swiglu_ref(exact)
     right.backward(dout[-1].double())
@@ -4407,7 +4314,7 @@ def test_joined_matrices_are_saved_and_updated_one_by_one(train):
 # ---- bench.py
 
 
-def test_bench_cost_is_what_one_counts_by_hand(tiny):
+def test_bench_cost_is_what_one_counts_by_hand(tiny_model):
     c = read_config_like(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10)
     # 16-bit: Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
     assert bench.cost("rmsnorm_qkv_rope", c, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
@@ -4418,9 +4325,8 @@ def test_bench_cost_is_what_one_counts_by_hand(tiny):
     layer = 2 * 16 * 8 + 4 * 8 * 1 + 2 * 8 * 8 + 2 * 24 * 8 + 2 * 8 * 12
     assert bench.prefill_operations(c, 1) == 2 * layer + 2 * 10 * 8
     # a decode step reads all matrices, and keys and values of 2 layers, 2 heads of 16
-    model = load(tiny, dtype="fp32", device="cpu")
-    matrices = sum(matrix.nbytes for matrix in model.weights.matrices)
-    assert [bench.decode_bytes(model, depth) - matrices for depth in (0, 10)] == [0, 4 * 2 * 2 * 10 * 2 * 16]
+    matrices = sum(matrix.nbytes for matrix in tiny_model.weights.matrices)
+    assert [bench.decode_bytes(tiny_model, depth) - matrices for depth in (0, 10)] == [0, 4 * 2 * 2 * 10 * 2 * 16]
 
 
 def test_bench_windows_count_every_token_once():
@@ -4433,12 +4339,12 @@ def test_bench_windows_count_every_token_once():
 
 
 @pytest.mark.parametrize("stride", [24, 10])
-def test_bench_perplexity_equals_transformers(tiny, stride):
+def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
     from transformers import LlamaForCausalLM
 
-    model, theirs = load(tiny, dtype="fp32", device="cpu"), LlamaForCausalLM.from_pretrained(tiny)
+    theirs = LlamaForCausalLM.from_pretrained(tiny)
     ids, ctx, losses = torch.randint(3, 300, (70,)).tolist(), 24, []
-    report = bench.quality([*bench.perplexity(model, ids, 1, ctx, stride, against=model)], text_bytes=200)
+    report = bench.quality([*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200)
     for start, end, first in bench.windows(len(ids), ctx, stride):
         log_p = oracle(theirs, [1, *ids[start : end - 1]]).log_softmax(-1)
         losses += [-log_p[i - start, ids[i]].item() for i in range(first, end)]
@@ -4450,18 +4356,9 @@ def test_bench_perplexity_equals_transformers(tiny, stride):
 
 @pytest.fixture
 def bench_cli(capfd, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     for name in ("read_ceiling", "copy_ceiling", "product_ceiling"):
         monkeypatch.setattr(bench, name, functools.cache(lambda *_: 1e10))  # the real ones take seconds
-
-    def call(*arguments):
-        try:
-            code = bench.main([str(a) for a in arguments])
-        except SystemExit as exit:
-            code = exit.code
-        return (code, *capfd.readouterr())
-
-    return call
+    return caller(bench.main, monkeypatch, capfd)
 
 
 QUICK = ["-p", "4", "-n", "2", "-r", "1", "--device", "cpu"]
@@ -4562,10 +4459,9 @@ def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
     assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
 
 
-def test_bench_profile_charges_products_in_the_order_of_a_pass(tiny, monkeypatch):
+def test_bench_profile_charges_products_in_the_order_of_a_pass(tiny_model, monkeypatch):
     monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
     monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
-    model = load(tiny, dtype="fp32", device="cpu")
     step = ["_embedding_kernel"]
     for _ in range(2):
         step += ["_vector_kernel", "_attention_kernel", "_vector_kernel", "_vector_kernel", "_vector_kernel"]
@@ -4573,13 +4469,13 @@ def test_bench_profile_charges_products_in_the_order_of_a_pass(tiny, monkeypatch
     # each starts a second before the one before it ends, but for the last, which starts a second later
     events = [(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
     events += [(step[-1], events[-1][2] + 1, events[-1][2] + 2)]
-    rows, summary = bench.profile_rows(events, model, 1, 100)
+    rows, summary = bench.profile_rows(events, tiny_model, 1, 100)
     counts = {row["kernel"]: row["count"] for row in rows}
     products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in bench.PRODUCTS}
     assert counts == products | {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_kernel": 1}
     assert summary["gaps_ms"] == 1e3 and summary["ms"] == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
-    moved = 2 * bench.cost("w2", model.config, 1, size=4)[0]
+    moved = 2 * bench.cost("w2", tiny_model.config, 1, size=4)[0]
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
 
 
@@ -4592,14 +4488,14 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     assert_refused(bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original")
 
 
-def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tmp_path):
+def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tiny_model, tmp_path):
     (tmp_path / "text").write_text("Once upon a time there was a cat.")
     flags = ("--limits", tmp_path / "text", "--dtype", "fp32", "-c", 64, "--device", "cpu", "-o", "json")
-    rows, model = rows_of(bench_cli("-m", tiny, *flags)), load(tiny, dtype="fp32", device="cpu")
-    ids, cache = Tokenizer(tiny).encode("Once upon a time there was a cat."), KVCache(model)
-    model.prefill(ids[:-1], cache)
-    assert [row["layer"] for row in rows] == list(range(model.config.n_layers))
-    assert rows[0]["x"] >= model.weights.embedding[ids[:-1]].abs().max().item()
+    rows = rows_of(bench_cli("-m", tiny, *flags))
+    ids, cache = Tokenizer(tiny).encode("Once upon a time there was a cat."), KVCache(tiny_model)
+    tiny_model.prefill(ids[:-1], cache)
+    assert [row["layer"] for row in rows] == list(range(tiny_model.config.n_layers))
+    assert rows[0]["x"] >= tiny_model.weights.embedding[ids[:-1]].abs().max().item()
     for row, k in zip(rows, cache.k):
         assert row["k"] == pytest.approx(k[:, : cache.pos].abs().max().item(), rel=1e-4)
         assert row["% of 65504"] == pytest.approx(100 * max(row[n] for n in ("x", "q", "k", "v", "q k", "h")) / 65504)
@@ -4731,9 +4627,8 @@ def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
     out, flags = tmp_path / "out", "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu "
     flags += "--teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
     command = [sys.executable, "models/tales/train.py", "--corpus", tmp_path, "--out", out, *flags.split()]
-    trained = subprocess.run(
-        command, cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    trained = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
     code, text, _ = cli("-m", out, "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
     assert code == 0 and text.startswith("Once") and len(text) > 8
