@@ -117,15 +117,6 @@ def rounds_to_bf16():
         yield
 
 
-GOLDENS = {  # greedy text of models/tales in fp32
-    "Once upon a time": "there lived a king who had a daughter who was so beautiful that no one could have her. "
-    "The king was so much",
-    "The fox said": ', "I am the fox, and the fox is the fox, and the fox is the fox, and the fox',
-    "[INST] Tell me a story. [/INST]": "There was once a man who had three sons, and they were both very poor. "
-    "One day the eldest said to the",
-}
-
-
 needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
@@ -486,7 +477,7 @@ def decode_in_graphs(model, monkeypatch) -> None:
     monkeypatch.setattr("model.PADDED", ())
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     for name in ("synchronize", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
 
 
 @needs_triton
@@ -650,11 +641,11 @@ def test_tables_have_the_same_ops_and_signatures():
 
 
 @needs_triton
-@pytest.mark.parametrize("T", [1, 2, 17, 64])
+@pytest.mark.parametrize("T", [1, 2, 17])
 @pytest.mark.parametrize("before", [0, 5, 40])
 @pytest.mark.parametrize("dtype, heads", DTYPE_AND_HEADS, ids=str)
 def test_op_equals_its_reference(dtype, heads, before, T, guarded):
-    for op in OPS if T < 64 else ("attention",):  # the others take row after row, or are the library's matmul
+    for op in OPS:
         arguments, written = op_arguments(op, dtype, heads, T, before)
         limit = ONE_UNIT[dtype] * (ROUNDED_TWICE.get(op, 1) if T > 1 else 1)
         after = equals_reference(op, arguments, written, limit)
@@ -740,7 +731,7 @@ def check_attention(heads: tuple[int, int, int], T: int, before: int, kv_fp8: bo
 @pytest.mark.parametrize("heads", [(2, 2, 16), (8, 1, 32), (4, 2, 136)], ids=str)
 def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
     monkeypatch.setattr(attention, "split_sizes", lambda *_: launch.SplitSizes(*sizes))
-    for T, before in ((1, 0), (1, 200), (3, 300)):
+    for T, before in ((1, 0), (1, 200), (3, 150)):
         check_attention(heads, T, before, runs=2)
 
 
@@ -1115,7 +1106,7 @@ EITHER_OPS = [kernels.reference, pytest.param(kernels.fused, marks=needs_triton)
 
 def test_sampling_follows_the_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    for temp in (0.5, 1.0, 2.0):
+    for temp in (0.5, 2.0):
         expected = (logits / temp).softmax(0)
         assert (draw(logits, **(OFF | dict(temp=temp))) - expected).abs().max() < 0.04  # 5 sigma of 4000 draws
 
@@ -1134,7 +1125,7 @@ def test_equals_at_the_edge_are_all_kept():
     logits = torch.tensor([1.0] * 6 + [0.0] * 2)
     kept = draw(logits, 600, **(OFF | dict(top_k=2, top_p=0.3)))
     assert kept.gt(0).tolist() == [True] * 6 + [False] * 2
-    assert draw(torch.zeros(100), 3000, **(OFF | dict(top_k=2))).gt(0).all()
+    assert draw(torch.zeros(40), 1200, **(OFF | dict(top_k=2))).gt(0).all()
 
 
 @pytest.mark.parametrize("temp", [1e-50, 1e-9, 1e9, float("inf")])
@@ -1144,7 +1135,7 @@ def test_temperatures_at_the_ends(temp):
     assert drawn[1] == 1 if temp < 1 else (drawn - 0.25).abs().max() < 0.12  # 5 sigma of 400 draws
     if launch.triton is not None:
         for some in (logits, torch.zeros(3000)):  # all equal: more than a part keeps
-            for seed in range(12):
+            for seed in range(4):
                 choose_alike(some, NOTHING, 0, **settings | dict(top_k=3), seed=seed)
 
 
@@ -1890,11 +1881,16 @@ def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
     assert other["evaluated_tokens"] < other["prompt_tokens"] / 2
 
 
-def spoil_cache(change=lambda tensors: tensors, **metadata):
+def spoil_file(change=lambda tensors: None, **metadata):
+    """Change the tensors of a safetensors file in place, and its metadata."""
+
     def spoil(file: Path) -> None:
         with safe_open(file, "pt") as f:
-            meta = f.metadata() | metadata
-        save_file({name: t.contiguous() for name, t in change(load_file(file)).items()}, file, meta)
+            held = f.metadata()
+        tensors = load_file(file)
+        change(tensors)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, file, held | {name.replace("_", "-"): value for name, value in metadata.items()})
 
     return spoil
 
@@ -1903,15 +1899,15 @@ OTHER_MODEL, OTHER_VALUES = "another model or other types", "does not hold the k
 REFUSED_CACHES = {  # what is wrong with it: the flags that it is made with, what is done to it, what the error says
     "8-bit cache": (["--kv-fp8"], None, OTHER_MODEL),
     "8-bit matrices": (["--fp8"], None, OTHER_MODEL),
-    "another model": ([], spoil_cache(model="0"), OTHER_MODEL),
-    "another kind": ([], spoil_cache(**{"fused-llama": "1"}), "is not a prompt cache"),
+    "another model": ([], spoil_file(model="0"), OTHER_MODEL),
+    "another kind": ([], spoil_file(fused_llama="1"), "is not a prompt cache"),
     "no cache": ([], lambda f: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", f), "is not a prompt cache"),
     "cut": ([], lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a valid safetensors file"),
     "a pipe": ([], lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
-    "no values": ([], spoil_cache(lambda t: {"tokens": t["tokens"], "k": t["k"]}), OTHER_VALUES),
-    "no tokens": ([], spoil_cache(lambda t: {"v": t["v"], "k": t["k"]}), OTHER_VALUES),
-    "another shape": ([], spoil_cache(lambda t: t | {"k": t["k"][..., 1:]}), OTHER_VALUES),
-    "another type": ([], spoil_cache(lambda t: t | {"v": t["v"].half()}), OTHER_VALUES),
+    "no values": ([], spoil_file(lambda t: t.pop("v")), OTHER_VALUES),
+    "no tokens": ([], spoil_file(lambda t: t.pop("tokens")), OTHER_VALUES),
+    "another shape": ([], spoil_file(lambda t: t.update(k=t["k"][..., 1:])), OTHER_VALUES),
+    "another type": ([], spoil_file(lambda t: t.update(v=t["v"].half())), OTHER_VALUES),
 }
 
 
@@ -2575,15 +2571,7 @@ def spoil_config(**fields):
 
 
 def spoil_tensors(change=lambda tensors: None, **metadata):
-    def spoil(folder: Path) -> None:
-        file = folder / "model.safetensors"
-        with safe_open(file, "pt") as f:
-            held = f.metadata()
-        tensors = load_file(file)
-        change(tensors)
-        save_file(tensors, file, held | {name.replace("_", "-"): value for name, value in metadata.items()})
-
-    return spoil
+    return lambda folder: spoil_file(change, **metadata)(folder / "model.safetensors")
 
 
 def put(name: str, make):
@@ -2608,10 +2596,6 @@ def write(name: str, content: str | bytes, alone: bool = False):
 
 def link_out(name: str):
     return lambda folder: [(folder / name).rename(folder.parent / name), (folder / name).symlink_to(f"../{name}")]
-
-
-def grow(name: str):
-    return lambda folder: os.truncate(folder / name, 1 << 36)
 
 
 def remove(name: str):
@@ -2646,12 +2630,6 @@ class Bomb:
         return (os.system, ("touch PICKLE_HAS_RUN",))
 
 
-def repeated(folder: Path) -> None:
-    """The same tensors in two shards, which Meta's layout has and Hugging Face's does not."""
-    to_shards(folder, "safetensors")
-    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors")
-
-
 def index_of(name: str) -> str:
     return json.dumps({"weight_map": {"a": name}})
 
@@ -2659,7 +2637,7 @@ def index_of(name: str) -> str:
 ELSEWHERE = "quantised for another program: take the original safetensors; --fp8 makes 8 bits of them"
 UNSAFE = "pytorch_model.bin is not a checkpoint that can be read safely"
 NO_ZIP = "pytorch_model.bin is cut off, or not in torch's zip format"
-INDEX = "model.safetensors.index.json"
+INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13 = "layers.1.w13"
 ADDED = {"added_tokens_decoder": {"600": {"content": ["x"]}}}
@@ -2693,7 +2671,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         write("adapter_config.json", '{"base_model_name_or_path": "someone/base"}', alone=True),
         "an adapter without its base: merge it into someone/base",
     ),
-    "a huge config": (grow("config.json"), "config.json has more than 64,000,000 bytes"),
+    "a huge config": (lambda f: os.truncate(f / "config.json", 1 << 36), "config.json has more than 64,000,000 bytes"),
     "a pipe": (both(remove("config.json"), lambda f: os.mkfifo(f / "config.json")), "neither config.json"),
     "a link out": (link_out("config.json"), "config.json is a link out of its folder"),
     "weights that are a link out": (both(torch_file({}), link_out("pytorch_model.bin")), "a link out of its folder"),
@@ -2712,7 +2690,10 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
     "wrong shape": (put(NORM, lambda t: t[:3]), f"{NORM} is [3], expected [64]"),
     "whole numbers": (put(NORM, lambda t: t.char()), f"{NORM} has a type other than float32, float16, bfloat16"),
-    "tensors in two shards": (repeated, "is also in model-00001-of-00002.safetensors"),
+    "tensors in two shards": (  # as Meta's layout has them
+        both(lambda f: to_shards(f, "safetensors"), lambda f: shutil.copy(f / SHARDS[0], f / SHARDS[1])),
+        f"is also in {SHARDS[0]}",
+    ),
     "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove("consolidated.01.pth")), "holds 1 of the 2 files"),
     "index without its shard": (write(INDEX, index_of("gone.safetensors")), "names gone.safetensors, which is missing"),
     "index that leaves the folder": (write(INDEX, index_of("../model.safetensors")), "not a file of its own folder"),
@@ -3213,8 +3194,7 @@ CHAT_FAMILIES = {
         ["<s>", "</s>", "[INST]", "[/INST]"],
         "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
         "{%- set messages = messages[1:] %}{%- endif %}{{- bos_token }}{%- for m in messages %}"
-        "{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{- raise_exception('user and assistant must alternate') }}{%- endif %}{%- if m['role'] == 'user' %}"
+        "{%- if m['role'] == 'user' %}"
         "{%- if loop.last and system is defined %}{{- '[INST] ' + system + '\n\n' + m['content'] + '[/INST]' }}"
         "{%- else %}{{- '[INST] ' + m['content'] + '[/INST]' }}{%- endif %}"
         "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}",
@@ -3246,10 +3226,8 @@ CHAT_FAMILIES = {
     "deepseek distillation": (
         "byte level",
         ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"],
-        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m['role'] == 'system' %}"
-        "{% set ns.system = m['content'] %}{% endif %}{% endfor %}"
-        "{{ bos_token }}{{ ns.system }}{% for m in messages %}"
-        "{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}"
+        "{% elif m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
         "{% elif m['role'] == 'assistant' %}"
         "{{ '<｜Assistant｜>' + m['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}",
@@ -4050,7 +4028,7 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
         "linear": [(x(2, 37, 24), x(40, 24), x(40)), (x(1, 16), x(3, 16), x(3))],
         "rmsnorm": [
             (x(*rows, C, scale=30), branch and x(*rows, C), x(C), 1e-5, dtype)
-            for rows, C, branch in (((3, 17), 72, True), ((3, 17), 520, None), ((1,), 520, True), ((1,), 72, None))
+            for rows, C, branch in (((3, 17), 72, True), ((3, 7), 520, None), ((1,), 520, True), ((1,), 72, None))
         ],
         "rope": [
             (x(B, S, (H + 2 * KH) * 24), angles.cos(), angles.sin(), H, KH)
@@ -4608,6 +4586,15 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
 
 
 # ---- models/tales
+
+
+GOLDENS = {  # greedy text of models/tales in fp32
+    "Once upon a time": "there lived a king who had a daughter who was so beautiful that no one could have her. "
+    "The king was so much",
+    "The fox said": ', "I am the fox, and the fox is the fox, and the fox is the fox, and the fox',
+    "[INST] Tell me a story. [/INST]": "There was once a man who had three sons, and they were both very poor. "
+    "One day the eldest said to the",
+}
 
 
 def test_tales_says_what_it_said():
