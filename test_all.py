@@ -70,34 +70,15 @@ import speculation
 import training
 from chat import Chat, Printer
 from chat import columns as columns_of
-from checkpoint import (
-    Checkpoint,
-    Loader,
-    check_groups,
-    check_memory,
-    load,
-    parts_of,
-    read_config,
-    read_part,
-    read_sampling,
-    save,
-    saved_tensors,
-)
+from checkpoint import Checkpoint, Loader, check_groups, check_memory, load, parts_of, read_config, read_part, save
 from dev import fuzz, mutate
-from fp8 import E4M3, FORMATS, Matrix
+from fp8 import E4M3, E5M2, FORMATS, Matrix
 from launch import tl
 from model import CHUNK, Config, KVCache, Timings, captured, generate, rope_table
 from parallel import Ranks
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
-from tokenizer import (
-    TEMPLATES,
-    TextStream,
-    Tokenizer,
-    encode_continuation,
-    find_template,
-    tokenizer_file,
-)
+from tokenizer import TEMPLATES, TextStream, Tokenizer, encode_continuation, find_template, tokenizer_file
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(1 << 31)))
@@ -136,16 +117,8 @@ def rounds_to_bf16():
         yield
 
 
-GOLDENS = {  # greedy text of models/tales in fp32
-    "Once upon a time": "there lived a king who had a daughter who was so beautiful that no one could have her. "
-    "The king was so much",
-    "The fox said": ', "I am the fox, and the fox is the fox, and the fox is the fox, and the fox',
-    "[INST] Tell me a story. [/INST]": "There was once a man who had three sons, and they were both very poor. "
-    "One day the eldest said to the",
-}
-
-
 needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
+BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
 
 # ---- helpers: random tiny Llamas made by transformers, which is also the oracle; the tiny one that most tests share
@@ -179,18 +152,6 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
         rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64),
     ),
     "qwen 3": dict(model="Qwen3", num_key_value_heads=2, head_dim=24),
-    "yarn as deepseek says it": dict(
-        rope_parameters=dict(
-            rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32,
-            beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.4,
-        ),
-    ),
-    "yarn, its ramp not rounded, its end beyond D / 2": dict(
-        rope_parameters=dict(
-            rope_type="yarn", rope_theta=100.0, factor=2.0, original_max_position_embeddings=1000, attention_factor=1.3,
-            truncate=False,
-        ),
-    ),
 }  # fmt: skip
 
 
@@ -223,16 +184,28 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids])).logits[0]
 
 
+@torch.inference_mode()
+def logits_of(model, ids, *sizes: int, cache: KVCache | None = None) -> torch.Tensor:
+    """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
+    cache, ids = KVCache(model) if cache is None else cache, torch.as_tensor(ids, device=model.device)
+    return torch.cat([model.forward(part, cache).cpu() for part in ids.split(sizes or len(ids))])
+
+
 def our_logits(folder: Path, ids: list[int], **options) -> torch.Tensor:
-    model = load(folder, dtype="fp32", device="cpu", **options)
-    with torch.inference_mode():
-        return model.forward(torch.tensor(ids), KVCache(model))
+    return logits_of(load(folder, dtype="fp32", device="cpu", **options), ids)
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
     assert ours.shape == theirs.shape
     error = ((ours - theirs).norm() / theirs.norm()).item()
     assert error < tolerance, error
+
+
+def assert_refused(result: tuple[int, str, str], *said: str, code: int = 1) -> None:
+    """A run (exit code, stdout, stderr) that ended with nothing but an error of one line, which says this."""
+    seen, out, err = result
+    assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1, result
+    assert all(text in err for text in said), err
 
 
 def assert_same_greedy_tokens(model, theirs, prompt: list[int], n: int) -> None:
@@ -248,23 +221,42 @@ def assert_same_greedy_tokens(model, theirs, prompt: list[int], n: int) -> None:
             break
 
 
+@contextlib.contextmanager
+def changed_json(file: Path):
+    """The object in a JSON file, to be changed in place."""
+    value = json.loads(file.read_text())
+    yield value
+    file.write_text(json.dumps(value))
+
+
 def edit(file: Path, **fields) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with changed_json(file) as value:
+        value.update(fields)
+
+
+def train_sentencepiece(folder: Path, text: str = TEXT * 20, **options) -> None:
+    (folder / "text").write_text(text)
+    options = dict(vocab_size=350, normalization_rule_name="identity", remove_extra_whitespaces=False) | options
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), model_type="bpe", byte_fallback=True,
+        hard_vocab_limit=False, minloglevel=2, **options,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "text").write_text(TEXT * 20)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=350, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
-        minloglevel=2,
-    )  # fmt: skip
+    train_sentencepiece(folder)
     size = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).vocab_size()
     torch.manual_seed(0)
     hugging_face_model(size, **SHAPES["gqa"]).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny):
+    """In fp32 on the CPU; not to be changed."""
+    return load(tiny, dtype="fp32", device="cpu")
 
 
 @pytest.fixture
@@ -285,28 +277,23 @@ def greedy(model, prompt: list[int], n: int, cache=None, **options) -> list[int]
     return list(generate(model, prompt, cache, n, Sampling(temp=0), **dict(eos=[]) | options))
 
 
-def test_cached_decoding_and_chunks_equal_one_prefill(tiny, monkeypatch):
-    model = load(tiny, dtype="fp32", device="cpu")
-    tokens = torch.randint(3, 300, (50,))
+def test_cached_decoding_and_chunks_equal_one_prefill(tiny_model, monkeypatch):
+    tokens, cache = torch.randint(3, 300, (50,)), KVCache(tiny_model)
+    whole = logits_of(tiny_model, tokens)
+    assert_close(logits_of(tiny_model, tokens, 7, 1, 1, 17, 1, 23), whole, 1e-5)
+    monkeypatch.setitem(CHUNK, "cpu", 16)
     with torch.inference_mode():
-        whole = model.forward(tokens, KVCache(model))
-        cache = KVCache(model)
-        pieces = [model.forward(part, cache) for part in tokens.split([7, 1, 1, 17, 1, 23])]
-        assert_close(torch.cat(pieces), whole, 1e-5)
-        monkeypatch.setitem(CHUNK, "cpu", 16)
-        cache = KVCache(model)
-        model.prefill(tokens.tolist(), cache)
-        assert_close(cache.logits, whole[-1], 1e-5)
+        tiny_model.prefill(tokens.tolist(), cache)
+    assert_close(cache.logits, whole[-1], 1e-5)
 
 
-def test_cache_reuses_the_common_beginning(tiny):
-    model = load(tiny, dtype="fp32", device="cpu")
-    cache, timings = KVCache(model), Timings()
-    first = greedy(model, [1, 5, 6, 7], 4, cache, timings=timings)
-    again = greedy(model, [1, 5, 6, 7], 4, cache, timings=timings)
+def test_cache_reuses_the_common_beginning(tiny_model):
+    cache, timings = KVCache(tiny_model), Timings()
+    first = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
+    again = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
     assert first == again and timings.prompt_tokens == 4 + 1
     longer = [1, 5, 6, 7, *first[:2], 9]
-    assert greedy(model, longer, 4, cache, timings=timings) == greedy(model, longer, 4)
+    assert greedy(tiny_model, longer, 4, cache, timings=timings) == greedy(tiny_model, longer, 4)
     assert timings.prompt_tokens == 4 + 1 + 1
 
 
@@ -351,13 +338,13 @@ def test_generation_ends_at_n_at_eos_and_at_a_full_context(tiny):
         list(generate(model, [1] * 13))
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_a_context_is_used_to_its_last_slot(tiny, kv_fp8, backend):
     model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=8, backend=backend, kv_fp8=kv_fp8)
     settings = dict(sampling=Sampling(seed=SEED), eos=[])
-    whole = list(generate(model, [5, 6], n=4, **settings))
-    for size in (1, 2, 3, 6):
+    whole = list(generate(model, [5, 6], n=2, **settings))
+    for size in (1, 2, 4):
         cache = KVCache(model, size)
         if size == 1:
             assert list(generate(model, [5], cache, **settings)) == []
@@ -368,16 +355,10 @@ def test_a_context_is_used_to_its_last_slot(tiny, kv_fp8, backend):
             list(generate(model, [7] * (size + 1), cache, **settings))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_stays_near_fp32(tiny, dtype):
-    ids = torch.randint(3, 300, (30,))
-    logits = {}
-    for name in ("fp32", dtype):
-        model = load(tiny, dtype=name, device="cpu")
-        with torch.inference_mode():
-            cache = KVCache(model)
-            logits[name] = torch.cat([model.forward(part, cache) for part in ids.split([29, 1])])
-    assert_close(logits[dtype], logits["fp32"], 0.05 if dtype == "bf16" else 0.01)  # a few roundings of 2^-9, of 2^-12
+@pytest.mark.parametrize("dtype, limit", [("bf16", 0.05), ("fp16", 0.01)])  # a few roundings of 2^-9, of 2^-12
+def test_half_precision_stays_near_fp32(tiny, tiny_model, dtype, limit):
+    ids, half = torch.randint(3, 300, (30,)), load(tiny, dtype=dtype, device="cpu")
+    assert_close(logits_of(half, ids, 29, 1), logits_of(tiny_model, ids, 29, 1), limit)
 
 
 @needs_triton
@@ -388,23 +369,18 @@ def test_fused_model_is_the_reference_model(tiny, dtype):
         for d, b in (("fp32", "torch"), (dtype, "torch"), (dtype, "triton"))
     )
     ids = torch.randint(3, 300, (19,))
-    logits = []
-    for model in (exact, plain, fused):
-        cache = KVCache(model)
-        with torch.inference_mode():
-            logits.append(torch.cat([model.forward(part.to(DEVICE), cache).cpu() for part in ids.split([17, 1, 1])]))
-    assert nmse(logits[2], logits[0]) < 2 * nmse(logits[1], logits[0]) + 1e-10, "less exact than torch in the same type"
+    right, by_torch, ours = (logits_of(model, ids, 17, 1, 1) for model in (exact, plain, fused))
+    assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, "less exact than torch in the same type"
     if dtype == "fp32":
-        for sampling in (Sampling(temp=0), Sampling(seed=SEED), Sampling(seed=SEED, repeat_penalty=1.3, top_k=0)):
-            ours, theirs = (list(generate(m, [1, 5, 9], n=3, sampling=sampling, eos=[])) for m in (fused, exact))
+        for sampling in (Sampling(seed=SEED), Sampling(temp=0, repeat_penalty=1.3), Sampling(seed=SEED, top_k=0)):
+            ours, theirs = (list(generate(m, [1, 5, 9], n=2, sampling=sampling, eos=[])) for m in (fused, exact))
             assert ours == theirs
 
 
 @needs_triton
 @pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
-    """Keys and values of every position, after thousands of steps on a GPU, equal those of torch ops, which do not
-    overlap."""
+    """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not overlap."""
     steps = 3000 if DEVICE.type == "cuda" else 4
     sizes = [1] * steps if how == "single steps" else [random.choice((1, 2, 17, 40)) for _ in range(steps // 20 or 2)]
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
@@ -449,18 +425,7 @@ def test_prompts_replayed_as_graphs():
     model = load(run.DEFAULT_MODEL, device="cuda")
     with torch.inference_mode():
         cache, plain = KVCache(model), KVCache(model)
-        for T in (
-            20,
-            31,
-            25,
-            2,
-            100,
-            90,
-            7,
-            97,
-            8,
-            128,
-        ):  # the first of each length is captured, the others are replayed
+        for T in (20, 31, 25, 2, 100, 90, 7, 97, 8, 128):  # the first of each padded length is captured
             ids = torch.randint(3, model.config.vocab_size, (T,), device=DEVICE)
             model.prefill(ids.tolist(), cache)
             exact = model.forward(ids, plain)[-1]
@@ -491,8 +456,7 @@ def test_a_cache_is_freed_with_its_owner(tiny):
 
 
 def test_nothing_is_collected_during_a_capture(monkeypatch):
-    """Freeing a graph, such as one of a dropped Speculation that waits for the collector, would end the capture of
-    another."""
+    """Freeing a graph, such as a dropped Speculation's, would end the capture of another."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("model._capture_stream", lambda device: None)
@@ -506,10 +470,19 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
     assert gc.isenabled()
 
 
+def decode_in_graphs(model, monkeypatch) -> None:
+    """Without a GPU, as on one, but for what `captured` does; prompts are not captured."""
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    monkeypatch.setattr(type(model), "uses_graphs", True)
+    monkeypatch.setattr("model.PADDED", ())
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    for name in ("synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+
+
 @needs_triton
 def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
-    """A graph is replayed as CUDA does it: the same launches with the arguments of the capture, but numbers are read
-    anew."""
+    """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read anew."""
     recorded, captures = [], 0
 
     def record(*arguments, **constants) -> None:
@@ -534,11 +507,7 @@ def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=kernels.fused.sample))
     monkeypatch.setattr(sampling, "launch", record)
     monkeypatch.setattr("model.captured", captured)
-    monkeypatch.setattr("model.PADDED", ())  # so that the prompt is not captured, too
-    monkeypatch.setattr(type(model), "uses_graphs", True)
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    decode_in_graphs(model, monkeypatch)
     assert [list(generate(model, [1, 5, 9], cache, 8, s, eos=[])) for s in every] == expected
     assert captures == 1
     for other in (Sampling(temp=0), Sampling(top_p=1), Sampling(top_k=100), Sampling(repeat_penalty=1.1)):
@@ -546,14 +515,6 @@ def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
     list(generate(model, [1, 5, 9], KVCache(model), 1, other, eos=[]))
     list(generate(model, [1, 5, 9], cache, 1, other, eos=[3], ignore_eos=True))
     assert captures == 7
-
-
-def test_rope_table_is_the_formula():
-    config = read_config_like(head_dim=8, rope_theta=100.0)
-    table = rope_table(config, 5)
-    for position, i in itertools.product(range(5), range(4)):
-        angle = torch.tensor(position * 100.0 ** (-2 * i / 8), dtype=torch.float64)
-        assert torch.allclose(table[position, i].double(), torch.stack((angle.cos(), angle.sin())), atol=1e-6)
 
 
 # ---- kernels.py and attention.py: the op tables, and each op against its reference
@@ -566,8 +527,7 @@ GUARD, MARGIN = 77.0, 64
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Outputs are filled with NaN before the op and placed between guard values. -> a check that the guards are
-    intact."""
+    """Outputs are filled with NaN before the op, between guard values. -> a check that the guards are intact."""
     buffers = []
 
     def allocate(shape, dtype, device) -> torch.Tensor:
@@ -589,9 +549,8 @@ def guarded(monkeypatch):
     def check() -> None:
         assert buffers, "the op allocates its output in a way that is not guarded"
         for buffer in buffers:
-            assert (buffer[:MARGIN] == GUARD).all() and (buffer[-MARGIN:] == GUARD).all(), (
-                "written outside of the output"
-            )
+            outside = torch.cat((buffer[:MARGIN], buffer[-MARGIN:]))
+            assert (outside == GUARD).all(), "written outside of the output"
 
     return check
 
@@ -623,12 +582,10 @@ def encoded(arguments: tuple, format) -> list:
     return [a.encoded(format) if format and isinstance(a, Matrix) else a for a in arguments]
 
 
-def op_arguments(
-    op: str, dtype: torch.dtype, heads: tuple[int, int, int], T: int, before: int, S: int | None = None
-) -> tuple[tuple, tuple]:
+def op_arguments(op: str, dtype: torch.dtype, heads: tuple, T: int, before: int, S: int = 0) -> tuple[tuple, tuple]:
     """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, by index."""
     H, KH, D = heads
-    C, F, V, S = 8 * (2 * H + 1), 52, 201, S or before + T + 9
+    C, F, V, S = 8 * (2 * H + 1), 52, 101, S or before + T + 9
     pos, scratch = torch.tensor([before], dtype=torch.int32, device=DEVICE), launch.Scratch(DEVICE)
     table = torch.randn(S, D // 2, 2, device=DEVICE)
     x, norm = randn(T, C, dtype=dtype, scale=3000), randn(C, dtype=dtype)  # activations as large as real outliers
@@ -652,6 +609,30 @@ OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # sampling
 PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
 
 
+ROUNDED_TWICE = {"rmsnorm_swiglu": 1.5**2}  # for several tokens: norm, the library's matmul, output; half a place each
+
+
+DTYPE_AND_HEADS = [(torch.float16, heads) for heads in ((2, 2, 16), (4, 1, 24), (6, 2, 8))]
+DTYPE_AND_HEADS += [(torch.bfloat16, (4, 1, 24))]
+
+
+def equals_reference(op: str, arguments: tuple, written: tuple, limit: float, **extra) -> list:
+    """Whether an op does what its reference does in fp32. -> its arguments, after it has written some in place."""
+    mine, exact = cloned(arguments), cloned([as_fp32(a) for a in arguments])
+    right = getattr(kernels.reference, op)(*exact, **{name: as_fp32(value) for name, value in extra.items()})
+    ours = getattr(kernels.fused, op)(*mine, **extra)
+    new = slice(None)
+    if op == "rmsnorm_qkv_rope":
+        before = int(arguments[6])
+        new = slice(before, before + len(ours))
+        for i in written:  # other positions of the cache
+            assert torch.equal(mine[i][:, : new.start], arguments[i][:, : new.start])
+            assert torch.equal(mine[i][:, new.stop :], arguments[i][:, new.stop :])
+    for name, a, b in [("y", ours, right), *((i, mine[i][:, new], exact[i][:, new]) for i in written)]:
+        assert a.shape == b.shape and nmse(a, b) < limit, (op, name, nmse(a, b))
+    return mine
+
+
 def test_tables_have_the_same_ops_and_signatures():
     assert vars(kernels.reference).keys() == vars(kernels.fused).keys()
     for name, op in vars(kernels.fused).items():
@@ -660,59 +641,31 @@ def test_tables_have_the_same_ops_and_signatures():
 
 
 @needs_triton
-@pytest.mark.parametrize("T", [1, 2, 17, 64])
+@pytest.mark.parametrize("T", [1, 2, 17])
 @pytest.mark.parametrize("before", [0, 5, 40])
-@pytest.mark.parametrize("heads", [(2, 2, 16), (4, 1, 24), (6, 2, 8)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype, heads", DTYPE_AND_HEADS, ids=str)
 def test_op_equals_its_reference(dtype, heads, before, T, guarded):
-    for op in OPS if T < 64 else ("attention",):  # the others take row after row, or are the library's matmul
+    for op in OPS:
         arguments, written = op_arguments(op, dtype, heads, T, before)
-        exact_arguments = cloned([as_fp32(a) for a in arguments])
-        untouched = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
-        exact = getattr(kernels.reference, op)(*exact_arguments)
-        ours = getattr(kernels.fused, op)(*arguments)
-        limit = ONE_UNIT[dtype]
-        if (
-            op == "rmsnorm_swiglu" and T > 1
-        ):  # the norm, the library's matmul and the output are rounded: half a place each
-            limit *= 1.5**2
-        assert ours.shape == exact.shape and nmse(ours, exact) < limit, (op, nmse(ours, exact))
-        tensors = [(i, a) for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
-        for (i, after), was in zip(tensors, untouched):
-            if i in written:
-                assert nmse(after, exact_arguments[i]) < limit, (op, i)
-                if op == "rmsnorm_qkv_rope":  # other positions of the cache
-                    assert torch.equal(after[:, :before], was[:, :before])
-                    assert torch.equal(after[:, before + T :], was[:, before + T :])
-            else:
-                assert torch.equal(after, was), (op, i, "changed its input")
+        limit = ONE_UNIT[dtype] * (ROUNDED_TWICE.get(op, 1) if T > 1 else 1)
+        after = equals_reference(op, arguments, written, limit)
+        for i, was in enumerate(arguments):
+            if isinstance(was, torch.Tensor) and i not in written:
+                assert torch.equal(after[i], was), (op, i, "changed its input")
     guarded()
 
 
 @needs_triton
 @pytest.mark.parametrize("extra", ["bias", "qk_norm"])
-@pytest.mark.parametrize("T, before", [(1, 0), (1, 40), (2, 5), (17, 40)])
-@pytest.mark.parametrize("dtype, heads", [
-    *((torch.float16, heads) for heads in ((2, 2, 16), (4, 1, 24), (6, 2, 8), (1, 1, 136))),
-    (torch.bfloat16, (4, 1, 24)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("T, before", [(1, 40), (2, 5), (17, 0)])
+@pytest.mark.parametrize("dtype, heads", [*DTYPE_AND_HEADS, (torch.float16, (1, 1, 136))], ids=str)
 def test_qkv_with_a_bias_or_normalised_heads(dtype, heads, T, before, extra, guarded):
-    arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
     H, KH, D = heads
-    shape = ((H + 2 * KH) * D,) if extra == "bias" else (2, D)
-    vector = {extra: randn(*shape, dtype=dtype, scale=30)}
-    exact = cloned([as_fp32(a) for a in arguments])
-    q = kernels.reference.rmsnorm_qkv_rope(*exact, **{extra: as_fp32(vector[extra])})
-    for _ in range(2):  # the second time with what the first left in scratch
-        for i in written:
-            arguments[i].fill_(7.0)
-        ours = kernels.fused.rmsnorm_qkv_rope(*arguments, **vector)
-        limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # in a prompt, norm, matmul, its norm and q are rounded
-        new = slice(before, before + T)
-        for name, mine, right in (("q", ours, q), *((i, arguments[i][:, new], exact[i][:, new]) for i in written)):
-            assert nmse(mine, right) < limit, (name, nmse(mine, right), limit)
-        for i in written:
-            assert (arguments[i][:, :before] == 7).all() and (arguments[i][:, before + T :] == 7).all()
+    vector = {extra: randn(*((H + 2 * KH) * D,) if extra == "bias" else (2, D), dtype=dtype, scale=30)}
+    limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # in a prompt, norm, matmul, its norm and q are rounded
+    arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
+    for format in (None, E4M3):  # the second time with what the first left in scratch
+        equals_reference("rmsnorm_qkv_rope", encoded(arguments, format), written, limit, **vector)
     guarded()
 
 
@@ -734,13 +687,12 @@ def test_qkv_into_caches_of_2_31_values(T):
 def test_epsilon_is_added(op, T):
     """With inputs so small that epsilon is most of the sum."""
     for format in (None, E4M3) if op != "rmsnorm" else (None,):
-        arguments, _ = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
+        arguments, written = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
         x, *rest = encoded(arguments, format)
         x = (x.float() * 1e-6).half()  # of magnitude 0.003
-        exact = [as_fp32(a) for a in (x, *rest)]
+        equals_reference(op, (x, *rest), written, 10 * ONE_UNIT[torch.float16])
+        exact = cloned([as_fp32(a) for a in (x, *rest)])
         right = getattr(kernels.reference, op)(*exact).clone()
-        ours = getattr(kernels.fused, op)(x, *rest)
-        assert nmse(ours, right) < 10 * ONE_UNIT[torch.float16], (format, nmse(ours, right))
         without = [0.0 if isinstance(a, float) else a for a in exact]
         assert nmse(getattr(kernels.reference, op)(*without), right) > 0.01
 
@@ -753,18 +705,25 @@ def test_epsilon_is_added(op, T):
 def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     monkeypatch.setattr(kernels, "vector_sizes", lambda *_: launch.VectorSizes(*sizes))
     monkeypatch.setattr(kernels, "few_sizes", lambda *_: launch.FewSizes(*sizes))
-    cases = [(op, *op_arguments(op, torch.float16, (6, 2, 8), T, 5)) for op in PRODUCTS]
+    cases = [(op, *op_arguments(op, torch.float16, (4, 1, 8), T, 5)) for op in PRODUCTS]
     half = functools.partial(randn, dtype=torch.float16)
     long_rows = half(T, 1048), Matrix(half(40, 1048, scale=0.03)), half(T, 40)  # rows of several tiles
     if T > 1:
         cases.append(("linear_add", long_rows, (2,)))
     for (op, arguments, written), format in itertools.product(cases, (None, E4M3)):
-        arguments = cloned(encoded(arguments, format))
-        exact_arguments = cloned([as_fp32(a) for a in arguments])
-        exact, ours = getattr(kernels.reference, op)(*exact_arguments), getattr(kernels.fused, op)(*arguments)
-        limit = ONE_UNIT[torch.float16] * (1.5**2 if op == "rmsnorm_swiglu" else 1)  # as above
-        for mine, right in [(ours, exact), *((arguments[i], exact_arguments[i]) for i in written)]:
-            assert mine.shape == right.shape and nmse(mine, right) < limit, (op, nmse(mine, right))
+        limit = ONE_UNIT[torch.float16] * ROUNDED_TWICE.get(op, 1)
+        equals_reference(op, encoded(arguments, format), written, limit)
+
+
+def check_attention(heads: tuple[int, int, int], T: int, before: int, kv_fp8: bool = False, runs: int = 1) -> None:
+    """It equals its reference, whatever comes after the T tokens; and again with what that left in scratch."""
+    q, *caches, pos, scratch = op_arguments("attention", torch.float16, heads, T, before)[0]
+    caches = [E4M3.round(cache) if kv_fp8 else cache for cache in caches]
+    for cache in caches:
+        cache[:, before + T :] = 0x7F if kv_fp8 else torch.nan
+    exact = attention.attention_ref(q.float(), *map(attention.cached_ref, caches), pos, scratch)
+    for _ in range(runs):
+        assert nmse(attention.attention(q, *caches, pos, scratch), exact) < ONE_UNIT[torch.float16], (T, before)
 
 
 @needs_triton
@@ -772,11 +731,8 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
 @pytest.mark.parametrize("heads", [(2, 2, 16), (8, 1, 32), (4, 2, 136)], ids=str)
 def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
     monkeypatch.setattr(attention, "split_sizes", lambda *_: launch.SplitSizes(*sizes))
-    for T, before in ((1, 0), (1, 200), (3, 300)):
-        arguments, _ = op_arguments("attention", torch.float16, heads, T, before)
-        exact = attention.attention_ref(*[as_fp32(a) for a in arguments])
-        for _ in range(2):  # the second time with what the first left in scratch
-            assert nmse(attention.attention(*arguments), exact) < ONE_UNIT[torch.float16], (T, before)
+    for T, before in ((1, 0), (1, 200), (3, 150)):
+        check_attention(heads, T, before, runs=2)
 
 
 FEW_ROWS_SIZES = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)]  # launch sizes for a GPU
@@ -791,38 +747,26 @@ def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
     """hopper.py's kernel on a GPU, in the interpreter those that do the same."""
     if DEVICE.type == "cuda":
         monkeypatch.setattr(attention, "few_rows_sizes", lambda device: launch.SplitSizes(*sizes))
-    most = [(rows * heads[1] // heads[0], before) for rows, before in ((16, 700), (64, 500), (128, 300))]
+    on_gpu = DEVICE.type == "cuda"
+    rows = ((16, 700), (64, 500), (128, 300)) if on_gpu else ((16, 300), (64, 150), (128, 100))
+    most = [(count * heads[1] // heads[0], before) for count, before in rows]
     for T, before in [(1, 90), (2, 0), (4, 61), (3, 250), (5, 200), *most]:
-        (q, *caches, pos, scratch), _ = op_arguments("attention", torch.float16, heads, T, before)
-        if kv_fp8:
-            caches = [E4M3.round(cache) for cache in caches]
-        exact = attention.attention_ref(q.float(), *caches, pos, scratch)
-        for _ in range(2):  # the second time with what the first left in scratch
-            ours = attention.attention(q, *caches, pos, scratch)
-            assert nmse(ours, exact) < ONE_UNIT[torch.float16], (T, before)
+        check_attention(heads, T, before, kv_fp8, runs=2 if on_gpu else 1)
 
 
 @needs_triton
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("kv_fp8", [False, True])
 @pytest.mark.parametrize("start_pos", [0, 40, 77] if DEVICE.type == "cpu" else [0, 1, 77, 127, 5000])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128)], ids=str)
-def test_attention_of_a_prompt_sees_nothing_after_it(heads, start_pos, eight_bits):
-    """Not even NaN."""
+def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
     for T in (65, 127) if DEVICE.type == "cpu" else (65, 127, 512, 513, 640, 700, 2048):
-        q, *caches, pos, scratch = op_arguments("attention", torch.float16, heads, T, start_pos)[0]
-        if eight_bits:
-            caches = [E4M3.round(c) for c in caches]
-        for c in caches:
-            c[:, start_pos + T :] = 0x7F if eight_bits else torch.nan
-        exact = kernels.reference.attention(q.float(), *map(attention.cached_ref, caches), pos, scratch)
-        assert nmse(kernels.fused.attention(q, *caches, pos, scratch), exact) < ONE_UNIT[torch.float16], T
+        check_attention(heads, T, start_pos, kv_fp8)
 
 
 @needs_triton
 @pytest.mark.parametrize("T", [1, 3])
 def test_launchers_refuse_what_the_kernels_cannot_read(T):
-    """Each tensor of each op in turn, with other numbers between its own: refused, or read correctly (by the
-    library)."""
+    """Each tensor of each op in turn, with other numbers between its own: refused, or read correctly by the library."""
     apart = lambda t: torch.stack((t, torch.full_like(t, 77)), -1)[..., 0]
     refused = set()
     for op in OPS:
@@ -832,10 +776,10 @@ def test_launchers_refuse_what_the_kernels_cannot_read(T):
             data = a.data if isinstance(a, Matrix) else a
             if not isinstance(data, torch.Tensor) or data.numel() == 1:
                 continue
-            bad = Matrix(apart(data)) if isinstance(a, Matrix) else apart(data)
-            assert not apart(data).is_contiguous()
+            bad = cloned(arguments)
+            bad[i] = Matrix(apart(data)) if isinstance(a, Matrix) else apart(data)
             try:
-                ours = getattr(kernels.fused, op)(*cloned(arguments[:i]), bad, *cloned(arguments[i + 1 :]))
+                ours = getattr(kernels.fused, op)(*bad)
             except AssertionError:
                 refused.add(op)
             else:
@@ -854,13 +798,8 @@ def test_every_product_has_launch_sizes(arch, monkeypatch):
 
 
 def test_the_nearest_launch_sizes_are_those_below():
-    assert [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)] == [
-        "a",
-        "a",
-        "b",
-        "b",
-        "c",
-    ]
+    found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
+    assert found == ["a", "a", "b", "b", "c"]
 
 
 def test_launch_sizes_are_saved_as_they_are_read(tmp_path, monkeypatch):
@@ -957,31 +896,42 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     for module in (launch, kernels, attention, sampling, fp8, training, parallel, speculation):
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
+    kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
     one, scratch = new(1, dtype=torch.int32), launch.Scratch(torch.device("cpu"))
-    for T, op in itertools.product((1, 100, 3, 16, 60) if half else (1, 100), OPS):
-        getattr(kernels.fused, op)(*op_arguments(op, dtype, (8, 8, 128), T, 300, 500)[0])
-    other_heads = [((8, 1, 64), 1), ((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)]
+
+    def blank(a, format):
+        if not isinstance(a, Matrix) or not format:
+            return a
+        stored = format.tensors(*a.shape).values()
+        return Matrix(tuple(new(*shape, dtype=kind) for kind, shape in stored), format, a.shape)
+
+    def run_ops(ops, T: int, heads=(8, 8, 128), format=None, **extra) -> None:
+        for op in ops:
+            arguments = op_arguments(op, dtype, heads, T, 300, 500)[0]
+            getattr(kernels.fused, op)(*(blank(a, format) for a in arguments), **extra)
+
+    for T in (1, 100, 3, 16, 60) if half else (1, 100):
+        run_ops(OPS, T)
+    other_heads = [((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)]
     for heads, T in other_heads if half else []:
-        kernels.fused.attention(*op_arguments("attention", dtype, heads, T, 300, 500)[0])
-    for form, T in [("e4m3", 1), ("e5m2", 1), ("e4m3", 3)] + (
-        [("e5m2", 3), ("e4m3", 16), ("e4m3", 60)] if half else []
-    ):
-        for op in PRODUCTS:
-            arguments = op_arguments(op, dtype, (8, 8, 128), T, 300, 500)[0]
-            getattr(kernels.fused, op)(*encoded(arguments, FORMATS[form]))
+        run_ops(["attention"], T, heads)
+    for T in (1, 3):
+        run_ops(PRODUCTS if half else PRODUCTS[1::2], T, format=E4M3)
+        run_ops(["linear_add"], T, format=E5M2)
+    for T in (16, 60) if half else ():
+        run_ops(["linear_add"], T, format=E4M3)
     for T in (1, 3, 60) if half else ():
         w = GROUPED.encode(new(64, 1024))
         kernels.fused.linear_add(new(T, 1024), Matrix(w, GROUPED, (64, 1024)), new(T, 64))
-    for D, T in ((128, 1), (128, 100), (64, 1)):
-        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 2, D), T, 300, 500)[0]
-        for form, (name, vector) in itertools.product((None, E4M3), dict(bias=new(12 * D), qk_norm=new(2, D)).items()):
-            kernels.fused.rmsnorm_qkv_rope(*encoded(arguments, form), **{name: vector})
+    for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
+        for extra in (dict(bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
+            run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, **extra)
     C, F, V = 1024, 5504, 600
-    for form in (None, *FORMATS.values()):
-        w, output = encoded((Matrix(new(C, F)), Matrix(new(V, C))), form)
+    for form in (None, E4M3) if half else (None,):
+        w, output = (blank(Matrix(new(*shape)), form) for shape in ((C, F), (V, C)))
         exchange = parallel.Exchange([w, output], 0, [0, 0], new(2 * (C + V), dtype=torch.int64))
         exchange.linear_add(new(1, F), w, new(1, C))
         exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, new(1, 2 * V - 1, dtype=torch.float32))
@@ -998,12 +948,9 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     for settings in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
         sampler = Sampler(torch.device("cpu"), settings)
         kernels.fused.sample(new(32000, dtype=torch.float32), *ids, one, sampler)
-        kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
-    cache, result = (
-        SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512),
-        new(2, 2, dtype=torch.int32),
-    )
-    gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=result)
+    kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
+    cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
+    gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32))
     Lookup(4).enqueue_proposals(gpu, 5)
     speculation._OnGpu.accept(gpu, 5)
     record_training(dtype)
@@ -1016,7 +963,7 @@ def record_training(dtype: torch.dtype) -> None:
     count, targets = new(dtype=torch.int64), new(2, dtype=torch.int64)
     for V, kind in ((32000, dtype), (128256, torch.float32), (201, dtype)):
         training.cross_entropy_rows(new(2, V, dtype=kind), targets, count)
-        training.cross_entropy_rows(new(2, V, dtype=kind), targets, None)
+    training.cross_entropy_rows(new(2, 32000), targets, None)
     for C, residual, seed in ((768, torch.float32, new(1, dtype=torch.int32)), (4096, dtype, None)):
         x, y, weight = new(40, C, dtype=residual), new(40, C), new(C, dtype=torch.float32)
         training.rmsnorm_forward(x, y, weight, 1e-5, dtype, seed, 0.1)
@@ -1035,13 +982,9 @@ def record_training(dtype: torch.dtype) -> None:
 
 
 TYPES = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-TYPES[torch.int8] = "*i8"
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+    torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
 
 
 def compiled_kernel(kernel, arguments: tuple, constants: dict, arch: int, warps: int, stages: int):
@@ -1074,6 +1017,7 @@ def compiled_kernel(kernel, arguments: tuple, constants: dict, arch: int, warps:
 
 def compile_kernels(arch: int) -> None:
     """Compile all that is launched to machine code for an architecture."""
+    torch.set_num_threads(1)
     names, done = set(), set()
     for dtype in (torch.float16, torch.bfloat16):
         for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
@@ -1088,50 +1032,43 @@ def compile_kernels(arch: int) -> None:
             names.add(kernel.__name__)
             if constants.get("FP16_SUMS") and kernel.__name__ == "_attention_kernel" and arch < 90:
                 assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in compiled.asm["ptx"], "no fp16 sums"
+    if arch == 90:
+        compile_hopper()
+        names.add("_hopper_attention_kernel")
     print(f"{len(done)} variants of {len(names)} kernels for sm_{arch}: {' '.join(sorted(names))}")
 
 
-def compile_hopper(dtype: str) -> None:
+def compile_hopper() -> None:
+    """The kernel for prompts, whose arguments are descriptors of tensors."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    def tiles(rows: int) -> str:
-        kind = getattr(hopper.gl, dtype)
-        return f"tensordesc<{kind}[{rows}, 128],{hopper.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)!r}>"
-
-    signature = dict(q=tiles(64), k=tiles(128), v=tiles(128), out=tiles(64), pos="*i32", T="i32", qk_scale="fp32")
-    signature |= dict.fromkeys(("S", "H", "G", "positions_at_once"), "i32")
-    sizes = dict(D=128, ROWS=hopper.ROWS, BLOCK_N=hopper.BLOCK_N, STAGES=2)
-    source = GluonASTSource(hopper._hopper_attention_kernel, signature | dict.fromkeys(sizes, "constexpr"), sizes)
-    compiled = launch.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-    assert compiled.metadata.shared <= ARCHITECTURES[90] * 1024
-    assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
-
-
-def run_compiler(call: str) -> str:
-    """A call of one of these in a process of its own, which can compile: -> what it prints."""
-    environment = os.environ | {"COMPILE_FOR": "90", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_hoppers_kernel_for_prompts_compiles(dtype):
-    run_compiler(f"compile_hopper({dtype!r})")
+    for kind in (hopper.gl.float16, hopper.gl.bfloat16):
+        layout = lambda rows, kind=kind: hopper.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)
+        tiles = lambda rows, kind=kind, layout=layout: f"tensordesc<{kind}[{rows}, 128],{layout(rows)!r}>"
+        signature = dict(q=tiles(64), k=tiles(128), v=tiles(128), out=tiles(64), pos="*i32", T="i32", qk_scale="fp32")
+        signature |= dict.fromkeys(("S", "H", "G", "positions_at_once"), "i32")
+        sizes = dict(D=128, ROWS=hopper.ROWS, BLOCK_N=hopper.BLOCK_N, STAGES=2)
+        source = GluonASTSource(hopper._hopper_attention_kernel, signature | dict.fromkeys(sizes, "constexpr"), sizes)
+        compiled = launch.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+        assert compiled.metadata.shared <= ARCHITECTURES[90] * 1024
+        assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 @needs_triton
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile(arch):
-    compiled = set(run_compiler(f"compile_kernels({arch})").split(": ")[1].split())
+    """In a process of its own, which has no interpreter."""
+    environment = os.environ | {"COMPILE_FOR": str(arch), "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     files = ("kernels", "attention", "hopper", "sampling", "fp8", "training", "parallel", "speculation")
     source = "".join((HERE / f"{file}.py").read_text() for file in files)
-    every = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)) - {"_hopper_attention_kernel"}
-    assert every == compiled, "a kernel was not compiled"
+    every = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE))
+    left_out = set() if arch == 90 else {"_hopper_attention_kernel"}
+    assert every - left_out == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
 
 
 # ---- sampling.py
@@ -1164,14 +1101,12 @@ def draw(logits: torch.Tensor, count: int = 4000, **settings) -> torch.Tensor:
 
 
 OFF = dict(temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
-EITHER_OPS = pytest.mark.parametrize(
-    "ops", [kernels.reference, pytest.param(kernels.fused, marks=needs_triton)], ids=["torch", "triton"]
-)
+EITHER_OPS = [kernels.reference, pytest.param(kernels.fused, marks=needs_triton)]
 
 
 def test_sampling_follows_the_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    for temp in (0.5, 1.0, 2.0):
+    for temp in (0.5, 2.0):
         expected = (logits / temp).softmax(0)
         assert (draw(logits, **(OFF | dict(temp=temp))) - expected).abs().max() < 0.04  # 5 sigma of 4000 draws
 
@@ -1190,7 +1125,7 @@ def test_equals_at_the_edge_are_all_kept():
     logits = torch.tensor([1.0] * 6 + [0.0] * 2)
     kept = draw(logits, 600, **(OFF | dict(top_k=2, top_p=0.3)))
     assert kept.gt(0).tolist() == [True] * 6 + [False] * 2
-    assert draw(torch.zeros(100), 3000, **(OFF | dict(top_k=2))).gt(0).all()
+    assert draw(torch.zeros(40), 1200, **(OFF | dict(top_k=2))).gt(0).all()
 
 
 @pytest.mark.parametrize("temp", [1e-50, 1e-9, 1e9, float("inf")])
@@ -1200,11 +1135,11 @@ def test_temperatures_at_the_ends(temp):
     assert drawn[1] == 1 if temp < 1 else (drawn - 0.25).abs().max() < 0.12  # 5 sigma of 400 draws
     if launch.triton is not None:
         for some in (logits, torch.zeros(3000)):  # all equal: more than a part keeps
-            for seed in range(12):
+            for seed in range(4):
                 choose_alike(some, NOTHING, 0, **settings | dict(top_k=3), seed=seed)
 
 
-@EITHER_OPS
+@pytest.mark.parametrize("ops", EITHER_OPS, ids=["torch", "triton"])
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 8, -1])
 def test_the_penalty_looks_back_its_window(ops, window):
     logits = torch.full((20,), -20.0)
@@ -1218,7 +1153,7 @@ def test_the_penalty_looks_back_its_window(ops, window):
         assert choose(logits, tokens, 12, ops, temp=0, repeat_last_n=window) == 3, "no penalty"
 
 
-@EITHER_OPS
+@pytest.mark.parametrize("ops", EITHER_OPS, ids=["torch", "triton"])
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("top_k", [0, 40])
 def test_logits_that_are_not_finite_are_minus_1(ops, bad, top_k):
@@ -1226,12 +1161,6 @@ def test_logits_that_are_not_finite_are_minus_1(ops, bad, top_k):
     logits[:900] = torch.randn(900)
     logits[2000] = float(bad)
     assert choose(logits, NOTHING, 0, ops, top_k=top_k) == -1
-
-
-def test_a_seed_repeats(tiny):
-    model = load(tiny, device="cpu")
-    texts = [list(generate(model, [1, 5], n=20, sampling=Sampling(seed=s), eos=[])) for s in (SEED, SEED, SEED + 1)]
-    assert texts[0] == texts[1] != texts[2]
 
 
 @needs_triton
@@ -1257,9 +1186,8 @@ def test_sampling_on_the_device_draws_from_a_large_vocabulary_in_blocks():
 @needs_triton
 @pytest.mark.parametrize("V", [100, 300, 3000, 5000])
 def test_sampling_on_the_device_keeps_equals_at_the_edge_together(V):
-    every = itertools.product(
-        (5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500)
-    )
+    choices = (5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500)
+    every = itertools.product(*choices)
     # what a part left out counts for top-p, too
     cases = [(40, 0.5, 0.0, 1.5, position, 4.5, 2500) for position in range(3)]
     for top_k, top_p, min_p, temp, position, height, many in random.sample([*every], 8) + cases:
@@ -1368,33 +1296,19 @@ def with_dense_weights(model) -> None:
     model.weights.output = dense(model.weights.output)
 
 
-def value_of(code: int, exponent_bits: int) -> float:
-    """What an 8-bit float stands for, from the definition: sign, exponent, mantissa, and subnormals."""
-    mantissa_bits = 7 - exponent_bits
-    bias = 2 ** (exponent_bits - 1) - 1
-    sign = -1.0 if code & 0x80 else 1.0
-    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (2**mantissa_bits - 1)
-    fraction = mantissa / 2**mantissa_bits
-    return sign * (2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction))
-
-
-EXPONENT_BITS = {"e4m3": 4, "e5m2": 5}
-
-
-def finite_codes(form: str) -> list[int]:
-    return [c for c in range(256) if c & 0x7F < (0x7F if form == "e4m3" else 0x7C)]
+EVERY_CODE = torch.arange(256).to(torch.uint8).view(torch.int8)
+EVERY_HALF = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_all_codes_decode_and_all_halves_encode_to_the_nearest(form):
-    format = FORMATS[form]
-    codes = torch.tensor(finite_codes(form), dtype=torch.uint8).view(torch.int8)
-    values = torch.tensor([value_of(c, EXPONENT_BITS[form]) for c in finite_codes(form)], dtype=torch.float64)
-    assert torch.equal(format.floats(codes).double(), values)
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    every = every[torch.isfinite(every)]
+    format, every = FORMATS[form], EVERY_HALF[torch.isfinite(EVERY_HALF)]
+    values = EVERY_CODE.view(format.dtype).double()  # as torch decodes them
+    finite = torch.isfinite(values)
+    assert format.floats(EVERY_CODE)[finite].double().equal(values[finite])
+    assert format.floats(EVERY_CODE)[~finite].isnan().all()
     written = format.round(every)
-    got, positive = format.floats(written).double(), values[values >= 0].sort().values
+    got, positive = format.floats(written).double(), values[finite & (values >= 0)].sort().values
     size = every.double().abs().clamp(max=format.largest)
     distance = (size[:, None] - positive).abs()
     nearest = distance.min(1).values
@@ -1422,14 +1336,14 @@ def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_codes_and_scales_that_encode_never_writes_are_refused(form):
-    format, finite, ones = FORMATS[form], finite_codes(form), torch.ones(1, 1)
+    format, ones = FORMATS[form], torch.ones(1, 1)
     largest = {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
-    for code in range(256):
-        codes = torch.tensor([[0] * 8 + [largest, code]], dtype=torch.uint8).view(torch.int8)
-        if code in finite and code & 0x7F <= largest:
+    for code, value in zip(EVERY_CODE, EVERY_CODE.view(format.dtype).float()):
+        codes = torch.tensor([[0] * 8 + [largest, int(code)]], dtype=torch.int8)
+        if value.isfinite() and code & 0x7F <= largest:
             format.check((codes, ones))
         else:
-            with pytest.raises(ValueError, match="codes of a format other" if code in finite else "codes of NaN"):
+            with pytest.raises(ValueError, match="codes of a format other" if value.isfinite() else "codes of NaN"):
                 format.check((codes, ones))
     for scale in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="scales"):
@@ -1467,7 +1381,7 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
     SwiGLU's is averaged over many draws."""
     for op in PRODUCTS:
         errors = []
-        for _ in range(32 if op == "rmsnorm_swiglu" and T == 1 else 1):
+        for _ in range(16 if op == "rmsnorm_swiglu" and T == 1 else 1):
             arguments = encoded(op_arguments(op, dtype, (4, 2, 16), T, 5)[0], FORMATS[form])
             # the reference in fp32, since rounding in other types is not what is tested
             in_fp32 = [a if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
@@ -1481,8 +1395,7 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
 @needs_triton
 @pytest.mark.parametrize("peak", [1, 30, 36, 40, 150])
 def test_large_norm_weights_do_not_overflow_packed_products(peak):
-    """Eight products are summed in half precision: on a GPU this is that path. All energy in eight neighbours is the
-    worst case."""
+    """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the worst case."""
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
         norm, x = torch.full((K,), float(peak)).half().to(DEVICE), torch.zeros(1, K)
         x[0, :spread] = 100.0
@@ -1495,29 +1408,12 @@ def test_large_norm_weights_do_not_overflow_packed_products(peak):
         assert nmse(kernels.rmsnorm_linear(x, norm, w, 1e-5, out), exact) < ONE_UNIT[torch.float16]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_model_in_8_bits_is_the_model_with_its_weights_decoded(tiny, form, cli):
-    ours, exact = (load(tiny, dtype="fp32", device="cpu", fp8=form) for _ in range(2))
-    with_dense_weights(exact)
-    ids, logits = torch.randint(3, 300, (30,)), []
-    for model in (ours, exact):
-        cache = KVCache(model)
-        with torch.inference_mode():
-            logits.append([model.forward(part, cache) for part in ids.split([29, 1])])
-    assert_close(logits[0][0], logits[1][0], 1e-4)
-    assert_close(logits[0][1], logits[1][1], 0.01)  # one token's activations are rounded to fp16 on a CPU
-    flags = ["--fp8"] if form == "e4m3" else ["--fp8", form]
-    code, _, err = cli("-m", tiny, "-p", "Once", "-n", 4, "--temp", 0, *flags)
-    assert code == 0 and f"with {form} matrices" in err
-
-
 @needs_triton
 def test_kernels_encode_as_torch_does():
     """All finite fp16 numbers, numbers between the codes and far beyond them, infinities and NaN."""
-    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     between = torch.rand(1 << 16) * 2.0 ** torch.randint(-14, 12, (1 << 16,))
     beyond = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan])
-    x = torch.cat([every[torch.isfinite(every)], between, -between, beyond]).to(DEVICE)
+    x = torch.cat([EVERY_HALF[torch.isfinite(EVERY_HALF)].float(), between, -between, beyond]).to(DEVICE)
     codes = torch.empty(len(x), dtype=torch.int8, device=DEVICE)
 
     @launch.jit
@@ -1530,10 +1426,19 @@ def test_kernels_encode_as_torch_does():
     assert torch.equal(codes[finite], E4M3.round(x[finite])) and (codes[~finite] == 0x7F).all()
 
 
+def test_an_8_bit_cache_holds_the_nearest_codes():
+    arguments, written = op_arguments("rmsnorm_qkv_rope", torch.float32, (6, 2, 24), 17, 40)
+    floats, codes = [arguments[i] for i in written], [E4M3.round(arguments[i]) for i in written]
+    for caches in (floats, codes):
+        kernels.reference.rmsnorm_qkv_rope(*arguments[:4], *caches, *arguments[6:])
+    assert all(code.equal(E4M3.round(value)) for code, value in zip(codes, floats))
+
+
 @needs_triton
 @pytest.mark.parametrize("T", [1, 3, 80])
-@pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 24)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype, heads", [
+    (torch.float16, (2, 2, 16)), (torch.float16, (6, 2, 24)), (torch.bfloat16, (6, 2, 24)),
+], ids=str)  # fmt: skip
 def test_ops_on_an_8_bit_cache(dtype, heads, T):
     """The QKV op writes the reference's codes, except where it rounds the other way; attention reads them exactly."""
     arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)
@@ -1554,31 +1459,6 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
     assert torch.equal(attention.attention_ref(q.float(), *ours, pos, scratch), right)
 
 
-def test_a_model_with_an_8_bit_cache(tiny, cli, monkeypatch):
-    """It equals the model with rounded keys and values, with either kind of weights."""
-    ids, write = torch.randint(3, 300, (30,)), kernels.reference.rmsnorm_qkv_rope
-
-    def write_rounded(x, norm, wqkv, rope, k_cache, v_cache, pos, *rest):
-        q, new = write(x, norm, wqkv, rope, k_cache, v_cache, pos, *rest), slice(int(pos), int(pos) + len(x))
-        for cache in (k_cache, v_cache):
-            cache[:, new] = E4M3.floats(E4M3.round(cache[:, new]))
-        return q
-
-    for form in (None, "e4m3"):
-        whole, ours = (load(tiny, dtype="fp32", device="cpu", fp8=form, kv_fp8=eight) for eight in (False, True))
-        assert KVCache(ours).k[0].dtype == torch.int8
-        with torch.inference_mode():
-            plain, caches = whole.forward(ids, KVCache(whole)), (KVCache(ours), KVCache(whole))
-            mine = torch.cat([ours.forward(part, caches[0]) for part in ids.split([20, 9, 1])])
-            monkeypatch.setattr(kernels.reference, "rmsnorm_qkv_rope", write_rounded)
-            theirs = torch.cat([whole.forward(part, caches[1]) for part in ids.split([20, 9, 1])])
-            monkeypatch.undo()
-        assert_close(mine, theirs, 1e-4)
-        assert nmse(mine, plain) > 1e-6
-    code, _, err = cli("-m", tiny, "-p", "Once", "-n", 4, "--kv-fp8", "--fp8")
-    assert code == 0 and "with e4m3 matrices, e4m3 keys and values" in err
-
-
 WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -1586,40 +1466,44 @@ WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("name, bad, backend", [
-    *itertools.product(WEIGHTS, (NAN, INF, -INF), ["torch"]),
-    *(pytest.param(f"layers.0.self_attn.{w}_proj", bad, "triton", marks=needs_triton)
-      for w, bad in (("q", NAN), ("k", NAN), ("v", NAN), ("v", INF))),
-])  # fmt: skip
+@BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
-def test_weights_that_are_not_finite_are_named(copy, kv_fp8, name, bad, backend):
-    """E4M3 has no infinity, and its NaN decodes to 480 by moving bits; torch takes a row of NaN scores for a masked
-    one."""
-    name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
-    spoil_tensors(lambda t: t[name].view(-1)[5 + 3 * 64 * (t[name].dim() - 1) :][:1].fill_(bad))(copy)
-    model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
-    for prompt in ([3], [1, 3, 6]):
-        with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
-            list(generate(model, prompt, n=2, sampling=Sampling(temp=0)))
+def test_weights_that_are_not_finite_are_named(copy, kv_fp8, backend):
+    """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a masked one."""
+    spoiled = [*itertools.product(WEIGHTS, (NAN, INF, -INF))]
+    if backend == "triton":
+        spoiled = [(f"layers.0.self_attn.{x}_proj", bad) for x, bad in (("q", NAN), ("k", NAN), ("v", NAN), ("v", INF))]
+    sound = load_file(copy / "model.safetensors")
+    for name, bad in spoiled:
+        name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
+        tensors = sound | {name: sound[name].clone()}
+        tensors[name].view(-1)[5 + 3 * 64 * (sound[name].dim() - 1)] = bad
+        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+        model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
+        for prompt in ([3], [1, 3, 6]):
+            with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
+                greedy(model, prompt, 1)
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_a_cache_that_is_not_finite_is_noticed(tiny, kv_fp8, backend):
     model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
-    for which, bad in (("k", NAN), ("v", NAN), ("v", INF)):
-        cache, prompt = KVCache(model), [1, 5, 6]
-        list(generate(model, prompt, cache, 0))
-        getattr(cache, which)[1][:, 1, 2] = 0x7F if kv_fp8 else bad
-        for later in ([*prompt, 7], [*prompt, 7, 8, 9]):
-            with pytest.raises(RuntimeError, match="not finite, although every weight is"):
-                list(generate(model, later, cache, 1))
+    cache, prompt = KVCache(model), [1, 5, 6]
+    greedy(model, prompt, 0, cache)
+    for (which, bad), new in itertools.product((("k", NAN), ("v", NAN), ("v", INF)), ([7], [7, 8, 9])):
+        cache.truncate(len(prompt))
+        number = getattr(cache, which)[1][:, 1, 2]
+        before = number.clone()
+        number.fill_(0x7F if kv_fp8 else bad)
+        with pytest.raises(RuntimeError, match="not finite, although every weight is"):
+            greedy(model, [*prompt, *new], 1, cache)
+        number.copy_(before)
 
 
 def test_nan_is_refused_by_name_in_8_bits(cli, copy):
     spoil_tensors(lambda t: t[DOWN].view(-1)[5:6].fill_(float("nan")))(copy)
-    code, _, err = cli("-m", copy, "-p", "Once", "--fp8")
-    assert code == 1 and f"{DOWN} in model.safetensors" in err and "NaN or inf" in err and err.count("\n") == 1
+    assert_refused(cli("-m", copy, "-p", "Once", "--fp8"), f"{DOWN} in model.safetensors", "NaN or inf")
 
 
 @needs_triton
@@ -1629,10 +1513,8 @@ def test_nan_is_refused_by_name_in_8_bits(cli, copy):
 @pytest.mark.parametrize("form", FORMATS)
 def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
     """Activations in E4M3 have an error of at most 2^-4: a third of its square, halved since most err less."""
-    x, w = (
-        randn(80, 256, dtype=dtype),
-        Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16)).encoded(FORMATS[form]),
-    )
+    x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
+    w = w.encoded(FORMATS[form])
     if not fp8.on_tensor_cores(w):
         pytest.skip("this GPU has none")
     y = kernels.linear_add(x, w, torch.zeros(80, 512, dtype=dtype, device=DEVICE), accumulate)
@@ -1663,12 +1545,6 @@ def test_caches_are_decoded_as_far_as_they_are_seen(dtype):
         assert exact.isnan().any() and torch.equal(values[:, :1017].nan_to_num(7.0), exact.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("options", [["--accumulate", "fp16"], ["--accumulate", "fp16", "--backend", "torch"]], ids=str)
-def test_half_sums_are_refused_where_there_are_none(cli, tiny, options):
-    code, _, err = cli("-m", tiny, "-p", "Once", "--device", "cpu", *options)
-    assert code == 1 and "--accumulate fp16 needs a GPU" in err and err.count("\n") == 1
-
-
 @pytest.mark.parametrize("accumulate", ["auto", "fp32"])
 def test_accumulate_reaches_the_ops(tiny, accumulate, monkeypatch):
     seen, norm = set(), kernels.reference.rmsnorm_linear
@@ -1682,21 +1558,23 @@ def test_accumulate_reaches_the_ops(tiny, accumulate, monkeypatch):
 # ---- run.py: the command line
 
 
-@pytest.fixture
-def cli(monkeypatch, capfd):
-    """Run the program in this process, on the CPU if nothing else is asked for: cli(*arguments, stdin=bytes) -> exit
-    code, stdout, stderr."""
+def caller(main, monkeypatch, capfd, *flags):
+    """A program in this process: call(*arguments, stdin=bytes) -> exit code, stdout, stderr."""
 
-    def call(*arguments, stdin: bytes = b""):
+    def call(*arguments, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         try:
-            code = run.main(["--device", "cpu", *map(str, arguments)])
+            code = main([*flags, *map(str, arguments)])
         except SystemExit as exit:
             code = exit.code
-        out, err = capfd.readouterr()
-        return code, out, err
+        return (code, *capfd.readouterr())
 
     return call
+
+
+@pytest.fixture
+def cli(monkeypatch, capfd):
+    return caller(run.main, monkeypatch, capfd, "--device", "cpu")  # if nothing else is asked for
 
 
 def program(*arguments, **options) -> subprocess.Popen:
@@ -1787,14 +1665,6 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
     assert none["tokens_per_s"] is none["prompt_seconds"] is None
 
 
-def test_an_eos_of_the_checkpoint_ends_the_text(cli, copy):
-    ids = greedy(load(copy, dtype="fp32", device="cpu"), Tokenizer(copy).encode("Once"), 12)
-    last = next(i for i in range(3, 12) if ids.index(ids[i]) == i)
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, ids[last]]}))
-    (text,) = objects(cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl")[1])
-    assert text["new_tokens"] == 1 + last and text["ended_by"] == "eos"
-
-
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     bars, original = [], run.tqdm
 
@@ -1847,12 +1717,8 @@ WRONG_USAGE = [  # and what the error says
 
 
 @pytest.mark.parametrize("main, flags, said", WRONG_USAGE)
-def test_wrong_usage_exits_2_in_one_line(capfd, main, flags, said):
-    with pytest.raises(SystemExit) as exit:
-        main(flags.split())
-    out, err = capfd.readouterr()
-    assert exit.value.code == 2 and out == "" and said in err
-    assert err.startswith("error: ") and err.endswith(" (see --help)\n") and err.count("\n") == 1
+def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
+    assert_refused(caller(main, monkeypatch, capfd)(*flags.split()), said, " (see --help)\n", code=2)
 
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
@@ -1861,6 +1727,8 @@ def test_wrong_usage_exits_2_in_one_line(capfd, main, flags, said):
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
     (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
     (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
+    (["-p", "a", "--accumulate", "fp16"], b"", "--accumulate fp16 needs a GPU"),
+    (["-p", "a", "--accumulate", "fp16", "--backend", "torch"], b"", "--accumulate fp16 needs a GPU"),
     (["-p", "a\udcffb"], b"", "--prompt is not UTF-8: byte 0xff at offset 1"),
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
     (["-p", "-", "-c", "16"], b"a" * 4097, "the prompt has 4,097 characters, too many for 16 tokens"),
@@ -1872,8 +1740,7 @@ def test_wrong_usage_exits_2_in_one_line(capfd, main, flags, said):
 ])  # fmt: skip
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     alone = [] if "--chat" in arguments else ["--no-display-prompt"]
-    code, out, err = cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin)
-    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
+    assert_refused(cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin), expected)
 
 
 def test_debug_shows_the_traceback(cli, tmp_path):
@@ -1883,8 +1750,7 @@ def test_debug_shows_the_traceback(cli, tmp_path):
 
 def test_memory_error_comes_before_allocating(cli, tiny, monkeypatch):
     monkeypatch.setattr("checkpoint.free_memory", lambda device: 1_000_000)
-    code, _, err = cli("-m", tiny, "-p", "a")
-    assert code == 1 and "weights" in err and "cache of 256 tokens" in err and "(-c)" in err and err.count("\n") == 1
+    assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "(-c)")
 
 
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
@@ -1991,18 +1857,16 @@ def test_prompt_cache_saves_evaluation(cli, tiny, tmp_path):
     assert sorted(tmp_path.iterdir()) == [file]
 
 
-def test_prompt_cache_is_rewritten_below_three_quarters(tiny, tmp_path):
-    model = load(tiny, dtype="fp32", device="cpu")
-    ids = list(range(5, 45))
-    cache = KVCache(model)
-    model.prefill(ids, cache)
+def test_prompt_cache_is_rewritten_below_three_quarters(tiny_model, tmp_path):
+    ids, cache = list(range(5, 45)), KVCache(tiny_model)
+    tiny_model.prefill(ids, cache)
     for same, rewritten in ((30, False), (29, True)):
-        kept = run.PromptCache(tmp_path / f"{same}", model, Ranks())
+        kept = run.PromptCache(tmp_path / f"{same}", tiny_model, Ranks())
         kept.tokens = ids[:same]
         kept.keep(ids, cache)
         assert kept.file.exists() == rewritten
-    restored = KVCache(model)
-    run.PromptCache(kept.file, model, Ranks()).restore(restored)
+    restored = KVCache(tiny_model)
+    run.PromptCache(kept.file, tiny_model, Ranks()).restore(restored)
     assert restored.tokens[: restored.pos].tolist() == ids
     assert all(torch.equal(a[:, :40], b[:, :40]) for a, b in zip([*cache.k, *cache.v], [*restored.k, *restored.v]))
 
@@ -2017,11 +1881,16 @@ def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
     assert other["evaluated_tokens"] < other["prompt_tokens"] / 2
 
 
-def spoil_cache(change=lambda tensors: tensors, **metadata):
+def spoil_file(change=lambda tensors: None, **metadata):
+    """Change the tensors of a safetensors file in place, and its metadata."""
+
     def spoil(file: Path) -> None:
         with safe_open(file, "pt") as f:
-            meta = f.metadata() | metadata
-        save_file({name: t.contiguous() for name, t in change(load_file(file)).items()}, file, meta)
+            held = f.metadata()
+        tensors = load_file(file)
+        change(tensors)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, file, held | {name.replace("_", "-"): value for name, value in metadata.items()})
 
     return spoil
 
@@ -2030,15 +1899,15 @@ OTHER_MODEL, OTHER_VALUES = "another model or other types", "does not hold the k
 REFUSED_CACHES = {  # what is wrong with it: the flags that it is made with, what is done to it, what the error says
     "8-bit cache": (["--kv-fp8"], None, OTHER_MODEL),
     "8-bit matrices": (["--fp8"], None, OTHER_MODEL),
-    "another model": ([], spoil_cache(model="0"), OTHER_MODEL),
-    "another kind": ([], spoil_cache(**{"fused-llama": "1"}), "is not a prompt cache"),
+    "another model": ([], spoil_file(model="0"), OTHER_MODEL),
+    "another kind": ([], spoil_file(fused_llama="1"), "is not a prompt cache"),
     "no cache": ([], lambda f: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", f), "is not a prompt cache"),
     "cut": ([], lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a valid safetensors file"),
     "a pipe": ([], lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
-    "no values": ([], spoil_cache(lambda t: {"tokens": t["tokens"], "k": t["k"]}), OTHER_VALUES),
-    "no tokens": ([], spoil_cache(lambda t: {"v": t["v"], "k": t["k"]}), OTHER_VALUES),
-    "another shape": ([], spoil_cache(lambda t: t | {"k": t["k"][..., 1:]}), OTHER_VALUES),
-    "another type": ([], spoil_cache(lambda t: t | {"v": t["v"].half()}), OTHER_VALUES),
+    "no values": ([], spoil_file(lambda t: t.pop("v")), OTHER_VALUES),
+    "no tokens": ([], spoil_file(lambda t: t.pop("tokens")), OTHER_VALUES),
+    "another shape": ([], spoil_file(lambda t: t.update(k=t["k"][..., 1:])), OTHER_VALUES),
+    "another type": ([], spoil_file(lambda t: t.update(v=t["v"].half())), OTHER_VALUES),
 }
 
 
@@ -2050,8 +1919,7 @@ def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, how):
     if spoil:
         spoil(file)
     before = file.read_bytes() if file.is_file() else None
-    code, out, err = cli(*flags)
-    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and text in err, err
+    assert_refused(cli(*flags), text)
     assert (file.read_bytes() if file.is_file() else None) == before, "it is left as it was"
 
 
@@ -2067,15 +1935,13 @@ def hears_signals():
 
 def test_prompt_cache_is_written_whole_or_not_at_all(cli, tiny, tmp_path, monkeypatch, hears_signals):
     flags = ("-m", tiny, "-p", "Once", "-n", 4, "--quiet", "--prompt-cache")
-    code, out, err = cli(*flags, tmp_path / "none" / "cache")
-    assert code == 1 and out == "" and "create that folder first" in err and err.count("\n") == 1
+    assert_refused(cli(*flags, tmp_path / "none" / "cache"), "create that folder first")
 
     def broken_off(end, *arguments):
         return lambda tensors, file, metadata: [Path(file).write_bytes(b"half"), end(*arguments)]
 
     monkeypatch.setattr(run, "save_file", broken_off(fails(OSError(28, "No space left on device"))))
-    code, out, err = cli(*flags, tmp_path / "cache")
-    assert code == 1 and out == "" and "cannot be written" in err and err.count("\n") == 1
+    assert_refused(cli(*flags, tmp_path / "cache"), "cannot be written")
     assert not list(tmp_path.iterdir())
     for number in hears_signals:
         monkeypatch.setattr(run, "save_file", broken_off(signal.raise_signal, number))
@@ -2396,29 +2262,27 @@ EVERY_KERNEL = ("llama 3.2", "mistral nemo", "qwen 2.5", "qwen 3")  # for Triton
 
 
 @pytest.mark.parametrize("family, fp8, backend", [
-    *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e4m3", "torch"),
+    *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e5m2", "torch"),
     *(pytest.param(name, None, "triton", marks=needs_triton) for name in EVERY_KERNEL),
-    *(pytest.param(name, "e4m3", "triton", marks=needs_triton) for name in ("qwen 2.5", "qwen 3")),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend):
     """Logits of a prompt, whole and in parts, and greedy tokens; in 8 bits, against our model with decoded weights."""
     theirs = hugging_face_model(**FAMILIES[family])
     theirs.save_pretrained(tmp_path)
-    T, new = (70, 12) if backend == "torch" else (15, 2)  # the interpreter is slow
+    T = 70 if backend == "torch" else 15  # the interpreter is slow
     prompt = torch.randint(5, 300, (T,))
     device = DEVICE.type if backend == "triton" else "cpu"
     ours = load(tmp_path, dtype="fp32", device=device, backend=backend, fp8=fp8)
     if fp8:
         theirs = load(tmp_path, dtype="fp32", device="cpu", fp8=fp8)
         with_dense_weights(theirs)
-    with torch.inference_mode():
-        expected = theirs.forward(prompt, KVCache(theirs)) if fp8 else oracle(theirs, prompt.tolist())
-        assert_close(ours.forward(prompt, KVCache(ours)).cpu(), expected, 1e-4)
-        cache = KVCache(ours)
-        pieces = torch.cat([ours.forward(part, cache).cpu() for part in prompt.split([T - 12, 1, 10, 1])])
-        assert_close(pieces, expected, 0.02 if fp8 and backend == "torch" else 1e-4)  # fp16 on a CPU
-    if not fp8:
-        assert_same_greedy_tokens(ours, theirs, prompt[: T - 12].tolist(), new)
+    expected = logits_of(theirs, prompt) if fp8 else oracle(theirs, prompt.tolist())
+    pieces = logits_of(ours, prompt, T - 12, 1, 10, 1)
+    assert_close(pieces, expected, 0.02 if fp8 else 1e-4)  # with an activation in fp16 on a CPU
+    if backend == "torch":
+        assert_close(logits_of(ours, prompt), expected, 1e-4)
+    if backend == "torch" and not fp8:
+        assert_same_greedy_tokens(ours, theirs, prompt[: T - 12].tolist(), 12)
 
 
 def to_bin(folder: Path) -> None:
@@ -2464,9 +2328,8 @@ def to_meta(folder: Path, shards: int) -> None:
             part[name] = (tensor if axis is None else tensor.chunk(shards, axis)[i]).clone()
     for i, part in enumerate(parts):
         torch.save(part, folder / f"consolidated.{i:02}.pth")
-    params = {
-        name: getattr(config, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
-    }
+    fields = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
+    params = {name: getattr(config, name) for name in fields}
     params |= dict(vocab_size=-1, multiple_of=16, ffn_dim_multiplier=0.6)  # hidden_dim 112
     (folder / "params.json").write_text(json.dumps(params))
     (folder / "config.json").unlink()
@@ -2538,35 +2401,32 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.asked.append(f"{self.command} {path}")
-        if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
-            return self.answer(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the licence"})
-        tree = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in self.files.items()]
-        about = {"id": "someone/tiny", "sha": "a" * 40, "siblings": [{"rfilename": name} for name in self.files]}
-        if re.fullmatch("/api/models/someone/tiny(/revision/.*)?", path):
-            return self.answer(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
-        if path.startswith("/api/models/someone/tiny/tree/"):
-            return self.answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
-        name = path.removeprefix(f"/someone/tiny/resolve/{'a' * 40}/")
-        if name not in self.files:
-            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-        data = self.files[name]
-        self.answer(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "a" * 40})
-
-    def answer(self, code: int, data: bytes, headers: dict) -> None:
+        code, data, headers = self.response(path)
         self.send_response(code)
         for name, value in (headers | {"Content-Length": str(len(data))}).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data)
-            self.wfile.flush()
             self.close_connection = True
+
+    do_HEAD = do_GET
+
+    def response(self, path: str) -> tuple[int, bytes, dict[str, str]]:
+        if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
+            return 401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the licence"}
+        tree = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in self.files.items()]
+        about = {"id": "someone/tiny", "sha": "a" * 40, "siblings": [{"rfilename": name} for name in self.files]}
+        if found := re.fullmatch("/api/models/someone/tiny(/revision/.*|/tree/.*|)", path):
+            is_tree = found[1].startswith("/tree")
+            return 200, json.dumps(tree if is_tree else about).encode(), {"Content-Type": "application/json"}
+        data = self.files.get(path.removeprefix(f"/someone/tiny/resolve/{'a' * 40}/"))
+        if data is None:
+            return 404, b"", {"X-Error-Code": "RepoNotFound"}
+        return 200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "a" * 40}
 
 
 def of_hub(folder: Path) -> dict[str, bytes]:
@@ -2675,23 +2535,28 @@ def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, how):
         setattr(hub, field, value)
     if state:
         set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=state == "offline")
-    code, out, err = cli("-m", f"someone/{name}", "-p", "Once", "-n", 2)
-    assert code == 1 and out == "" and expected in err and err.count("\n") == 1, err
+    assert_refused(cli("-m", f"someone/{name}", "-p", "Once", "-n", 2), expected)
     if hub.token:
         monkeypatch.setenv("HF_TOKEN", "secret")
         assert cli("-m", "someone/tiny", "-p", "Once", "-n", 2)[0] == 0
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize("trained", [64, 4096, 1 << 17])
-def test_yarn_angles_equal_transformers(tmp_path, trained, truncate):
-    """Where its ramp begins and ends: within the frequencies, and beyond the last; with the default rotations."""
+YARNS = [  # with a ramp within the frequencies, and beyond the last; as DeepSeek says it; with a scale of its own
+    *(dict(trained=trained, truncate=whole) for trained in (64, 4096, 1 << 17) for whole in (True, False)),
+    dict(trained=32, factor=8.0, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.4),
+    dict(trained=1000, factor=2.0, rope_theta=100.0, attention_factor=1.3, truncate=False),
+]
+
+
+@pytest.mark.parametrize("fields", YARNS, ids=str)
+def test_yarn_angles_equal_transformers(tmp_path, fields):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=trained)
-    config = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=4 * trained)
-    theirs = LlamaConfig(**config, rope_parameters=rope | dict(truncate=truncate))
+    rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0) | fields
+    trained = rope["original_max_position_embeddings"] = rope.pop("trained")
+    config = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=int(rope["factor"] * trained))
+    theirs = LlamaConfig(**config, rope_parameters=rope)
     theirs.save_pretrained(tmp_path)
     freqs, gain = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     angles = torch.outer(torch.arange(50.0), freqs)
@@ -2706,15 +2571,7 @@ def spoil_config(**fields):
 
 
 def spoil_tensors(change=lambda tensors: None, **metadata):
-    def spoil(folder: Path) -> None:
-        file = folder / "model.safetensors"
-        with safe_open(file, "pt") as f:
-            held = f.metadata()
-        tensors = load_file(file)
-        change(tensors)
-        save_file(tensors, file, held | {name.replace("_", "-"): value for name, value in metadata.items()})
-
-    return spoil
+    return lambda folder: spoil_file(change, **metadata)(folder / "model.safetensors")
 
 
 def put(name: str, make):
@@ -2741,8 +2598,12 @@ def link_out(name: str):
     return lambda folder: [(folder / name).rename(folder.parent / name), (folder / name).symlink_to(f"../{name}")]
 
 
-def grow(name: str):
-    return lambda folder: os.truncate(folder / name, 1 << 36)
+def remove(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def both(*spoils):
+    return lambda folder: [spoil(folder) for spoil in spoils]
 
 
 def torch_file(content, save=torch.save):
@@ -2769,12 +2630,6 @@ class Bomb:
         return (os.system, ("touch PICKLE_HAS_RUN",))
 
 
-def repeated(folder: Path) -> None:
-    """The same tensors in two shards, which Meta's layout has and Hugging Face's does not."""
-    to_shards(folder, "safetensors")
-    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors")
-
-
 def index_of(name: str) -> str:
     return json.dumps({"weight_map": {"a": name}})
 
@@ -2782,7 +2637,7 @@ def index_of(name: str) -> str:
 ELSEWHERE = "quantised for another program: take the original safetensors; --fp8 makes 8 bits of them"
 UNSAFE = "pytorch_model.bin is not a checkpoint that can be read safely"
 NO_ZIP = "pytorch_model.bin is cut off, or not in torch's zip format"
-INDEX = "model.safetensors.index.json"
+INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13 = "layers.1.w13"
 ADDED = {"added_tokens_decoder": {"600": {"content": ["x"]}}}
@@ -2792,23 +2647,21 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "config is not JSON": (write("config.json", "{"), "config.json is not JSON"),
     "deep JSON": (write("config.json", "[" * 100_000), "config.json is not JSON"),
     "config lacks a field": (spoil_config(hidden_size=None), "config.json lacks the field hidden_size"),
-    "negative layers": (spoil_config(num_hidden_layers=-1), "num_hidden_layers is -1"),
-    "absurd vocabulary": (spoil_config(vocab_size=10**15), "vocab_size is 1000000000000000"),
-    "wordy number": (spoil_config(intermediate_size="many"), "intermediate_size is 'many'"),
-    "nan eps": (spoil_config(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
+    **{
+        f"{name} {value!r}": (spoil_config(**{name: value}), f"{name} is {value!r}")
+        for name, value in dict(
+            num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN, attention_bias=True,
+            hidden_act="gelu", model_type="gpt2", tie_word_embeddings="false",
+        ).items()
+    },
     "uneven heads": (spoil_config(num_key_value_heads=3), "4 query heads cannot share 3"),
-    "attention bias": (spoil_config(attention_bias=True), "attention_bias is True"),
-    "another activation": (spoil_config(hidden_act="gelu"), "hidden_act is 'gelu'"),
-    "another model": (spoil_config(model_type="gpt2"), "model_type is 'gpt2'"),
     "sliding window": (spoil_config(sliding_window=64), "sliding_window is 64: a context of 256"),
     "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
-    "wordy tie": (spoil_config(tie_word_embeddings="false"), "tie_word_embeddings is 'false'"),
     "two ropes": (spoil_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "say different things"),
     "another rope": (spoil_config(rope_parameters={"rope_type": "longrope"}), "rope_type is 'longrope'"),
     "flat llama3 ramp": (spoil_config(rope_parameters=RAMP | {"high_freq_factor": 1}), "must be above low_freq"),
     "eos beyond the vocabulary": (
-        lambda f: edit(f / "generation_config.json", eos_token_id=[2, 99999]),
-        "generation_config.json: eos_token_id is [2, 99999]",
+        lambda f: edit(f / "generation_config.json", eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]",
     ),
     "gptq": (spoil_config(quantization_config={"quant_method": "gptq"}), "quantization_config is 'gptq'", ELSEWHERE),
     "mlx": (spoil_config(quantization={"bits": 4}), "quantization is {'bits': 4}", ELSEWHERE),
@@ -2818,49 +2671,41 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         write("adapter_config.json", '{"base_model_name_or_path": "someone/base"}', alone=True),
         "an adapter without its base: merge it into someone/base",
     ),
-    "a huge config": (grow("config.json"), "config.json has more than 64,000,000 bytes"),
-    "a config that is a pipe": (
-        lambda f: [(f / "config.json").unlink(), os.mkfifo(f / "config.json")], "neither config.json",
-    ),
+    "a huge config": (lambda f: os.truncate(f / "config.json", 1 << 36), "config.json has more than 64,000,000 bytes"),
+    "a pipe": (both(remove("config.json"), lambda f: os.mkfifo(f / "config.json")), "neither config.json"),
     "a link out": (link_out("config.json"), "config.json is a link out of its folder"),
-    "weights that are a link out": (
-        lambda f: [torch_file({})(f), link_out("pytorch_model.bin")(f)], "model.bin is a link out of its folder",
-    ),
+    "weights that are a link out": (both(torch_file({}), link_out("pytorch_model.bin")), "a link out of its folder"),
     "git-lfs weights": (write("model.safetensors", POINTER), "model.safetensors is a git-lfs pointer", "git lfs pull"),
-    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "holds no tokenizer.model"),
+    "no tokenizer": (remove("tokenizer.model"), "holds no tokenizer.model"),
     "broken tokenizer": (write("tokenizer.model", b"x" * 99), "is not a SentencePiece model"),
-    "a cut tokenizer": (lambda f: os.truncate(f / "tokenizer.model", 9), "is not a SentencePiece model"),
+    "empty tokenizer": (write("tokenizer.model", b""), "is not a SentencePiece model"),
     "wrong types beside the tokenizer": (
-        lambda f: [write("tokenizer_config.json", json.dumps(ADDED))(f), write("added_tokens.json", "[]")(f)],
+        both(write("tokenizer_config.json", json.dumps(ADDED)), write("added_tokens.json", "[]")),
         "added_tokens.json does not hold a JSON object",
     ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
+    "no weights": (remove("model.safetensors"), "holds no weights"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "not a valid safetensors file"),
-    "a huge header": (write("model.safetensors", struct.pack("<Q", 99_000_000) + b" " * 99), "not a valid safetensors"),
     "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
     "wrong shape": (put(NORM, lambda t: t[:3]), f"{NORM} is [3], expected [64]"),
     "whole numbers": (put(NORM, lambda t: t.char()), f"{NORM} has a type other than float32, float16, bfloat16"),
-    "nan": (set_one(DOWN, float("nan")), f"{DOWN} in model.safetensors holds NaN or inf", "not finite"),
-    "tensors in two shards": (repeated, "is also in model-00001-of-00002.safetensors"),
-    "one of Meta's shards": (
-        lambda f: [to_meta(f, 2), (f / "consolidated.01.pth").unlink()], "holds 1 of the 2 files consolidated.*.pth",
+    "tensors in two shards": (  # as Meta's layout has them
+        both(lambda f: to_shards(f, "safetensors"), lambda f: shutil.copy(f / SHARDS[0], f / SHARDS[1])),
+        f"is also in {SHARDS[0]}",
     ),
+    "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove("consolidated.01.pth")), "holds 1 of the 2 files"),
     "index without its shard": (write(INDEX, index_of("gone.safetensors")), "names gone.safetensors, which is missing"),
-    "index that leaves the folder": (
-        write(INDEX, index_of("../model.safetensors")), "which is not a file of its own folder",
-    ),
+    "index that leaves the folder": (write(INDEX, index_of("../model.safetensors")), "not a file of its own folder"),
     "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
-    "numbered tensors": (torch_file({1: torch.ones(1)}), UNSAFE),
-    "a list of tensors": (torch_file([torch.ones(1)]), UNSAFE),
-    "nested tensors": (torch_file({"x": {"y": torch.ones(1)}}), UNSAFE),
-    "sparse tensors": (torch_file({"x": torch.ones(1).to_sparse()}), UNSAFE),
-    "tensors of no device": (torch_file({"x": torch.ones(1, device="meta")}), UNSAFE),
-    "quantised": (torch_file(lambda: {"x": torch.quantize_per_tensor(torch.ones(1), 1, 0, torch.qint8)}), UNSAFE),
-    "pickle that runs code": (torch_file({"x": Bomb()}), UNSAFE),
+    **{f"torch file, {name}": (torch_file(content), UNSAFE) for name, content in {
+        "numbered": {1: torch.ones(1)}, "a list": [torch.ones(1)], "nested": {"x": {"y": torch.ones(1)}},
+        "sparse": {"x": torch.ones(1).to_sparse()}, "of no device": {"x": torch.ones(1, device="meta")},
+        "quantised": lambda: {"x": torch.quantize_per_tensor(torch.ones(1), 1, 0, torch.qint8)},
+        "runs code": {"x": Bomb()},
+    }.items()},
     "plain pickle": (torch_file({"x": Bomb()}, lambda value, file: file.write_bytes(pickle.dumps(value))), NO_ZIP),
-    "cut torch file": (lambda f: [torch_file({})(f), os.truncate(f / "pytorch_model.bin", 99)], NO_ZIP),
+    "cut torch file": (both(torch_file({}), lambda f: os.truncate(f / "pytorch_model.bin", 99)), NO_ZIP),
     "compressed torch file": (torch_file({"x": torch.ones(9)}, compressed), "pytorch_model.bin is compressed"),
 }  # fmt: skip
 SPOILED_8 = {  # the same for a saved model
@@ -2889,19 +2734,8 @@ def test_spoiled_checkpoint_is_one_line(cli, tiny, tiny_saved, how, monkeypatch,
     folder = Path(shutil.copytree(tiny if how in SPOILED else tiny_saved, tmp_path / "folder" / "copy"))
     spoil, *expected = SPOILED.get(how) or SPOILED_8[how.removeprefix("saved, ")]
     spoil(folder)
-    code, out, err = cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt")
-    assert code == 1 and out == "", (out, err)
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert all(text in err for text in expected), err
+    assert_refused(cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt"), *expected)
     assert not (tmp_path / "PICKLE_HAS_RUN").exists()
-
-
-def test_spoiled_checkpoint_bomb_would_have_run(tmp_path, monkeypatch):
-    """The check above is meaningful only if an unsafe load does run the code."""
-    monkeypatch.chdir(tmp_path)
-    torch.save({"x": Bomb()}, "bomb")
-    torch.load("bomb", weights_only=False)
-    assert (tmp_path / "PICKLE_HAS_RUN").exists()
 
 
 @needs_triton
@@ -2917,17 +2751,6 @@ def fails(error: BaseException):
         raise error
 
     return fail
-
-
-def test_torch_files_are_read_as_torch_reads_them(tmp_path):
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        whole = torch.randn(12, 8).to(dtype)
-        tensors = dict(whole=whole, rows=whole[3:7], turned=whole.t(), gaps=whole[::2, 1::3], one=whole[5])
-        torch.save(tensors | {"p": torch.nn.Parameter(whole)}, tmp_path / "x.bin")
-        theirs, parts = torch.load(tmp_path / "x.bin", weights_only=True), parts_of(tmp_path / "x.bin")
-        assert [part.name for part in parts] == [*theirs]
-        assert all(part.dtype == dtype and read_part(part).equal(theirs[part.name]) for part in parts)
-        assert read_part(parts[3], index=[range(2, 5), range(1, 3)]).equal(tensors["gaps"][2:5, 1:3])
 
 
 def test_safetensors_that_change_while_they_are_read(tmp_path):
@@ -2957,7 +2780,7 @@ def test_messages_are_one_line(copy):
     for act in (
         lambda: list(generate(model, [1, 5])),
         lambda: tokenizer.apply_chat_template(conversation("hello")),
-        lambda: read_sampling(folder),
+        lambda: checkpoint.read_sampling(folder),
         lambda: spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))(folder) or load(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
@@ -3035,14 +2858,12 @@ def test_memory_of_a_format():
 
 
 def test_memory_of_a_chunk():
-    """A chunk of a prompt times the whole context; with an 8-bit cache, a layer of it decoded, for a launch and a
-    capture."""
+    """A chunk of a prompt times the whole context; a layer of an 8-bit cache decoded, for a launch and a capture."""
     c = read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
     short, long = (memory_needed(read_config_like(), ctx_size=size)[2] for size in (1 << 21, 1 << 22))
     assert long - short == pytest.approx(512 * (1 << 21) / 1e9, abs=0.02)
-    (_, halves, room), (_, codes, larger) = (
-        memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv) for kv in (False, True)
-    )
+    needed = lambda kv_fp8: memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv_fp8)
+    (_, halves, room), (_, codes, larger) = needed(False), needed(True)
     assert larger - room == pytest.approx(2 * 2 * 2 * c.kv_dim * 65536 / 1e9, abs=0.02)
     assert codes == pytest.approx(halves / 2, abs=0.02)
 
@@ -3060,13 +2881,6 @@ def test_loading_bar_ends_full(copy, monkeypatch, shape):
         assert bars[-1].n == bars[-1].total > 0, (folder, form)
 
 
-def prompt_and_step(model) -> torch.Tensor:
-    """Logits of a prompt and of a single token after it."""
-    cache, ids = KVCache(model), torch.arange(5, 25, device=model.device) * 7
-    with torch.inference_mode():
-        return torch.cat([model.forward(part, cache) for part in ids.split([19, 1])])
-
-
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
 ])  # fmt: skip
@@ -3081,7 +2895,7 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
     assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
     assert sorted(f.name for f in copy.parent.iterdir() if f.is_dir()) == ["copy", "saved"]
     tensors = load_file(saved / "model.safetensors")
-    expected = saved_tensors(read_config(saved), FORMATS[form])
+    expected = checkpoint.saved_tensors(read_config(saved), FORMATS[form])
     assert {name: t.shape for name, t in tensors.items()} == {name: shape for name, (_, shape) in expected.items()}
     assert tensors["norm.weight"].dtype == torch.float16
     for name, shape in {"layers.1.w13": (224, 64), "layers.1.w13.scale": (224,), "norm.weight": (64,)}.items():
@@ -3089,7 +2903,8 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
     for dtype in ("fp32", "bf16"):
         options = dict(dtype=dtype, device="cpu")  # where it was encoded: a GPU may round an error the other way
         original, again = (load(f, fp8=fp8, **options) for f, fp8 in ((copy, form), (saved, None)))
-        assert torch.equal(prompt_and_step(original), prompt_and_step(again)), "a saved model says something else"
+        ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in (original, again))
+        assert torch.equal(ours, theirs), "a saved model says something else"
     flags = ("-p", "Once", "-n", 8, "--temp", 0)
     (_, text, _), (code, same, err) = cli("-m", copy, "--fp8", form, *flags), cli("-m", saved, "--fp8", form, *flags)
     assert code == 0 and same == text and f"with {form} matrices" in err
@@ -3098,8 +2913,7 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
         (("--fp8", other, *flags), f"holds {form} matrices: for {other} ones, load the original"),
         (("--save-fp8", copy.parent / "again"), f"holds {form} matrices already: save from the original"),
     ):
-        code, _, err = cli("-m", saved, *refused)
-        assert code == 1 and why in err and err.count("\n") == 1
+        assert_refused(cli("-m", saved, *refused), why)
 
 
 def test_saved_format_with_groups_is_cut(grouped_folder, tmp_path, monkeypatch):
@@ -3124,8 +2938,8 @@ def test_save_copies_nothing_from_outside(cli, copy, tmp_path):
     (tmp_path / "secret").write_text('{"secret": 1}')
     (copy / "special_tokens_map.json").unlink(missing_ok=True)
     (copy / "special_tokens_map.json").symlink_to("../secret")
-    code, _, err = cli("-m", copy, "--save-fp8", tmp_path / "saved")
-    assert code == 1 and "special_tokens_map.json is a link out of its folder" in err and err.count("\n") == 1
+    refused = cli("-m", copy, "--save-fp8", tmp_path / "saved")
+    assert_refused(refused, "special_tokens_map.json is a link out of its folder")
     assert not (tmp_path / "saved").exists()
 
 
@@ -3137,7 +2951,7 @@ def test_parents_tokenizer_is_for_metas_layout(copy):
     assert tokenizer_file(copy) == copy.parent / "tokenizer.model"
 
 
-def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
+def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -3156,20 +2970,15 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         disk_with(patch, 0)
         refused("new", "has 0.00 GB free: save elsewhere")
-    for error, expected, code in ((OSError("No space left"), "No space left", 1), (KeyboardInterrupt(), "", 130)):
-        for step in ("Loader.load", "save_file"):
-            with monkeypatch.context() as patch:
-                patch.setattr(f"checkpoint.{step}", fails(error))
-                refused("new", expected, code)
+    ends = [(fails(OSError("No space left")), "No space left", 1), (fails(KeyboardInterrupt()), "", 130)]
+    ends += [(lambda *_, number=number: signal.raise_signal(number), "", 128 + number) for number in hears_signals]
+    for (end, expected, code), step in itertools.product(ends, ("Loader.load", "save_file")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"checkpoint.{step}", end)
+            refused("new", expected, code)
     assert cli("-m", copy, "--save-fp8", tmp_path / "empty", "--quiet") == (0, "", "")
     modes = {f.stat().st_mode & 0o777 for f in (tmp_path / "empty" / "model.safetensors", copy / "config.json")}
     assert len(modes) == 1
-
-
-def test_save_that_is_ended(cli, tiny, tmp_path, monkeypatch, hears_signals):
-    for number in hears_signals:
-        monkeypatch.setattr("checkpoint.save_file", lambda *_, number=number: signal.raise_signal(number))
-        assert cli("-m", tiny, "--save-fp8", tmp_path / "saved")[0] == 128 + number and not [*tmp_path.iterdir()]
 
 
 def test_save_to_a_full_disk(tiny, tmp_path):
@@ -3230,14 +3039,13 @@ def test_continuation_takes_what_does_not_merge():
 def test_what_ends_an_answer_is_not_part_of_it(cli, copy):
     """An eos that the tokenizer does not flag as special has a text, but it is neither shown nor remembered."""
     tokenizer = Tokenizer(copy)
-    ids = list(generate(load(copy, device="cpu"), tokenizer.encode("Once"), n=12, sampling=Sampling(temp=0), eos=[]))
+    ids = greedy(load(copy, device="cpu"), tokenizer.encode("Once"), 12)
     end = max(set(ids), key=ids.index)  # the last to appear for the first time
-    edit(copy / "config.json", eos_token_id=end)
-    (copy / "generation_config.json").unlink(missing_ok=True)
+    edit(copy / "generation_config.json", eos_token_id=[2, end])
     assert tokenizer.bytes_of(end) and ids.index(end) > 0
-    expected = b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)])).decode(errors="replace")
-    _, out, _ = cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")
-    assert json.loads(out)["text"] == expected and json.loads(out)["ended_by"] == "eos"
+    (text,) = objects(cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")[1])
+    assert text["text"] == b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)])).decode(errors="replace")
+    assert text["ended_by"] == "eos" and text["new_tokens"] == ids.index(end) + 1
 
 
 def conversation(*texts: str, system: str = "") -> list[dict]:
@@ -3280,6 +3088,9 @@ def test_find_template(tmp_path):
     cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
     assert find_template(cached, {})[0] == TEMPLATES["llama2"]
     assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "no template found: plain text")
+    for name in ("not-there", "."):
+        with pytest.raises(FileNotFoundError, match="is not a chat template: neither one of llama2, zephyr"):
+            find_template(folder, own, name)
 
 
 REFUSED = {  # templates, and what is said of them
@@ -3299,14 +3110,7 @@ def test_template_errors(cli, tiny, tmp_path, how):
     text, expected = REFUSED[how]
     (tmp_path / "template").write_text(text)
     flags = ("--chat-template", tmp_path / "template", "--quiet", "-p", "hello")
-    code, out, err = cli("-m", tiny, "--chat", *flags)
-    assert code == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err, err
-
-
-def test_template_that_is_not_there(tiny):
-    for name in ("not-there", "."):
-        with pytest.raises(FileNotFoundError, match="is not a chat template: neither one of llama2, zephyr"):
-            Tokenizer(tiny, chat_template=name)
+    assert_refused(cli("-m", tiny, "--chat", *flags), expected)
 
 
 def test_ctrl_c_ends_a_template(tiny):
@@ -3319,14 +3123,12 @@ def test_ctrl_c_ends_a_template(tiny):
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize(
-    "template, typed", [("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>")]
-)
-def test_half_typed_control_tokens(tiny, template, typed):
+def test_half_typed_control_tokens(tiny):
     t = Tokenizer(tiny)
-    t.chat_template = template.format("{{ messages[0]['content'].strip() }}")
-    ids = t.apply_chat_template(conversation(typed))
-    assert t.eos not in ids and "</s>" in t.decode(ids)
+    for template, typed in (("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>")):
+        t.chat_template = template.format("{{ messages[0]['content'].strip() }}")
+        ids = t.apply_chat_template(conversation(typed))
+        assert t.eos not in ids and "</s>" in t.decode(ids), (template, typed)
 
 
 def test_turn_ends_of_a_template_that_writes_no_answer(tiny):
@@ -3347,14 +3149,6 @@ def test_bos_left_out(copy):
     assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
 
 
-def train_sentencepiece(folder: Path, **options) -> None:
-    (folder / "text").write_text(TEXT * 20)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=350, model_type="bpe",
-        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, **options,
-    )  # fmt: skip
-
-
 def test_user_defined_turn_marks(tmp_path):
     """They are control tokens where a template writes them, and only there."""
     train_sentencepiece(tmp_path, user_defined_symbols=["<|im_start|>", "<|im_end|>"])
@@ -3370,8 +3164,7 @@ def test_user_defined_turn_marks(tmp_path):
 @pytest.mark.parametrize("legacy", [False, True, None])
 def test_control_tokens_of_a_tokenizer_model(tmp_path, legacy):
     """Mistral's v2 and v3 have [INST] as a control token, and no space is added to the text after it."""
-    options = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
-    train_sentencepiece(tmp_path, control_symbols=["[INST]", "[/INST]"], **options)
+    train_sentencepiece(tmp_path, control_symbols=["[INST]", "[/INST]"])
     config = {"chat_template": CHAT_FAMILIES["mistral 7b v0.3"][2]} | ({} if legacy is None else {"legacy": legacy})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     t = Tokenizer(tmp_path)
@@ -3401,8 +3194,7 @@ CHAT_FAMILIES = {
         ["<s>", "</s>", "[INST]", "[/INST]"],
         "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
         "{%- set messages = messages[1:] %}{%- endif %}{{- bos_token }}{%- for m in messages %}"
-        "{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{- raise_exception('user and assistant must alternate') }}{%- endif %}{%- if m['role'] == 'user' %}"
+        "{%- if m['role'] == 'user' %}"
         "{%- if loop.last and system is defined %}{{- '[INST] ' + system + '\n\n' + m['content'] + '[/INST]' }}"
         "{%- else %}{{- '[INST] ' + m['content'] + '[/INST]' }}{%- endif %}"
         "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}",
@@ -3434,10 +3226,8 @@ CHAT_FAMILIES = {
     "deepseek distillation": (
         "byte level",
         ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"],
-        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m['role'] == 'system' %}"
-        "{% set ns.system = m['content'] %}{% endif %}{% endfor %}"
-        "{{ bos_token }}{{ ns.system }}{% for m in messages %}"
-        "{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}"
+        "{% elif m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
         "{% elif m['role'] == 'assistant' %}"
         "{{ '<｜Assistant｜>' + m['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}",
@@ -3579,12 +3369,10 @@ def test_answers_keep_their_tokens(tmp_path, family):
 
 def test_control_token_in_the_vocabulary(tmp_path):
     """With ignore_merges, a word that is in the vocabulary is one token, whatever the merges say (Llama 2 as JSON)."""
-    file = train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json"
-    raw = json.loads(file.read_text())
-    raw["model"]["ignore_merges"] = True
-    raw["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
-    file.write_text(json.dumps(raw))
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        raw["model"]["ignore_merges"] = True
+        raw["pre_tokenizer"] = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+        raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
     t = Tokenizer(tmp_path)
     ids = t.encode("<|eot_id|>", bos=False)
     assert t.control["<|eot_id|>"] not in ids and t.decode(ids) == "<|eot_id|>"
@@ -3592,12 +3380,10 @@ def test_control_token_in_the_vocabulary(tmp_path):
 
 def test_many_control_tokens(tmp_path):
     """Messages are searched for all of them, and for their beginnings; speech models have tens of thousands."""
-    file = train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json"
     names = [f"<sound_{i}>" for i in range(30_000)] + ["<" * n + "a" for n in range(2, 99)]
-    raw = json.loads(file.read_text())
-    start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
-    raw["added_tokens"] += [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
-    file.write_text(json.dumps(raw))
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
+        raw["added_tokens"] += [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
     (tmp_path / "chat_template.jinja").write_text("<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a")
     began, t = time.process_time(), Tokenizer(tmp_path)
     numbers = set(t.control.values())
@@ -3620,10 +3406,8 @@ SPOILED_JSON = {  # a change to tokenizer.json, and what is said of it
 @pytest.mark.parametrize("how", SPOILED_JSON)
 def test_spoiled_tokenizer_json(tmp_path, how, capfd):
     spoil, expected = SPOILED_JSON[how]
-    file = train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json"
-    raw = json.loads(file.read_text())
-    spoil(raw)
-    file.write_text(json.dumps(raw))
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        spoil(raw)
     with pytest.raises(ValueError, match=expected):
         Tokenizer(tmp_path, vocab_size=100)
     assert capfd.readouterr().err == ""
@@ -3631,11 +3415,7 @@ def test_spoiled_tokenizer_json(tmp_path, how, capfd):
 
 def test_half_of_a_surrogate_pair_is_refused_and_a_foreign_id_is_no_text(tiny):
     tokenizer = Tokenizer(tiny)
-    for act in (
-        tokenizer.encode,
-        tokenizer.encode_after,
-        lambda t: tokenizer.apply_chat_template([dict(role="user", content=t)]),
-    ):
+    for act in (tokenizer.encode, tokenizer.encode_after, lambda t: tokenizer.chat_prompt(conversation(t))):
         with pytest.raises(ValueError, match="holds U\\+DC80 at 3: a lone surrogate"):
             act("abc\udc80d")
     assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
@@ -3647,17 +3427,11 @@ def test_each_byte_that_makes_no_character_is_one_replacement(tiny):
     byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
     for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
         ids = [byte[b] for b in raw]
-        stream = TextStream(tokenizer)
-        streamed = "".join(stream.push(i) for i in ids) + stream.finish()
-        assert tokenizer.decode(ids) == streamed == tokenizer.vocabulary.sp.decode(ids)
+        assert tokenizer.decode(ids) == "".join(streamed(tokenizer, ids)) == tokenizer.vocabulary.sp.decode(ids)
 
 
 def test_what_merges_with_a_dot_goes_on_whole(tmp_path):
-    (tmp_path / "text").write_text("wait... and then... so... on.. \n" * 99)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=290, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+    train_sentencepiece(tmp_path, "wait... and then... so... on.. \n" * 99, vocab_size=290)
     tokenizer = Tokenizer(tmp_path)
     assert len(tokenizer.vocabulary.sp.encode("...")) < 4, "dots do not merge"
     for text in ("...", "..x", ".", "", " on", "so.."):
@@ -3832,12 +3606,7 @@ def test_speculation_in_graphs_does_not_change_the_text(tiny, monkeypatch):
     longer = [*prompt, *plain[:5], 9]
     plain_longer = list(generate(model, longer, n=9, **settings))
     if DEVICE.type == "cpu":
-        event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
-        monkeypatch.setattr(type(model), "uses_graphs", True)
-        monkeypatch.setattr("model.PADDED", ())
-        for name in ("synchronize", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda device: None)
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+        decode_in_graphs(model, monkeypatch)
         monkeypatch.setattr(speculation, "captured", lambda run, device: run() or SimpleNamespace(replay=run))
     for way in (Lookup(3), Draft(3, model), Draft(2, other)):
         toss = random.Random(SEED)
@@ -3860,8 +3629,7 @@ def test_speculation_from_the_command_line(cli, tiny, copy):
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
     assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == cli(*flags, "--lookup", 0)[0] == 2
     edit(copy / "config.json", vocab_size=read_config(copy).vocab_size + 8)
-    code, _, err = cli(*flags, "--draft", copy)
-    assert code == 1 and "different vocabulary" in err and err.count("\n") == 1
+    assert_refused(cli(*flags, "--draft", copy), "different vocabulary")
 
 
 # ---- parallel.py
@@ -3909,8 +3677,7 @@ def free_port() -> str:
 
 
 def fork_ranks(folder: Path, size: int) -> int:
-    """Let `size` forks of this process, which has only done its imports, write their results. Returns how many
-    failed."""
+    """Let `size` forks of this process, which has only done its imports, write their results. -> how many failed."""
     several = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     forks = []
     for rank in range(size):
@@ -4046,11 +3813,7 @@ def check_gpus(folder: Path) -> None:
     apart), but no worse."""
     ranks = Ranks.of_torchrun()
     ids = (torch.arange(5, 47) * 7 % 290).to(DEVICE.type)
-
-    def logits(model) -> torch.Tensor:
-        cache = KVCache(model)
-        return torch.cat([model.forward(part, cache) for part in ids.split([40, 1, 1])])
-
+    logits = lambda model: logits_of(model, ids, 40, 1, 1)
     for name, options in (("tiny", {}), ("one head", {}), ("tiny", dict(fp8="e4m3")), ("tiny", dict(kv_fp8=True))):
         for dtype in ("fp16", "bf16"):
             own = f"cuda:{ranks.local_rank}" if DEVICE.type == "cuda" else "cpu"
@@ -4062,7 +3825,7 @@ def check_gpus(folder: Path) -> None:
                     patch.setattr(parallel, "make_exchange", lambda *_, exchange=exchange: exchange)
                     model.ops, _ = ranks.cut_ops(kernels.BACKENDS[model.backend], [], model.backend, model.device)
                 ours = logits(model)
-                assert torch.equal(ours.cpu(), ranks.broadcast(ours.cpu)), "ranks differ"
+                assert torch.equal(ours, ranks.broadcast(lambda ours=ours: ours)), "ranks differ"
                 assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (name, options, dtype, exchange)
     if DEVICE.type == "cuda":
         assert model.exchange, "these GPUs do not reach each other's memory"
@@ -4077,8 +3840,7 @@ SLOTS, SUMMED = 64, 4096  # of an exchange under stress: the sums of a round, an
 
 
 def terms_of(rank: int) -> list[Matrix]:
-    """A rank's matrices for the sums of a round: they multiply by 1 on the first rank, by 2 on the second, and so
-    on."""
+    """A rank's matrices for the sums of a round: they multiply by 1 on the first rank, by 2 on the second."""
     matrices = [Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=DEVICE.type)) for _ in range(SLOTS)]
     for m in matrices:
         m.data[:, 0] = rank + 1
@@ -4138,8 +3900,7 @@ def stress(ranks: list[Stressed], rounds: int) -> None:
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("size", [3, 4])
 def test_exchange_on_one_card(size):
-    """More ranks than there may be cards, each with its own stream on one card and late at random: see
-    stress_one_card."""
+    """More ranks than there may be cards, each with a stream on one card and late at random: see stress_one_card."""
     command, seed = [sys.executable, str(HERE / "test_all.py"), str(size), "card"], {"TEST_SEED": str(SEED)}
     done = subprocess.run(command, env=os.environ | seed, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -4267,7 +4028,7 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
         "linear": [(x(2, 37, 24), x(40, 24), x(40)), (x(1, 16), x(3, 16), x(3))],
         "rmsnorm": [
             (x(*rows, C, scale=30), branch and x(*rows, C), x(C), 1e-5, dtype)
-            for rows, C, branch in (((3, 17), 72, True), ((3, 17), 520, None), ((1,), 520, True), ((1,), 72, None))
+            for rows, C, branch in (((3, 17), 72, True), ((3, 7), 520, None), ((1,), 520, True), ((1,), 72, None))
         ],
         "rope": [
             (x(B, S, (H + 2 * KH) * 24), angles.cos(), angles.sin(), H, KH)
@@ -4279,7 +4040,7 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
             (x(19, 201) + (1000 if dtype == torch.float16 else 10000), some),
             (sure, some),
             (x(1, 3), targets(1, 3)),
-            (x(2, 16384), targets(2, 16384)),
+            (x(1, 16384), targets(1, 16384)),
             (x(2, 33001, scale=3), targets(2, 33001)),  # two whole blocks and a ragged one
         ],
         "linear_cross_entropy": [(x(19, 24), x(201, 24), some), (x(1, 8), x(3, 8), targets(1, 3))],
@@ -4362,8 +4123,7 @@ def test_dropout_is_the_same_forward_and_backward():
 @needs_triton
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="takes 30 GB of GPU memory")
 def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
-    """Only the last program runs, on sparse files. A file begins with as much again: there an offset that wraps
-    lands."""
+    """Only the last program runs, on sparse files that begin with as much again: there an offset that wraps lands."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     T, F = (1 << 18) + 1, 8192
@@ -4376,11 +4136,9 @@ def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", (last, 0, 0)))
     ab, dout, out, dab = zeros("ab", 2 * F), zeros("dout", F), zeros("out", F), zeros("dab", 2 * F)
     ab[-1].normal_(), dout[-1].normal_()
-    for kernel, tensors in (
-        (training._swiglu_forward_kernel, (ab, out)),
-        (training._swiglu_backward_kernel, (ab, dout, dab)),
-    ):
-        launch.launch(kernel, (1,), DEVICE, *tensors, T * F, F=F, BLOCK=training.ELEMENTS)
+    shape = dict(F=F, BLOCK=training.ELEMENTS)
+    launch.launch(training._swiglu_forward_kernel, (1,), DEVICE, ab, out, T * F, **shape)
+    launch.launch(training._swiglu_backward_kernel, (1,), DEVICE, ab, dout, dab, T * F, **shape)
     exact = ab[-1].double().requires_grad_()
     right = training.swiglu_ref(exact)
     right.backward(dout[-1].double())
@@ -4452,15 +4210,15 @@ def test_cross_entropy_tells_of_what_is_not_finite_and_leaves_out_what_is_ignore
 def test_cross_entropy_does_not_depend_on_how_a_row_is_cut(dtype, monkeypatch, guarded):
     """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at any alignment."""
     cut = training._cross_entropy_launch
-    for V, kept, at_once in itertools.product((65, 640, 643), (0, 3, 99), (1, 4)):
-        start, targets = randn(5, V, dtype=dtype, scale=3), torch.randint(0, V, (5,), device=DEVICE)
+    for V, (kept, at_once) in itertools.product((65, 640, 643), ((0, 4), (3, 1), (3, 4), (99, 1))):
+        start, targets = randn(3, V, dtype=dtype, scale=3), torch.randint(0, V, (3,), device=DEVICE)
         exact, logits = start.double().requires_grad_(), torch.empty_like(start).copy_(start)
         losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
         losses.mean().backward()
         sizes = dict(BLOCK=64, KEPT=kept, AT_ONCE=at_once, warps=1)
         monkeypatch.setattr(training, "_cross_entropy_launch", lambda *arguments, sizes=sizes: cut(*arguments) | sizes)
         alone = training.cross_entropy_rows(logits, targets)
-        found = training.cross_entropy_rows(logits, targets, torch.tensor(5, device=DEVICE))
+        found = training.cross_entropy_rows(logits, targets, torch.tensor(3, device=DEVICE))
         where = (V, kept, at_once)
         assert distance(found, losses.detach()) < 4 * HALF_PLACE[torch.float32] and nmse(alone, found) < 1e-12, where
         assert distance(logits, exact.grad) <= 2 * HALF_PLACE[dtype], where
@@ -4534,7 +4292,7 @@ def test_joined_matrices_are_saved_and_updated_one_by_one(train):
 # ---- bench.py
 
 
-def test_bench_cost_is_what_one_counts_by_hand(tiny):
+def test_bench_cost_is_what_one_counts_by_hand(tiny_model):
     c = read_config_like(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10)
     # 16-bit: Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
     assert bench.cost("rmsnorm_qkv_rope", c, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
@@ -4545,9 +4303,8 @@ def test_bench_cost_is_what_one_counts_by_hand(tiny):
     layer = 2 * 16 * 8 + 4 * 8 * 1 + 2 * 8 * 8 + 2 * 24 * 8 + 2 * 8 * 12
     assert bench.prefill_operations(c, 1) == 2 * layer + 2 * 10 * 8
     # a decode step reads all matrices, and keys and values of 2 layers, 2 heads of 16
-    model = load(tiny, dtype="fp32", device="cpu")
-    matrices = sum(matrix.nbytes for matrix in model.weights.matrices)
-    assert [bench.decode_bytes(model, depth) - matrices for depth in (0, 10)] == [0, 4 * 2 * 2 * 10 * 2 * 16]
+    matrices = sum(matrix.nbytes for matrix in tiny_model.weights.matrices)
+    assert [bench.decode_bytes(tiny_model, depth) - matrices for depth in (0, 10)] == [0, 4 * 2 * 2 * 10 * 2 * 16]
 
 
 def test_bench_windows_count_every_token_once():
@@ -4560,12 +4317,12 @@ def test_bench_windows_count_every_token_once():
 
 
 @pytest.mark.parametrize("stride", [24, 10])
-def test_bench_perplexity_equals_transformers(tiny, stride):
+def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
     from transformers import LlamaForCausalLM
 
-    model, theirs = load(tiny, dtype="fp32", device="cpu"), LlamaForCausalLM.from_pretrained(tiny)
+    theirs = LlamaForCausalLM.from_pretrained(tiny)
     ids, ctx, losses = torch.randint(3, 300, (70,)).tolist(), 24, []
-    report = bench.quality([*bench.perplexity(model, ids, 1, ctx, stride, against=model)], text_bytes=200)
+    report = bench.quality([*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200)
     for start, end, first in bench.windows(len(ids), ctx, stride):
         log_p = oracle(theirs, [1, *ids[start : end - 1]]).log_softmax(-1)
         losses += [-log_p[i - start, ids[i]].item() for i in range(first, end)]
@@ -4577,18 +4334,9 @@ def test_bench_perplexity_equals_transformers(tiny, stride):
 
 @pytest.fixture
 def bench_cli(capfd, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     for name in ("read_ceiling", "copy_ceiling", "product_ceiling"):
         monkeypatch.setattr(bench, name, functools.cache(lambda *_: 1e10))  # the real ones take seconds
-
-    def call(*arguments):
-        try:
-            code = bench.main([str(a) for a in arguments])
-        except SystemExit as exit:
-            code = exit.code
-        return (code, *capfd.readouterr())
-
-    return call
+    return caller(bench.main, monkeypatch, capfd)
 
 
 QUICK = ["-p", "4", "-n", "2", "-r", "1", "--device", "cpu"]
@@ -4689,10 +4437,9 @@ def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
     assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
 
 
-def test_bench_profile_charges_products_in_the_order_of_a_pass(tiny, monkeypatch):
+def test_bench_profile_charges_products_in_the_order_of_a_pass(tiny_model, monkeypatch):
     monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
     monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
-    model = load(tiny, dtype="fp32", device="cpu")
     step = ["_embedding_kernel"]
     for _ in range(2):
         step += ["_vector_kernel", "_attention_kernel", "_vector_kernel", "_vector_kernel", "_vector_kernel"]
@@ -4700,13 +4447,13 @@ def test_bench_profile_charges_products_in_the_order_of_a_pass(tiny, monkeypatch
     # each starts a second before the one before it ends, but for the last, which starts a second later
     events = [(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
     events += [(step[-1], events[-1][2] + 1, events[-1][2] + 2)]
-    rows, summary = bench.profile_rows(events, model, 1, 100)
+    rows, summary = bench.profile_rows(events, tiny_model, 1, 100)
     counts = {row["kernel"]: row["count"] for row in rows}
     products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in bench.PRODUCTS}
     assert counts == products | {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_kernel": 1}
     assert summary["gaps_ms"] == 1e3 and summary["ms"] == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
-    moved = 2 * bench.cost("w2", model.config, 1, size=4)[0]
+    moved = 2 * bench.cost("w2", tiny_model.config, 1, size=4)[0]
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
 
 
@@ -4716,18 +4463,17 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     (row,) = rows_of(bench_cli("-m", tiny, *flags, "--against", "bf16"))
     assert row["perplexity"] > 1 and row["mean_kl"] > 0 and 0 < row["standard_error"] < row["perplexity"]
     assert rows_of(bench_cli("-m", tiny_saved, *flags))[0]["fp8"] == "e4m3"
-    code, _, err = bench_cli("-m", tiny_saved, *flags, "--against", "fp32")
-    assert code == 1 and "--against needs the original" in err and err.count("\n") == 1
+    assert_refused(bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original")
 
 
-def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tmp_path):
+def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tiny_model, tmp_path):
     (tmp_path / "text").write_text("Once upon a time there was a cat.")
     flags = ("--limits", tmp_path / "text", "--dtype", "fp32", "-c", 64, "--device", "cpu", "-o", "json")
-    rows, model = rows_of(bench_cli("-m", tiny, *flags)), load(tiny, dtype="fp32", device="cpu")
-    ids, cache = Tokenizer(tiny).encode("Once upon a time there was a cat."), KVCache(model)
-    model.prefill(ids[:-1], cache)
-    assert [row["layer"] for row in rows] == list(range(model.config.n_layers))
-    assert rows[0]["x"] >= model.weights.embedding[ids[:-1]].abs().max().item()
+    rows = rows_of(bench_cli("-m", tiny, *flags))
+    ids, cache = Tokenizer(tiny).encode("Once upon a time there was a cat."), KVCache(tiny_model)
+    tiny_model.prefill(ids[:-1], cache)
+    assert [row["layer"] for row in rows] == list(range(tiny_model.config.n_layers))
+    assert rows[0]["x"] >= tiny_model.weights.embedding[ids[:-1]].abs().max().item()
     for row, k in zip(rows, cache.k):
         assert row["k"] == pytest.approx(k[:, : cache.pos].abs().max().item(), rel=1e-4)
         assert row["% of 65504"] == pytest.approx(100 * max(row[n] for n in ("x", "q", "k", "v", "q k", "h")) / 65504)
@@ -4795,8 +4541,7 @@ def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_pat
     assert bench_cli(*draw)[0] == 0 and picture.read_bytes() == whole, "a record gives one picture"
     for text in ("{", "[]", "null", '{"test": "tg2"}', "[" * 10**5, out.replace("tokens_per_s", "x")):
         record.write_text(text)
-        code, _, err = bench_cli(*draw)
-        assert code == 1 and "not a row printed by bench.py -o jsonl" in err and err.count("\n") == 1, text[:100]
+        assert_refused(bench_cli(*draw), "not a row printed by bench.py -o jsonl")
     record.write_text("")
     assert "there is nothing to draw" in bench_cli(*draw)[2]
 
@@ -4817,8 +4562,7 @@ def test_bench_refuses_flags_of_another_mode(bench_cli):
         "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels", "--recorded x",
         "--recorded x --plot x.png -m a",
     ):  # fmt: skip
-        code, out, err = bench_cli(*wrong.split())
-        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (wrong, err)
+        assert_refused(bench_cli(*wrong.split()), code=2)
 
 
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
@@ -4838,11 +4582,19 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         (["--perplexity", "x", "--stride", "600"], 2, "skips text"),
         (["-m", tiny, "--tune", "--device", "cpu"], 1, "on a GPU"),
     ):
-        seen, out, err = bench_cli(*arguments)
-        assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1 and text in err, err
+        assert_refused(bench_cli(*arguments), text, code=code)
 
 
 # ---- models/tales
+
+
+GOLDENS = {  # greedy text of models/tales in fp32
+    "Once upon a time": "there lived a king who had a daughter who was so beautiful that no one could have her. "
+    "The king was so much",
+    "The fox said": ', "I am the fox, and the fox is the fox, and the fox is the fox, and the fox',
+    "[INST] Tell me a story. [/INST]": "There was once a man who had three sons, and they were both very poor. "
+    "One day the eldest said to the",
+}
 
 
 def test_tales_says_what_it_said():
@@ -4862,9 +4614,8 @@ def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
     out, flags = tmp_path / "out", "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu "
     flags += "--teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
     command = [sys.executable, "models/tales/train.py", "--corpus", tmp_path, "--out", out, *flags.split()]
-    trained = subprocess.run(
-        command, cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    trained = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
     code, text, _ = cli("-m", out, "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
     assert code == 0 and text.startswith("Once") and len(text) > 8
