@@ -88,13 +88,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("model", "speed kernels profile perplexity limits passes tune")
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
         help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales, SHAPE:LAYERS or a config.json;"
-        " -m, --dtype, --fp8, -p, -n and -d repeated, or with commas, add rows")
+        " -m, --dtype, --format, -p, -n and -d repeated, or with commas, add rows")
     add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N", only="speed kernels profile perplexity limits",
         help="context; with --perplexity and --limits the window [512]")
     add("--dtype", type=one_of("auto", *DTYPE_NAMES), action="extend", default=["auto"], metavar="TYPE",
         help="auto, fp32, fp16, bf16")
-    add("--fp8", type=one_of("none", *FORMATS_8), action="extend", default=["none"], metavar="FORMAT",
-        help=f"8-bit matrices: none, {', '.join(FORMATS_8)}")
+    add("--format", type=one_of("none", *FORMATS_8, "int4"), action="extend", default=["none"], metavar="FORMAT",
+        help=f"of the matrices: none, {', '.join(FORMATS_8)}, int4")
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto",
         help="sums of a prompt's products, as in run.py", only="speed profile perplexity limits passes")
@@ -126,7 +126,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse(argv, mode_of)
     if sum(bool(getattr(args, mode, None)) for mode in MODES) > 1:
         parser.error(f"give only one of {', '.join(flag for flag in MODES.values() if flag.startswith('--'))}")
-    several = {"-m": "models", "--dtype": "dtype", "--fp8": "fp8"}
+    several = {"-m": "models", "--dtype": "dtype", "--format": "format"}
     several |= {"-p": "n_prompt", "-d": "depth"} if args.mode == "profile" else {"-d": "depth"} if args.passes else {}
     for flag, name in several.items():
         if args.mode != "speed" and len(getattr(args, name)) > 1:
@@ -160,8 +160,8 @@ from tqdm import tqdm
 import fp8
 from attention import cached_ref
 from checkpoint import DTYPES, check_accumulate, check_memory, load, pick_backend, pick_device, pick_dtype, read_config
-from fp8 import FORMATS, Format, Matrix
-from kernels import prepacked, storage_dtype
+from fp8 import Format, Matrix
+from kernels import FORMATS, prepacked, storage_dtype
 from launch import capability, jit, nearest, save_tables, tables, tl
 from model import CHUNK, Config, KVCache, LayerWeights, Llama, Timings, Weights, captured, generate
 from parallel import Ranks
@@ -196,33 +196,34 @@ def random_matrix(
     """Normally distributed weights, as large as those that training starts from. In a format 64 rows repeat, since
     encoding takes long on a CPU."""
     if not format:
-        return prepacked(Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02)), backend)
+        return prepacked(Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02)), backend, stored)
     block = format.encode(torch.randn(min(rows, 64), columns, device=device).mul_(0.02))
-    return Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), format, (rows, columns))
+    w = Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), format, (rows, columns))
+    return prepacked(w, backend, stored)
 
 
 def random_weights(
     c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
 ) -> Weights:
     """Weights of a configuration, made on the device; norms and biases are ones."""
-    matrix = lambda shape: random_matrix(*shape, stored, device, format, backend)
+    matrix = lambda name, shape: random_matrix(*shape, stored, device, format and format.at(name), backend)
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
     bar = tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None)
     layers = [
         LayerWeights(
-            **{name: matrix(shape) for name, shape in c.layer_matrices.items()},
+            **{name: matrix(name, shape) for name, shape in c.layer_matrices.items()},
             **{name: ones(shape) for name, shape in c.layer_shapes.items() if name not in c.layer_matrices},
         )
         for _ in bar
     ]
     embedding = torch.randn(c.vocab_size, c.dim, dtype=dtype, device=device).mul_(0.02)
-    return Weights(embedding, layers, ones(c.dim), matrix((c.output_rows, c.dim)))
+    return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
 
 
-def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "none") -> Llama:
+def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str = "none") -> Llama:
     """A checkpoint, or random weights for a name like random:7b. On a CPU, sets how many threads torch uses for it."""
     random = args.model.startswith("random:")
-    model = random_model(args, dtype, ctx_size, fp8) if random else open_checkpoint(args, dtype, ctx_size, fp8)
+    model = random_model(args, dtype, ctx_size, format) if random else open_checkpoint(args, dtype, ctx_size, format)
     threads = args.threads or (1 if model.suits_one_thread else args.cores)
     if model.device.type == "cpu" and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -231,22 +232,22 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str = "
     return model
 
 
-def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str) -> Llama:
-    """The checkpoint of the command line; fp8 "none" keeps the matrices as they are."""
+def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
+    """The checkpoint of the command line; format "none" keeps the matrices as they are."""
     flags = dict(device=args.device, backend=args.backend, kv_fp8=args.kv_fp8, accumulate=args.accumulate)
-    fp8 = None if fp8 == "none" else fp8
-    return load(args.model, dtype=dtype, ctx_size=ctx_size, fp8=fp8, ranks=args.ranks, **flags)
+    format = None if format == "none" else format
+    return load(args.model, dtype=dtype, ctx_size=ctx_size, format=format, ranks=args.ranks, **flags)
 
 
-def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, fp8: str) -> Llama:
+def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
     config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device, args.ranks)
-    config, format = config.cut(args.ranks.size), FORMATS.get(fp8)
+    config, held = config.cut(args.ranks.size), FORMATS.get(format)
     args.ranks.join(device)
     backend, as_dtype = pick_backend(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
     check_accumulate(args.accumulate, backend, device, as_dtype)
-    check_memory(config, as_dtype, device, ctx_size, format, args.kv_fp8, args.ranks)
+    check_memory(config, as_dtype, device, ctx_size, held, args.kv_fp8, args.ranks)
     with torch.inference_mode():
-        weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, format, backend)
+        weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, held, backend)
     how = dict(kv_fp8=args.kv_fp8, accumulate=args.accumulate, ranks=args.ranks)
     return Llama(config, weights, backend, device, as_dtype, ctx_size, **how)
 
@@ -357,7 +358,8 @@ def cost(
     C, F, V, q, kv = c.dim, c.hidden_dim, c.output_rows, c.q_dim, c.kv_dim
 
     def matrix(rows: int, columns: int) -> float:
-        return float(format.nbytes(rows, columns) if format else size * rows * columns)
+        stored = format and format.at("output" if op == "rmsnorm_linear" else op)
+        return float(stored.nbytes(rows, columns) if stored else size * rows * columns)
 
     def product(rows: int, columns: int, extra: float) -> tuple[float, float]:
         return matrix(rows, columns) + size * (T * columns + extra), 2.0 * T * rows * columns
@@ -440,7 +442,7 @@ class Row:
     backend: str  # or the name of another program
     device: str
     dtype: str
-    fp8: str  # of the matrices
+    format: str  # of the matrices
     kv: str  # type of keys and values
     test: str
     tokens_per_s: float
@@ -449,9 +451,9 @@ class Row:
     ratio: float | None = None  # ours over another program's
 
 
-def fp8_of(model: Llama) -> str:
-    """What --fp8 calls the format of the matrices."""
-    format = model.weights.output.format
+def format_of(model: Llama) -> str:
+    """What --format calls the format of the matrices."""
+    format = model.weights.layers[0].wqkv.format
     return format.name if format else "none"
 
 
@@ -498,7 +500,7 @@ def generation_speed(
 def throughput(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of the default table: prompts, then generation, at each depth, for each dtype."""
     longest = max(args.depth) + max(args.n_prompt + args.n_gen) + 1
-    for dtype, form in itertools.product(args.dtype, args.fp8):
+    for dtype, form in itertools.product(args.dtype, args.format):
         start = time.perf_counter()
         model = open_model(args, dtype, max(longest, args.ctx_size or 0), form)
         loaded = time.perf_counter() - start
@@ -515,7 +517,7 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
             size = model.config.ranks * decode_bytes(model, 0) / 1e9
             where = model.backend, device_name(model.device, args.ranks)
             kv = "e4m3" if model.kv_fp8 else name
-            return Row(args.model, size, *where, name, fp8_of(model), kv, test, mean, std, mean / limit)
+            return Row(args.model, size, *where, name, format_of(model), kv, test, mean, std, mean / limit)
 
         for depth, T in itertools.product(args.depth, args.n_prompt):
             speeds = prompt_speed(model, cache, T, depth, args.repetitions)
@@ -552,7 +554,7 @@ def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
         args.model, plain = name, []
         for row in throughput(args):
             yield row
-            if row.fp8 == "none":  # transformers has no 8-bit format like ours
+            if row.format == "none":  # transformers has no 8-bit format like ours
                 plain.append(row)
         for dtype in dict.fromkeys(row.dtype for row in plain if args.vs):
             yield from transformers_rows(args, [row for row in plain if row.dtype == dtype])
@@ -723,7 +725,7 @@ def kernel_row(
     """Microseconds of an op on several sets of data, on the device, by the wall clock and in plain PyTorch, and its
     share of the ceiling that binds. The sets (others: those for PyTorch, if they differ) are several times the size of
     the L2, so that memory is measured and not the cache."""
-    device, dtype, format = model.device, model.dtype, model.weights.output.format
+    device, dtype, format = model.device, model.dtype, model.weights.layers[0].wqkv.format
     each = lambda run, sets: device_time(lambda: [run(*some) for some in sets], device) / len(sets)
     seconds, plain_seconds = each(ours, data), each(plain, others or data)
     wall = statistics.median(wall_times(lambda: ours(*data[0]), device, 10))
@@ -749,7 +751,7 @@ def kernel_row(
 def run_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
     longest = max(T + start_pos for T, start_pos in shapes)
-    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, longest), args.fp8[0])
+    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, longest), args.format[0])
     note_reference(args, model)
     later = {"op": [*PRODUCTS], "shape": [shape_text(*shape) for shape in shapes], "bound by": ["arithmetic"]}
     show((row for shape in shapes for row in kernel_rows(model, *shape)), args.output, later)
@@ -808,7 +810,7 @@ def profile_rows(events: list[Event], model: Llama, T: int, start_pos: int) -> t
     """A row for each kernel name, and the summary. A kernel that starts while its predecessor is running (programmatic
     dependent launch) is charged only with the time by which it outlasts it: rows and gaps add up to the whole."""
     c = model.config
-    each = dict(size=model.dtype.itemsize, format=model.weights.output.format, kv_size=model.kv_dtype.itemsize)
+    each = dict(size=model.dtype.itemsize, format=model.weights.layers[0].wqkv.format, kv_size=model.kv_dtype.itemsize)
     spent: dict[str, list[float]] = defaultdict(list)
     gaps, clock = 0.0, events[0][1]
     for name, start, end in named(events, c.n_layers):
@@ -838,7 +840,7 @@ def profile_rows(events: list[Event], model: Llama, T: int, start_pos: int) -> t
 def run_profile(args: argparse.Namespace) -> None:
     """One decode step and one prefill, kernel by kernel."""
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
-    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, start_pos + T + 8), args.fp8[0])
+    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, start_pos + T + 8), args.format[0])
     note_reference(args, model)
     tokens = torch.randint(3, model.config.vocab_size, (start_pos + T,)).tolist()
     cache = KVCache(model)
@@ -881,10 +883,10 @@ def pass_seconds(model: Llama, cache: KVCache, T: int, depth: int) -> float:
 def run_passes(args: argparse.Namespace) -> None:
     """The time of a pass of T tokens, and its ratio to that of a single token: what proposals must gain to pay off."""
     (depth,), lengths = args.depth, [1, *(T for T in args.passes if T > 1)]
-    model = open_model(args, args.dtype[0], depth + max(lengths), args.fp8[0])
+    model = open_model(args, args.dtype[0], depth + max(lengths), args.format[0])
     cache = KVCache(model)
     seconds = [pass_seconds(model, cache, T, depth) for T in lengths]
-    same = dict(model=args.model, fp8=fp8_of(model), depth=depth)
+    same = dict(model=args.model, format=format_of(model), depth=depth)
     show([same | dict(tokens=T, ms=1e3 * s, ratio=s / seconds[0]) for T, s in zip(lengths, seconds)], args.output)
 
 
@@ -893,11 +895,12 @@ def run_passes(args: argparse.Namespace) -> None:
 
 def vector_candidates(bits: int, columns: int) -> Iterator[list[int]]:
     """launch.VectorSizes worth trying: at least eight neighbours per thread, and enough weights per thread to hide the
-    latency of memory, but not too many."""
+    latency of memory, but not too many. At 4 bits a thread has at least 32 columns, and several tiles may pay off."""
+    least, counts = (1024, ([1], [2], [4], [8])) if bits == 4 else (256, ([],))
     for rows, block, warps in itertools.product((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16)):
         weights = rows * block // (32 * warps)
-        if 256 * warps <= block < max(2 * columns, 2048) and 16 <= weights <= 2048 // bits and rows <= 128 // bits:
-            yield [rows, block, warps]
+        if least * warps <= block < max(2 * columns, 2048) and 16 <= weights <= 2048 // bits and rows <= 128 // bits:
+            yield from ([rows, block, warps, *tiles] for tiles in counts)
 
 
 def few_candidates(bits: int, columns: int) -> Iterator[list[int] | None]:
@@ -912,7 +915,7 @@ def few_candidates(bits: int, columns: int) -> Iterator[list[int] | None]:
 def run_tune(args: argparse.Namespace) -> None:
     """Time whole steps with one launch size after the other, op by op, and write the best into launch.json: what is
     best for a kernel alone need not be best between others, which overlap with its beginning and end."""
-    model = open_model(args, args.dtype[0], 256, args.fp8[0])
+    model = open_model(args, args.dtype[0], 256, args.format[0])
     if not model.uses_graphs:
         raise ValueError("--tune times the Triton kernels on a GPU")
     cache = KVCache(model)
@@ -926,7 +929,7 @@ def run_tune(args: argparse.Namespace) -> None:
 def own_table(model: Llama, kind: str) -> dict:
     """The launch sizes of exactly this card and these bits per weight: at first a copy of those used instead."""
     table = tables()[kind]
-    for key in (capability(model.device), model.weights.output.bits):
+    for key in (capability(model.device), model.weights.layers[0].wqkv.bits):
         table = table.setdefault(key, copy.deepcopy(nearest(table, key)))
     return table
 
@@ -936,7 +939,10 @@ def tune(model: Llama, cache: KVCache, T: int, table: dict, candidates: Callable
     layer, output = model.weights.layers[0], model.weights.output
     print(f"T = {T}, as it is: {1e6 * pass_seconds(model, cache, T, 64):.1f} us")
     products = [("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13)]
-    for op, matrix in [*products, ("linear_add", layer.w2), ("rmsnorm_linear", output)]:
+    products.append(("linear_add", layer.w2))
+    if output.bits == layer.wqkv.bits:
+        products.append(("rmsnorm_linear", output))
+    for op, matrix in products:
         sizes, found = table.setdefault(op, dict(table["default"])), []
         for candidate in candidates(matrix.bits, matrix.columns):
             sizes[matrix.columns] = candidate
@@ -1015,7 +1021,7 @@ def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenize
         text = text_of(f, file, 1 << 30)
     if args.model.startswith("random:"):
         raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
-    model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.fp8[0])
+    model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.format[0])
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
     if not ids:
@@ -1045,7 +1051,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
     if not parts:
         return
     counted_bytes = len((text if done == len(ids) else tokenizer.decode(ids[:done])).encode())
-    row = {"model": args.model, "dtype": args.dtype[0], "fp8": fp8_of(model), "kv fp8": args.kv_fp8}
+    row = {"model": args.model, "dtype": args.dtype[0], "format": format_of(model), "kv fp8": args.kv_fp8}
     row |= {"against": args.against, "ctx": model.ctx_size, "stride": stride}
     show([row | quality(parts, counted_bytes)], args.output)
 
@@ -1154,7 +1160,7 @@ def plot(rows: list[Row], file: str) -> None:
 def label(row: Row, rows: list[Row]) -> str:
     """Program and types, and what differs between the rows."""
     differs = lambda name: len({getattr(r, name) for r in rows}) > 1
-    parts = ["fused-llama" if row.ratio is None else row.backend, row.dtype if row.fp8 == "none" else row.fp8]
+    parts = ["fused-llama" if row.ratio is None else row.backend, row.dtype if row.format == "none" else row.format]
     parts += [getattr(row, name).removeprefix("random:") for name in ("model", "test") if differs(name)]
     return ", ".join(parts) + (f", kv {row.kv}" if row.kv != row.dtype else "")
 

@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 import kernels
 import launch
-from fp8 import FORMATS, Format, Matrix
+from fp8 import Format, Matrix
+from kernels import FORMATS
 from model import (
     CHUNK,
     CUT,
@@ -103,7 +104,7 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-QUANTISED = "quantised for another program: take the original safetensors; --fp8 makes 8 bits of them"
+QUANTISED = "quantised for another program: take the original safetensors; --fp8 and --int4 make 8 and 4 bits of them"
 
 
 def _instead(folder: Path) -> str | None:
@@ -408,7 +409,7 @@ def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tu
     """Names, types and shapes of what a saved model has for a matrix: its codes under its own name; a single column
     is a vector."""
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for key, (dtype, (rows, columns)) in format.tensors(*shape).items():
+    for key, (dtype, (rows, columns)) in format.at(name).tensors(*shape).items():
         found[f"{name}.{key}" if found else name] = (dtype, (rows, columns) if columns > 1 else (rows,))
     return found
 
@@ -652,7 +653,7 @@ def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
     vectors = sum(map(math.prod, vector_shapes(c).values()))
     matrices = matrix_shapes(c)
     if format:
-        return dtype.itemsize * vectors + sum(format.nbytes(*shape) for shape in matrices.values())
+        return dtype.itemsize * vectors + sum(format.at(name).nbytes(*shape) for name, shape in matrices.items())
     if c.tie_embeddings:
         del matrices["output"]
     return dtype.itemsize * (vectors + sum(map(math.prod, matrices.values())))
@@ -668,7 +669,7 @@ def largest_read(c: Config) -> int:
 def check_groups(c: Config, format: Format | None) -> None:
     """Raise ValueError if a rank's columns of a matrix are not whole groups of the format."""
     for name, (_, columns) in matrix_shapes(c).items():
-        if format and columns % format.group:
+        if format and columns % format.at(name).group:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
             raise ValueError(f"{name} has {columns} columns{where}; {format.name} needs a multiple of {format.group}")
 
@@ -701,7 +702,7 @@ class Loader:
 
     def empty(self, name: str) -> tuple[Tensor, ...]:
         """Space for a matrix in the format."""
-        stored = self.format.tensors(*self.shapes[name]).values()
+        stored = self.format.at(name).tensors(*self.shapes[name]).values()
         return tuple(torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in stored)
 
     def load(self) -> Weights:
@@ -715,7 +716,7 @@ class Loader:
                 output = self.matrix("output", [replace(EMBEDDING, dims=OUTPUT.dims)])
             else:
                 tied = embedding[self.share("output_rows")].to(self.stored)
-                output = kernels.prepacked(Matrix(tied), self.backend)
+                output = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
         return Weights(embedding, layers, norm, output)
 
     def layer(self, i: int) -> LayerWeights:
@@ -761,9 +762,9 @@ class Loader:
     def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
         """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
         (N, K), columns = self.shapes[name], self.share(infos[0].dims[1])
-        self.bar.update(self.format.nbytes(N, K) if self.format else self.dtype.itemsize * N * K)
+        self.bar.update(self.format.at(name).nbytes(N, K) if self.format else self.dtype.itemsize * N * K)
         if self.checkpoint.format:
-            return self.saved(name, infos, layer, columns)
+            return kernels.prepacked(self.saved(name, infos, layer, columns), self.backend, self.dtype)
         if self.encodes:  # whole rows, so that the codes do not depend on how many ranks there are
             K = infos[0].shape(self.whole)[1]
             data = self.workspace[: N * K].view(N, K)
@@ -773,35 +774,36 @@ class Loader:
         for place, source in zip(stacked or (data[0::2], data[1::2]), self.sources(name, infos, layer), strict=True):
             part = self.checkpoint.read(self.device, *source, ALL if self.encodes else columns)
             place.copy_(part, non_blocking=True)
-        return self.encode(name, data, columns) if self.encodes else kernels.prepacked(Matrix(data), self.backend)
+        made = self.encode(name, data, columns) if self.encodes else Matrix(data)
+        return kernels.prepacked(made, self.backend, self.dtype)
 
     def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
-        tensors = self.encoded[name]
+        tensors, format = self.encoded[name], self.format.at(name)
         try:
             if data.shape == self.shapes[name]:
-                self.format.encode(data, tensors)
+                format.encode(data, tensors)
             else:
-                for part, whole in zip(tensors, self.format.encode(data)):
+                for part, whole in zip(tensors, format.encode(data)):
                     part.copy_(whole[:, stored_columns(columns, data.shape[1], whole.shape[1])])
         except ValueError as error:
             raise ValueError(self.checkpoint.first_bad_tensor(self.stored) or str(error)) from None
-        return Matrix(tensors, self.format, self.shapes[name])
+        return Matrix(tensors, format, self.shapes[name])
 
     def saved(self, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Matrix:
         """A matrix that the file has in its format."""
         rows = [taken for _, taken in self.sources(name, infos, layer)]
-        K, tensors = infos[0].shape(self.whole)[1], self.empty(name)
+        K, tensors, format = infos[0].shape(self.whole)[1], self.empty(name), self.format.at(name)
         for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
             M = self.checkpoint.shapes[stored][1:]
             for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):
                 part = self.checkpoint.read(self.device, stored, taken, *(stored_columns(columns, K, m) for m in M))
                 place.copy_(part.view(place.shape), non_blocking=True)
         try:
-            self.format.check(tensors, whole_rows=self.shapes[name][1] == K)
+            format.check(tensors, whole_rows=self.shapes[name][1] == K)
         except ValueError as error:
             file = self.checkpoint.folder / SAVED
             raise ValueError(f"{file}: {name} has {error}: save it again from the original") from None
-        return Matrix(tensors, self.format, self.shapes[name])
+        return Matrix(tensors, format, self.shapes[name])
 
 
 def stored_columns(columns: slice, K: int, M: int) -> slice:
@@ -893,7 +895,7 @@ def check_memory(
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
         raise MemoryError(
             f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
-            " try a smaller context (-c), a smaller --dtype, --fp8 or --kv-fp8"
+            " try a smaller context (-c), a smaller --dtype, --fp8, --int4 or --kv-fp8"
         )
 
 
@@ -928,7 +930,7 @@ def load(
     device: str = "auto",
     ctx_size: int | None = None,
     backend: str = "auto",
-    fp8: str | None = None,
+    format: str | None = None,
     kv_fp8: bool = False,
     accumulate: str = "auto",
     quiet: bool = False,
@@ -937,20 +939,20 @@ def load(
     """Load a checkpoint: a folder in Hugging Face's or Meta's layout, or a repository of the hub, see find_checkpoint.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None is that, but at
-    most 4096. fp8: the format in which to keep the matrices, a name of FORMATS; what `save` wrote has its own. kv_fp8:
-    keys and values in 8 bits, too. accumulate: "fp16" sums up a prompt's products in half precision, "fp32" even those
+    most 4096. format: in which to keep the matrices, a name of kernels.FORMATS; what `save` wrote has its own. kv_fp8:
+    keys and values in 8 bits. accumulate: "fp16" sums up a prompt's products in half precision, "fp32" even those
     of 8-bit floats in fp32. quiet: no progress bar. ranks: the processes that share the model, if several. Raises
     ValueError, OSError or MemoryError, in one line that says what to do.
     """
-    check_choice("fp8", fp8, (None, *FORMATS))
+    check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
         raise ValueError(f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own")
     folder = find_checkpoint(name)
     config = read_config(folder)
     checkpoint = Checkpoint(folder, config)
-    if checkpoint.format and fp8 not in (None, checkpoint.format.name):
-        raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {fp8} ones, load the original")
-    format = checkpoint.format or (FORMATS[fp8] if fp8 else None)
+    if checkpoint.format and format not in (None, checkpoint.format.name):
+        raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {format} ones, load the original")
+    held = checkpoint.format or FORMATS.get(format)
     on = pick_device(device, ranks)
     backend = pick_backend(backend, on)
     if backend == "triton" and config.head_dim % 8:
@@ -964,14 +966,14 @@ def load(
     check_accumulate(accumulate, backend, on, torch_dtype)
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     config = config.cut(size)
-    check_groups(config, format)
+    check_groups(config, held)
     if ranks:
         ranks.join(on)
-    check_memory(config, torch_dtype, on, ctx_size, format, kv_fp8, ranks)
+    check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks)
     # Codes do not depend on --dtype
-    stored = checkpoint.dtype if format else kernels.storage_dtype(backend, torch_dtype, on)
+    stored = checkpoint.dtype if held else kernels.storage_dtype(backend, torch_dtype, on)
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, format, backend, rank, size, quiet).load()
+        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, rank, size, quiet).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
     return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks)
@@ -989,24 +991,24 @@ def saved_format(folder: Path) -> Format | None:
     if not file.is_file():
         return None
     metadata, _ = safetensors_header(file)
-    version, name = metadata.get("fused-llama"), metadata.get("fp8")
+    version, name = metadata.get("fused-llama"), metadata.get("format", metadata.get("fp8"))
     if not version:
         return None
     if version != LAYOUT:
         raise ValueError(f"{file} was saved by another version of fused-llama: save it again from the original")
     if name not in FORMATS:
-        raise ValueError(f"{file}: fp8 is {name!r}, which is not supported (supported: {', '.join(FORMATS)})")
+        raise ValueError(f"{file}: format is {name!r}, which is not supported (supported: {', '.join(FORMATS)})")
     return FORMATS[name]
 
 
 @one_line_errors()
 def save(
-    name: str, target: str, *, fp8: str = "e4m3", dtype: str = "auto", device: str = "auto", quiet: bool = False
+    name: str, target: str, *, format: str = "e4m3", dtype: str = "auto", device: str = "auto", quiet: bool = False
 ) -> Path:
     """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or empty: whole or not
     at all. Returns its model.safetensors. All other tensors are in dtype; auto is the checkpoint's own, on a CPU too.
     Raises ValueError, OSError or MemoryError, in one line that says what to do."""
-    check_choice("fp8", fp8, FORMATS)
+    check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))
     folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
@@ -1017,17 +1019,17 @@ def save(
     checkpoint = Checkpoint(folder, config)
     if checkpoint.format:
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices already: save from the original")
-    on, as_dtype, format = pick_device(device), DTYPES.get(dtype, checkpoint.dtype), FORMATS[fp8]
-    check_groups(config, format)
-    check_memory(config, as_dtype, on, 1, format)
-    need, free = weight_bytes(config, as_dtype, format) / 1e9, shutil.disk_usage(to.parent).free / 1e9
+    on, as_dtype, held = pick_device(device), DTYPES.get(dtype, checkpoint.dtype), FORMATS[format]
+    check_groups(config, held)
+    check_memory(config, as_dtype, on, 1, held)
+    need, free = weight_bytes(config, as_dtype, held) / 1e9, shutil.disk_usage(to.parent).free / 1e9
     if need > free:
         raise OSError(f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere")
     with folder_beside(to) as made:
         _copy_what_is_small(folder, made, config)
         with torch.inference_mode():
-            weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, format, quiet=quiet).load()
-        save_file(_saved(weights), made / SAVED, {"fused-llama": LAYOUT, "fp8": format.name})
+            weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet).load()
+        save_file(_saved(weights), made / SAVED, {"fused-llama": LAYOUT, "format": format})
         (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library makes it readable for the owner alone
         made.rename(to)
     return to / SAVED

@@ -9,8 +9,8 @@ Either is decoded by moving bits into a half, on any GPU and any CPU. GPUs from 
 converts E4M3, and tensor cores that multiply it: E4M3_NATIVE. Hopper's tensor cores multiply either format by E4M3,
 from CUDA 12.9 on. Codes of NaN and infinity are never written into weights: encoding saturates.
 
-To add a format, subclass Format, write its functions, and enter it in FORMATS: it can then be loaded, saved, divided
-among ranks, and run with one token, a few, or a prompt. The tests walk that table.
+To add a format, subclass Format, write its functions, and enter it in kernels.FORMATS: it can then be loaded, saved,
+divided among ranks, and run with one token, a few, or a prompt.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -48,9 +48,13 @@ def stream(pointers, mask):
 
 
 @jit
-def load_elements(w, offs, mask):
+def load_elements(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
     """The `load` of a format whose first tensor has an element for each weight."""
-    return stream(w[0] + offs, mask)
+    offs_k = tl.arange(0, COLUMNS)[None, :]
+    mask = None
+    if left is not None:
+        mask = offs_k < left
+    return stream(w[0] + tl.max_contiguous(first + offs_k, [1, NEIGHBOURS]), mask)
 
 
 @jit
@@ -59,14 +63,24 @@ def plain_values(tile):
     return tile
 
 
+@jit
+def in_order(COLUMNS: tl.constexpr):
+    """The `columns` of a format whose tiles meet x as it lies in memory."""
+    return tl.arange(0, COLUMNS)[None, :]
+
+
 @dataclass(frozen=True, eq=False)
 class Format:
     """A way to store a matrix W [N, K]. Kernels receive the stored tensors as a tuple w, and these functions:
 
-    load(w, offs, mask)            a tile as stored; offs: where its weights are in W, as if that were stored row by row
-    values(tile)                   what it stands for, before row_scale, in halves or floats
-    row_scale(w, rows, mask)       what sums over rows of W are multiplied by; None: nothing
-    packed_sums(tile, x)           products with halves x, eight neighbours added up, see below; None: there are none
+    load(w, first, left, COLUMNS, NEIGHBOURS)
+                               a tile as stored, COLUMNS weights of each of its rows. first [R, 1]: where they begin in
+                               W, as if that were stored row by row; left: how many columns there are from there on,
+                               None if enough; NEIGHBOURS: how many a thread should have, if possible
+    values(tile)               what it stands for, before row_scale: halves or floats [R, COLUMNS]
+    row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
+    packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none
+    columns(COLUMNS)           the columns of a tile of x in the order in which packed_sums takes them
     """
 
     name: str
@@ -75,7 +89,14 @@ class Format:
     values: Callable
     row_scale: Callable | None = None
     packed_sums: Callable | None = None
+    columns: Callable = in_order
+    neighbours: int = 8  # columns that one thread must have for packed_sums
+    peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
+
+    def at(self, name: str) -> Format:
+        """The format of a model's matrix of this name, where some are to be kept in another."""
+        return self
 
     def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
         """Type and shape [N, M] of each stored tensor. M divides K, so that columns a to b of W are a M / K to b M / K
@@ -104,6 +125,13 @@ class Format:
     def nbytes(self, N: int, K: int) -> int:
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.tensors(N, K).values())
 
+    def packed(self, tensors: Tensors) -> Tensors | None:
+        """What packed_linear reads beside what is stored, if torch has a product for one token in bf16 on a CPU."""
+
+    def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
+        """x W^T in bf16. x [1, K] -> [1, N]."""
+        raise NotImplementedError
+
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
         """W times a row of halves [K] on a CPU: [N] in float16 or float32."""
         parts = zip(*(t.split(512) for t in tensors))
@@ -117,6 +145,7 @@ class Matrix:
     tensors: Tensors  # as the format says, or one tensor [N, K] in 16 or 32 bits (see kernels.prepacked)
     format: Format | None = None
     shape: tuple[int, int] | None = None  # [N, K]
+    packed: Tensors | None = None  # see Format.packed
 
     def __post_init__(self) -> None:
         if isinstance(self.tensors, Tensor):
@@ -275,10 +304,10 @@ NORM_LIMIT = 30.0  # up to this norm weight, eight packed products of rmsnorm(x)
 
 
 def fit_norm(norm: Tensor, w: Matrix) -> None:
-    """Where norm weights are larger than packed products allow, move a power of two from them into the matrix, which is
-    exact."""
+    """Move a power of two from norm weights into the matrix, which is exact, so that the largest weight is between half
+    the limit and the limit: packed products neither overflow nor lose small numbers."""
     peak = norm.abs().max().item() if w.format and w.format.packed_sums else 0.0
-    if NORM_LIMIT < peak < math.inf:
+    if 0.0 < peak < math.inf:
         factor = 2.0 ** math.ceil(math.log2(peak / NORM_LIMIT))
         norm.div_(factor)
         w.format.multiply(w.tensors, factor)
@@ -304,10 +333,17 @@ def packed_sums(w_tile, x_tile, VALUES: tl.constexpr, ASM: tl.constexpr):
     if EMULATED:
         return VALUES(w_tile).to(tl.float32) * x_tile.to(tl.float32)
     sums = tl.inline_asm_elementwise(ASM, ASM_REGISTERS, [w_tile, x_tile], dtype=tl.int8, is_pure=True, pack=8)
-    # Eight int8 come back for eight codes: the bytes of the float, then those of the zero
-    sums = tl.reshape(sums, [w_tile.shape[0], w_tile.shape[1] // 8, 2, 2, 2]).to(tl.uint8, bitcast=True).to(tl.uint32)
-    sums, _ = tl.split(sums.permute(0, 1, 3, 4, 2))
-    even, odd = tl.split(sums)  # joining four bytes into a float costs nothing: they are in one register already
+    # The first four bytes of eight are the sum
+    sums, _ = tl.split(sums.reshape(sums.shape[0], sums.shape[1] // 8, 2, 4).permute(0, 1, 3, 2))
+    return as_floats(sums)
+
+
+@jit
+def as_floats(bytes_):
+    """Four int8 [A, B, 4], the bytes of a float: [A, B]. Joining them costs nothing: they are in one register."""
+    even, odd = tl.split(
+        bytes_.reshape(bytes_.shape[0], bytes_.shape[1], 2, 2).to(tl.uint8, bitcast=True).to(tl.uint32)
+    )
     b0, b2 = tl.split(even)
     b1, b3 = tl.split(odd)
     return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
@@ -420,56 +456,62 @@ E4M3_NATIVE = replace(
     packed_sums=_native_packed_sums, encode_tile=_native_encode, tensor_cores=True,
 )  # fmt: skip
 
-FORMATS: dict[str, Format] = {format.name: format for format in (E4M3, E5M2)}
+PLAIN = Format("none", 16, load_elements, plain_values)
+
+
+def of(w: Matrix) -> Format:
+    """The format of a matrix as kernels on its device read it."""
+    return w.format.on(w.data.device) if w.format else PLAIN
 
 
 # ---- the product of a prompt
 
 
 @jit
-def _decode_kernel(
-    w, out, K: tl.constexpr, BLOCK: tl.constexpr,
-    LOAD: tl.constexpr, VALUES: tl.constexpr, ROW_SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Decode one block of a row to the type of `out`."""
-    gdc_launch_dependents(PDL)
-    row = tl.program_id(0)
-    offs_k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    offs, mask = row.to(tl.int64) * K + offs_k, offs_k < K
-    y = VALUES(LOAD(w, offs, mask)).to(tl.float32)
-    if ROW_SCALE is not None:
-        y *= ROW_SCALE(w, row, row >= 0)
-    gdc_wait(PDL)
-    tl.store(out + offs, y.to(out.dtype.element_ty), mask=mask)
-
-
-def decode_for(w: Matrix, x: Tensor) -> Tensor:
-    """W [N, K] decoded to the type of x, on a GPU."""
-    format, block = w.format.on(x.device), min(4096, triton.next_power_of_2(w.columns))
-    out, grid = x.new_empty(w.rows, w.columns), (w.rows, triton.cdiv(w.columns, block))
-    functions = dict(LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale)
-    launch(_decode_kernel, grid, x.device, w.tensors, out, K=w.columns, BLOCK=block, **functions)
-    return out
-
-
-@jit
 def store_codes(y, codes, scales, row, offs_k, K: tl.constexpr, ENCODE: tl.constexpr):
     """Write a row of floats to codes [T, K], its largest magnitude as 448, and its scale to scales [T]."""
-    scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-30) / 448
+    scale = tl.maximum(tl.max(tl.abs(y)), 1e-30) / 448
     tl.store(codes + row * K + offs_k, ENCODE(y / scale), mask=offs_k < K)
     tl.store(scales + row, scale)
 
 
 @jit
-def _encode_rows_kernel(
-    x, codes, scales, K: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr
+def _recode_kernel(
+    w, out, scales, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, VALUES: tl.constexpr,
+    ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Decode one block of a row to the type of `out` or, where there are scales, a whole row to E4M3 codes and its
+    scale."""
     gdc_launch_dependents(PDL)
-    offs_k = tl.arange(0, BLOCK)
+    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    offs_k = k + tl.arange(0, BLOCK)[None, :]
     gdc_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    values = tl.load(x + row * K + offs_k, mask=offs_k < K, other=0.0).to(tl.float32)
-    store_codes(values, codes, scales, row, offs_k, K, ENCODE)
+    y = VALUES(LOAD(w, row * K + k + tl.arange(0, 1)[:, None], K - k, BLOCK, 8)).to(tl.float32)
+    if ROW_SCALE is not None:
+        y *= ROW_SCALE(w, row, row >= 0)
+    if scales is None:
+        tl.store(out + row * K + offs_k, y.to(out.dtype.element_ty), mask=offs_k < K)
+    else:
+        store_codes(y, out, scales, row, offs_k, K, ENCODE)
+
+
+def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
+    (N, K), device, format = w.shape, out.device, of(w)
+    block = triton.next_power_of_2(K)
+    if scales is None:
+        block = min(4096, block)
+    functions = dict(
+        LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale, ENCODE=E4M3.on(device).encode_tile
+    )
+    grid, warps = (N, triton.cdiv(K, block)), min(16, max(1, block // 512))
+    launch(_recode_kernel, grid, device, w.tensors, out, scales, K=K, BLOCK=block, **functions, warps=warps)
+
+
+def decode_for(w: Matrix, x: Tensor) -> Tensor:
+    """W [N, K] decoded to the type of x, on a GPU."""
+    out = x.new_empty(w.rows, w.columns)
+    _recode(w, out, None)
+    return out
 
 
 def empty_codes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -479,10 +521,8 @@ def empty_codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Activations as codes and scales."""
-    (codes, scales), (T, K) = empty_codes(x), x.shape
-    block = triton.next_power_of_2(K)
-    sizes = dict(K=K, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=min(16, max(1, block // 512)))
-    launch(_encode_rows_kernel, (T,), x.device, x, codes, scales, **sizes)
+    codes, scales = empty_codes(x)
+    _recode(Matrix(x), codes, scales)
     return codes, scales
 
 
@@ -494,11 +534,16 @@ def _cublas_scales_rows(device: torch.device) -> bool:
     return device.type == "cuda" and capability(device) // 10 == 9 and version >= (12, 9)
 
 
-def on_tensor_cores(w: Matrix) -> bool:
-    """Whether tensor cores multiply the codes as they are."""
-    if not isinstance(w.format, Float8) or w.rows % 16 or w.columns % 16:
+def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
+    """Whether 8-bit tensor cores multiply a prompt: the codes as they are, or other formats' weights as E4M3, unless
+    that is to be as precise as it can."""
+    if not w.format or w.rows % 16 or w.columns % 16:
         return False
-    return w.format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
+    own = isinstance(w.format, Float8)
+    format = w.format if own else E4M3
+    return (own or accumulate != "fp32") and (
+        format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
+    )
 
 
 def tensor_core_linear(codes: Tensor, scales: Tensor, w: Matrix, dtype: torch.dtype, accumulate: str) -> Tensor:
@@ -508,6 +553,10 @@ def tensor_core_linear(codes: Tensor, scales: Tensor, w: Matrix, dtype: torch.dt
     Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, unless the sums are moved to fp32
     registers every few products (accumulate "fp32"), which costs a tenth of the speed. The error, a mean square of 2e-6
     to 6e-6 of the result's, is a hundredth of that from rounding the activations."""
+    if not isinstance(w.format, Float8):
+        as_e4m3 = tuple(torch.empty(s, dtype=d, device=w.data.device) for d, s in E4M3.tensors(*w.shape).values())
+        _recode(w, *as_e4m3)
+        w = Matrix(as_e4m3, E4M3)
     to = dtype if _cublas_scales_rows(w.data.device) else torch.bfloat16
     x8, w8, w_scales = codes.view(E4M3.dtype), w.data.view(w.format.dtype), w.tensors[1].t()
     return torch._scaled_mm(x8, w8.t(), scales, w_scales, out_dtype=to, use_fast_accum=accumulate != "fp32")

@@ -21,6 +21,7 @@ tables, and add its arguments to `op_arguments` in test_all.py.
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -31,7 +32,8 @@ from torch.nn import functional
 
 import fp8
 from attention import attention, attention_ref, to_cache, to_cache_ref
-from fp8 import E4M3, Matrix
+from fp8 import E4M3, E5M2, Format, Matrix
+from int4 import INT4
 from launch import (
     EMULATED,
     FewSizes,
@@ -72,12 +74,14 @@ def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> tor
     return torch.float16 if slow and dtype == torch.bfloat16 else dtype
 
 
-def prepacked(w: Matrix, backend: str) -> Matrix:
-    """A matrix in the layout that the backend's ops read fastest: for the reference ops on a CPU, bf16 in oneDNN's
-    blocked layout, one copy for both single tokens and prompts; any other as it is."""
-    if backend != "torch" or w.data.device.type != "cpu" or w.data.dtype != torch.bfloat16 or not multiplies_bf16():
+def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
+    """A matrix in the layout that the backend's ops read fastest, for activations in dtype: for the reference ops on a
+    CPU, bf16 in oneDNN's blocked layout, one copy for both single tokens and prompts, and what a format has packed."""
+    if backend != "torch" or w.data.device.type != "cpu" or dtype != torch.bfloat16 or not multiplies_bf16():
         return w
-    return Matrix(torch.ops.mkldnn._reorder_linear_weight(w.data))
+    if w.format:
+        return replace(w, packed=w.format.packed(w.tensors))
+    return Matrix(torch.ops.mkldnn._reorder_linear_weight(w.data)) if w.data.dtype == dtype else w
 
 
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
@@ -86,6 +90,8 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
         T = x.shape[0]
         x16 = functional.pad(x.bfloat16(), (0, 0, 0, _padded_rows(T) - T))
         return torch.ops.mkldnn._linear_pointwise(x16, w.data, None, "none", [], "")[:T].to(x.dtype)
+    if w.packed and x.shape[0] == 1 and x.dtype == torch.bfloat16:
+        return w.format.packed_linear(x, w.packed)
     if w.data.device.type == "cpu" and (w.format or w.data.dtype == torch.float16):
         return _cpu_vector_linear(x, w) if x.shape[0] == 1 else _cpu_prompt_linear(x, w)
     return functional.linear(x, w.dense().to(x.dtype))
@@ -123,21 +129,21 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
 
 
 @jit
-def _load_tile(w, rows, k, offs_k, N, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr):
-    """W[rows, k + offs_k]. max_contiguous gives a thread eight neighbours, as many as it has of a 16-bit x: otherwise
-    8-bit tiles would go through shared memory to meet x."""
-    offs = tl.max_contiguous(tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + k + offs_k[None, :], [1, 8])
+def _load_tile(w, rows, k, N, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr):
+    """BLOCK columns of W[rows] from column k on. A thread gets eight neighbours, as many as it has of a 16-bit x:
+    otherwise 8-bit tiles would go through shared memory to meet x."""
+    first = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + k
     if K % BLOCK == 0:
-        return LOAD(w, offs, None)
+        return LOAD(w, first, None, BLOCK, 8)
     else:
-        return LOAD(w, offs, k + offs_k[None, :] < K)
+        return LOAD(w, first, K - k, BLOCK, 8)
 
 
 @jit
 def _load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr):
-    """x[k + offs_k] as a row. In fp32 in the interpreter, whose own bf16 products are wrong."""
-    pointers = x + k + offs_k[None, :]
-    tile = tl.load(pointers) if K % BLOCK == 0 else tl.load(pointers, mask=k + offs_k[None, :] < K, other=0.0)
+    """x[k + offs_k]. In fp32 in the interpreter, whose own bf16 products are wrong."""
+    pointers = x + k + offs_k
+    tile = tl.load(pointers) if K % BLOCK == 0 else tl.load(pointers, mask=offs_k < K - k, other=0.0)
     return tile.to(tl.float32) if EMULATED else tile
 
 
@@ -148,74 +154,21 @@ def _power_of_two(x):
 
 
 @jit
-def _range_of(x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr):
+def _range_of(x, x_tiles, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, PEAK: tl.constexpr):
     """What x is multiplied by for packed products, a power of two, and 1 / rms(x) where there is a norm, otherwise 1:
-    its range is that root mean square, or its largest magnitude."""
-    squares, peaks = x_tile.to(tl.float32) * x_tile.to(tl.float32), tl.abs(x_tile)
+    its range is that root mean square, see fp8.fit_norm, or its largest magnitude. x_tiles: those loaded already."""
+    squares, peaks = x_tiles[0].to(tl.float32) * x_tiles[0].to(tl.float32), tl.abs(x_tiles[0])
     for k in tl.static_range(BLOCK, K, BLOCK):
-        x_next = _load_vector(x, k, offs_k, K, BLOCK)
+        x_next = x_tiles[k // BLOCK] if k // BLOCK < len(x_tiles) else _load_vector(x, k, offs_k, K, BLOCK)
         squares += x_next.to(tl.float32) * x_next.to(tl.float32)
         peaks = tl.maximum(peaks, tl.abs(x_next))
-    if norm is not None:  # good for norm weights of up to fp8.NORM_LIMIT
+    if norm is not None:
         inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
-        power = _power_of_two(inv_rms) / 64
+        power = _power_of_two(inv_rms) * (PEAK / 1024)
     else:
         inv_rms = tl.full([], 1.0, tl.float32)
-        power = _power_of_two(tl.minimum(16 / tl.maximum(tl.max(peaks).to(tl.float32), 1e-30), 32768.0))
+        power = _power_of_two(tl.minimum(PEAK / tl.maximum(tl.max(peaks).to(tl.float32), 1e-30), 32768.0))
     return power, inv_rms
-
-
-@jit
-def _vector_product(
-    x, norm, w, residual, rows, N, eps, K: tl.constexpr, BLOCK: tl.constexpr,
-    LOAD: tl.constexpr, VALUES: tl.constexpr, PACKED_SUMS: tl.constexpr, ROW_SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One token: rmsnorm(x) W[rows]^T in fp32, or x W[rows]^T where norm is None; plus residual[rows] where that is not
-    None. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to the sums. With PACKED_SUMS, x is
-    read twice, first for its range, and multiplied in half precision."""
-    offs_k = tl.arange(0, BLOCK)
-    # Before the wait: fetch the first tiles of what no kernel writes
-    w_tile = _load_tile(w, rows, 0, offs_k, N, K, BLOCK, LOAD)
-    if norm is not None:
-        norm_tile = _load_vector(norm, 0, offs_k, K, BLOCK)
-    gdc_wait(PDL)
-    if residual is not None:
-        residual_tile = tl.load(residual + rows, mask=rows < N, other=0.0).to(tl.float32)
-    x_tile = _load_vector(x, 0, offs_k, K, BLOCK)
-    if PACKED_SUMS is not None:
-        power, inv_rms = _range_of(x, x_tile, norm, eps, offs_k, K, BLOCK)
-    elif norm is not None:
-        squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
-    for k in tl.static_range(0, K, BLOCK):
-        # The next tile of W is in flight while this one is multiplied
-        w_now = w_tile
-        if k + BLOCK < K:
-            w_tile = _load_tile(w, rows, k + BLOCK, offs_k, N, K, BLOCK, LOAD)
-        if k > 0:
-            x_tile = _load_vector(x, k, offs_k, K, BLOCK)
-            if PACKED_SUMS is None and norm is not None:
-                squares += x_tile.to(tl.float32) * x_tile.to(tl.float32)
-        x_tile = x_tile.to(tl.float32) if PACKED_SUMS is None else x_tile * power.to(x_tile.dtype)
-        if norm is not None:
-            x_tile *= norm_tile.to(x_tile.dtype)
-            if k + BLOCK < K:
-                norm_tile = _load_vector(norm, k + BLOCK, offs_k, K, BLOCK)
-        if PACKED_SUMS is None:
-            sums = VALUES(w_now).to(tl.float32) * x_tile
-        else:
-            sums = PACKED_SUMS(w_now, x_tile.to(tl.float16))
-        if k == 0:
-            acc = sums
-        else:
-            acc += sums
-    y = tl.sum(acc, 1)
-    if PACKED_SUMS is not None:
-        y *= inv_rms / power
-    elif norm is not None:
-        y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if ROW_SCALE is not None:
-        y *= ROW_SCALE(w, rows, rows < N)
-    return y if residual is None else residual_tile + y
 
 
 @jit
@@ -229,23 +182,96 @@ def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
 
 @jit
 def _vector_kernel(
-    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOAD: tl.constexpr, VALUES: tl.constexpr, PACKED_SUMS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
+    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, LOAD: tl.constexpr, VALUES: tl.constexpr, PACKED_SUMS: tl.constexpr, COLUMNS: tl.constexpr,
+    PEAK: tl.constexpr, ROW_SCALE: tl.constexpr, PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr,
+    SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the product with one token. args and SIZES are the epilogue's own: PREPARE loads, before the wait,
-    what STORE will use."""
+    """One token: rmsnorm(x) W^T, or x W^T where norm is None, for TILES times ROWS rows of W, read BLOCK columns at a
+    time. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to the sums. For packed products, x
+    is read twice, first for its range, and with several tiles it then stays in registers. args and SIZES are the
+    epilogue's own: PREPARE loads what STORE will use, for the first rows before the wait."""
     gdc_launch_dependents(PDL)
-    row = tl.program_id(0) * ROWS
+    row = tl.program_id(0) * (ROWS * TILES)
     ready = None
     if PREPARE is not None:
         ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
     rows = row + tl.arange(0, ROWS)
-    y = _vector_product(
-        x, norm, w, None if ADDED is None else args[ADDED], rows, N, eps,
-        K, BLOCK, LOAD, VALUES, PACKED_SUMS, ROW_SCALE, PDL,
-    )  # fmt: skip
-    STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
+    # Before the wait: fetch the first tiles of what no kernel writes
+    w_tile = _load_tile(w, rows, 0, N, K, BLOCK, LOAD)
+    offs_k = COLUMNS(BLOCK)
+    READ: tl.constexpr = BLOCK if TILES == 1 else K  # columns of x, and of the norm's weights, to be read at once
+    norm_tiles, x_tiles = (), ()
+    if norm is not None:
+        for k in tl.static_range(0, READ, BLOCK):
+            norm_tiles = norm_tiles + (_load_vector(norm, k, offs_k, K, BLOCK),)
+    if TILES > 1 and ROW_SCALE is not None:
+        scale = ROW_SCALE(w, rows, rows < N)
+    gdc_wait(PDL)
+    if TILES == 1 and ADDED is not None:
+        added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
+    for k in tl.static_range(0, READ, BLOCK):
+        x_tiles = x_tiles + (_load_vector(x, k, offs_k, K, BLOCK),)
+    if PACKED_SUMS is not None:
+        power, inv_rms = _range_of(x, x_tiles, norm, eps, offs_k, K, BLOCK, PEAK)
+    elif norm is not None:
+        squares = x_tiles[0].to(tl.float32) * x_tiles[0].to(tl.float32)
+    ready_tiles = ()
+    if TILES > 1:  # of packed products only
+        for k in tl.static_range(0, K, BLOCK):
+            tile = x_tiles[k // BLOCK] * power.to(x.dtype.element_ty)
+            if norm is not None:
+                tile *= norm_tiles[k // BLOCK].to(tile.dtype)
+            ready_tiles = ready_tiles + (tile.to(tl.float16),)
+    elif norm is not None:
+        norm_tile = norm_tiles[0]
+    for i in range(TILES):
+        if TILES > 1 and ADDED is not None:
+            added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
+        for k in tl.static_range(0, K, BLOCK):
+            # The next tile of W is in flight while this one is multiplied
+            w_now = w_tile
+            if k + BLOCK < K:
+                w_tile = _load_tile(w, rows, k + BLOCK, N, K, BLOCK, LOAD)
+            elif TILES > 1:
+                first = tl.minimum(rows + ROWS, N - 1).to(tl.int64)[:, None] * K
+                w_tile = LOAD(w, first, tl.where(i + 1 < TILES, K, 0), BLOCK, 8)
+            if TILES > 1:
+                x_now = ready_tiles[k // BLOCK]
+            else:
+                x_now = x_tiles[0] if k == 0 else _load_vector(x, k, offs_k, K, BLOCK)
+                if k > 0 and PACKED_SUMS is None and norm is not None:
+                    squares += x_now.to(tl.float32) * x_now.to(tl.float32)
+                x_now = x_now.to(tl.float32) if PACKED_SUMS is None else x_now * power.to(x_now.dtype)
+                if norm is not None:
+                    x_now *= norm_tile.to(x_now.dtype)
+                    if k + BLOCK < K:
+                        norm_tile = _load_vector(norm, k + BLOCK, offs_k, K, BLOCK)
+            if PACKED_SUMS is None:
+                sums = VALUES(w_now).to(tl.float32) * x_now
+            else:
+                sums = PACKED_SUMS(w_now, x_now.to(tl.float16))
+            if k == 0:
+                acc = sums
+            else:
+                acc += sums
+        y = tl.sum(acc, 1)
+        if PACKED_SUMS is not None:
+            y *= inv_rms / power
+        elif norm is not None:
+            y *= tl.rsqrt(tl.sum(squares) / K + eps)
+        if ROW_SCALE is not None:
+            y *= ROW_SCALE(w, rows, rows < N) if TILES == 1 else scale
+        if ADDED is not None:
+            y = added + y
+        STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
+        if TILES > 1:
+            row += ROWS
+            rows += ROWS
+            if ROW_SCALE is not None:
+                scale = ROW_SCALE(w, rows, rows < N)
+            if PREPARE is not None:
+                ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
 
 
 # A few tokens. `tl.dot` usually takes its operands through shared memory, which 8-bit weights would pass through twice,
@@ -261,7 +287,7 @@ def _vector_kernel(
 # 1 columns 8 to 15, and so on; the first instruction takes columns 0, 1 and 2, 3 of thread 0 for its columns 0, 1 and
 # 8, 9. So dimension 1 of a tile is a thread's neighbours, dimension 0 everything else (lanes, warps, registers, in this
 # order), and reshape and permute relabel the elements without moving them: (steps, groups of 8 rows, sides, warps,
-# rows, sides, lanes, instructions, halves of an instruction, pairs). The warps of a program share its rows and split K;
+# rows, sides, lanes, halves of an instruction, neighbours). The warps of a program share its rows and split K;
 # a sum over the warps completes the product.
 #
 # An instruction multiplies 16 rows of W by 8 tokens, so the tokens are padded to 8 or 16. The norm, where there is one,
@@ -279,24 +305,27 @@ def _load_few_weights(
     moves values between threads."""
     GROUPS: tl.constexpr = SIZES.rows // 8
     SIDES: tl.constexpr = SIZES.lanes // 4
-    i, e = tl.arange(0, SIZES.steps * GROUPS * SIZES.warps * 32)[:, None], tl.arange(0, E)[None, :]
+    i = tl.arange(0, SIZES.steps * GROUPS * SIZES.warps * 32)[:, None]
     lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
     rows = row + register // SIDES % GROUPS * 8 + register % SIDES * (8 // SIDES) + lane // SIZES.lanes
-    cols = k + (warp * SIZES.steps + register // (SIDES * GROUPS) * SIDES) * (4 * E) + lane % SIZES.lanes * E + e
-    offs = tl.minimum(rows, N - 1).to(tl.int64) * K + cols
+    col = k + (warp * SIZES.steps + register // (SIDES * GROUPS) * SIDES) * (4 * E) + lane % SIZES.lanes * E
+    first = tl.minimum(rows, N - 1).to(tl.int64) * K + col
     if k + SIZES.warps * SIZES.steps * 4 * E <= K:
-        return LOAD(w, offs, None)
+        return LOAD(w, first, None, E, E)
     else:
-        return LOAD(w, offs, cols < K)
+        return LOAD(w, first, K - col, E, E)
 
 
 @jit
 def _weights_operand(tile, SIZES: tl.constexpr):
     """A tile of W as [warps, rows, columns of a warp]."""
     E: tl.constexpr = tile.shape[1]
+    PAIRS: tl.constexpr = min(E // 4, 4)
     SIDES: tl.constexpr = SIZES.lanes // 4
-    tile = tile.reshape(SIZES.steps // SIDES, SIZES.rows // 8, SIDES, SIZES.warps, 8 // SIDES, SIDES, 4, 2, 2, E // 4)
-    return tile.permute(3, 1, 2, 4, 0, 5, 7, 8, 6, 9).reshape(SIZES.warps, SIZES.rows, SIZES.steps * 4 * E)
+    tile = tile.reshape(
+        SIZES.steps // SIDES, SIZES.rows // 8, SIDES, SIZES.warps, 8 // SIDES, SIDES, 4, E // PAIRS, PAIRS
+    )  # fmt: skip
+    return tile.permute(3, 1, 2, 4, 0, 5, 7, 6, 8).reshape(SIZES.warps, SIZES.rows, SIZES.steps * 4 * E)
 
 
 @jit
@@ -315,8 +344,9 @@ def _load_tokens(x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E
 @jit
 def _tokens_operand(tile, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr):
     """A tile of x as [warps, columns of a warp, tokens]."""
-    tile = tile.reshape(TOKENS // 8, SIZES.steps, E // 8, SIZES.warps, 8, 4, 16 // E, 2, E // 4)
-    return tile.permute(3, 1, 2, 6, 7, 5, 8, 0, 4).reshape(SIZES.warps, SIZES.steps * 4 * E, TOKENS)
+    PAIRS: tl.constexpr = min(E // 4, 4)
+    tile = tile.reshape(TOKENS // 8, SIZES.steps, E // 8, SIZES.warps, 8, 4, 8 // PAIRS, PAIRS)
+    return tile.permute(3, 1, 2, 6, 5, 7, 0, 4).reshape(SIZES.warps, SIZES.steps * 4 * E, TOKENS)
 
 
 @jit
@@ -408,25 +438,27 @@ def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
 
 def _functions(w: Matrix, epilogue: Epilogue) -> dict:
     """What the kernels of products are compiled for: the functions of a format and of an epilogue."""
-    format = w.format.on(w.data.device) if w.format else None
-    found = dict(LOAD=fp8.load_elements, VALUES=fp8.plain_values, ROW_SCALE=None)
-    if format:
-        found = dict(LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale)
+    format = fp8.of(w)
+    found = dict(LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale)
     return found | dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
 
 
 def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> None:
     assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
-    sizes = vector_sizes(x.device, w.bits, op, w.columns)
-    block = min(sizes.block, max(256, triton.next_power_of_2(w.columns)))
-    warps = min(sizes.warps, max(1, block // 256))
-    # packed products need eight neighbours of W and of x in each thread
-    packs = w.columns % 8 == 0 and block >= 256 * warps and x.element_size() == 2 and x.data_ptr() % 16 == 0
-    packed_sums = w.format.on(x.device).packed_sums if w.format and packs else None
-    rows = math.gcd(sizes.rows, epilogue.within)
-    constants = dict(N=w.rows, K=w.columns, ROWS=rows, BLOCK=block, PACKED_SUMS=packed_sums, warps=warps)
+    sizes, format = vector_sizes(x.device, w.bits, op, w.columns), fp8.of(w)
+    least = 32 * format.neighbours  # columns that a warp takes at once
+    block = min(sizes.block, max(least, triton.next_power_of_2(w.columns)))
+    warps = min(sizes.warps, max(1, block // least))
+    packs = w.columns % format.neighbours == 0 and block >= least * warps and x.element_size() == 2
+    packs = packs and x.data_ptr() % 16 == 0 and format.packed_sums
+    rows, tiles = math.gcd(sizes.rows, epilogue.within), sizes.tiles if packs else 1
+    constants = dict(N=w.rows, K=w.columns, ROWS=rows, TILES=tiles, BLOCK=block, PEAK=format.peak, warps=warps)
+    constants |= dict(PACKED_SUMS=None, COLUMNS=fp8.in_order)
+    if packs:
+        constants |= dict(PACKED_SUMS=format.packed_sums, COLUMNS=format.columns)
     args = x, norm, w.tensors, eps, epilogue.args
-    launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants, **_functions(w, epilogue))
+    constants |= _functions(w, epilogue)
+    launch(_vector_kernel, (triton.cdiv(w.rows, rows * tiles),), x.device, *args, **constants)
 
 
 def _launch_few(sizes: FewSizes, x: Tensor, w: Matrix, epilogue: Epilogue) -> None:
@@ -461,7 +493,7 @@ def _dense(w: Matrix, x: Tensor) -> Tensor:
 
 def normed_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, accumulate: str) -> Tensor:
     """rmsnorm(x) W^T by the library, for T > 1."""
-    if not fp8.on_tensor_cores(w):
+    if not fp8.on_tensor_cores(w, accumulate):
         y = rmsnorm(x, norm, eps)
         return _library_product(lambda: functional.linear(y, _dense(w, x)), accumulate)
     codes, scales = fp8.empty_codes(x)
@@ -793,7 +825,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
         "linear_add", x, None, w, 0.0, Epilogue(_store_linear, (residual,), prepare=_prepare_rows, added=0)
     ):
         return residual
-    if fp8.on_tensor_cores(w):
+    if fp8.on_tensor_cores(w, accumulate):
         return residual.add_(fp8.tensor_core_linear(*fp8.encode_rows(x), w, x.dtype, accumulate))
     return _library_product(lambda: residual.addmm_(x, _dense(w, x).t()), accumulate)
 
@@ -869,7 +901,7 @@ def rmsnorm_linear(
     return out.copy_(normed_linear(x, norm, w, eps, accumulate))
 
 
-# ---- the two tables, and their names for --backend
+# ---- the two tables, and their names for --backend; the formats of matrices, by name
 
 reference = SimpleNamespace(
     embedding=embedding_ref,
@@ -898,3 +930,4 @@ fused = SimpleNamespace(
 )
 
 BACKENDS = {"torch": reference, "triton": fused}
+FORMATS: dict[str, Format] = {format.name: format for format in (E4M3, E5M2, INT4)}

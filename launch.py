@@ -137,11 +137,13 @@ def split_of(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: 
 
 
 class VectorSizes(NamedTuple):
-    """How a product with one token is divided: each program takes `rows` rows of W, `block` columns at a time."""
+    """How a product with one token is divided: each program takes `tiles` times `rows` rows of W, `block` columns at a
+    time."""
 
     rows: int
     block: int
     warps: int
+    tiles: int = 1
 
 
 class FewSizes(NamedTuple):

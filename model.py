@@ -229,8 +229,9 @@ class Llama:
         self.ops = kernels.BACKENDS[self.backend]
         if self.ranks and self.ranks.size > 1:
             self.ops, self.exchange = self.ranks.cut_ops(self.ops, self.weights.over_ranks, self.backend, self.device)
-        for norm, w in self.weights.normed:
-            fit_norm(norm, w)
+        if self.backend == "triton":
+            for norm, w in self.weights.normed:
+                fit_norm(norm, w)
 
     def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""

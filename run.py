@@ -41,7 +41,7 @@ from tokenizer import TEMPLATES
 
 # ---- the command line: before torch is imported, which takes seconds
 
-MODES = {"text": "a prompt", "bare": "no prompt", "chat": "--chat", "save": "--save-fp8"}
+MODES = {"text": "a prompt", "bare": "no prompt", "chat": "--chat", "save": "--save"}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -56,10 +56,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
     add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8,
         help="keep matrices as 8-bit floats; without a value: e4m3")
+    add("--int4", action="store_true",
+        help="keep matrices as 4-bit integers with a scale and a zero point for each 32 columns: 4.5 bits a weight")
     add("--kv-fp8", action="store_true", only=writes,
         help="keep keys and values as 8-bit floats: half the context's memory")
-    add("--save-fp8", metavar="DIR",
-        help="write the model with 8-bit matrices to DIR instead of generating; -m DIR runs it")
+    add("--save", metavar="DIR",
+        help="write the model with its matrices as --fp8 or --int4 says to DIR instead of generating; -m DIR runs it")
 
     add = parser.group("where it runs")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
@@ -128,9 +130,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.version:
         print(version(), flush=True)
         parser.exit()
-    draft = args.draft or ""
+    draft, args.format = args.draft or "", "int4" if args.int4 else args.fp8
     wrong = {  # each error, and when it is one
         "--prompt and --file both give a prompt; use one": args.prompt is not None and args.file is not None,
+        "--fp8 and --int4 both say how matrices are kept; use one": args.fp8 and args.int4,
+        "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None and not args.format,
         "--lookup and --draft both propose tokens; use one": args.lookup and args.draft,
         f"--draft takes a model; --draft-max {draft} says how many tokens it proposes": draft.isdecimal(),
         "--draft-max is for --draft": args.draft is None and "draft_max" in args.given,
@@ -150,7 +154,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def mode_of(args: argparse.Namespace) -> str:
     """What to do; "bare": chat if the checkpoint has a template, otherwise write text."""
-    if args.save_fp8 is not None:
+    if args.save is not None:
         return "save"
     if args.chat or args.single_turn:
         return "chat"
@@ -267,7 +271,7 @@ class Session:
         self.load_seconds = time.perf_counter() - start
 
     def _load(self, name: str) -> Llama:
-        options = ("dtype", "device", "ctx_size", "backend", "fp8", "kv_fp8", "accumulate", "quiet")
+        options = ("dtype", "device", "ctx_size", "backend", "format", "kv_fp8", "accumulate", "quiet")
         return load(name, **{option: getattr(self.args, option) for option in options}, ranks=self.ranks)
 
     def note(self, text: str) -> None:
@@ -390,7 +394,7 @@ def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
 def types(model: Llama) -> str:
     """What a model computes in: its dtype, and what differs from it."""
     text = next(name for name, value in DTYPES.items() if value == model.dtype)
-    format = model.weights.output.format
+    format = model.weights.layers[0].wqkv.format
     if format:
         text += f" with {format.name} matrices"
     if model.kv_fp8:
@@ -522,11 +526,11 @@ def complete(session: Session, prompt: str) -> None:
 
 
 def save(args: argparse.Namespace) -> int:
-    format = args.fp8 or "e4m3"
+    options = dict(format=args.format, dtype=args.dtype, device=args.device, quiet=args.quiet)
     with ending_cleanly():
-        file = save_model(args.model, args.save_fp8, fp8=format, dtype=args.dtype, device=args.device, quiet=args.quiet)
+        file = save_model(args.model, args.save, **options)
     if not args.quiet:
-        note(f"saved     {file.parent}: {format} matrices, {file.name} of {file.stat().st_size:,} bytes")
+        note(f"saved     {file.parent}: {args.format} matrices, {file.name} of {file.stat().st_size:,} bytes")
     return 0
 
 

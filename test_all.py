@@ -61,6 +61,7 @@ import bench
 import checkpoint
 import fp8
 import hopper
+import int4
 import kernels
 import launch
 import parallel
@@ -72,7 +73,9 @@ from chat import Chat, Printer
 from chat import columns as columns_of
 from checkpoint import Checkpoint, Loader, check_groups, check_memory, load, parts_of, read_config, read_part, save
 from dev import fuzz, mutate
-from fp8 import E4M3, E5M2, FORMATS, Matrix
+from fp8 import E4M3, E5M2, Matrix
+from int4 import INT4
+from kernels import FORMATS
 from launch import tl
 from model import CHUNK, Config, KVCache, Timings, captured, generate, rope_table
 from parallel import Ranks
@@ -117,6 +120,7 @@ def rounds_to_bf16():
         yield
 
 
+FLOATS_8 = {"e4m3": E4M3, "e5m2": E5M2}
 needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
@@ -298,13 +302,14 @@ def test_cache_reuses_the_common_beginning(tiny_model):
 
 
 @pytest.mark.parametrize("options", [
-    dict(fp8="e9"), dict(fp8=True), dict(dtype="fp64"), dict(accumulate="x"), dict(backend="cuda"), dict(ctx_size=-5),
+    dict(format="e9"), dict(format=True), dict(dtype="fp64"), dict(accumulate="x"), dict(backend="cuda"),
+    dict(ctx_size=-5),
 ], ids=str)  # fmt: skip
 def test_wrong_arguments_are_named(tiny, tmp_path, options):
     (name, value) = next(iter(options.items()))
     with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be"):
         load(tiny, device="cpu", **options)
-    if name in ("fp8", "dtype"):
+    if name in ("format", "dtype"):
         with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be"):
             save(tiny, tmp_path / "new", device="cpu", **options)
         assert not [*tmp_path.iterdir()]
@@ -803,6 +808,7 @@ def test_the_nearest_launch_sizes_are_those_below():
 
 
 def test_launch_sizes_are_saved_as_they_are_read(tmp_path, monkeypatch):
+    launch.tables()
     monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
     launch.save_tables()
     read = launch.tables.__wrapped__()
@@ -811,12 +817,12 @@ def test_launch_sizes_are_saved_as_they_are_read(tmp_path, monkeypatch):
 
 def test_prepacked_matrices_are_the_same_matrices():
     w, x = Matrix(randn(70, 50, dtype=torch.bfloat16).cpu()), randn(9, 50, dtype=torch.bfloat16).cpu()
-    packed = kernels.prepacked(w, "torch")
+    packed = kernels.prepacked(w, "torch", torch.bfloat16)
     assert torch.equal(packed.dense(), w.data) and packed.shape == w.shape and packed.nbytes == w.nbytes
     for rows in (x, x[:1]):
         exact = rows.float() @ w.data.float().t()
         assert nmse(kernels.linear_ref(rows, packed), exact) < ONE_UNIT[torch.bfloat16]
-    assert kernels.prepacked(w, "triton") is w
+    assert kernels.prepacked(w, "triton", torch.bfloat16) is w
 
 
 def test_prompts_of_any_length_need_few_kernels_of_onednn(monkeypatch):
@@ -926,6 +932,11 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     for T in (1, 3, 60) if half else ():
         w = GROUPED.encode(new(64, 1024))
         kernels.fused.linear_add(new(T, 1024), Matrix(w, GROUPED, (64, 1024)), new(T, 64))
+    w = blank(Matrix(new(66, 4096)), INT4)
+    for T in (1, 3, 60) if half else (1, 3):
+        kernels.fused.linear_add(new(T, 4096), w, new(T, 66))
+    kernels.fused.rmsnorm_swiglu(new(1, 4096), new(4096), w, 1e-5)
+    fp8._recode(w, *fp8.empty_codes(new(66, 4096)))
     for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
         for extra in (dict(bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
             run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, **extra)
@@ -983,7 +994,7 @@ def record_training(dtype: torch.dtype) -> None:
 
 TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
-    torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
+    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 
@@ -1064,7 +1075,7 @@ def test_kernels_compile(arch):
     command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    files = ("kernels", "attention", "hopper", "sampling", "fp8", "training", "parallel", "speculation")
+    files = ("kernels", "attention", "hopper", "sampling", "fp8", "int4", "training", "parallel", "speculation")
     source = "".join((HERE / f"{file}.py").read_text() for file in files)
     every = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE))
     left_out = set() if arch == 90 else {"_hopper_attention_kernel"}
@@ -1216,8 +1227,13 @@ def test_rows_are_sampled_as_single_tokens_are():
 
 
 @launch.jit
-def _grouped_load(w, offs, mask):
-    return fp8.stream(w[0] + offs, mask), fp8.stream(w[1] + offs // 32, mask)
+def _grouped_load(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    offs_k = tl.arange(0, COLUMNS)[None, :]
+    mask = None
+    if left is not None:
+        mask = offs_k < left
+    codes = fp8.load_elements(w, first, left, COLUMNS, NEIGHBOURS)
+    return codes, fp8.stream(w[1] + (first + offs_k) // 32, mask)
 
 
 @launch.jit
@@ -1268,8 +1284,8 @@ def test_a_format_of_ones_own(grouped_folder, tmp_path, dtype, backend, monkeypa
     two ranks."""
     monkeypatch.setitem(FORMATS, "grouped", GROUPED)
     options = dict(device=DEVICE.type, backend=backend)
-    ours = load(grouped_folder, dtype=dtype, fp8="grouped", **options)
-    exact = load(grouped_folder, dtype="fp32", fp8="grouped", device=DEVICE.type, backend="torch")
+    ours = load(grouped_folder, dtype=dtype, format="grouped", **options)
+    exact = load(grouped_folder, dtype="fp32", format="grouped", device=DEVICE.type, backend="torch")
     assert ours.weights.layers[0].w2.format is GROUPED
     with_dense_weights(exact)
     ids = torch.randint(3, 300, (29,), device=DEVICE)
@@ -1281,7 +1297,7 @@ def test_a_format_of_ones_own(grouped_folder, tmp_path, dtype, backend, monkeypa
     limit = {"fp32": 1e-4 if backend == "torch" else 1e-9, "fp16": 1e-4, "bf16": 3e-3}[dtype]  # torch: halves on a CPU
     assert nmse(*logits) < limit
     if dtype == "fp16":
-        save(grouped_folder, tmp_path / "saved", fp8="grouped", device="cpu", quiet=True)
+        save(grouped_folder, tmp_path / "saved", format="grouped", device="cpu", quiet=True)
         again = load(tmp_path / "saved", dtype=dtype, **options)
         assert again.checkpoint.format is GROUPED
         for one, other in zip(ours.weights.matrices, again.weights.matrices):
@@ -1300,7 +1316,7 @@ EVERY_CODE = torch.arange(256).to(torch.uint8).view(torch.int8)
 EVERY_HALF = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FLOATS_8)
 def test_all_codes_decode_and_all_halves_encode_to_the_nearest(form):
     format, every = FORMATS[form], EVERY_HALF[torch.isfinite(EVERY_HALF)]
     values = EVERY_CODE.view(format.dtype).double()  # as torch decodes them
@@ -1334,7 +1350,7 @@ def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
             format.encode(torch.tensor([[1.0, bad]]))
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FLOATS_8)
 def test_codes_and_scales_that_encode_never_writes_are_refused(form):
     format, ones = FORMATS[form], torch.ones(1, 1)
     largest = {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
@@ -1354,7 +1370,7 @@ def test_codes_of_the_other_format_are_refused():
     weights = torch.randn(50, 40) * 2.0 ** torch.randint(-126, 100, (50, 1))
     weights[7] = 0
     weights[8] = 1e-44
-    for theirs, format in itertools.product(FORMATS.values(), repeat=2):
+    for theirs, format in itertools.product(FLOATS_8.values(), repeat=2):
         tensors = theirs.encode(weights)
         if theirs is format:
             format.check(tensors)
@@ -1365,13 +1381,13 @@ def test_codes_of_the_other_format_are_refused():
 
 def test_codes_do_not_depend_on_the_dtype(tmp_path):
     hugging_face_model(**SHAPES["mqa, tied"]).half().save_pretrained(tmp_path)
-    models = [load(tmp_path, dtype=dtype, device="cpu", fp8="e4m3").weights for dtype in ("fp32", "bf16")]
+    models = [load(tmp_path, dtype=dtype, device="cpu", format="e4m3").weights for dtype in ("fp32", "bf16")]
     for one, other in zip(*([w.output, *(layer.wqkv for layer in w.layers)] for w in models)):
         assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors))
 
 
 @needs_triton
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FLOATS_8)
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_ops_read_8_bit_matrices(dtype, form, T):
@@ -1510,7 +1526,7 @@ def test_nan_is_refused_by_name_in_8_bits(cli, copy):
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="8-bit tensor cores are on a GPU only")
 @pytest.mark.parametrize("accumulate", ["auto", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FLOATS_8)
 def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
     """Activations in E4M3 have an error of at most 2^-4: a third of its square, halved since most err less."""
     x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
@@ -1553,6 +1569,120 @@ def test_accumulate_reaches_the_ops(tiny, accumulate, monkeypatch):
     with torch.inference_mode():
         model.prefill([1, 2, 3], KVCache(model))
     assert seen == {accumulate}
+
+
+# ---- int4.py
+
+
+@functools.cache
+def int4_matrix(N: int, K: int) -> Matrix:
+    torch.manual_seed(5)
+    return Matrix(torch.randn(N, K, device=DEVICE) * torch.logspace(-4, 2, N, device=DEVICE)[:, None]).encoded(INT4)
+
+
+def test_all_4_bit_codes_scales_and_zero_points():
+    """Each of them is what its formula says, alone in its place."""
+    scales = torch.arange(0xF0, dtype=torch.int32)
+    exponent, mantissa = scales >> 4, scales & 15
+    values = (1 + mantissa / 16) * 2.0 ** (exponent - 23)
+    assert torch.equal(int4._scales(scales), values) and torch.equal(int4._scale_codes(values), scales)
+    column = torch.arange(32, dtype=torch.int32)
+    for code, zero in itertools.product(range(16), range(0, 256, 15)):
+        halves = torch.zeros(32, 8, dtype=torch.int32)  # a row for each column that has the code, the others 0
+        halves[column, column % 8] = code << 4 * (column // 8)
+        words = halves.to(torch.int16).view(torch.int32)
+        groups = torch.tensor([[0xEF << 8 | zero]]).to(torch.int16).expand(32, 1)
+        decoded = INT4.decoded((words, groups, torch.full((32, 1), 2.0)))
+        assert torch.equal(decoded, 2 * values[-1] * (torch.eye(32) * code - zero / 16))
+
+
+@pytest.mark.parametrize("spread, bound", [("normal", 5.5e-3), ("uniform", 3.5e-3), ("far from zero", 1e-3)])
+def test_4_bits_lose_little(spread, bound):
+    """As little as Q4_K with a search for the scale, for a normal matrix 5.2e-3 of its mean square."""
+    w = torch.rand(64, 1024) - 0.5 if spread == "uniform" else torch.randn(64, 1024)
+    w = (w + 3 if spread == "far from zero" else w) * torch.logspace(-20, 20, 64)[:, None]
+    tensors = INT4.encode(w)
+    INT4.check(tensors)
+    assert 8 * sum(t.nbytes for t in tensors) / w.numel() < 4.55
+    lost = (INT4.decoded(tensors) - w).double().square().mean(1) / w.double().square().mean(1)
+    assert lost.mean() < bound, lost.mean()
+    for rows in (torch.zeros(2, 64), torch.full((2, 64), 3.0)):
+        assert torch.allclose(INT4.decoded(INT4.encode(rows)), rows, rtol=1e-3)
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="NaN or inf"):
+            INT4.encode(torch.full((1, 32), bad))
+
+
+def test_columns_that_count_more_lose_less():
+    w, importance = torch.randn(64, 256), torch.ones(256)
+    importance[::8] = 100
+    plain, weighed = (INT4.decoded(INT4.encode(w, importance=given)) - w for given in (None, importance))
+    assert weighed[:, ::8].square().sum() < 0.6 * plain[:, ::8].square().sum()
+    assert (weighed.square() * importance).sum() < (plain.square() * importance).sum()
+
+
+def test_4_bit_tensors_that_encode_never_writes_are_refused():
+    codes, groups, row = INT4.encode(torch.randn(4, 64))
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="scales"):
+            INT4.check((codes, groups, torch.full_like(row, scale)))
+    with pytest.raises(ValueError, match="codes of a format other than int4"):
+        INT4.check((codes, groups | 0xF0 << 8, row))
+
+
+@needs_triton
+@pytest.mark.parametrize("T", [1, 3, 16, 20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_products_with_4_bit_matrices(dtype, T):
+    """With and without a norm, in rows of one tile, of several, and with a tile that ends early."""
+    for N, K in ((48, 96), (40, 1184), (24, 4096)):
+        w, x, norm = int4_matrix(N, K), randn(T, K, dtype=dtype), torch.rand(K, device=DEVICE).to(dtype) + 0.5
+        rows = dense(w).data / dense(w).data.square().mean(1, keepdim=True).sqrt()  # rows count alike
+        size = dense(w).data.square().mean(1).sqrt()
+        out = kernels.rmsnorm_linear(x, norm, w, 1e-5, torch.empty(T, N, device=DEVICE), accumulate="fp32") / size
+        normed = kernels.rmsnorm_ref(x.float(), norm.float(), 1e-5)
+        # weights are decoded to halves; a token's sums are halves, and its norm is not as large as fp8.fit_norm has it
+        limit = (2e-4 if dtype == torch.bfloat16 else 5e-5) if T == 1 else 1e-6 + ONE_UNIT[dtype] * 8
+        assert nmse(out, normed @ rows.t()) < limit, (N, K)
+
+
+def test_torchs_own_4_bit_product_on_a_cpu():
+    w = Matrix(torch.randn(64, 256)).encoded(INT4)
+    packed = kernels.prepacked(w, "torch", torch.bfloat16)
+    assert kernels.prepacked(w, "torch", torch.float32) is w
+    if packed.packed is None:
+        assert not kernels.multiplies_bf16()
+        return
+    x = torch.randn(1, 256).bfloat16()
+    assert nmse(kernels.linear_ref(x, packed), x.float() @ w.dense().t()) < 2 * ONE_UNIT[torch.bfloat16]
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_in_4_bits_is_the_model_with_its_weights_decoded(grouped_folder, tmp_path, dtype, backend):
+    options = dict(device=DEVICE.type, backend=backend)
+    ours = load(grouped_folder, dtype=dtype, format="int4", **options)
+    exact = load(grouped_folder, dtype="fp32", format="int4", device=DEVICE.type, backend="torch")
+    assert ours.weights.layers[0].w2.format is INT4 and ours.weights.output.format is E4M3
+    ours.accumulate = "fp32"  # otherwise a GPU decodes a prompt's weights to E4M3
+    with_dense_weights(exact)
+    ids, logits = torch.randint(3, 300, (29,), device=DEVICE), []
+    for model in (ours, exact):
+        cache = KVCache(model)
+        with torch.inference_mode():
+            logits.append(torch.cat([model.forward(part, cache) for part in ids.split([20, 1, 8])]))
+    assert nmse(*logits) < {"fp32": 1e-4, "bf16": 3e-3}[dtype]
+    save(grouped_folder, tmp_path / "saved", format="int4", device=DEVICE.type, quiet=True)
+    again = load(tmp_path / "saved", dtype=dtype, **options)
+    for one, other in zip(ours.weights.matrices, again.weights.matrices):
+        assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors))
+
+
+def test_4_bits_need_whole_groups(cli, tiny):
+    assert_refused(cli("-m", tiny, "-p", "Once", "--int4"), "w2 has 112 columns; int4 needs a multiple of 32")
+    wrong = {"--save writes matrices in 8 or 4 bits: add --fp8": ("--save", "new"), "both say": ("--int4", "--fp8")}
+    for said, flags in wrong.items():
+        assert_refused(cli("-m", tiny, *flags), said, code=2)
 
 
 # ---- run.py: the command line
@@ -1700,8 +1830,8 @@ def test_flags_of_llama_cpp(cli, tiny, tmp_path):
 WRONG_USAGE = [  # and what the error says
     (run.main, "-sys x -p a", "-sys needs --chat"),
     (run.main, "--chat -no-cnv", "-no-cnv cannot be used with --chat"),
-    (run.main, "--save-fp8 d --prompt=a", "--prompt cannot be used with --save-fp8"),
-    (run.main, "--save-fp8 d --chat", "--chat cannot be used with --save-fp8"),
+    (run.main, "--save d --fp8 --prompt=a", "--prompt cannot be used with --save"),
+    (run.main, "--save d --fp8 --chat", "--chat cannot be used with --save"),
     (run.main, "-p a -f b", "--prompt and --file both give a prompt; use one"),
     (run.main, "--draft 8 -p a", "--draft-max 8"),
     (run.main, "--draft-max 8 -p a", "--draft-max is for --draft"),
@@ -1765,7 +1895,7 @@ def test_help_comes_at_once(script):
 
 
 def test_help_names_what_there_is():
-    assert tuple(checkpoint.DTYPES) == run.DTYPE_NAMES and tuple(FORMATS) == run.FORMATS_8
+    assert tuple(checkpoint.DTYPES) == run.DTYPE_NAMES and tuple(FLOATS_8) == run.FORMATS_8
 
 
 def test_a_machine_without_torch_is_one_line(tmp_path):
@@ -1812,7 +1942,7 @@ def test_lost_streams_do_not_end_a_good_run(tiny, tmp_path):
     (tmp_path / "link.py").symlink_to(HERE / "run.py")  # models/tales is looked for beside the program
     done = in_shell('"$PYTHON" link.py -p Once -n 3 --device cpu --quiet >/dev/full', cwd=tmp_path)
     assert done.returncode == 1 and done.stderr == "error: No space left on device\n"
-    done = in_shell(f'"$PYTHON" "$HERE/run.py" -m "{tiny}" --save-fp8 saved --device cpu <&- >&- 2>&-', cwd=tmp_path)
+    done = in_shell(f'"$PYTHON" "$HERE/run.py" -m "{tiny}" --save saved --fp8 --device cpu <&- >&- 2>&-', cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "saved" / "model.safetensors").is_file(), done
 
 
@@ -2272,9 +2402,9 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend):
     T = 70 if backend == "torch" else 15  # the interpreter is slow
     prompt = torch.randint(5, 300, (T,))
     device = DEVICE.type if backend == "triton" else "cpu"
-    ours = load(tmp_path, dtype="fp32", device=device, backend=backend, fp8=fp8)
+    ours = load(tmp_path, dtype="fp32", device=device, backend=backend, format=fp8)
     if fp8:
-        theirs = load(tmp_path, dtype="fp32", device="cpu", fp8=fp8)
+        theirs = load(tmp_path, dtype="fp32", device="cpu", format=fp8)
         with_dense_weights(theirs)
     expected = logits_of(theirs, prompt) if fp8 else oracle(theirs, prompt.tolist())
     pieces = logits_of(ours, prompt, T - 12, 1, 10, 1)
@@ -2634,7 +2764,7 @@ def index_of(name: str) -> str:
     return json.dumps({"weight_map": {"a": name}})
 
 
-ELSEWHERE = "quantised for another program: take the original safetensors; --fp8 makes 8 bits of them"
+ELSEWHERE = "quantised for another program: take the original safetensors; --fp8 and --int4 make 8 and 4 bits of them"
 UNSAFE = "pytorch_model.bin is not a checkpoint that can be read safely"
 NO_ZIP = "pytorch_model.bin is cut off, or not in torch's zip format"
 INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
@@ -2710,13 +2840,13 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
 }  # fmt: skip
 SPOILED_8 = {  # the same for a saved model
     "another layout": (spoil_tensors(fused_llama="2"), "saved by another version of fused-llama: save it again"),
-    "another format": (spoil_tensors(fp8="e3m4"), "model.safetensors: fp8 is 'e3m4', which is not supported"),
+    "another format": (spoil_tensors(format="e3m4"), "model.safetensors: format is 'e3m4', which is not supported"),
     "missing scale": (spoil_tensors(lambda t: t.pop("output.scale")), "output.scale is missing"),
     "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
     "another config": (spoil_config(intermediate_size=1 << 20), "do not fit the config: layers.0.w13 is [224, 64]"),
     "matrix of floats": (put(W13, lambda t: t.half()), f"{W13} has a type other than int8"),
     "norm of whole numbers": (put("norm.weight", lambda t: t.char()), "norm.weight has a type other than float32"),
-    "codes of another format": (spoil_tensors(fp8="e5m2"), "has codes of NaN or infinity: save it again"),
+    "codes of another format": (spoil_tensors(format="e5m2"), "has codes of NaN or infinity: save it again"),
     "nan code": (set_one(W13, 0x7F), f"{W13} has codes of NaN or infinity: save it again"),
     "zero scale": (set_one(f"{W13}.scale", 0), f"{W13} has scales that are not positive and finite"),
     "nan norm": (set_one("norm.weight", float("nan")), "not finite", "norm.weight in model.safetensors holds NaN"),
@@ -2876,8 +3006,8 @@ def test_loading_bar_ends_full(copy, monkeypatch, shape):
     bars, original, shown = [], checkpoint.tqdm, dict(disable=False, file=io.StringIO())
     monkeypatch.setattr(checkpoint, "tqdm", lambda **options: bars.append(original(**options | shown)) or bars[-1])
     hugging_face_model(read_config(copy).vocab_size, **SHAPES[shape]).save_pretrained(copy)
-    for folder, form in ((copy, None), (copy, "e4m3"), (save(copy, copy.parent / "saved").parent, None)):
-        load(folder, fp8=form)
+    for folder, form in ((copy, None), (copy, "e4m3"), (save(copy, copy.parent / "saved", format="e4m3").parent, None)):
+        load(folder, format=form)
         assert bars[-1].n == bars[-1].total > 0, (folder, form)
 
 
@@ -2891,7 +3021,7 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
     if layout:
         LAYOUTS[layout](copy)
         (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
-    code, out, err = cli("-m", copy, "--save-fp8", saved, *(["--fp8", form] if form == "e5m2" else []))
+    code, out, err = cli("-m", copy, "--save", saved, "--fp8", form)
     assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
     assert sorted(f.name for f in copy.parent.iterdir() if f.is_dir()) == ["copy", "saved"]
     tensors = load_file(saved / "model.safetensors")
@@ -2902,7 +3032,7 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
         assert tensors[name].shape == shape, "folders that were saved earlier stay readable"
     for dtype in ("fp32", "bf16"):
         options = dict(dtype=dtype, device="cpu")  # where it was encoded: a GPU may round an error the other way
-        original, again = (load(f, fp8=fp8, **options) for f, fp8 in ((copy, form), (saved, None)))
+        original, again = (load(f, format=fp8, **options) for f, fp8 in ((copy, form), (saved, None)))
         ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in (original, again))
         assert torch.equal(ours, theirs), "a saved model says something else"
     flags = ("-p", "Once", "-n", 8, "--temp", 0)
@@ -2911,7 +3041,7 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
     other = "e4m3" if form == "e5m2" else "e5m2"
     for refused, why in (
         (("--fp8", other, *flags), f"holds {form} matrices: for {other} ones, load the original"),
-        (("--save-fp8", copy.parent / "again"), f"holds {form} matrices already: save from the original"),
+        (("--save", copy.parent / "again", "--fp8"), f"holds {form} matrices already: save from the original"),
     ):
         assert_refused(cli("-m", saved, *refused), why)
 
@@ -2919,7 +3049,7 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
 def test_saved_format_with_groups_is_cut(grouped_folder, tmp_path, monkeypatch):
     """Two ranks load the columns of wo and w2, and the rows of all else, that one process has."""
     monkeypatch.setitem(FORMATS, "grouped", GROUPED)
-    saved = save(grouped_folder, tmp_path / "saved", fp8="grouped", device="cpu").parent
+    saved = save(grouped_folder, tmp_path / "saved", format="grouped", device="cpu").parent
     assert load_file(saved / "model.safetensors")["layers.0.w2.scale"].shape == (64, 4)
     config = read_config(saved)
     several = Checkpoint(saved, config), torch.float32, torch.float32, torch.device("cpu"), GROUPED, "torch"
@@ -2938,7 +3068,7 @@ def test_save_copies_nothing_from_outside(cli, copy, tmp_path):
     (tmp_path / "secret").write_text('{"secret": 1}')
     (copy / "special_tokens_map.json").unlink(missing_ok=True)
     (copy / "special_tokens_map.json").symlink_to("../secret")
-    refused = cli("-m", copy, "--save-fp8", tmp_path / "saved")
+    refused = cli("-m", copy, "--save", tmp_path / "saved", "--fp8")
     assert_refused(refused, "special_tokens_map.json is a link out of its folder")
     assert not (tmp_path / "saved").exists()
 
@@ -2957,7 +3087,7 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
     before = sorted(tmp_path.rglob("*"))
 
     def refused(to: str, expected: str, code: int = 1) -> None:
-        seen, out, err = cli("-m", copy, "--save-fp8", tmp_path / to)
+        seen, out, err = cli("-m", copy, "--save", tmp_path / to, "--fp8")
         assert seen == code and out == "" and expected in err and err.count("\n") == (code == 1), err
         assert sorted(tmp_path.rglob("*")) == before
 
@@ -2976,14 +3106,14 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         with monkeypatch.context() as patch:
             patch.setattr(f"checkpoint.{step}", end)
             refused("new", expected, code)
-    assert cli("-m", copy, "--save-fp8", tmp_path / "empty", "--quiet") == (0, "", "")
+    assert cli("-m", copy, "--save", tmp_path / "empty", "--fp8", "--quiet") == (0, "", "")
     modes = {f.stat().st_mode & 0o777 for f in (tmp_path / "empty" / "model.safetensors", copy / "config.json")}
     assert len(modes) == 1
 
 
 def test_save_to_a_full_disk(tiny, tmp_path):
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    process = program("-m", tiny, "--save-fp8", tmp_path / "new", preexec_fn=limit)
+    process = program("-m", tiny, "--save", tmp_path / "new", "--fp8", preexec_fn=limit)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1 and err.startswith(b"error: ") and err.count(b"\n") == 1, err
     assert not [*tmp_path.iterdir()]
@@ -3641,12 +3771,12 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "norms of q and k": ("qwen 3", {}),
     "bin": ("bin", {}),
     "meta, 2 shards": ("meta", {}),
-    "e4m3": ("tiny", dict(fp8="e4m3")),
-    "e5m2, tied": ("one head", dict(fp8="e5m2")),
+    "e4m3": ("tiny", dict(format="e4m3")),
+    "e5m2, tied": ("one head", dict(format="e5m2")),
     "8-bit cache": ("tiny", dict(kv_fp8=True)),
     "saved": ("saved", {}),
     "fused": ("tiny", dict(backend="triton")),
-    "a format of one's own": ("grouped", dict(fp8="grouped")),
+    "a format of one's own": ("grouped", dict(format="grouped")),
 }
 
 
@@ -3814,10 +3944,10 @@ def check_gpus(folder: Path) -> None:
     ranks = Ranks.of_torchrun()
     ids = (torch.arange(5, 47) * 7 % 290).to(DEVICE.type)
     logits = lambda model: logits_of(model, ids, 40, 1, 1)
-    for name, options in (("tiny", {}), ("one head", {}), ("tiny", dict(fp8="e4m3")), ("tiny", dict(kv_fp8=True))):
+    for name, options in (("tiny", {}), ("one head", {}), ("tiny", dict(format="e4m3")), ("tiny", dict(kv_fp8=True))):
         for dtype in ("fp16", "bf16"):
             own = f"cuda:{ranks.local_rank}" if DEVICE.type == "cuda" else "cpu"
-            exact = logits(load(folder / name, dtype="fp32", device=own, backend="torch", fp8=options.get("fp8")))
+            exact = logits(load(folder / name, dtype="fp32", device=own, backend="torch", format=options.get("format")))
             one = logits(load(folder / name, dtype=dtype, device=own, **options))
             model = load(folder / name, dtype=dtype, device=DEVICE.type, ranks=ranks, **options)
             for exchange in (model.exchange, None):
@@ -4350,18 +4480,18 @@ def rows_of(result) -> list[dict]:
 
 
 def test_bench_speed_has_a_row_for_each_of_what_is_given(bench_cli, tiny, tiny_saved):
-    axes = ["-d", "0,5", "--dtype", "fp32,bf16", "--fp8", "none,e4m3", "--kv-fp8"]
+    axes = ["-d", "0,5", "--dtype", "fp32,bf16", "--format", "none,e4m3", "--kv-fp8"]
     rows = rows_of(bench_cli("-m", tiny, *QUICK, *axes, "-o", "json"))
     tests = ("pp4", "pp4 @ d5", "tg2", "tg2 @ d5")
     expected = [(dtype, form, "e4m3", t) for dtype in ("fp32", "bf16") for form in ("none", "e4m3") for t in tests]
-    assert [(r["dtype"], r["fp8"], r["kv"], r["test"]) for r in rows] == expected
+    assert [(r["dtype"], r["format"], r["kv"], r["test"]) for r in rows] == expected
     assert all(r["tokens_per_s"] > 0 and r["share_of_ceiling"] > 0 for r in rows)
     given = ["-m", tiny, "-m", tiny_saved, "-p", "4", "-p", "8,9", "-n", "0", "-r", "1", "--device", "cpu", "-ngl", "9"]
     code, out, err = bench_cli(*given, "-o", "jsonl")
     rows = [json.loads(line) for line in out.splitlines()]
     expected = [(str(m), form, f"pp{n}") for m, form in ((tiny, "none"), (tiny_saved, "e4m3")) for n in (4, 8, 9)]
     assert code == 0 and "-ngl: no effect here" in err
-    assert [(r["model"], r["fp8"], r["test"]) for r in rows] == expected
+    assert [(r["model"], r["format"], r["test"]) for r in rows] == expected
 
 
 def test_bench_prints_each_row_when_it_is_done(bench_cli, tiny, capfd, monkeypatch):
@@ -4388,15 +4518,15 @@ def test_bench_vs_transformers_measures_the_same_model(bench_cli, tiny, tiny_sav
         return [next(seconds)]
 
     monkeypatch.setattr(bench, "wall_times", wall_times)
-    axes = ["-d", "0,9", "--dtype", "fp32,bf16", "--fp8", "none,e4m3", "-o", "json", "--vs", "transformers"]
+    axes = ["-d", "0,9", "--dtype", "fp32,bf16", "--format", "none,e4m3", "-o", "json", "--vs", "transformers"]
     rows = rows_of(bench_cli("-m", f"random:{tiny / 'config.json'}", *QUICK, *axes))
     ours, theirs = ([r for r in rows if ("transformers" in r["backend"]) == peer] for peer in (False, True))
-    assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["fp8"] == "none" for r in theirs)
+    assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["format"] == "none" for r in theirs)
     names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
-    expected = [(r["dtype"], r["test"], name) for r in ours if r["fp8"] == "none" for name in names[r["test"][:3]]]
+    expected = [(r["dtype"], r["test"], name) for r in ours if r["format"] == "none" for name in names[r["test"][:3]]]
     assert [(r["dtype"], r["test"], r["backend"]) for r in theirs] == expected, "beside what it did not run"
     rows = rows_of(bench_cli("-m", tiny_saved, *QUICK, "-o", "json", "--vs", "transformers"))
-    assert [(r["fp8"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, "it cannot read this model"
+    assert [(r["format"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, "it cannot read this model"
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -4462,7 +4592,7 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     flags = ("--device", "cpu", "--perplexity", tmp_path / "text", "-o", "json")
     (row,) = rows_of(bench_cli("-m", tiny, *flags, "--against", "bf16"))
     assert row["perplexity"] > 1 and row["mean_kl"] > 0 and 0 < row["standard_error"] < row["perplexity"]
-    assert rows_of(bench_cli("-m", tiny_saved, *flags))[0]["fp8"] == "e4m3"
+    assert rows_of(bench_cli("-m", tiny_saved, *flags))[0]["format"] == "e4m3"
     assert_refused(bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original")
 
 
@@ -4514,7 +4644,7 @@ def test_bench_tune_saves_the_best_sizes(tiny, tmp_path, monkeypatch, card):
     monkeypatch.setattr(bench, "open_model", lambda *_: model)
     monkeypatch.setattr(type(model), "uses_graphs", True)
     before = nearest("few")[8]["default"][0]
-    bench.run_tune(SimpleNamespace(dtype=["auto"], fp8=["none"]))
+    bench.run_tune(SimpleNamespace(dtype=["auto"], format=["none"]))
     launch.tables.cache_clear()  # what it wrote
     vector, few = (launch.tables()[kind][card][16] for kind in best)
     for matrix, op in (("wqkv", "rmsnorm_qkv_rope"), ("wo", "linear_add"), ("w13", "rmsnorm_swiglu")):
@@ -4532,7 +4662,7 @@ def test_bench_cell_shows_the_digits_that_differ():
 
 def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_path):
     record, picture = tmp_path / "record", tmp_path / "speed.svg"
-    code, out, err = bench_cli("-m", tiny, *QUICK, "--fp8", "none,e4m3", "-o", "jsonl", "--plot", picture)
+    code, out, err = bench_cli("-m", tiny, *QUICK, "--format", "none,e4m3", "-o", "jsonl", "--plot", picture)
     assert code == 0 and "fused-llama, fp32" in picture.read_text() and "fused-llama, e4m3" in picture.read_text(), err
     record.write_text(out)
     draw = ("--recorded", record, "--plot", picture)
@@ -4557,7 +4687,7 @@ def test_bench_refuses_flags_of_another_mode(bench_cli):
     for wrong in (
         "--vs transformers --perplexity x", "--vs llama.cpp", "-o csv", "--plot x.png --perplexity x",
         "--plot x.png --kernels", "--plot x.gif", "--stride 4", "--against fp32", "--against fp32 --limits x",
-        "--perplexity x --dtype fp32,bf16", "--limits x --dtype fp32 --dtype bf16", "--kernels --fp8 none,e4m3",
+        "--perplexity x --dtype fp32,bf16", "--limits x --dtype fp32 --dtype bf16", "--kernels --format none,e4m3",
         "--kernels -n 4", "--kernels -r 4", "--kernels --accumulate fp32", "--profile -p 4,5", "--profile -o json",
         "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels", "--recorded x",
         "--recorded x --plot x.png -m a",

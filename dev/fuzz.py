@@ -91,7 +91,7 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     torch.save(dict(zip(tensor_shapes(read_config(folder)), tensors.values())), meta / "consolidated.00.pth")
     params = dict(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=-1, multiple_of=8, ffn_dim_multiplier=0.5)
     (meta / "params.json").write_text(json.dumps(params))
-    output_of("-m", folder, "--save-fp8", home / "saved")
+    output_of("-m", folder, "--save", home / "saved", "--fp8")
     return {name: home / name for name in ("safetensors", "json", "bin", "shards", "meta", "saved")}
 
 
@@ -198,8 +198,8 @@ def spoiled_checkpoint(rng: random.Random, bases: dict[str, Path], place: Path) 
     watched.folder = str(folder)
     config = read_config(folder)
     tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id)
-    dtype, fp8 = rng.choice(("auto", "fp32")), rng.choice((None, None, "e4m3"))
-    options = dict(dtype=dtype, device="cpu", ctx_size=VOCAB, fp8=fp8)
+    dtype, format = rng.choice(("auto", "fp32")), rng.choice((None, None, "e4m3", "int4"))
+    options = dict(dtype=dtype, device="cpu", ctx_size=VOCAB, format=format)
     model = load(folder, **options)
     watched.folder = ""
     ids = tokenizer.encode("a") or [0]
@@ -330,7 +330,7 @@ def spoiled_chat(rng: random.Random, bases: dict[str, Path], place: Path) -> Non
 def spoiled_saving(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
     expected = {"model"}
     try:
-        output_of("-m", spoiled_copy(rng, bases, place), "--save-fp8", place / "saved")
+        output_of("-m", spoiled_copy(rng, bases, place), "--save", place / "saved", "--fp8")
         expected.add("saved")
         load(str(place / "saved"), device="cpu", ctx_size=8)
     finally:

@@ -1,0 +1,280 @@
+"""4-bit integers with a scale and a zero point for each group of 32 columns, 4.5 bits a weight:
+
+    W[n, k] = row[n] * scale[n, k / 32] * (code[n, k] - zero[n, k / 32] / 16)
+
+    code    4 bits: 0 to 15
+    zero    8 bits: sixteenths of a code, since a group's range need not have 0 on a code
+    scale   8 bits: a float without a sign: with the upper bits e, at most 14, and the lower m, (1 + m / 16) 2^(e - 23)
+    row     float32: makes the largest scale of a row the largest that there is
+
+Eight codes share an int32. Word i of the four that hold a group has, for j from 0 to 3, column 8 j + 2 i at bit 4 j and
+column 8 j + 2 i + 1 at bit 16 + 4 j. So one AND takes out a pair of neighbours, in the two halves of a register, and
+they need no conversion: as a half, a code at bit 0 is the subnormal code * 2^-24, one at bit 4 is code * 2^-20.
+"""
+
+from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8 import E4M3, Format, Tensors, as_floats, stream
+from launch import EMULATED, constexpr, jit, tl
+
+GROUP = 32
+LARGEST = 0xEF  # of the scales' codes
+
+
+@dataclass(frozen=True, eq=False)
+class Int4(Format):
+    """int32 codes [N, K / 8]; int16 groups [N, K / 32], the scale's code above the zero point; float32 row [N, 1]."""
+
+    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        groups = {"codes": (torch.int32, (N, K // 8)), "groups": (torch.int16, (N, K // GROUP))}
+        return groups | {"row": (torch.float32, (N, 1))}
+
+    def at(self, name: str) -> Format:
+        """The output matrix is kept in E4M3: that lowers the KL divergence by a third (BENCHMARKS.md)."""
+        return E4M3 if name == "output" else self
+
+    def encode(self, weights: Tensor, out: Tensors | None = None, importance: Tensor | None = None) -> Tensors:
+        """Scale and zero point of a group are searched for the least squared error, which `importance` [K] weighs, if
+        given."""
+        N, K = weights.shape
+        out = out or tuple(
+            torch.empty(shape, dtype=dtype, device=weights.device) for dtype, shape in self.tensors(N, K).values()
+        )
+        weigh = torch.ones(K, device=weights.device) if importance is None else importance.float().clamp(min=1e-12)
+        for rows, *places in zip(*(t.split(max(1, (1 << 24) // K)) for t in (weights, *out))):
+            for place, value in zip(places, _encode(rows.float().unflatten(1, (-1, GROUP)), weigh.view(-1, GROUP))):
+                place.copy_(value)
+        return out
+
+    def decoded(self, tensors: Tensors) -> Tensor:
+        codes, groups, row = tensors
+        scale, zero = _scales_and_zeros(groups, row)
+        return ((_unpacked(codes) - zero[..., None]) * scale[..., None]).flatten(1)
+
+    def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
+        _, groups, row = tensors
+        if not ((row > 0) & (row < torch.inf)).all():
+            raise ValueError("scales that are not positive and finite")
+        if ((groups >> 8 & 0xFF) > LARGEST).any():
+            raise ValueError(f"codes of a format other than {self.name}")
+
+    def multiply(self, tensors: Tensors, factor: float) -> None:
+        tensors[2].mul_(factor)
+
+    def packed(self, tensors: Tensors) -> Tensors | None:
+        """The codes in torch's order, and (code - 8) * scale + offset in bf16 for each group."""
+        codes, groups, row = tensors
+        if len(codes) % 16:
+            return None
+        scale, zero = _scales_and_zeros(groups, row)
+        both = torch.stack((scale, scale * (8 - zero)), 2).transpose(0, 1).to(torch.bfloat16).contiguous()
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(_unpacked(codes).flatten(1).int(), 1), both
+
+    def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
+        codes, both = packed
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, GROUP, both)
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """Words [N, K / 8] to codes int16 [N, K / 32, 32]."""
+    halves = words.view(torch.int16).unflatten(1, (-1, 8))
+    return torch.stack([halves >> 4 * j & 15 for j in range(4)], 2).flatten(2)
+
+
+def _scales_and_zeros(groups: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each group, float32 [N, K / 32]."""
+    return _scales(groups >> 8 & 0xFF) * row, (groups & 0xFF) / 16
+
+
+def _scales(codes: Tensor) -> Tensor:
+    """Codes of scales to float32."""
+    return ((codes.int() << 19) + (127 - 23 << 23)).view(torch.float32)
+
+
+def _scale_codes(scales: Tensor) -> Tensor:
+    """The nearest codes, int32, of scales in the range of `_scales`."""
+    return ((scales.view(torch.int32) + (1 << 18) >> 19) - (127 - 23 << 4)).clamp_(0, LARGEST)
+
+
+def _encode(w: Tensor, weigh: Tensor) -> Tensors:
+    """Groups w [N, G, 32] and how much each column counts [G, 32] to what is stored.
+
+    First each group by itself: for a number of ranges, codes to nearest, then the scale and the minimum that fit these
+    codes best, by least squares; the best of them. Then, since the scale and the zero point are themselves rounded, the
+    codes of the scale nearest to that one, each with the zero point that fits best."""
+    peak = w.abs().amax((1, 2)).clamp_(min=1e-30)[:, None]
+    if not torch.isfinite(peak).all():
+        raise ValueError("NaN or inf cannot be stored as 4-bit integers")
+    w = w / peak[..., None]  # so that no square is too large or too small
+    low, high = w.amin(2).clamp_(max=0), w.amax(2).clamp_(min=0)
+    least = torch.full_like(low, torch.inf)
+    scale, zero = torch.ones_like(low), torch.zeros_like(low)  # w = scale (code - zero)
+    total, sum_w = weigh.sum(1), (w * weigh).sum(2)
+    span = ((high - low) / 15).clamp_(min=1e-30)
+    for part in torch.linspace(0.6, 1.05, 10).tolist():
+        step = span * part
+        # the middle of the range stays
+        code = ((w - ((high + low) / 2)[..., None]) / step[..., None] + 7.5).round_().clamp_(0, 15)
+        counted = code * weigh
+        sum_c, sum_cc, sum_cw = counted.sum(2), (counted * code).sum(2), (counted * w).sum(2)
+        fit = (total * sum_cw - sum_c * sum_w) / (total * sum_cc - sum_c.square()).clamp_(min=1e-30)
+        fit = torch.where(fit > 0, fit, step)
+        offset = ((sum_c - sum_w / fit) / total).clamp_(0, 255 / 16)
+        error = _error(w, weigh, fit, offset)
+        better = error < least
+        for found, tried in ((least, error), (scale, fit), (zero, offset)):
+            found.copy_(torch.where(better, tried, found))
+    row = (scale.amax(1, keepdim=True) / _scales(torch.tensor(LARGEST))).clamp_(min=1e-30)
+    nearest = _scale_codes(scale / row)
+    best = torch.full_like(low, torch.inf)
+    byte, sixteenths, start = nearest.clone(), torch.zeros_like(nearest), zero * scale
+    for step in (-1, 0, 1):
+        tried = (nearest + step).clamp_(0, LARGEST)
+        fit = _scales(tried) * row
+        offset = (start / fit).clamp_(0, 255 / 16)
+        code = (w / fit[..., None] + offset[..., None]).round_().clamp_(0, 15)
+        offset = (((code * weigh).sum(2) - sum_w / fit) / total * 16).round_().clamp_(0, 255)
+        error = _error(w, weigh, fit, offset / 16)
+        better = error < best
+        for found, value in ((best, error), (byte, tried), (sixteenths, offset.int())):
+            found.copy_(torch.where(better, value, found))
+    fit, offset = _scales(byte) * row, sixteenths / 16
+    code = (w / fit[..., None] + offset[..., None]).round_().clamp_(0, 15).int().unflatten(2, (4, 8))
+    packed = sum(code[:, :, j] << 4 * j for j in range(4))
+    return packed.flatten(1).to(torch.int16).view(torch.int32), (byte << 8 | sixteenths).to(torch.int16), row * peak
+
+
+def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Weighted squared error of each group [N, G] with the codes that are nearest."""
+    scale, zero = scale[..., None], zero[..., None]
+    code = (w / scale + zero).round_().clamp_(0, 15)
+    return (code.sub_(zero).mul_(scale).sub_(w).square_() * weigh).sum(2)
+
+
+# ---- in kernels
+
+
+@jit
+def _load(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """Codes int32 [R, COLUMNS / 32, 4] and groups int16 [R, COLUMNS / 32]."""
+    group = tl.arange(0, COLUMNS // 32)[None, :]
+    codes = w[0] + (first // 8 + group * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
+    groups = w[1] + tl.max_contiguous(first // 32 + group, [1, 1])  # one a thread, as of the codes
+    if left is None:
+        return stream(codes, None), stream(groups, None)
+    else:
+        mask = group * 32 < left
+        return stream(codes, mask[:, :, None]), stream(groups, mask)
+
+
+@jit
+def _row_scale(w, rows, mask):
+    return tl.load(w[2] + rows, mask=mask, other=0.0)
+
+
+@jit
+def _scale_and_zero(groups, EXPONENT: tl.constexpr):
+    """The scale times 2^EXPONENT, and the zero point in sixteenths times 2^-24."""
+    bits = groups.to(tl.int32)
+    scale = (((bits & 0xFF00) << 11) + ((127 - 23 + EXPONENT) << 23)).to(tl.float32, bitcast=True)
+    return scale, (bits & 0xFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+_TAKE_OUT = (  # four pairs of codes from register SOURCE
+    "shr.u32 v, SOURCE, 8; and.b32 a, SOURCE, 0x000f000f; and.b32 b, SOURCE, 0x00f000f0; "
+    "and.b32 c, v, 0x000f000f; and.b32 d, v, 0x00f000f0; "
+)
+_VALUES_ASM = constexpr(
+    "{ .reg .b32 a, b, c, d, v; "
+    + _TAKE_OUT.replace("SOURCE", "$4")
+    + "fma.rn.f16x2 $0, a, $5, $7; fma.rn.f16x2 $1, b, $6, $7; "
+    + "fma.rn.f16x2 $2, c, $5, $7; fma.rn.f16x2 $3, d, $6, $7; }"
+)
+
+
+@jit
+def _values(tile):
+    """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
+    words, groups = tile
+    R: tl.constexpr = words.shape[0]
+    G: tl.constexpr = words.shape[1]
+    codes = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).reshape(R, G, 8)
+    scale, zero = _scale_and_zero(groups, 0)
+    minimum = scale * zero * -1048576.0  # 2^20
+    if EMULATED:
+        y0, y1, y2, y3 = (codes & 15), (codes >> 4 & 15), (codes >> 8 & 15), (codes >> 12 & 15)
+    else:
+        # what multiplies a code at bits 0 to 3, and one at bits 4 to 7
+        low, high = (scale * 16777216.0).to(tl.float16), (scale * 1048576.0).to(tl.float16)
+        y0, y1, y2, y3 = tl.inline_asm_elementwise(
+            _VALUES_ASM, "=r,=r,=r,=r,r,r,r,r",
+            [codes, low[:, :, None], high[:, :, None], minimum.to(tl.float16)[:, :, None]],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    y = tl.join(tl.join(y0, y1), tl.join(y2, y3)).permute(0, 1, 4, 3, 2)
+    if EMULATED:
+        y = y.to(tl.float32) * scale[:, :, None, None, None] + minimum[:, :, None, None, None]
+    return y.reshape(R, G * 32)
+
+
+@jit
+def _columns(COLUMNS: tl.constexpr):
+    """[4, COLUMNS / 32, 8]: a thread has all columns of a group, eight of them from one load."""
+    group, column = tl.arange(0, COLUMNS // 32)[None, :, None] * 32, tl.arange(0, 8)[None, None, :]
+    return group + tl.arange(0, 4)[:, None, None] * 8 + column
+
+
+def _packed_asm() -> str:
+    """PTX for the 32 codes of a group times x, whose columns 8 j + 2 i and 8 j + 2 i + 1 are in register 5 + 4 j + i:
+    the sum times 2^-20 as a float in $0."""
+    lines = []
+    for i in range(4):
+        x = [f"${5 + 4 * j + i}" for j in range(4)]
+        lines.append(_TAKE_OUT.replace("SOURCE", f"${1 + i}"))
+        for sums, codes, factors in (("low", "a", x[0]), ("high", "b", x[1]), ("low", "c", x[2]), ("high", "d", x[3])):
+            first = i == 0 and codes in "ab"
+            lines.append(
+                f"{'mul' if first else 'fma'}.rn.f16x2 {sums}, {codes}, {factors}{'' if first else ', ' + sums};"
+            )
+    lines.append("mov.b32 v, 0x4c004c00; fma.rn.f16x2 high, low, v, high;")  # 16
+    lines.append("mov.b32 {l, h}, high; add.f16 l, l, h; cvt.f32.f16 $0, l;")
+    return "{ .reg .b32 a, b, c, d, v, low, high; .reg .b16 l, h; " + " ".join(lines) + " }"
+
+
+_PACKED_ASM, _PACKED_REGISTERS = constexpr(_packed_asm()), constexpr("=&r," + ",".join(["r"] * 20))
+
+
+@jit
+def _pairs(x):
+    """Halves [..., 2 M] as words int32 [..., M]."""
+    low, high = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+    low, high = low.to(tl.uint16, bitcast=True).to(tl.uint32), high.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (low | (high << 16))[None]
+
+
+@jit
+def _packed_sums(tile, x):
+    """Products with halves x [4, COLUMNS / 32, 8], added up by groups: float32 [R, COLUMNS / 32]."""
+    words, groups = tile
+    if EMULATED:
+        values = _values(tile).reshape(words.shape[0], words.shape[1], 4, 8)
+        return tl.sum(tl.sum(values * x.permute(1, 0, 2)[None].to(tl.float32), 3), 2)
+    scale, zero = _scale_and_zero(groups, 20)
+    sum_x = tl.sum(tl.sum(x.to(tl.float32), 0), 1)[None, :]
+    even, odd = tl.split(x.permute(1, 2, 0).reshape(words.shape[1], 8, 2, 2))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    asm_args = [words, _pairs(x0), _pairs(x1), _pairs(x2), _pairs(x3)]
+    sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, asm_args, dtype=tl.int8, is_pure=True, pack=4)
+    return scale * (as_floats(sums) - zero * sum_x)
+
+
+INT4 = Int4(
+    "int4", 4, _load, _values, _row_scale, _packed_sums,
+    columns=_columns, neighbours=GROUP, peak=16384.0, group=GROUP,
+)  # fmt: skip
