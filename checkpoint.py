@@ -24,9 +24,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+import ggml
 import kernels
 import launch
+import quants
 from fp8 import Format, Matrix
+from ggml import find_gguf, open_regular, read_header
 from kernels import FORMATS
 from model import (
     CHUNK,
@@ -44,7 +47,7 @@ from model import (
     Weights,
 )
 from parallel import ALL, Ranks, share
-from tokenizer import find_template, one_line, one_line_errors, open_regular, read_bytes, read_json, tokenizer_file
+from tokenizer import find_template, one_line, one_line_errors, read_bytes, read_json, tokenizer_file
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -87,10 +90,12 @@ class Fields(dict):
 
 @one_line_errors()
 def read_config(folder: Path) -> Config:
-    """The configuration of a Hugging Face folder (config.json) or of Meta's own (params.json). Raises OSError or
-    ValueError."""
-    if (folder / "config.json").is_file():
-        config = _hugging_face_config(folder)
+    """The configuration of a Hugging Face folder (config.json), of Meta's own (params.json) or of a GGUF file. Raises
+    OSError or ValueError."""
+    if folder.is_file():
+        config = _hugging_face_config(Fields(folder, ggml.config_json(read_header(folder))), Fields(folder, {}))
+    elif (folder / "config.json").is_file():
+        config = _hugging_face_config(Fields(folder / "config.json"), _generation(folder))
     elif (folder / "params.json").is_file():
         config = _meta_config(folder)
     else:
@@ -101,6 +106,11 @@ def read_config(folder: Path) -> Config:
         raise ValueError(f"{folder}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
     if config.head_dim % 2:
         raise ValueError(f"{folder}: head_dim is {config.head_dim}; RoPE needs an even one")
+    factors = config.rope_scaling.factors if config.rope_scaling else ()
+    if factors and len(factors) != config.head_dim // 2:
+        raise ValueError(
+            f"{folder}: {len(factors)} factors of RoPE; a head_dim of {config.head_dim} needs half as many"
+        )
     return config
 
 
@@ -109,16 +119,13 @@ QUANTISED = "quantised for another program: take the original safetensors; --fp8
 
 def _instead(folder: Path) -> str | None:
     """What a folder without a model holds instead, and what to do about it."""
-    if any(folder.glob("*.gguf")):
-        return f"GGUF, {QUANTISED}"
     if (folder / "adapter_config.json").is_file():
         base = Fields(folder / "adapter_config.json").get("base_model_name_or_path")
         return f"an adapter without its base: merge it into {base or 'that'} first (peft: merge_and_unload)"
     return None
 
 
-def _hugging_face_config(folder: Path) -> Config:
-    f = Fields(folder / "config.json")
+def _hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("model_type", "llama", "mistral", "qwen2", "qwen3")
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
@@ -144,7 +151,6 @@ def _hugging_face_config(folder: Path) -> Config:
     if f.get("head_dim") is None and dim % n_heads:
         raise ValueError(f"{f.file}: hidden_size is {dim}, not a multiple of num_attention_heads {n_heads}")
     theta, scaling = _rope(f, max_seq_len)
-    generation = _generation(folder)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
     bos_ids = _ids(generation, "bos_token_id", vocab_size) + _ids(f, "bos_token_id", vocab_size)
     eos_ids = _ids(generation, "eos_token_id", vocab_size) + _ids(f, "eos_token_id", vocab_size)
@@ -210,12 +216,14 @@ def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     theta_from = rope if rope.get("rope_theta") is not None else f
     theta = theta_from.number("rope_theta", 2, 1e12, 10000.0, float)
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn")
+    rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
     rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
     if kind == "default":
         return theta, None
     if kind == "yarn":
         return theta, _yarn(rope, max_seq_len)
+    if kind == "longrope":
+        return theta, RopeScaling("longrope", 1.0, factors=_longrope(rope))
     factor = rope.number("factor", 1, 1e6, None, float)
     if kind == "linear":
         return theta, RopeScaling("linear", factor)
@@ -247,6 +255,17 @@ def _yarn(rope: Fields, max_seq_len: int) -> RopeScaling:
     )
 
 
+def _longrope(rope: Fields) -> tuple[float, ...]:
+    """What the frequencies are divided by: always by the same, as Llama 3.1's are in GGUF."""
+    short, long, gain = (rope.get(name) for name in ("short_factor", "long_factor", "attention_factor"))
+    if short != long or gain != 1:
+        what = "which is supported with equal short_factor and long_factor and attention_factor 1 only"
+        raise ValueError(f"{rope.file}: rope_type is 'longrope', {what}")
+    if not isinstance(short, list) or not all(type(x) is float and 0 < x < math.inf for x in short) or not short:
+        raise ValueError(f"{rope.file}: the factors of RoPE are {short!r}; they must be finite and above 0")
+    return tuple(short)
+
+
 def _meta_config(folder: Path) -> Config:
     f = Fields(folder / "params.json")
     f.refuse_unless("use_scaled_rope", False, None)
@@ -258,7 +277,7 @@ def _meta_config(folder: Path) -> Config:
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
     vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
     if vocab_size < 1:  # "as the tokenizer says": each shard holds all rows of the embedding, and some of its columns
-        shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder, hugging_face=False)[0])}
+        shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder, "meta")[0])}
         vocab_size = next(iter(shapes.get(EMBEDDING.meta, ())), 1)
     return Config(
         dim=dim,
@@ -292,9 +311,10 @@ class Part:
     name: str
     dtype: torch.dtype | None  # None: one that no model here uses
     shape: tuple[int, ...]
-    offset: int = 0  # of its first byte in a safetensors file
+    offset: int = 0  # of its first byte in a safetensors or GGUF file
     version: tuple[int, ...] = ()  # of that file, see _version
     mapped: Tensor | None = None  # the tensor itself, of a torch file
+    blocks: ggml.Type | None = None  # how it is quantised; dtype is what it is decoded to
 
 
 def parts_of(file: Path) -> list[Part]:
@@ -316,6 +336,19 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
         Part(file, name, SAFETENSORS_TYPES.get(t["dtype"]), tuple(t["shape"]), 8 + size + t["data_offsets"][0], version)
         for name, t in sorted(header.items())
     ]
+
+
+def gguf_parts(header: ggml.GGUF) -> list[Part]:
+    """The tensors of a GGUF file or of a split one. Those of one dimension are never quantised."""
+    versions, parts = {}, []
+    for info in header.tensors.values():
+        if info.file not in versions:
+            with open_regular(info.file) as f:
+                versions[info.file] = _version(f)
+        blocks = info.type if info.type.quantised else None
+        dtype = SAFETENSORS_TYPES[info.type.name] if not blocks else torch.float32 if len(info.shape) == 2 else None
+        parts.append(Part(info.file, info.name, dtype, info.shape, info.offset, versions[info.file], blocks=blocks))
+    return parts
 
 
 def _torch_parts(file: Path) -> list[Part]:
@@ -353,8 +386,17 @@ def _is_dense(name: object, value: object) -> bool:
 
 def read_part(part: Part, pinned: bool = False, index: list[range] | None = None) -> Tensor:
     """Read a tensor, or the rows and columns of it that an index spans, into pinned memory if a GPU is to copy it while
-    the next one is read. A torch file's is a view, read when it is copied. Raises ValueError if the file changed."""
+    the next one is read. A torch file's is a view, read when it is copied. Of blocks whole rows are read, and decoded,
+    on the GPU if pinned. Raises ValueError if the file changed."""
     index = [range(size) for size in part.shape] if index is None else index
+    if part.blocks:
+        width = part.shape[1] // part.blocks.block * part.blocks.nbytes
+        stored = replace(part, blocks=None, dtype=torch.uint8, shape=(part.shape[0], width))
+        raw = read_part(stored, pinned, [index[0], range(width)])
+        try:
+            return quants.decoded(part.blocks, raw.cuda() if pinned else raw)[:, index[1].start : index[1].stop]
+        except ValueError as error:
+            raise ValueError(f"{part.file}: {part.name} has {error}") from None
     if part.mapped is not None:
         return part.mapped[tuple(slice(span.start, span.stop) for span in index)]
     size, row = part.dtype.itemsize, part.dtype.itemsize * math.prod(part.shape[1:])
@@ -385,11 +427,11 @@ def _version(f: io.FileIO) -> tuple[int, ...]:
 # ---- a checkpoint: the tensors of a folder
 
 
-def tensor_shapes(c: Config, hugging_face: bool = False) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint, by the names of Meta's layout or of Hugging Face's, in the same order."""
+def tensor_shapes(c: Config, layout: str = "meta") -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint, by the names of a layout, see Stored.name; always in the same order."""
     layers = [(info, i) for i in range(c.n_layers) for info in c.layer_table]
     table = [(EMBEDDING, None), *layers, (NORM, None), *([] if c.tie_embeddings else [(OUTPUT, None)])]
-    return {info.name(hugging_face, layer): info.shape(c) for info, layer in table}
+    return {info.name(layout, layer): info.shape(c) for info, layer in table}
 
 
 def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
@@ -428,26 +470,34 @@ class Checkpoint:
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config
         self.format = saved_format(folder)  # of the matrices, where the folder is a model saved in one
-        self.hugging_face = not self.format and (folder / "config.json").is_file()
-        if self.format:
-            files, expected = [folder / SAVED], saved_tensors(config, self.format)
+        if folder.is_file():
+            self.layout, header = "gguf", read_header(folder)
+            parts = gguf_parts(header)
         else:
-            files = _tensor_files(folder, self.hugging_face)
-            expected = {name: (FLOATS, shape) for name, shape in tensor_shapes(config, self.hugging_face).items()}
+            self.layout = "hugging_face" if not self.format and (folder / "config.json").is_file() else "meta"
+            files = [folder / SAVED] if self.format else _tensor_files(folder, self.layout)
+            parts = [part for file in files for part in parts_of(file)]
+        # RoPE rotates rows i and i + D / 2 of a head, not neighbours
+        self.halves = self.layout == "hugging_face" or self.layout == "gguf" and header.architecture != "llama"
+        if self.format:
+            expected = saved_tensors(config, self.format)
+        else:
+            expected = {name: (FLOATS, shape) for name, shape in tensor_shapes(config, self.layout).items()}
         self.shapes = {name: shape for name, (_, shape) in expected.items()}
-        ignored = {OUTPUT.name(self.hugging_face)} - {*expected}  # of a tied model
+        ignored = {OUTPUT.name(self.layout), ggml.ROPE_FACTORS} - {*expected}  # of a tied model; part of the config
+        may_be_cut = self.layout == "meta" and not self.format
         self.parts: dict[str, list[Part]] = {}
-        for part in itertools.chain.from_iterable(map(parts_of, files)):
+        for part in parts:
             if part.name in ignored or part.name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # see the config
                 continue
             types, _ = expected.get(part.name, (FLOATS, ()))
             if part.dtype not in types:
                 listed = ", ".join(str(t).removeprefix("torch.") for t in types)
                 raise ValueError(f"{part.file}: {part.name} has a type other than {listed}")
-            if part.name in self.parts and (self.format or self.hugging_face):  # only Meta's layout splits tensors
+            if part.name in self.parts and not may_be_cut:
                 raise ValueError(f"{part.file}: {part.name} is also in {self.parts[part.name][0].file.name}")
             self.parts.setdefault(part.name, []).append(part)
-        if not (self.format or self.hugging_face):
+        if may_be_cut:
             self._check_count(len(files))
         self._check_shapes()
 
@@ -482,8 +532,14 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        name = EMBEDDING.name(self.hugging_face)
+        name = EMBEDDING.name(self.layout)
         return (not self.format and self.config.dtype) or self.parts[name][0].dtype
+
+    @property
+    def quantised(self) -> str:
+        """What a GGUF file's matrices are decoded from, in words; empty if they are plain floats."""
+        *names, last = sorted({part.blocks.name for (part, *_) in self.parts.values() if part.blocks}) or [""]
+        return " and ".join(filter(None, (", ".join(names), last)))
 
     @property
     def elements(self) -> int:
@@ -502,8 +558,8 @@ class Checkpoint:
                 index = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
                 pieces.append(read_part(part, gpu and len(parts) == 1, index))
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-        if self.hugging_face and name.endswith(ROTATED):
-            D = self.config.head_dim  # Hugging Face pairs row i of a head with row i + D / 2
+        if self.halves and name.endswith(ROTATED):
+            D = self.config.head_dim
             if gpu and tensor.dim() == 2:  # a CPU would take longer to permute it than to read it
                 tensor = tensor.to(device, non_blocking=True)
             tensor = tensor.reshape(-1, 2, D // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
@@ -525,11 +581,11 @@ class Checkpoint:
         return None
 
 
-ROTATED = tuple(info.hugging_face for info in LAYER if info.rotated)
+ROTATED = tuple(name for info in LAYER if info.rotated for name in (info.hugging_face, info.gguf))
 
 
-def _tensor_files(folder: Path, hugging_face: bool) -> list[Path]:
-    if not hugging_face:
+def _tensor_files(folder: Path, layout: str) -> list[Path]:
+    if layout == "meta":
         files = sorted(folder.glob("consolidated.*.pth"))
         if not files:
             raise FileNotFoundError(f"{folder} holds params.json but no consolidated.*.pth")
@@ -572,26 +628,26 @@ WEIGHTS = [  # in order of preference: a repository may have several kinds
 @one_line_errors()
 def find_checkpoint(name: str) -> Path:
     """The folder of a checkpoint that is given as a folder, or as a repository "owner/name" of the Hugging Face hub: in
-    the hub's cache, to which it is downloaded if need be. Raises OSError or ValueError, in one line that says what to
-    do."""
+    the hub's cache, to which it is downloaded if need be. Of GGUF, which may be given as a file or as one of the kinds
+    in a repository, "owner/name:Q4_K_M", the file. Raises OSError or ValueError, in one line that says what to do."""
     folder = Path(os.path.expanduser(name))  # as it is if there is no such user
-    if folder.is_dir():
-        return folder
+    if folder.is_dir() or folder.suffix == ".gguf" and folder.exists():
+        return find_gguf(folder) or folder
     if folder.exists():
-        what = f"{name} is GGUF, {QUANTISED}" if folder.suffix == ".gguf" else f"{name} is a file"
-        raise FileNotFoundError(f"{what} (-m takes the folder of a checkpoint)")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise FileNotFoundError(f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name):
         raise FileNotFoundError(f"no such folder, nor the name of a repository: {name}")
     import huggingface_hub
     from huggingface_hub import constants, errors
 
     missing = f"no such folder, not complete in the hub cache {constants.HF_HUB_CACHE}, and"
     try:
-        if found := _cached(name):
+        repository, _, kind = name.partition(":")
+        if found := _cached(repository, kind) or not kind and _cached(repository, "Q4_K_M"):
             return found
         if huggingface_hub.is_offline_mode():
             raise FileNotFoundError(f"{missing} HF_HUB_OFFLINE is set: {name}")
-        return _download(name)
+        return _download(repository, kind)
     except errors.GatedRepoError:
         reason = "it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
     except errors.RepositoryNotFoundError:
@@ -605,23 +661,42 @@ def find_checkpoint(name: str) -> Path:
     raise OSError(f"{missing} not available from {constants.ENDPOINT}: {name}: {reason}")
 
 
-def _cached(name: str) -> Path | None:
+def pick_gguf(names: Collection[str], kind: str) -> list[str]:
+    """The files that llama.cpp would take of a repository: all parts of the model whose name says this kind; if none is
+    asked for, Q4_K_M, or else the first that can be read."""
+    models = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
+    pattern = "(?<![a-z0-9])({})(_[SML])?(?![a-z0-9_])"
+    says = lambda kind: [name for name in models if re.search(pattern.format(kind), name, re.I)]
+    found = says(re.escape(kind)) if kind else says("Q4_K_M") or says("|".join(t.name for t in ggml.TYPES.values()))
+    stem = lambda name: re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", name)
+    return [name for name in found if stem(name) == stem(found[0])]
+
+
+def _cached(name: str, kind: str = "") -> Path | None:
     """A repository's folder in the hub's cache, if it holds all files that the checkpoint needs by its own account: the
     cache does not know what it lacks if another program or an older version made it."""
     import huggingface_hub
 
     wanted = SMALL_FILES[:2] if huggingface_hub.is_offline_mode() else SMALL_FILES  # offline, what is cached must do
     try:
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+        at = folder = Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=[] if kind else wanted, local_files_only=True)
+        )
+        if kind:
+            found = pick_gguf([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], kind)
+            if not found:
+                return None
+            at = folder / found[0]
         with suppress(ValueError):  # nothing is missing, but something is wrong: load says what
-            Checkpoint(folder, read_config(folder))
-            tokenizer_file(folder)
+            Checkpoint(at, read_config(at))
+            if at == folder:
+                tokenizer_file(folder)
     except OSError:  # of the library: LocalEntryNotFoundError
         return None
-    return folder
+    return at
 
 
-def _download(name: str) -> Path:
+def _download(name: str, kind: str = "") -> Path:
     """Download what this program reads of a repository to the hub's cache, except for files that are there already."""
     import huggingface_hub
     from huggingface_hub import constants, utils
@@ -631,10 +706,13 @@ def _download(name: str) -> Path:
     utils.logging.set_verbosity_error()
     names = [file.rfilename for file in huggingface_hub.HfApi().model_info(name).siblings]
     kinds = [[file for file in names if re.fullmatch(pattern, file)] for pattern in WEIGHTS]
-    if not any(kinds):
-        gguf, usual = f"GGUF, {QUANTISED}", "no weights that this program reads (model.safetensors, pytorch_model.bin)"
-        raise FileNotFoundError(f"{name} holds {gguf if any(file.endswith('.gguf') for file in names) else usual}")
-    files = [file for file in SMALL_FILES if file in names] + next(filter(None, kinds))
+    gguf = [] if any(kinds) and not kind else pick_gguf(names, kind)
+    if kind and not gguf:
+        raise FileNotFoundError(f"{name} holds no GGUF file of the kind {kind}")
+    if not gguf and not any(kinds):
+        usual = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
+        raise FileNotFoundError(f"{name} holds {usual}")
+    files = gguf or [file for file in SMALL_FILES if file in names] + next(filter(None, kinds))
     planned = huggingface_hub.snapshot_download(name, allow_patterns=files, dry_run=True)
     need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
     cache = Path(constants.HF_HUB_CACHE)
@@ -642,7 +720,8 @@ def _download(name: str) -> Path:
     free = shutil.disk_usage(place).free / 1e9
     if need > free:
         raise FileNotFoundError(f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)")
-    return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+    folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+    return folder / gguf[0] if gguf else folder
 
 
 # ---- weights: the checkpoint's tensors, moved to the device and converted
@@ -740,7 +819,7 @@ class Loader:
         have been joined."""
         shares = [self.share(info.dims[0]) for info in infos]
         if not self.checkpoint.format:
-            return [(info.name(self.checkpoint.hugging_face, layer), rows) for info, rows in zip(infos, shares)]
+            return [(info.name(self.checkpoint.layout, layer), rows) for info, rows in zip(infos, shares)]
         if infos[0].field == "qk_norm":  # [2, D]
             shares = [ALL]
         elif infos[0].field == "w13":
@@ -868,6 +947,7 @@ def check_memory(
     format: Format | None = None,
     kv_fp8: bool = False,
     ranks: Ranks | None = None,
+    quantised: bool = False,
 ) -> None:
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
     them is allocated."""
@@ -883,6 +963,8 @@ def check_memory(
         copies = 2
     if format:  # the largest matrix
         workspace += copies * size * largest_read(c)
+    if quantised:  # a matrix is decoded to fp32 before it is converted
+        workspace += 4 * largest_read(c)
     if kv_fp8:  # keys and values of one layer
         workspace += copies * 2 * size * c.kv_dim * ctx_size
     free, where = free_memory(device), str(device)
@@ -890,12 +972,12 @@ def check_memory(
         where += f" for rank {ranks.rank} of {ranks.size}"
         if free is not None and device.type == "cpu":  # the ranks of a host share its memory
             free //= ranks.local_size
-    need = weights + cache + workspace
+    need, formats = weights + cache + workspace, "" if quantised else " --fp8, --int4"
     if free is not None and need > free:
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
         raise MemoryError(
             f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
-            " try a smaller context (-c), a smaller --dtype, --fp8, --int4 or --kv-fp8"
+            f" try a smaller context (-c), a smaller --dtype,{formats} or --kv-fp8"
         )
 
 
@@ -922,6 +1004,13 @@ def check_accumulate(accumulate: str, backend: str, device: torch.device, dtype:
         raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
 
 
+def check_original(checkpoint: Checkpoint, format: str | None) -> None:
+    """Raise ValueError if matrices that were quantised are to be encoded in a format."""
+    if checkpoint.quantised and format:
+        lossy = f"its matrices are {checkpoint.quantised}, and {format} would lose precision a second time"
+        raise ValueError(f"{checkpoint.folder}: {lossy}: run it as it is, or encode the original")
+
+
 @one_line_errors()
 def load(
     name: str,
@@ -936,7 +1025,8 @@ def load(
     quiet: bool = False,
     ranks: Ranks | None = None,
 ) -> Llama:
-    """Load a checkpoint: a folder in Hugging Face's or Meta's layout, or a repository of the hub, see find_checkpoint.
+    """Load a checkpoint: a folder in Hugging Face's or Meta's layout, a GGUF file, or a repository of the hub, see
+    find_checkpoint.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None is that, but at
     most 4096. format: in which to keep the matrices, a name of kernels.FORMATS; what `save` wrote has its own. kv_fp8:
@@ -952,6 +1042,7 @@ def load(
     checkpoint = Checkpoint(folder, config)
     if checkpoint.format and format not in (None, checkpoint.format.name):
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {format} ones, load the original")
+    check_original(checkpoint, format)
     held = checkpoint.format or FORMATS.get(format)
     on = pick_device(device, ranks)
     backend = pick_backend(backend, on)
@@ -969,7 +1060,7 @@ def load(
     check_groups(config, held)
     if ranks:
         ranks.join(on)
-    check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks)
+    check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
     # Codes do not depend on --dtype
     stored = checkpoint.dtype if held else kernels.storage_dtype(backend, torch_dtype, on)
     with torch.inference_mode():
@@ -1019,6 +1110,7 @@ def save(
     checkpoint = Checkpoint(folder, config)
     if checkpoint.format:
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices already: save from the original")
+    check_original(checkpoint, format)
     on, as_dtype, held = pick_device(device), DTYPES.get(dtype, checkpoint.dtype), FORMATS[format]
     check_groups(config, held)
     check_memory(config, as_dtype, on, 1, held)
@@ -1037,10 +1129,18 @@ def save(
 
 def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
     """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the folder."""
-    for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
-        if file.is_file():
-            (to / file.name).write_bytes(read_bytes(file))
-    if not (folder / "config.json").is_file():  # the vocab_size of params.json may be -1: see the tensors
+    if folder.is_file():
+        header = read_header(folder)
+        tokenizer, beside = ggml.tokenizer_files(header)
+        files = {"config.json": ggml.config_json(header), "tokenizer_config.json": beside}
+        files["tokenizer.model" if isinstance(tokenizer, bytes) else "tokenizer.json"] = tokenizer
+        for name, value in files.items():
+            (to / name).write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
+    else:
+        for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
+            if file.is_file():
+                (to / file.name).write_bytes(read_bytes(file))
+    if not (to / "config.json").is_file():  # the vocab_size of params.json may be -1: see the tensors
         params = read_json(folder / "params.json") | {"vocab_size": config.vocab_size}
         (to / "params.json").write_text(json.dumps(params))
     beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}

@@ -32,7 +32,7 @@ PADDED = (8, 16, 32, *range(64, 513, 64))
 @dataclass(frozen=True)
 class RopeScaling:
     """How the angles of RoPE are stretched for a longer context: "linear" (Chen et al., 2023), "yarn" (Peng et al.,
-    2023) or "llama3" (Meta, 2024)."""
+    2023), "llama3" (Meta, 2024) or "longrope" (Ding et al., 2024)."""
 
     kind: str
     factor: float
@@ -43,6 +43,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    factors: tuple[float, ...] = ()  # longrope only: what each of the D/2 frequencies is divided by
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class Stored:
     dims: tuple[str, ...]  # its shape, in sizes of Config; of those in CUT, each rank has a share
     meta: str  # its name in Meta's layout
     hugging_face: str  # its name in Hugging Face's
-    rotated: bool = False  # its rows are subject to RoPE: the two layouts have them in different orders
+    gguf: str  # its name in GGUF's
+    rotated: bool = False  # its rows are subject to RoPE: layouts have them in different orders
 
     @property
     def matrix(self) -> bool:
@@ -174,31 +176,34 @@ class Stored:
     def shape(self, c: Config) -> tuple[int, ...]:
         return tuple(getattr(c, dim) for dim in self.dims)
 
-    def name(self, hugging_face: bool, layer: int | None = None) -> str:
-        """Its name in a file of one of the two layouts; layer: which one, if it is in LAYER."""
-        prefix = "" if layer is None else f"{'model.' if hugging_face else ''}layers.{layer}."
-        return prefix + (self.hugging_face if hugging_face else self.meta)
+    def name(self, layout: str, layer: int | None = None) -> str:
+        """Its name in one of the three layouts, "meta", "hugging_face" or "gguf"; layer: which one, if it is in
+        LAYER."""
+        prefix = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}[layout]
+        return ("" if layer is None else f"{prefix}.{layer}.") + getattr(self, layout)
 
 
 LAYER = (
-    Stored("attention_norm", ("dim",), "attention_norm.weight", "input_layernorm.weight"),
-    Stored("wqkv", ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", rotated=True),
-    Stored("wqkv", ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", rotated=True),
-    Stored("wqkv", ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight"),
-    Stored("qkv_bias", ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", rotated=True),
-    Stored("qkv_bias", ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", rotated=True),
-    Stored("qkv_bias", ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias"),
-    Stored("qk_norm", ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight", rotated=True),
-    Stored("qk_norm", ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight", rotated=True),
-    Stored("wo", ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight"),
-    Stored("ffn_norm", ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight"),
-    Stored("w13", ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight"),
-    Stored("w13", ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight"),
-    Stored("w2", ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight"),
+    Stored("attention_norm", ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
+    Stored("wqkv", ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight", True),
+    Stored("wqkv", ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", "attn_k.weight", True),
+    Stored("wqkv", ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight", "attn_v.weight"),
+    Stored("qkv_bias", ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", "attn_q.bias", True),
+    Stored("qkv_bias", ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias", True),
+    Stored("qkv_bias", ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias", "attn_v.bias"),
+    Stored("qk_norm", ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight", "attn_q_norm.weight", True),
+    Stored("qk_norm", ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight", True),
+    Stored("wo", ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
+    Stored("ffn_norm", ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
+    Stored("w13", ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight", "ffn_gate.weight"),
+    Stored("w13", ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight", "ffn_up.weight"),
+    Stored("w2", ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
 )  # fmt: skip
-EMBEDDING = Stored("embedding", ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight")
-NORM = Stored("norm", ("dim",), "norm.weight", "model.norm.weight")
-OUTPUT = Stored("output", ("output_rows", "dim"), "output.weight", "lm_head.weight")  # unless tied
+EMBEDDING = Stored(
+    "embedding", ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight", "token_embd.weight"
+)
+NORM = Stored("norm", ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
+OUTPUT = Stored("output", ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")  # unless tied
 # Sizes of which each rank has a share, and what is shared out
 CUT = {"q_dim": "n_heads", "kv_dim": "n_kv_heads", "hidden_dim": "hidden_dim", "output_rows": "vocab_size"}
 
@@ -365,6 +370,8 @@ def rope_table(config: Config, length: int) -> Tensor:
     freqs = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
     if scaling and scaling.kind == "linear":
         freqs = freqs / scaling.factor
+    if scaling and scaling.kind == "longrope":
+        freqs = freqs / torch.tensor(scaling.factors, dtype=torch.float64)
     if scaling and scaling.kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
         turns = scaling.original_max_seq_len * freqs / (2 * math.pi)
         ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

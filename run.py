@@ -50,7 +50,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     # fmt: off
     add = parser.group("model")
     add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
-        help="folder of a checkpoint, or owner/name of one on the hub [models/tales, beside this program]")
+        help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub [models/tales, beside this program]")
     add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
         help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")
     add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
@@ -304,20 +304,22 @@ class Session:
 
     def closing(self) -> str:
         t = self.timings
-        prompt = rate = on_gpu = ""
+        prompt = rate = on_gpu = decoded = ""
         if t.new_tokens:
             prompt = f" in {1e3 * t.prompt_seconds:.1f} ms, {t.prompt_tokens / t.prompt_seconds:.1f} tokens/s"
         if t.steps:
             rate = f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {t.steps / t.step_seconds:.1f} tokens/s"
         if self.model.device.type == "cuda":
             on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU"
+        if quantised := self.model.checkpoint.quantised:
+            decoded = f", the weights decoded from {quantised}"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return (
             f"load      {self.load_seconds:.2f} s\n"
             f"prompt    {t.prompt_tokens} tokens{prompt}\n"
             f"generated {t.new_tokens} tokens{rate}\n"
             f"{self.speculation.summary() if self.speculation else ''}"
-            f"memory    peak {peak / 1e9:.2f} GB{on_gpu}"
+            f"memory    peak {peak / 1e9:.2f} GB{on_gpu}{decoded}"
         )
 
     def answer(
@@ -397,6 +399,8 @@ def types(model: Llama) -> str:
     format = model.weights.layers[0].wqkv.format
     if format:
         text += f" with {format.name} matrices"
+    if model.checkpoint.quantised:
+        text += f" (decoded from {model.checkpoint.quantised})"
     if model.kv_fp8:
         text += ", e4m3 keys and values"
     if model.accumulate == "fp16" or model.accumulate == "fp32" and format:

@@ -44,7 +44,9 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import huggingface_hub
+import numpy
 import pytest
 import sentencepiece
 import tokenizers
@@ -60,11 +62,13 @@ import attention
 import bench
 import checkpoint
 import fp8
+import ggml
 import hopper
 import int4
 import kernels
 import launch
 import parallel
+import quants
 import run
 import sampling
 import speculation
@@ -73,6 +77,7 @@ from chat import Chat, Printer
 from chat import columns as columns_of
 from checkpoint import Checkpoint, Loader, check_groups, check_memory, load, parts_of, read_config, read_part, save
 from dev import fuzz, mutate
+from dev.fuzz import sentencepiece_metadata, write_gguf
 from fp8 import E4M3, E5M2, Matrix
 from int4 import INT4
 from kernels import FORMATS
@@ -2650,7 +2655,8 @@ def test_hub_links_stay_in_the_repository(hub, tmp_path, monkeypatch):
 
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
     "gated": (dict(token="secret"), "", "tiny", "it is gated: accept its licence on its page, and set HF_TOKEN"),
-    "gguf": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny", "holds GGUF, quantised for another program"),
+    "gguf": (dict(files={"a.IQ4_0.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
+    "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
     "no weights": (dict(files={"config.json": b"{}"}), "", "tiny", "holds no weights that this program reads"),
     "unknown": ({}, "", "other", "no such repository there (a private one needs HF_TOKEN)"),
     "offline": ({}, "offline", "tiny", "HF_HUB_OFFLINE is set: someone/tiny"),
@@ -2764,13 +2770,15 @@ def index_of(name: str) -> str:
     return json.dumps({"weight_map": {"a": name}})
 
 
-ELSEWHERE = "quantised for another program: take the original safetensors; --fp8 and --int4 make 8 and 4 bits of them"
+ELSEWHERE = "quantised for another program: take the original safetensors"
 UNSAFE = "pytorch_model.bin is not a checkpoint that can be read safely"
 NO_ZIP = "pytorch_model.bin is cut off, or not in torch's zip format"
 INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13 = "layers.1.w13"
 ADDED = {"added_tokens_decoder": {"600": {"content": ["x"]}}}
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "attention_factor": 1.0}
 
 SPOILED = {  # how a checkpoint is corrupted: what the one-line error must contain
     "empty folder": (lambda f: [file.unlink() for file in f.iterdir()], "neither config.json nor params.json"),
@@ -2788,15 +2796,16 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "sliding window": (spoil_config(sliding_window=64), "sliding_window is 64: a context of 256"),
     "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
     "two ropes": (spoil_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "say different things"),
-    "another rope": (spoil_config(rope_parameters={"rope_type": "longrope"}), "rope_type is 'longrope'"),
+    "another rope": (spoil_config(rope_parameters={"rope_type": "dynamic"}), "rope_type is 'dynamic'"),
+    **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
+       for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
     "flat llama3 ramp": (spoil_config(rope_parameters=RAMP | {"high_freq_factor": 1}), "must be above low_freq"),
     "eos beyond the vocabulary": (
         lambda f: edit(f / "generation_config.json", eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]",
     ),
     "gptq": (spoil_config(quantization_config={"quant_method": "gptq"}), "quantization_config is 'gptq'", ELSEWHERE),
     "mlx": (spoil_config(quantization={"bits": 4}), "quantization is {'bits': 4}", ELSEWHERE),
-    "gguf": (write("tiny.Q4_0.gguf", "GGUF", alone=True), "holds GGUF", ELSEWHERE),
-    "gguf beside a config": (lambda f: (f / "model.safetensors").rename(f / "x.gguf"), "holds GGUF", ELSEWHERE),
+    "gguf beside a config": (lambda f: (f / "model.safetensors").rename(f / "x.gguf"), "x.gguf is not a GGUF file"),
     "adapter": (
         write("adapter_config.json", '{"base_model_name_or_path": "someone/base"}', alone=True),
         "an adapter without its base: merge it into someone/base",
@@ -2985,6 +2994,12 @@ def test_memory_of_a_format():
     less = sum(4 * N * K - E4M3.nbytes(N, K) for N, K in shapes)
     assert plain[0] - encoded[0] == pytest.approx(less / 1e9, abs=0.02)
     assert encoded[2] - plain[2] == pytest.approx(4 * 2 * 16384 * 4096 / 1e9, abs=0.02)
+
+
+def test_memory_of_a_matrix_that_is_decoded():
+    config = read_config_like(dim=4096, hidden_dim=1 << 16)
+    plain, decoded = (memory_needed(config, torch.float16, "cpu", 64, None, False, None, q)[2] for q in (False, True))
+    assert decoded - plain == pytest.approx(4 * 2 * config.hidden_dim * config.dim / 1e9, abs=0.02)
 
 
 def test_memory_of_a_chunk():
@@ -3566,6 +3581,462 @@ def test_what_merges_with_a_dot_goes_on_whole(tmp_path):
     assert len(tokenizer.vocabulary.sp.encode("...")) < 4, "dots do not merge"
     for text in ("...", "..x", ".", "", " on", "so.."):
         assert tokenizer.decode(tokenizer.encode("wait") + tokenizer.encode_after(text)) == "wait" + text
+
+
+# ---- ggml.py and quants.py: files by llama.cpp's package gguf, whose decoding is the reference
+
+
+QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.quantised}
+HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}  # at the start of a block; others have one, Q6_K's is the last
+BYTES = {  # a vocabulary of one token a byte
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": [*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "ab", "<|im_end|>", "</s>"],
+    "tokenizer.ggml.token_type": [1] * 257 + [3, 3],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.eos_token_id": 258,
+}
+FLAT = {"rope_type": "default", "rope_theta": 5e5}
+GGUF_MODELS = {
+    "llama": ("Llama", dict(num_key_value_heads=2, rope_parameters=RAMP)),
+    "linear": ("Llama", dict(num_key_value_heads=1, rope_parameters=FLAT | dict(rope_type="linear", factor=4.0))),
+    "qwen2": ("Qwen2", dict(num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=FLAT)),
+    "qwen3": ("Qwen3", dict(head_dim=64, num_attention_heads=8, num_key_value_heads=4, rope_parameters=FLAT | dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=64))),
+}  # fmt: skip
+
+
+def gguf_metadata(config) -> dict:
+    """What llama.cpp's convert_hf_to_gguf.py writes for a model of transformers."""
+    rope, floats, D = config.rope_parameters, numpy.float32, getattr(config, "head_dim", None)
+    said = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": floats(config.rms_norm_eps),
+        "rope.freq_base": floats(rope["rope_theta"]),
+    } | ({"attention.key_length": D, "attention.value_length": D} if D else {})
+    if rope["rope_type"] in ("linear", "yarn"):
+        said |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": floats(rope["factor"])}
+        said["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings", 1)
+    return {"general.architecture": config.model_type} | {f"{config.model_type}.{k}": v for k, v in said.items()}
+
+
+def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor:
+    """Rows of blocks of random bits, but for scales that give the values this deviation."""
+    kind, count = ggml.TYPES[number], HALVES.get(ggml.TYPES[number].name, 1)
+    blocks = torch.randint(256, (N, K // kind.block, kind.nbytes), dtype=torch.uint8)
+    start, scales = 208 if kind.name == "Q6_K" else 0, torch.randn(N, K // kind.block, count)
+    for size in (1, None):
+        size = size or std / numpy.std(dequantised(number, blocks.view(N, -1)).numpy())
+        blocks[..., start : start + 2 * count] = (size * scales).half().view(torch.uint8)
+    return blocks.view(N, -1)
+
+
+def dequantised(number: int, raw: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType(number)))
+
+
+def gguf_tensors(model, kinds=()) -> dict:
+    """A model's tensors as the converter writes them. kinds: numbers of the types that matrices have in turn, of random
+    blocks, whose values the model gets instead of its own."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    c, found, kinds = model.config, {}, itertools.cycle(kinds)
+    names = gguf.get_tensor_name_map({arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[c.model_type], 99)
+    for name, value in model.state_dict().items():
+        stored, number = value, next(kinds, None) if value.dim() == 2 else None
+        turned = re.search("([qk])_proj", name) if c.model_type == "llama" else None
+        heads = (c.num_attention_heads if turned[1] == "q" else c.num_key_value_heads) if turned else None
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        if number is not None:
+            stored = random_blocks(number, *value.shape)
+            values = dequantised(number, stored)
+            if turned:  # LlamaModel.permute, undone
+                values = values.view(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(value.shape)
+            value.copy_(values)
+        elif turned:
+            stored = value.view(heads, 2, -1, value.shape[1]).transpose(1, 2).reshape(value.shape)
+        found[names.get_name(name, (".weight", ".bias"))] = stored if number is None else (number, stored)
+    if c.rope_parameters["rope_type"] == "llama3":  # the plain frequencies over those of transformers
+        scaled = ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")[0]
+        plain = c.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
+        found["rope_freqs.weight"] = plain / scaled
+    return found
+
+
+@pytest.fixture(scope="session")
+def small_gguf(tmp_path_factory) -> tuple[dict, dict]:
+    """Metadata and tensors of a llama of which most tests change something."""
+    model = hugging_face_model(259, num_key_value_heads=2, rope_parameters=FLAT, eos_token_id=258, bos_token_id=None)
+    return gguf_metadata(model.config) | BYTES, gguf_tensors(model.half())
+
+
+@pytest.mark.parametrize("number", QUANTS, ids=lambda number: QUANTS[number].name)
+def test_gguf_types_are_decoded_as_by_llama_cpp(number, monkeypatch):
+    """Every bit, also a few rows at a time. Scales that are not finite are refused."""
+    kind, oracle = QUANTS[number], gguf.GGMLQuantizationType(number)
+    assert (kind.block, kind.nbytes) == gguf.GGML_QUANT_SIZES[oracle] and kind.name == oracle.name
+    raw = random_blocks(number, 5, 768, std=1.0)
+    wanted = dequantised(number, raw)
+    assert torch.equal(quants.decoded(kind, raw), wanted)
+    monkeypatch.setattr(quants, "AT_ONCE", 2 * 768)
+    assert torch.equal(quants.decoded(kind, raw), wanted)
+    if kind.name.endswith("K"):
+        raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
+    at = 208 if kind.name == "Q6_K" else 0
+    for bad in (float("nan"), float("inf")):
+        for half in range(HALVES.get(kind.name, 1)):
+            spoiled = raw.clone()
+            spoiled[1, at + 2 * half : at + 2 * half + 2] = torch.tensor([bad]).half().view(torch.uint8)
+            with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
+                quants.decoded(kind, spoiled)
+
+
+def test_gguf_types_of_other_names_are_refused_by_name(tmp_path):
+    known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
+    assert {number: name for number, name in known.items() if number not in ggml.TYPES} == ggml.OTHER_TYPES
+    for number, name in ggml.OTHER_TYPES.items():
+        (tmp_path / "a.gguf").write_bytes(by_hand([(b"w", (256,), number, 0)]))
+        with pytest.raises(ValueError, match=f"w is {name}, which is not supported: take a file of F32"):
+            load(tmp_path / "a.gguf", device="cpu")
+
+
+@pytest.mark.parametrize("name", GGUF_MODELS)
+def test_gguf_models_equal_transformers(tmp_path, name):
+    """Of all types, mixed also among wq, wk and wv, whose decoded weights transformers is given; whole and by ranks."""
+    family, options = GGUF_MODELS[name]
+    fields = dict(hidden_size=256, intermediate_size=512, eos_token_id=258, bos_token_id=None)
+    theirs = hugging_face_model(259, family, **fields | options)
+    tensors = gguf_tensors(theirs, random.sample([*QUANTS], len(QUANTS)))
+    file = write_gguf(tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, tensors)
+    ids, ours = torch.randint(259, (100,)).tolist(), load(file, dtype="fp32", device="cpu")
+    assert_close(logits_of(ours, ids), oracle(theirs, ids))
+    assert ours.checkpoint.quantised == "Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
+    assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
+    if options["num_key_value_heads"] > 1:
+        fp32, cpu = torch.float32, torch.device("cpu")
+        parts = [Loader(ours.checkpoint, fp32, fp32, cpu, None, "torch", rank, 2).load().layers[1] for rank in (0, 1)]
+        for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
+            whole = getattr(ours.weights.layers[1], name).data
+            assert torch.equal(torch.cat([getattr(part, name).data for part in parts], axis), whole), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
+    """It may be encoded, and saved so, with its tokenizer and its scaling of RoPE."""
+    theirs = hugging_face_model(259, num_key_value_heads=2, rope_parameters=RAMP, eos_token_id=258, bos_token_id=None)
+    metadata = gguf_metadata(theirs.config) | BYTES | {"tokenizer.chat_template": "{{ messages[0].content }}</s>"}
+    for parameter in theirs.parameters():
+        parameter.data = parameter.to(dtype).float()
+    theirs.save_pretrained(tmp_path / "original")
+    tensors = gguf_tensors(theirs)
+    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in tensors.items()}  # norms and factors are in fp32
+    file = write_gguf(tmp_path / "a.gguf", metadata, tensors)
+    options, ids = dict(dtype="fp32", device="cpu"), torch.randint(259, (40,)).tolist()
+    plain = load(file, **options)
+    assert_close(logits_of(plain, ids), oracle(theirs, ids))
+    assert plain.checkpoint.dtype == dtype and plain.checkpoint.quantised == ""
+    encoded, original = (load(name, format="e4m3", **options) for name in (file, tmp_path / "original"))
+    assert torch.equal(encoded.weights.layers[1].wqkv.tensors[0], original.weights.layers[1].wqkv.tensors[0])
+    assert cli("-m", file, "--fp8", "--save", tmp_path / "saved", "--quiet")[:2] == (0, "")
+    saved = load(tmp_path / "saved", **options)
+    assert saved.config.rope_scaling.factors and saved.config.eos_ids == (258, 257)
+    assert_close(logits_of(saved, ids), logits_of(encoded, ids), 1e-6)
+    for text in ("Größe 🙂", "ab</s>"):
+        chat = [{"role": "user", "content": text}]
+        assert Tokenizer(tmp_path / "saved").apply_chat_template(chat) == Tokenizer(file).apply_chat_template(chat)
+
+
+def test_gguf_from_the_command_line(tmp_path, cli):
+    """The same text as with the decoded weights, from a file, a folder and parts; a second loss is refused."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(HERE / "models/tales").float()
+    metadata, tensors = (
+        gguf_metadata(model.config) | sentencepiece_metadata(HERE / "models/tales/tokenizer.model"),
+        gguf_tensors(model, (2, 8)),
+    )
+    folder, part = Path(shutil.copytree(HERE / "models/tales", tmp_path / "decoded")), "parts/t-0000%d-of-00002.gguf"
+    model.save_pretrained(folder)
+    for name in ("one", "parts"):
+        (tmp_path / name).mkdir()
+    file = write_gguf(tmp_path / "one/tales.gguf", metadata, tensors)
+    for i in range(2):
+        split = {"split.no": numpy.uint16(i), "split.count": numpy.uint16(2), "split.tensors.count": len(tensors)}
+        about = metadata if i == 0 else {"general.architecture": "llama"}
+        write_gguf(tmp_path / (part % (i + 1)), about | split, dict([*tensors.items()][i::2]))
+    flags = ("-p", "The king", "-n", 40, "--temp", 0, "--repeat-penalty", 1, "--dtype", "fp32")
+    code, expected, _ = cli("-m", folder, *flags)
+    assert code == 0
+    for name in (file, tmp_path / "one", tmp_path / "parts", tmp_path / (part % 2)):
+        code, out, err = cli("-m", name, *flags)
+        assert (code, out) == (0, expected) and "running   fp32 (decoded from Q4_0 and Q8_0) on cpu" in err, err
+        assert err.endswith("GB, the weights decoded from Q4_0 and Q8_0\n")
+    for more in (["--fp8"], ["--int4"], ["--int4", "--save", tmp_path / "new"]):
+        result = cli("-m", file, *(() if "--save" in more else flags[:4]), *more)
+        assert_refused(result, "tales.gguf: its matrices are Q4_0 and Q8_0, and", "would lose precision a second time")
+    assert not (tmp_path / "new").exists()
+    shutil.copy(file, tmp_path / "one/other.gguf")
+    assert_refused(cli("-m", tmp_path / "one", *flags), "holds several models: take one of other.gguf, tales.gguf")
+
+
+def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
+    """As llama.cpp picks it, and nothing else is downloaded."""
+    raw = write_gguf(tmp_path / "a.gguf", *small_gguf).read_bytes()
+    names = [
+        "a-IQ4_K_M.gguf",
+        "a-Q2_K.gguf",
+        "a.Q8_0.gguf",
+        "q/a-q4_k_m.gguf",
+        "a-mmproj-Q4_K_M.gguf",
+        "config.json",
+    ]
+    hub.files = {name: raw + bytes(i) for i, name in enumerate(names)}  # the library knows a file by its hash
+    for kind, wanted in (("", "q/a-q4_k_m.gguf"), (":q8_0", "a.Q8_0.gguf"), (":Q2_K", "a-Q2_K.gguf")):
+        hub.asked.clear()
+        file = load(f"someone/tiny{kind}", device="cpu").checkpoint.folder
+        assert str(file).endswith(wanted) and Tokenizer(file).encode("ab")[-1] == 256
+        fetched = [line for line in hub.asked if line.startswith("GET /someone")]
+        assert len(fetched) == 1 and fetched[0].endswith(wanted)
+        hub.asked.clear()
+        assert load(f"someone/tiny{kind}", device="cpu").checkpoint.folder == file and not hub.asked
+    set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    assert load("someone/tiny:Q8_0", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf"
+    assert checkpoint.pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
+    parts = [f"m-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)]
+    assert checkpoint.pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
+
+
+def test_gguf_header_holds_every_type_of_value(tmp_path):
+    numbers = [numpy.dtype(f"{sign}int{bits}").type(7) for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    metadata = {"general.architecture": "llama", "general.alignment": 4096} | {n.dtype.name: n for n in numbers}
+    metadata |= {"a": numpy.float32(1e-5), "b": numpy.float32(1 / 3), "float64": numpy.float64(0.1), "yes": True}
+    metadata |= {"text": "Größe 🙂\0", "": "empty", "strings": ["", "a\0b", "ü" * 300, ""], "ints": [-1, 2]}
+    metadata |= {"floats": [0.5, 2.5], "flags": [True, False]}
+    header = ggml.read_header(write_gguf(tmp_path / "a.gguf", metadata, {f"t{i}": torch.ones(i + 1) for i in range(3)}))
+    for key, value in metadata.items():
+        got = header.metadata[key]
+        assert (got.tolist() if isinstance(got, memoryview) else got) == (1e-5 if key == "a" else value), key
+    assert all(info.offset % 4096 == 0 and info.nbytes == 4 * info.shape[0] for info in header.tensors.values())
+
+
+def by_hand(tensors=(), metadata=(), magic=b"GGUF", version=3, counts=None, data=b"\0" * 4096) -> bytes:
+    """A file. metadata: (key, type, bytes); tensors: (name, dims, type, offset)."""
+    header = magic + struct.pack("<IQQ", version, *counts or (len(tensors), len(metadata)))
+    for key, kind, value in metadata:
+        header += string(key) + struct.pack("<I", kind) + value
+    for name, dims, kind, offset in tensors:
+        header += string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+    return header + b"\0" * (-len(header) % 32) + data
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+HUGE = 1 << 62
+DAMAGED_GGUF = {
+    "empty": (b"", "is not a GGUF file"),
+    "a pointer of git-lfs": (POINTER.encode(), "is a git-lfs pointer"),
+    "version 1": (by_hand(version=1), "of GGUF's version 1, which is not supported"),
+    "big-endian": (by_hand(version=3 << 24), "is big-endian"),
+    "count of values": (by_hand(counts=(0, HUGE), data=b""), "cut off"),
+    "count of tensors": (by_hand(counts=(HUGE, 0), data=b""), "cut off"),
+    "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "cut off"),
+    "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "array of 4611686018427387904"),
+    "array beyond the file": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 10, 5000))]), "cut off"),
+    "array of arrays": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 9, 1))]), "array of 1 elements of type 9"),
+    "not UTF-8": (by_hand(metadata=[(b"a", 8, string(b"\xff\xfe"))]), "not UTF-8"),
+    "key twice": (by_hand(metadata=[(b"a", 0, b"\1"), (b"a", 0, b"\1")]), "has a twice"),
+    "alignment 0": (by_hand(metadata=[(b"general.alignment", 4, b"\0\0\0\0")]), "general.alignment is 0"),
+    "no dimensions": (by_hand([(b"a", (), 0, 0)]), "a has 0 dimensions"),
+    "5 dimensions": (by_hand([(b"a", (1,) * 5, 0, 0)]), "a has 5 dimensions"),
+    "a dimension of 0": (by_hand([(b"a", (32, 0), 0, 0)]), "has the shape"),
+    "part of a block": (by_hand([(b"a", (48,), 8, 0)]), "has the shape [48], of type Q8_0"),
+    "dimensions that overflow": (by_hand([(b"a", (1 << 32, 1 << 32), 0, 0)]), "lies outside the file"),
+    "beyond the end": (by_hand([(b"a", (1025,), 0, 0)]), "lies outside the file"),
+    "offset not aligned": (by_hand([(b"a", (32,), 0, 4)]), "lies outside the file"),
+    "overlap": (by_hand([(b"a", (32,), 0, 0), (b"b", (32,), 0, 96)]), "b overlaps another tensor"),
+    "tensor twice": (by_hand([(b"a", (8,), 0, 0), (b"a", (8,), 0, 32)]), "has a twice"),
+    "control characters": (by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m is unknown type 99"),
+}
+CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or among the tensors: what the line says
+    "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
+    "an adapter": ({"general.type": "adapter"}, "holds no model, but a part of one"),
+    "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
+    "no block_count": ({"llama.block_count": None}, "lacks llama.block_count: convert"),
+    "size in words": ({"llama.block_count": "two"}, "llama.block_count is 'two'; it must be a whole number"),
+    "sizes": ({"llama.feed_forward_length": [9, 9]}, "feed_forward_length is an array; it must be a whole number"),
+    "another size": ({"llama.feed_forward_length": 96}, "blk.0.ffn_gate.weight is [112, 64], expected [96, 64]"),
+    "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8; it must be 16"),
+    "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope_type is 'longrope', which is supported with"),
+    "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "token_type has 2 numbers of 32 bits; it must have 259"),
+    "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array; it must be an array of texts"),
+    "a token twice": ({"tokenizer.ggml.tokens": ["a"] * 259}, "has no tokens, or one of them twice"),
+    "no pre-tokenizer": ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
+    "another pre-tokenizer": ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking', which is not supported"),
+    "another tokenizer": ({"tokenizer.ggml.model": "bert"}, "model is 'bert', which is not supported"),
+    "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 259}, "eos_token_id is [259, 257]; it must hold ids"),
+    "no merges": ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
+    "no embedding": ({"token_embd.weight": None}, "lacks the tensor token_embd.weight"),
+    "no norm": ({"output_norm.weight": None}, "output_norm.weight is missing"),
+    "another tensor": ({"blk.0.attn_q.bias": torch.ones(64)}, "blk.0.attn_q.bias is unexpected"),
+    "quantised norm": ({"output_norm.weight": (8, torch.zeros(68, dtype=torch.uint8))}, "has a type other than"),
+    "NaN": ({"output.weight": (8, torch.full((259, 68), 255, dtype=torch.uint8))}, "output.weight has a scale"),
+    "7 factors": ({"rope_freqs.weight": torch.ones(7)}, "7 factors of RoPE; a head_dim of 16 needs half as many"),
+    "halves as factors": ({"rope_freqs.weight": torch.ones(8).half()}, "rope_freqs.weight is F16; it must be F32"),
+    **{f"factors of {x}": ({"rope_freqs.weight": torch.tensor([1.0] * 7 + [x])}, "must be finite and above 0")
+       for x in (0.0, -1.0, float("nan"), float("inf"))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [*DAMAGED_GGUF, *CHANGED_GGUF])
+def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
+    file = tmp_path / "a.gguf"
+    if how in DAMAGED_GGUF:
+        raw, message = DAMAGED_GGUF[how]
+        file.write_bytes(raw)
+    else:
+        changed, message = CHANGED_GGUF[how]
+        tensors = {name for name in changed if name.endswith((".weight", ".bias"))}
+        kept = lambda values, of: {name: value for name, value in (values | of).items() if value is not None}
+        write_gguf(
+            file,
+            kept(small_gguf[0], {name: value for name, value in changed.items() if name not in tensors}),
+            kept(small_gguf[1], {name: changed[name] for name in tensors}),
+        )
+    assert_refused(cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), "a.gguf", message)
+
+
+@pytest.mark.parametrize("second, message", [
+    ((2, ["t1"]), "m-00002-of-00003.gguf is not part 2 of 3"), ((1, ["t0"]), "00002.*t0 is also in another part"),
+    ((1, ["t3"]), "parts do not hold all tensors"), (None, "m-00002-of-00003"), ((1, ["t1", "t3"]), ""),
+], ids=str)  # fmt: skip
+def test_gguf_in_parts_that_do_not_fit(tmp_path, second, message):
+    names = [tmp_path / f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for file, part in zip(names, ((0, ["t0"]), second, (2, ["t2"]))):
+        if part:
+            keys = {"split.no": numpy.uint16(part[0]), "split.count": numpy.uint16(3), "split.tensors.count": 4}
+            write_gguf(file, {"general.architecture": "llama"} | keys, {name: torch.ones(1) for name in part[1]})
+    with pytest.raises((ValueError, FileNotFoundError), match=message) if message else contextlib.nullcontext():
+        assert len(ggml.read_header(names[2]).tensors) == 4
+    with pytest.raises(ValueError, match="is one of 3 parts: its name must end in -00001-of-00003.gguf"):
+        ggml.read_header(names[0].rename(tmp_path / "other.gguf"))
+
+
+def test_gguf_configuration(tmp_path, small_gguf):
+    """What other files say, and what holds if they do not say it."""
+    metadata, tensors = small_gguf
+    read = lambda **more: read_config(write_gguf(tmp_path / "a.gguf", metadata | {
+        f"llama.{name.replace('__', '.')}": value for name, value in more.items()}, tensors))  # fmt: skip
+    eight = {"rope__scaling__factor": numpy.float32(8)}
+    yarn = read(rope__scaling__type="yarn", rope__scaling__original_context_length=64, **eight).rope_scaling
+    assert (yarn.kind, yarn.factor, yarn.original_max_seq_len, yarn.beta_fast, yarn.beta_slow) == ("yarn", 8, 64, 32, 1)
+    again = read(rope__scaling__type="yarn", rope__scaling__original_context_length=64,
+                 rope__scaling__attn_factor=numpy.float32(0.5), **eight).rope_scaling  # fmt: skip
+    assert again.attention_factor == pytest.approx(0.5 * yarn.attention_factor)
+    for old in (eight, dict(rope__scale_linear=numpy.float32(8))):
+        assert (read(**old).rope_scaling.kind, read(**old).rope_scaling.factor) == ("linear", 8)
+    assert read(rope__scaling__type="none", **eight).rope_scaling is None
+    assert read(attention__sliding_window=64).sliding_window == 64 and read().sliding_window is None
+    metadata = {k: v for k, v in metadata.items() if "head_count_kv" not in k and "freq_base" not in k} | {
+        "tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.bos_token_id": 3}  # fmt: skip
+    config = read()
+    assert (config.n_kv_heads, config.rope_theta, config.bos_id, config.eos_ids) == (4, 1e4, 3, (258, 0, 257))
+
+
+GGUF_TEXTS = [
+    "Once upon a time", "", " ", "  two  spaces ", "\n\n\tdef f(x):\n        return x+1\r\n", "I'll can't WE'VE don'T",
+    "once upon", "upon us", "up on", "3.14159 and 1234567 ½ ²³ ٣٤",
+    "Größe, naïve café: ÀÉ 日本語テキスト 한국어 العربية हिन्दी",
+    "🙂👩‍👩‍👧 ok", "a+b=c <x> ~^|`", "CamelCaseWords HTTPServer x_1", "e\u0301 \u1e9b\u0323", "</s><|im_end|>[INST]",
+    "\u00a0\u3000 ", "…—‘quoted’",
+]  # fmt: skip
+
+
+def test_gguf_sentencepiece(tmp_path):
+    """The same as the tokenizer.model. Fine-tuned models have control tokens and text beyond it, unknown ones to fill
+    it up, and bos not added."""
+    folder = HERE / "models/tales"
+    original = Tokenizer(folder)
+    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    metadata = {"general.architecture": "llama", "tokenizer.chat_template": template}
+    ours = Tokenizer(
+        write_gguf(tmp_path / "a.gguf", metadata | sentencepiece_metadata(HERE / "models/tales/tokenizer.model"), {}),
+        4096,
+    )
+    for text in GGUF_TEXTS:
+        assert ours.encode(text) == original.encode(text) and ours.encode_after(text) == original.encode_after(text)
+        assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
+    assert (ours.bos, ours.eos, ours.control) == (1, 2, original.control)
+    chat = [{"role": role, "content": "Hello </s>"} for role in ("system", "user", "assistant", "user")]
+    assert ours.apply_chat_template(chat) == original.apply_chat_template(chat)
+    more = {"<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4, "[PAD4099]": 2, "[PAD4100]": 2, "": 5}
+    metadata |= {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
+    ours = Tokenizer(
+        write_gguf(tmp_path / "b.gguf", metadata | sentencepiece_metadata(folder / "tokenizer.model", **more), {}), 4102
+    )
+    assert ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"} and ours.control["<|im_start|>"] == 4096
+    assert 4098 in ours.encode("so <think> hm") and 4097 not in ours.encode("<|im_end|>")
+    assert ours.decode([4097, *ours.encode("a b")]) == "a b" and not ours.adds_space
+
+
+WORD, REST = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+LLAMA_3 = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"
+TEKKEN = rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{REST}"
+SPLITS = {"llama-bpe": LLAMA_3, "qwen2": LLAMA_3.replace("{1,3}", ""), "tekken": TEKKEN, "smollm": None, "gpt-2": None}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_gguf_byte_pairs(name, tmp_path):
+    """The same ids as a tokenizer.json trained on a little text."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
+    first = pre_tokenizers.Split(Regex(SPLITS[name]), "isolated") if SPLITS[name] else pre_tokenizers.Digits(True)
+    own.pre_tokenizer = byte_level if name == "gpt-2" else pre_tokenizers.Sequence([first, byte_level])
+    own.decoder = tokenizers.decoders.ByteLevel()
+    if name == "qwen2":
+        own.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    own.train_from_iterator(GGUF_TEXTS * 3, trainer)
+    raw = json.loads(own.to_str())
+    merges = raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"]
+    own = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
+    own.add_tokens(["<think>", "~x~"])
+    added = {t["content"]: 3 if t["special"] else 4 for t in json.loads(own.to_str())["added_tokens"]}
+    tokens = sorted(own.get_vocab(with_added_tokens=True), key=own.token_to_id)
+    metadata = {"general.architecture": "llama"} | BYTES | {
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": [*tokens, "[PAD]"],
+        "tokenizer.ggml.token_type": [added.get(token, 1) for token in tokens] + [5],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.bos_token_id": own.token_to_id("<|endoftext|>"),
+        "tokenizer.ggml.eos_token_id": own.token_to_id("<|im_end|>"),
+    }  # fmt: skip
+    ours = Tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), len(tokens) + 1)
+    for text in GGUF_TEXTS + ["".join(random.choices("".join(GGUF_TEXTS), k=100)) for _ in range(30)]:
+        ids = own.encode(text, add_special_tokens=False).ids
+        assert ours.vocabulary._run(text, control=True).ids == ids, text
+        assert "<" in text or ours.encode(text, bos=False) == ids
+        assert ours.decode(ids) == own.decode(ids, skip_special_tokens=True)
+    assert ours.control.keys() == {"<|im_end|>", "<|endoftext|>", "<think>"}
+    assert ours.bytes_of(own.token_to_id("~x~")) == b"~x~" and ours.bytes_of(len(tokens)) == b""
+    always = name in ("llama-bpe", "tekken")
+    assert (own.token_to_id("Ġupon") in ours.encode("Once upon")) == always  # only who ignores merges finds it
+    for said in (None, True, False):
+        metadata["tokenizer.ggml.add_bos_token"] = said
+        file = write_gguf(tmp_path / "b.gguf", {k: v for k, v in metadata.items() if v is not None}, {})
+        assert (Tokenizer(file).encode("ab")[0] == ours.bos) == (always if said is None else said)
 
 
 # ---- speculation.py

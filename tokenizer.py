@@ -7,7 +7,6 @@ template runs in Jinja's sandbox, errors are one line, and only the template its
 import bisect
 import codecs
 import functools
-import io
 import json
 import os
 import re
@@ -17,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+
+from ggml import find_gguf, open_regular, read_header, tokenizer_files
 
 MESSAGE = 500  # characters in a message, at most
 FILE_BYTES = 64_000_000  # of a file that is read whole, at most
@@ -46,25 +47,6 @@ def one_line_errors() -> Iterator[None]:
         if len(error.args) == 1:
             error.args = (one_line(str(error.args[0])),)
         raise
-
-
-def open_regular(file: Path) -> io.FileIO:
-    """Open a file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe, socket or device, which
-    could block for ever, and for a link that leads out of the folder (in the hub's cache, out of the repository)."""
-    if file.exists() and not file.is_file():
-        raise ValueError(f"{file} is not a regular file")
-    folder = Path(os.path.realpath(file.parent))  # Path.resolve would raise for a link to itself
-    repository = folder.parent.parent
-    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):  # its links lead to ../../blobs
-        folder = repository
-    if not Path(os.path.realpath(file)).is_relative_to(folder):
-        raise ValueError(f"{file} is a link out of its folder: copy the file itself")
-    f = file.open("rb", buffering=0)
-    if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):  # of a repository cloned without git-lfs
-        f.close()
-        raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
-    f.seek(0)
-    return f
 
 
 def read_bytes(file: Path, limit: int = FILE_BYTES) -> bytes:
@@ -241,10 +223,9 @@ class SentencePiece(Vocabulary):
 
     utf8_errors = "surrogateescape"  # every byte that is not part of a valid character becomes one U+FFFD
 
-    def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
+    def __init__(self, file: Path, raw: bytes, folder: Path, config: dict, vocab_size: int | None):
         from sentencepiece import SentencePieceProcessor
 
-        raw = read_bytes(file)
         try:
             if not raw:
                 raise ValueError  # the library would accept it, but write to stderr later
@@ -311,10 +292,9 @@ class TokenizerJson(Vocabulary):
 
     MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)  # "<think>": a control token, special or not
 
-    def __init__(self, file: Path, folder: Path, config: dict, vocab_size: int | None):
+    def __init__(self, file: Path, raw: dict, folder: Path, config: dict, vocab_size: int | None):
         import tokenizers
 
-        raw = read_json(file)
         try:
             # those that the model has an embedding for
             added = [t for t in raw.get("added_tokens") or [] if vocab_size is None or t["id"] < vocab_size]
@@ -434,7 +414,8 @@ class Prompt:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.model or tokenizer.json, its control tokens and its chat template."""
+    """A checkpoint's tokenizer.model or tokenizer.json, or what a GGUF file has of one, its control tokens and its chat
+    template."""
 
     @one_line_errors()
     def __init__(
@@ -444,15 +425,21 @@ class Tokenizer:
         bos_id: int | None = None,
         chat_template: str | None = None,
     ):
-        """folder: the checkpoint's; vocab_size and bos_id: the model's; chat_template: a name or a file, instead of the
-        folder's own. Raises OSError; ValueError when a file is broken or its size does not fit the model."""
+        """folder: the checkpoint's, or a GGUF file; vocab_size and bos_id: the model's; chat_template: a name or a
+        file, instead of the folder's own. Raises OSError; ValueError when a file is broken or its size does not fit the
+        model."""
         folder = Path(folder)
-        file, self.config = tokenizer_file(folder), {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            if (folder / name).is_file():
-                self.config |= read_json(folder / name)
-        kind = SentencePiece if file.suffix == ".model" else TokenizerJson
-        self.vocabulary = kind(file, folder, self.config, vocab_size)
+        if gguf := find_gguf(folder):
+            file = folder = gguf
+            raw, self.config = tokenizer_files(read_header(gguf))
+        else:
+            file, self.config = tokenizer_file(folder), {}
+            raw = read_bytes(file) if file.suffix == ".model" else read_json(file)
+            for name in ("special_tokens_map.json", "tokenizer_config.json"):
+                if (folder / name).is_file():
+                    self.config |= read_json(folder / name)
+        kind = SentencePiece if isinstance(raw, bytes) else TokenizerJson
+        self.vocabulary = kind(file, raw, folder, self.config, vocab_size)
         size, with_added = self.vocabulary.size, self.vocabulary.size_with_added
         if vocab_size is not None and not size <= vocab_size <= with_added + PADDING:
             raise ValueError(f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}")

@@ -32,6 +32,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
+import gguf
+import numpy
 import sentencepiece
 import tokenizers
 import torch
@@ -43,7 +45,7 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 import run
-from checkpoint import load, read_config, tensor_shapes
+from checkpoint import find_checkpoint, load, read_config, tensor_shapes
 from model import KVCache, generate
 from sampling import Sampling
 from tokenizer import TEMPLATES, TextStream, Tokenizer, one_line
@@ -73,7 +75,7 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps(dict(bos_token_id=1, eos_token_id=[2])))
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(add_bos_token=True, added_tokens_decoder={})))
-    tensors = {name: torch.randn(shape) for name, shape in tensor_shapes(read_config(folder), True).items()}
+    tensors = {name: torch.randn(shape) for name, shape in tensor_shapes(read_config(folder), "hugging_face").items()}
     save_file(tensors, folder / "model.safetensors")
 
     def like(name: str, spared: str = "model.safetensors") -> Path:
@@ -92,7 +94,55 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     params = dict(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=-1, multiple_of=8, ffn_dim_multiplier=0.5)
     (meta / "params.json").write_text(json.dumps(params))
     output_of("-m", folder, "--save", home / "saved", "--fp8")
-    return {name: home / name for name in ("safetensors", "json", "bin", "shards", "meta", "saved")}
+    (home / "gguf").mkdir()
+    sizes = dict(
+        embedding_length=16, feed_forward_length=24, context_length=64, block_count=1,
+        **{"attention.head_count": 2, "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-5},
+    )  # fmt: skip
+    metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in sizes.items()}
+    metadata |= sentencepiece_metadata(folder / "tokenizer.model")
+    tensors = dict(zip(tensor_shapes(read_config(folder), "gguf"), tensors.values()))
+    write_gguf(home / "gguf/model.gguf", metadata, tensors)
+    return {name: home / name for name in ("safetensors", "json", "bin", "shards", "meta", "saved", "gguf")}
+
+
+def write_gguf(file: Path, metadata: dict, tensors: dict) -> Path:
+    """metadata: values, in the types that llama.cpp gives them unless they are scalars of numpy; tensors: torch's, or
+    (number of a type, bytes [N, M])."""
+    writer, kinds = gguf.GGUFWriter(file, metadata["general.architecture"]), gguf.GGUFValueType
+    writer.data_alignment = metadata.get("general.alignment", 32)
+    for key, value in metadata.items():
+        kind = kinds.UINT32 if type(value) is int else None
+        if isinstance(value, numpy.generic):
+            kind, value = kinds[value.dtype.name.upper()], value.item()
+        if key != "general.architecture":
+            writer.add_key_value(key, value, kind or kinds.get_type(value))
+    for name, value in tensors.items():
+        kind, raw = value if isinstance(value, tuple) else (None, value)
+        if raw.dtype == torch.bfloat16:
+            kind, raw = 30, raw.view(torch.uint8)
+        writer.add_tensor(name, raw.contiguous().numpy(), raw_dtype=kind and gguf.GGMLQuantizationType(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def sentencepiece_metadata(file: Path, **more: int) -> dict:
+    """A tokenizer.model as llama.cpp's converter writes it to GGUF. more: tokens after its own, and their types."""
+    sp = sentencepiece.SentencePieceProcessor(str(file))
+    tests, ids = {sp.is_unknown: 2, sp.is_control: 3, sp.is_unused: 5, sp.is_byte: 6}, range(sp.vocab_size())
+    types = [next((kind for test, kind in tests.items() if test(i)), 1) for i in ids]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [sp.id_to_piece(i) for i in ids] + [*more],
+        "tokenizer.ggml.scores": [sp.get_score(i) for i in ids] + [-1000.0] * len(more),
+        "tokenizer.ggml.token_type": types + [*more.values()],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
 
 
 def write_tokenizer_json(file: Path) -> None:
@@ -157,6 +207,11 @@ def spoil_safetensors(rng: random.Random, raw: bytes) -> bytes:
     return struct.pack("<Q", len(header)) + header + raw[8 + size :]
 
 
+def spoil_gguf(rng: random.Random, raw: bytes) -> bytes:
+    end = rng.choice((100, 1000, len(raw)))  # the keys, the tokens, the tensors
+    return spoil_bytes(rng, raw[:end]) + raw[end:]
+
+
 def replace_by_another_kind(rng: random.Random, file: Path, elsewhere: Path) -> None:
     file.unlink()
     rng.choice((
@@ -173,14 +228,15 @@ def replace_by_another_kind(rng: random.Random, file: Path, elsewhere: Path) -> 
 
 def spoil(rng: random.Random, folder: Path, elsewhere: Path) -> None:
     """Change a file of a checkpoint. elsewhere: a folder that a link may point to."""
-    file = rng.choice(sorted(folder.iterdir()))
+    file = rng.choice(sorted(folder.iterdir()) or [folder])
     if file.is_symlink() or not file.is_file() or file.stat().st_size > 1 << 20:
         return  # already replaced; never write through a link
     if rng.random() < 0.05:
         replace_by_another_kind(rng, file, elsewhere)
         return
-    spoilers = {".json": spoil_json, ".safetensors": spoil_safetensors} if rng.random() < 0.9 else {}
-    file.write_bytes(spoilers.get(file.suffix, spoil_bytes)(rng, file.read_bytes()))
+    spoilers = {".json": spoil_json, ".safetensors": spoil_safetensors, ".gguf": spoil_gguf}
+    spoiler = spoilers.get(file.suffix, spoil_bytes) if rng.random() < 0.9 else spoil_bytes
+    file.write_bytes(spoiler(rng, file.read_bytes()))
 
 
 # ---- the kinds of cases
@@ -196,7 +252,7 @@ def spoiled_copy(rng: random.Random, bases: dict[str, Path], place: Path) -> Pat
 def spoiled_checkpoint(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
     folder = spoiled_copy(rng, bases, place)
     watched.folder = str(folder)
-    config = read_config(folder)
+    config = read_config(find_checkpoint(str(folder)))
     tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id)
     dtype, format = rng.choice(("auto", "fp32")), rng.choice((None, None, "e4m3", "int4"))
     options = dict(dtype=dtype, device="cpu", ctx_size=VOCAB, format=format)

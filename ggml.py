@@ -1,0 +1,515 @@
+"""GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer, put as the files of a
+Hugging Face folder would.
+
+A file is a header (metadata and a table of tensors, in little-endian order) and, aligned, the tensors' bytes. Nothing
+in it is trusted: counts, sizes and offsets are checked against the file's size before memory is taken. Sources: ggml's
+docs/gguf.md, llama.cpp's llama-vocab.cpp and llama-model.cpp for what keys mean and for their defaults.
+
+This file is not called gguf.py because that would hide the package `gguf` from every program run in this folder, and
+transformers imports it to read such files. It does not need torch, nor does tokenizer.py, which imports it.
+"""
+
+import io
+import math
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# ---- files
+
+
+def open_regular(file: Path) -> io.FileIO:
+    """Open a file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe, socket or device, which
+    could block for ever, and for a link that leads out of the folder (in the hub's cache, out of the repository)."""
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is not a regular file")
+    folder = Path(os.path.realpath(file.parent))  # Path.resolve would raise for a link to itself
+    for parent in folder.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):  # its links lead to ../../blobs
+            folder = parent.parent
+    if not Path(os.path.realpath(file)).is_relative_to(folder):
+        raise ValueError(f"{file} is a link out of its folder: copy the file itself")
+    f = file.open("rb", buffering=0)
+    if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):  # of a repository cloned without git-lfs
+        f.close()
+        raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
+    f.seek(0)
+    return f
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that a path stands for, if it does: the file itself, or the only model of a folder without other
+    weights. Raises ValueError if the folder holds several."""
+    if path.is_file():
+        return path
+    if any(file.suffix in (".safetensors", ".bin", ".pth") for file in path.glob("*")):
+        return None
+    parts = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a split model, all but the first
+    files = sorted(file for file in path.glob("*.gguf") if not parts.search(file.stem))
+    if len(files) > 1:
+        raise ValueError(f"{path} holds several models: take one of {', '.join(file.name for file in files)}")
+    return files[0] if files else None
+
+
+# ---- types of tensors
+
+
+class Type(NamedTuple):
+    """How a tensor's values are stored."""
+
+    name: str
+    block: int  # values in a block
+    nbytes: int  # of a block
+
+    @property
+    def quantised(self) -> bool:
+        return self.block > 1
+
+
+TYPES = {  # by their numbers in files; llama.cpp makes Q5_0 of what was to be Q4_K where 256 does not divide a row
+    0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2),
+    2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24),
+    8: Type("Q8_0", 32, 34), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176), 14: Type("Q6_K", 256, 210),
+}  # fmt: skip
+OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+
+
+# ---- the header
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as in struct
+STRING, ARRAY = 8, 9
+LONGEST = 1 << 24  # bytes of a string, elements of an array: far more than any vocabulary or template has
+KINDS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "an array of texts",
+    memoryview: "an array of numbers",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is."""
+
+    name: str
+    type: Type
+    shape: tuple[int, ...]  # of its values, rows first, as in torch
+    file: Path
+    offset: int  # of its first byte in the file
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.type.block * self.type.nbytes
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """The header of a file, or of all parts of a split one."""
+
+    file: Path  # that the metadata comes from
+    metadata: dict[str, Any]  # arrays: lists of strings, or numbers as memoryviews
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def architecture(self) -> str:  # Mistral's files say llama
+        return self.choice("general.architecture", ("llama", "qwen2", "qwen3"))
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """A value of the metadata that must have a type; None, or the default, if there is none. Raises ValueError."""
+        value = self.metadata.get(key)
+        kinds = (int, float) if kind is float else kind
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) and kind is not bool):
+            said = "an array" if isinstance(value, (list, memoryview)) else repr(value)
+            raise ValueError(f"{self.file}: {key} is {said}; it must be {KINDS[kind]}")
+        return default if value is None else value
+
+    def need(self, key: str, kind: type) -> Any:
+        """A value that must be there. Raises ValueError."""
+        value = self.get(key, kind)
+        if value is None:
+            raise ValueError(f"{self.file} lacks {key}: convert the model again with a newer llama.cpp")
+        return value
+
+    def choice(self, key: str, supported: Iterable[str]) -> str:
+        """A name that must be one of these. Raises ValueError."""
+        value = self.need(key, str)
+        if value not in supported:
+            listed = ", ".join(supported)
+            raise ValueError(f"{self.file}: {key} is {value!r}, which is not supported (supported: {listed})")
+        return value
+
+
+class Header:
+    """Reads a header from the bytes of a file."""
+
+    def __init__(self, file: Path, data: mmap.mmap):
+        self.file, self.data, self.at = file, data, 0
+
+    def damaged(self, what: str) -> ValueError:
+        return ValueError(f"{self.file} is damaged: {what}: download it again")
+
+    def cut_off(self) -> ValueError:
+        return self.damaged("it is cut off in its header, or a length in it is wrong")
+
+    def check_room(self, nbytes: int) -> None:
+        if nbytes > len(self.data) - self.at:
+            raise self.cut_off()
+
+    def scalar(self, code: str) -> int | float | bool:
+        """A number, of a type named as in struct. A float becomes the shortest decimal that stands for it: 1e-05, not
+        9.999999747378752e-06."""
+        kind = struct.Struct(f"<{code}")
+        self.check_room(kind.size)
+        (value,) = kind.unpack_from(self.data, self.at)
+        self.at += kind.size
+        short = float(f"{value:.6g}") if code == "f" else value
+        return short if kind.pack(short) == kind.pack(value) else value
+
+    def strings(self, count: int) -> list[str]:
+        """Strings, each after its length. A loop that does little else: vocabularies have hundreds of thousands."""
+        self.check_room(8 * count)
+        data, at, size, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
+        found = []
+        try:
+            for _ in range(count):
+                start, at = at + 8, at + 8 + length(data, at)[0]
+                if at > size or at - start > LONGEST:
+                    raise self.cut_off()
+                found.append(data[start:at].decode())
+        except struct.error:
+            raise self.cut_off() from None
+        except UnicodeDecodeError:
+            raise self.damaged("a string in its header is not UTF-8") from None
+        self.at = at
+        return found
+
+    def value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind])
+        if kind == STRING:
+            return self.strings(1)[0]
+        if kind != ARRAY:
+            raise self.damaged(f"its metadata has a value of the unknown type {kind}")
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if count > LONGEST or kind not in SCALARS and kind != STRING:
+            raise self.damaged(f"its metadata has an array of {count} elements of type {kind}")
+        if kind == STRING:
+            return self.strings(count)
+        size = count * struct.calcsize(f"<{SCALARS[kind]}")
+        self.check_room(size)
+        start, self.at = self.at, self.at + size
+        return memoryview(self.data[start : self.at]).cast(SCALARS[kind])
+
+    def metadata(self, count: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(count):
+            (key,) = self.strings(1)
+            if key in found:
+                raise self.damaged(f"its metadata has {key} twice")
+            found[key] = self.value(self.scalar("I"))
+        return found
+
+    def tensor(self) -> TensorInfo:
+        """A row of the table of tensors; its offset is still that in the data."""
+        (name,), rank = self.strings(1), self.scalar("I")
+        if not 1 <= rank <= 4:
+            raise self.damaged(f"{name} has {rank} dimensions")
+        shape = tuple(self.scalar("Q") for _ in range(rank))[::-1]
+        kind, offset = self.scalar("I"), self.scalar("Q")
+        if kind not in TYPES:
+            known = ", ".join(type.name for type in TYPES.values())
+            what = OTHER_TYPES.get(kind, f"unknown type {kind}")
+            raise ValueError(f"{self.file}: {name} is {what}, which is not supported: take a file of {known}")
+        type = TYPES[kind]
+        if 0 in shape or shape[-1] % type.block:
+            raise self.damaged(f"{name} has the shape {list(shape)}, of type {type.name}")
+        return TensorInfo(name, type, shape, self.file, offset)
+
+    def tensors(self, count: int, alignment: int) -> Iterable[TensorInfo]:
+        """The table of tensors, with their offsets in the file."""
+        table = [self.tensor() for _ in range(count)]
+        start = end = -(-self.at // alignment) * alignment
+        for info in sorted(table, key=lambda info: info.offset):
+            offset = start + info.offset
+            if info.offset % alignment or offset + info.nbytes > len(self.data):
+                raise self.damaged(f"{info.name} lies outside the file, which is perhaps cut off")
+            if offset < end:
+                raise self.damaged(f"{info.name} overlaps another tensor")
+            end = offset + info.nbytes
+            yield replace(info, offset=offset)
+
+
+def _read_part(file: Path) -> GGUF:
+    stat = file.stat()
+    return _read_version(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)  # configuration, tokenizer and tensors are read one after another, vocabularies take a while
+def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
+    """The header of one file, as long as that does not change."""
+    with open_regular(file) as f:
+        if f.read(4) != b"GGUF":
+            raise ValueError(f"{file} is not a GGUF file")
+        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = Header(file, data)
+            header.at = 4
+            version = header.scalar("I")
+            if version not in (2, 3):
+                what = "big-endian" if version >> 16 else f"of GGUF's version {version}"
+                raise ValueError(f"{file} is {what}, which is not supported: convert the model again")
+            tensors, values = header.scalar("Q"), header.scalar("Q")
+            gguf = GGUF(file, header.metadata(values), {})
+            alignment = gguf.get("general.alignment", int, 32)
+            if alignment < 8 or alignment & alignment - 1:
+                raise header.damaged(f"general.alignment is {alignment}")
+            for info in header.tensors(tensors, alignment):
+                if info.name in gguf.tensors:
+                    raise header.damaged(f"it has {info.name} twice")
+                gguf.tensors[info.name] = info
+            return gguf
+
+
+def read_header(file: Path) -> GGUF:
+    """The header of a GGUF file; any part of a split one (NAME-00001-of-00003.gguf) stands for all. Raises OSError or
+    ValueError."""
+    found = _read_part(file)
+    count = found.get("split.count", int, 1)
+    if count <= 1:
+        return found
+    name = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", file.name)
+    if not name or int(name[3]) != count:
+        raise ValueError(f"{file} is one of {count} parts: its name must end in -00001-of-{count:05}.gguf")
+    parts, tensors = [], {}
+    for i in range(count):
+        part = _read_part(file.with_name(f"{name[1]}{i + 1:05}{name[2]}"))
+        if (part.get("split.no", int), part.get("split.count", int)) != (i, count):
+            raise ValueError(f"{part.file} is not part {i + 1} of {count}: download it again")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise ValueError(f"{part.file}: {min(twice)} is also in another part: download all of them again")
+        parts.append(part)
+        tensors |= part.tensors
+    if found.get("split.tensors.count", int, len(tensors)) != len(tensors):
+        raise ValueError(f"{file}: its parts do not hold all tensors: download all of them again")
+    return GGUF(parts[0].file, parts[0].metadata, tensors)
+
+
+# ---- the model
+
+ROPE_FACTORS = "rope_freqs.weight"
+# Control tokens that end an answer whatever eos_token_id says, as in llama.cpp
+ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>")
+
+
+def config_json(gguf: GGUF) -> dict[str, Any]:
+    """The model's configuration as a config.json would have it. Values have the right types; whether they make sense
+    is for its reader to check. Raises ValueError."""
+    arch = gguf.architecture
+    if (kind := gguf.get("general.type", str, "model")) != "model":
+        raise ValueError(f"{gguf.file} holds no model, but a part of one (general.type is {kind!r})")
+    if gguf.get(f"{arch}.expert_count", int, 0):
+        raise ValueError(f"{gguf.file} is a mixture of experts, which is not supported: take a dense model")
+    if "token_embd.weight" not in gguf.tensors:
+        raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
+    need = lambda name, kind=int: gguf.need(f"{arch}.{name}", kind)
+    dim, heads = need("embedding_length"), need("attention.head_count")
+    head_dim = gguf.get(f"{arch}.attention.key_length", int, dim // max(heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (size := gguf.get(f"{arch}.{name}", int, head_dim)) != head_dim:
+            raise ValueError(f"{gguf.file}: {arch}.{name} is {size}; it must be {head_dim}, as attention.key_length")
+    types = {info.type.name for info in gguf.tensors.values()} - {"F32"}
+    return {
+        "model_type": arch,
+        "hidden_act": "silu",
+        "hidden_size": dim,
+        "num_hidden_layers": need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": gguf.get(f"{arch}.attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "intermediate_size": need("feed_forward_length"),
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "rms_norm_eps": need("attention.layer_norm_rms_epsilon", float),
+        "max_position_embeddings": need("context_length"),
+        "rope_theta": gguf.get(f"{arch}.rope.freq_base", float, 10000.0),
+        "rope_scaling": _rope_scaling(gguf, arch),
+        "sliding_window": gguf.get(f"{arch}.attention.sliding_window", int) or None,
+        "use_sliding_window": bool(gguf.get(f"{arch}.attention.sliding_window", int)),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "torch_dtype": "float16" if types == {"F16"} else "bfloat16" if types else "float32",
+        "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": _eos_ids(gguf),
+    }
+
+
+def _rope_scaling(gguf: GGUF, arch: str) -> dict[str, Any] | None:
+    """As Hugging Face writes it. Llama 3.1's scaling is a tensor of what to divide each frequency by: that is longrope
+    with the same factors for short and long texts."""
+    if info := gguf.tensors.get(ROPE_FACTORS):
+        if info.type.name != "F32":
+            raise ValueError(f"{gguf.file}: {info.name} is {info.type.name}; it must be F32")
+        with open_regular(info.file) as f:
+            f.seek(info.offset)
+            factors = memoryview(f.read(info.nbytes)).cast("f").tolist()
+        return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+    key = f"{arch}.rope.scaling"
+    factor = gguf.get(f"{key}.factor", float, gguf.get(f"{arch}.rope.scale_linear", float, 0)) or 1
+    kind = gguf.get(f"{key}.type", str, "linear")
+    if kind == "none" or kind == "linear" and factor == 1:
+        return None
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = gguf.need(f"{key}.original_context_length", int)
+        for name in ("beta_fast", "beta_slow"):
+            scaling[name] = gguf.get(f"{key}.yarn_{name}", float)
+        if (gain := gguf.get(f"{key}.attn_factor", float, 1)) != 1:  # on top of the paper's own
+            scaling["attention_factor"] = gain * (1 + 0.1 * math.log(max(factor, 1)))
+    return scaling
+
+
+def _eos_ids(gguf: GGUF) -> list[int]:
+    named = [gguf.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
+    tokens, types = _tokens(gguf)
+    ends = [i for i, kind in enumerate(types) if kind == CONTROL and tokens[i] in ENDS]
+    return list(dict.fromkeys([i for i in named if i is not None] + ends))
+
+
+# ---- the tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens, as in SentencePiece
+
+
+class PreTokenizer(NamedTuple):
+    """How a vocabulary of byte pairs cuts a text before merging: what a GGUF file only names. The patterns are those of
+    the models' own tokenizer.json; each is applied to the pieces that the one before left."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False  # a piece that is a token is that token
+    nfc: bool = False  # the text is normalised first
+    add_bos: bool = False  # unless the file says otherwise
+
+
+WORD, SPACES = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # a word begins with a space or a sign
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+ENDINGS, SIGNS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|", r"| ?[^\s\p{L}\p{N}]+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = ENDINGS + WORD + r"\p{L}+|\p{N}{1,3}" + SIGNS + r"[\r\n]*" + SPACES
+QWEN2 = LLAMA3.replace("{1,3}", "")
+TEKKEN = f"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*" + r"|\p{N}" + SIGNS + r"[\r\n/]*" + SPACES
+PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer((QWEN2,), nfc=True)),
+    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
+    "smollm": PreTokenizer((r"\p{N}", GPT2)),
+    "gpt-2": PreTokenizer((GPT2,)),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+}
+
+
+def _tokens(gguf: GGUF) -> tuple[list[str], list[int]]:
+    """The tokens and their types. Raises ValueError."""
+    tokens = gguf.need("tokenizer.ggml.tokens", list)
+    types = _for_each(tokens, gguf, "tokenizer.ggml.token_type")
+    return tokens, [int(kind) if NORMAL <= kind <= BYTE else NORMAL for kind in types]
+
+
+def _for_each(tokens: list[str], gguf: GGUF, key: str) -> list[float]:
+    """A number for each token. Raises ValueError."""
+    numbers = gguf.need(key, memoryview)
+    if len(numbers) != len(tokens) or numbers.itemsize != 4:
+        what = f"has {len(numbers)} numbers of {8 * numbers.itemsize} bits"
+        raise ValueError(f"{gguf.file}: {key} {what}; it must have {len(tokens)} of 32, one for each token")
+    return numbers.tolist()
+
+
+def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]:
+    """The tokenizer as the files of a Hugging Face folder: the bytes of a tokenizer.model or the object in a
+    tokenizer.json, and the object in tokenizer_config.json. Raises ValueError."""
+    kind, (tokens, types) = gguf.choice("tokenizer.ggml.model", ("llama", "gpt2")), _tokens(gguf)
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as in llama.cpp
+    if not tokens or len(set(tokens)) < len(tokens):
+        raise ValueError(f"{gguf.file} has no tokens, or one of them twice: convert it again")
+    config: dict[str, Any] = {}
+    for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        i = gguf.get(f"tokenizer.ggml.{key}_token_id", int)
+        if i is not None and not 0 <= i < len(tokens):
+            raise ValueError(f"{gguf.file}: tokenizer.ggml.{key}_token_id is {i}, but it has {len(tokens)} tokens")
+        if i is not None:
+            config[f"{name}_token"] = tokens[i]
+    if kind == "llama":
+        file, add_bos = _sentencepiece(gguf, tokens, types, config), True
+        config["legacy"] = True  # text after a control token begins with a space, as in llama.cpp
+    else:
+        pre = PRE_TOKENIZERS[gguf.choice("tokenizer.ggml.pre", PRE_TOKENIZERS)]
+        file, add_bos = _byte_pairs(gguf, tokens, types, pre), pre.add_bos
+    config["add_bos_token"] = gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
+    if template := gguf.get("tokenizer.chat_template", str):
+        config["chat_template"] = template
+    return file, config
+
+
+def _byte_pairs(gguf: GGUF, tokens: list[str], types: list[int], pre: PreTokenizer) -> dict[str, Any]:
+    """The object in a tokenizer.json. Tokens that only fill up the vocabulary are left out, as there."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = {i: kind for i, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED, UNKNOWN)}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            flags | {"id": i, "content": tokens[i], "special": kind != USER_DEFINED} for i, kind in added.items()
+        ],
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*(split | {"pattern": {"Regex": pattern}} for pattern in pre.patterns), byte_level],
+        },
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": pre.ignore_merges,
+            "vocab": {token: i for i, token in enumerate(tokens) if types[i] != UNUSED},
+            "merges": gguf.need("tokenizer.ggml.merges", list),
+        },
+    }
+
+
+def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int], config: dict) -> bytes:
+    """The bytes of a tokenizer.model: protocol buffers, as in sentencepiece_model.proto."""
+    scores = _for_each(tokens, gguf, "tokenizer.ggml.scores")
+    kinds = [UNUSED if kind == UNKNOWN else kind for kind in types]  # old files say UNKNOWN of what only fills up
+    kinds[gguf.get("tokenizer.ggml.unknown_token_id", int, 0)] = UNKNOWN
+    pieces = [
+        _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind))
+        for token, score, kind in zip(tokens, scores, kinds)
+    ]
+    names = {45: "unk_token", 46: "bos_token", 47: "eos_token", 48: "pad_token"}  # fields of TrainerSpec
+    trainer = _field(3, 2) + _field(35, int(BYTE in types))  # model_type: BPE; byte_fallback
+    trainer += b"".join(_field(i, config[name].encode()) for i, name in names.items() if name in config)
+    normalizer = _field(1, b"identity")
+    normalizer += _field(3, int(gguf.get("tokenizer.ggml.add_space_prefix", bool, True)))
+    normalizer += _field(4, int(gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)))
+    return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer)
+
+
+def _field(number: int, value: int | bytes) -> bytes:
+    """A field of a protocol buffer: a number, or bytes after their length."""
+    if isinstance(value, bytes):
+        return _varint(number << 3 | 2) + _varint(len(value)) + value
+    return _varint(number << 3) + _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; the top bit says that more follow."""
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
