@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import io
 import json
@@ -204,7 +205,7 @@ class Parser(argparse.ArgumentParser):
         argv = sys.argv[1:] if argv is None else argv
         given, rest = self.parse_known_args(argv)
         if rest:
-            self.error(f"unknown flag {rest[0]}" if rest[0].startswith("-") else f"unexpected argument {rest[0]!r}")
+            self.error(self._unknown(rest[0]))
         args = argparse.Namespace(**self.defaults | vars(given))
         args.given, args.mode = set(vars(given)), mode_of(args)
         typed = [word.split("=")[0] for word in argv]
@@ -217,6 +218,15 @@ class Parser(argparse.ArgumentParser):
                     self.error(f"{flag} needs {' or '.join(needed)}")
                 self.error(f"{flag} cannot be used with {self.modes[args.mode]}")
         return args
+
+    def _unknown(self, word: str) -> str:
+        flags = self._option_string_actions
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}" + (f": write -p {word!r}" if "--prompt" in flags else "")
+        if (joined := re.fullmatch(r"(-[a-z])(\d+)", word)) and joined[1] in flags:
+            return f"unknown flag {word}: write {joined[1]} {joined[2]}"
+        near = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.7)
+        return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else "")
 
     def error(self, message: str):
         if not is_rank0():
@@ -460,6 +470,8 @@ class Chat:
                 self.read(rest.strip())
             elif command == "/regen":
                 self.answer_again()
+            elif re.fullmatch(r"/[a-z]+", command):
+                note(f"no command {command}; /help lists them")
             elif message and self.answer(self.to_read + message):
                 self.to_read = ""
         except BrokenPipeError:

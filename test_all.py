@@ -1842,9 +1842,13 @@ WRONG_USAGE = [  # and what the error says
     (run.main, "--draft-max 8 -p a", "--draft-max is for --draft"),
     (run.main, "-c 99999999", "99999999 is out of range: at least 0 and at most 16,777,216"),
     (run.main, "--seed 1e99", "invalid int value: '1e99'"),
+    (run.main, "--tmep 0", "unknown flag --tmep: did you mean --temp?"),
+    (run.main, "--top_k 4", "unknown flag --top_k: did you mean --top-k?"),
+    (run.main, "-n5", "-n5: write -n 5 "),
+    (bench.main, "text", "unexpected argument 'text' "),
     (run.main, "-hx y", "unknown flag -hx"),  # to argparse, -h with the value x
     (run.main, "--mod x", "unknown flag --mod"),  # an abbreviation of --model
-    (run.main, "text", "unexpected argument 'text'"),
+    (run.main, "text", "unexpected argument 'text': write -p 'text'"),
     (run.main, "-\x1b", "unknown flag -?"),
     (bench.main, "--stride 5", "--stride needs --perplexity"),
     (bench.main, "-n x", "'x' is neither a number nor several with commas"),
@@ -2107,8 +2111,9 @@ def fitted(monkeypatch) -> list:
 
 
 def test_chat_answers_each_line(cli, tiny):
-    code, out, err = chat(cli, tiny, "hello", "", "/help", "again")
+    code, out, err = chat(cli, tiny, "hello", "", "/help", "/regne now", "again")
     assert code == 0 and len(out.splitlines()) >= 2 and "generated 12 tokens" in err
+    assert "no command /regne; /help lists them" in err
     assert "no template found: plain text" in err and "/clear        forget" in err
     turns = chat_objects(cli, tiny, "/usr/bin/python says", "one \\", "two", "/bye", "no")
     assert [turn["prompt"] for turn in turns] == ["/usr/bin/python says", "one \ntwo"]
