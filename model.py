@@ -216,7 +216,7 @@ class Llama:
     """A loaded model: what forward and generate need."""
 
     config: Config
-    weights: Weights
+    weights: Weights = field(repr=False)
     backend: str  # the ops that run it: a key of kernels.BACKENDS
     device: torch.device
     dtype: torch.dtype
@@ -498,10 +498,12 @@ def generate(
 
     The beginning of the prompt that the cache already holds is not evaluated again. eos: by default the config's.
     progress: as in prefill. decode: a replacement for decoding token by token, such as Speculation.decode.
-    Raises ValueError when the prompt is longer than the cache or contains an id that the model does not have,
-    RuntimeError when the logits are not finite.
+    There is one sequence at a time. Raises TypeError for a prompt that is no list of ids, ValueError when it is longer
+    than the cache or contains an id that the model does not have, RuntimeError when the logits are not finite.
     """
-    assert prompt, "a prompt has at least one token: bos"
+    assert len(prompt), "a prompt has at least one token: bos"
+    if not isinstance(prompt, list) or not isinstance(prompt[0], int):
+        raise TypeError("a prompt is a list of ids: tokenizer.encode(text), or ids.tolist() of a tensor")
     V = model.config.vocab_size
     if wrong := [i for i in prompt if not 0 <= i < V]:
         raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")

@@ -325,6 +325,10 @@ def test_ids_that_the_model_does_not_have(tiny):
     for bad in (-1, model.config.vocab_size, 1 << 40):
         with pytest.raises(ValueError, match=f"the prompt contains the id {bad}; the model's are 0"):
             list(generate(model, [1, bad, 5], n=1))
+    for wrong in ("text", torch.tensor([1, 5]), ["text", "more"], [[1, 5]]):
+        with pytest.raises(TypeError, match="a prompt is a list of ids: tokenizer.encode"):
+            list(generate(model, wrong, n=1))
+    assert len(repr(model)) < 2000, "it prints weights"
     last = model.config.vocab_size - 1
     with torch.inference_mode():
         model.weights.output.data[last] = 100 * model.weights.output.data[5]
