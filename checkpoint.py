@@ -781,8 +781,7 @@ class Loader:
 
     def empty(self, name: str) -> tuple[Tensor, ...]:
         """Space for a matrix in the format."""
-        stored = self.format.at(name).tensors(*self.shapes[name]).values()
-        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in stored)
+        return self.format.at(name).empty(*self.shapes[name], self.device)
 
     def load(self) -> Weights:
         with self.bar:

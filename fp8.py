@@ -103,6 +103,10 @@ class Format:
         of it, rounded down and up."""
         raise NotImplementedError
 
+    def empty(self, N: int, K: int, device: torch.device) -> Tensors:
+        """Space for what is stored of a matrix."""
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.tensors(N, K).values())
+
     def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
         """[N, K] to what is stored, in the given tensors if any. Raises ValueError for NaN or inf."""
         raise NotImplementedError
@@ -233,10 +237,7 @@ class Float8(Format):
     def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
         """Each row takes the scale with the least squared error of four, from the smallest that lets its largest
         magnitude fit to just under twice that."""
-        out = out or tuple(
-            torch.empty(shape, dtype=dtype, device=weights.device)
-            for dtype, shape in self.tensors(*weights.shape).values()
-        )
+        out = out or self.empty(*weights.shape, weights.device)
         rows_at_once = max(1, (1 << 23) // weights.shape[1])
         for rows, code, scale in zip(*(t.split(rows_at_once) for t in (weights, *out))):
             rows = rows.float()
@@ -459,7 +460,7 @@ E4M3_NATIVE = replace(
 PLAIN = Format("none", 16, load_elements, plain_values)
 
 
-def of(w: Matrix) -> Format:
+def format_of(w: Matrix) -> Format:
     """The format of a matrix as kernels on its device read it."""
     return w.format.on(w.data.device) if w.format else PLAIN
 
@@ -496,7 +497,7 @@ def _recode_kernel(
 
 
 def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
-    (N, K), device, format = w.shape, out.device, of(w)
+    (N, K), device, format = w.shape, out.device, format_of(w)
     block = triton.next_power_of_2(K)
     if scales is None:
         block = min(4096, block)
@@ -535,8 +536,8 @@ def _cublas_scales_rows(device: torch.device) -> bool:
 
 
 def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
-    """Whether 8-bit tensor cores multiply a prompt: the codes as they are, or other formats' weights as E4M3, unless
-    that is to be as precise as it can."""
+    """Whether 8-bit tensor cores multiply a prompt: 8-bit floats as they are; other formats recoded as E4M3, unless
+    `accumulate` asks for the most precise sums."""
     if not w.format or w.rows % 16 or w.columns % 16:
         return False
     own = isinstance(w.format, Float8)
@@ -554,7 +555,7 @@ def tensor_core_linear(codes: Tensor, scales: Tensor, w: Matrix, dtype: torch.dt
     registers every few products (accumulate "fp32"), which costs a tenth of the speed. The error, a mean square of 2e-6
     to 6e-6 of the result's, is a hundredth of that from rounding the activations."""
     if not isinstance(w.format, Float8):
-        as_e4m3 = tuple(torch.empty(s, dtype=d, device=w.data.device) for d, s in E4M3.tensors(*w.shape).values())
+        as_e4m3 = E4M3.empty(*w.shape, w.data.device)
         _recode(w, *as_e4m3)
         w = Matrix(as_e4m3, E4M3)
     to = dtype if _cublas_scales_rows(w.data.device) else torch.bfloat16

@@ -253,8 +253,8 @@ def _read_part(file: Path) -> GGUF:
 
 
 @lru_cache(maxsize=1)  # configuration, tokenizer and tensors are read one after another, vocabularies take a while
-def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
-    """The header of one file, as long as that does not change."""
+def _read_version(file: Path, stamp: tuple[int, ...]) -> GGUF:
+    """The header of one file; read again if its stamp (inode, size, time of change) is another."""
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")

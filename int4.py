@@ -5,11 +5,11 @@
     code    4 bits: 0 to 15
     zero    8 bits: sixteenths of a code, since a group's range need not have 0 on a code
     scale   8 bits: a float without a sign: with the upper bits e, at most 14, and the lower m, (1 + m / 16) 2^(e - 23)
-    row     float32: makes the largest scale of a row the largest that there is
+    row     float32: scales a row so that its largest group scale is the largest that 8 bits can hold
 
 Eight codes share an int32. Word i of the four that hold a group has, for j from 0 to 3, column 8 j + 2 i at bit 4 j and
-column 8 j + 2 i + 1 at bit 16 + 4 j. So one AND takes out a pair of neighbours, in the two halves of a register, and
-they need no conversion: as a half, a code at bit 0 is the subnormal code * 2^-24, one at bit 4 is code * 2^-20.
+column 8 j + 2 i + 1 at bit 16 + 4 j. So one AND extracts two neighbours, one into each half of a register, and they
+need no conversion: as a half, a code at bit 0 is the subnormal code * 2^-24, one at bit 4 is code * 2^-20.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -41,10 +41,8 @@ class Int4(Format):
     def encode(self, weights: Tensor, out: Tensors | None = None, importance: Tensor | None = None) -> Tensors:
         """Scale and zero point of a group are searched for the least squared error, which `importance` [K] weighs, if
         given."""
-        N, K = weights.shape
-        out = out or tuple(
-            torch.empty(shape, dtype=dtype, device=weights.device) for dtype, shape in self.tensors(N, K).values()
-        )
+        K = weights.shape[1]
+        out = out or self.empty(*weights.shape, weights.device)
         weigh = torch.ones(K, device=weights.device) if importance is None else importance.float().clamp(min=1e-12)
         for rows, *places in zip(*(t.split(max(1, (1 << 24) // K)) for t in (weights, *out))):
             for place, value in zip(places, _encode(rows.float().unflatten(1, (-1, GROUP)), weigh.view(-1, GROUP))):
@@ -185,13 +183,13 @@ def _scale_and_zero(groups, EXPONENT: tl.constexpr):
     return scale, (bits & 0xFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-_TAKE_OUT = (  # four pairs of codes from register SOURCE
+_UNPACK = (  # the four pairs of codes in register SOURCE, into a, b, c, d
     "shr.u32 v, SOURCE, 8; and.b32 a, SOURCE, 0x000f000f; and.b32 b, SOURCE, 0x00f000f0; "
     "and.b32 c, v, 0x000f000f; and.b32 d, v, 0x00f000f0; "
 )
 _VALUES_ASM = constexpr(
     "{ .reg .b32 a, b, c, d, v; "
-    + _TAKE_OUT.replace("SOURCE", "$4")
+    + _UNPACK.replace("SOURCE", "$4")
     + "fma.rn.f16x2 $0, a, $5, $7; fma.rn.f16x2 $1, b, $6, $7; "
     + "fma.rn.f16x2 $2, c, $5, $7; fma.rn.f16x2 $3, d, $6, $7; }"
 )
@@ -235,7 +233,7 @@ def _packed_asm() -> str:
     lines = []
     for i in range(4):
         x = [f"${5 + 4 * j + i}" for j in range(4)]
-        lines.append(_TAKE_OUT.replace("SOURCE", f"${1 + i}"))
+        lines.append(_UNPACK.replace("SOURCE", f"${1 + i}"))
         for sums, codes, factors in (("low", "a", x[0]), ("high", "b", x[1]), ("low", "c", x[2]), ("high", "d", x[3])):
             first = i == 0 and codes in "ab"
             lines.append(

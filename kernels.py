@@ -216,13 +216,13 @@ def _vector_kernel(
         power, inv_rms = _range_of(x, x_tiles, norm, eps, offs_k, K, BLOCK, PEAK)
     elif norm is not None:
         squares = x_tiles[0].to(tl.float32) * x_tiles[0].to(tl.float32)
-    ready_tiles = ()
+    packed_x = ()
     if TILES > 1:  # of packed products only
         for k in tl.static_range(0, K, BLOCK):
             tile = x_tiles[k // BLOCK] * power.to(x.dtype.element_ty)
             if norm is not None:
                 tile *= norm_tiles[k // BLOCK].to(tile.dtype)
-            ready_tiles = ready_tiles + (tile.to(tl.float16),)
+            packed_x = packed_x + (tile.to(tl.float16),)
     elif norm is not None:
         norm_tile = norm_tiles[0]
     for i in range(TILES):
@@ -233,11 +233,11 @@ def _vector_kernel(
             w_now = w_tile
             if k + BLOCK < K:
                 w_tile = _load_tile(w, rows, k + BLOCK, N, K, BLOCK, LOAD)
-            elif TILES > 1:
+            elif TILES > 1:  # the next rows, if there are any: nothing is left of the row after the last tile
                 first = tl.minimum(rows + ROWS, N - 1).to(tl.int64)[:, None] * K
                 w_tile = LOAD(w, first, tl.where(i + 1 < TILES, K, 0), BLOCK, 8)
             if TILES > 1:
-                x_now = ready_tiles[k // BLOCK]
+                x_now = packed_x[k // BLOCK]
             else:
                 x_now = x_tiles[0] if k == 0 else _load_vector(x, k, offs_k, K, BLOCK)
                 if k > 0 and PACKED_SUMS is None and norm is not None:
@@ -438,14 +438,14 @@ def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
 
 def _functions(w: Matrix, epilogue: Epilogue) -> dict:
     """What the kernels of products are compiled for: the functions of a format and of an epilogue."""
-    format = fp8.of(w)
+    format = fp8.format_of(w)
     found = dict(LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale)
     return found | dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
 
 
 def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> None:
     assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
-    sizes, format = vector_sizes(x.device, w.bits, op, w.columns), fp8.of(w)
+    sizes, format = vector_sizes(x.device, w.bits, op, w.columns), fp8.format_of(w)
     least = 32 * format.neighbours  # columns that a warp takes at once
     block = min(sizes.block, max(least, triton.next_power_of_2(w.columns)))
     warps = min(sizes.warps, max(1, block // least))
