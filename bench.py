@@ -895,12 +895,18 @@ def run_passes(args: argparse.Namespace) -> None:
 
 def vector_candidates(bits: int, columns: int) -> Iterator[list[int]]:
     """launch.VectorSizes worth trying: at least eight neighbours per thread, and enough weights per thread to hide the
-    latency of memory, but not too many. At 4 bits a thread has at least 32 columns, and several tiles may pay off."""
-    least, counts = (1024, ([1], [2], [4], [8])) if bits == 4 else (256, ([],))
+    latency of memory, but not too many. At 4 bits a warp has 2048 columns of a row."""
+    if bits == 4:
+        sizes = itertools.product((2, 4, 8), (2048, 4096, 8192, 16384), (1, 2), (4, 8, 12, 16), (3, 4))
+        for rows, block, split, resident, stages in sizes:
+            warps = block // 2048 * split
+            if warps <= 8 and block < max(2 * columns, 4096):
+                yield [rows, block, warps, max(1, resident // warps), stages]
+        return
     for rows, block, warps in itertools.product((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16)):
         weights = rows * block // (32 * warps)
-        if least * warps <= block < max(2 * columns, 2048) and 16 <= weights <= 2048 // bits and rows <= 128 // bits:
-            yield from ([rows, block, warps, *tiles] for tiles in counts)
+        if 256 * warps <= block < max(2 * columns, 2048) and 16 <= weights <= 2048 // bits and rows <= 128 // bits:
+            yield [rows, block, warps]
 
 
 def few_candidates(bits: int, columns: int) -> Iterator[list[int] | None]:

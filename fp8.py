@@ -63,12 +63,6 @@ def plain_values(tile):
     return tile
 
 
-@jit
-def in_order(COLUMNS: tl.constexpr):
-    """The `columns` of a format whose tiles meet x as it lies in memory."""
-    return tl.arange(0, COLUMNS)[None, :]
-
-
 @dataclass(frozen=True, eq=False)
 class Format:
     """A way to store a matrix W [N, K]. Kernels receive the stored tensors as a tuple w, and these functions:
@@ -80,7 +74,15 @@ class Format:
     values(tile)               what it stands for, before row_scale: halves or floats [R, COLUMNS]
     row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
     packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none
-    columns(COLUMNS)           the columns of a tile of x in the order in which packed_sums takes them
+
+    Where packed_sums take more of x than its halves, or its columns in another order, a format says how, and one token
+    runs by another kernel (kernels._stream_kernel):
+
+    columns(COLUMNS)           the columns of a tile of x in the order that packed_x expects
+    packed_x(x)                a tile of halves x to what packed_sums take
+    packed_load(w, first, left, COLUMNS)
+                               like load: int32 tensors [R, M], of which a thread has what `neighbours` columns need
+    packed_sums(tile, x)       float32 [R, COLUMNS / neighbours]
     """
 
     name: str
@@ -89,7 +91,9 @@ class Format:
     values: Callable
     row_scale: Callable | None = None
     packed_sums: Callable | None = None
-    columns: Callable = in_order
+    columns: Callable | None = None
+    packed_x: Callable | None = None
+    packed_load: Callable | None = None
     neighbours: int = 8  # columns that one thread must have for packed_sums
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
@@ -536,13 +540,13 @@ def _cublas_scales_rows(device: torch.device) -> bool:
 
 
 def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
-    """Whether 8-bit tensor cores multiply a prompt: 8-bit floats as they are; other formats recoded as E4M3, unless
-    `accumulate` asks for the most precise sums."""
+    """Whether 8-bit tensor cores multiply a prompt: 8-bit floats as they are; what has fewer bits recoded as E4M3,
+    unless `accumulate` asks for the most precise sums."""
     if not w.format or w.rows % 16 or w.columns % 16:
         return False
     own = isinstance(w.format, Float8)
     format = w.format if own else E4M3
-    return (own or accumulate != "fp32") and (
+    return (own or (w.bits < 8 and accumulate != "fp32")) and (
         format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
     )
 

@@ -256,23 +256,51 @@ def _pairs(x):
 
 
 @jit
-def _packed_sums(tile, x):
-    """Products with halves x [4, COLUMNS / 32, 8], added up by groups: float32 [R, COLUMNS / 32]."""
-    words, groups = tile
+def _packed_x(x):
+    """Halves x [4, G, 8]: for each j, the pairs in columns 8 j to 8 j + 7 of the groups as words [1, G, 4]; and the
+    sums of the groups. In the interpreter x itself."""
     if EMULATED:
-        values = _values(tile).reshape(words.shape[0], words.shape[1], 4, 8)
-        return tl.sum(tl.sum(values * x.permute(1, 0, 2)[None].to(tl.float32), 3), 2)
-    scale, zero = _scale_and_zero(groups, 20)
-    sum_x = tl.sum(tl.sum(x.to(tl.float32), 0), 1)[None, :]
-    even, odd = tl.split(x.permute(1, 2, 0).reshape(words.shape[1], 8, 2, 2))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    asm_args = [words, _pairs(x0), _pairs(x1), _pairs(x2), _pairs(x3)]
-    sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, asm_args, dtype=tl.int8, is_pure=True, pack=4)
-    return scale * (as_floats(sums) - zero * sum_x)
+        return (x,)
+    else:
+        sum_x = tl.sum(tl.sum(x.to(tl.float32), 0), 1)[None, :]
+        even, odd = tl.split(x.permute(1, 2, 0).reshape(x.shape[1], 8, 2, 2))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        return _pairs(x0), _pairs(x1), _pairs(x2), _pairs(x3), sum_x
+
+
+@jit
+def _packed_load(w, first, left, COLUMNS: tl.constexpr):
+    """Codes int32 [R, COLUMNS / 8], and int32 [R, COLUMNS / 64], what two groups have."""
+    word, two = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, COLUMNS // 64)[None, :]
+    codes, groups = w[0] + first // 8 + word, w[1].to(tl.pointer_type(tl.int32)) + first // 64
+    groups = tl.max_contiguous(groups + two, [1, 1])  # one a thread, which then has the codes of these groups
+    if left is None:
+        return stream(codes, None), stream(groups, None)
+    else:
+        return stream(codes, word // 4 * 32 < left), stream(groups, two * 64 < left)
+
+
+@jit
+def _packed_sums(tile, x):
+    """Products with x, added up by two groups: float32 [R, COLUMNS / 64]."""
+    words, groups = tile
+    R: tl.constexpr = words.shape[0]
+    G: tl.constexpr = words.shape[1] // 4
+    words = words.reshape(R, G, 4)
+    groups = tl.join(groups & 0xFFFF, groups >> 16).reshape(R, G)
+    if EMULATED:
+        values = _values((words, groups)).reshape(R, G, 4, 8)
+        sums = tl.sum(tl.sum(values * x[0].permute(1, 0, 2)[None].to(tl.float32), 3), 2)
+    else:
+        scale, zero = _scale_and_zero(groups, 20)
+        asm_args = [words, x[0], x[1], x[2], x[3]]
+        sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, asm_args, dtype=tl.int8, is_pure=True, pack=4)
+        sums = scale * (as_floats(sums) - zero * x[4])
+    return tl.sum(sums.reshape(R, G // 2, 2), 2)
 
 
 INT4 = Int4(
-    "int4", 4, _load, _values, _row_scale, _packed_sums,
-    columns=_columns, neighbours=GROUP, peak=16384.0, group=GROUP,
+    "int4", 4, _load, _values, _row_scale, _packed_sums, _columns, _packed_x, _packed_load,
+    neighbours=2 * GROUP, peak=16384.0, group=GROUP,
 )  # fmt: skip

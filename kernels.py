@@ -44,6 +44,7 @@ from launch import (
     is_last,
     jit,
     launch,
+    processors,
     saturated,
     tl,
     triton,
@@ -182,96 +183,123 @@ def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
 
 @jit
 def _vector_kernel(
-    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, LOAD: tl.constexpr, VALUES: tl.constexpr, PACKED_SUMS: tl.constexpr, COLUMNS: tl.constexpr,
-    PEAK: tl.constexpr, ROW_SCALE: tl.constexpr, PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr,
-    SIZES: tl.constexpr, PDL: tl.constexpr,
+    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, PACKED_SUMS: tl.constexpr, PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
+    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: rmsnorm(x) W^T, or x W^T where norm is None, for TILES times ROWS rows of W, read BLOCK columns at a
-    time. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to the sums. For packed products, x
-    is read twice, first for its range, and with several tiles it then stays in registers. args and SIZES are the
-    epilogue's own: PREPARE loads what STORE will use, for the first rows before the wait."""
+    """One token: rmsnorm(x) W^T, or x W^T where norm is None, for ROWS rows of W, read BLOCK columns at a time. The
+    norm's factor 1 / rms(x) is one number for all of x, so it is applied to the sums. For packed products, x is read
+    twice, first for its range. args and SIZES are the epilogue's own: PREPARE loads before the wait what STORE will
+    use."""
     gdc_launch_dependents(PDL)
-    row = tl.program_id(0) * (ROWS * TILES)
+    row = tl.program_id(0) * ROWS
     ready = None
     if PREPARE is not None:
         ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
     rows = row + tl.arange(0, ROWS)
     # Before the wait: fetch the first tiles of what no kernel writes
     w_tile = _load_tile(w, rows, 0, N, K, BLOCK, LOAD)
-    offs_k = COLUMNS(BLOCK)
-    READ: tl.constexpr = BLOCK if TILES == 1 else K  # columns of x, and of the norm's weights, to be read at once
-    norm_tiles, x_tiles = (), ()
+    offs_k = tl.arange(0, BLOCK)[None, :]
     if norm is not None:
-        for k in tl.static_range(0, READ, BLOCK):
-            norm_tiles = norm_tiles + (_load_vector(norm, k, offs_k, K, BLOCK),)
-    if TILES > 1 and ROW_SCALE is not None:
-        scale = ROW_SCALE(w, rows, rows < N)
+        norm_tile = _load_vector(norm, 0, offs_k, K, BLOCK)
     gdc_wait(PDL)
-    if TILES == 1 and ADDED is not None:
+    if ADDED is not None:
         added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
-    for k in tl.static_range(0, READ, BLOCK):
-        x_tiles = x_tiles + (_load_vector(x, k, offs_k, K, BLOCK),)
+    x_tile = _load_vector(x, 0, offs_k, K, BLOCK)
     if PACKED_SUMS is not None:
-        power, inv_rms = _range_of(x, x_tiles, norm, eps, offs_k, K, BLOCK, PEAK)
+        power, inv_rms = _range_of(x, (x_tile,), norm, eps, offs_k, K, BLOCK, PEAK)
     elif norm is not None:
-        squares = x_tiles[0].to(tl.float32) * x_tiles[0].to(tl.float32)
-    packed_x = ()
-    if TILES > 1:  # of packed products only
-        for k in tl.static_range(0, K, BLOCK):
-            tile = x_tiles[k // BLOCK] * power.to(x.dtype.element_ty)
-            if norm is not None:
-                tile *= norm_tiles[k // BLOCK].to(tile.dtype)
-            packed_x = packed_x + (tile.to(tl.float16),)
-    elif norm is not None:
-        norm_tile = norm_tiles[0]
-    for i in range(TILES):
-        if TILES > 1 and ADDED is not None:
-            added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
-        for k in tl.static_range(0, K, BLOCK):
-            # The next tile of W is in flight while this one is multiplied
-            w_now = w_tile
+        squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
+    for k in tl.static_range(0, K, BLOCK):
+        # The next tile of W is in flight while this one is multiplied
+        w_now = w_tile
+        if k + BLOCK < K:
+            w_tile = _load_tile(w, rows, k + BLOCK, N, K, BLOCK, LOAD)
+        x_now = x_tile if k == 0 else _load_vector(x, k, offs_k, K, BLOCK)
+        if k > 0 and PACKED_SUMS is None and norm is not None:
+            squares += x_now.to(tl.float32) * x_now.to(tl.float32)
+        x_now = x_now.to(tl.float32) if PACKED_SUMS is None else x_now * power.to(x_now.dtype)
+        if norm is not None:
+            x_now *= norm_tile.to(x_now.dtype)
             if k + BLOCK < K:
-                w_tile = _load_tile(w, rows, k + BLOCK, N, K, BLOCK, LOAD)
-            elif TILES > 1:  # the next rows, if there are any: nothing is left of the row after the last tile
-                first = tl.minimum(rows + ROWS, N - 1).to(tl.int64)[:, None] * K
-                w_tile = LOAD(w, first, tl.where(i + 1 < TILES, K, 0), BLOCK, 8)
-            if TILES > 1:
-                x_now = packed_x[k // BLOCK]
-            else:
-                x_now = x_tiles[0] if k == 0 else _load_vector(x, k, offs_k, K, BLOCK)
-                if k > 0 and PACKED_SUMS is None and norm is not None:
-                    squares += x_now.to(tl.float32) * x_now.to(tl.float32)
-                x_now = x_now.to(tl.float32) if PACKED_SUMS is None else x_now * power.to(x_now.dtype)
+                norm_tile = _load_vector(norm, k + BLOCK, offs_k, K, BLOCK)
+        if PACKED_SUMS is None:
+            sums = VALUES(w_now).to(tl.float32) * x_now
+        else:
+            sums = PACKED_SUMS(w_now, x_now.to(tl.float16))
+        if k == 0:
+            acc = sums
+        else:
+            acc += sums
+    y = tl.sum(acc, 1)
+    if PACKED_SUMS is not None:
+        y *= inv_rms / power
+    elif norm is not None:
+        y *= tl.rsqrt(tl.sum(squares) / K + eps)
+    if ROW_SCALE is not None:
+        y *= ROW_SCALE(w, rows, rows < N)
+    if ADDED is not None:
+        y = added + y
+    STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
+
+
+@jit
+def _stream_kernel(
+    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, PACKED_X: tl.constexpr, PACKED_SUMS: tl.constexpr,
+    COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
+    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for formats whose packed sums take more of x than its halves: a program prepares x once, keeps it in
+    registers, and goes through TILES tiles of ROWS rows. Triton's pipelining turns the loads of W in this loop into
+    asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of them before the wait. Sums stay within
+    a warp until the end: those of tile i are kept by lane i."""
+    gdc_launch_dependents(PDL)
+    row = tl.program_id(0) * (ROWS * TILES)
+    offs_k = COLUMNS(BLOCK)
+    norm_tiles, packed_x = (), ()
+    for k in tl.static_range(0, K, BLOCK):
+        if norm is not None:
+            norm_tiles = norm_tiles + (_load_vector(norm, k, offs_k, K, BLOCK),)
+        packed_x = packed_x + (PACKED_X(tl.zeros(offs_k.shape, tl.float16)),)
+    WARPS: tl.constexpr = BLOCK // (32 * NEIGHBOURS)  # that share a row
+    factor, kept, lane = 0.0, tl.zeros([ROWS, WARPS, 32], tl.float32), tl.arange(0, 32)[None, None, :]
+    for i in tl.range(0, TILES, num_stages=STAGES):
+        first = tl.minimum(row + i * ROWS + tl.arange(0, ROWS), N - 1).to(tl.int64)[:, None] * K
+        w_tiles = ()
+        for k in tl.static_range(0, K, BLOCK):
+            w_tiles = w_tiles + (LOAD(w, first + k, None if K % BLOCK == 0 else K - k, BLOCK),)
+        if i == 0:
+            gdc_wait(PDL)
+            x_tiles, fresh = (), ()
+            for k in tl.static_range(0, K, BLOCK):
+                x_tiles = x_tiles + (_load_vector(x, k, offs_k, K, BLOCK),)
+            power, inv_rms = _range_of(x, x_tiles, norm, eps, offs_k, K, BLOCK, PEAK)
+            factor = inv_rms / power
+            for k in tl.static_range(0, K, BLOCK):
+                tile = x_tiles[k // BLOCK] * power.to(x_tiles[0].dtype)
                 if norm is not None:
-                    x_now *= norm_tile.to(x_now.dtype)
-                    if k + BLOCK < K:
-                        norm_tile = _load_vector(norm, k + BLOCK, offs_k, K, BLOCK)
-            if PACKED_SUMS is None:
-                sums = VALUES(w_now).to(tl.float32) * x_now
-            else:
-                sums = PACKED_SUMS(w_now, x_now.to(tl.float16))
-            if k == 0:
-                acc = sums
-            else:
-                acc += sums
-        y = tl.sum(acc, 1)
-        if PACKED_SUMS is not None:
-            y *= inv_rms / power
-        elif norm is not None:
-            y *= tl.rsqrt(tl.sum(squares) / K + eps)
-        if ROW_SCALE is not None:
-            y *= ROW_SCALE(w, rows, rows < N) if TILES == 1 else scale
-        if ADDED is not None:
-            y = added + y
-        STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
-        if TILES > 1:
-            row += ROWS
-            rows += ROWS
-            if ROW_SCALE is not None:
-                scale = ROW_SCALE(w, rows, rows < N)
-            if PREPARE is not None:
-                ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
+                    tile *= norm_tiles[k // BLOCK].to(tile.dtype)
+                fresh = fresh + (PACKED_X(tile.to(tl.float16)),)
+            packed_x = fresh
+        acc = PACKED_SUMS(w_tiles[0], packed_x[0])
+        for k in tl.static_range(BLOCK, K, BLOCK):
+            acc += PACKED_SUMS(w_tiles[k // BLOCK], packed_x[k // BLOCK])
+        kept = tl.where(lane == i, tl.sum(acc.reshape(ROWS, WARPS, 32), 2, keep_dims=True), kept)
+    LANES: tl.constexpr = triton.next_power_of_2(TILES)
+    COUNT: tl.constexpr = ROWS * LANES
+    y = tl.sum(tl.sum(kept, 1).reshape(ROWS, 32 // LANES, LANES), 1)  # the other lanes have kept zeros
+    y = y.trans().reshape(COUNT) * factor
+    end = tl.minimum(row + ROWS * TILES, N)
+    rows = row + tl.arange(0, COUNT)
+    if ROW_SCALE is not None:
+        y *= ROW_SCALE(w, rows, rows < end)
+    if ADDED is not None:
+        y += tl.load(args[ADDED] + rows, mask=rows < end, other=0.0).to(tl.float32)
+    ready = None
+    if PREPARE is not None:
+        ready = PREPARE(args, row, 1, end, COUNT, 1, SIZES)
+    STORE(args, y, ready, row, 1, end, COUNT, 1, SIZES)
 
 
 # A few tokens. `tl.dot` usually takes its operands through shared memory, which 8-bit weights would pass through twice,
@@ -448,17 +476,26 @@ def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
     sizes, format = vector_sizes(x.device, w.bits, op, w.columns), fp8.format_of(w)
     least = 32 * format.neighbours  # columns that a warp takes at once
     block = min(sizes.block, max(least, triton.next_power_of_2(w.columns)))
+    rows = math.gcd(sizes.rows, epilogue.within)
+    packs = w.columns % format.neighbours == 0 and x.element_size() == 2 and x.data_ptr() % 16 == 0
+    args, functions = (x, norm, w.tensors, eps, epilogue.args), _functions(w, epilogue)
+    constants = dict(N=w.rows, K=w.columns, ROWS=rows, BLOCK=block, PEAK=format.peak)
+    if packs and format.packed_x:
+        tiles = min(32, triton.cdiv(w.rows, rows * processors(x.device) * sizes.programs))
+        if epilogue.within:  # as many tiles as divide it
+            tiles = math.gcd(1 << tiles.bit_length() - 1, epilogue.within // rows)
+        block = max(block, least)
+        constants |= dict(BLOCK=block, TILES=tiles, STAGES=sizes.stages, NEIGHBOURS=format.neighbours)
+        constants |= dict(warps=min(sizes.warps, rows * block // least))
+        constants |= functions | dict(LOAD=format.packed_load, PACKED_X=format.packed_x, COLUMNS=format.columns)
+        constants |= dict(PACKED_SUMS=format.packed_sums)
+        del constants["VALUES"]
+        launch(_stream_kernel, (triton.cdiv(w.rows, rows * tiles),), x.device, *args, **constants)
+        return
     warps = min(sizes.warps, max(1, block // least))
-    packs = w.columns % format.neighbours == 0 and block >= least * warps and x.element_size() == 2
-    packs = packs and x.data_ptr() % 16 == 0 and format.packed_sums
-    rows, tiles = math.gcd(sizes.rows, epilogue.within), sizes.tiles if packs else 1
-    constants = dict(N=w.rows, K=w.columns, ROWS=rows, TILES=tiles, BLOCK=block, PEAK=format.peak, warps=warps)
-    constants |= dict(PACKED_SUMS=None, COLUMNS=fp8.in_order)
-    if packs:
-        constants |= dict(PACKED_SUMS=format.packed_sums, COLUMNS=format.columns)
-    args = x, norm, w.tensors, eps, epilogue.args
-    constants |= _functions(w, epilogue)
-    launch(_vector_kernel, (triton.cdiv(w.rows, rows * tiles),), x.device, *args, **constants)
+    packs = packs and block >= least * warps and not format.packed_x
+    constants |= functions | dict(PACKED_SUMS=format.packed_sums if packs else None, warps=warps)
+    launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants)
 
 
 def _launch_few(sizes: FewSizes, x: Tensor, w: Matrix, epilogue: Epilogue) -> None:

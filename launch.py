@@ -14,6 +14,8 @@ whatever depends on no other kernel: compute offsets, load its first tile of wei
   without the attribute: each starts when all kernels before it have ended, including those that read the old value, and
   whatever comes after it starts when it has ended. test_no_step_sees_an_old_position runs thousands of each;
 - there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
+  kernels._stream_kernel makes use of that: loads of W shall move above its wait, and what has to come after it stands
+  in the same branch.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -137,13 +139,15 @@ def split_of(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: 
 
 
 class VectorSizes(NamedTuple):
-    """How a product with one token is divided: each program takes `tiles` times `rows` rows of W, `block` columns at a
-    time."""
+    """How a product with one token is divided: programs take `rows` rows of W, `block` columns at a time. For formats
+    with kernels._stream_kernel, there are `programs` for each SM, which go through several tiles of `rows` rows, with
+    `stages` - 1 in flight."""
 
     rows: int
     block: int
     warps: int
-    tiles: int = 1
+    programs: int = 3
+    stages: int = 3
 
 
 class FewSizes(NamedTuple):

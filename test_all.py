@@ -1642,9 +1642,12 @@ def test_4_bit_tensors_that_encode_never_writes_are_refused():
 @needs_triton
 @pytest.mark.parametrize("T", [1, 3, 16, 20])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_products_with_4_bit_matrices(dtype, T):
-    """With and without a norm, in rows of one tile, of several, and with a tile that ends early."""
-    for N, K in ((48, 96), (40, 1184), (24, 4096)):
+def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
+    """Several tiles of rows for each program, the last one with fewer; rows of one block of columns, of several, of one
+    that ends early, and of an odd number of groups."""
+    monkeypatch.setattr(kernels, "vector_sizes", lambda *_: launch.VectorSizes(4, 2048, 2, programs=1))
+    monkeypatch.setattr(kernels, "processors", lambda device: 3)
+    for N, K in ((48, 96), (42, 1216), (20, 4096), (26, 4160)):
         w, x, norm = int4_matrix(N, K), randn(T, K, dtype=dtype), torch.rand(K, device=DEVICE).to(dtype) + 0.5
         rows = dense(w).data / dense(w).data.square().mean(1, keepdim=True).sqrt()  # rows count alike
         size = dense(w).data.square().mean(1).sqrt()
