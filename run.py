@@ -260,7 +260,7 @@ class Session:
         flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
         given = {name: value for name, value in flags.items() if value is not None}
         self.own_sampling = {name: value for name, value in read_sampling(folder).items() if name not in given}
-        self.sampling = Sampling(**self.own_sampling | given)
+        self.sampling = dataclasses.replace(self.model.sampling, **given)
         self.speculation = Lookup(args.lookup) if args.lookup else None
         if args.draft:
             self.speculation = Draft(args.draft_max, self._load(args.draft))

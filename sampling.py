@@ -25,7 +25,8 @@ from launch import Scratch, gdc_launch_dependents, gdc_wait, is_last, jit, launc
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 are off."""
+    """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 are off. Another
+    seed gives another text. Raises ValueError for a value out of range."""
 
     temp: float = 0.8
     top_k: int = 40
@@ -35,6 +36,15 @@ class Sampling:
     repeat_last_n: int = 64  # tokens that the penalty looks back on; -1: all
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name, (low, high) in RANGES.items():
+            if not low <= getattr(self, name) <= high:
+                limit = f"{low} or more" if high == math.inf else f"from {low} to {high}"
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {limit}")
+
+
+RANGES = {"temp": (0, math.inf), "top_k": (0, math.inf), "top_p": (0, 1), "min_p": (0, 1)}
+RANGES |= {"repeat_penalty": (0.01, 100), "repeat_last_n": (-1, math.inf), "seed": (0, (1 << 63) - 1)}
 
 COLDEST = 1e-30  # temperature: lower positive ones are raised to it, as float32 could round them to 0
 

@@ -1141,6 +1141,16 @@ def test_each_filter_keeps_what_it_should():
     assert kept(top_p=0.6, temp=100.0) == [True, True, False, False, False], "filters act before the temperature"
 
 
+@pytest.mark.parametrize("wrong", [
+    dict(temp=-1), dict(temp=float("nan")), dict(top_k=-1), dict(top_p=7), dict(min_p=1.1), dict(repeat_penalty=0),
+    dict(repeat_last_n=-2), dict(seed=-1), dict(seed=1 << 63),
+], ids=str)  # fmt: skip
+def test_settings_out_of_range_are_named(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"^{name} is {value}; it must be (from .* to .*|.* or more)$"):
+        Sampling(**wrong)
+
+
 def test_equals_at_the_edge_are_all_kept():
     logits = torch.tensor([1.0] * 6 + [0.0] * 2)
     kept = draw(logits, 600, **(OFF | dict(top_k=2, top_p=0.3)))
@@ -1865,7 +1875,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
 
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
-    (["-m", "nowhere"], b"", "no such folder, nor the name of a repository"),
+    (["-m", "nowhere"], b"", "no folder nowhere here; a hub model is written owner/name"),
     (["-f", "nofile"], b"", "nofile"),
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
     (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
@@ -2667,9 +2677,9 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
     "gguf": (dict(files={"a.IQ4_0.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
     "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
     "no weights": (dict(files={"config.json": b"{}"}), "", "tiny", "holds no weights that this program reads"),
-    "unknown": ({}, "", "other", "no such repository there (a private one needs HF_TOKEN)"),
-    "offline": ({}, "offline", "tiny", "HF_HUB_OFFLINE is set: someone/tiny"),
-    "not there": ({}, "not there", "tiny", "and not available from http://127.0.0.1:9"),
+    "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
+    "offline": ({}, "offline", "tiny", "no folder someone/tiny here; it is not, or not completely, in the hub's cache"),
+    "not there": ({}, "not there", "tiny", "no folder someone/tiny here, and http://127.0.0.1:9 cannot be reached"),
 }
 
 
@@ -5183,7 +5193,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         (["-m", tiny, "--plot", "x.png"], 1, "matplotlib"),
         (["-m", "random:9b"], 1, "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], 1, "'0' is not a number of layers"),
-        (["-m", "nowhere"], 1, "no such folder"),
+        (["-m", "nowhere"], 1, "no folder nowhere here"),
         (["-p", "x"], 2, "argument -p"),
         (["-p", "0", "-n", "0"], 2, "nothing to measure"),
         (["-p", "0", "--profile"], 2, "nothing to measure"),

@@ -31,6 +31,19 @@ Span = tuple[int, int]  # of characters: start, end
 # ---- files of a checkpoint, which are not trusted
 
 
+def local_checkpoint(name: str) -> Path | None:
+    """The folder of a checkpoint, or its GGUF file; None for what may be a repository "owner/name" of the hub. Raises
+    FileNotFoundError or ValueError."""
+    folder = Path(os.path.expanduser(name))  # as it is if there is no such user
+    if folder.is_dir() or folder.suffix == ".gguf" and folder.exists():
+        return find_gguf(folder) or folder
+    if folder.exists():
+        raise FileNotFoundError(f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name):
+        raise FileNotFoundError(f"no folder {name} here; a hub model is written owner/name")
+    return None
+
+
 def one_line(text: str) -> str:
     """Short and printable: names and values in a message may come from a hostile file."""
     if len(text) > MESSAGE:
