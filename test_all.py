@@ -1941,7 +1941,12 @@ def test_make_gives_the_prompt_as_it_is(tmp_path):
     unset = "unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES GPUS"  # of the make that runs the tests
     for command in (f"PROMPT={shlex.quote(prompt)} make", f"make PROMPT={shlex.quote(prompt)}"):
         done = in_shell(f"{unset}; {command} -s run MODEL='a b' ARGS=", cwd=tmp_path)
-        assert done.stdout.split("\0")[:-1] == ["run.py", "-m", "a b", "--no-escape", f"--prompt={prompt}"]
+        assert done.stdout.split("\0")[:-1] == ["run.py", "-m", "a b", "--no-escape", f"--prompt={prompt}", "-n", "300"]
+        assert done.stderr.startswith("next: make chat")
+    for code, made in ((130, 0), (1, 2)):  # after Ctrl-C; after an error
+        python.write_text(f"#!/bin/sh\nexit {code}\n")
+        done = in_shell(f"{unset}; make chat", cwd=tmp_path)
+        assert done.returncode == made and ("make: ***" in done.stderr) == (code == 1), done
 
 
 # streams and signals
