@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import traceback
 import unicodedata
@@ -132,6 +133,11 @@ def exit_code(ranks_of: Callable[[], Ranks], work: Callable[[Ranks], int], debug
 
 
 def note(text: str) -> None:
+    """Write lines to stderr. At a terminal they are wrapped at words, under what follows a line's label."""
+    if sys.stderr.isatty():
+        under = [re.match(r"(\S+ )+ +|", line).end() * " " for line in text.split("\n")]
+        fill = functools.partial(textwrap.fill, width=screen_width(), break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(fill(line, subsequent_indent=indent) for line, indent in zip(text.split("\n"), under))
     print(text, file=sys.stderr, flush=True)
 
 
@@ -275,22 +281,23 @@ def columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in shown)
 
 
-class Printer:
-    """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and if it wraps, each word
-    is held back until it ends and moves to the next line if it does not fit."""
+def screen_width() -> int:
+    return max(shutil.get_terminal_size().columns - 1, 2)  # some wrap as soon as the last column is written
 
-    def __init__(self, wraps: bool, first: str = ""):
+
+class Printer:
+    """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and each word is held back
+    until it ends and moves to the next line if it does not fit."""
+
+    def __init__(self, first: str = ""):
         """first: what is written before the text, as soon as that begins."""
-        self.first, self.at_terminal, self.wraps = first, sys.stdout.isatty(), wraps
+        self.first, self.at_terminal = first, sys.stdout.isatty()
         self._column = 0
         self._word = ""
 
     def write(self, text: str) -> None:
         text, self.first = self.first + text, ""
-        if self.at_terminal:
-            text = printable(text)
-            text = "".join(map(self._wrapped, text)) if self.wraps else text
-        show(text)
+        show("".join(map(self._wrapped, printable(text))) if self.at_terminal else text)
 
     def end(self) -> None:
         """Write what is held back, and end the line."""
@@ -305,25 +312,20 @@ class Printer:
             return out + char
         if char.isspace():
             out = self._release()
-            if self._column == self._width():  # the next word begins a line and needs no space before it
-                return out
-            self._column += 1
-            return out + " "
+            gap = min(8 - self._column % 8 if char == "\t" else 1, screen_width() - self._column)
+            self._column += gap  # none at the edge: the next word begins a line and needs no space before it
+            return out + " " * gap
         breakable = columns(char) == 2  # a line may break on either side of a wide character
-        out = self._release() if breakable or columns(self._word + char) > self._width() else ""
+        out = self._release() if breakable or columns(self._word + char) > screen_width() else ""
         self._word += char
         return out + self._release() if breakable else out
 
     def _release(self) -> str:
         """The word held back, on the next line if it does not fit on this one."""
         word, self._word = self._word, ""
-        fits = self._column == 0 or self._column + columns(word) <= self._width()
+        fits = self._column == 0 or self._column + columns(word) <= screen_width()
         self._column = columns(word) + (self._column if fits else 0)
         return word if fits else "\n" + word
-
-    @staticmethod
-    def _width() -> int:
-        return max(shutil.get_terminal_size().columns - 1, 2)  # some wrap as soon as the last column is written
 
 
 # ---- what a user types
@@ -421,9 +423,11 @@ class Chat:
         self.begin(args.system)
         ids, stops = self.ranks.broadcast(session.tokenizer.turn_ends)
         self.eos, self.stops = session.eos | ids, [*args.stop, *stops]
-        self.printer, self.reader = Printer(wraps=True), Reader()
+        self.printer, self.reader = Printer(), Reader()
         why = "" if args.mode == "chat" else "; chatting, since there is no prompt (-no-cnv: plain text)"
-        session.note(f"chat      template: {session.tokenizer.template_name}; /help lists commands{why}")
+        name = session.tokenizer.template_name
+        template = f"template: {name}" if name else "this model has no chat template; sending plain text"
+        session.note(f"chat      {template}; /help lists commands{why}")
 
     # turns
 

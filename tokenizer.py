@@ -116,9 +116,9 @@ TEMPLATES = {
 
 
 def find_template(folder: Path, config: dict, choice: str | None = None) -> tuple[str, str]:
-    """A checkpoint's template and where it comes from. config: its tokenizer_config.json; choice: one of our names, or
-    a file. Llama 2 in Meta's layout and Vicuna, which have none, are recognised by the folder's path. Raises
-    ValueError, OSError."""
+    """A checkpoint's template and where it comes from ("" for plain text, if it has none). config: its
+    tokenizer_config.json; choice: one of our names, or a file. Llama 2 in Meta's layout and Vicuna, which have none,
+    are recognised by the folder's path. Raises ValueError, OSError."""
     if choice in TEMPLATES:
         return TEMPLATES[choice], f"{choice} (given)"
     if choice is not None:
@@ -137,7 +137,7 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
     for pattern, name in ("llama-2[^/]*chat", "llama2"), ("vicuna", "vicuna"):
         if re.search(pattern, path):
             return TEMPLATES[name], f"{name} (from the folder's name)"
-    return TEMPLATES["plain"], "no template found: plain text"
+    return TEMPLATES["plain"], ""
 
 
 def read_text(file: Path) -> str:
