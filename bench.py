@@ -29,11 +29,13 @@ from chat import (
     device_name_of,
     exit_code,
     import_torch,
+    is_rank0,
     note,
     text_of,
     use_safe_streams,
     within,
 )
+from tokenizer import local_checkpoint
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -139,6 +141,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--recorded needs --plot")
     if args.plot and Path(args.plot).suffix not in PICTURES:
         parser.error(f"--plot writes {', '.join(PICTURES)}, not {args.plot}")
+    if is_rank0():
+        with parser.failing():
+            for model in args.models:
+                if not model.startswith("random:"):
+                    local_checkpoint(model)
+            for file in filter(None, (args.perplexity, args.limits, args.recorded)):
+                os.stat(file)
+            if args.plot and not os.access(args.plot if os.path.exists(args.plot) else Path(args.plot).parent, os.W_OK):
+                raise ValueError(f"--plot {args.plot} cannot be written there")
     args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
     if not args.n_prompt and (args.mode == "profile" or args.mode == "speed" and not args.n_gen):
         parser.error("-p 0 leaves nothing to measure")
