@@ -304,6 +304,7 @@ def _meta_config(folder: Path) -> Config:
 # ---- the tensors of a file: only headers are read before a tensor, or some of its rows and columns, is asked for
 
 CHUNK_BYTES = 1 << 20  # read at a time
+HEADER_BYTES = 100_000_000  # of a safetensors file, at most: as in the library
 READERS = 4  # threads: a single one copies from the page cache at a fraction of the memory bandwidth
 FLOATS = tuple(DTYPES.values())
 SAFETENSORS_TYPES = {
@@ -339,6 +340,11 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
             with safe_open(file, "pt"):
                 header = json.loads(f.read(size))
         except (SafetensorError, ValueError) as error:
+            f.seek(8)
+            ends = re.findall(rb'"data_offsets":\s*\[\d+,\s*(\d{1,18})\]', f.read(min(size, HEADER_BYTES)))
+            length = os.fstat(f.fileno()).st_size
+            if size <= HEADER_BYTES and length < 8 + size + max(map(int, ends), default=0):
+                raise ValueError(f"{file} is cut short ({length:,} bytes): download it again") from None
             raise ValueError(f"{file} is not a valid safetensors file: {error}") from None
     metadata = header.pop("__metadata__", None) or {}
     return metadata, [

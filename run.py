@@ -323,6 +323,7 @@ class Session:
             prompt = f" in {1e3 * t.prompt_seconds:.1f} ms, {t.prompt_tokens / t.prompt_seconds:.1f} tokens/s"
         if t.steps:
             rate = f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {t.steps / t.step_seconds:.1f} tokens/s"
+        counts = f"prompt    {t.prompt_tokens} tokens{prompt}\ngenerated {t.new_tokens} tokens{rate}\n"
         if self.model.device.type == "cuda":
             on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU"
         if quantised := self.model.checkpoint.quantised:
@@ -330,8 +331,7 @@ class Session:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return (
             f"load      {self.load_seconds:.2f} s\n"
-            f"prompt    {t.prompt_tokens} tokens{prompt}\n"
-            f"generated {t.new_tokens} tokens{rate}\n"
+            f"{counts if t.prompt_tokens else ''}"  # of a prompt that was evaluated
             f"{self.speculation.summary() if self.speculation else ''}"
             f"memory    peak {peak / 1e9:.2f} GB{on_gpu}{decoded}"
         )
@@ -389,6 +389,8 @@ class Session:
                 bar.close()
                 first, self.prompt_cache = self.prompt_cache, None
                 if first:
+                    if total < len(ids):
+                        self.note(f"note: {first.file} holds {len(ids) - total} of the prompt's {len(ids)} tokens")
                     first.keep(ids, self.cache)
 
         settings = (n, self.sampling, eos, self.args.ignore_eos, timings, progress)

@@ -2015,6 +2015,9 @@ def test_prompt_cache_saves_evaluation(cli, tiny, tmp_path):
         plain, cached = result(text), result(text, "--prompt-cache", file)
         assert cached["text"] == plain["text"] and cached["evaluated_tokens"] <= most, text
     assert result("Once upon", "-c", 16, "--prompt-cache", file)["text"] == result("Once upon", "-c", 16)["text"]
+    code, _, err = cli("-m", tiny, "-p", TEXT[60:] + "?", "-n", 1, "--dtype", "fp32", "--prompt-cache", file)
+    found = re.search(rf"note: {file} holds (\d+) of the prompt's (\d+) tokens\n", err)
+    assert code == 0 and f"prompt    {int(found[2]) - int(found[1])} tokens in" in err
     assert file.stat().st_mode & 0o077 == 0, "a prompt is private"
     assert sorted(tmp_path.iterdir()) == [file]
 
@@ -2141,6 +2144,7 @@ def test_chat_answers_each_line(cli, tiny):
     turns = chat_objects(cli, tiny, "/usr/bin/python says", "one \\", "two", "/bye", "no")
     assert [turn["prompt"] for turn in turns] == ["/usr/bin/python says", "one \ntwo"]
     assert chat_objects(cli, tiny, "one\\")[0]["prompt"] == "one", "the input ended"
+    assert "0 tokens" not in chat(cli, tiny)[2], "nothing was evaluated"
 
 
 def test_chat_single_turn(cli, tiny, tmp_path):
@@ -2853,7 +2857,10 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         "added_tokens.json does not hold a JSON object",
     ),
     "no weights": (remove("model.safetensors"), "holds no weights"),
-    "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "not a valid safetensors file"),
+    "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "is cut short (5,000 bytes): download it"),
+    "truncated in its header": (lambda f: os.truncate(f / "model.safetensors", 500), "is cut short (500 bytes)"),
+    "too long": (lambda f: os.truncate(f / "model.safetensors", 1 << 20), "not a valid safetensors file"),
+    "another kind of file": (write("model.safetensors", "<html>" * 99), "not a valid safetensors file"),
     "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
