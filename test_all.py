@@ -4993,7 +4993,7 @@ def test_bench_speed_has_a_row_for_each_of_what_is_given(bench_cli, tiny, tiny_s
     tests = ("pp4", "pp4 @ d5", "tg2", "tg2 @ d5")
     expected = [(dtype, form, "e4m3", t) for dtype in ("fp32", "bf16") for form in ("none", "e4m3") for t in tests]
     assert [(r["dtype"], r["format"], r["kv"], r["test"]) for r in rows] == expected
-    assert all(r["tokens_per_s"] > 0 and r["share_of_ceiling"] > 0 for r in rows)
+    assert all(r["tokens_per_s"] > 0 and r["percent_of_ceiling"] > 0 for r in rows)
     given = ["-m", tiny, "-m", tiny_saved, "-p", "4", "-p", "8,9", "-n", "0", "-r", "1", "--device", "cpu", "-ngl", "9"]
     code, out, err = bench_cli(*given, "-o", "jsonl")
     rows = [json.loads(line) for line in out.splitlines()]
@@ -5161,6 +5161,13 @@ def test_bench_tune_saves_the_best_sizes(tiny, tmp_path, monkeypatch, card):
     assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], "other cards keep theirs"
 
 
+def test_bench_says_where_more_than_a_ceiling_is_reached(capsys):
+    bench.note_disturbed.cache_clear()
+    assert bench.percent(1, 2) == 50 and capsys.readouterr().err == ""
+    assert bench.percent(3, 2) == bench.percent(3, 2) == 150
+    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
+
+
 def test_bench_cell_shows_the_digits_that_differ():
     shown = {1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070", 5.4712: "5.47"}
     shown |= {0.9998: "0.99980", 12345.6: "12,346", float("nan"): "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
@@ -5173,6 +5180,9 @@ def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_pat
     code, out, err = bench_cli("-m", tiny, *QUICK, "--format", "none,e4m3", "-o", "jsonl", "--plot", picture)
     assert code == 0 and "fused-llama, fp32" in picture.read_text() and "fused-llama, e4m3" in picture.read_text(), err
     record.write_text(out)
+    rows = bench.read_rows(record)
+    rows += [replace(row, dtype="bf16") for row in rows]
+    assert len({bench.label(row, rows) for row in rows if row.test == "tg2"}) == 4, "bars of the same name"
     draw = ("--recorded", record, "--plot", picture)
     assert bench_cli(*draw) == (0, "", "")
     whole = picture.read_bytes()
@@ -5209,6 +5219,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
     for arguments, code, text in (
         (["-m", tiny, "--vs", "transformers"], 1, "--vs needs a package"),
         (["-m", tiny, "--plot", "x.png"], 1, "matplotlib"),
+        (["-m", tiny, "--plot", tmp_path / "none" / "x.png"], 1, "x.png cannot be written there"),
         (["-m", "random:9b"], 1, "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], 1, "'0' is not a number of layers"),
         (["-m", "nowhere"], 1, "no folder nowhere here"),
