@@ -12,6 +12,7 @@ import functools
 import gc
 import hashlib
 import http.server
+import importlib
 import inspect
 import io
 import itertools
@@ -31,6 +32,7 @@ import struct
 import subprocess
 import sys
 import termios
+import textwrap
 import threading
 import time
 import traceback
@@ -1194,7 +1196,7 @@ def test_logits_that_are_not_finite_are_minus_1(ops, bad, top_k):
 
 
 @needs_triton
-def test_sampling_on_the_device_chooses_what_the_reference_chooses():
+def test_sampling_on_the_device_chooses_what_the_reference_does():
     for _ in range(60):
         V = random.choice([17, 300, 3000])
         choices = dict(
@@ -5232,6 +5234,35 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         (["-m", tiny, "--tune", "--device", "cpu"], 1, "on a GPU"),
     ):
         assert_refused(bench_cli(*arguments), text, code=code)
+
+
+# ---- README.md
+
+
+README = (HERE / "README.md").read_text()
+
+
+def test_readme_from_python_runs_as_written(monkeypatch, capsys):
+    monkeypatch.chdir(HERE)
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1], names)
+    model, tokenizer, ids = (names[name] for name in ("model", "tokenizer", "ids"))
+    text = tokenizer.decode(ids + list(generate(model, ids, n=50, sampling=Sampling(repeat_penalty=1.1))))
+    assert "Once upon a time" + capsys.readouterr().out == text, "not as the checkpoint says"
+    assert [turn["role"] for turn in names["chat"]] == ["user", "assistant"] * 2
+    assert all(turn["content"] for turn in names["chat"]) and names["cache"].pos > 100
+    assert names["logits"].shape == (len(ids), model.config.vocab_size)
+
+
+@needs_triton
+def test_readme_op_does_what_its_reference_does(tmp_path, monkeypatch, guarded):
+    block = textwrap.dedent(re.search(r"(    # ---- relu.*?)\n\n", README, re.DOTALL)[1])
+    (tmp_path / "readme_op.py").write_text(f"from kernels import *\n{block}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    op = importlib.import_module("readme_op")
+    x = randn(17, 100, dtype=torch.float16)
+    assert torch.equal(op.relu(x), op.relu_ref(x))
+    guarded()
 
 
 # ---- models/tales
