@@ -240,8 +240,10 @@ class Llama:
                 fit_norm(norm, w)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
+    def forward(self, tokens: Tensor | list[int], cache: KVCache) -> Tensor:
         """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""
+        tokens = torch.as_tensor(tokens)
+        assert tokens.ndim == 1, (tokens.shape, "one sequence at a time")
         cache.append(tokens)
         return self.evaluate(len(tokens), cache)
 

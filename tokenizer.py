@@ -411,7 +411,8 @@ def tokenizer_file(folder: Path) -> Path:
     for file in folder / "tokenizer.model", *meta, folder / "tokenizer.json":
         if file.is_file():
             return file
-    raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
+    lacks = "holds no tokenizer.model and no tokenizer.json"
+    raise FileNotFoundError(f"{folder} {lacks}" if folder.is_dir() else f"no folder {folder} here")
 
 
 @dataclass(frozen=True)
