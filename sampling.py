@@ -11,10 +11,10 @@ not finite, host_tokens gets -1 and tokens 0. `sample_rows` reads logits [T, V] 
 to `drawn` (int32, -1 where they are not finite) the token chosen to follow each of them, up to drawn[pos]; `tokens`
 holds what comes before each position. Both take the settings as a Sampler, whose numbers are on the device.
 
-To add a setting: a field of Sampling and its range; its number in Sampler.set, which _sample_kernel loads by its place;
-what it does, in _choose_ref and in _choose; its values in test_sampling_on_the_device_chooses_what_the_reference_does.
-With a small top-k, _choose sees only what that may keep. A filter that has to see the whole vocabulary needs a BLOCK as
-large as that, see Sampler.switches.
+To add a setting: a field of Sampling and its range; its number in Sampler, which _sample_kernel loads by its place;
+what it does, in _choose_ref and in _choose; its flag in run.py, of the same name; its values in
+test_sampling_on_the_device_chooses_what_the_reference_does. With a small top-k, _choose sees only what that may keep. A
+filter that has to see the whole vocabulary needs a BLOCK as large as that, see Sampler.switches.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton

@@ -2953,15 +2953,15 @@ def test_messages_are_one_line(copy):
     folder = copy.rename(copy.parent / "a\n\x1b[31mb")
     spoil_tensors(lambda t: t[NORM].fill_(torch.nan))(folder)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('a\nb\x1b[31m' * 999) }}")
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": "x\ny\x1b" * 999}))
+    sampling = json.dumps({"temperature": "x\ny\x1b" * 999})
     model, tokenizer = load(folder, device="cpu"), Tokenizer(folder)
     for act in (
         lambda: list(generate(model, [1, 5])),
         lambda: tokenizer.apply_chat_template(conversation("hello")),
-        lambda: checkpoint.read_sampling(folder),
         lambda: spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))(folder) or load(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
+        lambda: (folder / "generation_config.json").write_text(sampling) and checkpoint.read_sampling(folder),
     ):
         with pytest.raises((RuntimeError, ValueError)) as raised:
             act()
