@@ -9,6 +9,11 @@ PYTHON ?= python3
 VENV = .venv/bin
 # with several GPUs, each has its own process and a part of the model
 RUN = $(VENV)/$(if $(filter 1,$(GPUS)),python,torchrun --nproc-per-node $(GPUS))
+# the shell outlives Ctrl-C, and 130 is what the program then returns: make has no error to report
+CTRL_C = trap : INT;
+INTERRUPTED = || [ $$? -eq 130 ]
+# pip shows its progress at a terminal
+PIP = $(VENV)/pip install $$(test -t 2 || echo --quiet)
 # a test that hangs ends the run with a traceback
 PYTEST = -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 
@@ -17,11 +22,12 @@ help:  ## this list
 	@echo 'settings: MODEL=folder  PROMPT='"'"'text'"'"'  GPUS=2  ARGS="more flags, see run.py --help"'
 
 run: export TEXT := $(value PROMPT)
-run: .venv/ready  ## generate from PROMPT, taken as it is
-	@$(RUN) run.py -m "$(MODEL)" --no-escape --prompt="$$TEXT" $(ARGS)
+run: .venv/ready  ## continue PROMPT, taken as it is, by 300 tokens (ARGS="-n N": by N)
+	@$(CTRL_C) $(RUN) run.py -m "$(MODEL)" --no-escape --prompt="$$TEXT" -n 300 $(ARGS) $(INTERRUPTED)
+	@echo "next: make chat, make run PROMPT='The fox said', $(VENV)/python run.py --help" >&2
 
 chat: .venv/ready  ## talk with the model
-	@$(RUN) run.py -m "$(MODEL)" --chat $(ARGS)
+	@$(CTRL_C) $(RUN) run.py -m "$(MODEL)" --chat $(ARGS) $(INTERRUPTED)
 
 bench: .venv/ready  ## tokens per second
 	$(RUN) bench.py -m "$(MODEL)" $(ARGS)
@@ -48,12 +54,12 @@ clean:  ## remove .venv and caches
 	rm -rf .venv __pycache__ dev/__pycache__ .pytest_cache .ruff_cache
 
 .venv/ready: requirements.txt
-	@echo "setting up .venv with torch: minutes, depending on the connection"
+	@echo "setting up .venv with torch: 2.8 GB to download, minutes"
 	$(PYTHON) -m venv .venv
-	$(VENV)/pip install --quiet -r requirements.txt
+	@$(PIP) -r requirements.txt
 	@touch $@
 
 .venv/ready-test: .venv/ready requirements-test.txt
 	@echo "adding what the tests need: pytest, ruff, transformers"
-	$(VENV)/pip install --quiet -r requirements-test.txt
+	@$(PIP) -r requirements-test.txt
 	@touch $@

@@ -29,11 +29,13 @@ from chat import (
     device_name_of,
     exit_code,
     import_torch,
+    is_rank0,
     note,
     text_of,
     use_safe_streams,
     within,
 )
+from tokenizer import local_checkpoint
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -88,7 +90,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("model", "speed kernels profile perplexity limits passes tune")
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
         help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales, SHAPE:LAYERS or a config.json;"
-        " -m, --dtype, --format, -p, -n and -d repeated, or with commas, add rows")
+        " repeated, it adds rows, and so do --dtype, --format, -p, -n and -d, which also take lists with commas")
     add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N", only="speed kernels profile perplexity limits",
         help="context; with --perplexity and --limits the window [512]")
     add("--dtype", type=one_of("auto", *DTYPE_NAMES), action="extend", default=["auto"], metavar="TYPE",
@@ -139,6 +141,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--recorded needs --plot")
     if args.plot and Path(args.plot).suffix not in PICTURES:
         parser.error(f"--plot writes {', '.join(PICTURES)}, not {args.plot}")
+    if is_rank0():
+        with parser.failing():
+            for model in args.models:
+                if not model.startswith("random:"):
+                    local_checkpoint(model)
+            for file in filter(None, (args.perplexity, args.limits, args.recorded)):
+                os.stat(file)
+            if args.plot and not os.access(args.plot if os.path.exists(args.plot) else Path(args.plot).parent, os.W_OK):
+                raise ValueError(f"--plot {args.plot} cannot be written there")
     args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
     if not args.n_prompt and (args.mode == "profile" or args.mode == "speed" and not args.n_gen):
         parser.error("-p 0 leaves nothing to measure")
@@ -159,7 +170,17 @@ from tqdm import tqdm
 
 import fp8
 from attention import cached_ref
-from checkpoint import DTYPES, check_accumulate, check_memory, load, pick_backend, pick_device, pick_dtype, read_config
+from checkpoint import (
+    DTYPES,
+    check_accumulate,
+    check_memory,
+    load,
+    pick_backend,
+    pick_device,
+    pick_dtype,
+    read_config,
+    weight_bytes,
+)
 from fp8 import Format, Matrix
 from kernels import FORMATS, prepacked, storage_dtype
 from launch import capability, jit, nearest, save_tables, tables, tl
@@ -241,6 +262,9 @@ def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, format:
 
 def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
     config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device, args.ranks)
+    if device.type == "cpu" and config.n_layers > 2 and weight_bytes(config, torch.float16, None) > 2e9:
+        two = f"random:{args.model.split(':')[1]}:2"
+        note(f"note: {args.model} takes minutes on a CPU; {two} is two of its {config.n_layers} layers")
     config, held = config.cut(args.ranks.size), FORMATS.get(format)
     args.ranks.join(device)
     backend, as_dtype = pick_backend(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
@@ -335,6 +359,18 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
         ones = torch.ones(size, 1, device=device)
         product = lambda: torch._scaled_mm(a, b.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
     return 2.0 * size**3 / statistics.median(wall_times(product, device, warmup=2))
+
+
+@cache
+def note_disturbed() -> None:
+    note("note: more than 100% of a ceiling: the weights fit into a cache, or measuring the ceiling was disturbed")
+
+
+def percent(part: float, whole: float) -> float:
+    """How much of a ceiling is reached. Says so where that is more than all of it."""
+    if part > whole:
+        note_disturbed()
+    return 100 * part / whole
 
 
 def prompt_dtype(model: Llama) -> torch.dtype:
@@ -447,7 +483,7 @@ class Row:
     test: str
     tokens_per_s: float
     std: float
-    share_of_ceiling: float | None  # of the read ceiling for generation, of the product ceiling for a prompt
+    percent_of_ceiling: float | None  # of the read ceiling for generation, of the product ceiling for a prompt
     ratio: float | None = None  # ours over another program's
 
 
@@ -517,7 +553,7 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
             size = model.config.ranks * decode_bytes(model, 0) / 1e9
             where = model.backend, device_name(model.device, args.ranks)
             kv = "e4m3" if model.kv_fp8 else name
-            return Row(args.model, size, *where, name, format_of(model), kv, test, mean, std, mean / limit)
+            return Row(args.model, size, *where, name, format_of(model), kv, test, mean, std, percent(mean, limit))
 
         for depth, T in itertools.product(args.depth, args.n_prompt):
             speeds = prompt_speed(model, cache, T, depth, args.repetitions)
@@ -630,8 +666,8 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
 
 def peer(row: Row, backend: str, speeds: list[float]) -> Row:
     mean, std = spread(speeds)
-    share, ratio = row.share_of_ceiling * mean / row.tokens_per_s, row.tokens_per_s / mean
-    return dataclasses.replace(row, backend=backend, tokens_per_s=mean, std=std, share_of_ceiling=share, ratio=ratio)
+    share, ratio = row.percent_of_ceiling * mean / row.tokens_per_s, row.tokens_per_s / mean
+    return dataclasses.replace(row, backend=backend, tokens_per_s=mean, std=std, percent_of_ceiling=share, ratio=ratio)
 
 
 # ---- kernels, each against its ceiling and against plain PyTorch
@@ -741,7 +777,7 @@ def kernel_row(
         "MB": moved / 1e6,
         "GFLOP": operations / 1e9,
         "bound by": "memory" if memory > compute else "arithmetic",
-        "% of ceiling": 100 * max(memory, compute) / seconds,
+        "% of ceiling": percent(max(memory, compute), seconds),
         "PyTorch us": 1e6 * plain_seconds,
         "x PyTorch": plain_seconds / seconds,
     }
@@ -829,8 +865,8 @@ def profile_rows(events: list[Event], model: Llama, T: int, start_pos: int) -> t
         ideal += max(moved / read, operations / rate)
         row = {"kernel": name[:60], "ms": 1e3 * seconds, "% of time": 100 * seconds / total, "count": len(times)}
         row["GB/s"] = moved / seconds / 1e9 if seconds else 0.0
-        row["% of read"] = 100 * moved / read / seconds if seconds else 0.0
-        row["% of product"] = 100 * operations / rate / seconds if seconds else 0.0
+        row["% of read"] = percent(moved / read, seconds) if seconds else 0.0
+        row["% of product"] = percent(operations / rate, seconds) if seconds else 0.0
         rows.append(row)
     rows.sort(key=lambda row: -row["ms"])
     return rows, {"ms": 1e3 * total, "gaps_ms": 1e3 * gaps, "ideal_ms": 1e3 * ideal}
@@ -1114,7 +1150,7 @@ def read_rows(file: str) -> list[Row]:
     for number, text in enumerate(Path(file).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             row = Row(**json.loads(text))
-            if not all(0 < n < 1e15 for n in (row.tokens_per_s, row.size_gb, row.share_of_ceiling)):
+            if not all(0 < n < 1e15 for n in (row.tokens_per_s, row.size_gb, row.percent_of_ceiling)):
                 raise ValueError
         except (ValueError, TypeError, RecursionError):
             raise ValueError(f"{file}, line {number}: not a row printed by bench.py -o jsonl") from None
@@ -1135,8 +1171,9 @@ def plot(rows: list[Row], file: str) -> None:
     if not rows:
         raise ValueError("there is nothing to draw: no row has generated tokens")
     figure, ax = pyplot.subplots(figsize=(9, 0.3 * len(rows) + 0.9))
-    bounds = [row.tokens_per_s / row.share_of_ceiling for row in rows]
-    longest = 1.36 * max(bounds)
+    bounds = [100 * row.tokens_per_s / row.percent_of_ceiling for row in rows]
+    speeds = [row.tokens_per_s for row in rows]
+    longest = 1.36 * max(bounds + speeds)
     for y, row in enumerate(rows):
         ours = row.ratio is None
         ax.barh(y, row.tokens_per_s, height=0.7, color=OURS if ours else OTHERS)
@@ -1148,8 +1185,10 @@ def plot(rows: list[Row], file: str) -> None:
     for last, bound in enumerate(bounds):
         if last + 1 == len(rows) or abs(bounds[last + 1] / bound - 1) > 0.005:
             ax.vlines(bound, first - 0.45, last + 0.45, color="black", linewidth=1.5)
-            text = f"at most {bound:,.0f} ({rows[last].size_gb:.1f} GB)"
-            ax.text(bound + longest / 90, (first + last) / 2, text, va="center")
+            size = rows[last].size_gb
+            text = f"at most {bound:,.0f} ({f'{size:.1f} GB' if size >= 0.1 else f'{1000 * size:.0f} MB'})"
+            beyond = max(bound, *speeds[first : last + 1])  # so that the text is on no bar
+            ax.text(beyond + longest / 90, (first + last) / 2, text, va="center")
             first = last + 1
     ax.set_yticks(range(len(rows)), [label(row, rows) for row in rows])
     ax.set(xlim=(0, longest), ylim=(len(rows) - 0.45, -0.55))
@@ -1167,6 +1206,8 @@ def label(row: Row, rows: list[Row]) -> str:
     """Program and types, and what differs between the rows."""
     differs = lambda name: len({getattr(r, name) for r in rows}) > 1
     parts = ["fused-llama" if row.ratio is None else row.backend, row.dtype if row.format == "none" else row.format]
+    if row.format != "none" and len({r.dtype for r in rows if r.format == row.format}) > 1:
+        parts.append(row.dtype)
     parts += [getattr(row, name).removeprefix("random:") for name in ("model", "test") if differs(name)]
     return ", ".join(parts) + (f", kv {row.kv}" if row.kv != row.dtype else "")
 

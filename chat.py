@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import traceback
 import unicodedata
@@ -132,6 +133,11 @@ def exit_code(ranks_of: Callable[[], Ranks], work: Callable[[Ranks], int], debug
 
 
 def note(text: str) -> None:
+    """Write lines to stderr. At a terminal they are wrapped at words, under what follows a line's label."""
+    if sys.stderr.isatty():
+        under = [re.match(r"(\S+ )+ +|", line).end() * " " for line in text.split("\n")]
+        fill = functools.partial(textwrap.fill, width=screen_width(), break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(fill(line, subsequent_indent=indent) for line, indent in zip(text.split("\n"), under))
     print(text, file=sys.stderr, flush=True)
 
 
@@ -171,6 +177,7 @@ IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap --no-mmap --mlock "
     "--jinja --no-warmup"
 ).split()
+NEEDED = dict(TEXT="a text", N="a number", X="a number", MODEL="a model", FILE="a file", DIR="a folder")  # by metavar
 
 
 class Parser(argparse.ArgumentParser):
@@ -179,7 +186,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str, modes: dict[str, str]):
         """modes: the name of each mode, and what error messages call it."""
         hidden = argparse.SUPPRESS  # flags that are not given are absent from what argparse returns
-        super().__init__(usage="%(prog)s [flags]", description=description, allow_abbrev=False, argument_default=hidden)
+        options = dict(allow_abbrev=False, exit_on_error=False, argument_default=hidden)
+        super().__init__(usage="%(prog)s [flags]", description=description, **options)
         self.epilog = f"Accepted as in llama.cpp, and ignored: {', '.join(IGNORED)}."
         self.add_argument(*IGNORED, nargs="?", dest="ignored", help=hidden)
         self.modes, self.defaults = modes, {}
@@ -203,7 +211,10 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: list[str] | None, mode_of: Callable[[argparse.Namespace], str]) -> argparse.Namespace:
         """The flags' values, plus `mode`, `given`: the names of those on the command line, and `ignored`."""
         argv = sys.argv[1:] if argv is None else argv
-        given, rest = self.parse_known_args(argv)
+        try:
+            given, rest = self.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            self.error(self._wrong(error, argv))
         if rest:
             self.error(self._unknown(rest[0]))
         args = argparse.Namespace(**self.defaults | vars(given))
@@ -219,6 +230,14 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag} cannot be used with {self.modes[args.mode]}")
         return args
 
+    def _wrong(self, error: argparse.ArgumentError, argv: list[str]) -> str:
+        names = error.argument_name.split("/")
+        flag = next((word for word in reversed([word.split("=")[0] for word in argv]) if word in names), names[0])
+        if error.message == "expected one argument":
+            return f"{flag} needs {NEEDED.get(self._option_string_actions[flag].metavar, 'a value')}"
+        choice = r"invalid choice: (.*) \(choose from (.*)\)"
+        return f"{flag} " + re.sub(choice, r"\1: must be one of \2", error.message)
+
     def _unknown(self, word: str) -> str:
         flags = self._option_string_actions
         if not word.startswith("-"):
@@ -227,6 +246,14 @@ class Parser(argparse.ArgumentParser):
             return f"unknown flag {word}: write {joined[1]} {joined[2]}"
         near = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.7)
         return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else "")
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Exit with 1 and one line where something is not there."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self.exit(1, f"error: {error_line(error)}\n")
 
     def error(self, message: str):
         if not is_rank0():
@@ -241,13 +268,16 @@ def within(kind: type, low: float, high: float = float("inf")):
     """An argparse type: a number in a range."""
 
     def number(text: str):
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text}: must be {what}") from None
         if not low <= value <= high:
-            limit = "" if high == float("inf") else f" and at most {high:,}"
-            raise argparse.ArgumentTypeError(f"{text} is out of range: at least {low:,}{limit}")
+            limit = f"{low:,} or more" if high == float("inf") else f"from {low:,} to {high:,}"
+            raise argparse.ArgumentTypeError(f"{text}: must be {limit}")
         return value
 
-    number.__name__ = kind.__name__
     return number
 
 
@@ -275,22 +305,23 @@ def columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in shown)
 
 
-class Printer:
-    """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and if it wraps, each word
-    is held back until it ends and moves to the next line if it does not fit."""
+def screen_width() -> int:
+    return max(shutil.get_terminal_size().columns - 1, 2)  # some wrap as soon as the last column is written
 
-    def __init__(self, wraps: bool, first: str = ""):
+
+class Printer:
+    """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and each word is held back
+    until it ends and moves to the next line if it does not fit."""
+
+    def __init__(self, first: str = ""):
         """first: what is written before the text, as soon as that begins."""
-        self.first, self.at_terminal, self.wraps = first, sys.stdout.isatty(), wraps
+        self.first, self.at_terminal = first, sys.stdout.isatty()
         self._column = 0
         self._word = ""
 
     def write(self, text: str) -> None:
         text, self.first = self.first + text, ""
-        if self.at_terminal:
-            text = printable(text)
-            text = "".join(map(self._wrapped, text)) if self.wraps else text
-        show(text)
+        show("".join(map(self._wrapped, printable(text))) if self.at_terminal else text)
 
     def end(self) -> None:
         """Write what is held back, and end the line."""
@@ -305,25 +336,20 @@ class Printer:
             return out + char
         if char.isspace():
             out = self._release()
-            if self._column == self._width():  # the next word begins a line and needs no space before it
-                return out
-            self._column += 1
-            return out + " "
+            gap = min(8 - self._column % 8 if char == "\t" else 1, screen_width() - self._column)
+            self._column += gap  # none at the edge: the next word begins a line and needs no space before it
+            return out + " " * gap
         breakable = columns(char) == 2  # a line may break on either side of a wide character
-        out = self._release() if breakable or columns(self._word + char) > self._width() else ""
+        out = self._release() if breakable or columns(self._word + char) > screen_width() else ""
         self._word += char
         return out + self._release() if breakable else out
 
     def _release(self) -> str:
         """The word held back, on the next line if it does not fit on this one."""
         word, self._word = self._word, ""
-        fits = self._column == 0 or self._column + columns(word) <= self._width()
+        fits = self._column == 0 or self._column + columns(word) <= screen_width()
         self._column = columns(word) + (self._column if fits else 0)
         return word if fits else "\n" + word
-
-    @staticmethod
-    def _width() -> int:
-        return max(shutil.get_terminal_size().columns - 1, 2)  # some wrap as soon as the last column is written
 
 
 # ---- what a user types
@@ -421,9 +447,11 @@ class Chat:
         self.begin(args.system)
         ids, stops = self.ranks.broadcast(session.tokenizer.turn_ends)
         self.eos, self.stops = session.eos | ids, [*args.stop, *stops]
-        self.printer, self.reader = Printer(wraps=True), Reader()
+        self.printer, self.reader = Printer(), Reader()
         why = "" if args.mode == "chat" else "; chatting, since there is no prompt (-no-cnv: plain text)"
-        session.note(f"chat      template: {session.tokenizer.template_name}; /help lists commands{why}")
+        name = session.tokenizer.template_name
+        template = f"template: {name}" if name else "this model has no chat template; sending plain text"
+        session.note(f"chat      {template}; /help lists commands{why}")
 
     # turns
 

@@ -29,7 +29,7 @@ import kernels
 import launch
 import quants
 from fp8 import Format, Matrix
-from ggml import find_gguf, open_regular, read_header
+from ggml import open_regular, read_header
 from kernels import FORMATS
 from model import (
     CHUNK,
@@ -47,7 +47,16 @@ from model import (
     Weights,
 )
 from parallel import ALL, Ranks, share
-from tokenizer import find_template, one_line, one_line_errors, read_bytes, read_json, tokenizer_file
+from sampling import Sampling
+from tokenizer import (
+    find_template,
+    local_checkpoint,
+    one_line,
+    one_line_errors,
+    read_bytes,
+    read_json,
+    tokenizer_file,
+)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -295,6 +304,7 @@ def _meta_config(folder: Path) -> Config:
 # ---- the tensors of a file: only headers are read before a tensor, or some of its rows and columns, is asked for
 
 CHUNK_BYTES = 1 << 20  # read at a time
+HEADER_BYTES = 100_000_000  # of a safetensors file, at most: as in the library
 READERS = 4  # threads: a single one copies from the page cache at a fraction of the memory bandwidth
 FLOATS = tuple(DTYPES.values())
 SAFETENSORS_TYPES = {
@@ -330,6 +340,11 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
             with safe_open(file, "pt"):
                 header = json.loads(f.read(size))
         except (SafetensorError, ValueError) as error:
+            f.seek(8)
+            ends = re.findall(rb'"data_offsets":\s*\[\d+,\s*(\d{1,18})\]', f.read(min(size, HEADER_BYTES)))
+            length = os.fstat(f.fileno()).st_size
+            if size <= HEADER_BYTES and length < 8 + size + max(map(int, ends), default=0):
+                raise ValueError(f"{file} is cut short ({length:,} bytes): download it again") from None
             raise ValueError(f"{file} is not a valid safetensors file: {error}") from None
     metadata = header.pop("__metadata__", None) or {}
     return metadata, [
@@ -626,39 +641,35 @@ WEIGHTS = [  # in order of preference: a repository may have several kinds
 
 
 @one_line_errors()
-def find_checkpoint(name: str) -> Path:
+def find_checkpoint(name: str | Path) -> Path:
     """The folder of a checkpoint that is given as a folder, or as a repository "owner/name" of the Hugging Face hub: in
     the hub's cache, to which it is downloaded if need be. Of GGUF, which may be given as a file or as one of the kinds
     in a repository, "owner/name:Q4_K_M", the file. Raises OSError or ValueError, in one line that says what to do."""
-    folder = Path(os.path.expanduser(name))  # as it is if there is no such user
-    if folder.is_dir() or folder.suffix == ".gguf" and folder.exists():
-        return find_gguf(folder) or folder
-    if folder.exists():
-        raise FileNotFoundError(f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name):
-        raise FileNotFoundError(f"no such folder, nor the name of a repository: {name}")
+    name = str(name)
+    if folder := local_checkpoint(name):
+        return folder
     import huggingface_hub
     from huggingface_hub import constants, errors
 
-    missing = f"no such folder, not complete in the hub cache {constants.HF_HUB_CACHE}, and"
     try:
         repository, _, kind = name.partition(":")
         if found := _cached(repository, kind) or not kind and _cached(repository, "Q4_K_M"):
             return found
         if huggingface_hub.is_offline_mode():
-            raise FileNotFoundError(f"{missing} HF_HUB_OFFLINE is set: {name}")
+            cache = f"it is not, or not completely, in the hub's cache {constants.HF_HUB_CACHE}"
+            raise FileNotFoundError(f"no folder {name} here; {cache}, and HF_HUB_OFFLINE is set")
         return _download(repository, kind)
     except errors.GatedRepoError:
-        reason = "it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
+        reason = "on the hub it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
     except errors.RepositoryNotFoundError:
-        reason = "no such repository there (a private one needs HF_TOKEN)"
+        reason = f"no such repository on {constants.ENDPOINT} (a private one needs HF_TOKEN)"
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
-        reason = str(error)
+        reason = f"{constants.ENDPOINT} answers: {error}"
     except FileNotFoundError:
         raise
     except Exception as error:  # network errors, of whichever library huggingface_hub uses
-        reason = f"{type(error).__name__}: {error}"
-    raise OSError(f"{missing} not available from {constants.ENDPOINT}: {name}: {reason}")
+        reason = f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {error})"
+    raise OSError(f"no folder {name} here, and {reason}")
 
 
 def pick_gguf(names: Collection[str], kind: str) -> list[str]:
@@ -1012,7 +1023,7 @@ def check_original(checkpoint: Checkpoint, format: str | None) -> None:
 
 @one_line_errors()
 def load(
-    name: str,
+    name: str | Path,
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -1037,7 +1048,7 @@ def load(
     if ctx_size is not None and ctx_size < 0:
         raise ValueError(f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own")
     folder = find_checkpoint(name)
-    config = read_config(folder)
+    config, sampling = read_config(folder), Sampling(**read_sampling(folder))
     checkpoint = Checkpoint(folder, config)
     if checkpoint.format and format not in (None, checkpoint.format.name):
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {format} ones, load the original")
@@ -1066,7 +1077,7 @@ def load(
         weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, rank, size, quiet).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks)
+    return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
 
 
 # ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the other small files

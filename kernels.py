@@ -13,9 +13,11 @@ shapes. `accumulate` says how a prompt's products are summed: "auto" lets 8-bit 
 (fp8.tensor_core_linear), "fp32" does not, "fp16" sums in half precision. `scratch` is memory that kernels reuse from
 launch to launch; it belongs to the cache.
 
-The file ends with two matching tables. `reference` runs on any torch device: it is the CPU path, and the oracle in
-tests. `fused` runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1. To add an op: write its block, enter it in both
-tables, and add its arguments to `op_arguments` in test_all.py.
+The file ends with two matching tables. `reference` (--backend torch) holds the functions whose names end in _ref, and
+runs on any torch device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs on CUDA, and on
+CPU tensors when TRITON_INTERPRET=1. To add an op: write its block, enter it in both tables, and add its arguments to
+`op_arguments` in test_all.py; README.md has an example. A product that launch.json does not name has its default sizes.
+bench.py measures what its `cost` and `kernel_rows` list.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton

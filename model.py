@@ -225,6 +225,7 @@ class Llama:
     kv_fp8: bool = False  # keys and values in 8 bits
     accumulate: str = "auto"  # how a prompt's products are summed, see kernels.py
     ranks: Any = None  # the parallel.Ranks that share it, if several
+    sampling: Sampling = Sampling()  # the checkpoint's own
     ops: SimpleNamespace = field(init=False, repr=False)
     exchange: Any = field(init=False, default=None, repr=False)  # parallel.Exchange, for one token's sums over ranks
     _graph: tuple = field(default=(None, None), repr=False)  # the last captured decode step: its key, its graph
@@ -238,8 +239,11 @@ class Llama:
             for norm, w in self.weights.normed:
                 fit_norm(norm, w)
 
-    def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor | list[int], cache: KVCache) -> Tensor:
         """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""
+        tokens = torch.as_tensor(tokens)
+        assert tokens.ndim == 1, (tokens.shape, "one sequence at a time")
         cache.append(tokens)
         return self.evaluate(len(tokens), cache)
 
@@ -486,7 +490,7 @@ def generate(
     prompt: list[int],
     cache: KVCache | None = None,
     n: int = -1,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling | None = None,
     eos: Collection[int] | None = None,
     ignore_eos: bool = False,
     timings: Timings | None = None,
@@ -496,20 +500,21 @@ def generate(
     """Evaluate the prompt, then yield new tokens: at most n (-1: no limit), until an eos (yielded too) or a full
     context.
 
-    The beginning of the prompt that the cache already holds is not evaluated again. eos: by default the config's.
-    progress: as in prefill. decode: a replacement for decoding token by token, such as Speculation.decode.
-    There is one sequence at a time. Raises TypeError for a prompt that is no list of ids, ValueError when it is longer
-    than the cache or contains an id that the model does not have, RuntimeError when the logits are not finite.
+    The beginning of the prompt that the cache already holds is not evaluated again. sampling: by default the model's.
+    eos: by default the config's. progress: as in prefill. decode: a replacement for decoding token by token, such as
+    Speculation.decode. There is one sequence at a time. Raises TypeError for a prompt that is no list of ids,
+    ValueError when it is longer than the cache or contains an id that the model does not have, RuntimeError when the
+    logits are not finite.
     """
-    assert len(prompt), "a prompt has at least one token: bos"
-    if not isinstance(prompt, list) or not isinstance(prompt[0], int):
+    if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
         raise TypeError("a prompt is a list of ids: tokenizer.encode(text), or ids.tolist() of a tensor")
+    assert prompt, "a prompt has at least one token: bos"
     V = model.config.vocab_size
     if wrong := [i for i in prompt if not 0 <= i < V]:
         raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")
     cache = cache or KVCache(model)
     eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]  # a tokenizer without one says -1
-    cache.sampler.set(sampling)
+    cache.sampler.set(sampling or model.sampling)
     cache.ban(eos if ignore_eos else [])
     timings = timings or Timings()
     start = time.perf_counter()

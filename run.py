@@ -31,13 +31,14 @@ from chat import (
     ending_cleanly,
     exit_code,
     import_torch,
+    is_rank0,
     note,
     show,
     text_of,
     use_safe_streams,
     within,
 )
-from tokenizer import TEMPLATES
+from tokenizer import TEMPLATES, find_template, local_checkpoint
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -75,7 +76,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("text", writes)
     add("-p", "--prompt", metavar="TEXT", only="text chat",
         help="text to continue; - reads standard input; with --chat, the message")
-    add("-f", "--file", only="text chat", help="read the prompt from a file, without escapes")
+    add("-f", "--file", metavar="FILE", only="text chat", help="read the prompt from a file, without escapes")
     add("-e", "--escape", action="store_true", default=True,
         help="\\n, \\t, \\\\, \\\" and \\xHH in --prompt, --system and --stop mean what they do in C: the default")
     add("--no-escape", action="store_false", dest="escape", default=True, help="take them literally")
@@ -99,7 +100,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--top-p", type=within(float, 0, 1), metavar="X",
         help="keep the best tokens that together have this probability; 1 is off [the checkpoint's, or 0.95]")
     add("--min-p", type=within(float, 0, 1), default=0.05, metavar="X",
-        help="keep tokens this probable, relative to the best; 0 is off")
+        help="drop tokens less probable than X times the best; 0 is off")
     add("--repeat-penalty", type=within(float, 0.01, 100), metavar="X",
         help="divide the logits of recent tokens; 1 is off [the checkpoint's, or 1]")
     add("--repeat-last-n", type=within(int, -1), default=64, metavar="N",
@@ -147,6 +148,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.escape:
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
     args.model = args.model or str(DEFAULT_MODEL)
+    if is_rank0():  # others may lack what only it reads
+        with parser.failing():
+            for model in filter(None, (args.model, args.draft)):
+                local_checkpoint(model)
+            cache = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
+            for file in filter(None, (args.file, args.system_file, cache)):
+                os.stat(file)
+            if args.chat_template:
+                find_template(Path(), {}, args.chat_template)
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args
@@ -161,6 +171,10 @@ def mode_of(args: argparse.Namespace) -> str:
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     bare = at_terminal and args.prompt is None and args.file is None and not args.no_conversation
     return "bare" if bare else "text"
+
+
+def real_path(file: str) -> str:
+    return os.path.realpath(os.path.expanduser(file))
 
 
 def version() -> str:
@@ -260,7 +274,7 @@ class Session:
         flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
         given = {name: value for name, value in flags.items() if value is not None}
         self.own_sampling = {name: value for name, value in read_sampling(folder).items() if name not in given}
-        self.sampling = Sampling(**self.own_sampling | given)
+        self.sampling = dataclasses.replace(self.model.sampling, **given)
         self.speculation = Lookup(args.lookup) if args.lookup else None
         if args.draft:
             self.speculation = Draft(args.draft_max, self._load(args.draft))
@@ -309,6 +323,7 @@ class Session:
             prompt = f" in {1e3 * t.prompt_seconds:.1f} ms, {t.prompt_tokens / t.prompt_seconds:.1f} tokens/s"
         if t.steps:
             rate = f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {t.steps / t.step_seconds:.1f} tokens/s"
+        counts = f"prompt    {t.prompt_tokens} tokens{prompt}\ngenerated {t.new_tokens} tokens{rate}\n"
         if self.model.device.type == "cuda":
             on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU"
         if quantised := self.model.checkpoint.quantised:
@@ -316,8 +331,7 @@ class Session:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return (
             f"load      {self.load_seconds:.2f} s\n"
-            f"prompt    {t.prompt_tokens} tokens{prompt}\n"
-            f"generated {t.new_tokens} tokens{rate}\n"
+            f"{counts if t.prompt_tokens else ''}"  # of a prompt that was evaluated
             f"{self.speculation.summary() if self.speculation else ''}"
             f"memory    peak {peak / 1e9:.2f} GB{on_gpu}{decoded}"
         )
@@ -375,6 +389,8 @@ class Session:
                 bar.close()
                 first, self.prompt_cache = self.prompt_cache, None
                 if first:
+                    if total < len(ids):
+                        self.note(f"note: {first.file} holds {len(ids) - total} of the prompt's {len(ids)} tokens")
                     first.keep(ids, self.cache)
 
         settings = (n, self.sampling, eos, self.args.ignore_eos, timings, progress)
@@ -423,11 +439,9 @@ class PromptCache:
     def __init__(self, file: str, model: Llama, ranks: Ranks):
         self.model, self.ranks = model, ranks
         own = f".{ranks.rank + 1}-of-{ranks.size}" if ranks.size > 1 else ""
-        self.file = Path(os.path.realpath(f"{os.path.expanduser(file)}{own}"))
+        self.file = Path(real_path(f"{file}{own}"))
         self.tokens: list[int] = []  # what the file holds
         self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
-        if not self.file.parent.is_dir():
-            raise FileNotFoundError(f"{self.file.parent} does not exist: create that folder first")
 
     def restore(self, cache: KVCache) -> None:
         """Fill an empty cache from the file, if there is one. Raises ValueError for one that was not made for this
@@ -524,7 +538,7 @@ def complete(session: Session, prompt: str) -> None:
     ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
     if not ids:
         raise ValueError("the prompt is empty, and the tokenizer has no bos or eos to start from")
-    printer = Printer(wraps=False, first="" if args.no_display_prompt else prompt)
+    printer = Printer("" if args.no_display_prompt else prompt)
     if session.answer(prompt, ids, printer, session.eos, args.stop, at_start=not prompt).ended_by == "interrupt":
         raise KeyboardInterrupt
 

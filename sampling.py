@@ -10,6 +10,11 @@ host_tokens[pos] (both int32 [S]). The host reads the latter, which is pinned me
 not finite, host_tokens gets -1 and tokens 0. `sample_rows` reads logits [T, V] of the T tokens before pos, and writes
 to `drawn` (int32, -1 where they are not finite) the token chosen to follow each of them, up to drawn[pos]; `tokens`
 holds what comes before each position. Both take the settings as a Sampler, whose numbers are on the device.
+
+To add a setting: a field of Sampling and its range; its number in Sampler, which _sample_kernel loads by its place;
+what it does, in _choose_ref and in _choose; its flag in run.py, of the same name; its values in
+test_sampling_on_the_device_chooses_what_the_reference_does. With a small top-k, _choose sees only what that may keep. A
+filter that has to see the whole vocabulary needs a BLOCK as large as that, see Sampler.switches.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -25,7 +30,8 @@ from launch import Scratch, gdc_launch_dependents, gdc_wait, is_last, jit, launc
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 are off."""
+    """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty 1 are off. Another
+    seed gives another text. Raises ValueError for a value out of range."""
 
     temp: float = 0.8
     top_k: int = 40
@@ -35,6 +41,15 @@ class Sampling:
     repeat_last_n: int = 64  # tokens that the penalty looks back on; -1: all
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name, (low, high) in RANGES.items():
+            if not low <= getattr(self, name) <= high:
+                limit = f"{low} or more" if high == math.inf else f"from {low} to {high}"
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {limit}")
+
+
+RANGES = {"temp": (0, math.inf), "top_k": (0, math.inf), "top_p": (0, 1), "min_p": (0, 1)}
+RANGES |= {"repeat_penalty": (0.01, 100), "repeat_last_n": (-1, math.inf), "seed": (0, (1 << 63) - 1)}
 
 COLDEST = 1e-30  # temperature: lower positive ones are raised to it, as float32 could round them to 0
 

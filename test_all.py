@@ -12,6 +12,7 @@ import functools
 import gc
 import hashlib
 import http.server
+import importlib
 import inspect
 import io
 import itertools
@@ -31,6 +32,7 @@ import struct
 import subprocess
 import sys
 import termios
+import textwrap
 import threading
 import time
 import traceback
@@ -1141,6 +1143,16 @@ def test_each_filter_keeps_what_it_should():
     assert kept(top_p=0.6, temp=100.0) == [True, True, False, False, False], "filters act before the temperature"
 
 
+@pytest.mark.parametrize("wrong", [
+    dict(temp=-1), dict(temp=float("nan")), dict(top_k=-1), dict(top_p=7), dict(min_p=1.1), dict(repeat_penalty=0),
+    dict(repeat_last_n=-2), dict(seed=-1), dict(seed=1 << 63),
+], ids=str)  # fmt: skip
+def test_settings_out_of_range_are_named(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"^{name} is {value}; it must be (from .* to .*|.* or more)$"):
+        Sampling(**wrong)
+
+
 def test_equals_at_the_edge_are_all_kept():
     logits = torch.tensor([1.0] * 6 + [0.0] * 2)
     kept = draw(logits, 600, **(OFF | dict(top_k=2, top_p=0.3)))
@@ -1184,7 +1196,7 @@ def test_logits_that_are_not_finite_are_minus_1(ops, bad, top_k):
 
 
 @needs_triton
-def test_sampling_on_the_device_chooses_what_the_reference_chooses():
+def test_sampling_on_the_device_chooses_what_the_reference_does():
     for _ in range(60):
         V = random.choice([17, 300, 3000])
         choices = dict(
@@ -1847,8 +1859,12 @@ WRONG_USAGE = [  # and what the error says
     (run.main, "-p a -f b", "--prompt and --file both give a prompt; use one"),
     (run.main, "--draft 8 -p a", "--draft-max 8"),
     (run.main, "--draft-max 8 -p a", "--draft-max is for --draft"),
-    (run.main, "-c 99999999", "99999999 is out of range: at least 0 and at most 16,777,216"),
-    (run.main, "--seed 1e99", "invalid int value: '1e99'"),
+    (run.main, "-c 99999999", "-c 99999999: must be from 0 to 16,777,216 "),
+    (run.main, "--seed 1e99", "--seed 1e99: must be a whole number "),
+    (run.main, "-n -7", "-n -7: must be -2 or more "),
+    (run.main, "--temperature -p x", "--temperature needs a number "),
+    (run.main, "-p", "-p needs a text "),
+    (run.main, "--dtype fp64", "--dtype 'fp64': must be one of "),
     (run.main, "--tmep 0", "unknown flag --tmep: did you mean --temp?"),
     (run.main, "--top_k 4", "unknown flag --top_k: did you mean --top-k?"),
     (run.main, "-n5", "-n5: write -n 5 "),
@@ -1868,7 +1884,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
 
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
-    (["-m", "nowhere"], b"", "no such folder, nor the name of a repository"),
+    (["-m", "nowhere"], b"", "no folder nowhere here; a hub model is written owner/name"),
     (["-f", "nofile"], b"", "nofile"),
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
     (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
@@ -1902,8 +1918,8 @@ def test_memory_error_comes_before_allocating(cli, tiny, monkeypatch):
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
 def test_help_comes_at_once(script):
     """Before anything is imported that takes long."""
-    for flag, code in (("--help", 0), ("--wrong", 2)):
-        shown = in_shell(f'"$PYTHON" -X importtime "$HERE/{script}" {flag}')
+    for flags, code in (("--help", 0), ("--wrong", 2), ("-m nowhere -p 5", 1)):
+        shown = in_shell(f'"$PYTHON" -X importtime "$HERE/{script}" {flags}')
         imported = set(re.findall(r"\| +(\S+)$", shown.stderr, re.MULTILINE))
         assert shown.returncode == code and "argparse" in imported and len(imported) < 250, shown.stderr
         assert not imported & {"torch", "triton", "numpy", "transformers", "sentencepiece", "tokenizers", "jinja2"}
@@ -1934,7 +1950,12 @@ def test_make_gives_the_prompt_as_it_is(tmp_path):
     unset = "unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES GPUS"  # of the make that runs the tests
     for command in (f"PROMPT={shlex.quote(prompt)} make", f"make PROMPT={shlex.quote(prompt)}"):
         done = in_shell(f"{unset}; {command} -s run MODEL='a b' ARGS=", cwd=tmp_path)
-        assert done.stdout.split("\0")[:-1] == ["run.py", "-m", "a b", "--no-escape", f"--prompt={prompt}"]
+        assert done.stdout.split("\0")[:-1] == ["run.py", "-m", "a b", "--no-escape", f"--prompt={prompt}", "-n", "300"]
+        assert done.stderr.startswith("next: make chat")
+    for code, made in ((130, 0), (1, 2)):  # after Ctrl-C; after an error
+        python.write_text(f"#!/bin/sh\nexit {code}\n")
+        done = in_shell(f"{unset}; make chat", cwd=tmp_path)
+        assert done.returncode == made and ("make: ***" in done.stderr) == (code == 1), done
 
 
 # streams and signals
@@ -1999,6 +2020,9 @@ def test_prompt_cache_saves_evaluation(cli, tiny, tmp_path):
         plain, cached = result(text), result(text, "--prompt-cache", file)
         assert cached["text"] == plain["text"] and cached["evaluated_tokens"] <= most, text
     assert result("Once upon", "-c", 16, "--prompt-cache", file)["text"] == result("Once upon", "-c", 16)["text"]
+    code, _, err = cli("-m", tiny, "-p", TEXT[60:] + "?", "-n", 1, "--dtype", "fp32", "--prompt-cache", file)
+    found = re.search(rf"note: {file} holds (\d+) of the prompt's (\d+) tokens\n", err)
+    assert code == 0 and f"prompt    {int(found[2]) - int(found[1])} tokens in" in err
     assert file.stat().st_mode & 0o077 == 0, "a prompt is private"
     assert sorted(tmp_path.iterdir()) == [file]
 
@@ -2081,7 +2105,7 @@ def hears_signals():
 
 def test_prompt_cache_is_written_whole_or_not_at_all(cli, tiny, tmp_path, monkeypatch, hears_signals):
     flags = ("-m", tiny, "-p", "Once", "-n", 4, "--quiet", "--prompt-cache")
-    assert_refused(cli(*flags, tmp_path / "none" / "cache"), "create that folder first")
+    assert_refused(cli(*flags, tmp_path / "none" / "cache"), "none: No such file or directory")
 
     def broken_off(end, *arguments):
         return lambda tensors, file, metadata: [Path(file).write_bytes(b"half"), end(*arguments)]
@@ -2121,10 +2145,11 @@ def test_chat_answers_each_line(cli, tiny):
     code, out, err = chat(cli, tiny, "hello", "", "/help", "/regne now", "again")
     assert code == 0 and len(out.splitlines()) >= 2 and "generated 12 tokens" in err
     assert "no command /regne; /help lists them" in err
-    assert "no template found: plain text" in err and "/clear        forget" in err
+    assert "this model has no chat template; sending plain text" in err and "/clear        forget" in err
     turns = chat_objects(cli, tiny, "/usr/bin/python says", "one \\", "two", "/bye", "no")
     assert [turn["prompt"] for turn in turns] == ["/usr/bin/python says", "one \ntwo"]
     assert chat_objects(cli, tiny, "one\\")[0]["prompt"] == "one", "the input ended"
+    assert "0 tokens" not in chat(cli, tiny)[2], "nothing was evaluated"
 
 
 def test_chat_single_turn(cli, tiny, tmp_path):
@@ -2265,7 +2290,7 @@ def test_words_are_not_cut_at_the_edge_of_the_screen(width, capsys, monkeypatch)
     words = "fox Żółw good \U0001f422 e\u0301e\u0301".split()
     words += ["\u4f60\u597d" * 9, "a" * (width // 2), "x" * 2 * width, "\n", "\n\n", "\x1b[2J", "\t"]
     text = " ".join(random.choices(words, k=200))
-    printer = Printer(wraps=True)
+    printer = Printer()
     printer.at_terminal = True
     for start in range(0, len(text), 3):
         printer.write(text[start : start + 3])
@@ -2336,7 +2361,7 @@ READY = r"\x1b\[\?2004h(\x1b\[1;32m)?> "  # bracketed paste, perhaps in colour; 
 
 def test_control_characters_do_not_reach_the_terminal(tiny):
     code, shown = Person("-m", tiny, "-p", "a\x1b[2Jb\x9bc\rd\te", "-n", 2, "--quiet").leaves()
-    assert code == 0 and shown.startswith("a\ufffd[2Jb\ufffdc d\te") and "\x1b" not in shown, shown
+    assert code == 0 and shown.startswith("a\ufffd[2Jb\ufffdc d      e") and "\x1b" not in shown, shown
 
 
 def test_chat_at_a_terminal(tiny, tmp_path):
@@ -2370,7 +2395,9 @@ def test_chat_at_a_narrow_terminal_is_interrupted(tiny, tmp_path):
     (tmp_path / "fused-llama" / "history").write_text('"good\\nday"\n"half\n"hello"\n')
     flags = ("-m", tiny, "--chat", "--ignore-eos", "-c", 5000)
     person = Person(*flags, XDG_STATE_HOME=str(tmp_path), NO_COLOR="1", columns=20)
-    assert "\x1b[1" not in person.sees(READY)
+    status = person.sees(READY).rpartition("\rmodel\r\n")[2]
+    assert "\x1b[1" not in status and "\r\n          /help\r\n" in status
+    assert all(len(line) < 20 for line in status.split("\r\n")[:-1] if len(line.split()) > 1), status
     assert "good\r\n" in person.types(UP + UP, "day")
     person.types("\r", r"\x1b\[\?2004l\r")
     answer = person.sees(r"([^\n]*\n){6}")
@@ -2386,7 +2413,7 @@ def test_chat_at_a_narrow_terminal_is_interrupted(tiny, tmp_path):
 def test_bare_run_at_a_terminal_is_a_chat(tmp_path):
     (tmp_path / "llama").symlink_to(HERE / "run.py")
     person = Person("-n", 4, script=tmp_path / "llama", TERM="dumb")
-    assert "since there is no prompt" in person.sees("> ")
+    assert re.search(r"since\s+there\s+is\s+no\s+prompt", person.sees("> "))
     person.types("Tell me a tale\r", "> ")
     person.types("/exit\r")
     code, rest = person.leaves()
@@ -2396,7 +2423,7 @@ def test_bare_run_at_a_terminal_is_a_chat(tmp_path):
 def test_mode_of_a_run(monkeypatch):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    modes = {"": "bare", "-no-cnv": "text", "-p x": "text", "-f x": "text", "-st": "chat", "-sys x": "bare"}
+    modes = {"": "bare", "-no-cnv": "text", "-p x": "text", "-f /dev/null": "text", "-st": "chat", "-sys x": "bare"}
     assert {flags: run.parse_args(flags.split()).mode for flags in modes} == modes
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert run.parse_args([]).mode == "text"
@@ -2670,9 +2697,9 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
     "gguf": (dict(files={"a.IQ4_0.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
     "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
     "no weights": (dict(files={"config.json": b"{}"}), "", "tiny", "holds no weights that this program reads"),
-    "unknown": ({}, "", "other", "no such repository there (a private one needs HF_TOKEN)"),
-    "offline": ({}, "offline", "tiny", "HF_HUB_OFFLINE is set: someone/tiny"),
-    "not there": ({}, "not there", "tiny", "and not available from http://127.0.0.1:9"),
+    "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
+    "offline": ({}, "offline", "tiny", "no folder someone/tiny here; it is not, or not completely, in the hub's cache"),
+    "not there": ({}, "not there", "tiny", "no folder someone/tiny here, and http://127.0.0.1:9 cannot be reached"),
 }
 
 
@@ -2835,7 +2862,10 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         "added_tokens.json does not hold a JSON object",
     ),
     "no weights": (remove("model.safetensors"), "holds no weights"),
-    "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "not a valid safetensors file"),
+    "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "is cut short (5,000 bytes): download it"),
+    "truncated in its header": (lambda f: os.truncate(f / "model.safetensors", 500), "is cut short (500 bytes)"),
+    "too long": (lambda f: os.truncate(f / "model.safetensors", 1 << 20), "not a valid safetensors file"),
+    "another kind of file": (write("model.safetensors", "<html>" * 99), "not a valid safetensors file"),
     "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
@@ -2926,15 +2956,15 @@ def test_messages_are_one_line(copy):
     folder = copy.rename(copy.parent / "a\n\x1b[31mb")
     spoil_tensors(lambda t: t[NORM].fill_(torch.nan))(folder)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('a\nb\x1b[31m' * 999) }}")
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": "x\ny\x1b" * 999}))
+    sampling = json.dumps({"temperature": "x\ny\x1b" * 999})
     model, tokenizer = load(folder, device="cpu"), Tokenizer(folder)
     for act in (
         lambda: list(generate(model, [1, 5])),
         lambda: tokenizer.apply_chat_template(conversation("hello")),
-        lambda: checkpoint.read_sampling(folder),
         lambda: spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))(folder) or load(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
+        lambda: (folder / "generation_config.json").write_text(sampling) and checkpoint.read_sampling(folder),
     ):
         with pytest.raises((RuntimeError, ValueError)) as raised:
             act()
@@ -3244,7 +3274,7 @@ def test_find_template(tmp_path):
     assert find_template(folder, own, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")
     cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
     assert find_template(cached, {})[0] == TEMPLATES["llama2"]
-    assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "no template found: plain text")
+    assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
     for name in ("not-there", "."):
         with pytest.raises(FileNotFoundError, match="is not a chat template: neither one of llama2, zephyr"):
             find_template(folder, own, name)
@@ -4604,7 +4634,7 @@ def test_torchrun_reports_one_error(tiny):
     folder = f"./{tiny.parent.name}/{tiny.name}"  # which the second rank looks for elsewhere
     process = torchrun_bash("[ $RANK = 0 ] || cd /; exec $RUN", "-p", "Once", "-m", folder, cwd=tiny.parent.parent)
     _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0 and len(errors_in(err)) == 1 and "no such folder" in errors_in(err)[0], err
+    assert process.returncode != 0 and len(errors_in(err)) == 1 and "no folder" in errors_in(err)[0], err
 
 
 def test_ranks_that_torchrun_did_not_set(monkeypatch):
@@ -4968,7 +4998,7 @@ def test_bench_speed_has_a_row_for_each_of_what_is_given(bench_cli, tiny, tiny_s
     tests = ("pp4", "pp4 @ d5", "tg2", "tg2 @ d5")
     expected = [(dtype, form, "e4m3", t) for dtype in ("fp32", "bf16") for form in ("none", "e4m3") for t in tests]
     assert [(r["dtype"], r["format"], r["kv"], r["test"]) for r in rows] == expected
-    assert all(r["tokens_per_s"] > 0 and r["share_of_ceiling"] > 0 for r in rows)
+    assert all(r["tokens_per_s"] > 0 and r["percent_of_ceiling"] > 0 for r in rows)
     given = ["-m", tiny, "-m", tiny_saved, "-p", "4", "-p", "8,9", "-n", "0", "-r", "1", "--device", "cpu", "-ngl", "9"]
     code, out, err = bench_cli(*given, "-o", "jsonl")
     rows = [json.loads(line) for line in out.splitlines()]
@@ -5136,6 +5166,13 @@ def test_bench_tune_saves_the_best_sizes(tiny, tmp_path, monkeypatch, card):
     assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], "other cards keep theirs"
 
 
+def test_bench_says_where_more_than_a_ceiling_is_reached(capsys):
+    bench.note_disturbed.cache_clear()
+    assert bench.percent(1, 2) == 50 and capsys.readouterr().err == ""
+    assert bench.percent(3, 2) == bench.percent(3, 2) == 150
+    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
+
+
 def test_bench_cell_shows_the_digits_that_differ():
     shown = {1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070", 5.4712: "5.47"}
     shown |= {0.9998: "0.99980", 12345.6: "12,346", float("nan"): "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
@@ -5148,6 +5185,9 @@ def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_pat
     code, out, err = bench_cli("-m", tiny, *QUICK, "--format", "none,e4m3", "-o", "jsonl", "--plot", picture)
     assert code == 0 and "fused-llama, fp32" in picture.read_text() and "fused-llama, e4m3" in picture.read_text(), err
     record.write_text(out)
+    rows = bench.read_rows(record)
+    rows += [replace(row, dtype="bf16") for row in rows]
+    assert len({bench.label(row, rows) for row in rows if row.test == "tg2"}) == 4, "bars of the same name"
     draw = ("--recorded", record, "--plot", picture)
     assert bench_cli(*draw) == (0, "", "")
     whole = picture.read_bytes()
@@ -5184,10 +5224,11 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
     for arguments, code, text in (
         (["-m", tiny, "--vs", "transformers"], 1, "--vs needs a package"),
         (["-m", tiny, "--plot", "x.png"], 1, "matplotlib"),
+        (["-m", tiny, "--plot", tmp_path / "none" / "x.png"], 1, "x.png cannot be written there"),
         (["-m", "random:9b"], 1, "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], 1, "'0' is not a number of layers"),
-        (["-m", "nowhere"], 1, "no such folder"),
-        (["-p", "x"], 2, "argument -p"),
+        (["-m", "nowhere"], 1, "no folder nowhere here"),
+        (["-p", "x"], 2, "-p 'x' is neither a number"),
         (["-p", "0", "-n", "0"], 2, "nothing to measure"),
         (["-p", "0", "--profile"], 2, "nothing to measure"),
         (["-m", tiny, "--perplexity", tmp_path / "bad"], 1, "not UTF-8: byte 0xff at offset 2"),
@@ -5196,6 +5237,35 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         (["-m", tiny, "--tune", "--device", "cpu"], 1, "on a GPU"),
     ):
         assert_refused(bench_cli(*arguments), text, code=code)
+
+
+# ---- README.md
+
+
+README = (HERE / "README.md").read_text()
+
+
+def test_readme_from_python_runs_as_written(monkeypatch, capsys):
+    monkeypatch.chdir(HERE)
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1], names)
+    model, tokenizer, ids = (names[name] for name in ("model", "tokenizer", "ids"))
+    text = tokenizer.decode(ids + list(generate(model, ids, n=50, sampling=Sampling(repeat_penalty=1.1))))
+    assert "Once upon a time" + capsys.readouterr().out == text, "not as the checkpoint says"
+    assert [turn["role"] for turn in names["chat"]] == ["user", "assistant"] * 2
+    assert all(turn["content"] for turn in names["chat"]) and names["cache"].pos > 100
+    assert names["logits"].shape == (len(ids), model.config.vocab_size)
+
+
+@needs_triton
+def test_readme_op_does_what_its_reference_does(tmp_path, monkeypatch, guarded):
+    block = textwrap.dedent(re.search(r"(    # ---- relu.*?)\n\n", README, re.DOTALL)[1])
+    (tmp_path / "readme_op.py").write_text(f"from kernels import *\n{block}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    op = importlib.import_module("readme_op")
+    x = randn(17, 100, dtype=torch.float16)
+    assert torch.equal(op.relu(x), op.relu_ref(x))
+    guarded()
 
 
 # ---- models/tales

@@ -31,6 +31,19 @@ Span = tuple[int, int]  # of characters: start, end
 # ---- files of a checkpoint, which are not trusted
 
 
+def local_checkpoint(name: str) -> Path | None:
+    """The folder of a checkpoint, or its GGUF file; None for what may be a repository "owner/name" of the hub. Raises
+    FileNotFoundError or ValueError."""
+    folder = Path(os.path.expanduser(name))  # as it is if there is no such user
+    if folder.is_dir() or folder.suffix == ".gguf" and folder.exists():
+        return find_gguf(folder) or folder
+    if folder.exists():
+        raise FileNotFoundError(f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name):
+        raise FileNotFoundError(f"no folder {name} here; a hub model is written owner/name")
+    return None
+
+
 def one_line(text: str) -> str:
     """Short and printable: names and values in a message may come from a hostile file."""
     if len(text) > MESSAGE:
@@ -103,9 +116,9 @@ TEMPLATES = {
 
 
 def find_template(folder: Path, config: dict, choice: str | None = None) -> tuple[str, str]:
-    """A checkpoint's template and where it comes from. config: its tokenizer_config.json; choice: one of our names, or
-    a file. Llama 2 in Meta's layout and Vicuna, which have none, are recognised by the folder's path. Raises
-    ValueError, OSError."""
+    """A checkpoint's template and where it comes from ("" for plain text, if it has none). config: its
+    tokenizer_config.json; choice: one of our names, or a file. Llama 2 in Meta's layout and Vicuna, which have none,
+    are recognised by the folder's path. Raises ValueError, OSError."""
     if choice in TEMPLATES:
         return TEMPLATES[choice], f"{choice} (given)"
     if choice is not None:
@@ -124,7 +137,7 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
     for pattern, name in ("llama-2[^/]*chat", "llama2"), ("vicuna", "vicuna"):
         if re.search(pattern, path):
             return TEMPLATES[name], f"{name} (from the folder's name)"
-    return TEMPLATES["plain"], "no template found: plain text"
+    return TEMPLATES["plain"], ""
 
 
 def read_text(file: Path) -> str:
@@ -398,7 +411,8 @@ def tokenizer_file(folder: Path) -> Path:
     for file in folder / "tokenizer.model", *meta, folder / "tokenizer.json":
         if file.is_file():
             return file
-    raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
+    lacks = "holds no tokenizer.model and no tokenizer.json"
+    raise FileNotFoundError(f"{folder} {lacks}" if folder.is_dir() else f"no folder {folder} here")
 
 
 @dataclass(frozen=True)

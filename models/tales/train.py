@@ -143,7 +143,7 @@ class Llama(nn.Module):
         return self.classify(self.hidden(self.embed(tokens)), targets)
 
 
-OPS = {"fused": fused, "plain": reference}
+KERNELS = {"fused": fused, "plain": reference}
 
 # ---------------------------------------------------------------- training
 
@@ -371,7 +371,7 @@ def teach(i, folder, data, args):
     if args.device == "cuda":
         torch.cuda.set_device(i % torch.cuda.device_count())
     shape = shaped(data.sp.vocab_size(), args.teacher_dim, args.teacher_layers, 1, args.context)
-    model = Llama(shape, OPS[args.kernels], plan.dropout)
+    model = Llama(shape, KERNELS[args.kernels], plan.dropout)
     save(fit(f"teacher {i + 1}", model, [], plan, data, args, seed), folder / str(i))
 
 
@@ -383,7 +383,7 @@ def taught(data, args):
             jobs = [pool.submit(teach, i, Path(folder), data, args) for i in range(args.teachers)]
             for job in jobs:
                 job.result()
-        taught = [load(Path(folder) / str(i), OPS[args.kernels]) for i in range(args.teachers)]
+        taught = [load(Path(folder) / str(i), KERNELS[args.kernels]) for i in range(args.teachers)]
         return [teacher.to(args.device).requires_grad_(False) for teacher in taught]
 
 
@@ -500,7 +500,7 @@ def arguments():
     )
     add(
         "--kernels",
-        choices=tuple(OPS),
+        choices=tuple(KERNELS),
         help="Triton kernels, or plain torch, compiled on a GPU; the default follows --device",
     )
     add("--vocab", type=int, default=4096, help="size of the tokenizer")
@@ -552,7 +552,7 @@ def profile(args):
 
     torch.manual_seed(args.seed)
     shape = shaped(args.vocab, args.teacher_dim, args.teacher_layers, 1, args.context)
-    model = Llama(shape, OPS[args.kernels], TEACHER.dropout).to(args.device)
+    model = Llama(shape, KERNELS[args.kernels], TEACHER.dropout).to(args.device)
     tokens = torch.randint(args.vocab, (args.batch, args.context + 1), device=args.device)
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     optims, gpu = optimizers(model, TEACHER), args.device == "cuda"
@@ -584,9 +584,10 @@ def main():
     data = prepare(args)
     teachers, plan = taught(data, args), replace(STUDENT, epochs=args.epochs)
     torch.manual_seed(args.seed)
-    model = Llama(shaped(data.sp.vocab_size(), args.dim, args.layers, 2, args.context), OPS[args.kernels], plan.dropout)
+    shape = shaped(data.sp.vocab_size(), args.dim, args.layers, 2, args.context)
+    model = Llama(shape, KERNELS[args.kernels], plan.dropout)
     save(fit("student", model, teachers, plan, data, args, args.seed), args.out)
-    saved = load(args.out, OPS[args.kernels]).to(args.device)  # rounded to fp16
+    saved = load(args.out, KERNELS[args.kernels]).to(args.device)  # rounded to fp16
     bits, perplexity = evaluate(saved, data)
     print(
         f"{sum(p.numel() for p in model.parameters())} parameters, held out: {bits:.4f} bits per byte, "
