@@ -283,11 +283,9 @@ def _add_received_kernel(
     offs_n, ranks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, LANES)
     mask = (ranks[:, None] < RANKS) & (offs_n[None, :] < N)
     values = _receive(entries + ranks[:, None] * N + offs_n[None, :], mask, _number(round_number))
-    # Safe before the wait: this rank's own entries have arrived, so its product kernel has waited for all kernels
-    # before it, including the one that wrote the residual. volatile, so that it is not read before those entries.
-    old = tl.load(residual + offs_n, mask=offs_n < N, other=0.0, volatile=True).to(tl.float32)
+    gdc_wait(PDL)  # for the residual's writer
+    old = tl.load(residual + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
     new = (old + tl.sum(values, 0)).to(residual.dtype.element_ty)
-    gdc_wait(PDL)
     tl.store(residual + offs_n, new, mask=offs_n < N)
 
 
