@@ -90,8 +90,9 @@ def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     """y = x W^T. x [T, K] -> [T, N]."""
     if w.data.is_mkldnn:
-        T = x.shape[0]
-        x16 = functional.pad(x.bfloat16(), (0, 0, 0, _padded_rows(T) - T))
+        T, x16 = x.shape[0], x.bfloat16()
+        if _padded_rows(T) > T:
+            x16 = functional.pad(x16, (0, 0, 0, _padded_rows(T) - T))
         return torch.ops.mkldnn._linear_pointwise(x16, w.data, None, "none", [], "")[:T].to(x.dtype)
     if w.packed and x.dtype == torch.bfloat16:
         return w.format.packed_linear(x, w.packed)
