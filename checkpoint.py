@@ -997,10 +997,10 @@ def pick_backend(name: str, device: torch.device) -> str:
     check_choice("backend", name, ("auto", "torch", "triton"))
     if name == "torch" or name == "auto" and device.type == "cpu":
         return "torch"
-    if launch.triton is None:
-        raise ValueError("Triton is not installed: --backend torch runs without it")
     if device.type == "cpu" and not launch.INTERPRETED:
         raise ValueError("on a CPU the Triton kernels run only in Triton's interpreter: set TRITON_INTERPRET=1")
+    if launch.triton is None:
+        raise ValueError("Triton is not installed: --backend torch runs without it")
     if device.type == "cuda" and launch.capability(device) < 80:
         card = torch.cuda.get_device_name(device)
         raise ValueError(f"{card} is older than compute capability 8.0, which the kernels need: use --backend torch")

@@ -10,10 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from launch import INTERPRETED, gdc_launch_dependents, gdc_wait, is_last, split_of
+from launch import INTERPRETED, gdc_launch_dependents, gdc_wait, is_last, split_of, triton
 
-try:
-    import triton
+if triton:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -27,7 +26,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     jit = gluon.jit
-except ImportError:  # no Triton, or one without Gluon: nothing here is called
+else:  # nothing here is called
     gluon = None
 
     def jit(function=None, **options):
