@@ -58,6 +58,40 @@ def load_elements(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexp
 
 
 @jit
+def load_groups(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
+    """What each EACH columns find in w, which has an element for each GROUP of them: [R, COLUMNS / EACH]."""
+    offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
+    mask = None
+    if left is not None:
+        mask = offs_k < left
+    return stream(w + tl.max_contiguous((first + offs_k) // GROUP, [1, 1]), mask)  # one a thread, as of the codes
+
+
+@jit
+def half_at(bits, EXPONENT: tl.constexpr):
+    """The half in the lower bits of int32, times 2^-EXPONENT, as a float."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (2.0**-EXPONENT)
+
+
+@jit
+def scale_and_minimum(tile, EXPONENT: tl.constexpr, PRODUCT: tl.constexpr):
+    """Those of groups, times 2^-EXPONENT, given as two halves (tile[1], tile[2]), or as bytes in an int16 (tile[1]), the
+    minimum above the scale, each times one of the halves in an int32 (tile[2]), then times 2^-PRODUCT too."""
+    if tile[1].dtype == tl.float16:
+        return tile[1].to(tl.float32) * (2.0**-EXPONENT), tile[2].to(tl.float32) * (2.0**-EXPONENT)
+    else:
+        parts = tile[1].to(tl.int32)
+        scale, minimum = half_at(tile[2], EXPONENT + PRODUCT), half_at(tile[2] >> 16, EXPONENT + PRODUCT)
+        return scale * ((parts << 24) >> 24).to(tl.float32), minimum * (parts >> 8).to(tl.float32)
+
+
+@jit
+def last_row_scale(w, rows, mask):
+    """The `row_scale` of a format whose last tensor has it."""
+    return tl.load(w[len(w) - 1] + rows, mask=mask, other=0.0)
+
+
+@jit
 def plain_values(tile):
     """The `values` of a matrix in 16 or 32 bits."""
     return tile
@@ -93,6 +127,7 @@ class Format:
     neighbours: int = 8  # columns that one thread must have for packed_sums
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
+    as_e4m3: bool = False  # whether a prompt's product may round it to E4M3, for 8-bit tensor cores
 
     def at(self, name: str) -> Format:
         """The format of a model's matrix of this name, where some are to be kept in another."""
@@ -137,9 +172,31 @@ class Format:
         raise NotImplementedError
 
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
-        """W times a row of halves [K] on a CPU: [N] in float16 or float32."""
+        """W times a row of floats [K], of magnitudes up to 1, on a CPU: [N] in float16 or float32."""
         parts = zip(*(t.split(512) for t in tensors))
-        return torch.cat([torch.mv(self.decoded(part), row.float()) for part in parts])
+        return torch.cat([torch.mv(self.decoded(part), row) for part in parts])
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped(Format):
+    """A format with a scale and a minimum for each group of columns: W = scale * code + minimum, times the row's scale,
+    which is the last tensor."""
+
+    def codes(self, tensors: Tensors) -> Tensor:
+        """[N, K]."""
+        return tensors[0]
+
+    def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Scales and minimums of the groups, times the row's scale: float32 [N, groups]."""
+        raise NotImplementedError
+
+    def decoded(self, tensors: Tensors) -> Tensor:
+        scale, minimum = self.scales(tensors)
+        groups = self.codes(tensors).unflatten(1, (scale.shape[1], -1))
+        return torch.addcmul(minimum[..., None], groups, scale[..., None]).flatten(1)
+
+    def multiply(self, tensors: Tensors, factor: float) -> None:
+        tensors[-1].mul_(factor)
 
 
 @dataclass(eq=False)
@@ -279,7 +336,7 @@ class Float8(Format):
 
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
         """Codes are decoded a block of rows at a time, so that the halves stay in the CPU's cache."""
-        codes, scales = tensors
+        (codes, scales), row = tensors, row.half()
         y, space = row.new_empty(len(codes)), torch.empty(1024, len(row), dtype=torch.int16)
         for block, part in zip(codes.split(1024), y.split(1024)):
             torch.mv(self.halves(block, space[: len(block)]), row, out=part)
@@ -536,13 +593,13 @@ def _cublas_scales_rows(device: torch.device) -> bool:
 
 
 def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
-    """Whether 8-bit tensor cores multiply a prompt: 8-bit floats as they are; other formats recoded as E4M3, unless
-    `accumulate` asks for the most precise sums."""
+    """Whether 8-bit tensor cores multiply a prompt: 8-bit floats as they are; formats that allow it recoded as E4M3,
+    unless `accumulate` asks for the most precise sums."""
     if not w.format or w.rows % 16 or w.columns % 16:
         return False
     own = isinstance(w.format, Float8)
     format = w.format if own else E4M3
-    return (own or accumulate != "fp32") and (
+    return (own or w.format.as_e4m3 and accumulate != "fp32") and (
         format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
     )
 

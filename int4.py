@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8 import E4M3, Format, Tensors, as_floats, stream
+from fp8 import E4M3, Grouped, Tensors, as_floats, half_at, last_row_scale, load_groups, scale_and_minimum, stream
 from launch import EMULATED, constexpr, jit, tl
 
 GROUP = 32
@@ -27,7 +27,27 @@ LARGEST = 0xEF  # of the scales' codes
 
 
 @dataclass(frozen=True, eq=False)
-class Int4(Format):
+class Codes4(Grouped):
+    """4-bit codes in the order above."""
+
+    def codes(self, tensors: Tensors) -> Tensor:
+        return unpacked(tensors[0])
+
+    def packed(self, tensors: Tensors) -> Tensors | None:
+        """The codes in torch's order, and (code - 8) * scale + offset in bf16 for each group."""
+        if len(tensors[0]) % 16:
+            return None
+        scale, minimum = self.scales(tensors)
+        both = torch.stack((scale, 8 * scale + minimum), 2).transpose(0, 1).to(torch.bfloat16).contiguous()
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(self.codes(tensors).int(), 1), both
+
+    def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
+        codes, both = packed
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, x.shape[1] // len(both), both)
+
+
+@dataclass(frozen=True, eq=False)
+class Int4(Codes4):
     """int32 codes [N, K / 8]; int16 groups [N, K / 32], the scale's code above the zero point; float32 row [N, 1]."""
 
     def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
@@ -49,10 +69,10 @@ class Int4(Format):
                 place.copy_(value)
         return out
 
-    def decoded(self, tensors: Tensors) -> Tensor:
-        codes, groups, row = tensors
-        scale, zero = _scales_and_zeros(groups, row)
-        return ((_unpacked(codes) - zero[..., None]) * scale[..., None]).flatten(1)
+    def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        _, groups, row = tensors
+        scale = _scales(groups >> 8 & 0xFF) * row
+        return scale, scale * (groups & 0xFF) / -16
 
     def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
         _, groups, row = tensors
@@ -61,32 +81,18 @@ class Int4(Format):
         if ((groups >> 8 & 0xFF) > LARGEST).any():
             raise ValueError(f"codes of a format other than {self.name}")
 
-    def multiply(self, tensors: Tensors, factor: float) -> None:
-        tensors[2].mul_(factor)
 
-    def packed(self, tensors: Tensors) -> Tensors | None:
-        """The codes in torch's order, and (code - 8) * scale + offset in bf16 for each group."""
-        codes, groups, row = tensors
-        if len(codes) % 16:
-            return None
-        scale, zero = _scales_and_zeros(groups, row)
-        both = torch.stack((scale, scale * (8 - zero)), 2).transpose(0, 1).to(torch.bfloat16).contiguous()
-        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(_unpacked(codes).flatten(1).int(), 1), both
-
-    def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
-        codes, both = packed
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, GROUP, both)
-
-
-def _unpacked(words: Tensor) -> Tensor:
-    """Words [N, K / 8] to codes int16 [N, K / 32, 32]."""
+def unpacked(words: Tensor) -> Tensor:
+    """Words [N, K / 8] to codes int16 [N, K]."""
     halves = words.view(torch.int16).unflatten(1, (-1, 8))
-    return torch.stack([halves >> 4 * j & 15 for j in range(4)], 2).flatten(2)
+    return torch.stack([halves >> 4 * j & 15 for j in range(4)], 2).flatten(1)
 
 
-def _scales_and_zeros(groups: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each group, float32 [N, K / 32]."""
-    return _scales(groups >> 8 & 0xFF) * row, (groups & 0xFF) / 16
+def packed(codes: Tensor) -> Tensor:
+    """Codes [N, K] to words int32 [N, K / 8]."""
+    codes = codes.to(torch.int16).unflatten(1, (-1, 4, 8))
+    halves = codes[:, :, 0] | codes[:, :, 1] << 4 | codes[:, :, 2] << 8 | codes[:, :, 3] << 12
+    return halves.flatten(1).view(torch.int32)
 
 
 def _scales(codes: Tensor) -> Tensor:
@@ -142,9 +148,8 @@ def _encode(w: Tensor, weigh: Tensor) -> Tensors:
         for found, value in ((best, error), (byte, tried), (sixteenths, offset.int())):
             found.copy_(torch.where(better, value, found))
     fit, offset = _scales(byte) * row, sixteenths / 16
-    code = (w / fit[..., None] + offset[..., None]).round_().clamp_(0, 15).int().unflatten(2, (4, 8))
-    packed = sum(code[:, :, j] << 4 * j for j in range(4))
-    return packed.flatten(1).to(torch.int16).view(torch.int32), (byte << 8 | sixteenths).to(torch.int16), row * peak
+    code = (w / fit[..., None] + offset[..., None]).round_().clamp_(0, 15)
+    return packed(code.flatten(1)), (byte << 8 | sixteenths).to(torch.int16), row * peak
 
 
 def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -158,29 +163,34 @@ def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @jit
-def _load(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Codes int32 [R, COLUMNS / 32, 4] and groups int16 [R, COLUMNS / 32]."""
+def load_codes(w, first, left, COLUMNS: tl.constexpr):
+    """Codes int32 [R, COLUMNS / 32, 4]."""
     group = tl.arange(0, COLUMNS // 32)[None, :]
     codes = w[0] + (first // 8 + group * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
-    groups = w[1] + tl.max_contiguous(first // 32 + group, [1, 1])  # one a thread, as of the codes
     if left is None:
-        return stream(codes, None), stream(groups, None)
+        return stream(codes, None)
     else:
-        mask = group * 32 < left
-        return stream(codes, mask[:, :, None]), stream(groups, mask)
+        return stream(codes, (group * 32 < left)[:, :, None])
 
 
 @jit
-def _row_scale(w, rows, mask):
-    return tl.load(w[2] + rows, mask=mask, other=0.0)
+def load_32(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """Codes, and what groups of 32 have [R, COLUMNS / 32]."""
+    return load_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 32, 32)
 
 
 @jit
 def _scale_and_zero(groups, EXPONENT: tl.constexpr):
-    """The scale times 2^EXPONENT, and the zero point in sixteenths times 2^-24."""
-    bits = groups.to(tl.int32)
-    scale = (((bits & 0xFF00) << 11) + ((127 - 23 + EXPONENT) << 23)).to(tl.float32, bitcast=True)
-    return scale, (bits & 0xFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    """The scale times 2^EXPONENT, and the zero point in sixteenths times 2^-24. INT4's groups are int16; those of
+    quants.py are halves, the scale alone, or int32, the scale as a half above the zero point."""
+    if groups.dtype == tl.float16:
+        return groups.to(tl.float32) * (2.0 ** (EXPONENT - 24)), 128 * 2.0**-24
+    elif groups.dtype == tl.int32:
+        return half_at(groups >> 16, 24 - EXPONENT), half_at(groups, 0)
+    else:
+        bits = groups.to(tl.int32)
+        scale = (((bits & 0xFF00) << 11) + ((127 - 23 + EXPONENT) << 23)).to(tl.float32, bitcast=True)
+        return scale, (bits & 0xFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 _UNPACK = (  # the four pairs of codes in register SOURCE, into a, b, c, d
@@ -196,14 +206,17 @@ _VALUES_ASM = constexpr(
 
 
 @jit
-def _values(tile):
+def values(tile):
     """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
-    words, groups = tile
+    words = tile[0]
     R: tl.constexpr = words.shape[0]
     G: tl.constexpr = words.shape[1]
     codes = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).reshape(R, G, 8)
-    scale, zero = _scale_and_zero(groups, 0)
-    minimum = scale * zero * -1048576.0  # 2^20
+    if len(tile) == 3:
+        scale, minimum = scale_and_minimum(tile, 24, 6)
+    else:
+        scale, zero = _scale_and_zero(tile[1], 0)
+        minimum = scale * zero * -1048576.0  # 2^20
     if EMULATED:
         y0, y1, y2, y3 = (codes & 15), (codes >> 4 & 15), (codes >> 8 & 15), (codes >> 12 & 15)
     else:
@@ -221,7 +234,7 @@ def _values(tile):
 
 
 @jit
-def _columns(COLUMNS: tl.constexpr):
+def columns(COLUMNS: tl.constexpr):
     """[4, COLUMNS / 32, 8]: a thread has all columns of a group, eight of them from one load."""
     group, column = tl.arange(0, COLUMNS // 32)[None, :, None] * 32, tl.arange(0, 8)[None, None, :]
     return group + tl.arange(0, 4)[:, None, None] * 8 + column
@@ -256,23 +269,27 @@ def _pairs(x):
 
 
 @jit
-def _packed_sums(tile, x):
+def packed_sums(tile, x):
     """Products with halves x [4, COLUMNS / 32, 8], added up by groups: float32 [R, COLUMNS / 32]."""
-    words, groups = tile
+    words = tile[0]
     if EMULATED:
-        values = _values(tile).reshape(words.shape[0], words.shape[1], 4, 8)
-        return tl.sum(tl.sum(values * x.permute(1, 0, 2)[None].to(tl.float32), 3), 2)
-    scale, zero = _scale_and_zero(groups, 20)
+        products = values(tile).reshape(words.shape[0], words.shape[1], 4, 8) * x.permute(1, 0, 2)[None].to(tl.float32)
+        return tl.sum(tl.sum(products, 3), 2)
     sum_x = tl.sum(tl.sum(x.to(tl.float32), 0), 1)[None, :]
     even, odd = tl.split(x.permute(1, 2, 0).reshape(words.shape[1], 8, 2, 2))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     asm_args = [words, _pairs(x0), _pairs(x1), _pairs(x2), _pairs(x3)]
     sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, asm_args, dtype=tl.int8, is_pure=True, pack=4)
-    return scale * (as_floats(sums) - zero * sum_x)
+    if len(tile) == 3:
+        scale, minimum = scale_and_minimum(tile, 24, 6)
+        return scale * 1048576.0 * as_floats(sums) + minimum * sum_x
+    else:
+        scale, zero = _scale_and_zero(tile[1], 20)
+        return scale * (as_floats(sums) - zero * sum_x)
 
 
 INT4 = Int4(
-    "int4", 4, _load, _values, _row_scale, _packed_sums,
-    columns=_columns, neighbours=GROUP, peak=16384.0, group=GROUP,
+    "int4", 4, load_32, values, last_row_scale, packed_sums,
+    columns=columns, neighbours=GROUP, peak=16384.0, group=GROUP, as_e4m3=True,
 )  # fmt: skip

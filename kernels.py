@@ -111,8 +111,8 @@ def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
     speed. x is scaled to magnitudes of at most 1, so that a result fits fp16 if its row of |W| sums to less than
     65504."""
     scale = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp_(min=1e-30)
-    row = (x[0] / scale).half()
-    y = w.format.vector_linear(row, w.tensors) if w.format else torch.mv(w.data, row)
+    row = x[0].float() / scale
+    y = w.format.vector_linear(row, w.tensors) if w.format else torch.mv(w.data, row.half())
     return (y * scale).to(x.dtype)[None]
 
 
