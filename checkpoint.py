@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -390,13 +390,9 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
     on the GPU if pinned. Raises ValueError if the file changed."""
     index = [range(size) for size in part.shape] if index is None else index
     if part.blocks:
-        width = part.shape[1] // part.blocks.block * part.blocks.nbytes
-        stored = replace(part, blocks=None, dtype=torch.uint8, shape=(part.shape[0], width))
-        raw = read_part(stored, pinned, [index[0], range(width)])
-        try:
+        raw = read_blocks(part, pinned, index[0], range(part.shape[1]))
+        with naming(part):
             return quants.decoded(part.blocks, raw.cuda() if pinned else raw)[:, index[1].start : index[1].stop]
-        except ValueError as error:
-            raise ValueError(f"{part.file}: {part.name} has {error}") from None
     if part.mapped is not None:
         return part.mapped[tuple(slice(span.start, span.stop) for span in index)]
     size, row = part.dtype.itemsize, part.dtype.itemsize * math.prod(part.shape[1:])
@@ -419,6 +415,24 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
     return flat.view([len(span) for span in index])
 
 
+def read_blocks(part: Part, pinned: bool, rows: range, columns: range) -> Tensor:
+    """Rows and columns of a tensor of blocks, as stored: uint8 [rows, bytes]."""
+    start, stop, width = (
+        k // part.blocks.block * part.blocks.nbytes for k in (columns.start, columns.stop, part.shape[1])
+    )
+    stored = replace(part, blocks=None, dtype=torch.uint8, shape=(part.shape[0], width))
+    return read_part(stored, pinned, [rows, range(start, stop)])
+
+
+@contextmanager
+def naming(part: Part) -> Iterator[None]:
+    """Errors name the tensor."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{part.file}: {part.name} has {error}") from None
+
+
 def _version(f: io.FileIO) -> tuple[int, ...]:
     stat = os.fstat(f.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
@@ -427,11 +441,15 @@ def _version(f: io.FileIO) -> tuple[int, ...]:
 # ---- a checkpoint: the tensors of a folder
 
 
-def tensor_shapes(c: Config, layout: str = "meta") -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint, by the names of a layout, see Stored.name; always in the same order."""
+def model_tensors(c: Config) -> list[tuple[Stored, int | None]]:
+    """All tensors of a checkpoint, those of layers with the layer; always in the same order."""
     layers = [(info, i) for i in range(c.n_layers) for info in c.layer_table]
-    table = [(EMBEDDING, None), *layers, (NORM, None), *([] if c.tie_embeddings else [(OUTPUT, None)])]
-    return {info.name(layout, layer): info.shape(c) for info, layer in table}
+    return [(EMBEDDING, None), *layers, (NORM, None), *([] if c.tie_embeddings else [(OUTPUT, None)])]
+
+
+def tensor_shapes(c: Config, layout: str = "meta") -> dict[str, tuple[int, ...]]:
+    """Their shapes, by the names of a layout, see Stored.name."""
+    return {info.name(layout, layer): info.shape(c) for info, layer in model_tensors(c)}
 
 
 def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
@@ -462,6 +480,16 @@ def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtyp
     for name, shape in matrix_shapes(c).items():
         tensors |= {n: ((dtype,), shape) for n, (dtype, shape) in stored_as(name, shape, format).items()}
     return tensors
+
+
+@dataclass(frozen=True, eq=False)
+class PerMatrix(Format):
+    """The formats of a model's matrices by their names, None for one in 16 or 32 bits."""
+
+    formats: dict[str, Format | None] = field(default_factory=dict)
+
+    def at(self, name: str) -> Format | None:
+        return self.formats[name]
 
 
 class Checkpoint:
@@ -537,7 +565,7 @@ class Checkpoint:
 
     @property
     def quantised(self) -> str:
-        """What a GGUF file's matrices are decoded from, in words; empty if they are plain floats."""
+        """How a GGUF file's matrices are quantised, in words; empty if they are plain floats."""
         *names, last = sorted({part.blocks.name for (part, *_) in self.parts.values() if part.blocks}) or [""]
         return " and ".join(filter(None, (", ".join(names), last)))
 
@@ -558,14 +586,44 @@ class Checkpoint:
                 index = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
                 pieces.append(read_part(part, gpu and len(parts) == 1, index))
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-        if self.halves and name.endswith(ROTATED):
-            D = self.config.head_dim
-            if gpu and tensor.dim() == 2:  # a CPU would take longer to permute it than to read it
-                tensor = tensor.to(device, non_blocking=True)
-            tensor = tensor.reshape(-1, 2, D // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        if gpu and tensor.dim() == 2 and name.endswith(ROTATED):  # a CPU takes longer to permute it than to read it
+            tensor = tensor.to(device, non_blocking=True)
+        tensor = self.in_pairs(name, tensor)
         if gpu:
             return tensor if tensor.is_cuda else tensor.pin_memory()
         return tensor.float() if tensor.is_floating_point() else tensor
+
+    def in_pairs(self, name: str, rows: Tensor) -> Tensor:
+        """The rows of q and k in Meta's order, those of others as they are."""
+        if not self.halves or not name.endswith(ROTATED):
+            return rows
+        return rows.view(-1, 2, self.config.head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    def blocks(self, device: torch.device, name: str, rows: slice, columns: slice) -> Iterator[quants.Blocks]:
+        """These rows and columns of a quantised matrix, some rows at a time."""
+        (part,), gpu = self.parts[name], device.type == "cuda"
+        raw = read_blocks(part, gpu, *(range(size)[taken] for size, taken in zip(part.shape, (rows, columns))))
+        at_once = (64 if gpu else 1) * quants.AT_ONCE // part.shape[1]
+        with naming(part):
+            for some in self.in_pairs(name, raw.to(device, non_blocking=True)).split(max(1, at_once)):
+                yield quants.blocks(part.blocks, some)
+
+    def as_stored(self, c: Config, most_bits: int) -> "PerMatrix | None":
+        """The formats that hold the matrices as they are in the file; None if none is quantised. c: the config of a
+        rank."""
+        if not self.quantised:
+            return None
+        found, shapes = {}, matrix_shapes(c)
+        for info, layer in model_tensors(self.config):
+            name = info.field if layer is None else f"layers.{layer}.{info.field}"
+            if name in shapes:
+                (part, *_) = self.parts[info.name(self.layout, layer)]
+                found.setdefault(name, set()).add(part.blocks.name if part.blocks else "")
+        if self.config.tie_embeddings:
+            (part, *_) = self.parts[EMBEDDING.name(self.layout)]
+            found["output"] = {part.blocks.name if part.blocks else ""}
+        formats = {name: quants.format_for(kinds, shapes[name][1], most_bits) for name, kinds in found.items()}
+        return PerMatrix("as stored", 0, None, None, formats=formats)
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
@@ -729,13 +787,21 @@ def _download(name: str, kind: str = "") -> Path:
 
 def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
     """Bytes of a model's weights. A tied output matrix that is in no format is the embedding itself."""
-    vectors = sum(map(math.prod, vector_shapes(c).values()))
     matrices = matrix_shapes(c)
-    if format:
-        return dtype.itemsize * vectors + sum(format.at(name).nbytes(*shape) for name, shape in matrices.items())
-    if c.tie_embeddings:
+    if c.tie_embeddings and not format_at(format, "output"):
         del matrices["output"]
-    return dtype.itemsize * (vectors + sum(map(math.prod, matrices.values())))
+    vectors = sum(map(math.prod, vector_shapes(c).values()))
+    return dtype.itemsize * vectors + sum(matrix_bytes(name, matrices[name], dtype, format) for name in matrices)
+
+
+def format_at(format: Format | None, name: str) -> Format | None:
+    """The format of a matrix, if it has one."""
+    return format and format.at(name)
+
+
+def matrix_bytes(name: str, shape: tuple[int, int], dtype: torch.dtype, format: Format | None) -> int:
+    held = format_at(format, name)
+    return held.nbytes(*shape) if held else dtype.itemsize * math.prod(shape)
 
 
 def largest_read(c: Config) -> int:
@@ -748,9 +814,10 @@ def largest_read(c: Config) -> int:
 def check_groups(c: Config, format: Format | None) -> None:
     """Raise ValueError if a rank's columns of a matrix are not whole groups of the format."""
     for name, (_, columns) in matrix_shapes(c).items():
-        if format and columns % format.at(name).group:
+        held = format_at(format, name)
+        if held and columns % held.group:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
-            raise ValueError(f"{name} has {columns} columns{where}; {format.name} needs a multiple of {format.group}")
+            raise ValueError(f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}")
 
 
 @dataclass
@@ -772,7 +839,7 @@ class Loader:
     def __post_init__(self) -> None:
         self.whole, self.config = self.checkpoint.config, self.checkpoint.config.cut(self.ranks)
         self.shapes = matrix_shapes(self.config)
-        self.encodes = bool(self.format and not self.checkpoint.format)
+        self.encodes = bool(self.format and not self.checkpoint.format and not self.checkpoint.quantised)
         if self.encodes:  # allocate what stays first, to avoid fragmentation
             self.encoded = {name: self.empty(name) for name in self.shapes}
             self.workspace = torch.empty(largest_read(self.config), dtype=self.stored, device=self.device)
@@ -790,7 +857,7 @@ class Loader:
             norm = self.vector("norm", [NORM])
             if not self.config.tie_embeddings or self.checkpoint.format:
                 output = self.matrix("output", [OUTPUT])
-            elif self.format:
+            elif format_at(self.format, "output"):
                 output = self.matrix("output", [replace(EMBEDDING, dims=OUTPUT.dims)])
             else:
                 tied = embedding[self.share("output_rows")].to(self.stored)
@@ -840,7 +907,9 @@ class Loader:
     def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
         """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
         (N, K), columns = self.shapes[name], self.share(infos[0].dims[1])
-        self.bar.update(self.format.at(name).nbytes(N, K) if self.format else self.dtype.itemsize * N * K)
+        self.bar.update(matrix_bytes(name, (N, K), self.dtype, self.format))
+        if self.checkpoint.quantised and format_at(self.format, name):
+            return kernels.prepacked(self.as_stored(name, infos, layer, columns), self.backend, self.dtype)
         if self.checkpoint.format:
             return kernels.prepacked(self.saved(name, infos, layer, columns), self.backend, self.dtype)
         if self.encodes:  # whole rows, so that the codes do not depend on how many ranks there are
@@ -848,12 +917,28 @@ class Loader:
             data = self.workspace[: N * K].view(N, K)
         else:
             data = torch.empty(N, K, dtype=self.stored, device=self.device)
-        stacked = data.split([info.shape(self.config)[0] for info in infos]) if infos[0].field != "w13" else ()
-        for place, source in zip(stacked or (data[0::2], data[1::2]), self.sources(name, infos, layer), strict=True):
+        for (place,), source in zip(self.places((data,), infos), self.sources(name, infos, layer), strict=True):
             part = self.checkpoint.read(self.device, *source, ALL if self.encodes else columns)
             place.copy_(part, non_blocking=True)
         made = self.encode(name, data, columns) if self.encodes else Matrix(data)
         return kernels.prepacked(made, self.backend, self.dtype)
+
+    def places(self, tensors: tuple[Tensor, ...], infos: list[Stored]) -> list[tuple[Tensor, ...]]:
+        """The rows of a matrix where each of the checkpoint's belongs."""
+        if infos[0].field == "w13":
+            return [tuple(t[i::2] for t in tensors) for i in (0, 1)]
+        return list(zip(*(t.split([info.shape(self.config)[0] for info in infos]) for t in tensors)))
+
+    def as_stored(self, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Matrix:
+        """A matrix that the file has quantised, as it is."""
+        tensors, format = self.empty(name), self.format.at(name)
+        for place, (source, rows) in zip(self.places(tensors, infos), self.sources(name, infos, layer), strict=True):
+            done = 0
+            for blocks in self.checkpoint.blocks(self.device, source, rows, columns):
+                end = done + len(blocks.codes)
+                format.write(blocks, tuple(t[done:end] for t in place))
+                done = end
+        return Matrix(tensors, format, self.shapes[name])
 
     def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
         tensors, format = self.encoded[name], self.format.at(name)
@@ -951,7 +1036,7 @@ def check_memory(
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
     them is allocated."""
     size, weights = dtype.itemsize, weight_bytes(c, dtype, format)
-    if c.tie_embeddings and not format and device.type == "cpu" and dtype == torch.bfloat16:
+    if c.tie_embeddings and not format_at(format, "output") and device.type == "cpu" and dtype == torch.bfloat16:
         weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
@@ -1042,7 +1127,6 @@ def load(
     if checkpoint.format and format not in (None, checkpoint.format.name):
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {format} ones, load the original")
     check_original(checkpoint, format)
-    held = checkpoint.format or FORMATS.get(format)
     on = pick_device(device, ranks)
     backend = pick_backend(backend, on)
     if backend == "triton" and config.head_dim % 8:
@@ -1056,12 +1140,15 @@ def load(
     check_accumulate(accumulate, backend, on, torch_dtype)
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     config = config.cut(size)
+    # torch has no fast product for 8-bit codes in groups on a CPU: there they are decoded
+    as_stored = checkpoint.as_stored(config, 4 if on.type == "cpu" and backend == "torch" else 8)
+    held = checkpoint.format or FORMATS.get(format) or as_stored
     check_groups(config, held)
     if ranks:
         ranks.join(on)
     check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
     # Codes do not depend on --dtype
-    stored = checkpoint.dtype if held else kernels.storage_dtype(backend, torch_dtype, on)
+    stored = checkpoint.dtype if held and held is not as_stored else kernels.storage_dtype(backend, torch_dtype, on)
     with torch.inference_mode():
         weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, rank, size, quiet).load()
     if on.type == "cuda":
