@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -114,7 +114,7 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-QUANTISED = "quantised for another program: take the original safetensors; --fp8 and --int4 make 8 and 4 bits of them"
+INSTEAD = "take the original, which --fp8 and --int4 make 8 and 4 bits of, or a GGUF file"
 
 
 def _instead(folder: Path) -> str | None:
@@ -131,10 +131,7 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
         f.refuse_unless(name, False, None)
-    for name in ("quantization_config", "quantization"):  # GPTQ, AWQ, exl2, bitsandbytes, mlx
-        if value := f.get(name):
-            method = value.get("quant_method") if isinstance(value, dict) else None
-            raise ValueError(f"{f.file}: {name} is {method or value!r}: {QUANTISED}")
+    _quantisation(f)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
     f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
@@ -174,6 +171,48 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def _quantisation(f: Fields) -> quants.Layout | None:
+    """How the safetensors of a folder have matrices quantised, by the config.json. Raises ValueError for ways that
+    other programs alone can read."""
+    if f.get("quantization"):
+        raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
+    q = f.sub("quantization_config")
+    if not q:
+        return None
+    method, kind, weights = q.get("quant_method"), q.get("format"), q
+    if method == "compressed-tensors":
+        groups = list(q.sub("config_groups").values())
+        if len(groups) != 1 or not isinstance(groups[0], dict) or not isinstance(groups[0].get("weights"), dict):
+            raise ValueError(f"{f.file}: quantised in {len(groups)} ways at once: {INSTEAD}")
+        weights = Fields(f.file, groups[0]["weights"])
+
+    def only(**fields) -> None:
+        for name, allowed in fields.items():
+            if (value := weights.get(name, q.get(name))) not in allowed:
+                raise ValueError(f"{f.file}: quantised as {method} with {name} {value!r}: {INSTEAD}")
+
+    group = lambda: weights.number("group_size", -1, 1 << 20, -1)
+    if method == "awq":
+        only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
+        return quants.awq(group())
+    if method == "gptq":
+        only(bits=(4,), checkpoint_format=(None, "", "gptq", "gptq_v2"))
+        return quants.gptq(group(), q.get("checkpoint_format") == "gptq_v2")
+    if method == "fp8":
+        only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
+        in_blocks = bool(q.get("weight_block_size"))
+        return quants.fp8_scaled("weight_scale_inv" if in_blocks else "weight_scale", in_blocks)
+    if method == "compressed-tensors" and kind == "pack-quantized":
+        only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
+        return quants.packed(group(), weights.get("symmetric") is not False)
+    if method == "compressed-tensors" and kind == "float-quantized":
+        only(num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"))
+        only(block_structure=(None, [128, 128]))
+        return quants.fp8_scaled("weight_scale", weights.get("strategy") == "block")
+    said = f"{method} ({kind})" if kind else method
+    raise ValueError(f"{f.file}: quantised as {said}, which is not supported: {INSTEAD}")
 
 
 def _generation(folder: Path) -> Fields:
@@ -299,7 +338,7 @@ READERS = 4  # threads: a single one copies from the page cache at a fraction of
 FLOATS = tuple(DTYPES.values())
 SAFETENSORS_TYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
+    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 
 
@@ -486,7 +525,7 @@ def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtyp
 class PerMatrix(Format):
     """The formats of a model's matrices by their names, None for one in 16 or 32 bits."""
 
-    formats: dict[str, Format | None] = field(default_factory=dict)
+    formats: dict[str, Format | None] | None = None
 
     def at(self, name: str) -> Format | None:
         return self.formats[name]
@@ -511,12 +550,18 @@ class Checkpoint:
             expected = saved_tensors(config, self.format)
         else:
             expected = {name: (FLOATS, shape) for name, shape in tensor_shapes(config, self.layout).items()}
+        # Of quantised matrices in safetensors, by the names of their weights: how they are stored, and in which parts
+        self.layouts: dict[str, tuple[quants.Layout, dict[str, Part]]] = {}
+        if self.layout == "hugging_face" and (layout := _quantisation(Fields(folder / "config.json"))):
+            expected = self._expect_quantised(layout, expected, {part.name: part for part in parts})
         self.shapes = {name: shape for name, (_, shape) in expected.items()}
         ignored = {OUTPUT.name(self.layout), ggml.ROPE_FACTORS} - {*expected}  # of a tied model; part of the config
         may_be_cut = self.layout == "meta" and not self.format
         self.parts: dict[str, list[Part]] = {}
         for part in parts:
             if part.name in ignored or part.name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # see the config
+                continue
+            if self.layouts and part.name.endswith(quants.NOT_NEEDED):
                 continue
             types, _ = expected.get(part.name, (FLOATS, ()))
             if part.dtype not in types:
@@ -528,6 +573,24 @@ class Checkpoint:
         if may_be_cut:
             self._check_count(len(files))
         self._check_shapes()
+
+    def _expect_quantised(self, layout: quants.Layout, expected: dict, found: dict[str, Part]) -> dict:
+        """What is expected where all matrices are in a layout, but for those that have a plain weight."""
+        for info, layer in model_tensors(self.config):
+            name = info.name(self.layout, layer)
+            stem, wanted = name.removesuffix("weight"), layout.tensors(*info.shape(self.config)) if info.matrix else {}
+            marks = [
+                part for key, (types, _) in wanted.items() if (part := found.get(stem + key)) and part.dtype in types
+            ]
+            if any(part.name != name or part.dtype not in FLOATS for part in marks):
+                del expected[name]
+                stored = {key: found[stem + key] for key in wanted if stem + key in found}
+                self.layouts[name] = layout, stored
+                for key, (types, shapes) in wanted.items():
+                    if key in stored or key not in layout.optional:
+                        shape = stored[key].shape if key in stored and stored[key].shape in shapes else shapes[0]
+                        expected[stem + key] = types, shape
+        return expected
 
     def _check_count(self, count: int) -> None:
         """Whether all of Meta's shards are there: each has as many rows of wq."""
@@ -542,7 +605,7 @@ class Checkpoint:
         for name, parts in self.parts.items():
             if name not in self.shapes:
                 problems.append(f"{name} is unexpected")
-            elif self._axis(name) is None:
+            elif parts[0].shape != self.shapes[name] and self._axis(name) is None:
                 shapes = " + ".join(str(list(part.shape)) for part in parts)
                 problems.append(f"{name} is {shapes}, expected {list(self.shapes[name])}")
         if problems:
@@ -565,8 +628,9 @@ class Checkpoint:
 
     @property
     def quantised(self) -> str:
-        """How a GGUF file's matrices are quantised, in words; empty if they are plain floats."""
-        *names, last = sorted({part.blocks.name for (part, *_) in self.parts.values() if part.blocks}) or [""]
+        """How matrices are quantised, in words; empty if they are plain floats."""
+        kinds = {part.blocks.name for (part, *_) in self.parts.values() if part.blocks}
+        *names, last = sorted(kinds | {layout.name for layout, _ in self.layouts.values()}) or [""]
         return " and ".join(filter(None, (", ".join(names), last)))
 
     @property
@@ -577,6 +641,12 @@ class Checkpoint:
         """Read these rows and columns of a tensor. For a GPU it is in pinned memory, to be copied while the next one is
         read, or already on its way there; for a CPU, floats are in fp32, as torch is slow at converting between 16-bit
         types. The rows of q and k, always whole heads, are put into Meta's RoPE convention, interleaved pairs."""
+        if name in self.layouts:
+            format, values = self.layouts[name][0].format, []
+            for some in self.blocks(device, name, rows, columns):
+                format.write(some, tensors := format.empty(*some.codes.shape, device))
+                values.append(format.decoded(tensors))
+            return torch.cat(values)
         parts, axis, gpu = self.parts[name], self._axis(name), device.type == "cuda"
         spans = [range(size)[taken] for size, taken in zip(self.shapes[name], (rows, columns))]
         size, pieces = parts[0].shape[axis], []
@@ -601,6 +671,9 @@ class Checkpoint:
 
     def blocks(self, device: torch.device, name: str, rows: slice, columns: slice) -> Iterator[quants.Blocks]:
         """These rows and columns of a quantised matrix, some rows at a time."""
+        if name in self.layouts:
+            yield self._cut(device, name, rows, columns)
+            return
         (part,), gpu = self.parts[name], device.type == "cuda"
         raw = read_blocks(part, gpu, *(range(size)[taken] for size, taken in zip(part.shape, (rows, columns))))
         at_once = (64 if gpu else 1) * quants.AT_ONCE // part.shape[1]
@@ -608,28 +681,43 @@ class Checkpoint:
             for some in self.in_pairs(name, raw.to(device, non_blocking=True)).split(max(1, at_once)):
                 yield quants.blocks(part.blocks, some)
 
+    def _cut(self, device: torch.device, name: str, rows: slice, columns: slice) -> quants.Blocks:
+        """These rows and columns of a matrix in safetensors, which is read whole."""
+        layout, parts = self.layouts[name]
+        with naming(next(iter(parts.values()))):
+            whole = layout.blocks({key: read_part(part).to(device) for key, part in parts.items()})
+            quants.check_scales(whole)
+        N, K = whole.codes.shape
+        if (start := range(K)[columns].start) or start + len(range(K)[columns]) < K:
+            of = lambda t: t[:, stored_columns(slice(*columns.indices(K)[:2]), K, t.shape[1])]
+        else:
+            of = lambda t: t
+        return quants.Blocks(*(t if t is None else of(self.in_pairs(name, t[rows].contiguous())) for t in whole))
+
     def as_stored(self, c: Config, most_bits: int) -> "PerMatrix | None":
         """The formats that hold the matrices as they are in the file; None if none is quantised. c: the config of a
         rank."""
         if not self.quantised:
             return None
-        found, shapes = {}, matrix_shapes(c)
-        for info, layer in model_tensors(self.config):
-            name = info.field if layer is None else f"layers.{layer}.{info.field}"
-            if name in shapes:
-                (part, *_) = self.parts[info.name(self.layout, layer)]
-                found.setdefault(name, set()).add(part.blocks.name if part.blocks else "")
-        if self.config.tie_embeddings:
-            (part, *_) = self.parts[EMBEDDING.name(self.layout)]
-            found["output"] = {part.blocks.name if part.blocks else ""}
-        formats = {name: quants.format_for(kinds, shapes[name][1], most_bits) for name, kinds in found.items()}
+        shapes, kinds = matrix_shapes(c), {}
+        for info, layer in [*model_tensors(self.config), *([(EMBEDDING, None)] if self.config.tie_embeddings else [])]:
+            name = (
+                OUTPUT.field if info is EMBEDDING else info.field if layer is None else f"layers.{layer}.{info.field}"
+            )
+            if name in shapes and (info is not EMBEDDING or self.config.tie_embeddings):
+                stored = info.name(self.layout, layer)
+                part = self.parts.get(stored, [None])[0]
+                kinds.setdefault(name, set()).add(
+                    self.layouts.get(stored, [part and part.blocks and part.blocks.name])[0]
+                )
+        formats = {name: quants.format_for(found, shapes[name][1], most_bits) for name, found in kinds.items()}
         return PerMatrix("as stored", 0, None, None, formats=formats)
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
         one. What a format stores was checked when it was read."""
         parts = itertools.chain.from_iterable(self.parts.values())
-        for part in (part for part in parts if part.name.endswith((".weight", ".bias"))):
+        for part in (part for part in parts if part.name.endswith((".weight", ".bias")) and part.dtype in FLOATS):
             tensor = read_part(part)
             if not torch.isfinite(tensor).all():
                 return one_line(f"{part.name} in {part.file.name} holds NaN or inf")

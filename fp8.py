@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,8 +76,8 @@ def half_at(bits, EXPONENT: tl.constexpr):
 
 @jit
 def scale_and_minimum(tile, EXPONENT: tl.constexpr, PRODUCT: tl.constexpr):
-    """Those of groups, times 2^-EXPONENT, given as two halves (tile[1], tile[2]), or as bytes in an int16 (tile[1]), the
-    minimum above the scale, each times one of the halves in an int32 (tile[2]), then times 2^-PRODUCT too."""
+    """Those of groups, times 2^-EXPONENT, given as two halves (tile[1], tile[2]), or as bytes in an int16 (tile[1]),
+    the minimum above the scale, each times one of the halves in an int32 (tile[2]), then times 2^-PRODUCT too."""
     if tile[1].dtype == tl.float16:
         return tile[1].to(tl.float32) * (2.0**-EXPONENT), tile[2].to(tl.float32) * (2.0**-EXPONENT)
     else:
@@ -144,6 +145,10 @@ class Format:
 
     def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
         """[N, K] to what is stored, in the given tensors if any. Raises ValueError for NaN or inf."""
+        raise NotImplementedError
+
+    def write(self, b: Any, out: Tensors) -> None:
+        """Store what a checkpoint has quantised, quants.Blocks, as it is."""
         raise NotImplementedError
 
     def decoded(self, tensors: Tensors) -> Tensor:
@@ -316,6 +321,13 @@ class Float8(Format):
         codes, scales = tensors
         return self.halves(codes).float().mul_(self.gain * scales)
 
+    def write(self, b: Any, out: Tensors) -> None:
+        codes, scale = out
+        if ((b.codes & 0x7F) >= self.not_finite).any():
+            raise ValueError("codes of NaN or infinity")
+        codes.copy_(b.codes)
+        scale.copy_(b.scale)
+
     def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
         """Raise ValueError for codes of NaN or infinity, scales that are not positive and finite, and rows whose
         largest code is not in the range that encode gives it (for parts of rows: is above that range), a sign of codes
@@ -444,13 +456,13 @@ def _e4m3_bits(codes: Tensor) -> Tensor:
 
 
 @jit
-def _e4m3_values(codes):
+def e4m3_values(codes):
     return ((codes.to(tl.int16) << 7) & ~0x4000).to(tl.float16, bitcast=True)
 
 
 @jit
 def _e4m3_values_nan(codes):
-    return tl.where((codes & 0x7F) == 0x7F, float("nan"), _e4m3_values(codes)).to(tl.float16)
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), e4m3_values(codes)).to(tl.float16)
 
 
 @jit
@@ -464,8 +476,8 @@ _E4M3_ASM = constexpr(packed_asm(*(f"prmt.b32 p, SOURCE, 0, {order}; {_UNDER_SIG
 
 
 @jit
-def _e4m3_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, _e4m3_values, _E4M3_ASM)
+def e4m3_packed_sums(w_tile, x_tile):
+    return packed_sums(w_tile, x_tile, e4m3_values, _E4M3_ASM)
 
 
 @jit
@@ -482,7 +494,7 @@ def e4m3_encode(x):
 
 
 E4M3 = Float8(
-    "e4m3", 8, load_elements, _e4m3_values, _e4m3_row_scale, _e4m3_packed_sums,
+    "e4m3", 8, load_elements, e4m3_values, _e4m3_row_scale, e4m3_packed_sums,
     gain=256.0, move_bits=_e4m3_bits, values_nan=_e4m3_values_nan, encode_tile=e4m3_encode,
 )  # fmt: skip
 
@@ -491,7 +503,7 @@ E4M3 = Float8(
 
 
 @jit
-def _native_values(codes):
+def native_values(codes):
     return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
@@ -505,13 +517,13 @@ _NATIVE_ASM = constexpr(packed_asm(*(f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4
 
 
 @jit
-def _native_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, _native_values, _NATIVE_ASM)
+def native_packed_sums(w_tile, x_tile):
+    return packed_sums(w_tile, x_tile, native_values, _NATIVE_ASM)
 
 
 E4M3_NATIVE = replace(
-    E4M3, gain=1.0, values=_native_values, values_nan=_native_values, row_scale=row_scale,
-    packed_sums=_native_packed_sums, encode_tile=_native_encode, tensor_cores=True,
+    E4M3, gain=1.0, values=native_values, values_nan=native_values, row_scale=row_scale,
+    packed_sums=native_packed_sums, encode_tile=_native_encode, tensor_cores=True,
 )  # fmt: skip
 
 PLAIN = Format("none", 16, load_elements, plain_values)

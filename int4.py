@@ -19,7 +19,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8 import E4M3, Grouped, Tensors, as_floats, half_at, last_row_scale, load_groups, scale_and_minimum, stream
+from fp8 import (
+    E4M3,
+    Format,
+    Grouped,
+    Tensors,
+    as_floats,
+    half_at,
+    last_row_scale,
+    load_groups,
+    scale_and_minimum,
+    stream,
+)
 from launch import EMULATED, constexpr, jit, tl
 
 GROUP = 32

@@ -6,6 +6,7 @@ ggml.py. Sources: ggml-common.h and ggml-quants.c.
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,9 +136,9 @@ def _q8_0(b: Tensor):
 
 
 def _k_scales(b: Tensor) -> Tensors:
-    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K: two halves times 6 bits each, packed in 12 bytes. The
-    first four of either are the low 6 bits of a byte; the others have 4 bits in the last bytes, and 2 at the top of the
-    first."""
+    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K: two halves times 6 bits each, packed in 12 bytes.
+    The first four of either are the low 6 bits of a byte; the others have 4 bits in the last bytes, and 2 at the top of
+    the first."""
     low_scale, low_minimum, last = b[..., 4:16].split(4, -1)
     scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
     minimum = torch.cat((low_minimum & 63, last >> 4 | low_minimum >> 6 << 4), -1)
@@ -222,7 +223,7 @@ class Held(Grouped):
         scale, minimum, codes = (b.scale * up).half(), (minimum * up).half(), b.codes
         if self.form == "zero":
             zero = torch.full_like(scale, 8) if b.zero is None else b.zero
-            scale = _joined((zero * 16).to(torch.int16).view(torch.float16), scale).view(torch.int32)
+            scale = _joined((zero.to(torch.int16) * 16).view(torch.float16), scale).view(torch.int32)
         if self.bits == 4:
             signed = self.form == "scale" or self.form == "zero" and b.zero is None
             codes = int4.packed(codes + 8 if signed else codes)
@@ -368,11 +369,201 @@ HOLDS = {  # types of ggml
     Q4_0: {"Q4_0"}, Q4_1: {"Q4_1"}, Q4_K: {"Q4_K"}, Q8_0: {"Q8_0", "Q5_0", "Q4_0"},
     Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"}, Q8_K: {"Q6_K", "Q5_K", "Q4_K"},
 }  # fmt: skip
-FORMATS = (*HOLDS, *WITH_ZEROS.values())
 
 
-def format_for(kinds: set[str], columns: int, most_bits: int = 8) -> Format | None:
-    """The smallest format that holds matrices of all of these types exactly, side by side and cut to so many
-    columns."""
+# E4M3 with a scale for each 128 columns of a row, as checkpoints have one for each 128 x 128 weights
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Groups(Grouped):
+    """int8 codes [N, K] and float32 scales [N, K / 128]."""
+
+    def on(self, device: torch.device) -> Format:
+        return E4M3_128_NATIVE if fp8.E4M3.on(device) is fp8.E4M3_NATIVE else self
+
+    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        return {"codes": (torch.int8, (N, K)), "scale": (torch.float32, (N, K // 128))}
+
+    def codes(self, tensors: Tensors) -> Tensor:
+        return fp8.E4M3.halves(tensors[0]).float().mul_(256)
+
+    def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        return tensors[1], torch.zeros_like(tensors[1])
+
+    def write(self, b: Blocks, out: Tensors) -> None:
+        fp8.E4M3.write(b, out)
+
+
+@jit
+def _load_e4m3(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes = load_elements(w, first, left, COLUMNS, NEIGHBOURS)
+    return codes, load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 128)
+
+
+@jit
+def _scaled(values, scale):
+    """Values [R, COLUMNS] times the scales of their groups [R, G]: floats."""
+    groups = values.to(tl.float32).reshape(values.shape[0], scale.shape[1], values.shape[1] // scale.shape[1])
+    return (groups * scale[:, :, None]).reshape(values.shape)
+
+
+@jit
+def _values_e4m3(tile):
+    return _scaled(fp8.e4m3_values(tile[0]), tile[1] * 256.0)
+
+
+@jit
+def _sums_e4m3(tile, x):
+    return _scaled(fp8.e4m3_packed_sums(tile[0], x), tile[1] * 256.0)
+
+
+@jit
+def _values_native(tile):
+    return _scaled(fp8.native_values(tile[0]), tile[1])
+
+
+@jit
+def _sums_native(tile, x):
+    return _scaled(fp8.native_packed_sums(tile[0], x), tile[1])
+
+
+E4M3_128, E4M3_128_NATIVE = (
+    Float8Groups("e4m3 (groups of 128)", 8, _load_e4m3, values, None, sums, group=128)
+    for values, sums in ((_values_e4m3, _sums_e4m3), (_values_native, _sums_native))
+)
+
+
+# ---- layouts of safetensors
+
+
+class Layout(NamedTuple):
+    """How other programs store a matrix W [N, K] in tensors that have its name, but for the last word: "weight"."""
+
+    name: str
+    format: Format  # that holds it
+    tensors: Callable  # (N, K) -> by the last word, possible types and shapes
+    blocks: Callable  # tensors, by the last word -> Blocks of the whole matrix
+    optional: tuple[str, ...] = ()
+
+
+NOT_NEEDED = (".input_scale", ".k_scale", ".v_scale", ".weight_shape")  # activations are ours; shapes are the config's
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INT32 = (torch.int32,)
+
+
+def _held_in(group: int) -> Format:
+    """The format for groups of so many columns, of which several may share a scale; -1: a row is one group."""
+    found = next((size for size in (128, 64, 32) if group == -1 or group % size == 0), None)
+    if not found or not group:
+        raise ValueError(f"a group_size of {group} is not supported: it must be -1 or a multiple of 32")
+    return WITH_ZEROS[found]
+
+
+def _groups(K: int, group: int) -> int:
+    """How many a row has."""
+    if group > 0 and K % group:
+        raise ValueError(f"a group_size of {group} does not divide {K} columns, which is not supported")
+    return max(1, K // group)
+
+
+def _blocks4(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Blocks:
+    """Scales and zero points [N, G] are repeated for the groups that the format has."""
+    each = lambda t: t.repeat_interleave(codes.shape[1] // format.group // t.shape[1], 1)
+    return Blocks(codes, each(scale.float()), zero=each(zero))
+
+
+def _nibbles_of(words: Tensor) -> Tensor:
+    """int32 [A, B] to int8 [A, 8 B], the lowest bits first."""
+    raw = words.contiguous().view(torch.uint8)
+    return torch.stack((raw & 15, raw >> 4), 2).flatten(1).view(torch.int8)
+
+
+def awq(group: int) -> Layout:
+    """AutoAWQ's "gemm": columns of W^T, of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    format = _held_in(group)
+
+    def tensors(N: int, K: int) -> dict:
+        G = _groups(K, group)
+        return {"qweight": (INT32, [(K, N // 8)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
+
+    def blocks(t: dict[str, Tensor]) -> Blocks:
+        codes, zero = (_nibbles_of(t[key]) for key in ("qweight", "qzeros"))
+        in_order = lambda t: t.unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
+        return _blocks4(format, in_order(codes), t["scales"].t(), in_order(zero))
+
+    return Layout("AWQ", format, tensors, blocks)
+
+
+def gptq(group: int, version_2: bool) -> Layout:
+    """GPTQ without act-order: rows of W, packed along K. Zero points are stored less 1, in version 2 as they are; files
+    that say the wrong version are known by zero points that are all 8."""
+    format = _held_in(group)
+
+    def tensors(N: int, K: int) -> dict:
+        G = _groups(K, group)
+        packed = {"qweight": (INT32, [(K // 8, N)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
+        return packed | {"g_idx": (INT32, [(K,)])}
+
+    def blocks(t: dict[str, Tensor]) -> Blocks:
+        codes, zero = _nibbles_of(t["qweight"].t()), _nibbles_of(t["qzeros"]).t()
+        check_order(t.get("g_idx"), codes.shape[1], zero.shape[1])
+        symmetric = ((zero == 7).all() | (zero == 8).all()).item()
+        zero = torch.full_like(zero, 8) if symmetric else zero if version_2 else zero + 1
+        return _blocks4(format, codes, t["scales"].t(), zero)
+
+    return Layout("GPTQ", format, tensors, blocks, ("g_idx",))
+
+
+def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
+    """Raise ValueError if neighbouring columns are not in one group."""
+    if g_idx is not None and not torch.equal(g_idx.cpu(), (torch.arange(K) // (K // groups)).int()):
+        raise ValueError("columns in act-order, which is not supported: take a GPTQ without desc_act, an AWQ or a GGUF")
+
+
+def packed(group: int, symmetric: bool) -> Layout:
+    """compressed-tensors' "pack-quantized": rows of W, packed along K; zero points, if there are any, along N."""
+    format = _held_in(group)
+
+    def tensors(N: int, K: int) -> dict:
+        G = _groups(K, group)
+        found = {"weight_packed": (INT32, [(N, K // 8)]), "weight_scale": (FLOATS, [(N, G)])}
+        zero = {} if symmetric else {"weight_zero_point": (INT32, [(N // 8, G)])}
+        return found | zero | {"weight_g_idx": (INT32, [(K,)])}
+
+    def blocks(t: dict[str, Tensor]) -> Blocks:
+        codes, scale = _nibbles_of(t["weight_packed"]), t["weight_scale"]
+        check_order(t.get("weight_g_idx"), codes.shape[1], scale.shape[1])
+        zero = torch.full_like(scale, 8) if symmetric else _nibbles_of(t["weight_zero_point"].t()).t()
+        return _blocks4(format, codes, scale, zero)
+
+    return Layout("W4A16", format, tensors, blocks, ("weight_g_idx",))
+
+
+def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
+    """E4M3 codes, to be multiplied (despite the name "weight_scale_inv") by one scale for the matrix, one for each row,
+    or one for each 128 x 128 weights."""
+
+    def tensors(N: int, K: int) -> dict:
+        shapes = [(-(-N // 128), -(-K // 128))] if in_blocks else [(N, 1), (1,), (), (N,), (1, 1)]
+        return {"weight": ((torch.float8_e4m3fn,), [(N, K)]), scale: (FLOATS, shapes)}
+
+    def blocks(t: dict[str, Tensor]) -> Blocks:
+        codes, factor = t["weight"].view(torch.int8), t[scale].float()
+        if in_blocks:
+            return Blocks(codes, factor.repeat_interleave(128, 0)[: len(codes)])
+        return Blocks(codes, factor.reshape(-1, 1).expand(len(codes), 1))
+
+    return Layout("FP8", E4M3_128 if in_blocks else fp8.E4M3, tensors, blocks)
+
+
+FORMATS = (*HOLDS, *WITH_ZEROS.values(), E4M3_128)  # all but those of kernels.py
+
+
+def format_for(kinds: set[str | Layout | None], columns: int, most_bits: int = 8) -> Format | None:
+    """The smallest format that holds matrices of all of these types of ggml, or of this layout, exactly, side by side
+    and cut to so many columns; None if there is none."""
+    (kind, *others) = kinds
+    if isinstance(kind, Layout):
+        return None if others else kind.format
     fits = lambda format: format.bits <= most_bits and columns % format.group == 0
     return next((format for format, held in HOLDS.items() if kinds <= held and fits(format)), None)
