@@ -676,7 +676,7 @@ class Checkpoint:
             return
         (part,), gpu = self.parts[name], device.type == "cuda"
         raw = read_blocks(part, gpu, *(range(size)[taken] for size, taken in zip(part.shape, (rows, columns))))
-        at_once = (64 if gpu else 1) * quants.AT_ONCE // part.shape[1]
+        at_once = (16 if gpu else 1) * quants.AT_ONCE // part.shape[1]
         with naming(part):
             for some in self.in_pairs(name, raw.to(device, non_blocking=True)).split(max(1, at_once)):
                 yield quants.blocks(part.blocks, some)
