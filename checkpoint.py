@@ -193,20 +193,22 @@ def _quantisation(f: Fields) -> quants.Layout | None:
             if (value := weights.get(name, q.get(name))) not in allowed:
                 raise ValueError(f"{f.file}: quantised as {method} with {name} {value!r}: {INSTEAD}")
 
-    group = lambda: weights.number("group_size", -1, 1 << 20, -1)
+    group = weights.number("group_size", -1, 1 << 20, -1)
+    if group == 0 or group > 0 and group % 32:
+        raise ValueError(f"{f.file}: group_size is {group}; it must be -1 or a multiple of 32: {INSTEAD}")
     if method == "awq":
         only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
-        return quants.awq(group())
+        return quants.awq(group)
     if method == "gptq":
         only(bits=(4,), checkpoint_format=(None, "", "gptq", "gptq_v2"))
-        return quants.gptq(group(), q.get("checkpoint_format") == "gptq_v2")
+        return quants.gptq(group, q.get("checkpoint_format") == "gptq_v2")
     if method == "fp8":
         only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
         in_blocks = bool(q.get("weight_block_size"))
         return quants.fp8_scaled("weight_scale_inv" if in_blocks else "weight_scale", in_blocks)
     if method == "compressed-tensors" and kind == "pack-quantized":
         only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
-        return quants.packed(group(), weights.get("symmetric") is not False)
+        return quants.packed(group, weights.get("symmetric") is not False)
     if method == "compressed-tensors" and kind == "float-quantized":
         only(num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"))
         only(block_structure=(None, [128, 128]))
@@ -577,19 +579,21 @@ class Checkpoint:
     def _expect_quantised(self, layout: quants.Layout, expected: dict, found: dict[str, Part]) -> dict:
         """What is expected where all matrices are in a layout, but for those that have a plain weight."""
         for info, layer in model_tensors(self.config):
-            name = info.name(self.layout, layer)
-            stem, wanted = name.removesuffix("weight"), layout.tensors(*info.shape(self.config)) if info.matrix else {}
-            marks = [
-                part for key, (types, _) in wanted.items() if (part := found.get(stem + key)) and part.dtype in types
-            ]
-            if any(part.name != name or part.dtype not in FLOATS for part in marks):
-                del expected[name]
-                stored = {key: found[stem + key] for key in wanted if stem + key in found}
-                self.layouts[name] = layout, stored
-                for key, (types, shapes) in wanted.items():
-                    if key in stored or key not in layout.optional:
-                        shape = stored[key].shape if key in stored and stored[key].shape in shapes else shapes[0]
-                        expected[stem + key] = types, shape
+            name, shape = info.name(self.layout, layer), info.shape(self.config)
+            wanted, stem = layout.tensors(*shape) if info.matrix else {}, name.removesuffix("weight")
+            codes = found.get(stem + next(iter(wanted), "weight"))
+            if not wanted or not codes or codes.name == name and codes.dtype in FLOATS:
+                continue
+            if layout.group > 0 and shape[1] % layout.group:
+                what = f"{shape[1]} columns, which is not a multiple of group_size {layout.group}"
+                raise ValueError(f"{self.folder}: {name} has {what}: {INSTEAD}")
+            del expected[name]
+            stored = {key: found[stem + key] for key in wanted if stem + key in found}
+            self.layouts[name] = layout, stored
+            for key, (types, shapes) in wanted.items():
+                if key in stored or key not in layout.optional:
+                    seen = stored[key].shape if key in stored else None
+                    expected[stem + key] = types, seen if seen in shapes else shapes[0]
         return expected
 
     def _check_count(self, count: int) -> None:
@@ -683,16 +687,14 @@ class Checkpoint:
 
     def _cut(self, device: torch.device, name: str, rows: slice, columns: slice) -> quants.Blocks:
         """These rows and columns of a matrix in safetensors, which is read whole."""
-        layout, parts = self.layouts[name]
+        (layout, parts), gpu = self.layouts[name], device.type == "cuda"
         with naming(next(iter(parts.values()))):
-            whole = layout.blocks({key: read_part(part).to(device) for key, part in parts.items()})
+            tensors = {key: read_part(part, gpu).to(device, non_blocking=True) for key, part in parts.items()}
+            whole = layout.blocks(tensors)
             quants.check_scales(whole)
-        N, K = whole.codes.shape
-        if (start := range(K)[columns].start) or start + len(range(K)[columns]) < K:
-            of = lambda t: t[:, stored_columns(slice(*columns.indices(K)[:2]), K, t.shape[1])]
-        else:
-            of = lambda t: t
-        return quants.Blocks(*(t if t is None else of(self.in_pairs(name, t[rows].contiguous())) for t in whole))
+        K = whole.codes.shape[1]
+        cut = lambda t: t[:, stored_columns(slice(*columns.indices(K)[:2]), K, t.shape[1])]
+        return quants.Blocks(*(t if t is None else cut(self.in_pairs(name, t[rows].contiguous())) for t in whole))
 
     def as_stored(self, c: Config, most_bits: int) -> "PerMatrix | None":
         """The formats that hold the matrices as they are in the file; None if none is quantised. c: the config of a
@@ -700,18 +702,20 @@ class Checkpoint:
         if not self.quantised:
             return None
         shapes, kinds = matrix_shapes(c), {}
-        for info, layer in [*model_tensors(self.config), *([(EMBEDDING, None)] if self.config.tie_embeddings else [])]:
-            name = (
-                OUTPUT.field if info is EMBEDDING else info.field if layer is None else f"layers.{layer}.{info.field}"
-            )
-            if name in shapes and (info is not EMBEDDING or self.config.tie_embeddings):
-                stored = info.name(self.layout, layer)
-                part = self.parts.get(stored, [None])[0]
-                kinds.setdefault(name, set()).add(
-                    self.layouts.get(stored, [part and part.blocks and part.blocks.name])[0]
-                )
+        tied = [(replace(EMBEDDING, field="output"), None)] if self.config.tie_embeddings else []
+        for info, layer in [*model_tensors(self.config), *tied]:
+            name = info.field if layer is None else f"layers.{layer}.{info.field}"
+            if name in shapes:
+                kinds.setdefault(name, set()).add(self.kind(info.name(self.layout, layer)))
         formats = {name: quants.format_for(found, shapes[name][1], most_bits) for name, found in kinds.items()}
         return PerMatrix("as stored", 0, None, None, formats=formats)
+
+    def kind(self, name: str) -> quants.Layout | str | None:
+        """How a tensor is quantised: in a layout, or as a type of ggml."""
+        if name in self.layouts:
+            return self.layouts[name][0]
+        blocks = self.parts[name][0].blocks
+        return blocks and blocks.name
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is

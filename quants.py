@@ -443,6 +443,7 @@ class Layout(NamedTuple):
     format: Format  # that holds it
     tensors: Callable  # (N, K) -> by the last word, possible types and shapes
     blocks: Callable  # tensors, by the last word -> Blocks of the whole matrix
+    group: int = -1  # columns that share a scale; -1: all
     optional: tuple[str, ...] = ()
 
 
@@ -452,18 +453,9 @@ INT32 = (torch.int32,)
 
 
 def _held_in(group: int) -> Format:
-    """The format for groups of so many columns, of which several may share a scale; -1: a row is one group."""
-    found = next((size for size in (128, 64, 32) if group == -1 or group % size == 0), None)
-    if not found or not group:
-        raise ValueError(f"a group_size of {group} is not supported: it must be -1 or a multiple of 32")
-    return WITH_ZEROS[found]
-
-
-def _groups(K: int, group: int) -> int:
-    """How many a row has."""
-    if group > 0 and K % group:
-        raise ValueError(f"a group_size of {group} does not divide {K} columns, which is not supported")
-    return max(1, K // group)
+    """The format for groups of so many columns, a multiple of 32, of which several may share a scale; -1: a row is one
+    group."""
+    return WITH_ZEROS[next(size for size in (128, 64, 32) if group == -1 or group % size == 0)]
 
 
 def _blocks4(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Blocks:
@@ -483,7 +475,7 @@ def awq(group: int) -> Layout:
     format = _held_in(group)
 
     def tensors(N: int, K: int) -> dict:
-        G = _groups(K, group)
+        G = max(1, K // group)
         return {"qweight": (INT32, [(K, N // 8)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
@@ -491,7 +483,7 @@ def awq(group: int) -> Layout:
         in_order = lambda t: t.unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
         return _blocks4(format, in_order(codes), t["scales"].t(), in_order(zero))
 
-    return Layout("AWQ", format, tensors, blocks)
+    return Layout("AWQ", format, tensors, blocks, group)
 
 
 def gptq(group: int, version_2: bool) -> Layout:
@@ -500,7 +492,7 @@ def gptq(group: int, version_2: bool) -> Layout:
     format = _held_in(group)
 
     def tensors(N: int, K: int) -> dict:
-        G = _groups(K, group)
+        G = max(1, K // group)
         packed = {"qweight": (INT32, [(K // 8, N)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
         return packed | {"g_idx": (INT32, [(K,)])}
 
@@ -511,7 +503,7 @@ def gptq(group: int, version_2: bool) -> Layout:
         zero = torch.full_like(zero, 8) if symmetric else zero if version_2 else zero + 1
         return _blocks4(format, codes, t["scales"].t(), zero)
 
-    return Layout("GPTQ", format, tensors, blocks, ("g_idx",))
+    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx",))
 
 
 def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
@@ -525,7 +517,7 @@ def packed(group: int, symmetric: bool) -> Layout:
     format = _held_in(group)
 
     def tensors(N: int, K: int) -> dict:
-        G = _groups(K, group)
+        G = max(1, K // group)
         found = {"weight_packed": (INT32, [(N, K // 8)]), "weight_scale": (FLOATS, [(N, G)])}
         zero = {} if symmetric else {"weight_zero_point": (INT32, [(N // 8, G)])}
         return found | zero | {"weight_g_idx": (INT32, [(K,)])}
@@ -536,7 +528,7 @@ def packed(group: int, symmetric: bool) -> Layout:
         zero = torch.full_like(scale, 8) if symmetric else _nibbles_of(t["weight_zero_point"].t()).t()
         return _blocks4(format, codes, scale, zero)
 
-    return Layout("W4A16", format, tensors, blocks, ("weight_g_idx",))
+    return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",))
 
 
 def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
@@ -549,6 +541,8 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
         codes, factor = t["weight"].view(torch.int8), t[scale].float()
+        if ((codes & 0x7F) == 0x7F).any():
+            raise ValueError("codes of NaN")
         if in_blocks:
             return Blocks(codes, factor.repeat_interleave(128, 0)[: len(codes)])
         return Blocks(codes, factor.reshape(-1, 1).expand(len(codes), 1))

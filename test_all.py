@@ -4252,9 +4252,9 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
         "AWQ", spoil_config(quantization_config=QUANTISED["AWQ"][0] | {"version": "gemv"}), "awq with version 'gemv'"
     ),
     "act-order": ("GPTQ", put(f"{UP}g_idx", lambda t: t.flip(0)), f"{UP}qweight has columns in act-order"),
-    "odd groups": ("GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 48}), "a group_size of 48 is not"),
+    "odd groups": ("GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 48}), "group_size is 48; it must be"),
     "uneven groups": (
-        "GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 512}), "group_size of 512 does not divide 128"
+        "GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 512}), "not a multiple of group_size 512"
     ),
     "codes of another shape": ("GPTQ", put(f"{UP}qweight", lambda t: t[1:]), "up_proj.qweight is [15, 256], expected"),
     "codes of another type": ("AWQ", put(f"{UP}qweight", lambda t: t.float()), "qweight has a type other than int32"),
@@ -4263,7 +4263,7 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
        for how, key in (("AWQ", "scales"), ("GPTQ", "scales"), ("W4A16", "weight_scale"))
        for x in (float("nan"), float("inf"))},
     "NaN codes": (
-        "FP8, blocks", put(f"{UP}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "codes of NaN"
+        "FP8, blocks", put(f"{UP}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "weight has codes of NaN"
     ),
     "other blocks": (
         "FP8, blocks", spoil_config(quantization_config=dict(quant_method="fp8", weight_block_size=[64, 64])),
