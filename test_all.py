@@ -4263,7 +4263,7 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
        for how, key in (("AWQ", "scales"), ("GPTQ", "scales"), ("W4A16", "weight_scale"))
        for x in (float("nan"), float("inf"))},
     "NaN codes": (
-        "FP8, blocks", put(f"{UP}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "weight has codes of NaN"
+        "FP8, blocks", put(f"{UP}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "has codes of NaN"
     ),
     "other blocks": (
         "FP8, blocks", spoil_config(quantization_config=dict(quant_method="fp8", weight_block_size=[64, 64])),
