@@ -588,7 +588,7 @@ class Checkpoint:
                 what = f"{shape[1]} columns, which is not a multiple of group_size {layout.group}"
                 raise ValueError(f"{self.folder}: {name} has {what}: {INSTEAD}")
             del expected[name]
-            stored = {key: found[stem + key] for key in wanted if stem + key in found}
+            stored = {key: found[stem + key] for key in wanted if stem + key in found and stem + key not in expected}
             self.layouts[name] = layout, stored
             for key, (types, shapes) in wanted.items():
                 if key in stored or key not in layout.optional:

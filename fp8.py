@@ -170,10 +170,10 @@ class Format:
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.tensors(N, K).values())
 
     def packed(self, tensors: Tensors) -> Tensors | None:
-        """What packed_linear reads beside what is stored, if torch has a product for one token in bf16 on a CPU."""
+        """What packed_linear reads beside what is stored, if torch has a product in bf16 on a CPU for few tokens."""
 
     def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
-        """x W^T in bf16. x [1, K] -> [1, N]."""
+        """x W^T in bf16. x [T, K] -> [T, N]."""
         raise NotImplementedError
 
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
@@ -197,8 +197,8 @@ class Grouped(Format):
 
     def decoded(self, tensors: Tensors) -> Tensor:
         scale, minimum = self.scales(tensors)
-        groups = self.codes(tensors).unflatten(1, (scale.shape[1], -1))
-        return torch.addcmul(minimum[..., None], groups, scale[..., None]).flatten(1)
+        groups = self.codes(tensors).float().unflatten(1, (scale.shape[1], -1))
+        return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
 
     def multiply(self, tensors: Tensors, factor: float) -> None:
         tensors[-1].mul_(factor)

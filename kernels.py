@@ -84,13 +84,16 @@ def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
     return Matrix(torch.ops.mkldnn._reorder_linear_weight(w.data)) if w.data.dtype == dtype else w
 
 
+MAX_PACKED = 128  # tokens: with more, torch's product of packed codes is slower than decoding them first
+
+
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     """y = x W^T. x [T, K] -> [T, N]."""
     if w.data.is_mkldnn:
         T = x.shape[0]
         x16 = functional.pad(x.bfloat16(), (0, 0, 0, _padded_rows(T) - T))
         return torch.ops.mkldnn._linear_pointwise(x16, w.data, None, "none", [], "")[:T].to(x.dtype)
-    if w.packed and x.shape[0] == 1 and x.dtype == torch.bfloat16:
+    if w.packed and x.shape[0] <= MAX_PACKED and x.dtype == torch.bfloat16:
         return w.format.packed_linear(x, w.packed)
     if w.data.device.type == "cpu" and (w.format or w.data.dtype == torch.float16):
         return _cpu_vector_linear(x, w) if x.shape[0] == 1 else _cpu_prompt_linear(x, w)

@@ -488,22 +488,24 @@ def awq(group: int) -> Layout:
 
 def gptq(group: int, version_2: bool) -> Layout:
     """GPTQ without act-order: rows of W, packed along K. Zero points are stored less 1, in version 2 as they are; files
-    that say the wrong version are known by zero points that are all 8."""
+    that say the wrong version are known by zero points that are all 8. Older files have a bias of zeros everywhere."""
     format = _held_in(group)
 
     def tensors(N: int, K: int) -> dict:
         G = max(1, K // group)
         packed = {"qweight": (INT32, [(K // 8, N)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
-        return packed | {"g_idx": (INT32, [(K,)])}
+        return packed | {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
         codes, zero = _nibbles_of(t["qweight"].t()), _nibbles_of(t["qzeros"]).t()
         check_order(t.get("g_idx"), codes.shape[1], zero.shape[1])
+        if "bias" in t and t["bias"].any():
+            raise ValueError("a bias, which this architecture has not")
         symmetric = ((zero == 7).all() | (zero == 8).all()).item()
         zero = torch.full_like(zero, 8) if symmetric else zero if version_2 else zero + 1
         return _blocks4(format, codes, t["scales"].t(), zero)
 
-    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx",))
+    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"))
 
 
 def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:

@@ -1665,8 +1665,9 @@ def test_torchs_own_4_bit_product_on_a_cpu():
     if packed.packed is None:
         assert not kernels.multiplies_bf16()
         return
-    x = torch.randn(1, 256).bfloat16()
-    assert nmse(kernels.linear_ref(x, packed), x.float() @ w.dense().t()) < 2 * ONE_UNIT[torch.bfloat16]
+    for T in (1, 9):
+        x = torch.randn(T, 256).bfloat16()
+        assert nmse(kernels.linear_ref(x, packed), x.float() @ w.dense().t()) < 2 * ONE_UNIT[torch.bfloat16]
 
 
 @BACKENDS
@@ -4126,7 +4127,7 @@ def pack_awq(N: int, K: int) -> tuple[dict, torch.Tensor]:
 def pack_gptq(group: int = 32, less: int = 1, zeros=range(1, 16)):
     def pack(N: int, K: int) -> tuple[dict, torch.Tensor]:
         codes, scale, zero, values = codes_of(N, K, group if group > 0 else K, zeros)
-        found = dict(qweight=words(codes).t(), qzeros=words((zero - less).t()), scales=scale.t())
+        found = dict(qweight=words(codes).t(), qzeros=words((zero - less).t()), scales=scale.t(), bias=torch.zeros(N))
         return found | ({"g_idx": torch.arange(K, dtype=torch.int32) // group} if group > 0 else {}), values
 
     return pack
@@ -4197,7 +4198,7 @@ def write_quantised(folder: Path, how: str, tiny: Path):
     theirs.save_pretrained(folder)
     theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
     tensors, weights = load_file(folder / "model.safetensors"), theirs.state_dict()
-    for name in [name for name in tensors if "proj" in name]:
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
         stored, values = pack(*tensors.pop(name).shape)
         tensors |= {name.removesuffix("weight") + key: value.contiguous() for key, value in stored.items()}
         weights[name].copy_(values)
@@ -4252,6 +4253,7 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
         "AWQ", spoil_config(quantization_config=QUANTISED["AWQ"][0] | {"version": "gemv"}), "awq with version 'gemv'"
     ),
     "act-order": ("GPTQ", put(f"{UP}g_idx", lambda t: t.flip(0)), f"{UP}qweight has columns in act-order"),
+    "bias": ("GPTQ", set_one(f"{UP}bias", 1), "up_proj.qweight has a bias"),
     "odd groups": ("GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 48}), "group_size is 48; it must be"),
     "uneven groups": (
         "GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 512}), "not a multiple of group_size 512"
