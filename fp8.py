@@ -60,12 +60,13 @@ def load_elements(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexp
 
 @jit
 def load_groups(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
-    """What each EACH columns find in w, which has an element for each GROUP of them: [R, COLUMNS / EACH]."""
+    """What each EACH columns find in w, which has an element for each GROUP of them: [R, COLUMNS / EACH]. A thread has
+    one, as of the codes. Either `first` is a multiple of GROUP, or COLUMNS is EACH."""
     offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
     mask = None
     if left is not None:
         mask = offs_k < left
-    return stream(w + tl.max_contiguous((first + offs_k) // GROUP, [1, 1]), mask)  # one a thread, as of the codes
+    return stream(w + tl.max_contiguous(first // GROUP + offs_k // GROUP, [1, 1]), mask)
 
 
 @jit

@@ -193,14 +193,13 @@ class Held(Grouped):
 
     def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
         groups = (N, K // self.group)
-        more = {
-            "scale": lambda: {"scale": (torch.float16, groups)},
-            "zero": lambda: {"scale": (torch.int32, groups)},
-            "minimum": lambda: {"scale": (torch.float16, groups), "minimum": (torch.float16, groups)},
-            "parts": lambda: {"parts": (torch.int16, (N, K // self.part)), "scale": (torch.int32, groups)},
-        }[self.form]()
-        codes = (torch.int32, (N, K // 8)) if self.bits == 4 else (torch.int8, (N, K))
-        return {"codes": codes} | more | {"row": (torch.float32, (N, 1))}
+        found = {"codes": (torch.int32, (N, K // 8)) if self.bits == 4 else (torch.int8, (N, K))}
+        if self.form == "parts":
+            found["parts"] = torch.int16, (N, K // self.part)
+        found["scale"] = torch.int32 if self.form in ("zero", "parts") else torch.float16, groups
+        if self.form == "minimum":
+            found["minimum"] = torch.float16, groups
+        return found | {"row": (torch.float32, (N, 1))}
 
     def scales(self, tensors: Tensors) -> Tensors:
         _, *found, row = tensors
@@ -217,23 +216,20 @@ class Held(Grouped):
         return ((low * row)[..., None] * parts[..., 0]).flatten(1), ((high * row)[..., None] * parts[..., 1]).flatten(1)
 
     def write(self, b: Blocks, out: Tensors) -> None:
+        K, codes = b.codes.shape[1], b.codes
         minimum = torch.zeros_like(b.scale) if b.minimum is None else b.minimum
         peak = torch.maximum(b.scale.abs(), minimum.abs()).amax(1, keepdim=True).clamp(min=1e-30)
         up = 2.0**14 / (peak.view(torch.int32) & 0x7F800000).view(torch.float32)  # a power of two
-        scale, minimum, codes = (b.scale * up).half(), (minimum * up).half(), b.codes
-        if self.form == "zero":
-            zero = torch.full_like(scale, 8) if b.zero is None else b.zero
-            scale = _joined((zero.to(torch.int16) * 16).view(torch.float16), scale).view(torch.int32)
+        groups = [(b.scale * up).half(), (minimum * up).half()]
+        if self.form == "scale":
+            groups.pop()
+        elif self.form == "zero":
+            groups = [_joined((b.zero.to(torch.int16) * 16).view(torch.float16), groups[0]).view(torch.int32)]
+        elif self.form == "parts":
+            parts = [part.to(torch.int8).repeat_interleave(K // self.part // part.shape[1], 1) for part in b.parts]
+            groups = [_joined(*parts).view(torch.int16), _joined(*groups).view(torch.int32)]
         if self.bits == 4:
-            signed = self.form == "scale" or self.form == "zero" and b.zero is None
-            codes = int4.packed(codes + 8 if signed else codes)
-        groups = {"minimum": (scale, minimum)}.get(self.form, (scale,))
-        if self.form == "parts":
-            parts = [part.repeat_interleave(b.codes.shape[1] // self.part // part.shape[1], 1) for part in b.parts]
-            groups = (
-                _joined(*(part.to(torch.int8) for part in parts)).view(torch.int16),
-                _joined(scale, minimum).view(torch.int32),
-            )
+            codes = int4.packed(codes + 8 if self.form == "scale" else codes)
         for place, value in zip(out, (codes, *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
 
@@ -300,10 +296,8 @@ def _load8_minimum(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constex
 
 @jit
 def _load8_parts(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes, parts = (
-        load_elements(w, first, left, COLUMNS, NEIGHBOURS),
-        load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 16),
-    )
+    codes = load_elements(w, first, left, COLUMNS, NEIGHBOURS)
+    parts = load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 16)
     return codes, parts, load_groups(w[2], first, left, COLUMNS, NEIGHBOURS, 256)
 
 
@@ -479,9 +473,8 @@ def awq(group: int) -> Layout:
         return {"qweight": (INT32, [(K, N // 8)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
-        codes, zero = (_nibbles_of(t[key]) for key in ("qweight", "qzeros"))
-        in_order = lambda t: t.unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
-        return _blocks4(format, in_order(codes), t["scales"].t(), in_order(zero))
+        in_order = lambda t: _nibbles_of(t).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
+        return _blocks4(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
 
     return Layout("AWQ", format, tensors, blocks, group)
 
