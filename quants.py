@@ -174,7 +174,8 @@ SPLIT = {
 
 @dataclass(frozen=True, eq=False)
 class Held(Grouped):
-    """int8 codes [N, K], or 4 bits as int4.py has them; what groups of columns have, by `form`; float32 row [N, 1].
+    """Codes of 4 bits as int4.py has them, or int8 [N, K] with the sign bit flipped: bytes that are 128 more. What a
+    group of columns has, by `form`. Float32 row [N, 1].
 
     scale    half [N, K / group]; of 4 bits, code 8 means 0
     zero     int32 [N, K / group]: the scale, a half, above the zero point in sixteenths
@@ -201,6 +202,9 @@ class Held(Grouped):
             found["minimum"] = torch.float16, groups
         return found | {"row": (torch.float32, (N, 1))}
 
+    def codes(self, tensors: Tensors) -> Tensor:
+        return tensors[0] ^ -128
+
     def scales(self, tensors: Tensors) -> Tensors:
         _, *found, row = tensors
         row = row * self.unit
@@ -216,7 +220,7 @@ class Held(Grouped):
         return ((low * row)[..., None] * parts[..., 0]).flatten(1), ((high * row)[..., None] * parts[..., 1]).flatten(1)
 
     def write(self, b: Blocks, out: Tensors) -> None:
-        K, codes = b.codes.shape[1], b.codes
+        K, codes = b.codes.shape[1], b.codes ^ -128
         minimum = torch.zeros_like(b.scale) if b.minimum is None else b.minimum
         peak = torch.maximum(b.scale.abs(), minimum.abs()).amax(1, keepdim=True).clamp(min=1e-30)
         up = 2.0**14 / (peak.view(torch.int32) & 0x7F800000).view(torch.float32)  # a power of two
@@ -229,13 +233,13 @@ class Held(Grouped):
             parts = [part.to(torch.int8).repeat_interleave(K // self.part // part.shape[1], 1) for part in b.parts]
             groups = [_joined(*parts).view(torch.int16), _joined(*groups).view(torch.int32)]
         if self.bits == 4:
-            codes = int4.packed(codes + 8 if self.form == "scale" else codes)
+            codes = int4.packed(b.codes + 8 if self.form == "scale" else b.codes)
         for place, value in zip(out, (codes, *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
 
 
 @dataclass(frozen=True, eq=False)
-class Held4(Held, int4.Codes4):
+class Held4(int4.Codes4, Held):
     """Codes of 4 bits."""
 
 
@@ -310,8 +314,8 @@ def _scale_and_minimum(tile):
         return scale, scale * 0.0
 
 
-# Two of four codes as halves p: a byte above which 0x64 is put is 1024 more, and exact
-_HALVES = "xor.b32 q, SOURCE, 0x80808080; prmt.b32 p, q, 0x64646464, ORDER; mov.b32 q, 0x64806480; sub.f16x2 p, p, q; "
+# Two of four codes as halves p: with 0x64 above it, a byte stands for 1024 more; 1024 + 128 are subtracted
+_HALVES = "mov.b32 q, 0x64806480; prmt.b32 p, SOURCE, 0x64646464, ORDER; sub.f16x2 p, p, q; "
 _HALVES_OF = [_HALVES.replace("ORDER", order) for order in ("0x4140", "0x4342")]
 _SUMS_ASM = constexpr(fp8.packed_asm(*_HALVES_OF))
 _VALUES_ASM = constexpr(
@@ -332,7 +336,7 @@ def _values8(tile):
     codes = tile[0].reshape(R, G, COLUMNS // G)
     scale, minimum = _scale_and_minimum(tile)
     if EMULATED:
-        values = codes.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+        values = (codes ^ -128).to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
     else:
         values = tl.inline_asm_elementwise(
             _VALUES_ASM, "=&r,=&r,r,r,r,r,r",
