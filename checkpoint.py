@@ -123,7 +123,7 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-QUANTISED = "quantised for another program: take the original safetensors; --fp8 and --int4 make 8 and 4 bits of them"
+INSTEAD = "take the original, which --fp8 and --int4 make 8 and 4 bits of, or a GGUF file"
 
 
 def _instead(folder: Path) -> str | None:
@@ -140,10 +140,7 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
         f.refuse_unless(name, False, None)
-    for name in ("quantization_config", "quantization"):  # GPTQ, AWQ, exl2, bitsandbytes, mlx
-        if value := f.get(name):
-            method = value.get("quant_method") if isinstance(value, dict) else None
-            raise ValueError(f"{f.file}: {name} is {method or value!r}: {QUANTISED}")
+    _quantisation(f)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
     f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
@@ -183,6 +180,50 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def _quantisation(f: Fields) -> quants.Layout | None:
+    """How the safetensors of a folder have matrices quantised, by the config.json. Raises ValueError for ways that
+    other programs alone can read."""
+    if f.get("quantization"):
+        raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
+    q = f.sub("quantization_config")
+    if not q:
+        return None
+    method, kind, weights = q.get("quant_method"), q.get("format"), q
+    if method == "compressed-tensors":
+        groups = list(q.sub("config_groups").values())
+        if len(groups) != 1 or not isinstance(groups[0], dict) or not isinstance(groups[0].get("weights"), dict):
+            raise ValueError(f"{f.file}: quantised in {len(groups)} ways at once: {INSTEAD}")
+        weights = Fields(f.file, groups[0]["weights"])
+
+    def only(**fields) -> None:
+        for name, allowed in fields.items():
+            if (value := weights.get(name, q.get(name))) not in allowed:
+                raise ValueError(f"{f.file}: quantised as {method} with {name} {value!r}: {INSTEAD}")
+
+    group = weights.number("group_size", -1, 1 << 20, -1)
+    if group == 0 or group > 0 and group % 32:
+        raise ValueError(f"{f.file}: group_size is {group}; it must be -1 or a multiple of 32: {INSTEAD}")
+    if method == "awq":
+        only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
+        return quants.awq(group)
+    if method == "gptq":
+        only(bits=(4,), checkpoint_format=(None, "", "gptq", "gptq_v2"))
+        return quants.gptq(group, q.get("checkpoint_format") == "gptq_v2")
+    if method == "fp8":
+        only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
+        in_blocks = bool(q.get("weight_block_size"))
+        return quants.fp8_scaled("weight_scale_inv" if in_blocks else "weight_scale", in_blocks)
+    if method == "compressed-tensors" and kind == "pack-quantized":
+        only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
+        return quants.packed(group, weights.get("symmetric") is not False)
+    if method == "compressed-tensors" and kind == "float-quantized":
+        only(num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"))
+        only(block_structure=(None, [128, 128]))
+        return quants.fp8_scaled("weight_scale", weights.get("strategy") == "block")
+    said = f"{method} ({kind})" if kind else method
+    raise ValueError(f"{f.file}: quantised as {said}, which is not supported: {INSTEAD}")
 
 
 def _generation(folder: Path) -> Fields:
@@ -309,7 +350,7 @@ READERS = 4  # threads: a single one copies from the page cache at a fraction of
 FLOATS = tuple(DTYPES.values())
 SAFETENSORS_TYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
+    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 
 
@@ -405,13 +446,9 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
     on the GPU if pinned. Raises ValueError if the file changed."""
     index = [range(size) for size in part.shape] if index is None else index
     if part.blocks:
-        width = part.shape[1] // part.blocks.block * part.blocks.nbytes
-        stored = replace(part, blocks=None, dtype=torch.uint8, shape=(part.shape[0], width))
-        raw = read_part(stored, pinned, [index[0], range(width)])
-        try:
+        raw = read_blocks(part, pinned, index[0], range(part.shape[1]))
+        with naming(part):
             return quants.decoded(part.blocks, raw.cuda() if pinned else raw)[:, index[1].start : index[1].stop]
-        except ValueError as error:
-            raise ValueError(f"{part.file}: {part.name} has {error}") from None
     if part.mapped is not None:
         return part.mapped[tuple(slice(span.start, span.stop) for span in index)]
     size, row = part.dtype.itemsize, part.dtype.itemsize * math.prod(part.shape[1:])
@@ -434,6 +471,24 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
     return flat.view([len(span) for span in index])
 
 
+def read_blocks(part: Part, pinned: bool, rows: range, columns: range) -> Tensor:
+    """Rows and columns of a tensor of blocks, as stored: uint8 [rows, bytes]."""
+    start, stop, width = (
+        k // part.blocks.block * part.blocks.nbytes for k in (columns.start, columns.stop, part.shape[1])
+    )
+    stored = replace(part, blocks=None, dtype=torch.uint8, shape=(part.shape[0], width))
+    return read_part(stored, pinned, [rows, range(start, stop)])
+
+
+@contextmanager
+def naming(part: Part) -> Iterator[None]:
+    """Errors name the tensor."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{part.file}: {part.name} has {error}") from None
+
+
 def _version(f: io.FileIO) -> tuple[int, ...]:
     stat = os.fstat(f.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
@@ -442,11 +497,15 @@ def _version(f: io.FileIO) -> tuple[int, ...]:
 # ---- a checkpoint: the tensors of a folder
 
 
-def tensor_shapes(c: Config, layout: str = "meta") -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint, by the names of a layout, see Stored.name; always in the same order."""
+def model_tensors(c: Config) -> list[tuple[Stored, int | None]]:
+    """All tensors of a checkpoint, those of layers with the layer; always in the same order."""
     layers = [(info, i) for i in range(c.n_layers) for info in c.layer_table]
-    table = [(EMBEDDING, None), *layers, (NORM, None), *([] if c.tie_embeddings else [(OUTPUT, None)])]
-    return {info.name(layout, layer): info.shape(c) for info, layer in table}
+    return [(EMBEDDING, None), *layers, (NORM, None), *([] if c.tie_embeddings else [(OUTPUT, None)])]
+
+
+def tensor_shapes(c: Config, layout: str = "meta") -> dict[str, tuple[int, ...]]:
+    """Their shapes, by the names of a layout, see Stored.name."""
+    return {info.name(layout, layer): info.shape(c) for info, layer in model_tensors(c)}
 
 
 def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
@@ -479,6 +538,16 @@ def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtyp
     return tensors
 
 
+@dataclass(frozen=True, eq=False)
+class PerMatrix(Format):
+    """The formats of a model's matrices by their names, None for one in 16 or 32 bits."""
+
+    formats: dict[str, Format | None] | None = None
+
+    def at(self, name: str) -> Format | None:
+        return self.formats[name]
+
+
 class Checkpoint:
     """The tensors of a folder. They are read one at a time: the model must never be in memory twice."""
 
@@ -498,12 +567,18 @@ class Checkpoint:
             expected = saved_tensors(config, self.format)
         else:
             expected = {name: (FLOATS, shape) for name, shape in tensor_shapes(config, self.layout).items()}
+        # Of quantised matrices in safetensors, by the names of their weights: how they are stored, and in which parts
+        self.layouts: dict[str, tuple[quants.Layout, dict[str, Part]]] = {}
+        if self.layout == "hugging_face" and (layout := _quantisation(Fields(folder / "config.json"))):
+            expected = self._expect_quantised(layout, expected, {part.name: part for part in parts})
         self.shapes = {name: shape for name, (_, shape) in expected.items()}
         ignored = {OUTPUT.name(self.layout), ggml.ROPE_FACTORS} - {*expected}  # of a tied model; part of the config
         may_be_cut = self.layout == "meta" and not self.format
         self.parts: dict[str, list[Part]] = {}
         for part in parts:
             if part.name in ignored or part.name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # see the config
+                continue
+            if self.layouts and part.name.endswith(quants.NOT_NEEDED):
                 continue
             types, _ = expected.get(part.name, (FLOATS, ()))
             if part.dtype not in types:
@@ -515,6 +590,26 @@ class Checkpoint:
         if may_be_cut:
             self._check_count(len(files))
         self._check_shapes()
+
+    def _expect_quantised(self, layout: quants.Layout, expected: dict, found: dict[str, Part]) -> dict:
+        """What is expected where all matrices are in a layout, but for those that have a plain weight."""
+        for info, layer in model_tensors(self.config):
+            name, shape = info.name(self.layout, layer), info.shape(self.config)
+            wanted, stem = layout.tensors(*shape) if info.matrix else {}, name.removesuffix("weight")
+            codes = found.get(stem + next(iter(wanted), "weight"))
+            if not wanted or not codes or codes.name == name and codes.dtype in FLOATS:
+                continue
+            if layout.group > 0 and shape[1] % layout.group:
+                what = f"{shape[1]} columns, which is not a multiple of group_size {layout.group}"
+                raise ValueError(f"{self.folder}: {name} has {what}: {INSTEAD}")
+            del expected[name]
+            stored = {key: found[stem + key] for key in wanted if stem + key in found and stem + key not in expected}
+            self.layouts[name] = layout, stored
+            for key, (types, shapes) in wanted.items():
+                if key in stored or key not in layout.optional:
+                    seen = stored[key].shape if key in stored else None
+                    expected[stem + key] = types, seen if seen in shapes else shapes[0]
+        return expected
 
     def _check_count(self, count: int) -> None:
         """Whether all of Meta's shards are there: each has as many rows of wq."""
@@ -529,7 +624,7 @@ class Checkpoint:
         for name, parts in self.parts.items():
             if name not in self.shapes:
                 problems.append(f"{name} is unexpected")
-            elif self._axis(name) is None:
+            elif parts[0].shape != self.shapes[name] and self._axis(name) is None:
                 shapes = " + ".join(str(list(part.shape)) for part in parts)
                 problems.append(f"{name} is {shapes}, expected {list(self.shapes[name])}")
         if problems:
@@ -552,8 +647,9 @@ class Checkpoint:
 
     @property
     def quantised(self) -> str:
-        """What a GGUF file's matrices are decoded from, in words; empty if they are plain floats."""
-        *names, last = sorted({part.blocks.name for (part, *_) in self.parts.values() if part.blocks}) or [""]
+        """How matrices are quantised, in words; empty if they are plain floats."""
+        kinds = {part.blocks.name for (part, *_) in self.parts.values() if part.blocks}
+        *names, last = sorted(kinds | {layout.name for layout, _ in self.layouts.values()}) or [""]
         return " and ".join(filter(None, (", ".join(names), last)))
 
     @property
@@ -564,6 +660,12 @@ class Checkpoint:
         """Read these rows and columns of a tensor. For a GPU it is in pinned memory, to be copied while the next one is
         read, or already on its way there; for a CPU, floats are in fp32, as torch is slow at converting between 16-bit
         types. The rows of q and k, always whole heads, are put into Meta's RoPE convention, interleaved pairs."""
+        if name in self.layouts:
+            format, values = self.layouts[name][0].format, []
+            for some in self.blocks(device, name, rows, columns):
+                format.write(some, tensors := format.empty(*some.codes.shape, device))
+                values.append(format.decoded(tensors))
+            return torch.cat(values)
         parts, axis, gpu = self.parts[name], self._axis(name), device.type == "cuda"
         spans = [range(size)[taken] for size, taken in zip(self.shapes[name], (rows, columns))]
         size, pieces = parts[0].shape[axis], []
@@ -573,20 +675,68 @@ class Checkpoint:
                 index = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
                 pieces.append(read_part(part, gpu and len(parts) == 1, index))
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-        if self.halves and name.endswith(ROTATED):
-            D = self.config.head_dim
-            if gpu and tensor.dim() == 2:  # a CPU would take longer to permute it than to read it
-                tensor = tensor.to(device, non_blocking=True)
-            tensor = tensor.reshape(-1, 2, D // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        if gpu and tensor.dim() == 2 and name.endswith(ROTATED):  # a CPU takes longer to permute it than to read it
+            tensor = tensor.to(device, non_blocking=True)
+        tensor = self.in_pairs(name, tensor)
         if gpu:
             return tensor if tensor.is_cuda else tensor.pin_memory()
         return tensor.float() if tensor.is_floating_point() else tensor
+
+    def in_pairs(self, name: str, rows: Tensor) -> Tensor:
+        """The rows of q and k in Meta's order, those of others as they are."""
+        if not self.halves or not name.endswith(ROTATED):
+            return rows
+        return rows.view(-1, 2, self.config.head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    def blocks(self, device: torch.device, name: str, rows: slice, columns: slice) -> Iterator[quants.Blocks]:
+        """These rows and columns of a quantised matrix, some rows at a time."""
+        if name in self.layouts:
+            yield self._cut(device, name, rows, columns)
+            return
+        (part,), gpu = self.parts[name], device.type == "cuda"
+        raw = read_blocks(part, gpu, *(range(size)[taken] for size, taken in zip(part.shape, (rows, columns))))
+        at_once = (16 if gpu else 1) * quants.AT_ONCE // part.shape[1]
+        with naming(part):
+            for some in self.in_pairs(name, raw.to(device, non_blocking=True)).split(max(1, at_once)):
+                yield quants.blocks(part.blocks, some)
+
+    def _cut(self, device: torch.device, name: str, rows: slice, columns: slice) -> quants.Blocks:
+        """These rows and columns of a matrix in safetensors, which is read whole."""
+        (layout, parts), gpu = self.layouts[name], device.type == "cuda"
+        with naming(next(iter(parts.values()))):
+            tensors = {key: read_part(part, gpu).to(device, non_blocking=True) for key, part in parts.items()}
+            whole = layout.blocks(tensors)
+            quants.check_scales(whole)
+        K = whole.codes.shape[1]
+        cut = lambda t: t[:, stored_columns(slice(*columns.indices(K)[:2]), K, t.shape[1])]
+        return quants.Blocks(*(t if t is None else cut(self.in_pairs(name, t[rows].contiguous())) for t in whole))
+
+    def as_stored(self, c: Config, most_bits: int) -> "PerMatrix | None":
+        """The formats that hold the matrices as they are in the file; None if none is quantised. c: the config of a
+        rank."""
+        if not self.quantised:
+            return None
+        shapes, kinds = matrix_shapes(c), {}
+        tied = [(replace(EMBEDDING, field="output"), None)] if self.config.tie_embeddings else []
+        for info, layer in [*model_tensors(self.config), *tied]:
+            name = info.field if layer is None else f"layers.{layer}.{info.field}"
+            if name in shapes:
+                kinds.setdefault(name, set()).add(self.kind(info.name(self.layout, layer)))
+        formats = {name: quants.format_for(found, shapes[name][1], most_bits) for name, found in kinds.items()}
+        return PerMatrix("as stored", 0, None, None, formats=formats)
+
+    def kind(self, name: str) -> quants.Layout | str | None:
+        """How a tensor is quantised: in a layout, or as a type of ggml."""
+        if name in self.layouts:
+            return self.layouts[name][0]
+        blocks = self.parts[name][0].blocks
+        return blocks and blocks.name
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
         one. What a format stores was checked when it was read."""
         parts = itertools.chain.from_iterable(self.parts.values())
-        for part in (part for part in parts if part.name.endswith((".weight", ".bias"))):
+        for part in (part for part in parts if part.name.endswith((".weight", ".bias")) and part.dtype in FLOATS):
             tensor = read_part(part)
             if not torch.isfinite(tensor).all():
                 return one_line(f"{part.name} in {part.file.name} holds NaN or inf")
@@ -740,13 +890,21 @@ def _download(name: str, kind: str = "") -> Path:
 
 def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
     """Bytes of a model's weights. A tied output matrix that is in no format is the embedding itself."""
-    vectors = sum(map(math.prod, vector_shapes(c).values()))
     matrices = matrix_shapes(c)
-    if format:
-        return dtype.itemsize * vectors + sum(format.at(name).nbytes(*shape) for name, shape in matrices.items())
-    if c.tie_embeddings:
+    if c.tie_embeddings and not format_at(format, "output"):
         del matrices["output"]
-    return dtype.itemsize * (vectors + sum(map(math.prod, matrices.values())))
+    vectors = sum(map(math.prod, vector_shapes(c).values()))
+    return dtype.itemsize * vectors + sum(matrix_bytes(name, matrices[name], dtype, format) for name in matrices)
+
+
+def format_at(format: Format | None, name: str) -> Format | None:
+    """The format of a matrix, if it has one."""
+    return format and format.at(name)
+
+
+def matrix_bytes(name: str, shape: tuple[int, int], dtype: torch.dtype, format: Format | None) -> int:
+    held = format_at(format, name)
+    return held.nbytes(*shape) if held else dtype.itemsize * math.prod(shape)
 
 
 def largest_read(c: Config) -> int:
@@ -759,9 +917,10 @@ def largest_read(c: Config) -> int:
 def check_groups(c: Config, format: Format | None) -> None:
     """Raise ValueError if a rank's columns of a matrix are not whole groups of the format."""
     for name, (_, columns) in matrix_shapes(c).items():
-        if format and columns % format.at(name).group:
+        held = format_at(format, name)
+        if held and columns % held.group:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
-            raise ValueError(f"{name} has {columns} columns{where}; {format.name} needs a multiple of {format.group}")
+            raise ValueError(f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}")
 
 
 @dataclass
@@ -783,7 +942,7 @@ class Loader:
     def __post_init__(self) -> None:
         self.whole, self.config = self.checkpoint.config, self.checkpoint.config.cut(self.ranks)
         self.shapes = matrix_shapes(self.config)
-        self.encodes = bool(self.format and not self.checkpoint.format)
+        self.encodes = bool(self.format and not self.checkpoint.format and not self.checkpoint.quantised)
         if self.encodes:  # allocate what stays first, to avoid fragmentation
             self.encoded = {name: self.empty(name) for name in self.shapes}
             self.workspace = torch.empty(largest_read(self.config), dtype=self.stored, device=self.device)
@@ -801,7 +960,7 @@ class Loader:
             norm = self.vector("norm", [NORM])
             if not self.config.tie_embeddings or self.checkpoint.format:
                 output = self.matrix("output", [OUTPUT])
-            elif self.format:
+            elif format_at(self.format, "output"):
                 output = self.matrix("output", [replace(EMBEDDING, dims=OUTPUT.dims)])
             else:
                 tied = embedding[self.share("output_rows")].to(self.stored)
@@ -851,7 +1010,9 @@ class Loader:
     def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
         """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
         (N, K), columns = self.shapes[name], self.share(infos[0].dims[1])
-        self.bar.update(self.format.at(name).nbytes(N, K) if self.format else self.dtype.itemsize * N * K)
+        self.bar.update(matrix_bytes(name, (N, K), self.dtype, self.format))
+        if self.checkpoint.quantised and format_at(self.format, name):
+            return kernels.prepacked(self.as_stored(name, infos, layer, columns), self.backend, self.dtype)
         if self.checkpoint.format:
             return kernels.prepacked(self.saved(name, infos, layer, columns), self.backend, self.dtype)
         if self.encodes:  # whole rows, so that the codes do not depend on how many ranks there are
@@ -859,12 +1020,28 @@ class Loader:
             data = self.workspace[: N * K].view(N, K)
         else:
             data = torch.empty(N, K, dtype=self.stored, device=self.device)
-        stacked = data.split([info.shape(self.config)[0] for info in infos]) if infos[0].field != "w13" else ()
-        for place, source in zip(stacked or (data[0::2], data[1::2]), self.sources(name, infos, layer), strict=True):
+        for (place,), source in zip(self.places((data,), infos), self.sources(name, infos, layer), strict=True):
             part = self.checkpoint.read(self.device, *source, ALL if self.encodes else columns)
             place.copy_(part, non_blocking=True)
         made = self.encode(name, data, columns) if self.encodes else Matrix(data)
         return kernels.prepacked(made, self.backend, self.dtype)
+
+    def places(self, tensors: tuple[Tensor, ...], infos: list[Stored]) -> list[tuple[Tensor, ...]]:
+        """The rows of a matrix where each of the checkpoint's belongs."""
+        if infos[0].field == "w13":
+            return [tuple(t[i::2] for t in tensors) for i in (0, 1)]
+        return list(zip(*(t.split([info.shape(self.config)[0] for info in infos]) for t in tensors)))
+
+    def as_stored(self, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Matrix:
+        """A matrix that the file has quantised, as it is."""
+        tensors, format = self.empty(name), self.format.at(name)
+        for place, (source, rows) in zip(self.places(tensors, infos), self.sources(name, infos, layer), strict=True):
+            done = 0
+            for blocks in self.checkpoint.blocks(self.device, source, rows, columns):
+                end = done + len(blocks.codes)
+                format.write(blocks, tuple(t[done:end] for t in place))
+                done = end
+        return Matrix(tensors, format, self.shapes[name])
 
     def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
         tensors, format = self.encoded[name], self.format.at(name)
@@ -962,7 +1139,7 @@ def check_memory(
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
     them is allocated."""
     size, weights = dtype.itemsize, weight_bytes(c, dtype, format)
-    if c.tie_embeddings and not format and device.type == "cpu" and dtype == torch.bfloat16:
+    if c.tie_embeddings and not format_at(format, "output") and device.type == "cpu" and dtype == torch.bfloat16:
         weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
@@ -1053,7 +1230,6 @@ def load(
     if checkpoint.format and format not in (None, checkpoint.format.name):
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {format} ones, load the original")
     check_original(checkpoint, format)
-    held = checkpoint.format or FORMATS.get(format)
     on = pick_device(device, ranks)
     backend = pick_backend(backend, on)
     if backend == "triton" and config.head_dim % 8:
@@ -1067,12 +1243,15 @@ def load(
     check_accumulate(accumulate, backend, on, torch_dtype)
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     config = config.cut(size)
+    # torch has no fast product for 8-bit codes in groups on a CPU: there they are decoded
+    as_stored = checkpoint.as_stored(config, 4 if on.type == "cpu" and backend == "torch" else 8)
+    held = checkpoint.format or FORMATS.get(format) or as_stored
     check_groups(config, held)
     if ranks:
         ranks.join(on)
     check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
     # Codes do not depend on --dtype
-    stored = checkpoint.dtype if held else kernels.storage_dtype(backend, torch_dtype, on)
+    stored = checkpoint.dtype if held and held is not as_stored else kernels.storage_dtype(backend, torch_dtype, on)
     with torch.inference_mode():
         weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, rank, size, quiet).load()
     if on.type == "cuda":

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,41 @@ def load_elements(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexp
     if left is not None:
         mask = offs_k < left
     return stream(w[0] + tl.max_contiguous(first + offs_k, [1, NEIGHBOURS]), mask)
+
+
+@jit
+def load_groups(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
+    """What each EACH columns find in w, which has an element for each GROUP of them: [R, COLUMNS / EACH]. A thread has
+    one, as of the codes. Either `first` is a multiple of GROUP, or COLUMNS is EACH."""
+    offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
+    mask = None
+    if left is not None:
+        mask = offs_k < left
+    return stream(w + tl.max_contiguous(first // GROUP + offs_k // GROUP, [1, 1]), mask)
+
+
+@jit
+def half_at(bits, EXPONENT: tl.constexpr):
+    """The half in the lower bits of int32, times 2^-EXPONENT, as a float."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (2.0**-EXPONENT)
+
+
+@jit
+def scale_and_minimum(tile, EXPONENT: tl.constexpr, PRODUCT: tl.constexpr):
+    """Those of groups, times 2^-EXPONENT, given as two halves (tile[1], tile[2]), or as bytes in an int16 (tile[1]),
+    the minimum above the scale, each times one of the halves in an int32 (tile[2]), then times 2^-PRODUCT too."""
+    if tile[1].dtype == tl.float16:
+        return tile[1].to(tl.float32) * (2.0**-EXPONENT), tile[2].to(tl.float32) * (2.0**-EXPONENT)
+    else:
+        parts = tile[1].to(tl.int32)
+        scale, minimum = half_at(tile[2], EXPONENT + PRODUCT), half_at(tile[2] >> 16, EXPONENT + PRODUCT)
+        return scale * ((parts << 24) >> 24).to(tl.float32), minimum * (parts >> 8).to(tl.float32)
+
+
+@jit
+def last_row_scale(w, rows, mask):
+    """The `row_scale` of a format whose last tensor has it."""
+    return tl.load(w[len(w) - 1] + rows, mask=mask, other=0.0)
 
 
 @jit
@@ -97,6 +133,7 @@ class Format:
     neighbours: int = 8  # columns that one thread must have for packed_sums
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
+    as_e4m3: bool = False  # whether a prompt's product may round it to E4M3, for 8-bit tensor cores
 
     def at(self, name: str) -> Format:
         """The format of a model's matrix of this name, where some are to be kept in another."""
@@ -113,6 +150,10 @@ class Format:
 
     def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
         """[N, K] to what is stored, in the given tensors if any. Raises ValueError for NaN or inf."""
+        raise NotImplementedError
+
+    def write(self, b: Any, out: Tensors) -> None:
+        """Store what a checkpoint has quantised, quants.Blocks, as it is."""
         raise NotImplementedError
 
     def decoded(self, tensors: Tensors) -> Tensor:
@@ -134,16 +175,38 @@ class Format:
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.tensors(N, K).values())
 
     def packed(self, tensors: Tensors) -> Tensors | None:
-        """What packed_linear reads beside what is stored, if torch has a product for one token in bf16 on a CPU."""
+        """What packed_linear reads beside what is stored, if torch has a product in bf16 on a CPU for few tokens."""
 
     def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
-        """x W^T in bf16. x [1, K] -> [1, N]."""
+        """x W^T in bf16. x [T, K] -> [T, N]."""
         raise NotImplementedError
 
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
-        """W times a row of halves [K] on a CPU: [N] in float16 or float32."""
+        """W times a row of floats [K], of magnitudes up to 1, on a CPU: [N] in float16 or float32."""
         parts = zip(*(t.split(512) for t in tensors))
-        return torch.cat([torch.mv(self.decoded(part), row.float()) for part in parts])
+        return torch.cat([torch.mv(self.decoded(part), row) for part in parts])
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped(Format):
+    """A format with a scale and a minimum for each group of columns: W = scale * code + minimum, times the row's scale,
+    which is the last tensor."""
+
+    def codes(self, tensors: Tensors) -> Tensor:
+        """[N, K]."""
+        return tensors[0]
+
+    def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Scales and minimums of the groups, times the row's scale: float32 [N, groups]."""
+        raise NotImplementedError
+
+    def decoded(self, tensors: Tensors) -> Tensor:
+        scale, minimum = self.scales(tensors)
+        groups = self.codes(tensors).float().unflatten(1, (scale.shape[1], -1))
+        return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
+
+    def multiply(self, tensors: Tensors, factor: float) -> None:
+        tensors[-1].mul_(factor)
 
 
 @dataclass(eq=False)
@@ -263,6 +326,10 @@ class Float8(Format):
         codes, scales = tensors
         return self.halves(codes).float().mul_(self.gain * scales)
 
+    def write(self, b: Any, out: Tensors) -> None:
+        out[0].copy_(b.codes)
+        out[1].copy_(b.scale)
+
     def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
         """Raise ValueError for codes of NaN or infinity, scales that are not positive and finite, and rows whose
         largest code is not in the range that encode gives it (for parts of rows: is above that range), a sign of codes
@@ -283,7 +350,7 @@ class Float8(Format):
 
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
         """Codes are decoded a block of rows at a time, so that the halves stay in the CPU's cache."""
-        codes, scales = tensors
+        (codes, scales), row = tensors, row.half()
         y, space = row.new_empty(len(codes)), torch.empty(1024, len(row), dtype=torch.int16)
         for block, part in zip(codes.split(1024), y.split(1024)):
             torch.mv(self.halves(block, space[: len(block)]), row, out=part)
@@ -391,13 +458,13 @@ def _e4m3_bits(codes: Tensor) -> Tensor:
 
 
 @jit
-def _e4m3_values(codes):
+def e4m3_values(codes):
     return ((codes.to(tl.int16) << 7) & ~0x4000).to(tl.float16, bitcast=True)
 
 
 @jit
 def _e4m3_values_nan(codes):
-    return tl.where((codes & 0x7F) == 0x7F, float("nan"), _e4m3_values(codes)).to(tl.float16)
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), e4m3_values(codes)).to(tl.float16)
 
 
 @jit
@@ -411,8 +478,8 @@ _E4M3_ASM = constexpr(packed_asm(*(f"prmt.b32 p, SOURCE, 0, {order}; {_UNDER_SIG
 
 
 @jit
-def _e4m3_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, _e4m3_values, _E4M3_ASM)
+def e4m3_packed_sums(w_tile, x_tile):
+    return packed_sums(w_tile, x_tile, e4m3_values, _E4M3_ASM)
 
 
 @jit
@@ -429,7 +496,7 @@ def e4m3_encode(x):
 
 
 E4M3 = Float8(
-    "e4m3", 8, load_elements, _e4m3_values, _e4m3_row_scale, _e4m3_packed_sums,
+    "e4m3", 8, load_elements, e4m3_values, _e4m3_row_scale, e4m3_packed_sums,
     gain=256.0, move_bits=_e4m3_bits, values_nan=_e4m3_values_nan, encode_tile=e4m3_encode,
 )  # fmt: skip
 
@@ -438,7 +505,7 @@ E4M3 = Float8(
 
 
 @jit
-def _native_values(codes):
+def native_values(codes):
     return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
@@ -452,13 +519,13 @@ _NATIVE_ASM = constexpr(packed_asm(*(f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4
 
 
 @jit
-def _native_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, _native_values, _NATIVE_ASM)
+def native_packed_sums(w_tile, x_tile):
+    return packed_sums(w_tile, x_tile, native_values, _NATIVE_ASM)
 
 
 E4M3_NATIVE = replace(
-    E4M3, gain=1.0, values=_native_values, values_nan=_native_values, row_scale=row_scale,
-    packed_sums=_native_packed_sums, encode_tile=_native_encode, tensor_cores=True,
+    E4M3, gain=1.0, values=native_values, values_nan=native_values, row_scale=row_scale,
+    packed_sums=native_packed_sums, encode_tile=_native_encode, tensor_cores=True,
 )  # fmt: skip
 
 PLAIN = Format("none", 16, load_elements, plain_values)
@@ -540,13 +607,13 @@ def _cublas_scales_rows(device: torch.device) -> bool:
 
 
 def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
-    """Whether 8-bit tensor cores multiply a prompt: 8-bit floats as they are; what has fewer bits recoded as E4M3,
+    """Whether 8-bit tensor cores multiply a prompt: 8-bit floats as they are; formats that allow it recoded as E4M3,
     unless `accumulate` asks for the most precise sums."""
     if not w.format or w.rows % 16 or w.columns % 16:
         return False
     own = isinstance(w.format, Float8)
     format = w.format if own else E4M3
-    return (own or (w.bits < 8 and accumulate != "fp32")) and (
+    return (own or w.format.as_e4m3 and accumulate != "fp32") and (
         format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
     )
 

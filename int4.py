@@ -19,7 +19,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8 import E4M3, Format, Tensors, as_floats, stream
+from fp8 import (
+    E4M3,
+    Format,
+    Grouped,
+    Tensors,
+    as_floats,
+    half_at,
+    last_row_scale,
+    load_groups,
+    scale_and_minimum,
+    stream,
+)
 from launch import EMULATED, constexpr, jit, tl
 
 GROUP = 32
@@ -27,7 +38,27 @@ LARGEST = 0xEF  # of the scales' codes
 
 
 @dataclass(frozen=True, eq=False)
-class Int4(Format):
+class Codes4(Grouped):
+    """4-bit codes in the order above."""
+
+    def codes(self, tensors: Tensors) -> Tensor:
+        return unpacked(tensors[0])
+
+    def packed(self, tensors: Tensors) -> Tensors | None:
+        """The codes in torch's order, and (code - 8) * scale + offset in bf16 for each group."""
+        if len(tensors[0]) % 16:
+            return None
+        scale, minimum = self.scales(tensors)
+        both = torch.stack((scale, 8 * scale + minimum), 2).transpose(0, 1).to(torch.bfloat16).contiguous()
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(self.codes(tensors).int(), 1), both
+
+    def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
+        codes, both = packed
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, x.shape[1] // len(both), both)
+
+
+@dataclass(frozen=True, eq=False)
+class Int4(Codes4):
     """int32 codes [N, K / 8]; int16 groups [N, K / 32], the scale's code above the zero point; float32 row [N, 1]."""
 
     def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
@@ -49,10 +80,10 @@ class Int4(Format):
                 place.copy_(value)
         return out
 
-    def decoded(self, tensors: Tensors) -> Tensor:
-        codes, groups, row = tensors
-        scale, zero = _scales_and_zeros(groups, row)
-        return ((_unpacked(codes) - zero[..., None]) * scale[..., None]).flatten(1)
+    def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        _, groups, row = tensors
+        scale = _scales(groups >> 8 & 0xFF) * row
+        return scale, scale * (groups & 0xFF) / -16
 
     def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
         _, groups, row = tensors
@@ -61,32 +92,18 @@ class Int4(Format):
         if ((groups >> 8 & 0xFF) > LARGEST).any():
             raise ValueError(f"codes of a format other than {self.name}")
 
-    def multiply(self, tensors: Tensors, factor: float) -> None:
-        tensors[2].mul_(factor)
 
-    def packed(self, tensors: Tensors) -> Tensors | None:
-        """The codes in torch's order, and (code - 8) * scale + offset in bf16 for each group."""
-        codes, groups, row = tensors
-        if len(codes) % 16:
-            return None
-        scale, zero = _scales_and_zeros(groups, row)
-        both = torch.stack((scale, scale * (8 - zero)), 2).transpose(0, 1).to(torch.bfloat16).contiguous()
-        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(_unpacked(codes).flatten(1).int(), 1), both
-
-    def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
-        codes, both = packed
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, GROUP, both)
-
-
-def _unpacked(words: Tensor) -> Tensor:
-    """Words [N, K / 8] to codes int16 [N, K / 32, 32]."""
+def unpacked(words: Tensor) -> Tensor:
+    """Words [N, K / 8] to codes int16 [N, K]."""
     halves = words.view(torch.int16).unflatten(1, (-1, 8))
-    return torch.stack([halves >> 4 * j & 15 for j in range(4)], 2).flatten(2)
+    return torch.stack([halves >> 4 * j & 15 for j in range(4)], 2).flatten(1)
 
 
-def _scales_and_zeros(groups: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each group, float32 [N, K / 32]."""
-    return _scales(groups >> 8 & 0xFF) * row, (groups & 0xFF) / 16
+def packed(codes: Tensor) -> Tensor:
+    """Codes [N, K] to words int32 [N, K / 8]."""
+    codes = codes.to(torch.int16).unflatten(1, (-1, 4, 8))
+    halves = codes[:, :, 0] | codes[:, :, 1] << 4 | codes[:, :, 2] << 8 | codes[:, :, 3] << 12
+    return halves.flatten(1).view(torch.int32)
 
 
 def _scales(codes: Tensor) -> Tensor:
@@ -142,9 +159,8 @@ def _encode(w: Tensor, weigh: Tensor) -> Tensors:
         for found, value in ((best, error), (byte, tried), (sixteenths, offset.int())):
             found.copy_(torch.where(better, value, found))
     fit, offset = _scales(byte) * row, sixteenths / 16
-    code = (w / fit[..., None] + offset[..., None]).round_().clamp_(0, 15).int().unflatten(2, (4, 8))
-    packed = sum(code[:, :, j] << 4 * j for j in range(4))
-    return packed.flatten(1).to(torch.int16).view(torch.int32), (byte << 8 | sixteenths).to(torch.int16), row * peak
+    code = (w / fit[..., None] + offset[..., None]).round_().clamp_(0, 15)
+    return packed(code.flatten(1)), (byte << 8 | sixteenths).to(torch.int16), row * peak
 
 
 def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -158,29 +174,34 @@ def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @jit
-def _load(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Codes int32 [R, COLUMNS / 32, 4] and groups int16 [R, COLUMNS / 32]."""
+def load_codes(w, first, left, COLUMNS: tl.constexpr):
+    """Codes int32 [R, COLUMNS / 32, 4]."""
     group = tl.arange(0, COLUMNS // 32)[None, :]
     codes = w[0] + (first // 8 + group * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
-    groups = w[1] + tl.max_contiguous(first // 32 + group, [1, 1])  # one a thread, as of the codes
     if left is None:
-        return stream(codes, None), stream(groups, None)
+        return stream(codes, None)
     else:
-        mask = group * 32 < left
-        return stream(codes, mask[:, :, None]), stream(groups, mask)
+        return stream(codes, (group * 32 < left)[:, :, None])
 
 
 @jit
-def _row_scale(w, rows, mask):
-    return tl.load(w[2] + rows, mask=mask, other=0.0)
+def load_32(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """Codes, and what groups of 32 have [R, COLUMNS / 32]."""
+    return load_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 32, 32)
 
 
 @jit
 def _scale_and_zero(groups, EXPONENT: tl.constexpr):
-    """The scale times 2^EXPONENT, and the zero point in sixteenths times 2^-24."""
-    bits = groups.to(tl.int32)
-    scale = (((bits & 0xFF00) << 11) + ((127 - 23 + EXPONENT) << 23)).to(tl.float32, bitcast=True)
-    return scale, (bits & 0xFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    """The scale times 2^EXPONENT, and the zero point in sixteenths times 2^-24. INT4's groups are int16; those of
+    quants.py are halves, the scale alone, or int32, the scale as a half above the zero point."""
+    if groups.dtype == tl.float16:
+        return groups.to(tl.float32) * (2.0 ** (EXPONENT - 24)), 128 * 2.0**-24
+    elif groups.dtype == tl.int32:
+        return half_at(groups >> 16, 24 - EXPONENT), half_at(groups, 0)
+    else:
+        bits = groups.to(tl.int32)
+        scale = (((bits & 0xFF00) << 11) + ((127 - 23 + EXPONENT) << 23)).to(tl.float32, bitcast=True)
+        return scale, (bits & 0xFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 _UNPACK = (  # the four pairs of codes in register SOURCE, into a, b, c, d
@@ -196,14 +217,17 @@ _VALUES_ASM = constexpr(
 
 
 @jit
-def _values(tile):
+def values(tile):
     """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
-    words, groups = tile
+    words = tile[0]
     R: tl.constexpr = words.shape[0]
     G: tl.constexpr = words.shape[1]
     codes = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).reshape(R, G, 8)
-    scale, zero = _scale_and_zero(groups, 0)
-    minimum = scale * zero * -1048576.0  # 2^20
+    if len(tile) == 3:
+        scale, minimum = scale_and_minimum(tile, 24, 6)
+    else:
+        scale, zero = _scale_and_zero(tile[1], 0)
+        minimum = scale * zero * -1048576.0  # 2^20
     if EMULATED:
         y0, y1, y2, y3 = (codes & 15), (codes >> 4 & 15), (codes >> 8 & 15), (codes >> 12 & 15)
     else:
@@ -270,37 +294,53 @@ def _packed_x(x):
 
 
 @jit
-def _packed_load(w, first, left, COLUMNS: tl.constexpr):
-    """Codes int32 [R, COLUMNS / 8], and int32 [R, COLUMNS / 64], what two groups have."""
-    word, two = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, COLUMNS // 64)[None, :]
-    codes, groups = w[0] + first // 8 + word, w[1].to(tl.pointer_type(tl.int32)) + first // 64
-    groups = tl.max_contiguous(groups + two, [1, 1])  # one a thread, which then has the codes of these groups
-    if left is None:
-        return stream(codes, None), stream(groups, None)
-    else:
-        return stream(codes, word // 4 * 32 < left), stream(groups, two * 64 < left)
+def packed_codes(w, first, left, COLUMNS: tl.constexpr):
+    """Codes as load_codes has them, loaded as int32 [R, COLUMNS / 8]."""
+    word = tl.arange(0, COLUMNS // 8)[None, :]
+    mask = None
+    if left is not None:
+        mask = word // 4 * 32 < left
+    codes = stream(w[0] + first // 8 + word, mask)
+    return codes.reshape(codes.shape[0], COLUMNS // 32, 4)
+
+
+@jit
+def packed_pairs(w, first, left, COLUMNS: tl.constexpr):
+    """What each group of 32 has in 16 bits of w: [R, COLUMNS / 32]. A thread loads that of two groups as an int32."""
+    both = load_groups(w.to(tl.pointer_type(tl.int32)), first, left, COLUMNS, 64, 64)
+    pairs = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(both.shape[0], COLUMNS // 32)
+    return pairs.to(w.dtype.element_ty, bitcast=True)
+
+
+@jit
+def packed_load_32(w, first, left, COLUMNS: tl.constexpr):
+    return packed_codes(w, first, left, COLUMNS), packed_pairs(w[1], first, left, COLUMNS)
 
 
 @jit
 def _packed_sums(tile, x):
     """Products with x, added up by two groups: float32 [R, COLUMNS / 64]."""
-    words, groups = tile
+    words = tile[0]
     R: tl.constexpr = words.shape[0]
-    G: tl.constexpr = words.shape[1] // 4
-    words = words.reshape(R, G, 4)
-    groups = tl.join(groups & 0xFFFF, groups >> 16).reshape(R, G)
+    G: tl.constexpr = words.shape[1]
     if EMULATED:
-        values = _values((words, groups)).reshape(R, G, 4, 8)
-        sums = tl.sum(tl.sum(values * x[0].permute(1, 0, 2)[None].to(tl.float32), 3), 2)
+        products = values(tile).reshape(R, G, 4, 8) * x[0].permute(1, 0, 2)[None].to(tl.float32)
+        sums = tl.sum(tl.sum(products, 3), 2)
     else:
-        scale, zero = _scale_and_zero(groups, 20)
         asm_args = [words, x[0], x[1], x[2], x[3]]
         sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, asm_args, dtype=tl.int8, is_pure=True, pack=4)
-        sums = scale * (as_floats(sums) - zero * x[4])
+        if len(tile) == 3:
+            scale, minimum = scale_and_minimum(tile, 24, 6)
+            sums = scale * 1048576.0 * as_floats(sums) + minimum * x[4]
+        else:
+            scale, zero = _scale_and_zero(tile[1], 20)
+            sums = scale * (as_floats(sums) - zero * x[4])
     return tl.sum(sums.reshape(R, G // 2, 2), 2)
 
 
-INT4 = Int4(
-    "int4", 4, _load, _values, _row_scale, _packed_sums, _columns, _packed_x, _packed_load,
-    neighbours=2 * GROUP, peak=16384.0, group=GROUP,
+# What formats of 4-bit codes share, but for their two ways to load
+KERNEL = dict(
+    values=values, row_scale=last_row_scale, packed_sums=_packed_sums, columns=_columns, packed_x=_packed_x,
+    neighbours=64, peak=16384.0,
 )  # fmt: skip
+INT4 = Int4("int4", 4, load_32, packed_load=packed_load_32, group=GROUP, as_e4m3=True, **KERNEL)

@@ -87,6 +87,9 @@ def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
     return Matrix(torch.ops.mkldnn._reorder_linear_weight(w.data)) if w.data.dtype == dtype else w
 
 
+MAX_PACKED = 128  # tokens: with more, torch's product of packed codes is slower than decoding them first
+
+
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     """y = x W^T. x [T, K] -> [T, N]."""
     if w.data.is_mkldnn:
@@ -94,7 +97,7 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
         if _padded_rows(T) > T:
             x16 = functional.pad(x16, (0, 0, 0, _padded_rows(T) - T))
         return torch.ops.mkldnn._linear_pointwise(x16, w.data, None, "none", [], "")[:T].to(x.dtype)
-    if w.packed and x.dtype == torch.bfloat16:
+    if w.packed and x.shape[0] <= MAX_PACKED and x.dtype == torch.bfloat16:
         return w.format.packed_linear(x, w.packed)
     if w.data.device.type == "cpu" and (w.format or w.data.dtype == torch.float16):
         return _cpu_vector_linear(x, w) if x.shape[0] == 1 else _cpu_prompt_linear(x, w)
@@ -115,8 +118,8 @@ def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
     speed. x is scaled to magnitudes of at most 1, so that a result fits fp16 if its row of |W| sums to less than
     65504."""
     scale = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp_(min=1e-30)
-    row = (x[0] / scale).half()
-    y = w.format.vector_linear(row, w.tensors) if w.format else torch.mv(w.data, row)
+    row = x[0].float() / scale
+    y = w.format.vector_linear(row, w.tensors) if w.format else torch.mv(w.data, row.half())
     return (y * scale).to(x.dtype)[None]
 
 

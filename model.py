@@ -146,6 +146,12 @@ class Weights:
         return [m for layer in self.layers for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)] + [self.output]
 
     @property
+    def held(self) -> str:
+        """The formats of its matrices, in words; empty if there are none."""
+        names = sorted({m.format.name for m in self.matrices if m.format})
+        return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+    @property
     def normed(self) -> list[tuple[Tensor, Matrix]]:
         """Each norm, with the matrix that multiplies what it normalised."""
         pairs = [(layer.attention_norm, layer.wqkv) for layer in self.layers]

@@ -1,32 +1,50 @@
-"""The blocks in which ggml, llama.cpp's library of tensors, stores quantised matrices: as codes and scales, as values.
+"""Matrices that other programs have quantised: how they lie in files, and the formats that hold them as they are.
 
-Sources: ggml-common.h and ggml-quants.c. The numbers of these types, and how large a block is, are in ggml.py.
+First the blocks of ggml, llama.cpp's library of tensors. The numbers of its types, and how large a block is, are in
+ggml.py. Sources: ggml-common.h and ggml-quants.c.
 """
 
+from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+import fp8
 import ggml
+import int4
+from fp8 import Format, Grouped, Tensors, last_row_scale, load_elements, load_groups, scale_and_minimum, stream
+from launch import EMULATED, constexpr, jit, tl
 
 AT_ONCE = 1 << 20  # weights decoded at a time: what a CPU's caches hold takes half the time
 
 
 class Blocks(NamedTuple):
-    """A matrix W [N, K] as codes, in groups of neighbouring columns: W = scale * code + minimum. In float32 scales and
-    products are exact (a half times 6 or 8 bits, times 4 to 8), so that W is what ggml decodes, bit for bit."""
+    """A matrix W [N, K] as codes and, for groups of neighbouring columns, numbers that are halves in the file. In
+    float32 their products are exact (a half times 6 or 8 bits, times 4 to 8), so that W is what ggml decodes, bit for
+    bit:
 
-    codes: Tensor  # [N, K]: uint8 of 0 to 15, or int8
-    scale: Tensor  # float32 [N, K / group]
-    minimum: Tensor | None  # the same; None: zero
+    W = scale * parts[0] * (code - zero) + minimum * parts[1]
+    """
+
+    codes: Tensor  # int8 [N, K]
+    scale: Tensor  # float32 [N, groups]
+    minimum: Tensor | None = None  # the same; None: 0
+    parts: tuple[Tensor, Tensor] | None = None  # whole numbers of a byte [N, smaller groups]; None: 1
+    zero: Tensor | None = None  # whole numbers [N, groups]; None: 0
 
     def decoded(self) -> Tensor:
-        """float32 [N, K]."""
-        N, groups = self.scale.shape
-        values = self.codes.view(N, groups, -1) * self.scale[..., None]
-        if self.minimum is not None:
-            values += self.minimum[..., None]
+        """float32 [N, K]. For blocks of ggml, which have no zero points."""
+        N, scale, minimum = len(self.scale), self.scale, self.minimum
+        if self.parts:
+            scale = (scale[..., None] * self.parts[0].view(N, scale.shape[1], -1)).flatten(1)
+            minimum = None if minimum is None else (minimum[..., None] * self.parts[1].view(N, self.scale.shape[1], -1))
+        values = self.codes.view(*scale.shape, -1) * scale[..., None]
+        if minimum is not None:
+            values += minimum.view(*scale.shape, 1)
         return values.view(N, -1)
 
 
@@ -34,11 +52,17 @@ def blocks(kind: ggml.Type, raw: Tensor) -> Blocks:
     """Rows of blocks as read, uint8 [N, bytes], on any device, to codes and scales. Raises ValueError for a scale or
     minimum that is NaN or infinite."""
     N = len(raw)
-    codes, *scales = SPLIT[kind.name](raw.view(N, -1, kind.nbytes))
-    scales = [None if t is None else t.reshape(N, -1) for t in scales]
-    if not all(t is None or torch.isfinite(t).all() for t in scales):
+    codes, scale, minimum, *parts = SPLIT[kind.name](raw.view(N, -1, kind.nbytes))
+    flat = lambda t: None if t is None else t.reshape(N, -1)
+    found = Blocks(flat(codes), flat(scale), flat(minimum), tuple(map(flat, parts)) or None)
+    check_scales(found)
+    return found
+
+
+def check_scales(b: Blocks) -> None:
+    """Raise ValueError for scales and minimums that are NaN or infinite."""
+    if not all(t is None or torch.isfinite(t).all() for t in (b.scale, b.minimum)):
         raise ValueError("a scale that is NaN or infinite")
-    return Blocks(codes.reshape(N, -1), *scales)
 
 
 def decoded(kind: ggml.Type, raw: Tensor) -> Tensor:
@@ -51,8 +75,8 @@ def decoded(kind: ggml.Type, raw: Tensor) -> Tensor:
     return values
 
 
-# Each takes blocks, uint8 [N, B, bytes], to codes [N, B, ...] in the order of the columns, and to float32 scales and
-# minimums [N, B, groups]. Eight codes are handled at once, as the bytes of an int64: a mask clears what a shift moved
+# Each takes blocks, uint8 [N, B, bytes], to the parts of Blocks: codes [N, B, ...] in the order of the columns, others
+# [N, B, groups]. Eight codes are handled at once, as the bytes of an int64: a mask clears what a shift moved
 # from one byte to the next.
 
 ONES = 0x0101010101010101
@@ -90,12 +114,11 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _q4_0(b: Tensor):
-    d = _half(b, 0)
-    return _nibbles(b[..., 2:], 16).view(torch.uint8), d, -8 * d  # d (q - 8)
+    return _nibbles(b[..., 2:], 16).view(torch.int8) - 8, _half(b, 0), None
 
 
 def _q4_1(b: Tensor):
-    return _nibbles(b[..., 4:], 16).view(torch.uint8), _half(b, 0), _half(b, 2)
+    return _nibbles(b[..., 4:], 16).view(torch.int8), _half(b, 0), _half(b, 2)
 
 
 def _q5_0(b: Tensor):
@@ -112,17 +135,18 @@ def _q8_0(b: Tensor):
     return _words(b[..., 2:], 32).view(torch.int8), _half(b, 0), None
 
 
-def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minimums [N, B, 8] of Q4_K and Q5_K: two halves times 6 bits each, packed in 12 bytes. The first four
-    of either are the low 6 bits of a byte; the others have 4 bits in the last bytes, and 2 at the top of the first."""
+def _k_scales(b: Tensor) -> Tensors:
+    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K: two halves times 6 bits each, packed in 12 bytes.
+    The first four of either are the low 6 bits of a byte; the others have 4 bits in the last bytes, and 2 at the top of
+    the first."""
     low_scale, low_minimum, last = b[..., 4:16].split(4, -1)
     scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
     minimum = torch.cat((low_minimum & 63, last >> 4 | low_minimum >> 6 << 4), -1)
-    return _half(b, 0) * scale, -_half(b, 2) * minimum
+    return _half(b, 0), -_half(b, 2), scale, minimum
 
 
 def _q4_k(b: Tensor):
-    return _nibbles(b[..., 16:], 32).view(torch.uint8), *_k_scales(b)
+    return _nibbles(b[..., 16:], 32).view(torch.int8), *_k_scales(b)
 
 
 def _q5_k(b: Tensor):
@@ -135,10 +159,448 @@ def _q6_k(b: Tensor):
     and i + 96 in byte i."""
     low = _nibbles(b[..., :128], 64).view(*b.shape[:2], 2, 4, 4)
     codes = low | _high_bits(b[..., 128:192], 32, 2)
-    return codes.view(torch.int8) - 32, _half(b, 208) * b[..., 192:208].view(torch.int8), None
+    parts = b[..., 192:208].view(torch.int8)
+    return codes.view(torch.int8) - 32, _half(b, 208), None, parts, torch.zeros_like(parts)
 
 
 SPLIT = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
 }  # fmt: skip
+
+
+# ---- formats that hold blocks as they are
+
+
+@dataclass(frozen=True, eq=False)
+class Held(Grouped):
+    """Codes of 4 bits as int4.py has them, or int8 [N, K] with the sign bit flipped: bytes that are 128 more. What a
+    group of columns has, by `form`. Float32 row [N, 1].
+
+    scale    half [N, K / group]; of 4 bits, code 8 means 0
+    zero     int32 [N, K / group]: the scale, a half, above the zero point in sixteenths
+    minimum  scale and minimum, halves [N, K / group]
+    parts    int16 [N, K / part]: the minimum's byte above the scale's; int32 [N, K / group]: their halves, likewise
+
+    A row's halves are multiplied by a power of two so that the largest is at least 2^14: of those that were halves in
+    the file, none loses a bit. Kernels multiply them by `unit`, so that decoded weights fit halves, too."""
+
+    form: str = "scale"
+    part: int = 0
+
+    @property
+    def unit(self) -> float:
+        return 2.0 ** -({4: 24, 8: 8}[self.bits] + ({4: 6, 8: 7}[self.bits] if self.form == "parts" else 0))
+
+    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        groups = (N, K // self.group)
+        found = {"codes": (torch.int32, (N, K // 8)) if self.bits == 4 else (torch.int8, (N, K))}
+        if self.form == "parts":
+            found["parts"] = torch.int16, (N, K // self.part)
+        found["scale"] = torch.int32 if self.form in ("zero", "parts") else torch.float16, groups
+        if self.form == "minimum":
+            found["minimum"] = torch.float16, groups
+        return found | {"row": (torch.float32, (N, 1))}
+
+    def codes(self, tensors: Tensors) -> Tensor:
+        return tensors[0] ^ -128
+
+    def scales(self, tensors: Tensors) -> Tensors:
+        _, *found, row = tensors
+        row = row * self.unit
+        if self.form == "scale":
+            scale = found[0] * row
+            return scale, scale * (-8 if self.bits == 4 else 0)
+        if self.form == "minimum":
+            return found[0] * row, found[1] * row
+        low, high = found[-1].view(torch.float16).unflatten(1, (-1, 2)).unbind(2)
+        if self.form == "zero":
+            return high * row, high * row * low.contiguous().view(torch.int16) / -16
+        parts = found[0].view(torch.int8).unflatten(1, (low.shape[1], -1, 2))
+        return ((low * row)[..., None] * parts[..., 0]).flatten(1), ((high * row)[..., None] * parts[..., 1]).flatten(1)
+
+    def write(self, b: Blocks, out: Tensors) -> None:
+        K, codes = b.codes.shape[1], b.codes ^ -128
+        minimum = torch.zeros_like(b.scale) if b.minimum is None else b.minimum
+        peak = torch.maximum(b.scale.abs(), minimum.abs()).amax(1, keepdim=True).clamp(min=1e-30)
+        up = 2.0**14 / (peak.view(torch.int32) & 0x7F800000).view(torch.float32)  # a power of two
+        groups = [(b.scale * up).half(), (minimum * up).half()]
+        if self.form == "scale":
+            groups.pop()
+        elif self.form == "zero":
+            groups = [_joined((b.zero.to(torch.int16) * 16).view(torch.float16), groups[0]).view(torch.int32)]
+        elif self.form == "parts":
+            parts = [part.to(torch.int8).repeat_interleave(K // self.part // part.shape[1], 1) for part in b.parts]
+            groups = [_joined(*parts).view(torch.int16), _joined(*groups).view(torch.int32)]
+        if self.bits == 4:
+            codes = int4.packed(b.codes + 8 if self.form == "scale" else b.codes)
+        for place, value in zip(out, (codes, *groups, 1 / (up * self.unit)), strict=True):
+            place.copy_(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Held4(int4.Codes4, Held):
+    """Codes of 4 bits."""
+
+
+def _joined(low: Tensor, high: Tensor) -> Tensor:
+    """Neighbours [N, 2 G], to be viewed as wider numbers."""
+    return torch.stack((low, high), 2).flatten(1)
+
+
+@jit
+def _load_64(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    return int4.load_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 32, 64)
+
+
+@jit
+def _load_128(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    return int4.load_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 32, 128)
+
+
+@jit
+def _load_minimum(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes, scale = int4.load_32(w, first, left, COLUMNS, NEIGHBOURS)
+    return codes, scale, load_groups(w[2], first, left, COLUMNS, 32, 32)
+
+
+@jit
+def _load_parts(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes, parts = int4.load_32(w, first, left, COLUMNS, NEIGHBOURS)
+    return codes, parts, load_groups(w[2], first, left, COLUMNS, 32, 256)
+
+
+# The same for one token, where a thread has two groups of 32
+
+
+@jit
+def _shared(w, first, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """An element of w for each GROUP columns, a multiple of 64, to what groups of 32 have: [R, COLUMNS / 32]."""
+    one = load_groups(w, first, left, COLUMNS, 64, GROUP)
+    return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
+
+
+@jit
+def _packed_load_zero_32(w, first, left, COLUMNS: tl.constexpr):
+    group = tl.arange(0, COLUMNS // 32)[None, :]
+    mask = None
+    if left is not None:
+        mask = group * 32 < left
+    groups = stream(w[1] + tl.max_contiguous(first // 32 + group, [1, 2]), mask)
+    return int4.packed_codes(w, first, left, COLUMNS), groups
+
+
+@jit
+def _packed_load_64(w, first, left, COLUMNS: tl.constexpr):
+    return int4.packed_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 64)
+
+
+@jit
+def _packed_load_128(w, first, left, COLUMNS: tl.constexpr):
+    return int4.packed_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 128)
+
+
+@jit
+def _packed_load_minimum(w, first, left, COLUMNS: tl.constexpr):
+    codes, scale = int4.packed_load_32(w, first, left, COLUMNS)
+    return codes, scale, int4.packed_pairs(w[2], first, left, COLUMNS)
+
+
+@jit
+def _packed_load_parts(w, first, left, COLUMNS: tl.constexpr):
+    codes, parts = int4.packed_load_32(w, first, left, COLUMNS)
+    return codes, parts, _shared(w[2], first, left, COLUMNS, 256)
+
+
+def _held4(name: str, load, packed_load, group: int, form: str, part: int = 0) -> Held4:
+    return Held4(name, 4, load, packed_load=packed_load, group=group, form=form, part=part, **int4.KERNEL)
+
+
+Q4_0 = _held4("q4_0", int4.load_32, int4.packed_load_32, 32, "scale")
+Q4_1 = _held4("q4_1", _load_minimum, _packed_load_minimum, 32, "minimum")
+Q4_K = _held4("q4_k", _load_parts, _packed_load_parts, 256, "parts", 32)
+WITH_ZEROS = {  # by columns in a group
+    group: _held4(f"4-bit (groups of {group})", *loads, group, "zero")
+    for group, *loads in (
+        (32, int4.load_32, _packed_load_zero_32), (64, _load_64, _packed_load_64), (128, _load_128, _packed_load_128)
+    )
+}  # fmt: skip
+
+
+# The same with int8 codes. A thread has 8 or 16 neighbours, and loads the scale of their group.
+
+
+@jit
+def _load8(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes = load_elements(w, first, left, COLUMNS, NEIGHBOURS)
+    return codes, load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 32)
+
+
+@jit
+def _load8_minimum(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes, scale = _load8(w, first, left, COLUMNS, NEIGHBOURS)
+    return codes, scale, load_groups(w[2], first, left, COLUMNS, NEIGHBOURS, 32)
+
+
+@jit
+def _load8_parts(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes = load_elements(w, first, left, COLUMNS, NEIGHBOURS)
+    parts = load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 16)
+    return codes, parts, load_groups(w[2], first, left, COLUMNS, NEIGHBOURS, 256)
+
+
+@jit
+def _scale_and_minimum(tile):
+    if len(tile) == 3:
+        return scale_and_minimum(tile, 8, 7)
+    else:
+        scale = tile[1].to(tl.float32) * 0.00390625  # 2^-8
+        return scale, scale * 0.0
+
+
+# Two of four codes as halves p: with 0x64 above it, a byte stands for 1024 more; 1024 + 128 are subtracted
+_HALVES = "mov.b32 q, 0x64806480; prmt.b32 p, SOURCE, 0x64646464, ORDER; sub.f16x2 p, p, q; "
+_HALVES_OF = [_HALVES.replace("ORDER", order) for order in ("0x4140", "0x4342")]
+_SUMS_ASM = constexpr(fp8.packed_asm(*_HALVES_OF))
+_VALUES_ASM = constexpr(
+    "{ .reg .b32 p, q; "
+    + "".join(
+        f"{half.replace('SOURCE', '$2')}fma.rn.f16x2 ${i}, p, ${3 + i}, ${5 + i}; " for i, half in enumerate(_HALVES_OF)
+    )
+    + "}"
+)
+
+
+@jit
+def _values8(tile):
+    """Halves [R, COLUMNS]."""
+    R: tl.constexpr = tile[0].shape[0]
+    COLUMNS: tl.constexpr = tile[0].shape[1]
+    G: tl.constexpr = tile[1].shape[1]
+    codes = tile[0].reshape(R, G, COLUMNS // G)
+    scale, minimum = _scale_and_minimum(tile)
+    if EMULATED:
+        values = (codes ^ -128).to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+    else:
+        values = tl.inline_asm_elementwise(
+            _VALUES_ASM, "=&r,=&r,r,r,r,r,r",
+            [codes, scale.to(tl.float16)[:, :, None], minimum.to(tl.float16)[:, :, None]],
+            dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return values.reshape(R, COLUMNS)
+
+
+@jit
+def _packed_sums8(tile, x):
+    if EMULATED:
+        return _values8(tile) * x.to(tl.float32)
+    scale, minimum = _scale_and_minimum(tile)
+    sums = scale * fp8.packed_sums(tile[0], x, _values8, _SUMS_ASM)
+    if len(tile) == 3:
+        sums += minimum * tl.sum(x.to(tl.float32).reshape(1, x.shape[1] // 8, 8), 2)
+    return sums
+
+
+def _held8(name: str, load, group: int, form: str, part: int = 0) -> Held:
+    return Held(name, 8, load, _values8, last_row_scale, _packed_sums8, group=group, form=form, part=part)
+
+
+Q8_0, Q8_1 = _held8("q8_0", _load8, 32, "scale"), _held8("q8_1", _load8_minimum, 32, "minimum")
+Q8_K = _held8("q8_k", _load8_parts, 256, "parts", 16)
+HOLDS = {  # types of ggml
+    Q4_0: {"Q4_0"}, Q4_1: {"Q4_1"}, Q4_K: {"Q4_K"}, Q8_0: {"Q8_0", "Q5_0", "Q4_0"},
+    Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"}, Q8_K: {"Q6_K", "Q5_K", "Q4_K"},
+}  # fmt: skip
+
+
+# E4M3 with a scale for each 128 columns of a row, as checkpoints have one for each 128 x 128 weights
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Groups(Grouped):
+    """int8 codes [N, K] and float32 scales [N, K / 128]."""
+
+    def on(self, device: torch.device) -> Format:
+        return E4M3_128_NATIVE if fp8.E4M3.on(device) is fp8.E4M3_NATIVE else self
+
+    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        return {"codes": (torch.int8, (N, K)), "scale": (torch.float32, (N, K // 128))}
+
+    def codes(self, tensors: Tensors) -> Tensor:
+        return fp8.E4M3.halves(tensors[0]).float().mul_(256)
+
+    def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        return tensors[1], torch.zeros_like(tensors[1])
+
+    def write(self, b: Blocks, out: Tensors) -> None:
+        fp8.E4M3.write(b, out)
+
+
+@jit
+def _load_e4m3(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes = load_elements(w, first, left, COLUMNS, NEIGHBOURS)
+    return codes, load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 128)
+
+
+@jit
+def _scaled(values, scale):
+    """Values [R, COLUMNS] times the scales of their groups [R, G]: floats."""
+    groups = values.to(tl.float32).reshape(values.shape[0], scale.shape[1], values.shape[1] // scale.shape[1])
+    return (groups * scale[:, :, None]).reshape(values.shape)
+
+
+@jit
+def _values_e4m3(tile):
+    return _scaled(fp8.e4m3_values(tile[0]), tile[1] * 256.0)
+
+
+@jit
+def _sums_e4m3(tile, x):
+    return _scaled(fp8.e4m3_packed_sums(tile[0], x), tile[1] * 256.0)
+
+
+@jit
+def _values_native(tile):
+    return _scaled(fp8.native_values(tile[0]), tile[1])
+
+
+@jit
+def _sums_native(tile, x):
+    return _scaled(fp8.native_packed_sums(tile[0], x), tile[1])
+
+
+E4M3_128, E4M3_128_NATIVE = (
+    Float8Groups("e4m3 (groups of 128)", 8, _load_e4m3, values, None, sums, group=128)
+    for values, sums in ((_values_e4m3, _sums_e4m3), (_values_native, _sums_native))
+)
+
+
+# ---- layouts of safetensors
+
+
+class Layout(NamedTuple):
+    """How other programs store a matrix W [N, K] in tensors that have its name, but for the last word: "weight"."""
+
+    name: str
+    format: Format  # that holds it
+    tensors: Callable  # (N, K) -> by the last word, possible types and shapes
+    blocks: Callable  # tensors, by the last word -> Blocks of the whole matrix
+    group: int = -1  # columns that share a scale; -1: all
+    optional: tuple[str, ...] = ()
+
+
+NOT_NEEDED = (".input_scale", ".k_scale", ".v_scale", ".weight_shape")  # activations are ours; shapes are the config's
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INT32 = (torch.int32,)
+
+
+def _held_in(group: int) -> Format:
+    """The format for groups of so many columns, a multiple of 32, of which several may share a scale; -1: a row is one
+    group."""
+    return WITH_ZEROS[next(size for size in (128, 64, 32) if group == -1 or group % size == 0)]
+
+
+def _blocks4(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Blocks:
+    """Scales and zero points [N, G] are repeated for the groups that the format has."""
+    each = lambda t: t.repeat_interleave(codes.shape[1] // format.group // t.shape[1], 1)
+    return Blocks(codes, each(scale.float()), zero=each(zero))
+
+
+def _nibbles_of(words: Tensor) -> Tensor:
+    """int32 [A, B] to int8 [A, 8 B], the lowest bits first."""
+    raw = words.contiguous().view(torch.uint8)
+    return torch.stack((raw & 15, raw >> 4), 2).flatten(1).view(torch.int8)
+
+
+def awq(group: int) -> Layout:
+    """AutoAWQ's "gemm": columns of W^T, of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    format = _held_in(group)
+
+    def tensors(N: int, K: int) -> dict:
+        G = max(1, K // group)
+        return {"qweight": (INT32, [(K, N // 8)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
+
+    def blocks(t: dict[str, Tensor]) -> Blocks:
+        in_order = lambda t: _nibbles_of(t).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
+        return _blocks4(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
+
+    return Layout("AWQ", format, tensors, blocks, group)
+
+
+def gptq(group: int, version_2: bool) -> Layout:
+    """GPTQ without act-order: rows of W, packed along K. Zero points are stored less 1, in version 2 as they are; files
+    that say the wrong version are known by zero points that are all 8. Older files have a bias of zeros everywhere."""
+    format = _held_in(group)
+
+    def tensors(N: int, K: int) -> dict:
+        G = max(1, K // group)
+        packed = {"qweight": (INT32, [(K // 8, N)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
+        return packed | {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
+
+    def blocks(t: dict[str, Tensor]) -> Blocks:
+        codes, zero = _nibbles_of(t["qweight"].t()), _nibbles_of(t["qzeros"]).t()
+        check_order(t.get("g_idx"), codes.shape[1], zero.shape[1])
+        if "bias" in t and t["bias"].any():
+            raise ValueError("a bias, which this architecture has not")
+        symmetric = ((zero == 7).all() | (zero == 8).all()).item()
+        zero = torch.full_like(zero, 8) if symmetric else zero if version_2 else zero + 1
+        return _blocks4(format, codes, t["scales"].t(), zero)
+
+    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"))
+
+
+def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
+    """Raise ValueError if neighbouring columns are not in one group."""
+    if g_idx is not None and not torch.equal(g_idx.cpu(), (torch.arange(K) // (K // groups)).int()):
+        raise ValueError("columns in act-order, which is not supported: take a GPTQ without desc_act, an AWQ or a GGUF")
+
+
+def packed(group: int, symmetric: bool) -> Layout:
+    """compressed-tensors' "pack-quantized": rows of W, packed along K; zero points, if there are any, along N."""
+    format = _held_in(group)
+
+    def tensors(N: int, K: int) -> dict:
+        G = max(1, K // group)
+        found = {"weight_packed": (INT32, [(N, K // 8)]), "weight_scale": (FLOATS, [(N, G)])}
+        zero = {} if symmetric else {"weight_zero_point": (INT32, [(N // 8, G)])}
+        return found | zero | {"weight_g_idx": (INT32, [(K,)])}
+
+    def blocks(t: dict[str, Tensor]) -> Blocks:
+        codes, scale = _nibbles_of(t["weight_packed"]), t["weight_scale"]
+        check_order(t.get("weight_g_idx"), codes.shape[1], scale.shape[1])
+        zero = torch.full_like(scale, 8) if symmetric else _nibbles_of(t["weight_zero_point"].t()).t()
+        return _blocks4(format, codes, scale, zero)
+
+    return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",))
+
+
+def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
+    """E4M3 codes, to be multiplied (despite the name "weight_scale_inv") by one scale for the matrix, one for each row,
+    or one for each 128 x 128 weights."""
+
+    def tensors(N: int, K: int) -> dict:
+        shapes = [(-(-N // 128), -(-K // 128))] if in_blocks else [(N, 1), (1,), (), (N,), (1, 1)]
+        return {"weight": ((torch.float8_e4m3fn,), [(N, K)]), scale: (FLOATS, shapes)}
+
+    def blocks(t: dict[str, Tensor]) -> Blocks:
+        codes, factor = t["weight"].view(torch.int8), t[scale].float()
+        if ((codes & 0x7F) == 0x7F).any():
+            raise ValueError("codes of NaN")
+        if in_blocks:
+            return Blocks(codes, factor.repeat_interleave(128, 0)[: len(codes)])
+        return Blocks(codes, factor.reshape(-1, 1).expand(len(codes), 1))
+
+    return Layout("FP8", E4M3_128 if in_blocks else fp8.E4M3, tensors, blocks)
+
+
+FORMATS = (*HOLDS, *WITH_ZEROS.values(), E4M3_128)  # all but those of kernels.py
+
+
+def format_for(kinds: set[str | Layout | None], columns: int, most_bits: int = 8) -> Format | None:
+    """The smallest format that holds matrices of all of these types of ggml, or of this layout, exactly, side by side
+    and cut to so many columns; None if there is none."""
+    (kind, *others) = kinds
+    if isinstance(kind, Layout):
+        return None if others else kind.format
+    fits = lambda format: format.bits <= most_bits and columns % format.group == 0
+    return next((format for format, held in HOLDS.items() if kinds <= held and fits(format)), None)

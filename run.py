@@ -318,7 +318,7 @@ class Session:
 
     def closing(self) -> str:
         t = self.timings
-        prompt = rate = on_gpu = decoded = ""
+        prompt = rate = on_gpu = ""
         if t.new_tokens:
             prompt = f" in {1e3 * t.prompt_seconds:.1f} ms, {t.prompt_tokens / t.prompt_seconds:.1f} tokens/s"
         if t.steps:
@@ -326,14 +326,12 @@ class Session:
         counts = f"prompt    {t.prompt_tokens} tokens{prompt}\ngenerated {t.new_tokens} tokens{rate}\n"
         if self.model.device.type == "cuda":
             on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU"
-        if quantised := self.model.checkpoint.quantised:
-            decoded = f", the weights decoded from {quantised}"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return (
             f"load      {self.load_seconds:.2f} s\n"
             f"{counts if t.prompt_tokens else ''}"  # of a prompt that was evaluated
             f"{self.speculation.summary() if self.speculation else ''}"
-            f"memory    peak {peak / 1e9:.2f} GB{on_gpu}{decoded}"
+            f"memory    peak {peak / 1e9:.2f} GB{on_gpu}; {types(self.model)}"
         )
 
     def answer(
@@ -412,14 +410,15 @@ def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
 def types(model: Llama) -> str:
     """What a model computes in: its dtype, and what differs from it."""
     text = next(name for name, value in DTYPES.items() if value == model.dtype)
-    format = model.weights.layers[0].wqkv.format
-    if format:
-        text += f" with {format.name} matrices"
-    if model.checkpoint.quantised:
-        text += f" (decoded from {model.checkpoint.quantised})"
+    held, quantised = model.weights.held, model.checkpoint.quantised
+    if held:
+        text += f" with {held} matrices"
+    if quantised:
+        others = "; others decoded" if not all(m.format for m in model.weights.matrices) else ""
+        text += f" ({quantised} in the file{others})" if held else f" (decoded from {quantised})"
     if model.kv_fp8:
         text += ", e4m3 keys and values"
-    if model.accumulate == "fp16" or model.accumulate == "fp32" and format:
+    if model.accumulate == "fp16" or model.accumulate == "fp32" and held:
         text += f", {model.accumulate} sums for prompts"
     return text
 

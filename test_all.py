@@ -948,6 +948,9 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         kernels.fused.linear_add(new(T, 4096), w, new(T, 66))
     kernels.fused.rmsnorm_swiglu(new(1, 4096), new(4096), w, 1e-5)
     fp8._recode(w, *fp8.empty_codes(new(66, 4096)))
+    for T, form in itertools.product((1, 3, 60), quants.FORMATS) if half else ():
+        w = blank(Matrix(new(66, 1024)), form)
+        kernels.fused.linear_add(new(T, 1024), w, new(T, 66))
     for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
         for extra in (dict(bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
             run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, **extra)
@@ -1686,8 +1689,9 @@ def test_torchs_own_4_bit_product_on_a_cpu():
     if packed.packed is None:
         assert not kernels.multiplies_bf16()
         return
-    x = torch.randn(1, 256).bfloat16()
-    assert nmse(kernels.linear_ref(x, packed), x.float() @ w.dense().t()) < 2 * ONE_UNIT[torch.bfloat16]
+    for T in (1, 9):
+        x = torch.randn(T, 256).bfloat16()
+        assert nmse(kernels.linear_ref(x, packed), x.float() @ w.dense().t()) < 2 * ONE_UNIT[torch.bfloat16]
 
 
 @BACKENDS
@@ -2826,7 +2830,6 @@ def index_of(name: str) -> str:
     return json.dumps({"weight_map": {"a": name}})
 
 
-ELSEWHERE = "quantised for another program: take the original safetensors"
 UNSAFE = "pytorch_model.bin is not a checkpoint that can be read safely"
 NO_ZIP = "pytorch_model.bin is cut off, or not in torch's zip format"
 INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
@@ -2859,8 +2862,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "eos beyond the vocabulary": (
         lambda f: edit(f / "generation_config.json", eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]",
     ),
-    "gptq": (spoil_config(quantization_config={"quant_method": "gptq"}), "quantization_config is 'gptq'", ELSEWHERE),
-    "mlx": (spoil_config(quantization={"bits": 4}), "quantization is {'bits': 4}", ELSEWHERE),
+    "mlx": (spoil_config(quantization={"bits": 4}), "quantised for mlx: take the original"),
     "gguf beside a config": (lambda f: (f / "model.safetensors").rename(f / "x.gguf"), "x.gguf is not a GGUF file"),
     "adapter": (
         write("adapter_config.json", '{"base_model_name_or_path": "someone/base"}', alone=True),
@@ -3756,6 +3758,47 @@ def test_gguf_types_are_decoded_as_by_llama_cpp(number, monkeypatch):
                 quants.decoded(kind, spoiled)
 
 
+def assert_multiplied(w: Matrix, exact: torch.Tensor) -> None:
+    """The kernels' products with one token, a few and a prompt, and torch's own on a CPU."""
+    for T, dtype in ((1, torch.float16), (1, torch.bfloat16), (3, torch.float16), (20, torch.float16)):
+        x = randn(T, w.columns, dtype=dtype)
+        y = kernels.linear_add(x, w, torch.zeros(T, w.rows, dtype=dtype, device=DEVICE))
+        assert nmse(y, x.float() @ exact.t()) < 2 * ONE_UNIT[dtype], T
+    if packed := w.format.packed(tuple(t.cpu() for t in w.tensors)):
+        x = torch.randn(1, w.columns).bfloat16()
+        assert nmse(w.format.packed_linear(x, packed), x.float() @ exact.cpu().t()) < 2 * ONE_UNIT[torch.bfloat16]
+
+
+@needs_triton
+@pytest.mark.parametrize("format", [*quants.WITH_ZEROS.values(), quants.E4M3_128], ids=lambda format: format.name)
+def test_products_with_what_safetensors_hold(format):
+    N, K = 48, 768
+    if format is quants.E4M3_128:
+        codes, scale, zero = E4M3.round(torch.randn(N, K) * 100), torch.rand(N, K // 128) + 0.1, None
+        exact = (E4M3.floats(codes).unflatten(1, (-1, 128)) * scale[..., None]).flatten(1)
+    else:
+        codes, scale, zero, exact = codes_of(N, K, format.group)
+    tensors = format.empty(N, K, DEVICE)
+    given = [None if t is None else t.to(DEVICE) for t in (codes.to(torch.int8), scale.float(), zero)]
+    format.write(quants.Blocks(*given[:2], zero=given[2]), tensors)
+    w = Matrix(tensors, format, (N, K))
+    assert torch.equal(w.dense().cpu(), exact)
+    assert_multiplied(w, exact.to(DEVICE))
+
+
+@needs_triton
+@pytest.mark.parametrize("format", quants.HOLDS, ids=lambda format: format.name)
+def test_blocks_are_held_as_they_are(format):
+    """Bit for bit what llama.cpp decodes."""
+    for number in (n for n, kind in QUANTS.items() if kind.name in quants.HOLDS[format]):
+        raw, w = random_blocks(number, 48, 768), format.empty(48, 768, DEVICE)
+        exact = dequantised(number, raw).to(DEVICE)
+        format.write(quants.blocks(QUANTS[number], raw.to(DEVICE)), w)
+        w = Matrix(w, format, (48, 768))
+        assert torch.equal(w.dense(), exact)
+        assert_multiplied(w, exact)
+
+
 def test_gguf_types_of_other_names_are_refused_by_name(tmp_path):
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     assert {number: name for number, name in known.items() if number not in ggml.TYPES} == ggml.OTHER_TYPES
@@ -3777,12 +3820,22 @@ def test_gguf_models_equal_transformers(tmp_path, name):
     assert_close(logits_of(ours, ids), oracle(theirs, ids))
     assert ours.checkpoint.quantised == "Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
+
+    def loaded(held: bool, rank=0, ranks=1):
+        fp32, cpu, config = torch.float32, torch.device("cpu"), ours.config.cut(ranks)
+        format = ours.checkpoint.as_stored(config, 8) if held else None
+        return Loader(ours.checkpoint, fp32, fp32, cpu, format, "torch", rank, ranks).load()
+
+    whole, decoded = loaded(True), loaded(False)
+    for name, one, other in zip(checkpoint.matrix_shapes(ours.config), whole.matrices, decoded.matrices):
+        assert torch.equal(one.dense(), other.dense()), (name, one.format)
+    assert all(layer.wo.format and layer.w2.format for layer in whole.layers)
+    assert not any(m.format for m in decoded.matrices)
     if options["num_key_value_heads"] > 1:
-        fp32, cpu = torch.float32, torch.device("cpu")
-        parts = [Loader(ours.checkpoint, fp32, fp32, cpu, None, "torch", rank, 2).load().layers[1] for rank in (0, 1)]
+        parts = [loaded(True, rank, 2).layers[1] for rank in (0, 1)]
         for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
-            whole = getattr(ours.weights.layers[1], name).data
-            assert torch.equal(torch.cat([getattr(part, name).data for part in parts], axis), whole), name
+            joined = torch.cat([getattr(part, name).dense() for part in parts], axis)
+            assert torch.equal(joined, getattr(decoded.layers[1], name).data), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -3834,8 +3887,8 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     assert code == 0
     for name in (file, tmp_path / "one", tmp_path / "parts", tmp_path / (part % 2)):
         code, out, err = cli("-m", name, *flags)
-        assert (code, out) == (0, expected) and "running   fp32 (decoded from Q4_0 and Q8_0) on cpu" in err, err
-        assert err.endswith("GB, the weights decoded from Q4_0 and Q8_0\n")
+        said = "fp32 with q4_0 matrices (Q4_0 and Q8_0 in the file; others decoded)"
+        assert (code, out) == (0, expected) and f"running   {said} on cpu" in err and err.endswith(f"GB; {said}\n"), err
     for more in (["--fp8"], ["--int4"], ["--int4", "--save", tmp_path / "new"]):
         result = cli("-m", file, *(() if "--save" in more else flags[:4]), *more)
         assert_refused(result, "tales.gguf: its matrices are Q4_0 and Q8_0, and", "would lose precision a second time")
@@ -4096,6 +4149,197 @@ def test_gguf_byte_pairs(name, tmp_path):
         metadata["tokenizer.ggml.add_bos_token"] = said
         file = write_gguf(tmp_path / "b.gguf", {k: v for k, v in metadata.items() if v is not None}, {})
         assert (Tokenizer(file).encode("ab")[0] == ours.bos) == (always if said is None else said)
+
+
+# ---- quants.py: quantised safetensors, packed as their formats' documents say
+
+
+def words(codes: torch.Tensor, order=range(8)) -> torch.Tensor:
+    """Eight 4-bit codes of a row to an int32, the first in its lowest bits."""
+    eight = codes.long().unflatten(1, (-1, 8))[..., list(order)]
+    return (eight << 4 * torch.arange(8)).sum(-1).to(torch.int32)
+
+
+def codes_of(N: int, K: int, group: int, zeros=range(1, 17)) -> tuple:
+    """Random codes [N, K], scales and zero points [N, K / group], and what they stand for."""
+    codes, scale = torch.randint(16, (N, K)), (torch.rand(N, K // group) * 0.02 + 0.001).half()
+    zero = torch.tensor(zeros)[torch.randint(len(zeros), scale.shape)]
+    values = (codes.unflatten(1, (-1, group)) - zero[..., None]) * scale.float()[..., None]
+    return codes, scale, zero, values.flatten(1)
+
+
+def pack_awq(N: int, K: int) -> tuple[dict, torch.Tensor]:
+    codes, scale, zero, values = codes_of(N, K, 64, range(16))
+    qweight, qzeros = (words(t.t(), (0, 2, 4, 6, 1, 3, 5, 7)) for t in (codes, zero))
+    return dict(qweight=qweight, qzeros=qzeros, scales=scale.t()), values
+
+
+def pack_gptq(group: int = 32, less: int = 1, zeros=range(1, 16)):
+    def pack(N: int, K: int) -> tuple[dict, torch.Tensor]:
+        codes, scale, zero, values = codes_of(N, K, group if group > 0 else K, zeros)
+        found = dict(qweight=words(codes).t(), qzeros=words((zero - less).t()), scales=scale.t(), bias=torch.zeros(N))
+        return found | ({"g_idx": torch.arange(K, dtype=torch.int32) // group} if group > 0 else {}), values
+
+    return pack
+
+
+def pack_w4a16(symmetric: bool):
+    def pack(N: int, K: int) -> tuple[dict, torch.Tensor]:
+        codes, scale, zero, values = codes_of(N, K, 128, [8] if symmetric else range(16))
+        scale = scale if symmetric else scale.bfloat16()
+        values = (codes.unflatten(1, (-1, 128)) - zero[..., None]) * scale.float()[..., None]
+        found = dict(weight_packed=words(codes), weight_scale=scale, weight_shape=torch.tensor([N, K]))
+        return found | ({} if symmetric else {"weight_zero_point": words(zero.t()).t()}), values.flatten(1)
+
+    return pack
+
+
+def pack_fp8(scale: str, *shape: int):
+    """shape: of the weights that share a scale; 0: all of them."""
+
+    def pack(N: int, K: int) -> tuple[dict, torch.Tensor]:
+        rows, columns = (size or whole for size, whole in zip(shape, (N, K)))
+        weight = (torch.randn(N, K) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        factors = torch.rand(-(-N // rows), -(-K // columns)) * 0.01
+        values = weight.float() * factors.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
+        return {
+            "weight": weight,
+            scale: factors if shape != (0, 0) else factors[0],
+            "input_scale": torch.ones(1),
+        }, values
+
+    return pack
+
+
+def compressed_tensors(form: str, **weights) -> dict:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return dict(quant_method="compressed-tensors", format=form, config_groups=groups)
+
+
+GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
+PACKED = dict(num_bits=4, type="int", strategy="group", group_size=128)
+FLOAT_8 = dict(num_bits=8, type="float", symmetric=True)
+QUANTISED = {  # quantization_config, how a matrix is packed, the format that holds it
+    "AWQ": (dict(quant_method="awq", bits=4, group_size=64, version="gemm"), pack_awq, quants.WITH_ZEROS[64]),
+    "GPTQ": (GPTQ, pack_gptq(), quants.WITH_ZEROS[32]),
+    "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, pack_gptq(less=0), quants.WITH_ZEROS[32]),
+    "GPTQ, mislabelled": (GPTQ, pack_gptq(less=0, zeros=[8]), quants.WITH_ZEROS[32]),
+    "GPTQ, a group a row": (GPTQ | {"group_size": -1}, pack_gptq(-1), quants.WITH_ZEROS[128]),
+    "W4A16": (compressed_tensors("pack-quantized", **PACKED), pack_w4a16(True), quants.WITH_ZEROS[128]),
+    "W4A16 with zero points": (
+        compressed_tensors("pack-quantized", **PACKED, symmetric=False), pack_w4a16(False), quants.WITH_ZEROS[128]
+    ),
+    "FP8, a scale each": (
+        compressed_tensors("float-quantized", **FLOAT_8, strategy="tensor"), pack_fp8("weight_scale", 0, 0), E4M3
+    ),
+    "FP8, a scale a row": (
+        compressed_tensors("float-quantized", **FLOAT_8, strategy="channel"), pack_fp8("weight_scale", 1, 0), E4M3
+    ),
+    "FP8, blocks": (
+        dict(quant_method="fp8", weight_block_size=[128, 128]), pack_fp8("weight_scale_inv", 128, 128), quants.E4M3_128
+    ),
+}  # fmt: skip
+
+
+def write_quantised(folder: Path, how: str, tiny: Path):
+    """A checkpoint, and the model of transformers with the weights that it stands for."""
+    about, pack, _ = QUANTISED[how]
+    theirs = hugging_face_model(350, num_key_value_heads=2, hidden_size=128, intermediate_size=256).half()
+    theirs.save_pretrained(folder)
+    theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
+    tensors, weights = load_file(folder / "model.safetensors"), theirs.state_dict()
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        stored, values = pack(*tensors.pop(name).shape)
+        tensors |= {name.removesuffix("weight") + key: value.contiguous() for key, value in stored.items()}
+        weights[name].copy_(values)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder / "config.json", quantization_config=about)
+    shutil.copy(tiny / "tokenizer.model", folder)
+    return theirs
+
+
+@pytest.mark.parametrize("how", QUANTISED)
+def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli, capfd):
+    """Matrices bit for bit, also as ranks have them; no second loss."""
+    theirs, format = write_quantised(tmp_path, how, tiny), QUANTISED[how][2]
+    capfd.readouterr()  # transformers' progress
+    ours, ids = load(tmp_path, dtype="fp32", device="cpu"), torch.randint(300, (40,)).tolist()
+    layer = ours.weights.layers[1]
+    assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {
+        format
+    } and not ours.weights.output.format
+    exact = theirs.model.layers[1]
+    assert torch.equal(layer.w2.dense(), exact.mlp.down_proj.weight)
+    assert torch.equal(layer.w13.dense()[1::2], exact.mlp.up_proj.weight)
+    assert_close(logits_of(ours, ids), oracle(theirs, ids))
+    fp32, cpu, c = torch.float32, torch.device("cpu"), ours.config.cut(2)
+    held = ours.checkpoint.as_stored(c, 8)
+    if format.group <= 64:
+        parts = [Loader(ours.checkpoint, fp32, fp32, cpu, held, "torch", rank, 2).load().layers[1] for rank in (0, 1)]
+        for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
+            joined = torch.cat([getattr(part, name).dense() for part in parts], axis)
+            assert torch.equal(joined, getattr(layer, name).dense()), name
+    name = how.partition(",")[0].partition(" ")[0]
+    assert_refused(cli("-m", tmp_path, "--int4", "-p", "a"), f"its matrices are {name}, and int4 would lose precision")
+    code, _, err = cli("-m", tmp_path, "-n", 3, "-p", "Once", "--ignore-eos", "--dtype", "fp32")
+    assert code == 0 and f"running   fp32 with {format.name} matrices ({name} in the file" in err, err
+
+
+def test_a_joined_matrix_of_which_a_part_is_not_quantised_is_decoded(tiny, tmp_path):
+    theirs = write_quantised(tmp_path, "AWQ", tiny)
+    stem, tensors = "model.layers.0.self_attn.v_proj.", load_file(tmp_path / "model.safetensors")
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(stem)}
+    weight = theirs.model.layers[0].self_attn.v_proj.weight.data
+    save_file(tensors | {f"{stem}weight": weight.contiguous()}, tmp_path / "model.safetensors")
+    ours, ids = load(tmp_path, dtype="fp32", device="cpu"), torch.randint(300, (40,)).tolist()
+    assert not ours.weights.layers[0].wqkv.format and ours.weights.layers[1].wqkv.format
+    assert_close(logits_of(ours, ids), oracle(theirs, ids))
+
+
+UP = "model.layers.0.mlp.up_proj."
+BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
+    "3 bits": ("GPTQ", spoil_config(quantization_config=GPTQ | {"bits": 3}), "quantised as gptq with bits 3: take"),
+    "gemv": (
+        "AWQ", spoil_config(quantization_config=QUANTISED["AWQ"][0] | {"version": "gemv"}), "awq with version 'gemv'"
+    ),
+    "act-order": ("GPTQ", put(f"{UP}g_idx", lambda t: t.flip(0)), f"{UP}qweight has columns in act-order"),
+    "bias": ("GPTQ", set_one(f"{UP}bias", 1), "up_proj.qweight has a bias"),
+    "odd groups": ("GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 48}), "group_size is 48; it must be"),
+    "uneven groups": (
+        "GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 512}), "not a multiple of group_size 512"
+    ),
+    "codes of another shape": ("GPTQ", put(f"{UP}qweight", lambda t: t[1:]), "up_proj.qweight is [15, 256], expected"),
+    "codes of another type": ("AWQ", put(f"{UP}qweight", lambda t: t.float()), "qweight has a type other than int32"),
+    "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{UP}weight_scale")), "up_proj.weight_scale is missing"),
+    **{f"{how}, a scale of {x}": (how, set_one(UP + key, x), "up_proj.", "has a scale that is NaN or infinite")
+       for how, key in (("AWQ", "scales"), ("GPTQ", "scales"), ("W4A16", "weight_scale"))
+       for x in (float("nan"), float("inf"))},
+    "NaN codes": (
+        "FP8, blocks", put(f"{UP}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "has codes of NaN"
+    ),
+    "other blocks": (
+        "FP8, blocks", spoil_config(quantization_config=dict(quant_method="fp8", weight_block_size=[64, 64])),
+        "quantised as fp8 with weight_block_size [64, 64]",
+    ),
+    "8 bits": (
+        "W4A16", spoil_config(quantization_config=compressed_tensors("pack-quantized", **PACKED | {"num_bits": 8})),
+        "quantised as compressed-tensors with num_bits 8",
+    ),
+    **{f"by {name}": ("AWQ", spoil_config(quantization_config={"quant_method": name}), f"as {name}, which is not")
+       for name in ("exl2", "exl3", "bitsandbytes", "hqq")},
+    "int8": (
+        "AWQ", spoil_config(quantization_config=compressed_tensors("int-quantized")), "tensors (int-quantized), which"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_QUANTISED)
+def test_bad_quantised_safetensors_are_one_line(cli, capfd, tiny, tmp_path, case):
+    how, spoil, *said = BAD_QUANTISED[case]
+    write_quantised(tmp_path, how, tiny)
+    capfd.readouterr()  # transformers' progress
+    spoil(tmp_path)
+    assert_refused(cli("-m", tmp_path, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), *said)
 
 
 # ---- speculation.py

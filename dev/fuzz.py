@@ -68,7 +68,7 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     )  # fmt: skip
     (folder / "tokenizer.vocab").unlink()
     config = dict(
-        model_type="llama", vocab_size=VOCAB, hidden_size=16, intermediate_size=24, max_position_embeddings=64,
+        model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=64, max_position_embeddings=64,
         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, rms_norm_eps=1e-5, torch_dtype="float32",
         bos_token_id=1, eos_token_id=2, rope_scaling=dict(rope_type="linear", factor=2.0),
     )  # fmt: skip
@@ -91,19 +91,38 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     meta = like("meta", "*onfig.json")
     (meta / "model.safetensors").unlink()
     torch.save(dict(zip(tensor_shapes(read_config(folder)), tensors.values())), meta / "consolidated.00.pth")
-    params = dict(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=-1, multiple_of=8, ffn_dim_multiplier=0.5)
+    params = dict(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=-1, multiple_of=32, ffn_dim_multiplier=0.5)
     (meta / "params.json").write_text(json.dumps(params))
     output_of("-m", folder, "--save", home / "saved", "--fp8")
+    words = lambda *shape: torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32)
+    awq = lambda N, K: dict(
+        qweight=words(K, N // 8), qzeros=words(K // 32, N // 8), scales=torch.rand(K // 32, N).half()
+    )
+    fp8 = lambda N, K: {"weight": torch.randn(N, K).to(torch.float8_e4m3fn), "weight_scale": torch.rand(N, 1)}
+    float_8 = {"weights": dict(num_bits=8, type="float", strategy="channel")}
+    for name, packed, about in (
+        ("awq", awq, dict(quant_method="awq", bits=4, group_size=32, version="gemm")),
+        ("fp8", fp8, dict(quant_method="compressed-tensors", format="float-quantized", config_groups={"0": float_8})),
+    ):
+        (like(name) / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
+        found = {key: t for key, t in tensors.items() if "proj" not in key}
+        for key in tensors.keys() - found.keys():
+            found |= {key.removesuffix("weight") + word: value for word, value in packed(*tensors[key].shape).items()}
+        save_file(found, home / name / "model.safetensors")
     (home / "gguf").mkdir()
     sizes = dict(
-        embedding_length=16, feed_forward_length=24, context_length=64, block_count=1,
+        embedding_length=32, feed_forward_length=64, context_length=64, block_count=1,
         **{"attention.head_count": 2, "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-5},
     )  # fmt: skip
     metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in sizes.items()}
     metadata |= sentencepiece_metadata(folder / "tokenizer.model")
     tensors = dict(zip(tensor_shapes(read_config(folder), "gguf"), tensors.values()))
+    for i, (name, t) in enumerate(tensors.items()):
+        kind = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0, None)[i % 3] if t.dim() == 2 else None
+        tensors[name] = (int(kind), torch.from_numpy(gguf.quants.quantize(t.numpy(), kind))) if kind else t
     write_gguf(home / "gguf/model.gguf", metadata, tensors)
-    return {name: home / name for name in ("safetensors", "json", "bin", "shards", "meta", "saved", "gguf")}
+    names = ("safetensors", "json", "bin", "shards", "meta", "saved", "awq", "fp8", "gguf")
+    return {name: home / name for name in names}
 
 
 def write_gguf(file: Path, metadata: dict, tensors: dict) -> Path:
