@@ -414,7 +414,7 @@ def types(model: Llama) -> str:
     if held:
         text += f" with {held} matrices"
     if quantised:
-        others = "; others decoded" if not all(m.format for m in model.weights.matrices) else ""
+        others = "; others as floats" if not all(m.format for m in model.weights.matrices) else ""
         text += f" ({quantised} in the file{others})" if held else f" (decoded from {quantised})"
     if model.kv_fp8:
         text += ", e4m3 keys and values"

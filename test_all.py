@@ -3887,7 +3887,7 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     assert code == 0
     for name in (file, tmp_path / "one", tmp_path / "parts", tmp_path / (part % 2)):
         code, out, err = cli("-m", name, *flags)
-        said = "fp32 with q4_0 matrices (Q4_0 and Q8_0 in the file; others decoded)"
+        said = "fp32 with q4_0 matrices (Q4_0 and Q8_0 in the file; others as floats)"
         assert (code, out) == (0, expected) and f"running   {said} on cpu" in err and err.endswith(f"GB; {said}\n"), err
     for more in (["--fp8"], ["--int4"], ["--int4", "--save", tmp_path / "new"]):
         result = cli("-m", file, *(() if "--save" in more else flags[:4]), *more)
