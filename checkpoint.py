@@ -12,11 +12,12 @@ import shutil
 import sys
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +41,7 @@ from model import (
     OUTPUT,
     PADDED,
     Config,
+    KVCache,
     LayerWeights,
     Llama,
     RopeScaling,
@@ -49,6 +51,7 @@ from model import (
 from parallel import ALL, Ranks, share
 from sampling import Sampling
 from tokenizer import (
+    Tokenizer,
     find_template,
     local_checkpoint,
     one_line,
@@ -938,6 +941,7 @@ class Loader:
     rank: int = 0
     ranks: int = 1
     quiet: bool = False
+    importance: dict[str, Tensor] | None = None  # importance_of the matrices' columns
 
     def __post_init__(self) -> None:
         self.whole, self.config = self.checkpoint.config, self.checkpoint.config.cut(self.ranks)
@@ -1045,9 +1049,10 @@ class Loader:
 
     def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
         tensors, format = self.encoded[name], self.format.at(name)
+        weigh = dict(importance=self.importance[name]) if self.importance and format is self.format else {}
         try:
             if data.shape == self.shapes[name]:
-                format.encode(data, tensors)
+                format.encode(data, tensors, **weigh)
             else:
                 for part, whole in zip(tensors, format.encode(data)):
                     part.copy_(whole[:, stored_columns(columns, data.shape[1], whole.shape[1])])
@@ -1262,6 +1267,7 @@ def load(
 # ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the other small files
 
 SAVED = "model.safetensors"
+PRODUCTS = {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear"}  # ops, in the order of the matrices
 LAYOUT = "1"  # of such a file; any other is refused
 
 
@@ -1281,13 +1287,45 @@ def saved_format(folder: Path) -> Format | None:
     return FORMATS[name]
 
 
+@torch.inference_mode()
+def importance_of(model: Llama, tokens: list[int]) -> dict[str, Tensor]:
+    """By the name of each matrix [N, K], the sum of squares of what it is multiplied with while the model reads a text:
+    float32 [K], as in llama.cpp's importance matrix."""
+    squares, sums, ops = [], {}, model.ops
+
+    def watched(op: Callable, normed: bool) -> Callable:
+        def run(x: Tensor, *rest) -> Tensor:
+            seen = kernels.rmsnorm_ref(x, rest[0], model.config.norm_eps) if normed else x
+            squares.append(seen.float().square().sum(0))
+            return op(x, *rest)
+
+        return run
+
+    products = {name: watched(op, "rmsnorm" in name) for name, op in vars(ops).items() if name in PRODUCTS}
+    model.ops = SimpleNamespace(**vars(ops) | products)
+    for part in torch.tensor(tokens).split(min(1024, model.ctx_size)):
+        model.forward(part, KVCache(model, len(part)))
+        for name, square in zip(matrix_shapes(model.config), squares, strict=True):
+            sums[name] = sums.get(name, 0) + square
+        squares.clear()
+    return sums
+
+
 @one_line_errors()
 def save(
-    name: str, target: str, *, format: str = "e4m3", dtype: str = "auto", device: str = "auto", quiet: bool = False
+    name: str,
+    target: str,
+    *,
+    format: str = "e4m3",
+    dtype: str = "auto",
+    device: str = "auto",
+    quiet: bool = False,
+    calibrate: str = "",
 ) -> Path:
     """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or empty: whole or not
     at all. Returns its model.safetensors. All other tensors are in dtype; auto is the checkpoint's own, on a CPU too.
-    Raises ValueError, OSError or MemoryError, in one line that says what to do."""
+    calibrate: a text; int4 then rounds with most care what that makes most use of. Raises ValueError, OSError or
+    MemoryError, in one line that says what to do."""
     check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))
     folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
@@ -1308,8 +1346,13 @@ def save(
         raise OSError(f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere")
     with folder_beside(to) as made:
         _copy_what_is_small(folder, made, config)
+        importance = None
+        if calibrate:
+            tokens = Tokenizer(folder).encode(calibrate)
+            importance = importance_of(load(name, dtype=dtype, device=device, quiet=quiet), tokens)
         with torch.inference_mode():
-            weights = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet).load()
+            loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet, importance=importance)
+            weights = loader.load()
         save_file(_saved(weights), made / SAVED, {"fused-llama": LAYOUT, "format": format})
         (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library makes it readable for the owner alone
         made.rename(to)

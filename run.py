@@ -63,6 +63,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="keep keys and values as 8-bit floats: half the context's memory")
     add("--save", metavar="DIR",
         help="write the model with its matrices as --fp8 or --int4 says to DIR instead of generating; -m DIR runs it")
+    add("--calibrate", metavar="FILE",
+        help="with --int4: a text; what it makes most use of is rounded with most care, as with llama.cpp's imatrix")
 
     add = parser.group("where it runs")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
@@ -136,6 +138,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--prompt and --file both give a prompt; use one": args.prompt is not None and args.file is not None,
         "--fp8 and --int4 both say how matrices are kept; use one": args.fp8 and args.int4,
         "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None and not args.format,
+        "--calibrate is for --int4 with --save": args.calibrate and not (args.int4 and args.save),
         "--lookup and --draft both propose tokens; use one": args.lookup and args.draft,
         f"--draft takes a model; --draft-max {draft} says how many tokens it proposes": draft.isdecimal(),
         "--draft-max is for --draft": args.draft is None and "draft_max" in args.given,
@@ -153,7 +156,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             for model in filter(None, (args.model, args.draft)):
                 local_checkpoint(model)
             cache = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
-            for file in filter(None, (args.file, args.system_file, cache)):
+            for file in filter(None, (args.file, args.system_file, args.calibrate, cache)):
                 os.stat(file)
             if args.chat_template:
                 find_template(Path(), {}, args.chat_template)
@@ -545,6 +548,7 @@ def complete(session: Session, prompt: str) -> None:
 def save(args: argparse.Namespace) -> int:
     options = dict(format=args.format, dtype=args.dtype, device=args.device, quiet=args.quiet)
     with ending_cleanly():
+        options |= dict(calibrate=read_text(args.calibrate)) if args.calibrate else {}
         file = save_model(args.model, args.save, **options)
     if not args.quiet:
         note(f"saved     {file.parent}: {args.format} matrices, {file.name} of {file.stat().st_size:,} bytes")

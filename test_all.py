@@ -3122,6 +3122,20 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
         assert_refused(cli("-m", saved, *refused), why)
 
 
+def test_calibrated_model_loses_less(cli, tmp_path):
+    """On other text than it was calibrated with: the mean square of the logits' errors."""
+    text = tmp_path / "text"
+    text.write_text(TEXT * 40)
+    for made, extra in ("plain", []), ("weighed", ["--calibrate", text]):
+        assert cli("--int4", "--save", tmp_path / made, *extra)[0] == 0
+    names = run.DEFAULT_MODEL, tmp_path / "plain", tmp_path / "weighed"
+    exact, *ours = (load(name, dtype="fp32", device="cpu") for name in names)
+    tokens = Tokenizer(names[0]).encode("The king had three sons, and the youngest went away.")
+    right, plain, weighed = (model.forward(tokens, KVCache(model)) for model in (exact, *ours))
+    assert nmse(weighed, right) < nmse(plain, right)
+    assert_refused(cli("--calibrate", text, "-p", "x"), "--calibrate is for --int4 with --save", code=2)
+
+
 def test_saved_format_with_groups_is_cut(grouped_folder, tmp_path, monkeypatch):
     """Two ranks load the columns of wo and w2, and the rows of all else, that one process has."""
     monkeypatch.setitem(FORMATS, "grouped", GROUPED)
