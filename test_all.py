@@ -4310,26 +4310,26 @@ def test_a_joined_matrix_of_which_a_part_is_not_quantised_is_decoded(tiny, tmp_p
     assert_close(logits_of(ours, ids), oracle(theirs, ids))
 
 
-UP = "model.layers.0.mlp.up_proj."
+PROJ = "model.layers.0.mlp.up_proj."
 BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "3 bits": ("GPTQ", spoil_config(quantization_config=GPTQ | {"bits": 3}), "quantised as gptq with bits 3: take"),
     "gemv": (
         "AWQ", spoil_config(quantization_config=QUANTISED["AWQ"][0] | {"version": "gemv"}), "awq with version 'gemv'"
     ),
-    "act-order": ("GPTQ", put(f"{UP}g_idx", lambda t: t.flip(0)), f"{UP}qweight has columns in act-order"),
-    "bias": ("GPTQ", set_one(f"{UP}bias", 1), "up_proj.qweight has a bias"),
+    "act-order": ("GPTQ", put(f"{PROJ}g_idx", lambda t: t.flip(0)), f"{PROJ}qweight has columns in act-order"),
+    "bias": ("GPTQ", set_one(f"{PROJ}bias", 1), "up_proj.qweight has a bias"),
     "odd groups": ("GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 48}), "group_size is 48; it must be"),
     "uneven groups": (
         "GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 512}), "not a multiple of group_size 512"
     ),
-    "codes of another shape": ("GPTQ", put(f"{UP}qweight", lambda t: t[1:]), "up_proj.qweight is [15, 256], expected"),
-    "codes of another type": ("AWQ", put(f"{UP}qweight", lambda t: t.float()), "qweight has a type other than int32"),
-    "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{UP}weight_scale")), "up_proj.weight_scale is missing"),
-    **{f"{how}, a scale of {x}": (how, set_one(UP + key, x), "up_proj.", "has a scale that is NaN or infinite")
+    "codes of another shape": ("GPTQ", put(f"{PROJ}qweight", lambda t: t[1:]), "qweight is [15, 256], expected"),
+    "codes of another type": ("AWQ", put(f"{PROJ}qweight", lambda t: t.float()), "qweight has a type other than int32"),
+    "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{PROJ}weight_scale")), "up_proj.weight_scale is missing"),
+    **{f"{how}, a scale of {x}": (how, set_one(PROJ + key, x), "up_proj.", "has a scale that is NaN or infinite")
        for how, key in (("AWQ", "scales"), ("GPTQ", "scales"), ("W4A16", "weight_scale"))
        for x in (float("nan"), float("inf"))},
     "NaN codes": (
-        "FP8, blocks", put(f"{UP}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "has codes of NaN"
+        "FP8, blocks", put(f"{PROJ}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "has codes of NaN"
     ),
     "other blocks": (
         "FP8, blocks", spoil_config(quantization_config=dict(quant_method="fp8", weight_block_size=[64, 64])),
