@@ -3,8 +3,7 @@ this file and the command line.
 
 The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. The draw
 inverts the cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device. Each filter
-keeps the tokens at or above one threshold, so ties at the edge stay together; for top-k and top-p, logits that round to
-the same step (STEPS, FARTHEST) are ties.
+keeps the tokens at or above one threshold, so ties at the edge stay together.
 
 The op `sample` reads logits float32 [V], which it may overwrite, and writes the token to tokens[pos] and
 host_tokens[pos] (both int32 [S]). The host reads the latter, which is pinned memory with a GPU; where the logits are
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launch import Scratch, constexpr, gdc_launch_dependents, gdc_wait, is_last, jit, launch, tl, triton
+from launch import Scratch, gdc_launch_dependents, gdc_wait, is_last, jit, launch, tl, triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +51,6 @@ class Sampling:
 RANGES = {"temp": (0, math.inf), "top_k": (0, math.inf), "top_p": (0, 1), "min_p": (0, 1)}
 RANGES |= {"repeat_penalty": (0.01, 100), "repeat_last_n": (-1, math.inf), "seed": (0, (1 << 63) - 1)}
 
-# Top-k and top-p compare logits by how far below the best they are: in whole steps, so many to a unit, and up to this
-# distance, where a token has e^-64 of the best one's probability
-STEPS, FARTHEST = 1 << 18, 64
 COLDEST = 1e-30  # temperature: lower positive ones are raised to it, as float32 could round them to 0
 
 
@@ -78,11 +74,11 @@ class Sampler:
     def switches(self, V: int, S: int) -> dict[str, int | bool]:
         """The part of the settings that the kernel is compiled for, with V logits and at most S tokens to look back
         on."""
-        s, greedy = self.s, self.s.temp == 0
+        s, cuts = self.s, self.s.temp > 0 and 0 < self.s.top_k < V
         window = 0 if s.repeat_penalty == 1 else S if s.repeat_last_n < 0 else min(s.repeat_last_n, S)
-        filters = dict(TOP_K=0 < s.top_k < V, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0)
-        on = {name: is_on and not greedy for name, is_on in filters.items()}
-        return on | dict(GREEDY=greedy, PENALTY=window > 0, WINDOW=triton.next_power_of_2(max(window, 1)))
+        block = 1024 if s.temp == 0 or cuts and s.top_k <= KEEP else triton.next_power_of_2(V)
+        on = dict(TOP_K=cuts, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0, PENALTY=window > 0)
+        return on | dict(WINDOW=triton.next_power_of_2(max(window, 1)), BLOCK=block)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -110,19 +106,18 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
         logits[recent] = torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
     if s.temp == 0:
         return int(logits.argmax())
-    best = logits.max()
-    steps = ((best - logits) * STEPS).clamp(max=FARTHEST * STEPS - 1).floor()
-    kept = torch.full(logits.shape, True, device=logits.device)
+    kept = logits
     if 0 < s.top_k < len(logits):
-        kept = steps <= steps.kthvalue(s.top_k).values
+        kept = logits[logits >= logits.topk(s.top_k).values[-1]]
+    best, floor = kept.max(), kept.min()
     if s.top_p < 1:
-        ranked = steps[kept].sort().values
-        p = (-ranked.double() / STEPS).exp()
+        ranked = kept.sort(descending=True).values
+        p = (ranked - best).double().exp()
         above = p.cumsum(0) - p  # mass of those before each
-        kept = steps <= ranked[max(int((above < s.top_p * p.sum()).sum()), 1) - 1]
+        floor = ranked[max(int((above < s.top_p * p.sum()).sum()), 1) - 1]
     if s.min_p > 0:
-        kept &= logits >= best + math.log(s.min_p)
-    p = torch.where(kept, (logits - best) / max(s.temp, COLDEST), -torch.inf).exp()
+        floor = torch.maximum(floor, best + math.log(s.min_p))
+    p = torch.where(logits >= floor, (logits - best) / max(s.temp, COLDEST), -torch.inf).exp()
     cdf = p.double().cumsum(0)
     drawn = torch.searchsorted(cdf, uniform(s.seed, position) * cdf[-1], right=True)
     return min(int(drawn), int(p.nonzero()[-1]))
@@ -141,77 +136,95 @@ def _uniform(seed, index):
     return ((z ^ (z >> 31)) >> 40).to(tl.float32) / 16777216.0
 
 
-# The vocabulary is divided among programs, which pass on what they find from launch to launch in scratch memory. The
-# first launch finds the best logit. Top-k and top-p each take two more, a radix select: how far below the best a token
-# is makes two digits; the first launch adds up the tokens (top-k) or their probability (top-p) for each value of the
-# upper digit, the second for each value of the lower one where the running sum reaches its target. These sums are
-# integers, so the order in which programs add to them does not matter. The last launch sums the weights of what is kept
-# in each part; its last program finds the part that the draw falls into, and there the token.
-
-BINS = 4096  # values of a digit: two make a distance
-_BINS, _STEPS, _FARTHEST = constexpr(BINS), constexpr(STEPS), constexpr(FARTHEST)
+@jit
+def _threshold(l, weights, target, low, high):
+    """The largest of the values l such that the weights of those at or above it reach the target. low and high are two
+    of them, between which it lies: bisection, in which both ends move on to the next value that occurs."""
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where(middle > low, middle, high)
+        above = l >= middle
+        reached = tl.sum(tl.where(above, weights, 0.0), 0)
+        next_above = tl.min(tl.where(above, l, float("inf")), 0)
+        next_below = tl.max(tl.where(above, float("-inf"), l), 0)
+        high = tl.where(reached == target, next_above, tl.where(reached > target, high, next_below))
+        low = tl.where(reached >= target, next_above, low)
+    return low
 
 
 @jit
-def _load(logits, maxima, part, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """A part's ids and logits, the best of all logits, and how many steps below it each lies."""
-    ids = part * BLOCK + tl.arange(0, BLOCK)
-    l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    best = tl.max(_load_parts(maxima, PARTS, float("-inf")), 0)
-    below = best - l
-    return ids, l, best, tl.where(below < _FARTHEST, below * _STEPS, _FARTHEST * _STEPS - 1).to(tl.int32)
-
-
-@jit
-def _load_parts(values, PARTS: tl.constexpr, other):
-    """What each part has left, past the L1 cache, as the last program to finish needs it."""
-    parts = tl.arange(0, triton.next_power_of_2(PARTS))
-    return tl.load(values + parts, mask=parts < PARTS, other=other, cache_modifier=".cg")
-
-
-@jit
-def _reach(bins, target):
-    """The first bin at which the running sum reaches the target, and what the bins before it leave of the target."""
-    sums = tl.cumsum(tl.load(bins + tl.arange(0, _BINS)), 0)
-    return tl.sum((sums < target).to(tl.int32), 0), target - tl.max(tl.where(sums < target, sums, 0), 0)
-
-
-@jit
-def _target(bins, numbers, TOP_P: tl.constexpr):
-    """What a filter keeps at least: as many tokens, or as much probability."""
+def _choose(
+    l, ids, u, temp, top_k, top_p, log_min_p, edges, left_out, logits,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Choose one of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1). Where l is
+    only what parts of the vocabulary kept, edges is each part's lowest logit and left_out how many equal to it did not
+    fit."""
+    best = tl.max(l, 0)
+    if GREEDY:
+        return tl.min(tl.where(l == best, ids, 2147483647), 0)
+    floor = tl.min(tl.where(l > float("-inf"), l, best), 0)
+    if TOP_K:
+        floor = _threshold(l, tl.full(l.shape, 1.0, tl.float32), top_k, floor, best)
+    edge, unseen = floor, 0.0
+    if edges is not None:
+        unseen = tl.sum(tl.where(edges == edge, left_out, 0.0), 0)
     if TOP_P:
-        total = tl.sum(tl.load(bins + tl.arange(0, _BINS)), 0)
-        return tl.maximum((tl.load(numbers + 2).to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-    return tl.load(numbers + 1).to(tl.int64)
+        p = tl.where(l >= floor, tl.exp(l - best), 0.0)
+        total = tl.sum(p, 0) + unseen * tl.exp(edge - best)
+        floor = _threshold(l, p, tl.maximum(top_p * total, 1e-30), floor, best)
+    if MIN_P:
+        floor = tl.maximum(floor, best + log_min_p)
+    p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
+    if edges is None:  # a running sum over the whole vocabulary at once would take Triton long to compile
+        return _draw_from_all(logits, u * tl.sum(p, 0), best, floor, temp, V, BLOCK if BLOCK < 16384 else 16384)
+    cdf = tl.cumsum(p, 0)
+    last = tl.max(tl.where(p > 0, ids, 0), 0)
+    token = tl.min(tl.where((cdf > u * tl.max(cdf, 0)) & (p > 0), ids, last), 0)
+    if (unseen > 0) & (floor == edge):
+        mass = tl.sum(p, 0) + unseen * tl.exp((edge - best) / temp)
+        token = _draw_from_all(logits, u * mass, best, floor, temp, V, BLOCK)
+    return token
 
 
 @jit
-def _farthest(bins, numbers, TOP_K: tl.constexpr, TOP_P: tl.constexpr):
-    """How many steps below the best the filters that are on keep tokens; top-p includes top-k."""
-    if TOP_K or TOP_P:
-        bins += 2 * _BINS if TOP_P else 0
-        upper, left = _reach(bins, _target(bins, numbers, TOP_P))
-        lower, _ = _reach(bins + _BINS, left)
-        return upper * _BINS + lower
-    return _BINS * _BINS
+def _draw_from_all(logits, target, best, floor, temp, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The first id at which the running sum of the weights of logits at or above floor exceeds the target."""
+    before, token, last = tl.full([], 0.0, tl.float64), 2147483647, 0
+    for start in range(0, V, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        l = tl.load(logits + ids, mask=ids < V, other=float("-inf"), cache_modifier=".cg")
+        p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
+        cdf = before + tl.cumsum(p, 0)
+        token = tl.minimum(token, tl.min(tl.where((cdf > target) & (p > 0), ids, 2147483647), 0))
+        last = tl.maximum(last, tl.max(tl.where(p > 0, ids, 0), 0))
+        before += tl.sum(p, 0)
+    return tl.minimum(token, last)
 
 
 @jit
-def _sample_best_kernel(
-    logits, tokens, pos, maxima, bins, numbers,
-    PENALTY: tl.constexpr, WINDOW: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+def _sample_kernel(
+    logits, tokens, chosen_tokens, drawn, pos, candidates, arrived, seed, numbers,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Penalise recent tokens, find the best logit of each part (inf if one is not finite), and empty the bins."""
+    """If greedy or with a small top_k, each program keeps the best of its part of the vocabulary, and the last one to
+    finish chooses among these; otherwise there is one part. Axis 1 of the grid is the rows of logits. candidates, for
+    each row: what each part kept (logits, then ids), its edge, and how many equal to that were left out."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     logits += row * V
-    bins += row * 4 * _BINS
+    candidates += row * (2 * PARTS * KEEP + 2 * PARTS)
+    arrived += row
     ids = part * BLOCK + tl.arange(0, BLOCK)
-    penalty, window = tl.load(numbers + 4), tl.load(numbers + 5)
+    temp, top_k, top_p = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    log_min_p, penalty, window = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
+    seed = tl.load(seed)
     gdc_wait(PDL)
+    position = tl.load(pos) - tl.num_programs(1) + 1 + row
     if PENALTY:
-        position = tl.load(pos) - tl.num_programs(1) + 1 + row
         back = tl.arange(0, WINDOW)
         recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
         mask_recent = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
@@ -220,86 +233,58 @@ def _sample_best_kernel(
         tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mask_recent)
         tl.debug_barrier()
     l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    bad = (ids < V) & ((l != l) | (tl.abs(l) == float("inf")))
-    tl.store(maxima + row * PARTS + part, tl.max(tl.where(bad, float("inf"), l), 0))
-    for first in range(part * BLOCK, 4 * _BINS, PARTS * BLOCK):
-        tl.store(bins + first + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.int64))
-
-
-@jit
-def _sample_count_kernel(
-    logits, maxima, bins, numbers,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, LOWER: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Add up one digit's values: for top-p if it is on here, of what top-k kept, otherwise for top-k."""
-    gdc_launch_dependents(PDL)
-    part, row = tl.program_id(0), tl.program_id(1)
-    bins += row * 4 * _BINS
-    gdc_wait(PDL)
-    ids, _, _, steps = _load(logits + row * V, maxima + row * PARTS, part, V, BLOCK, PARTS)
-    mask, digit, weight = ids < V, steps // _BINS, 1
-    if TOP_P and not LOWER:
-        mask &= steps <= _farthest(bins, numbers, TOP_K, False)
-    if TOP_P:
-        bins += 2 * _BINS
-        weight = (tl.exp(steps.to(tl.float32) / -_STEPS) * 2.0**42).to(tl.int64)  # the sum of 2^20 such fits
-    if LOWER:
-        upper, _ = _reach(bins, _target(bins, numbers, TOP_P))
-        mask &= digit == upper
-        digit = _BINS + steps % _BINS
-    tl.atomic_add(bins + digit, weight, mask=mask, sem="relaxed")
-
-
-@jit
-def _weights(l, best, steps, farthest, numbers, MIN_P: tl.constexpr, GREEDY: tl.constexpr):
-    """Of the tokens that are kept, what each is drawn by."""
-    if GREEDY:
-        return (l == best).to(tl.float64)
-    mask = (steps <= farthest) & (l > float("-inf"))
-    if MIN_P:
-        mask &= l >= best + tl.load(numbers + 3)
-    return tl.where(mask, tl.exp((l - best) / tl.load(numbers)), 0.0).to(tl.float64)
-
-
-@jit
-def _first_beyond(target, sums, weights, ids):
-    """The first of the ids whose running sum is beyond the target, but none without a weight."""
-    last = tl.max(tl.where(weights > 0, ids, 0), 0)
-    return tl.min(tl.where((sums > target) & (weights > 0), ids, last), 0)
-
-
-@jit
-def _sample_draw_kernel(
-    logits, maxima, masses, arrived, chosen_tokens, drawn, pos, bins, seed, numbers,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Sum the weights of each part, and draw."""
-    gdc_launch_dependents(PDL)
-    part, row = tl.program_id(0), tl.program_id(1)
-    logits += row * V
-    maxima += row * PARTS
-    masses += row * PARTS
-    seed = tl.load(seed)
-    gdc_wait(PDL)
-    farthest = _farthest(bins + row * 4 * _BINS, numbers, TOP_K, TOP_P)
-    _, l, best, steps = _load(logits, maxima, part, V, BLOCK, PARTS)
-    tl.store(masses + part, tl.sum(_weights(l, best, steps, farthest, numbers, MIN_P, GREEDY), 0))
-    if is_last(arrived + row, PARTS):
-        position = tl.load(pos) - tl.num_programs(1) + 1 + row
-        parts, mass = tl.arange(0, triton.next_power_of_2(PARTS)), _load_parts(masses, PARTS, 0.0)
-        sums = tl.cumsum(mass, 0)
-        target = 0.0 if GREEDY else _uniform(seed, position) * tl.max(sums, 0)
-        part = _first_beyond(target, sums, mass, parts)
-        ids, l, best, steps = _load(logits, maxima, part, V, BLOCK, PARTS)
-        weights = _weights(l, best, steps, farthest, numbers, MIN_P, GREEDY)
-        before = tl.sum(tl.where(parts == part, sums - mass, 0.0), 0)
-        token = _first_beyond(target, before + tl.cumsum(weights, 0), weights, ids)
-        bad = best == float("inf")
+    bad = tl.sum(tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), 1, 0), 0)
+    l = tl.where(bad > 0, 0.0, l)
+    u = _uniform(seed, position)
+    if PARTS == 1:
+        token = _choose(
+            l, ids, u, temp, top_k, top_p, log_min_p, None, None, logits, TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK
+        )
         if chosen_tokens is not None:
-            tl.store(chosen_tokens + position, tl.where(bad, 0, token).to(tl.int32))
-        tl.store(drawn + position, tl.where(bad, -1, token).to(tl.int32))
+            tl.store(chosen_tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
+        tl.store(drawn + position, tl.where(bad > 0, -1, token).to(tl.int32))
+    else:
+        # what this part keeps, in the order of ids: those above its edge, fewer than top_k, and as many equal to it as
+        # fit
+        best = tl.max(l, 0)
+        lowest = tl.min(tl.where(ids < V, l, best), 0)
+        edge = best if GREEDY else _threshold(l, tl.full(l.shape, 1.0, tl.float32), top_k, lowest, best)
+        above = ((l > edge) & (ids < V)).to(tl.int32)
+        equal = ((l == edge) & (ids < V)).to(tl.int32)
+        room = KEEP - tl.sum(above, 0)
+        chosen = (bad == 0) & ((above > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= room)))
+        slot = part * KEEP + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        lane = tl.arange(0, KEEP)
+        filler = tl.where(bad > 0, float("nan"), float("-inf"))
+        kept = candidates
+        kept_ids = candidates + PARTS * KEEP
+        edges = candidates + 2 * PARTS * KEEP
+        left_out = edges + PARTS
+        tl.store(kept + slot, l, mask=chosen)
+        tl.store(kept_ids + slot, ids.to(tl.float32, bitcast=True), mask=chosen)
+        tl.store(
+            kept + part * KEEP + lane,
+            filler + tl.zeros([KEEP], tl.float32),
+            mask=lane >= tl.sum(chosen.to(tl.int32), 0),
+        )
+        tl.store(edges + part, edge)
+        tl.store(left_out + part, tl.maximum(tl.sum(equal, 0) - room, 0).to(tl.float32))
+        if is_last(arrived, PARTS):
+            slots, parts = tl.arange(0, PARTS * KEEP), tl.arange(0, PARTS)
+            all_l = tl.load(kept + slots, cache_modifier=".cg")
+            all_ids = tl.load(kept_ids + slots, cache_modifier=".cg").to(tl.int32, bitcast=True)
+            any_bad = tl.sum((all_l != all_l).to(tl.int32), 0)
+            token = _choose(
+                tl.where(any_bad > 0, 0.0, all_l), all_ids, u, temp, top_k, top_p, log_min_p,
+                tl.load(edges + parts, cache_modifier=".cg"), tl.load(left_out + parts, cache_modifier=".cg"), logits,
+                TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK,
+            )  # fmt: skip
+            if chosen_tokens is not None:
+                tl.store(chosen_tokens + position, tl.where(any_bad > 0, 0, token).to(tl.int32))
+            tl.store(drawn + position, tl.where(any_bad > 0, -1, token).to(tl.int32))
+
+
+KEEP = 64  # the most logits that a part keeps: top-k up to this many is chosen in parts
 
 
 def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, sampler: Sampler) -> None:
@@ -316,22 +301,12 @@ def _launch_sample(
     """tokens: what came before; chosen_tokens: where a choice becomes a token; drawn: where it is reported, -1
     included."""
     rows, V = logits.shape
-    on, zeros, numbers = sampler.switches(V, len(tokens)), sampler.scratch.zeros, sampler.numbers
-    sizes = dict(V=V, BLOCK=1024, PARTS=triton.cdiv(V, 1024), warps=8)
-    maxima = zeros("best of each part", rows, sizes["PARTS"])
-    masses = zeros("mass of each part", rows, sizes["PARTS"], dtype=torch.float64)
-    arrived = zeros("parts done", rows, dtype=torch.int32)
-    bins = zeros("digits", rows, 4, BINS, dtype=torch.int64)
-    penalty = {name: on.pop(name) for name in ("PENALTY", "WINDOW")}
-
-    def run(kernel, *args, **constants) -> None:
-        launch(kernel, (sizes["PARTS"], rows), logits.device, *args, **sizes, **constants)
-
-    run(_sample_best_kernel, logits, tokens, pos, maxima, bins, numbers, **penalty)
-    for top_p in (False, True):
-        for lower in (False, True):
-            if on["TOP_P" if top_p else "TOP_K"]:
-                filters = dict(TOP_K=on["TOP_K"], TOP_P=top_p, LOWER=lower)
-                run(_sample_count_kernel, logits, maxima, bins, numbers, **filters)
-    drawn_to = chosen_tokens, drawn, pos
-    run(_sample_draw_kernel, logits, maxima, masses, arrived, *drawn_to, bins, sampler.seed, numbers, **on)
+    switches = sampler.switches(V, len(tokens))
+    parts = triton.next_power_of_2(triton.cdiv(V, switches["BLOCK"]))
+    candidates = sampler.scratch.zeros("candidates", rows, 2 * parts * KEEP + 2 * parts)
+    arrived = sampler.scratch.zeros("parts done", rows, dtype=torch.int32)
+    args = (logits, tokens, chosen_tokens, drawn, pos, candidates, arrived, sampler.seed, sampler.numbers)
+    warps = min(16, max(4, switches["BLOCK"] // 1024))
+    launch(
+        _sample_kernel, (parts, rows), logits.device, *args, **switches, V=V, PARTS=parts, KEEP=KEEP, warps=warps
+    )  # fmt: skip

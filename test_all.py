@@ -1008,7 +1008,7 @@ def record_training(dtype: torch.dtype) -> None:
 
 TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
-    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64",
+    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 
@@ -1168,7 +1168,7 @@ def test_temperatures_at_the_ends(temp):
     drawn = draw(logits, 400, **settings)
     assert drawn[1] == 1 if temp < 1 else (drawn - 0.25).abs().max() < 0.12  # 5 sigma of 400 draws
     if launch.triton is not None:
-        for some in (logits, torch.zeros(3000)):
+        for some in (logits, torch.zeros(3000)):  # all equal: more than a part keeps
             for seed in range(4):
                 choose_alike(some, NOTHING, 0, **settings | dict(top_k=3), seed=seed)
 
@@ -1191,7 +1191,8 @@ def test_the_penalty_looks_back_its_window(ops, window):
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("top_k", [0, 40])
 def test_logits_that_are_not_finite_are_minus_1(ops, bad, top_k):
-    logits = torch.randn(2500)
+    logits = torch.full((2500,), random.choice([0.5, 1.5]))  # so that a part keeps as many as it has room for
+    logits[:900] = torch.randn(900)
     logits[2000] = float(bad)
     assert choose(logits, NOTHING, 0, ops, top_k=top_k) == -1
 
@@ -1221,7 +1222,7 @@ def test_sampling_on_the_device_draws_from_a_large_vocabulary_in_blocks():
 def test_sampling_on_the_device_keeps_equals_at_the_edge_together(V):
     choices = (5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500)
     every = itertools.product(*choices)
-    # equals beyond the k-th count for top-p, too
+    # what a part left out counts for top-p, too
     cases = [(40, 0.5, 0.0, 1.5, position, 4.5, 2500) for position in range(3)]
     for top_k, top_p, min_p, temp, position, height, many in random.sample([*every], 8) + cases:
         logits, few, many = torch.full((V,), -5.0), 7, min(V - 10, many)
@@ -1229,17 +1230,6 @@ def test_sampling_on_the_device_keeps_equals_at_the_edge_together(V):
         logits[places[:few]], logits[places[few : few + many]] = height + torch.rand(few), 1.0
         settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=SEED)
         choose_alike(logits, NOTHING, position, **settings)
-
-
-@needs_triton
-def test_logits_within_a_step_are_equals_and_so_are_those_far_below():
-    step = 1 / sampling.STEPS
-    logits = torch.tensor([1.0, 0.0, -1.25 * step, -1.75 * step, -2 * step, -70.0, -90.0])
-    drawn = lambda top_k: {
-        choose_alike(logits, NOTHING, 0, **OFF | dict(temp=1e6, top_k=top_k), seed=i) for i in range(60)
-    }
-    kept = {2: 2, 3: 4, 4: 4, 5: 5, 6: 7}
-    assert {top_k: drawn(top_k) for top_k in kept} == {top_k: {*range(count)} for top_k, count in kept.items()}
 
 
 @needs_triton

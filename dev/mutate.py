@@ -59,9 +59,11 @@ MUTANTS = [
         "finite",
     ),
     Mutant("sampling.py", "(back < window)", "(back <= window)", "penalty"),
-    Mutant("sampling.py", 'tl.where(bad, float("inf"), l)', "l", "not_finite"),
-    Mutant("sampling.py", "steps <= _farthest(bins, numbers, TOP_K, False)", "True", "equals_at_the_edge"),
-    Mutant("sampling.py", "target - tl.max(", "target + 0 * tl.max(", "within_a_step"),
+    Mutant(
+        "sampling.py", 'filler = tl.where(bad > 0, float("nan"), float("-inf"))', 'filler = float("-inf")', "not_finite"
+    ),
+    Mutant("sampling.py", "tl.maximum(tl.sum(equal, 0) - room, 0)", "(0 * room)", "equals_at_the_edge"),
+    Mutant("sampling.py", "tl.sum(p, 0) + unseen * tl.exp(edge - best)", "tl.sum(p, 0)", "equals_at_the_edge"),
     Mutant("sampling.py", "z = (index + 1).to", "z = index.to", "sampling_on_the_device"),
     Mutant("sampling.py", "tl.where(seen > 0, seen / penalty, seen * penalty)", "seen / penalty", "penalty"),
     Mutant("model.py", "min(self.pos, len(tokens) - 1)", "min(self.pos, len(tokens))", "reuses"),
