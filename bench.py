@@ -488,9 +488,9 @@ class Row:
 
 
 def format_of(model: Llama) -> str:
-    """What --format calls the format of the matrices."""
-    format = model.weights.layers[0].wqkv.format
-    return format.name if format else "none"
+    """What --format calls the format of the layers' matrices; a GGUF may have several."""
+    matrices = (w for layer in model.weights.layers for w in (layer.wqkv, layer.wo, layer.w13, layer.w2))
+    return "+".join(sorted({w.format.name if w.format else "none" for w in matrices}))
 
 
 def device_name(device: torch.device, ranks: Ranks) -> str:
