@@ -245,9 +245,23 @@ class Llama:
             for norm, w in self.weights.normed:
                 fit_norm(norm, w)
 
+    def check(self, prompt: list[int]) -> None:
+        """Raise TypeError for a prompt that is no list of ids, ValueError if it has none, or one that the model has
+        not."""
+        if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
+            raise TypeError("a prompt is a list of ids: tokenizer.encode(text), or ids.tolist() of a tensor")
+        if not prompt:
+            raise ValueError("the prompt is empty: it needs a token to start from, such as bos")
+        V = self.config.vocab_size
+        if wrong := [i for i in prompt if not 0 <= i < V]:
+            raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")
+
     @torch.inference_mode()
     def forward(self, tokens: Tensor | list[int], cache: KVCache) -> Tensor:
-        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them."""
+        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them. A tensor's ids are
+        not checked."""
+        if not isinstance(tokens, Tensor):
+            self.check(tokens)
         tokens = torch.as_tensor(tokens)
         assert tokens.ndim == 1, (tokens.shape, "one sequence at a time")
         cache.append(tokens)
@@ -426,7 +440,8 @@ class KVCache:
     def check_room(self, count: int) -> None:
         """Raise ValueError if `count` more tokens do not fit: the one place that checks this."""
         if self.pos + count > self.size:
-            raise ValueError(f"the prompt has {self.pos + count} tokens; the context holds {self.size} (see -c)")
+            count += self.pos
+            raise ValueError(f"the prompt has {count} tokens; the context holds {self.size} (-c, or KVCache's size)")
 
     def append(self, tokens: Tensor) -> None:
         """Place tokens at pos, where forward will evaluate them."""
@@ -508,17 +523,13 @@ def generate(
 
     The beginning of the prompt that the cache already holds is not evaluated again. sampling: by default the model's.
     eos: by default the config's. progress: as in prefill. decode: a replacement for decoding token by token, such as
-    Speculation.decode. There is one sequence at a time. Raises TypeError for a prompt that is no list of ids,
-    ValueError when it is longer than the cache or contains an id that the model does not have, RuntimeError when the
-    logits are not finite.
+    Speculation.decode. There is one sequence at a time. Raises what Llama.check does, ValueError when the prompt is
+    longer than the cache, RuntimeError when the logits are not finite.
     """
-    if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
-        raise TypeError("a prompt is a list of ids: tokenizer.encode(text), or ids.tolist() of a tensor")
-    assert prompt, "a prompt has at least one token: bos"
-    V = model.config.vocab_size
-    if wrong := [i for i in prompt if not 0 <= i < V]:
-        raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")
-    cache = cache or KVCache(model)
+    model.check(prompt)
+    if n < -1:
+        raise ValueError(f"n is {n}; it must be a number of tokens, or -1 for no limit")
+    cache, V = cache or KVCache(model), model.config.vocab_size
     eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]  # a tokenizer without one says -1
     cache.sampler.set(sampling or model.sampling)
     cache.ban(eos if ignore_eos else [])

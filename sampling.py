@@ -11,7 +11,7 @@ not finite, host_tokens gets -1 and tokens 0. `sample_rows` reads logits [T, V] 
 to `drawn` (int32, -1 where they are not finite) the token chosen to follow each of them, up to drawn[pos]; `tokens`
 holds what comes before each position. Both take the settings as a Sampler, whose numbers are on the device.
 
-To add a setting: a field of Sampling and its range; its number in Sampler, which _sample_kernel loads by its place;
+To add a setting: a field of Sampling and its range; its number in _numbers, which _sample_kernel loads by its place;
 what it does, in _choose_ref and in _choose; its flag in run.py, of the same name; its values in
 test_sampling_on_the_device_chooses_what_the_reference_does. With a small top-k, _choose sees only what that may keep. A
 filter that has to see the whole vocabulary needs a BLOCK as large as that, see Sampler.switches.
@@ -54,6 +54,13 @@ RANGES |= {"repeat_penalty": (0.01, 100), "repeat_last_n": (-1, math.inf), "seed
 COLDEST = 1e-30  # temperature: lower positive ones are raised to it, as float32 could round them to 0
 
 
+def _numbers(s: Sampling) -> list[float]:
+    """Temperature, top_k, top_p, log(min_p), penalty and its window: the kernel loads them by their places."""
+    window = s.repeat_last_n if s.repeat_last_n >= 0 else 1 << 30
+    log_min_p = math.log(max(s.min_p, 1e-30))
+    return [max(s.temp, COLDEST), float(s.top_k), s.top_p, log_min_p, s.repeat_penalty, float(window)]
+
+
 class Sampler:
     """Settings as the ops take them: `s` for the host, and the same numbers in device memory, where a kernel reads
     them. So a captured graph picks up new settings, as long as its kernel is compiled for the same `switches`."""
@@ -61,15 +68,13 @@ class Sampler:
     def __init__(self, device: torch.device, s: Sampling = Sampling()):
         self.scratch = Scratch(device)
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self.numbers = torch.zeros(6, device=device)  # temperature, top_k, top_p, log(min_p), penalty, its window
+        self.numbers = torch.tensor(_numbers(s), device=device)
         self.set(s)
 
     def set(self, s: Sampling) -> None:
         self.s = s
         self.seed.fill_(s.seed)
-        window = s.repeat_last_n if s.repeat_last_n >= 0 else 1 << 30
-        numbers = max(s.temp, COLDEST), s.top_k, s.top_p, math.log(max(s.min_p, 1e-30)), s.repeat_penalty, window
-        self.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
+        self.numbers.copy_(torch.tensor(_numbers(s)))
 
     def switches(self, V: int, S: int) -> dict[str, int | bool]:
         """The part of the settings that the kernel is compiled for, with V logits and at most S tokens to look back

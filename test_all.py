@@ -324,12 +324,24 @@ def test_wrong_arguments_are_named(tiny, tmp_path, options):
 
 def test_ids_that_the_model_does_not_have(tiny):
     model = load(tiny, dtype="fp32", device="cpu")
+    run_both = lambda prompt: (
+        lambda: list(generate(model, prompt, n=1)),
+        lambda: model.forward(prompt, KVCache(model)),
+    )
     for bad in (-1, model.config.vocab_size, 1 << 40):
-        with pytest.raises(ValueError, match=f"the prompt contains the id {bad}; the model's are 0"):
-            list(generate(model, [1, bad, 5], n=1))
-    for wrong in ("text", torch.tensor([1, 5]), ["text", "more"], [[1, 5]]):
-        with pytest.raises(TypeError, match="a prompt is a list of ids: tokenizer.encode"):
-            list(generate(model, wrong, n=1))
+        for evaluate in run_both([1, bad, 5]):
+            with pytest.raises(ValueError, match=f"the prompt contains the id {bad}; the model's are 0"):
+                evaluate()
+    for wrong in ("text", ["text", "more"], [[1, 5]]):
+        for evaluate in run_both(wrong):
+            with pytest.raises(TypeError, match="a prompt is a list of ids: tokenizer.encode"):
+                evaluate()
+    for prompt, n, said in ((torch.tensor([1, 5]), 1, "a list of ids"), ([], 1, "is empty"), ([1], -3, "n is -3")):
+        with pytest.raises((TypeError, ValueError), match=said):
+            list(generate(model, prompt, n=n))
+    for wrong in ("hi", [{"role": "user"}]):
+        with pytest.raises(TypeError, match="a conversation is a list of dicts"):
+            Tokenizer(tiny).apply_chat_template(wrong)
     assert len(repr(model)) < 2000, "it prints weights"
     last = model.config.vocab_size - 1
     with torch.inference_mode():
@@ -5516,7 +5528,9 @@ def test_readme_from_python_runs_as_written(monkeypatch, capsys):
     exec(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1], names)
     model, tokenizer, ids = (names[name] for name in ("model", "tokenizer", "ids"))
     text = tokenizer.decode(ids + list(generate(model, ids, n=50, sampling=Sampling(repeat_penalty=1.1))))
-    assert "Once upon a time" + capsys.readouterr().out == text, "not as the checkpoint says"
+    answers = [turn["content"] for turn in names["chat"] if turn["role"] == "assistant"]
+    expected = "\n".join([text, *answers, ""])
+    assert "Once upon a time" + capsys.readouterr().out == expected, "not as the checkpoint says"
     assert [turn["role"] for turn in names["chat"]] == ["user", "assistant"] * 2
     assert all(turn["content"] for turn in names["chat"]) and names["cache"].pos > 100
     assert names["logits"].shape == (len(ids), model.config.vocab_size)

@@ -492,7 +492,9 @@ class Tokenizer:
     def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """A conversation ("role" and "content" of each message) to ids, up to where the model answers. Only the
         template itself writes control tokens: what looks like one in a message is text. Raises ValueError where the
-        template fails."""
+        template fails, TypeError for what is no conversation."""
+        if not all(isinstance(message, dict) and {"role", "content"} <= {*message} for message in messages):
+            raise TypeError('a conversation is a list of dicts with "role" and "content"')
         return self.chat_prompt(messages, add_generation_prompt).ids
 
     def chat_prompt(
