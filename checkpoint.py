@@ -447,6 +447,8 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
     """Read a tensor, or the rows and columns of it that an index spans, into pinned memory if a GPU is to copy it while
     the next one is read. A torch file's is a view, read when it is copied. Of blocks whole rows are read, and decoded,
     on the GPU if pinned. Raises ValueError if the file changed."""
+    if not part.shape:
+        return read_part(replace(part, shape=(1,)), pinned).view(())
     index = [range(size) for size in part.shape] if index is None else index
     if part.blocks:
         raw = read_blocks(part, pinned, index[0], range(part.shape[1]))
@@ -605,6 +607,9 @@ class Checkpoint:
             if layout.group > 0 and shape[1] % layout.group:
                 what = f"{shape[1]} columns, which is not a multiple of group_size {layout.group}"
                 raise ValueError(f"{self.folder}: {name} has {what}: {INSTEAD}")
+            if shape[0] % layout.rows:
+                what = f"{shape[0]} rows, which is not a multiple of {layout.rows}"
+                raise ValueError(f"{self.folder}: {name} has {what}: {INSTEAD}")
             del expected[name]
             stored = {key: found[stem + key] for key in wanted if stem + key in found and stem + key not in expected}
             self.layouts[name] = layout, stored
@@ -627,7 +632,7 @@ class Checkpoint:
         for name, parts in self.parts.items():
             if name not in self.shapes:
                 problems.append(f"{name} is unexpected")
-            elif parts[0].shape != self.shapes[name] and self._axis(name) is None:
+            elif (len(parts) > 1 or parts[0].shape != self.shapes[name]) and self._axis(name) is None:
                 shapes = " + ".join(str(list(part.shape)) for part in parts)
                 problems.append(f"{name} is {shapes}, expected {list(self.shapes[name])}")
         if problems:
@@ -1267,7 +1272,7 @@ def load(
 # ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the other small files
 
 SAVED = "model.safetensors"
-PRODUCTS = {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear"}  # ops, in the order of the matrices
+PRODUCTS = {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear"}  # ops that multiply
 LAYOUT = "1"  # of such a file; any other is refused
 
 
@@ -1308,6 +1313,8 @@ def importance_of(model: Llama, tokens: list[int]) -> dict[str, Tensor]:
         for name, square in zip(matrix_shapes(model.config), squares, strict=True):
             sums[name] = sums.get(name, 0) + square
         squares.clear()
+    if not all(torch.isfinite(total).all() for total in sums.values()):
+        raise ValueError("the activations overflow: calibrate with --dtype bf16 or fp32")
     return sums
 
 
@@ -1320,7 +1327,7 @@ def save(
     dtype: str = "auto",
     device: str = "auto",
     quiet: bool = False,
-    calibrate: str = "",
+    calibrate: str | None = None,
 ) -> Path:
     """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or empty: whole or not
     at all. Returns its model.safetensors. All other tensors are in dtype; auto is the checkpoint's own, on a CPU too.
@@ -1328,6 +1335,10 @@ def save(
     MemoryError, in one line that says what to do."""
     check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))
+    if calibrate is not None and format != "int4":
+        raise ValueError("calibrate is for int4: other formats round every column alike")
+    if calibrate is not None and not calibrate.strip():
+        raise ValueError("the text to calibrate with is empty")
     folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
@@ -1347,7 +1358,7 @@ def save(
     with folder_beside(to) as made:
         _copy_what_is_small(folder, made, config)
         importance = None
-        if calibrate:
+        if calibrate is not None:
             tokens = Tokenizer(folder).encode(calibrate)
             importance = importance_of(load(name, dtype=dtype, device=device, quiet=quiet), tokens)
         with torch.inference_mode():

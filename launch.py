@@ -14,8 +14,8 @@ whatever depends on no other kernel: compute offsets, load its first tile of wei
   without the attribute: each starts when all kernels before it have ended, including those that read the old value, and
   whatever comes after it starts when it has ended. test_no_step_sees_an_old_position runs thousands of each;
 - there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
-  kernels._stream_kernel makes use of that: loads of W shall move above its wait, and what has to come after it stands
-  in the same branch.
+  kernels._stream_kernel is the exception, and means it: loads of W move above its wait, and what has to come after it
+  stands in the same branch.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton when a kernel is decorated
-triton = tl = None  # not installed, or without use: the reference ops run without it, and importing it takes 0.3 s
+triton = tl = None  # not installed, or of no use: the reference ops run without it, and importing it takes 0.3 s
 if "TRITON_INTERPRET" in os.environ or torch.cuda.device_count():  # counted without starting CUDA
     with suppress(ImportError):
         import triton

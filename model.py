@@ -246,8 +246,8 @@ class Llama:
                 fit_norm(norm, w)
 
     def check(self, prompt: list[int]) -> None:
-        """Raise TypeError for a prompt that is no list of ids, ValueError if it has none, or one that the model has
-        not."""
+        """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or has an id that the model
+        does not."""
         if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
             raise TypeError("a prompt is a list of ids: tokenizer.encode(text), or ids.tolist() of a tensor")
         if not prompt:

@@ -487,6 +487,7 @@ class Layout(NamedTuple):
     blocks: Callable  # tensors, by the last word -> Blocks of the whole matrix
     group: int = -1  # columns that share a scale; -1: all
     optional: tuple[str, ...] = ()
+    rows: int = 1  # N is a multiple of this
 
 
 NOT_NEEDED = (".input_scale", ".k_scale", ".v_scale", ".weight_shape")  # activations are ours; shapes are the config's
@@ -524,7 +525,7 @@ def awq(group: int) -> Layout:
         in_order = lambda t: _nibbles_of(t).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
         return _blocks4(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
 
-    return Layout("AWQ", format, tensors, blocks, group)
+    return Layout("AWQ", format, tensors, blocks, group, rows=8)
 
 
 def gptq(group: int, version_2: bool) -> Layout:
@@ -541,12 +542,16 @@ def gptq(group: int, version_2: bool) -> Layout:
         codes, zero = _nibbles_of(t["qweight"].t()), _nibbles_of(t["qzeros"]).t()
         check_order(t.get("g_idx"), codes.shape[1], zero.shape[1])
         if "bias" in t and t["bias"].any():
-            raise ValueError("a bias, which this architecture has not")
-        symmetric = ((zero == 7).all() | (zero == 8).all()).item()
-        zero = torch.full_like(zero, 8) if symmetric else zero if version_2 else zero + 1
+            raise ValueError("a bias, which this architecture does not have")
+        if ((zero == 7).all() | (zero == 8).all()).item():
+            zero = torch.full_like(zero, 8)
+        elif (
+            not version_2
+        ):  # 1 was subtracted from each nibble of a word at once, so a 0 has borrowed from the next one
+            zero = _nibbles_of(t["qzeros"] + 0x11111111).t()
         return _blocks4(format, codes, t["scales"].t(), zero)
 
-    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"))
+    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"), rows=8)
 
 
 def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
@@ -571,7 +576,7 @@ def packed(group: int, symmetric: bool) -> Layout:
         zero = torch.full_like(scale, 8) if symmetric else _nibbles_of(t["weight_zero_point"].t()).t()
         return _blocks4(format, codes, scale, zero)
 
-    return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",))
+    return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",), rows=1 if symmetric else 8)
 
 
 def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
@@ -600,7 +605,7 @@ def format_for(kinds: set[str | Layout | None], columns: int, most_bits: int = 8
     """The smallest format that holds matrices of all of these types of ggml, or of this layout, exactly, side by side
     and cut to so many columns; None if there is none."""
     (kind, *others) = kinds
+    fits = lambda format: (format.bits <= most_bits or format.group == 1) and columns % format.group == 0
     if isinstance(kind, Layout):
-        return None if others else kind.format
-    fits = lambda format: format.bits <= most_bits and columns % format.group == 0
+        return None if others or not fits(kind.format) else kind.format
     return next((format for format, held in HOLDS.items() if kinds <= held and fits(format)), None)

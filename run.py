@@ -155,9 +155,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         with parser.failing():
             for model in filter(None, (args.model, args.draft)):
                 local_checkpoint(model)
-            cache = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
-            for file in filter(None, (args.file, args.system_file, args.calibrate, cache)):
+            for file in filter(None, (args.file, args.system_file, args.calibrate)):
                 os.stat(file)
+            if args.prompt_cache:
+                os.scandir(os.path.dirname(real_path(args.prompt_cache))).close()  # it is there, and a folder
             if args.chat_template:
                 find_template(Path(), {}, args.chat_template)
     if args.seed < 0:
@@ -548,7 +549,8 @@ def complete(session: Session, prompt: str) -> None:
 def save(args: argparse.Namespace) -> int:
     options = dict(format=args.format, dtype=args.dtype, device=args.device, quiet=args.quiet)
     with ending_cleanly():
-        options |= dict(calibrate=read_text(args.calibrate)) if args.calibrate else {}
+        if args.calibrate:
+            options["calibrate"] = read_text(args.calibrate)
         file = save_model(args.model, args.save, **options)
     if not args.quiet:
         note(f"saved     {file.parent}: {args.format} matrices, {file.name} of {file.stat().st_size:,} bytes")
