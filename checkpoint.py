@@ -1151,6 +1151,11 @@ def check_memory(
     size, weights = dtype.itemsize, weight_bytes(c, dtype, format)
     if c.tie_embeddings and not format_at(format, "output") and device.type == "cpu" and dtype == torch.bfloat16:
         weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
+    if device.type == "cpu" and dtype == torch.bfloat16:  # 4-bit codes are there in torch's order, too
+        in_4_bits = [
+            shape for name, shape in matrix_shapes(c).items() if (at := format_at(format, name)) and at.bits == 4
+        ]
+        weights += sum(math.prod(shape) * 5 // 8 for shape in in_4_bits)
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size

@@ -3061,6 +3061,13 @@ def memory_needed(config: Config, dtype=torch.float32, device="cpu", ctx_size: i
     return [float(number) for number in re.findall(r"(?:weights|tokens|workspace) ([\d.]+) GB", str(error.value))]
 
 
+def test_memory_of_4_bits_on_a_cpu():
+    """Where torch has a product for them, the codes are there twice; the output matrix is in 8 bits, once."""
+    c = read_config_like(hidden_dim=1 << 22)
+    on_gpu, on_cpu = (memory_needed(c, torch.bfloat16, device, 64, INT4)[0] for device in ("cuda", "cpu"))
+    assert 1.9 < on_cpu / on_gpu < 2.2
+
+
 def test_memory_of_a_tied_embedding():
     """A CPU keeps a bf16 model's matrices in fp16 or packed, so a tied embedding is stored twice."""
     weights = lambda dtype, tied: memory_needed(read_config_like(tie_embeddings=tied, vocab_size=1 << 22), dtype)[0]
