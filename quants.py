@@ -545,9 +545,7 @@ def gptq(group: int, version_2: bool) -> Layout:
             raise ValueError("a bias, which this architecture does not have")
         if ((zero == 7).all() | (zero == 8).all()).item():
             zero = torch.full_like(zero, 8)
-        elif (
-            not version_2
-        ):  # 1 was subtracted from each nibble of a word at once, so a 0 has borrowed from the next one
+        elif not version_2:  # 1 was subtracted in whole words, so a zero point of 0 has borrowed from the next one
             zero = _nibbles_of(t["qzeros"] + 0x11111111).t()
         return _blocks4(format, codes, t["scales"].t(), zero)
 

@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant("checkpoint.py", ' + _ids(f, "eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("checkpoint.py", "(-1, 2, self.config.head_dim // 2,", "(-1, self.config.head_dim // 2, 2,", "transformers"),
     Mutant("quants.py", "[0, 4, 1, 5, 2, 6, 3, 7]", "[0, 2, 4, 6, 1, 3, 5, 7]", "safetensors_equal"),
-    Mutant("quants.py", "zero if version_2 else zero + 1", "zero + 1", "safetensors_equal"),
+    Mutant("quants.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
     Mutant("quants.py", "left, COLUMNS, 32, 64)", "left, COLUMNS, 32, 32)", "safetensors_hold"),
     Mutant("quants.py", "and columns % format.group == 0", "and columns % 32 == 0", "gguf_models"),
     Mutant("checkpoint.py", "workspace += copies * size * largest_read(c)", "workspace += 0", "memory_of"),
