@@ -350,7 +350,6 @@ def _meta_config(folder: Path) -> Config:
 CHUNK_BYTES = 1 << 20  # read at a time
 HEADER_BYTES = 100_000_000  # of a safetensors file, at most: as in the library
 READERS = 4  # threads: a single one copies from the page cache at a fraction of the memory bandwidth
-FLOATS = tuple(DTYPES.values())
 SAFETENSORS_TYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn,
@@ -537,7 +536,7 @@ def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tu
 
 def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
     """Possible types and the shape of each tensor of a model saved in a format."""
-    tensors: dict = {name: (FLOATS, shape) for name, shape in vector_shapes(c).items()}
+    tensors: dict = {name: (quants.FLOATS, shape) for name, shape in vector_shapes(c).items()}
     for name, shape in matrix_shapes(c).items():
         tensors |= {n: ((dtype,), shape) for n, (dtype, shape) in stored_as(name, shape, format).items()}
     return tensors
@@ -571,7 +570,7 @@ class Checkpoint:
         if self.format:
             expected = saved_tensors(config, self.format)
         else:
-            expected = {name: (FLOATS, shape) for name, shape in tensor_shapes(config, self.layout).items()}
+            expected = {name: (quants.FLOATS, shape) for name, shape in tensor_shapes(config, self.layout).items()}
         # Of quantised matrices in safetensors, by the names of their weights: how they are stored, and in which parts
         self.layouts: dict[str, tuple[quants.Layout, dict[str, Part]]] = {}
         if self.layout == "hugging_face" and (layout := _quantisation(Fields(folder / "config.json"))):
@@ -585,7 +584,7 @@ class Checkpoint:
                 continue
             if self.layouts and part.name.endswith(quants.NOT_NEEDED):
                 continue
-            types, _ = expected.get(part.name, (FLOATS, ()))
+            types, _ = expected.get(part.name, (quants.FLOATS, ()))
             if part.dtype not in types:
                 listed = ", ".join(str(t).removeprefix("torch.") for t in types)
                 raise ValueError(f"{part.file}: {part.name} has a type other than {listed}")
@@ -602,7 +601,7 @@ class Checkpoint:
             name, shape = info.name(self.layout, layer), info.shape(self.config)
             wanted, stem = layout.tensors(*shape) if info.matrix else {}, name.removesuffix("weight")
             codes = found.get(stem + next(iter(wanted), "weight"))
-            if not wanted or not codes or codes.name == name and codes.dtype in FLOATS:
+            if not wanted or not codes or codes.name == name and codes.dtype in quants.FLOATS:
                 continue
             if layout.group > 0 and shape[1] % layout.group:
                 what = f"{shape[1]} columns, which is not a multiple of group_size {layout.group}"
@@ -719,7 +718,7 @@ class Checkpoint:
         cut = lambda t: t[:, stored_columns(slice(*columns.indices(K)[:2]), K, t.shape[1])]
         return quants.Blocks(*(t if t is None else cut(self.in_pairs(name, t[rows].contiguous())) for t in whole))
 
-    def as_stored(self, c: Config, most_bits: int) -> "PerMatrix | None":
+    def held_formats(self, c: Config, most_bits: int) -> "PerMatrix | None":
         """The formats that hold the matrices as they are in the file; None if none is quantised. c: the config of a
         rank."""
         if not self.quantised:
@@ -743,8 +742,9 @@ class Checkpoint:
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
         one. What a format stores was checked when it was read."""
-        parts = itertools.chain.from_iterable(self.parts.values())
-        for part in (part for part in parts if part.name.endswith((".weight", ".bias")) and part.dtype in FLOATS):
+        for part in itertools.chain.from_iterable(self.parts.values()):
+            if not part.name.endswith((".weight", ".bias")) or part.dtype not in quants.FLOATS:
+                continue
             tensor = read_part(part)
             if not torch.isfinite(tensor).all():
                 return one_line(f"{part.name} in {part.file.name} holds NaN or inf")
@@ -1259,7 +1259,7 @@ def load(
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     config = config.cut(size)
     # torch has no fast product for 8-bit codes in groups on a CPU: there they are decoded
-    as_stored = checkpoint.as_stored(config, 4 if on.type == "cpu" and backend == "torch" else 8)
+    as_stored = checkpoint.held_formats(config, 4 if on.type == "cpu" and backend == "torch" else 8)
     held = checkpoint.format or FORMATS.get(format) or as_stored
     check_groups(config, held)
     if ranks:
@@ -1277,7 +1277,6 @@ def load(
 # ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the other small files
 
 SAVED = "model.safetensors"
-PRODUCTS = {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear"}  # ops that multiply
 LAYOUT = "1"  # of such a file; any other is refused
 
 
@@ -1295,6 +1294,9 @@ def saved_format(folder: Path) -> Format | None:
     if name not in FORMATS:
         raise ValueError(f"{file}: format is {name!r}, which is not supported (supported: {', '.join(FORMATS)})")
     return FORMATS[name]
+
+
+PRODUCTS = {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear"}  # ops that multiply
 
 
 @torch.inference_mode()
@@ -1336,7 +1338,7 @@ def save(
 ) -> Path:
     """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or empty: whole or not
     at all. Returns its model.safetensors. All other tensors are in dtype; auto is the checkpoint's own, on a CPU too.
-    calibrate: a text; int4 then rounds with most care what that makes most use of. Raises ValueError, OSError or
+    calibrate: a text; int4 then rounds most carefully the weights that matter most to it. Raises ValueError, OSError or
     MemoryError, in one line that says what to do."""
     check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))

@@ -60,8 +60,8 @@ def load_elements(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexp
 
 @jit
 def load_groups(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
-    """What each EACH columns find in w, which has an element for each GROUP of them: [R, COLUMNS / EACH]. A thread has
-    one, as of the codes. Either `first` is a multiple of GROUP, or COLUMNS is EACH."""
+    """For each EACH columns the element of w that belongs to them, where w has one for each GROUP of columns:
+    [R, COLUMNS / EACH], one to a thread, like the codes. Either `first` is a multiple of GROUP, or COLUMNS is EACH."""
     offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
     mask = None
     if left is not None:
@@ -88,7 +88,7 @@ def scale_and_minimum(tile, EXPONENT: tl.constexpr, PRODUCT: tl.constexpr):
 
 
 @jit
-def last_row_scale(w, rows, mask):
+def row_scale(w, rows, mask):
     """The `row_scale` of a format whose last tensor has it."""
     return tl.load(w[len(w) - 1] + rows, mask=mask, other=0.0)
 
@@ -111,11 +111,11 @@ class Format:
     row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
     packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none
 
-    Where packed_sums take more of x than its halves, or its columns in another order, a format says how, and one token
-    runs by another kernel (kernels._stream_kernel):
+    Where packed_sums needs more of x than its halves, or its columns in another order, a format also has these, and one
+    token runs in kernels._stream_kernel:
 
     columns(COLUMNS)           the columns of a tile of x in the order that packed_x expects
-    packed_x(x)                a tile of halves x to what packed_sums take
+    packed_x(x)                a tile of halves x to what packed_sums takes
     packed_load(w, first, left, COLUMNS)
                                like load: int32 tensors [R, M], of which a thread has what `neighbours` columns need
     packed_sums(tile, x)       float32 [R, COLUMNS / neighbours]
@@ -355,11 +355,6 @@ class Float8(Format):
         for block, part in zip(codes.split(1024), y.split(1024)):
             torch.mv(self.halves(block, space[: len(block)]), row, out=part)
         return y * (self.gain * scales[:, 0])
-
-
-@jit
-def row_scale(w, rows, mask):
-    return tl.load(w[1] + rows, mask=mask, other=0.0)
 
 
 # ---- packed products: a token's product with 8-bit weights, in half precision.

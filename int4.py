@@ -26,8 +26,8 @@ from fp8 import (
     Tensors,
     as_floats,
     half_at,
-    last_row_scale,
     load_groups,
+    row_scale,
     scale_and_minimum,
     stream,
 )
@@ -340,7 +340,7 @@ def _packed_sums(tile, x):
 
 # What formats of 4-bit codes share, but for their two ways to load
 KERNEL = dict(
-    values=values, row_scale=last_row_scale, packed_sums=_packed_sums, columns=_columns, packed_x=_packed_x,
+    values=values, row_scale=row_scale, packed_sums=_packed_sums, columns=_columns, packed_x=_packed_x,
     neighbours=64, peak=16384.0,
 )  # fmt: skip
 INT4 = Int4("int4", 4, load_32, packed_load=packed_load_32, group=GROUP, as_e4m3=True, **KERNEL)

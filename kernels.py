@@ -484,24 +484,23 @@ def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
     block = min(sizes.block, max(least, triton.next_power_of_2(w.columns)))
     rows = math.gcd(sizes.rows, epilogue.within)
     packs = w.columns % format.neighbours == 0 and x.element_size() == 2 and x.data_ptr() % 16 == 0
-    args, functions = (x, norm, w.tensors, eps, epilogue.args), _functions(w, epilogue)
-    constants = dict(N=w.rows, K=w.columns, ROWS=rows, BLOCK=block, PEAK=format.peak)
+    args, constants = (x, norm, w.tensors, eps, epilogue.args), _functions(w, epilogue)
+    constants |= dict(N=w.rows, K=w.columns, ROWS=rows, PACKED_SUMS=format.packed_sums, PEAK=format.peak)
     if packs and format.packed_x:
+        del constants["VALUES"]
         tiles = min(32, triton.cdiv(w.rows, rows * processors(x.device) * sizes.programs))
         if epilogue.within:  # as many tiles as divide it
             tiles = math.gcd(1 << tiles.bit_length() - 1, epilogue.within // rows)
         block = max(block, least)
-        constants |= dict(BLOCK=block, TILES=tiles, STAGES=sizes.stages, NEIGHBOURS=format.neighbours)
-        constants |= dict(warps=min(sizes.warps, rows * block // least))
-        constants |= functions | dict(LOAD=format.packed_load, PACKED_X=format.packed_x, COLUMNS=format.columns)
-        constants |= dict(PACKED_SUMS=format.packed_sums)
-        del constants["VALUES"]
-        launch(_stream_kernel, (triton.cdiv(w.rows, rows * tiles),), x.device, *args, **constants)
+        constants |= dict(BLOCK=block, TILES=tiles, STAGES=sizes.stages, warps=min(sizes.warps, rows * block // least))
+        constants |= dict(LOAD=format.packed_load, PACKED_X=format.packed_x, COLUMNS=format.columns)
+        grid = (triton.cdiv(w.rows, rows * tiles),)
+        launch(_stream_kernel, grid, x.device, *args, **constants, NEIGHBOURS=format.neighbours)
         return
     warps = min(sizes.warps, max(1, block // least))
-    packs = packs and block >= least * warps and not format.packed_x
-    constants |= functions | dict(PACKED_SUMS=format.packed_sums if packs else None, warps=warps)
-    launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants)
+    if not packs or format.packed_x or block < least * warps:
+        constants["PACKED_SUMS"] = None
+    launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants, BLOCK=block, warps=warps)
 
 
 def _launch_few(sizes: FewSizes, x: Tensor, w: Matrix, epilogue: Epilogue) -> None:

@@ -439,8 +439,8 @@ class KVCache:
 
     def check_room(self, count: int) -> None:
         """Raise ValueError if `count` more tokens do not fit: the one place that checks this."""
-        if self.pos + count > self.size:
-            count += self.pos
+        count += self.pos
+        if count > self.size:
             raise ValueError(f"the prompt has {count} tokens; the context holds {self.size} (-c, or KVCache's size)")
 
     def append(self, tokens: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 import fp8
 import ggml
 import int4
-from fp8 import Format, Grouped, Tensors, last_row_scale, load_elements, load_groups, scale_and_minimum, stream
+from fp8 import Format, Grouped, Tensors, load_elements, load_groups, row_scale, scale_and_minimum, stream
 from launch import EMULATED, constexpr, jit, tl
 
 AT_ONCE = 1 << 20  # weights decoded at a time: what a CPU's caches hold takes half the time
@@ -402,7 +402,7 @@ def _packed_sums8(tile, x):
 
 
 def _held8(name: str, load, group: int, form: str, part: int = 0) -> Held:
-    return Held(name, 8, load, _values8, last_row_scale, _packed_sums8, group=group, form=form, part=part)
+    return Held(name, 8, load, _values8, row_scale, _packed_sums8, group=group, form=form, part=part)
 
 
 Q8_0, Q8_1 = _held8("q8_0", _load8, 32, "scale"), _held8("q8_1", _load8_minimum, 32, "minimum")
@@ -491,7 +491,7 @@ class Layout(NamedTuple):
 
 
 NOT_NEEDED = (".input_scale", ".k_scale", ".v_scale", ".weight_shape")  # activations are ours; shapes are the config's
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INT32 = (torch.int32,)
 
 

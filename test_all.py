@@ -3868,7 +3868,7 @@ def test_gguf_models_equal_transformers(tmp_path, name):
 
     def loaded(held: bool, rank=0, ranks=1):
         fp32, cpu, config = torch.float32, torch.device("cpu"), ours.config.cut(ranks)
-        format = ours.checkpoint.as_stored(config, 8) if held else None
+        format = ours.checkpoint.held_formats(config, 8) if held else None
         return Loader(ours.checkpoint, fp32, fp32, cpu, format, "torch", rank, ranks).load()
 
     whole, decoded = loaded(True), loaded(False)
@@ -4314,7 +4314,7 @@ def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli, capf
         torch.float32,
         torch.device("cpu"),
         ours.config.cut(2),
-        ours.checkpoint.as_stored(ours.config, 8),
+        ours.checkpoint.held_formats(ours.config, 8),
     )
     weights = Loader(ours.checkpoint, fp32, fp32, cpu, own, "torch", quiet=True).load()
     layer, on_cpu = weights.layers[1], None if format is quants.E4M3_128 else format  # which is slow there
@@ -4324,7 +4324,7 @@ def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli, capf
     assert torch.equal(layer.w2.dense(), exact.mlp.down_proj.weight)
     assert torch.equal(layer.w13.dense()[1::2], exact.mlp.up_proj.weight)
     assert_close(logits_of(ours, ids), oracle(theirs, ids))
-    held = ours.checkpoint.as_stored(c, 8)
+    held = ours.checkpoint.held_formats(c, 8)
     if format.group <= 64:
         parts = [Loader(ours.checkpoint, fp32, fp32, cpu, held, "torch", rank, 2).load().layers[1] for rank in (0, 1)]
         for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
