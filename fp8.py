@@ -506,7 +506,7 @@ def native_values(codes):
 
 @jit
 def _native_encode(x):
-    x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))  # infinity would become 448
+    x = tl.fma(x, 0.0, x)  # infinity, which would become 448, to NaN
     return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
 
 
@@ -535,11 +535,12 @@ def format_of(w: Matrix) -> Format:
 
 
 @jit
-def store_codes(y, codes, scales, row, offs_k, K: tl.constexpr, ENCODE: tl.constexpr):
-    """Write a row of floats to codes [T, K], its largest magnitude as 448, and its scale to scales [T]."""
-    scale = tl.maximum(tl.max(tl.abs(y)), 1e-30) / 448
-    tl.store(codes + row * K + offs_k, ENCODE(y / scale), mask=offs_k < K)
-    tl.store(scales + row, scale)
+def store_codes(y, factor, codes, scales, row, offs_k, K: tl.constexpr, ENCODE: tl.constexpr):
+    """Write a row of floats to codes [T, K], its largest magnitude as 448, and its scale, times factor, to
+    scales [T]."""
+    peak = tl.maximum(tl.max(tl.abs(y)), 1e-30)
+    tl.store(codes + row * K + offs_k, ENCODE(y * (448 / peak)), mask=offs_k < K)
+    tl.store(scales + row, peak * (factor / 448))
 
 
 @jit
@@ -554,12 +555,13 @@ def _recode_kernel(
     offs_k = k + tl.arange(0, BLOCK)[None, :]
     gdc_wait(PDL)
     y = VALUES(LOAD(w, row * K + k + tl.arange(0, 1)[:, None], K - k, BLOCK, 8)).to(tl.float32)
+    factor = 1.0
     if ROW_SCALE is not None:
-        y *= ROW_SCALE(w, row, row >= 0)
+        factor = ROW_SCALE(w, row, row >= 0)
     if scales is None:
-        tl.store(out + row * K + offs_k, y.to(out.dtype.element_ty), mask=offs_k < K)
+        tl.store(out + row * K + offs_k, (y * factor).to(out.dtype.element_ty), mask=offs_k < K)
     else:
-        store_codes(y, out, scales, row, offs_k, K, ENCODE)
+        store_codes(y, factor, out, scales, row, offs_k, K, ENCODE)
 
 
 def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
@@ -570,7 +572,7 @@ def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
     functions = dict(
         LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale, ENCODE=E4M3.on(device).encode_tile
     )
-    grid, warps = (N, triton.cdiv(K, block)), min(16, max(1, block // 512))
+    grid, warps = (N, triton.cdiv(K, block)), min(16, max(1, block // 1024))
     launch(_recode_kernel, grid, device, w.tensors, out, scales, K=K, BLOCK=block, **functions, warps=warps)
 
 

@@ -591,7 +591,7 @@ def _rmsnorm_kernel(
     if scales is None:
         tl.store(out + row * C + offs_c, y.to(out.dtype.element_ty), mask=offs_c < C)
     else:
-        fp8.store_codes(y, out, scales, row, offs_c, C, ENCODE)
+        fp8.store_codes(y, 1.0, out, scales, row, offs_c, C, ENCODE)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

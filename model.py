@@ -22,8 +22,9 @@ from launch import Scratch
 from sampling import Sampler, Sampling
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
-# Prompt lengths captured as CUDA graphs: up to here launching the kernels takes the host longer than the GPU runs them
-PADDED = (8, 16, 32, *range(64, 513, 64))
+# Lengths of prompts that are captured as CUDA graphs. Up to so many tokens times weights of a layer, launching the kernels
+# takes the host longer than the GPU runs them, so that it pays to pad a prompt to the next of them
+PADDED, PAYS = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128)), 2e11
 
 
 # ---- configuration
@@ -295,11 +296,11 @@ class Llama:
         """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is called with the number
         of tokens done and the total."""
         cache.check_room(len(tokens))
-        start = cache.pos
+        start, layer_weights = cache.pos, sum(map(math.prod, self.config.layer_matrices.values()))
         for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
             cache.append(chunk)
             T, room = len(chunk), cache.size - cache.pos
-            length = next((n for n in PADDED if T <= n <= room), None)
+            length = next((n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PAYS)), None)
             if self.uses_graphs and self.config.ranks == 1 and T > 1 and length:
                 self._padded_step(T, length, cache)
             else:
