@@ -15,6 +15,7 @@ divided among ranks, and run with one token, a few, or a prompt.
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -380,17 +381,34 @@ def fit_norm(norm: Tensor, w: Matrix) -> None:
         w.format.multiply(w.tensors, factor)
 
 
+def _fma_asm(two_halves: tuple[str, ...], words: int, code: int, x: Callable[[int, int], int]) -> str:
+    """PTX that adds up products of codes and halves in `sums`, two at a time. two_halves: what turns the two codes in
+    the lower half of register SOURCE, and in the upper half, into the pair of halves p; code, x: the numbers of
+    registers."""
+    lines = []
+    for word, half in itertools.product(range(words), range(2)):
+        lines.append(two_halves[half].replace("SOURCE", f"${code + word}"))
+        first = word == half == 0
+        lines.append(f"{'mul' if first else 'fma'}.rn.f16x2 sums, p, ${x(word, half)}{'' if first else ', sums'};")
+    return " ".join(lines)
+
+
 def packed_asm(*two_halves: str) -> str:
-    """PTX for eight codes times eight halves, added up in half precision: a float in $0, and zero in $1. two_halves:
-    what turns the two codes in the lower half of register SOURCE, and in the upper half, into the pair of halves p."""
-    weights, x, lines = 2, 4, []  # the number of the first register of each
-    for pair in range(4):
-        lines.append(two_halves[pair % 2].replace("SOURCE", f"${weights + pair // 2}"))
-        lines.append(f"fma.rn.f16x2 sums, p, ${x + pair}, sums;" if pair else f"mul.rn.f16x2 sums, p, ${x};")
-    lines.append("mov.b32 {a, b}, sums; add.f16 a, a, b; cvt.f32.f16 $0, a; mov.b32 $1, 0;")
-    return "{ .reg .b16 a, b; .reg .b32 sums, p, q; " + " ".join(lines) + " }"
+    """PTX for eight codes times eight halves, added up in half precision: a float in $0, and zero in $1."""
+    products = _fma_asm(two_halves, 2, 2, lambda word, half: 4 + 2 * word + half)
+    total = "mov.b32 {a, b}, sums; add.f16 a, a, b; cvt.f32.f16 $0, a; mov.b32 $1, 0;"
+    return f"{{ .reg .b16 a, b; .reg .b32 sums, p, q; {products} {total} }}"
 
 
+def words_asm(*two_halves: str) -> str:
+    """PTX for 16 codes times halves, of which one register has what belongs to the lower half of a word of codes, and
+    another what belongs to its upper half; eight products each are added up in half precision: a float in $0."""
+    products = _fma_asm(two_halves, 4, 1, lambda word, half: 5 + 4 * half + word)
+    total = "mov.b32 {a, b}, sums; cvt.f32.f16 f, a; cvt.f32.f16 $0, b; add.f32 $0, $0, f;"
+    return f"{{ .reg .b16 a, b; .reg .b32 sums, p, q; .reg .f32 f; {products} {total} }}"
+
+
+WORDS = constexpr("=&r," + ",".join(["r"] * 12))  # the sum; four registers of codes, twice four of halves
 ASM_REGISTERS = constexpr("=&r,=&r,r,r,r,r,r,r")  # the sum and the zero; two registers of codes, four of halves
 
 
@@ -469,11 +487,12 @@ def _e4m3_row_scale(w, rows, mask):
 
 # as for E5M2, then the bits under the sign move one place to the right
 _UNDER_SIGN = "shr.u32 q, p, 1; and.b32 q, q, 0x3f803f80; and.b32 p, p, 0x80008000; or.b32 p, p, q;"
-_E4M3_ASM = constexpr(packed_asm(*(f"prmt.b32 p, SOURCE, 0, {order}; {_UNDER_SIGN}" for order in ("0x1404", "0x3424"))))
+E4M3_HALVES = [f"prmt.b32 p, SOURCE, 0, {order}; {_UNDER_SIGN}" for order in ("0x1404", "0x3424")]
+_E4M3_ASM = constexpr(packed_asm(*E4M3_HALVES))
 
 
 @jit
-def e4m3_packed_sums(w_tile, x_tile):
+def _e4m3_packed_sums(w_tile, x_tile):
     return packed_sums(w_tile, x_tile, e4m3_values, _E4M3_ASM)
 
 
@@ -491,7 +510,7 @@ def e4m3_encode(x):
 
 
 E4M3 = Float8(
-    "e4m3", 8, load_elements, e4m3_values, _e4m3_row_scale, e4m3_packed_sums,
+    "e4m3", 8, load_elements, e4m3_values, _e4m3_row_scale, _e4m3_packed_sums,
     gain=256.0, move_bits=_e4m3_bits, values_nan=_e4m3_values_nan, encode_tile=e4m3_encode,
 )  # fmt: skip
 
@@ -510,17 +529,18 @@ def _native_encode(x):
     return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
 
 
-_NATIVE_ASM = constexpr(packed_asm(*(f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4m3x2 p, {half};" for half in "ab")))
+NATIVE_HALVES = [f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4m3x2 p, {half};" for half in "ab"]
+_NATIVE_ASM = constexpr(packed_asm(*NATIVE_HALVES))
 
 
 @jit
-def native_packed_sums(w_tile, x_tile):
+def _native_packed_sums(w_tile, x_tile):
     return packed_sums(w_tile, x_tile, native_values, _NATIVE_ASM)
 
 
 E4M3_NATIVE = replace(
     E4M3, gain=1.0, values=native_values, values_nan=native_values, row_scale=row_scale,
-    packed_sums=native_packed_sums, encode_tile=_native_encode, tensor_cores=True,
+    packed_sums=_native_packed_sums, encode_tile=_native_encode, tensor_cores=True,
 )  # fmt: skip
 
 PLAIN = Format("none", 16, load_elements, plain_values)

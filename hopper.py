@@ -140,7 +140,7 @@ def _step(
 
 @jit
 def _multiply(
-    group, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty,
+    group, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, v_clear,
     pos, T, qk_scale, S, H, G, positions_at_once,
     D: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -165,12 +165,13 @@ def _multiply(
     n = (blocks - 1) * BLOCK_N
     p, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N, True, SCORES)
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
-    # Its values beyond the length get weight 0, but 0 * NaN is NaN. Both groups clear them, so neither waits for the
-    # other. They store the same bytes: a group's own stores come before its product, and those of the other change
-    # nothing.
+    # Its values beyond the length get weight 0, but 0 * NaN is NaN: one group clears them, the other waits for it
     if blocks * BLOCK_N > start_pos + T:
-        mbarrier.wait(v_full.index(0), 0)
-        _clear_rows(v_tiles.index(0), start_pos + T - n, BLOCK_N)
+        if group == 0:
+            mbarrier.wait(v_full.index(0), 0)
+            _clear_rows(v_tiles.index(0), start_pos + T - n, BLOCK_N)
+            mbarrier.arrive(v_clear, count=1)
+        mbarrier.wait(v_clear, 0)
     # The other blocks on the diagonal
     for j in range(1, masked):
         p, acc, row_max, row_sum = _step(
@@ -207,6 +208,8 @@ def _hopper_attention_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(v_clear, count=1)
     for group in gl.static_range(2):
         mbarrier.init(q_full.index(group), count=1)
     for stage in gl.static_range(STAGES):
@@ -216,10 +219,10 @@ def _hopper_attention_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     gl.warp_specialize(
         [
-            (_multiply, (0, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, pos, T, qk_scale,
-                         S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
-            (_multiply, (1, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, pos, T, qk_scale,
-                         S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
+            (_multiply, (0, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, v_clear, pos, T,
+                         qk_scale, S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
+            (_multiply, (1, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, v_clear, pos, T,
+                         qk_scale, S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
             (_load, (q, k, v, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, pos, T,
                      S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
         ],

@@ -272,11 +272,16 @@ _PACKED_ASM, _PACKED_REGISTERS = constexpr(_packed_asm()), constexpr("=&r," + ",
 
 
 @jit
+def pairs(low, high):
+    """Halves as the lower and upper halves of words."""
+    return low.to(tl.uint16, bitcast=True).to(tl.uint32) | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@jit
 def _pairs(x):
-    """Halves [..., 2 M] as words int32 [..., M]."""
+    """Neighbouring halves [A, 2 M] as words [1, A, M]."""
     low, high = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
-    low, high = low.to(tl.uint16, bitcast=True).to(tl.uint32), high.to(tl.uint16, bitcast=True).to(tl.uint32)
-    return (low | (high << 16))[None]
+    return pairs(low, high)[None]
 
 
 @jit

@@ -48,6 +48,7 @@ from launch import (
     launch,
     processors,
     saturated,
+    stream_sizes,
     tl,
     triton,
     vector_sizes,
@@ -479,28 +480,29 @@ def _functions(w: Matrix, epilogue: Epilogue) -> dict:
 
 def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> None:
     assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
-    sizes, format = vector_sizes(x.device, w.bits, op, w.columns), fp8.format_of(w)
+    N, K, format = w.rows, w.columns, fp8.format_of(w)
+    packs = K % format.neighbours == 0 and x.element_size() == 2 and x.data_ptr() % 16 == 0
+    streams = packs and format.packed_x is not None
+    sizes = (stream_sizes if streams else vector_sizes)(x.device, w.bits, op, K)
     least = 32 * format.neighbours  # columns that a warp takes at once
-    block = min(sizes.block, max(least, triton.next_power_of_2(w.columns)))
-    rows = math.gcd(sizes.rows, epilogue.within)
-    packs = w.columns % format.neighbours == 0 and x.element_size() == 2 and x.data_ptr() % 16 == 0
+    rows, block = math.gcd(sizes.rows, epilogue.within), min(sizes.block, max(least, triton.next_power_of_2(K)))
     args, constants = (x, norm, w.tensors, eps, epilogue.args), _functions(w, epilogue)
-    constants |= dict(N=w.rows, K=w.columns, ROWS=rows, PACKED_SUMS=format.packed_sums, PEAK=format.peak)
-    if packs and format.packed_x:
-        del constants["VALUES"]
-        tiles = min(32, triton.cdiv(w.rows, rows * processors(x.device) * sizes.programs))
-        if epilogue.within:  # as many tiles as divide it
-            tiles = math.gcd(1 << tiles.bit_length() - 1, epilogue.within // rows)
-        block = max(block, least)
-        constants |= dict(BLOCK=block, TILES=tiles, STAGES=sizes.stages, warps=min(sizes.warps, rows * block // least))
-        constants |= dict(LOAD=format.packed_load, PACKED_X=format.packed_x, COLUMNS=format.columns)
-        grid = (triton.cdiv(w.rows, rows * tiles),)
-        launch(_stream_kernel, grid, x.device, *args, **constants, NEIGHBOURS=format.neighbours)
+    constants |= dict(N=N, K=K, ROWS=rows, PACKED_SUMS=format.packed_sums, PEAK=format.peak)
+    if not streams:
+        warps = min(sizes.warps, max(1, block // least))
+        if not packs or block < least * warps:
+            constants["PACKED_SUMS"] = None
+        launch(_vector_kernel, (triton.cdiv(N, rows),), x.device, *args, **constants, BLOCK=block, warps=warps)
         return
-    warps = min(sizes.warps, max(1, block // least))
-    if not packs or format.packed_x or block < least * warps:
-        constants["PACKED_SUMS"] = None
-    launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants, BLOCK=block, warps=warps)
+    tiles = min(32, triton.cdiv(N, rows * processors(x.device) * sizes.programs))
+    if epilogue.within:  # as many tiles as divide it
+        tiles = math.gcd(1 << tiles.bit_length() - 1, epilogue.within // rows)
+    block = max(block, least)
+    del constants["VALUES"]
+    constants |= dict(LOAD=format.packed_load, PACKED_X=format.packed_x, COLUMNS=format.columns)
+    constants |= dict(BLOCK=block, TILES=tiles, STAGES=sizes.stages, warps=min(sizes.warps, rows * block // least))
+    grid = (triton.cdiv(N, rows * tiles),)
+    launch(_stream_kernel, grid, x.device, *args, **constants, NEIGHBOURS=format.neighbours)
 
 
 def _launch_few(sizes: FewSizes, x: Tensor, w: Matrix, epilogue: Epilogue) -> None:

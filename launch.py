@@ -138,15 +138,22 @@ def split_of(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: 
 
 
 class VectorSizes(NamedTuple):
-    """How a product with one token is divided: programs take `rows` rows of W, `block` columns at a time. For formats
-    with kernels._stream_kernel, there are `programs` for each SM, which go through several tiles of `rows` rows, with
+    """How a product with one token is divided: programs take `rows` rows of W, `block` columns at a time."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+class StreamSizes(NamedTuple):
+    """The same for kernels._stream_kernel: `programs` for each SM, which go through several tiles of `rows` rows, with
     `stages` - 1 in flight."""
 
     rows: int
     block: int
     warps: int
-    programs: int = 3
-    stages: int = 3
+    programs: int
+    stages: int
 
 
 class FewSizes(NamedTuple):
@@ -178,6 +185,7 @@ def tables() -> dict[str, Any]:
     """launch.json. By compute capability (0 is the interpreter; the nearest below is taken, here and below):
 
     vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
+    stream    the same: StreamSizes
     few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other): FewSizes; null is
               the library, where that was faster and for 16-bit weights on cards that were not measured
     split     query rows per key/value head: SplitSizes
@@ -210,8 +218,16 @@ def nearest(table: dict, key: int):
 
 
 def vector_sizes(device: torch.device, bits: int, op: str, columns: int) -> VectorSizes:
-    ops = nearest(nearest(tables()["vector"], capability(device)), bits)
-    return VectorSizes(*nearest(ops.get(op, ops["default"]), columns))
+    return VectorSizes(*_single_sizes("vector", device, bits, op, columns))
+
+
+def stream_sizes(device: torch.device, bits: int, op: str, columns: int) -> StreamSizes:
+    return StreamSizes(*_single_sizes("stream", device, bits, op, columns))
+
+
+def _single_sizes(kind: str, device: torch.device, bits: int, op: str, columns: int) -> list[int]:
+    ops = nearest(nearest(tables()[kind], capability(device)), bits)
+    return nearest(ops.get(op, ops["default"]), columns)
 
 
 def few_sizes(device: torch.device, bits: int, op: str, columns: int, tokens: int) -> FewSizes | None:

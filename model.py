@@ -22,9 +22,9 @@ from launch import Scratch
 from sampling import Sampler, Sampling
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
-# Lengths of prompts that are captured as CUDA graphs. Up to so many tokens times weights of a layer, launching the kernels
-# takes the host longer than the GPU runs them, so that it pays to pad a prompt to the next of them
-PADDED, PAYS = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128)), 2e11
+# Lengths of prompts that are captured as CUDA graphs, and how many tokens times weights of a layer may be padded to the
+# next of them: up to there, launching the kernels takes the host longer than the GPU runs them
+PADDED, PADDED_WORK = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128)), 2e11
 
 
 # ---- configuration
@@ -300,7 +300,7 @@ class Llama:
         for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
             cache.append(chunk)
             T, room = len(chunk), cache.size - cache.pos
-            length = next((n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PAYS)), None)
+            length = next((n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PADDED_WORK)), None)
             if self.uses_graphs and self.config.ranks == 1 and T > 1 and length:
                 self._padded_step(T, length, cache)
             else:

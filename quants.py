@@ -16,7 +16,7 @@ from torch import Tensor
 import fp8
 import ggml
 import int4
-from fp8 import Format, Grouped, Tensors, load_elements, load_groups, row_scale, scale_and_minimum, stream
+from fp8 import Format, Grouped, Tensors, as_floats, load_elements, load_groups, row_scale, scale_and_minimum, stream
 from launch import EMULATED, constexpr, jit, tl
 
 AT_ONCE = 1 << 20  # weights decoded at a time: what a CPU's caches hold takes half the time
@@ -274,10 +274,12 @@ def _load_parts(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr)
 
 
 @jit
-def _shared(w, first, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """An element of w for each GROUP columns, a multiple of 64, to what groups of 32 have: [R, COLUMNS / 32]."""
+def _shared(w, first, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr):
+    """An element of w for each GROUP columns, a multiple of 64, to what groups of 32 or 16 (EACH) have:
+    [R, COLUMNS / EACH]."""
     one = load_groups(w, first, left, COLUMNS, 64, GROUP)
-    return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
+    two = tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
+    return two if EACH == 32 else tl.join(two, two).reshape(one.shape[0], COLUMNS // 16)
 
 
 @jit
@@ -292,12 +294,12 @@ def _packed_load_zero_32(w, first, left, COLUMNS: tl.constexpr):
 
 @jit
 def _packed_load_64(w, first, left, COLUMNS: tl.constexpr):
-    return int4.packed_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 64)
+    return int4.packed_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 64, 32)
 
 
 @jit
 def _packed_load_128(w, first, left, COLUMNS: tl.constexpr):
-    return int4.packed_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 128)
+    return int4.packed_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 128, 32)
 
 
 @jit
@@ -309,7 +311,7 @@ def _packed_load_minimum(w, first, left, COLUMNS: tl.constexpr):
 @jit
 def _packed_load_parts(w, first, left, COLUMNS: tl.constexpr):
     codes, parts = int4.packed_load_32(w, first, left, COLUMNS)
-    return codes, parts, _shared(w[2], first, left, COLUMNS, 256)
+    return codes, parts, _shared(w[2], first, left, COLUMNS, 256, 32)
 
 
 def _held4(name: str, load, packed_load, group: int, form: str, part: int = 0) -> Held4:
@@ -361,7 +363,7 @@ def _scale_and_minimum(tile):
 # Two of four codes as halves p: with 0x64 above it, a byte stands for 1024 more; 1024 + 128 are subtracted
 _HALVES = "mov.b32 q, 0x64806480; prmt.b32 p, SOURCE, 0x64646464, ORDER; sub.f16x2 p, p, q; "
 _HALVES_OF = [_HALVES.replace("ORDER", order) for order in ("0x4140", "0x4342")]
-_SUMS_ASM = constexpr(fp8.packed_asm(*_HALVES_OF))
+_SUMS_ASM = constexpr(fp8.words_asm(*_HALVES_OF))
 _VALUES_ASM = constexpr(
     "{ .reg .b32 p, q; "
     + "".join(
@@ -390,23 +392,102 @@ def _values8(tile):
     return values.reshape(R, COLUMNS)
 
 
+# The same for one token, where a thread has 64 columns, as with 4 bits, and loads 16 codes at once: an int32 has four
+
+
+@jit
+def _columns(COLUMNS: tl.constexpr):
+    return tl.arange(0, COLUMNS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+
+
+@jit
+def _packed_x(x):
+    """Halves x [COLUMNS / 16, 16]: of each four neighbours, the first two and the last two as words
+    [1, COLUMNS / 16, 4]; and the sums of 16. In the interpreter x itself."""
+    sum_x = tl.sum(x.to(tl.float32), 1)[None]
+    if EMULATED:
+        return x[None].to(tl.float32), sum_x
+    else:
+        even, odd = tl.split(x.reshape(x.shape[0], 4, 2, 2))
+        first, last = tl.split(int4.pairs(even, odd))
+        return first[None], last[None], sum_x
+
+
+@jit
+def _packed_codes(w, first, left, COLUMNS: tl.constexpr):
+    """Codes int32 [R, COLUMNS / 16, 4]."""
+    word = tl.arange(0, COLUMNS // 4)[None, :]
+    mask = None
+    if left is not None:
+        mask = word // 16 * 64 < left
+    words = stream(w[0].to(tl.pointer_type(tl.int32)) + first // 4 + word, mask)
+    return words.reshape(words.shape[0], COLUMNS // 16, 4)
+
+
+@jit
+def _packed_load8(w, first, left, COLUMNS: tl.constexpr):
+    return _packed_codes(w, first, left, COLUMNS), int4.packed_pairs(w[1], first, left, COLUMNS)
+
+
+@jit
+def _packed_load8_minimum(w, first, left, COLUMNS: tl.constexpr):
+    codes, scale = _packed_load8(w, first, left, COLUMNS)
+    return codes, scale, int4.packed_pairs(w[2], first, left, COLUMNS)
+
+
+@jit
+def _packed_load8_parts(w, first, left, COLUMNS: tl.constexpr):
+    both = load_groups(w[1].to(tl.pointer_type(tl.int32)), first, left, COLUMNS, 32, 32)
+    parts = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(both.shape[0], COLUMNS // 16)
+    return _packed_codes(w, first, left, COLUMNS), parts, _shared(w[2], first, left, COLUMNS, 256, 16)
+
+
+@jit
+def _sums_of_16(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
+    """Products of codes with x, added up: float32 [R, COLUMNS / 16]."""
+    R: tl.constexpr = words.shape[0]
+    G: tl.constexpr = words.shape[1]
+    if EMULATED:
+        codes = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24)).to(tl.int8)
+        return tl.sum(VALUES(codes.reshape(R, G, 16)).to(tl.float32) * x[0], 2)
+    else:
+        args = [words, x[0], x[1]]
+        return as_floats(tl.inline_asm_elementwise(ASM, fp8.WORDS, args, dtype=tl.int8, is_pure=True, pack=4))
+
+
+@jit
+def _by(sums, COUNT: tl.constexpr):
+    """So many neighbours [R, G] added up."""
+    return tl.sum(sums.reshape(sums.shape[0], sums.shape[1] // COUNT, COUNT), 2)
+
+
+@jit
+def _signed(codes):
+    return codes ^ -128
+
+
 @jit
 def _packed_sums8(tile, x):
-    if EMULATED:
-        return _values8(tile) * x.to(tl.float32)
+    """Products with x, added up by 64 columns: float32 [R, COLUMNS / 64]."""
     scale, minimum = _scale_and_minimum(tile)
-    sums = scale * fp8.packed_sums(tile[0], x, _values8, _SUMS_ASM)
+    EACH: tl.constexpr = tile[0].shape[1] // scale.shape[1]
+    sums = scale * _by(_sums_of_16(tile[0], x, _signed, _SUMS_ASM), EACH)
     if len(tile) == 3:
-        sums += minimum * tl.sum(x.to(tl.float32).reshape(1, x.shape[1] // 8, 8), 2)
-    return sums
+        sums += minimum * _by(x[len(x) - 1], EACH)
+    return _by(sums, 4 // EACH)
 
 
-def _held8(name: str, load, group: int, form: str, part: int = 0) -> Held:
-    return Held(name, 8, load, _values8, row_scale, _packed_sums8, group=group, form=form, part=part)
+KERNEL = dict(columns=_columns, packed_x=_packed_x, neighbours=64)
 
 
-Q8_0, Q8_1 = _held8("q8_0", _load8, 32, "scale"), _held8("q8_1", _load8_minimum, 32, "minimum")
-Q8_K = _held8("q8_k", _load8_parts, 256, "parts", 16)
+def _held8(name: str, load, packed_load, group: int, form: str, part: int = 0) -> Held:
+    kernel = KERNEL | dict(packed_load=packed_load)
+    return Held(name, 8, load, _values8, row_scale, _packed_sums8, group=group, form=form, part=part, **kernel)
+
+
+Q8_0 = _held8("q8_0", _load8, _packed_load8, 32, "scale")
+Q8_1 = _held8("q8_1", _load8_minimum, _packed_load8_minimum, 32, "minimum")
+Q8_K = _held8("q8_k", _load8_parts, _packed_load8_parts, 256, "parts", 16)
 HOLDS = {  # types of ggml
     Q4_0: {"Q4_0"}, Q4_1: {"Q4_1"}, Q4_K: {"Q4_K"}, Q8_0: {"Q8_0", "Q5_0", "Q4_0"},
     Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"}, Q8_K: {"Q6_K", "Q5_K", "Q4_K"},
@@ -455,8 +536,16 @@ def _values_e4m3(tile):
 
 
 @jit
+def _packed_load_e4m3(w, first, left, COLUMNS: tl.constexpr):
+    return _packed_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 64, 128)
+
+
+_E4M3_ASM, _NATIVE_ASM = (constexpr(fp8.words_asm(*halves)) for halves in (fp8.E4M3_HALVES, fp8.NATIVE_HALVES))
+
+
+@jit
 def _sums_e4m3(tile, x):
-    return _scaled(fp8.e4m3_packed_sums(tile[0], x), tile[1] * 256.0)
+    return _by(_sums_of_16(tile[0], x, fp8.e4m3_values, _E4M3_ASM), 4) * tile[1] * 256.0
 
 
 @jit
@@ -466,11 +555,13 @@ def _values_native(tile):
 
 @jit
 def _sums_native(tile, x):
-    return _scaled(fp8.native_packed_sums(tile[0], x), tile[1])
+    return _by(_sums_of_16(tile[0], x, fp8.native_values, _NATIVE_ASM), 4) * tile[1]
 
 
 E4M3_128, E4M3_128_NATIVE = (
-    Float8Groups("e4m3 (groups of 128)", 8, _load_e4m3, values, None, sums, group=128)
+    Float8Groups(
+        "e4m3 (groups of 128)", 8, _load_e4m3, values, None, sums, packed_load=_packed_load_e4m3, group=128, **KERNEL
+    )
     for values, sums in ((_values_e4m3, _sums_e4m3), (_values_native, _sums_native))
 )
 
