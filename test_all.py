@@ -3844,15 +3844,6 @@ def test_blocks_are_held_as_they_are(format):
         assert_multiplied(w, exact)
 
 
-def test_gguf_types_of_other_names_are_refused_by_name(tmp_path):
-    known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
-    assert {number: name for number, name in known.items() if number not in ggml.TYPES} == ggml.OTHER_TYPES
-    for number, name in ggml.OTHER_TYPES.items():
-        (tmp_path / "a.gguf").write_bytes(by_hand([(b"w", (256,), number, 0)]))
-        with pytest.raises(ValueError, match=f"w is {name}, which is not supported: take a file of F32"):
-            load(tmp_path / "a.gguf", device="cpu")
-
-
 @pytest.mark.parametrize("name", GGUF_MODELS)
 def test_gguf_models_equal_transformers(tmp_path, name):
     """Of all types, mixed also among wq, wk and wv, whose decoded weights transformers is given; whole and by ranks."""
@@ -3978,7 +3969,7 @@ def test_gguf_header_holds_every_type_of_value(tmp_path):
     header = ggml.read_header(write_gguf(tmp_path / "a.gguf", metadata, {f"t{i}": torch.ones(i + 1) for i in range(3)}))
     for key, value in metadata.items():
         got = header.metadata[key]
-        assert (got.tolist() if isinstance(got, memoryview) else got) == (1e-5 if key == "a" else value), key
+        assert (got.tolist() if isinstance(got, memoryview) else got) == value, key
     assert all(info.offset % 4096 == 0 and info.nbytes == 4 * info.shape[0] for info in header.tensors.values())
 
 
@@ -4000,41 +3991,36 @@ HUGE = 1 << 62
 DAMAGED_GGUF = {
     "empty": (b"", "is not a GGUF file"),
     "a pointer of git-lfs": (POINTER.encode(), "is a git-lfs pointer"),
-    "version 1": (by_hand(version=1), "of GGUF's version 1, which is not supported"),
-    "big-endian": (by_hand(version=3 << 24), "is big-endian"),
+    "version 1": (by_hand(version=1), "has GGUF's version 1, which is not supported"),
     "count of values": (by_hand(counts=(0, HUGE), data=b""), "cut off"),
     "count of tensors": (by_hand(counts=(HUGE, 0), data=b""), "cut off"),
-    "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "cut off"),
-    "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "array of 4611686018427387904"),
-    "array beyond the file": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 10, 5000))]), "cut off"),
-    "array of arrays": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 9, 1))]), "array of 1 elements of type 9"),
-    "not UTF-8": (by_hand(metadata=[(b"a", 8, string(b"\xff\xfe"))]), "not UTF-8"),
-    "key twice": (by_hand(metadata=[(b"a", 0, b"\1"), (b"a", 0, b"\1")]), "has a twice"),
-    "alignment 0": (by_hand(metadata=[(b"general.alignment", 4, b"\0\0\0\0")]), "general.alignment is 0"),
+    "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "a string lies outside it"),
+    "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "an array lies outside it"),
+    "count of strings": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 8, HUGE))]), "cut off"),
+    "array of arrays": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 9, 1))]), "values of the unknown type 9"),
+    "unknown value": (by_hand(metadata=[(b"a", 13, b"")]), "values of the unknown type 13"),
+    "not UTF-8": (by_hand(metadata=[(b"a", 8, string(b"\xff\xfe"))]), "can't decode"),
     "no dimensions": (by_hand([(b"a", (), 0, 0)]), "a has 0 dimensions"),
     "5 dimensions": (by_hand([(b"a", (1,) * 5, 0, 0)]), "a has 5 dimensions"),
     "a dimension of 0": (by_hand([(b"a", (32, 0), 0, 0)]), "has the shape"),
     "part of a block": (by_hand([(b"a", (48,), 8, 0)]), "has the shape [48], of type Q8_0"),
-    "dimensions that overflow": (by_hand([(b"a", (1 << 32, 1 << 32), 0, 0)]), "lies outside the file"),
-    "beyond the end": (by_hand([(b"a", (1025,), 0, 0)]), "lies outside the file"),
-    "offset not aligned": (by_hand([(b"a", (32,), 0, 4)]), "lies outside the file"),
-    "overlap": (by_hand([(b"a", (32,), 0, 0), (b"b", (32,), 0, 96)]), "b overlaps another tensor"),
-    "tensor twice": (by_hand([(b"a", (8,), 0, 0), (b"a", (8,), 0, 32)]), "has a twice"),
-    "control characters": (by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m is unknown type 99"),
+    "dimensions that overflow": (by_hand([(b"a", (1 << 32, 1 << 32), 0, 0)]), "a lies outside it"),
+    "beyond the end": (by_hand([(b"a", (1025,), 0, 0)]), "a lies outside it"),
+    "overlap": (by_hand([(b"a", (1024,), 0, 0), (b"b", (1024,), 0, 0)]), "its tensors overlap"),
+    "control characters": (by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m has the type 99, which is not supported"),
 }
 CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or among the tensors: what the line says
-    "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
-    "an adapter": ({"general.type": "adapter"}, "holds no model, but a part of one"),
+    "another architecture": ({"general.architecture": "gemma3"}, "model_type is 'gemma3', which is not supported"),
     "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
-    "no block_count": ({"llama.block_count": None}, "lacks llama.block_count: convert"),
-    "size in words": ({"llama.block_count": "two"}, "llama.block_count is 'two'; it must be a whole number"),
-    "sizes": ({"llama.feed_forward_length": [9, 9]}, "feed_forward_length is an array; it must be a whole number"),
+    "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
+    "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
+    "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
     "another size": ({"llama.feed_forward_length": 96}, "blk.0.ffn_gate.weight is [112, 64], expected [96, 64]"),
-    "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8; it must be 16"),
+    "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count differ: [16, 16, 8]"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope_type is 'longrope', which is supported with"),
-    "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "token_type has 2 numbers of 32 bits; it must have 259"),
-    "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array; it must be an array of texts"),
-    "a token twice": ({"tokenizer.ggml.tokens": ["a"] * 259}, "has no tokens, or one of them twice"),
+    "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "must have a number of 32 bits for each of the 259"),
+    "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array, which is a value of the wrong type"),
+    "a token twice": ({"tokenizer.ggml.tokens": ["a"] * 259}, "is not a valid tokenizer"),
     "no pre-tokenizer": ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
     "another pre-tokenizer": ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking', which is not supported"),
     "another tokenizer": ({"tokenizer.ggml.model": "bert"}, "model is 'bert', which is not supported"),
@@ -4070,18 +4056,15 @@ def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
     assert_refused(cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), "a.gguf", message)
 
 
-@pytest.mark.parametrize("second, message", [
-    ((2, ["t1"]), "m-00002-of-00003.gguf is not part 2 of 3"), ((1, ["t0"]), "00002.*t0 is also in another part"),
-    ((1, ["t3"]), "parts do not hold all tensors"), (None, "m-00002-of-00003"), ((1, ["t1", "t3"]), ""),
-], ids=str)  # fmt: skip
-def test_gguf_in_parts_that_do_not_fit(tmp_path, second, message):
+def test_gguf_of_which_a_part_is_missing(tmp_path):
     names = [tmp_path / f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    for file, part in zip(names, ((0, ["t0"]), second, (2, ["t2"]))):
-        if part:
-            keys = {"split.no": numpy.uint16(part[0]), "split.count": numpy.uint16(3), "split.tensors.count": 4}
-            write_gguf(file, {"general.architecture": "llama"} | keys, {name: torch.ones(1) for name in part[1]})
-    with pytest.raises((ValueError, FileNotFoundError), match=message) if message else contextlib.nullcontext():
-        assert len(ggml.read_header(names[2]).tensors) == 4
+    for i, file in enumerate(names):
+        keys = {"split.no": numpy.uint16(i), "split.count": numpy.uint16(3), "split.tensors.count": 3}
+        write_gguf(file, {"general.architecture": "llama"} | keys, {f"t{i}": torch.ones(1)})
+    assert ggml.read_header(names[2]).tensors.keys() == {"t0", "t1", "t2"}
+    names[1].unlink()
+    with pytest.raises(FileNotFoundError, match="m-00002-of-00003"):
+        ggml.read_header(names[0])
     with pytest.raises(ValueError, match="is one of 3 parts: its name must end in -00001-of-00003.gguf"):
         ggml.read_header(names[0].rename(tmp_path / "other.gguf"))
 
