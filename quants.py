@@ -49,30 +49,18 @@ class Blocks(NamedTuple):
 
 
 def blocks(kind: ggml.Type, raw: Tensor) -> Blocks:
-    """Rows of blocks as read, uint8 [N, bytes], on any device, to codes and scales. Raises ValueError for a scale or
-    minimum that is NaN or infinite."""
+    """Rows of blocks as read, uint8 [N, bytes], on any device, to codes and scales."""
     N = len(raw)
     codes, scale, minimum, *parts = SPLIT[kind.name](raw.view(N, -1, kind.nbytes))
     flat = lambda t: None if t is None else t.reshape(N, -1)
-    found = Blocks(flat(codes), flat(scale), flat(minimum), tuple(map(flat, parts)) or None)
-    check_scales(found)
-    return found
+    return Blocks(flat(codes), flat(scale), flat(minimum), tuple(map(flat, parts)) or None)
 
 
-def check_scales(b: Blocks) -> None:
+def checked(b: Blocks) -> Blocks:
     """Raise ValueError for scales and minimums that are NaN or infinite."""
     if not all(t is None or torch.isfinite(t).all() for t in (b.scale, b.minimum)):
         raise ValueError("a scale that is NaN or infinite")
-
-
-def decoded(kind: ggml.Type, raw: Tensor) -> Tensor:
-    """Rows of blocks as read to float32 [N, K]. Raises ValueError as `blocks` does."""
-    K = raw.shape[1] // kind.nbytes * kind.block
-    values = torch.empty(len(raw), K, device=raw.device)
-    rows = max(1, AT_ONCE // K)
-    for place, part in zip(values.split(rows), raw.split(rows)):
-        place.copy_(blocks(kind, part).decoded())
-    return values
+    return b
 
 
 # Each takes blocks, uint8 [N, B, bytes], to the parts of Blocks: codes [N, B, ...] in the order of the columns, others
@@ -84,7 +72,7 @@ ONES = 0x0101010101010101
 
 def _words(quants: Tensor, run: int) -> Tensor:
     """Bytes [N, B, n * run] to int64 [N, B, n, 1, run / 8]."""
-    pairs = quants.view(torch.int16).contiguous()  # faster than a byte at a time
+    pairs = quants.view(torch.int16).clone(memory_format=torch.contiguous_format)  # faster than a byte at a time
     return pairs.view(torch.int64).view(*quants.shape[:2], -1, 1, run // 8)
 
 
@@ -479,18 +467,25 @@ E4M3_128, E4M3_128_NATIVE = (
 
 
 class Layout(NamedTuple):
-    """How other programs store a matrix W [N, K] in tensors that have its name, but for the last word: "weight"."""
+    """How other programs store a matrix W [N, K], N a multiple of 8, in tensors that have its name, but for the last
+    word: "weight"."""
 
     name: str
     format: Format  # that holds it
-    tensors: Callable  # (N, K) -> by the last word, possible types and shapes
+    tensors: Callable  # (N, K) -> by the last word, codes first, possible types and shapes
     blocks: Callable  # tensors, by the last word -> Blocks of the whole matrix
     group: int = -1  # columns that share a scale; -1: all
     optional: tuple[str, ...] = ()
-    rows: int = 1  # N is a multiple of this
 
 
-NOT_NEEDED = (".input_scale", ".k_scale", ".v_scale", ".weight_shape")  # activations are ours; shapes are the config's
+def decoded(kind: ggml.Type | Layout, b: Blocks) -> Tensor:
+    """float32 [N, K]."""
+    if isinstance(kind, ggml.Type):
+        return b.decoded()
+    kind.format.write(b, tensors := kind.format.empty(*b.codes.shape, b.codes.device))
+    return kind.format.decoded(tensors)
+
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INT32 = (torch.int32,)
 
@@ -513,19 +508,21 @@ def _nibbles_of(words: Tensor) -> Tensor:
     return torch.stack((raw & 15, raw >> 4), 2).flatten(1).view(torch.int8)
 
 
+def _gemm(group: int, N: int, K: int, codes: tuple[int, int]) -> dict:
+    """What AWQ and GPTQ store."""
+    G = max(1, K // group)
+    return {"qweight": (INT32, [codes]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
+
+
 def awq(group: int) -> Layout:
     """AutoAWQ's "gemm": columns of W^T, of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7."""
     format = _held_in(group)
-
-    def tensors(N: int, K: int) -> dict:
-        G = max(1, K // group)
-        return {"qweight": (INT32, [(K, N // 8)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
         in_order = lambda t: _nibbles_of(t).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
         return _blocks4(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
 
-    return Layout("AWQ", format, tensors, blocks, group, rows=8)
+    return Layout("AWQ", format, lambda N, K: _gemm(group, N, K, (K, N // 8)), blocks, group)
 
 
 def gptq(group: int, version_2: bool) -> Layout:
@@ -534,9 +531,7 @@ def gptq(group: int, version_2: bool) -> Layout:
     format = _held_in(group)
 
     def tensors(N: int, K: int) -> dict:
-        G = max(1, K // group)
-        packed = {"qweight": (INT32, [(K // 8, N)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
-        return packed | {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
+        return _gemm(group, N, K, (K // 8, N)) | {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
         codes, zero = _nibbles_of(t["qweight"].t()), _nibbles_of(t["qzeros"]).t()
@@ -549,7 +544,7 @@ def gptq(group: int, version_2: bool) -> Layout:
             zero = _nibbles_of(t["qzeros"] + 0x11111111).t()
         return _blocks4(format, codes, t["scales"].t(), zero)
 
-    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"), rows=8)
+    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"))
 
 
 def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
@@ -574,7 +569,7 @@ def packed(group: int, symmetric: bool) -> Layout:
         zero = torch.full_like(scale, 8) if symmetric else _nibbles_of(t["weight_zero_point"].t()).t()
         return _blocks4(format, codes, scale, zero)
 
-    return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",), rows=1 if symmetric else 8)
+    return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",))
 
 
 def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
@@ -582,7 +577,7 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
     or one for each 128 x 128 weights."""
 
     def tensors(N: int, K: int) -> dict:
-        shapes = [(-(-N // 128), -(-K // 128))] if in_blocks else [(N, 1), (1,), (), (N,), (1, 1)]
+        shapes = [(-(-N // 128), -(-K // 128))] if in_blocks else [(N, 1), (1,), (N,), (1, 1)]
         return {"weight": ((torch.float8_e4m3fn,), [(N, K)]), scale: (FLOATS, shapes)}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
@@ -593,17 +588,18 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
             return Blocks(codes, factor.repeat_interleave(128, 0)[: len(codes)])
         return Blocks(codes, factor.reshape(-1, 1).expand(len(codes), 1))
 
-    return Layout("FP8", E4M3_128 if in_blocks else fp8.E4M3, tensors, blocks)
+    return Layout("FP8", E4M3_128 if in_blocks else fp8.E4M3, tensors, blocks, 128 if in_blocks else -1)
 
 
 FORMATS = (*HOLDS, *WITH_ZEROS.values(), E4M3_128)  # all but those of kernels.py
 
 
-def format_for(kinds: set[str | Layout | None], columns: int, most_bits: int = 8) -> Format | None:
+def format_for(kinds: set[ggml.Type | Layout | None], columns: int, most_bits: int = 8) -> Format | None:
     """The smallest format that holds matrices of all of these types of ggml, or of this layout, exactly, side by side
     and cut to so many columns; None if there is none."""
     (kind, *others) = kinds
     fits = lambda format: (format.bits <= most_bits or format.group == 1) and columns % format.group == 0
     if isinstance(kind, Layout):
         return None if others or not fits(kind.format) else kind.format
-    return next((format for format, held in HOLDS.items() if kinds <= held and fits(format)), None)
+    names = {kind.name if kind else "" for kind in kinds}
+    return next((format for format, held in HOLDS.items() if names <= held and fits(format)), None)
