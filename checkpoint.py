@@ -27,7 +27,7 @@ import ggml
 import kernels
 import launch
 import quants
-from fp8 import Format, Matrix
+from fp8 import Format, Matrix, Tensors
 from ggml import open_regular, read_header
 from kernels import FORMATS
 from model import (
@@ -132,8 +132,6 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("model_type", "llama", "mistral", "qwen2", "qwen3")
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
-    for name in ("attention_bias", "mlp_bias"):
-        f.refuse_unless(name, False, None)
     _quantisation(f)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
@@ -148,8 +146,6 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
         f["sliding_window"] = None
     if family == "qwen3":
         f.setdefault("head_dim", 128)
-    if f.get("head_dim") is None and dim % n_heads:
-        raise ValueError(f"{f.file}: hidden_size is {dim}, not a multiple of num_attention_heads {n_heads}")
     theta, scaling = _rope(f, max_seq_len)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
     bos_ids = _ids(generation, "bos_token_id", vocab_size) + _ids(f, "bos_token_id", vocab_size)
@@ -306,8 +302,6 @@ def _meta_config(folder: Path) -> Config:
     f = Fields(folder / "params.json")
     f.refuse_unless("use_scaled_rope", False, None)
     dim, n_heads = f.number("dim", 1, 1 << 17), f.number("n_heads", 1, 1024)
-    if dim % n_heads:
-        raise ValueError(f"{f.file}: dim is {dim}, not a multiple of n_heads {n_heads}")
     multiple_of = f.number("multiple_of", 1, 1 << 17, 256)
     # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
@@ -320,7 +314,7 @@ def _meta_config(folder: Path) -> Config:
         n_layers=f.number("n_layers", 1, 1024),
         n_heads=n_heads,
         n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
-        head_dim=dim // n_heads,
+        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
         hidden_dim=multiple_of * -(-hidden // multiple_of),
         vocab_size=vocab_size,
         norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
@@ -605,16 +599,16 @@ class Checkpoint:
     def _decoded(self, device: torch.device, name: str, rows: slice) -> Tensor:
         """Rows of a quantised tensor: float32."""
         N, K = self.shapes[name]
-        values, done = torch.empty(len(range(N)[rows]), K, device=device), 0
-        for some in self.blocks(device, name, rows, ALL):
-            end = done + len(some.codes)
-            values[done:end] = quants.decoded(self.parts[name][0].kind, some)
-            done = end
+        values = torch.empty(len(range(N)[rows]), K, device=device)
+        for at, some in self.blocks(device, name, rows):
+            values[at] = quants.decoded(self.parts[name][0].kind, some)
         return values
 
-    def blocks(self, device: torch.device, name: str, rows: slice, columns: slice) -> Iterator[quants.Blocks]:
-        """These rows and columns of a quantised matrix, some rows at a time; of a layout, which may have it transposed,
-        all at once."""
+    def blocks(
+        self, device: torch.device, name: str, rows: slice, columns: slice = ALL
+    ) -> Iterator[tuple[slice, quants.Blocks]]:
+        """These rows and columns of a quantised matrix, some rows at a time, and which of them; of a layout, which may
+        have it transposed, all at once."""
         (part,), gpu = self.parts[name], device.type == "cuda"
         (N, K), kind = part.shape, part.kind
         columns = range(K)[columns]
@@ -623,14 +617,15 @@ class Checkpoint:
                 on_device = lambda piece: read_part(piece, gpu).to(device, non_blocking=True)
                 whole = quants.checked(kind.blocks({word: on_device(piece) for word, piece in part.pieces.items()}))
                 cut = lambda t: self.in_pairs(name, t[rows].contiguous())[:, stored_columns(columns, K, t.shape[1])]
-                yield quants.Blocks(*(t if t is None else cut(t) for t in whole))
+                yield ALL, quants.Blocks(*(t if t is None else cut(t) for t in whole))
                 return
             start, stop, width = (k // kind.block * kind.nbytes for k in (columns.start, columns.stop, K))
             stored = replace(part, dtype=torch.uint8, shape=(N, width))
             raw = read_part(stored, gpu, [range(N)[rows], range(start, stop)]).to(device, non_blocking=True)
-            at_once = (16 if gpu else 1) * quants.AT_ONCE // K
-            for some in self.in_pairs(name, raw).split(max(1, at_once)):
-                yield quants.checked(quants.blocks(kind, some))
+            raw, at_once = self.in_pairs(name, raw), max(1, (16 if gpu else 1) * quants.AT_ONCE // K)
+            for first in range(0, len(raw), at_once):
+                some = slice(first, first + at_once)
+                yield some, quants.checked(quants.blocks(kind, raw[some]))
         except ValueError as error:
             raise ValueError(f"{part.file}: {name} has {error}") from None
 
@@ -664,8 +659,6 @@ class Checkpoint:
 
 
 ROTATED = tuple(name for info in LAYER if info.rotated for name in (info.hugging_face, info.gguf))
-
-
 NOT_NEEDED = (  # what the config says, too, and scales of activations, which are not rounded here
     "rotary_emb.inv_freq", "rope.freqs", ggml.ROPE_FACTORS, ".input_scale", ".k_scale", ".v_scale", ".weight_shape",
 )  # fmt: skip
@@ -756,7 +749,7 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
     return [name for name in found if stem(name) == stem(found[0])]
 
 
-def _cached(name: str, kind: str = "") -> Path | None:
+def _cached(name: str, kind: str) -> Path | None:
     """A repository's folder in the hub's cache, if it holds all files that the checkpoint needs by its own account: the
     cache does not know what it lacks if another program or an older version made it."""
     import huggingface_hub
@@ -779,7 +772,7 @@ def _cached(name: str, kind: str = "") -> Path | None:
     return at
 
 
-def _download(name: str, kind: str = "") -> Path:
+def _download(name: str, kind: str) -> Path:
     """Download what this program reads of a repository to the hub's cache, except for files that are there already."""
     import huggingface_hub
     from huggingface_hub import utils
@@ -863,7 +856,7 @@ class Loader:
         total, hidden = weight_bytes(self.config, self.dtype, self.format), self.quiet or None  # None: if no terminal
         self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
 
-    def empty(self, name: str) -> tuple[Tensor, ...]:
+    def empty(self, name: str) -> Tensors:
         """Space for a matrix in the format."""
         return self.format.at(name).empty(*self.shapes[name], self.device)
 
@@ -923,22 +916,19 @@ class Loader:
 
     def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
         """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
-        (N, K), columns = self.shapes[name], self.share(infos[0].dims[1])
-        self.bar.update(matrix_bytes(name, (N, K), self.dtype, self.format))
-        if self.checkpoint.quantised and format_at(self.format, name):
-            return kernels.prepacked(self.as_stored(name, infos, layer, columns), self.backend, self.dtype)
-        if self.checkpoint.format:
-            return kernels.prepacked(self.saved(name, infos, layer, columns), self.backend, self.dtype)
-        if self.encodes:  # whole rows, so that the codes do not depend on how many ranks there are
-            K = infos[0].shape(self.whole)[1]
-            data = self.workspace[: N * K].view(N, K)
+        columns, format = self.share(infos[0].dims[1]), format_at(self.format, name)
+        self.bar.update(matrix_bytes(name, self.shapes[name], self.dtype, self.format))
+        if format:
+            take = self.saved if self.checkpoint.format else self.encode if self.encodes else self.as_stored
+            made = Matrix(take(format, name, infos, layer, columns), format, self.shapes[name])
         else:
-            data = torch.empty(N, K, dtype=self.stored, device=self.device)
-        for (place,), source in zip(self.places((data,), infos), self.sources(name, infos, layer), strict=True):
-            part = self.checkpoint.read(self.device, *source, ALL if self.encodes else columns)
-            place.copy_(part, non_blocking=True)
-        made = self.encode(name, data, columns) if self.encodes else Matrix(data)
+            made = Matrix(torch.empty(self.shapes[name], dtype=self.stored, device=self.device))
+            self.fill(made.data, infos, self.sources(name, infos, layer), columns)
         return kernels.prepacked(made, self.backend, self.dtype)
+
+    def fill(self, data: Tensor, infos: list[Stored], sources: list[tuple[str, slice]], columns: slice) -> None:
+        for (place,), source in zip(self.places((data,), infos), sources, strict=True):
+            place.copy_(self.checkpoint.read(self.device, *source, columns), non_blocking=True)
 
     def places(self, tensors: tuple[Tensor, ...], infos: list[Stored]) -> list[tuple[Tensor, ...]]:
         """The rows of a matrix where each of the checkpoint's belongs."""
@@ -946,34 +936,33 @@ class Loader:
             return [tuple(t[i::2] for t in tensors) for i in (0, 1)]
         return list(zip(*(t.split([info.shape(self.config)[0] for info in infos]) for t in tensors)))
 
-    def as_stored(self, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Matrix:
+    def as_stored(self, format: Format, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Tensors:
         """A matrix that the file has quantised, as it is."""
-        tensors, format = self.empty(name), self.format.at(name)
+        tensors = self.empty(name)
         for place, (source, rows) in zip(self.places(tensors, infos), self.sources(name, infos, layer), strict=True):
-            done = 0
-            for blocks in self.checkpoint.blocks(self.device, source, rows, columns):
-                end = done + len(blocks.codes)
-                format.write(blocks, tuple(t[done:end] for t in place))
-                done = end
-        return Matrix(tensors, format, self.shapes[name])
+            for at, blocks in self.checkpoint.blocks(self.device, source, rows, columns):
+                format.write(blocks, tuple(t[at] for t in place))
+        return tensors
 
-    def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
-        tensors, format = self.encoded[name], self.format.at(name)
+    def encode(self, format: Format, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Tensors:
+        """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there are."""
+        tensors, N, K = self.encoded[name], self.shapes[name][0], infos[0].shape(self.whole)[1]
+        data = self.workspace[: N * K].view(N, K)
+        self.fill(data, infos, self.sources(name, infos, layer), ALL)
         weigh = dict(importance=self.importance[name]) if self.importance and format is self.format else {}
         try:
             if data.shape == self.shapes[name]:
-                format.encode(data, tensors, **weigh)
-            else:
-                for part, whole in zip(tensors, format.encode(data)):
-                    part.copy_(whole[:, stored_columns(columns, data.shape[1], whole.shape[1])])
+                return format.encode(data, tensors, **weigh)
+            for part, whole in zip(tensors, format.encode(data)):
+                part.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
+            return tensors
         except ValueError as error:
             raise ValueError(self.checkpoint.first_bad_tensor(self.stored) or str(error)) from None
-        return Matrix(tensors, format, self.shapes[name])
 
-    def saved(self, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Matrix:
+    def saved(self, format: Format, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Tensors:
         """A matrix that the file has in its format."""
         rows = [taken for _, taken in self.sources(name, infos, layer)]
-        K, tensors, format = infos[0].shape(self.whole)[1], self.empty(name), self.format.at(name)
+        K, tensors = infos[0].shape(self.whole)[1], self.empty(name)
         for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
             M = self.checkpoint.shapes[stored][1:]
             for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):
@@ -984,7 +973,7 @@ class Loader:
         except ValueError as error:
             file = self.checkpoint.folder / SAVED
             raise ValueError(f"{file}: {name} has {error}: save it again from the original") from None
-        return Matrix(tensors, format, self.shapes[name])
+        return tensors
 
 
 def stored_columns(columns: slice, K: int, M: int) -> slice:
@@ -1184,16 +1173,13 @@ LAYOUT = "1"  # of such a file; any other is refused
 def saved_format(folder: Path) -> Format | None:
     """The format of a folder that `save` wrote, None for any other. Raises ValueError."""
     file = folder / SAVED
-    if not file.is_file():
-        return None
-    metadata, _ = safetensors_header(file)
+    metadata = safetensors_header(file)[0] if file.is_file() else {}
     version, name = metadata.get("fused-llama"), metadata.get("format", metadata.get("fp8"))
     if not version:
         return None
-    if version != LAYOUT:
-        raise ValueError(f"{file} was saved by another version of fused-llama: save it again from the original")
-    if name not in FORMATS:
-        raise ValueError(f"{file}: format is {name!r}, which is not supported (supported: {', '.join(FORMATS)})")
+    if version != LAYOUT or name not in FORMATS:
+        what = f"was saved by another version of fused-llama, in the format {name!r}"
+        raise ValueError(f"{file} {what}: save it again from the original")
     return FORMATS[name]
 
 
@@ -1292,10 +1278,9 @@ def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
     if not (to / "config.json").is_file():  # the vocab_size of params.json may be -1: see the tensors
         params = read_json(folder / "params.json") | {"vocab_size": config.vocab_size}
         (to / "params.json").write_text(json.dumps(params))
-    beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}
-    template, _ = find_template(folder, beside)
-    if template != find_template(to, beside)[0]:  # it was recognised by the folder's path
-        (to / "chat_template.jinja").write_text(template)
+    own = Tokenizer(folder)
+    if own.chat_template != find_template(to, own.config)[0]:  # it was recognised by the folder's path
+        (to / "chat_template.jinja").write_text(own.chat_template)
 
 
 def _saved(w: Weights) -> dict[str, Tensor]:

@@ -2860,7 +2860,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     **{
         f"{name} {value!r}": (spoil_config(**{name: value}), f"{name} is {value!r}")
         for name, value in dict(
-            num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN, attention_bias=True,
+            num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN,
             hidden_act="gelu", model_type="gpt2", tie_word_embeddings="false",
         ).items()
     },
@@ -2924,8 +2924,8 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "compressed torch file": (torch_file({"x": torch.ones(9)}, compressed), "(it is compressed)"),
 }  # fmt: skip
 SPOILED_8 = {  # the same for a saved model
-    "another layout": (spoil_tensors(fused_llama="2"), "saved by another version of fused-llama: save it again"),
-    "another format": (spoil_tensors(format="e3m4"), "model.safetensors: format is 'e3m4', which is not supported"),
+    "another layout": (spoil_tensors(fused_llama="2"), "saved by another version of fused-llama, in the format"),
+    "another format": (spoil_tensors(format="e3m4"), "of fused-llama, in the format 'e3m4': save it again"),
     "missing scale": (spoil_tensors(lambda t: t.pop("output.scale")), "output.scale is missing"),
     "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64] in int8, expected [224, 64]"),
     "another config": (spoil_config(intermediate_size=1 << 20), "do not fit the config: layers.0.w13 is [224, 64]"),
