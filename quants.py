@@ -8,6 +8,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -162,10 +163,10 @@ SPLIT = {
 
 @dataclass(frozen=True, eq=False)
 class Held(Grouped):
-    """Codes of 4 bits as int4.py has them, or int8 [N, K] with the sign bit flipped: bytes that are 128 more. What a
-    group of columns has, by `form`. Float32 row [N, 1].
+    """Codes int8 [N, K] with the sign bit flipped: bytes that are 128 more. What a group of columns has, by `form`.
+    Float32 row [N, 1].
 
-    scale    half [N, K / group]; of 4 bits, code 8 means 0
+    scale    half [N, K / group]
     zero     int32 [N, K / group]: the scale, a half, above the zero point in sixteenths
     minimum  scale and minimum, halves [N, K / group]
     parts    int16 [N, K / part]: the minimum's byte above the scale's; int32 [N, K / group]: their halves, likewise
@@ -175,14 +176,11 @@ class Held(Grouped):
 
     form: str = "scale"
     part: int = 0
-
-    @property
-    def unit(self) -> float:
-        return 2.0 ** -({4: 24, 8: 8}[self.bits] + ({4: 6, 8: 7}[self.bits] if self.form == "parts" else 0))
+    unit: float = 1.0
+    middle: int = 0  # the code that stands for 0, of the form "scale"
 
     def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
-        groups = (N, K // self.group)
-        found = {"codes": (torch.int32, (N, K // 8)) if self.bits == 4 else (torch.int8, (N, K))}
+        groups, found = (N, K // self.group), {"codes": (torch.int8, (N, K))}
         if self.form == "parts":
             found["parts"] = torch.int16, (N, K // self.part)
         found["scale"] = torch.int32 if self.form in ("zero", "parts") else torch.float16, groups
@@ -193,12 +191,15 @@ class Held(Grouped):
     def codes(self, tensors: Tensors) -> Tensor:
         return tensors[0] ^ -128
 
+    def stored(self, codes: Tensor) -> Tensor:
+        return codes ^ -128
+
     def scales(self, tensors: Tensors) -> Tensors:
         _, *found, row = tensors
         row = row * self.unit
         if self.form == "scale":
             scale = found[0] * row
-            return scale, scale * (-8 if self.bits == 4 else 0)
+            return scale, scale * -self.middle
         if self.form == "minimum":
             return found[0] * row, found[1] * row
         low, high = found[-1].view(torch.float16).unflatten(1, (-1, 2)).unbind(2)
@@ -208,7 +209,6 @@ class Held(Grouped):
         return ((low * row)[..., None] * parts[..., 0]).flatten(1), ((high * row)[..., None] * parts[..., 1]).flatten(1)
 
     def write(self, b: Blocks, out: Tensors) -> None:
-        K, codes = b.codes.shape[1], b.codes ^ -128
         minimum = torch.zeros_like(b.scale) if b.minimum is None else b.minimum
         peak = torch.maximum(b.scale.abs(), minimum.abs()).amax(1, keepdim=True).clamp(min=1e-30)
         up = 2.0**14 / (peak.view(torch.int32) & 0x7F800000).view(torch.float32)  # a power of two
@@ -218,17 +218,22 @@ class Held(Grouped):
         elif self.form == "zero":
             groups = [_joined((b.zero.to(torch.int16) * 16).view(torch.float16), groups[0]).view(torch.int32)]
         elif self.form == "parts":
-            parts = [part.to(torch.int8).repeat_interleave(K // self.part // part.shape[1], 1) for part in b.parts]
+            each = b.codes.shape[1] // self.part
+            parts = [part.to(torch.int8).repeat_interleave(each // part.shape[1], 1) for part in b.parts]
             groups = [_joined(*parts).view(torch.int16), _joined(*groups).view(torch.int32)]
-        if self.bits == 4:
-            codes = int4.packed(b.codes + 8 if self.form == "scale" else b.codes)
-        for place, value in zip(out, (codes, *groups, 1 / (up * self.unit)), strict=True):
+        for place, value in zip(out, (self.stored(b.codes), *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
 
 
 @dataclass(frozen=True, eq=False)
 class Held4(int4.Codes4, Held):
-    """Codes of 4 bits."""
+    """The same with codes of 4 bits as int4.py has them: int32 [N, K / 8]."""
+
+    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        return super().tensors(N, K) | {"codes": (torch.int32, (N, K // 8))}
+
+    def stored(self, codes: Tensor) -> Tensor:
+        return int4.packed(codes + self.middle)
 
 
 def _joined(low: Tensor, high: Tensor) -> Tensor:
@@ -300,16 +305,13 @@ def _packed_load_parts(w, first, left, COLUMNS: tl.constexpr):
     return codes, parts, _shared(w[2], first, left, COLUMNS, 256)
 
 
-def _held4(name: str, load, packed_load, group: int, form: str, part: int = 0) -> Held4:
-    return Held4(name, 4, load, packed_load=packed_load, group=group, form=form, part=part, **int4.KERNEL)
-
-
-Q4_0 = _held4("q4_0", int4.load_32, int4.packed_load_32, 32, "scale")
-Q4_1 = _held4("q4_1", _load_minimum, _packed_load_minimum, 32, "minimum")
-Q4_K = _held4("q4_k", _load_parts, _packed_load_parts, 256, "parts", 32)
+_held4 = partial(Held4, bits=4, unit=2.0**-24, **int4.KERNEL)
+Q4_0 = _held4("q4_0", load=int4.load_32, packed_load=int4.packed_load_32, group=32, middle=8)
+Q4_1 = _held4("q4_1", load=_load_minimum, packed_load=_packed_load_minimum, group=32, form="minimum")
+Q4_K = _held4("q4_k", load=_load_parts, packed_load=_packed_load_parts, group=256, form="parts", part=32, unit=2.0**-30)
 WITH_ZEROS = {  # by columns in a group
-    group: _held4(f"4-bit (groups of {group})", *loads, group, "zero")
-    for group, *loads in (
+    group: _held4(f"4-bit (groups of {group})", load=load, packed_load=packed_load, group=group, form="zero")
+    for group, load, packed_load in (
         (32, int4.load_32, _packed_load_zero_32), (64, _load_64, _packed_load_64), (128, _load_128, _packed_load_128)
     )
 }  # fmt: skip
@@ -389,12 +391,9 @@ def _packed_sums8(tile, x):
     return sums
 
 
-def _held8(name: str, load, group: int, form: str, part: int = 0) -> Held:
-    return Held(name, 8, load, _values8, row_scale, _packed_sums8, group=group, form=form, part=part)
-
-
-Q8_0, Q8_1 = _held8("q8_0", _load8, 32, "scale"), _held8("q8_1", _load8_minimum, 32, "minimum")
-Q8_K = _held8("q8_k", _load8_parts, 256, "parts", 16)
+_held8 = partial(Held, bits=8, values=_values8, row_scale=row_scale, packed_sums=_packed_sums8, group=32, unit=2.0**-8)
+Q8_0, Q8_1 = _held8("q8_0", load=_load8), _held8("q8_1", load=_load8_minimum, form="minimum")
+Q8_K = _held8("q8_k", load=_load8_parts, group=256, form="parts", part=16, unit=2.0**-15)
 HOLDS = {  # types of ggml
     Q4_0: {"Q4_0"}, Q4_1: {"Q4_1"}, Q4_K: {"Q4_K"}, Q8_0: {"Q8_0", "Q5_0", "Q4_0"},
     Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"}, Q8_K: {"Q6_K", "Q5_K", "Q4_K"},
