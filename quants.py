@@ -90,38 +90,17 @@ def _high_bits(quants: Tensor, run: int, bits: int) -> Tensor:
     return (_words(quants, run) >> shifts & (2**bits - 1) * ONES) << 4
 
 
-def _fifth_bits(quants: Tensor) -> Tensor:
-    """32 bits [N, B, 4], one for each column from the lowest up, to int64 [N, B, 1, 2, 2]: 16 times the bit."""
+def _five_bits(quants: Tensor) -> Tensor:
+    """The fifth bits of 32 columns, from the lowest of 4 bytes up, then 16 bytes of nibbles, to codes int8."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     table = (bits << 4).to(torch.uint8).view(torch.int64).to(quants.device)  # eight bits of each byte
-    return table[quants.int(), 0].view(*quants.shape[:2], 1, 2, 2)
+    high = table[quants[..., :4].int(), 0].view(*quants.shape[:2], 1, 2, 2)
+    return (_nibbles(quants[..., 4:], 16) | high).view(torch.int8)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
     """The half at a byte of each block, as float32 [N, B, 1]."""
     return blocks.view(torch.float16)[..., at // 2, None].float()
-
-
-def _q4_0(b: Tensor):
-    return _nibbles(b[..., 2:], 16).view(torch.int8) - 8, _half(b, 0), None
-
-
-def _q4_1(b: Tensor):
-    return _nibbles(b[..., 4:], 16).view(torch.int8), _half(b, 0), _half(b, 2)
-
-
-def _q5_0(b: Tensor):
-    codes = _nibbles(b[..., 6:], 16) | _fifth_bits(b[..., 2:6])
-    return codes.view(torch.int8) - 16, _half(b, 0), None
-
-
-def _q5_1(b: Tensor):
-    codes = _nibbles(b[..., 8:], 16) | _fifth_bits(b[..., 4:8])
-    return codes.view(torch.int8), _half(b, 0), _half(b, 2)
-
-
-def _q8_0(b: Tensor):
-    return _words(b[..., 2:], 32).view(torch.int8), _half(b, 0), None
 
 
 def _k_scales(b: Tensor) -> Tensors:
@@ -132,10 +111,6 @@ def _k_scales(b: Tensor) -> Tensors:
     scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
     minimum = torch.cat((low_minimum & 63, last >> 4 | low_minimum >> 6 << 4), -1)
     return _half(b, 0), -_half(b, 2), scale, minimum
-
-
-def _q4_k(b: Tensor):
-    return _nibbles(b[..., 16:], 32).view(torch.int8), *_k_scales(b)
 
 
 def _q5_k(b: Tensor):
@@ -153,9 +128,15 @@ def _q6_k(b: Tensor):
 
 
 SPLIT = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-}  # fmt: skip
+    "Q4_0": lambda b: (_nibbles(b[..., 2:], 16).view(torch.int8) - 8, _half(b, 0), None),
+    "Q4_1": lambda b: (_nibbles(b[..., 4:], 16).view(torch.int8), _half(b, 0), _half(b, 2)),
+    "Q5_0": lambda b: (_five_bits(b[..., 2:]) - 16, _half(b, 0), None),
+    "Q5_1": lambda b: (_five_bits(b[..., 4:]), _half(b, 0), _half(b, 2)),
+    "Q8_0": lambda b: (_words(b[..., 2:], 32).view(torch.int8), _half(b, 0), None),
+    "Q4_K": lambda b: (_nibbles(b[..., 16:], 32).view(torch.int8), *_k_scales(b)),
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
 
 
 # ---- formats that hold blocks as they are
