@@ -796,21 +796,18 @@ def _download(name: str, kind: str) -> Path:
 
 def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
     """Bytes of a model's weights. A tied output matrix that is in no format is the embedding itself."""
-    matrices = matrix_shapes(c)
-    if c.tie_embeddings and not format_at(format, "output"):
-        del matrices["output"]
-    vectors = sum(map(math.prod, vector_shapes(c).values()))
-    return dtype.itemsize * vectors + sum(matrix_bytes(name, matrices[name], dtype, format) for name in matrices)
+    total = dtype.itemsize * sum(map(math.prod, vector_shapes(c).values()))
+    for name, shape in matrix_shapes(c).items():
+        if held := format_at(format, name):
+            total += held.nbytes(*shape)
+        elif name != "output" or not c.tie_embeddings:
+            total += dtype.itemsize * math.prod(shape)
+    return total
 
 
 def format_at(format: Format | None, name: str) -> Format | None:
     """The format of a matrix, if it has one."""
     return format and format.at(name)
-
-
-def matrix_bytes(name: str, shape: tuple[int, int], dtype: torch.dtype, format: Format | None) -> int:
-    held = format_at(format, name)
-    return held.nbytes(*shape) if held else dtype.itemsize * math.prod(shape)
 
 
 def largest_read(c: Config) -> int:
@@ -827,6 +824,9 @@ def check_groups(c: Config, format: Format | None) -> None:
         if held and columns % held.group:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
             raise ValueError(f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}")
+
+
+Source = tuple[str, slice]  # a tensor of a checkpoint, and some of its rows
 
 
 @dataclass
@@ -890,7 +890,7 @@ class Loader:
         taken = share(count, self.rank, self.ranks)
         return slice(taken.start * size // count, taken.stop * size // count)
 
-    def sources(self, name: str, infos: list[Stored], layer: int | None) -> list[tuple[str, slice]]:
+    def sources(self, name: str, infos: list[Stored], layer: int | None) -> list[Source]:
         """The checkpoint's tensors that make up one of the model's, and this rank's rows of each. In a saved model they
         have been joined."""
         shares = [self.share(info.dims[0]) for info in infos]
@@ -917,16 +917,17 @@ class Loader:
     def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
         """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
         columns, format = self.share(infos[0].dims[1]), format_at(self.format, name)
-        self.bar.update(matrix_bytes(name, self.shapes[name], self.dtype, self.format))
+        sources = self.sources(name, infos, layer)
         if format:
-            take = self.saved if self.checkpoint.format else self.encode if self.encodes else self.as_stored
-            made = Matrix(take(format, name, infos, layer, columns), format, self.shapes[name])
+            take = self.saved if self.checkpoint.format else self.encode if self.encodes else self.held
+            made = Matrix(take(format, name, infos, sources, columns), format, self.shapes[name])
         else:
             made = Matrix(torch.empty(self.shapes[name], dtype=self.stored, device=self.device))
-            self.fill(made.data, infos, self.sources(name, infos, layer), columns)
+            self.fill(made.data, infos, sources, columns)
+        self.bar.update(made.nbytes)
         return kernels.prepacked(made, self.backend, self.dtype)
 
-    def fill(self, data: Tensor, infos: list[Stored], sources: list[tuple[str, slice]], columns: slice) -> None:
+    def fill(self, data: Tensor, infos: list[Stored], sources: list[Source], columns: slice) -> None:
         for (place,), source in zip(self.places((data,), infos), sources, strict=True):
             place.copy_(self.checkpoint.read(self.device, *source, columns), non_blocking=True)
 
@@ -936,19 +937,19 @@ class Loader:
             return [tuple(t[i::2] for t in tensors) for i in (0, 1)]
         return list(zip(*(t.split([info.shape(self.config)[0] for info in infos]) for t in tensors)))
 
-    def as_stored(self, format: Format, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Tensors:
+    def held(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
         """A matrix that the file has quantised, as it is."""
         tensors = self.empty(name)
-        for place, (source, rows) in zip(self.places(tensors, infos), self.sources(name, infos, layer), strict=True):
+        for place, (source, rows) in zip(self.places(tensors, infos), sources, strict=True):
             for at, blocks in self.checkpoint.blocks(self.device, source, rows, columns):
                 format.write(blocks, tuple(t[at] for t in place))
         return tensors
 
-    def encode(self, format: Format, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Tensors:
+    def encode(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
         """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there are."""
         tensors, N, K = self.encoded[name], self.shapes[name][0], infos[0].shape(self.whole)[1]
         data = self.workspace[: N * K].view(N, K)
-        self.fill(data, infos, self.sources(name, infos, layer), ALL)
+        self.fill(data, infos, sources, ALL)
         weigh = dict(importance=self.importance[name]) if self.importance and format is self.format else {}
         try:
             if data.shape == self.shapes[name]:
@@ -959,9 +960,9 @@ class Loader:
         except ValueError as error:
             raise ValueError(self.checkpoint.first_bad_tensor(self.stored) or str(error)) from None
 
-    def saved(self, format: Format, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Tensors:
+    def saved(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
         """A matrix that the file has in its format."""
-        rows = [taken for _, taken in self.sources(name, infos, layer)]
+        rows = [taken for _, taken in sources]
         K, tensors = infos[0].shape(self.whole)[1], self.empty(name)
         for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
             M = self.checkpoint.shapes[stored][1:]
