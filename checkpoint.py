@@ -306,7 +306,7 @@ def _meta_config(folder: Path) -> Config:
     # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
     vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
-    if vocab_size < 1:  # "as the tokenizer says": each shard holds all rows of the embedding, and some of its columns
+    if vocab_size < 1:  # "as the tokenizer says": each file holds all rows of the embedding, if not all columns
         shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder)[0])}
         vocab_size = next(iter(shapes.get(EMBEDDING.meta, ())), 1)
     return Config(
@@ -1249,7 +1249,7 @@ def save(
     if need > free:
         raise OSError(f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere")
     with folder_beside(to) as made:
-        _copy_what_is_small(folder, made, config)
+        _copy_what_is_small(folder, made)
         importance = None
         if calibrate is not None:
             tokens = Tokenizer(folder).encode(calibrate)
@@ -1263,7 +1263,7 @@ def save(
     return to / SAVED
 
 
-def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
+def _copy_what_is_small(folder: Path, to: Path) -> None:
     """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the folder."""
     if folder.is_file():
         header = read_header(folder)
@@ -1276,9 +1276,6 @@ def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
         for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
             if file.is_file():
                 (to / file.name).write_bytes(read_bytes(file))
-    if not (to / "config.json").is_file():  # the vocab_size of params.json may be -1: see the tensors
-        params = read_json(folder / "params.json") | {"vocab_size": config.vocab_size}
-        (to / "params.json").write_text(json.dumps(params))
     own = Tokenizer(folder)
     if own.chat_template != find_template(to, own.config)[0]:  # it was recognised by the folder's path
         (to / "chat_template.jinja").write_text(own.chat_template)
