@@ -360,7 +360,7 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
                 size = int.from_bytes(f.read(8), "little")
                 header = json.loads(f.read(size))
         except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{file} is cut short, or no valid safetensors file ({error}): download again") from None
+            raise ValueError(f"{file} is cut short, or no safetensors file ({error}): download it again") from None
     metadata = header.pop("__metadata__", None) or {}
     return metadata, [
         Part(file, name, SAFETENSORS_TYPES.get(t["dtype"]), tuple(t["shape"]) or (1,), 8 + size + t["data_offsets"][0])
@@ -1249,10 +1249,10 @@ def save(
     if need > free:
         raise OSError(f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere")
     with folder_beside(to) as made:
-        _copy_what_is_small(folder, made)
-        importance = None
+        tokenizer, importance = Tokenizer(folder), None
+        _copy_what_is_small(folder, made, tokenizer)
         if calibrate is not None:
-            tokens = Tokenizer(folder).encode(calibrate)
+            tokens = tokenizer.encode(calibrate)
             importance = importance_of(load(checkpoint, dtype=dtype, device=device, quiet=quiet), tokens)
         with torch.inference_mode():
             loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet, importance=importance)
@@ -1263,22 +1263,21 @@ def save(
     return to / SAVED
 
 
-def _copy_what_is_small(folder: Path, to: Path) -> None:
+def _copy_what_is_small(folder: Path, to: Path, tokenizer: Tokenizer) -> None:
     """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the folder."""
     if folder.is_file():
         header = read_header(folder)
-        tokenizer, beside = ggml.tokenizer_files(header)
+        vocabulary, beside = ggml.tokenizer_files(header)
         files = {"config.json": ggml.config_json(header), "tokenizer_config.json": beside}
-        files["tokenizer.model" if isinstance(tokenizer, bytes) else "tokenizer.json"] = tokenizer
+        files["tokenizer.model" if isinstance(vocabulary, bytes) else "tokenizer.json"] = vocabulary
         for name, value in files.items():
             (to / name).write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
     else:
         for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
             if file.is_file():
                 (to / file.name).write_bytes(read_bytes(file))
-    own = Tokenizer(folder)
-    if own.chat_template != find_template(to, own.config)[0]:  # it was recognised by the folder's path
-        (to / "chat_template.jinja").write_text(own.chat_template)
+    if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:  # it was recognised by the folder's path
+        (to / "chat_template.jinja").write_text(tokenizer.chat_template)
 
 
 def _saved(w: Weights) -> dict[str, Tensor]:
