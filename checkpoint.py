@@ -1,11 +1,9 @@
 """Checkpoints on disk: configuration, tensors in each layout, the hub, the memory check, loading, saving."""
 
-import io
 import itertools
 import json
 import math
 import os
-import pickle
 import re
 import secrets
 import shutil
@@ -14,7 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,7 @@ import ggml
 import kernels
 import launch
 import quants
-from fp8 import Format, Matrix
+from fp8 import Format, Matrix, Tensors
 from ggml import open_regular, read_header
 from kernels import FORMATS
 from model import (
@@ -110,39 +108,30 @@ def read_config(folder: Path) -> Config:
         config = _hugging_face_config(Fields(folder / "config.json"), _generation(folder))
     elif (folder / "params.json").is_file():
         config = _meta_config(folder)
+    elif (folder / "adapter_config.json").is_file():
+        base = Fields(folder / "adapter_config.json").get("base_model_name_or_path")
+        merge = f"merge it into {base or 'that'} first (peft: merge_and_unload)"
+        raise FileNotFoundError(f"{folder} holds an adapter without its base: {merge}")
     else:
-        usual = "neither config.json nor params.json: not a checkpoint"
-        raise FileNotFoundError(f"{folder} holds {_instead(folder) or usual}")
+        raise FileNotFoundError(f"{folder} holds neither config.json nor params.json: not a checkpoint")
     heads, kv_heads = config.n_heads, config.n_kv_heads
     if heads % kv_heads:
         raise ValueError(f"{folder}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
     if config.head_dim % 2:
         raise ValueError(f"{folder}: head_dim is {config.head_dim}; RoPE needs an even one")
-    factors = config.rope_scaling.factors if config.rope_scaling else ()
-    if factors and len(factors) != config.head_dim // 2:
-        raise ValueError(
-            f"{folder}: {len(factors)} factors of RoPE; a head_dim of {config.head_dim} needs half as many"
-        )
+    if config.rope_scaling and len(factors := config.rope_scaling.factors) not in (0, config.head_dim // 2):
+        needs = f"a head_dim of {config.head_dim} needs half as many"
+        raise ValueError(f"{folder}: {len(factors)} factors of RoPE; {needs}")
     return config
 
 
 INSTEAD = "take the original, which --fp8 and --int4 make 8 and 4 bits of, or a GGUF file"
 
 
-def _instead(folder: Path) -> str | None:
-    """What a folder without a model holds instead, and what to do about it."""
-    if (folder / "adapter_config.json").is_file():
-        base = Fields(folder / "adapter_config.json").get("base_model_name_or_path")
-        return f"an adapter without its base: merge it into {base or 'that'} first (peft: merge_and_unload)"
-    return None
-
-
 def _hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("model_type", "llama", "mistral", "qwen2", "qwen3")
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
-    for name in ("attention_bias", "mlp_bias"):
-        f.refuse_unless(name, False, None)
     _quantisation(f)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
@@ -157,8 +146,6 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
         f["sliding_window"] = None
     if family == "qwen3":
         f.setdefault("head_dim", 128)
-    if f.get("head_dim") is None and dim % n_heads:
-        raise ValueError(f"{f.file}: hidden_size is {dim}, not a multiple of num_attention_heads {n_heads}")
     theta, scaling = _rope(f, max_seq_len)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
     bos_ids = _ids(generation, "bos_token_id", vocab_size) + _ids(f, "bos_token_id", vocab_size)
@@ -193,19 +180,18 @@ def _quantisation(f: Fields) -> quants.Layout | None:
     q = f.sub("quantization_config")
     if not q:
         return None
-    method, kind, weights = q.get("quant_method"), q.get("format"), q
+    method = q.get("quant_method")
     if method == "compressed-tensors":
-        groups = list(q.sub("config_groups").values())
-        if len(groups) != 1 or not isinstance(groups[0], dict) or not isinstance(groups[0].get("weights"), dict):
-            raise ValueError(f"{f.file}: quantised in {len(groups)} ways at once: {INSTEAD}")
-        weights = Fields(f.file, groups[0]["weights"])
+        method, groups = q.get("format"), q.sub("config_groups")
+        for name in groups:
+            q.update(groups.sub(name).sub("weights"))
 
     def only(**fields) -> None:
         for name, allowed in fields.items():
-            if (value := weights.get(name, q.get(name))) not in allowed:
-                raise ValueError(f"{f.file}: quantised as {method} with {name} {value!r}: {INSTEAD}")
+            if q.get(name) not in allowed:
+                raise ValueError(f"{f.file}: quantised as {method} with {name} {q.get(name)!r}: {INSTEAD}")
 
-    group = weights.number("group_size", -1, 1 << 20, -1)
+    group = q.number("group_size", -1, 1 << 20, -1)
     if group == 0 or group > 0 and group % 32:
         raise ValueError(f"{f.file}: group_size is {group}; it must be -1 or a multiple of 32: {INSTEAD}")
     if method == "awq":
@@ -218,15 +204,14 @@ def _quantisation(f: Fields) -> quants.Layout | None:
         only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
         in_blocks = bool(q.get("weight_block_size"))
         return quants.fp8_scaled("weight_scale_inv" if in_blocks else "weight_scale", in_blocks)
-    if method == "compressed-tensors" and kind == "pack-quantized":
+    if method == "pack-quantized":
         only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
-        return quants.packed(group, weights.get("symmetric") is not False)
-    if method == "compressed-tensors" and kind == "float-quantized":
+        return quants.packed(group, q.get("symmetric") is not False)
+    if method == "float-quantized":
         only(num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"))
         only(block_structure=(None, [128, 128]))
-        return quants.fp8_scaled("weight_scale", weights.get("strategy") == "block")
-    said = f"{method} ({kind})" if kind else method
-    raise ValueError(f"{f.file}: quantised as {said}, which is not supported: {INSTEAD}")
+        return quants.fp8_scaled("weight_scale", q.get("strategy") == "block")
+    raise ValueError(f"{f.file}: quantised as {method}, which is not supported: {INSTEAD}")
 
 
 def _generation(folder: Path) -> Fields:
@@ -261,13 +246,9 @@ def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
-    """theta and scaling, from rope_parameters or from the older rope_theta and rope_scaling."""
-    rope, older = f.sub("rope_parameters"), f.sub("rope_scaling")
-    if rope and older and rope != older:
-        raise ValueError(f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}")
-    rope = rope or older
-    theta_from = rope if rope.get("rope_theta") is not None else f
-    theta = theta_from.number("rope_theta", 2, 1e12, 10000.0, float)
+    """theta and scaling, from rope_parameters or from the older rope_scaling and rope_theta."""
+    rope = f.sub("rope_scaling") or f.sub("rope_parameters")  # transformers prefers the older one, too
+    theta = (rope if rope.get("rope_theta") is not None else f).number("rope_theta", 2, 1e12, 10000.0, float)
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
     rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
     rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
@@ -281,8 +262,6 @@ def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     if kind == "linear":
         return theta, RopeScaling("linear", factor)
     low, high = (rope.number(f"{name}_freq_factor", 1e-6, 1e6, None, float) for name in ("low", "high"))
-    if low >= high:
-        raise ValueError(f"{f.file}: high_freq_factor is {high:g}; it must be above low_freq_factor {low:g}")
     original = rope.number("original_max_position_embeddings", 1, 1 << 24)
     return theta, RopeScaling("llama3", factor, low, high, original)
 
@@ -323,21 +302,19 @@ def _meta_config(folder: Path) -> Config:
     f = Fields(folder / "params.json")
     f.refuse_unless("use_scaled_rope", False, None)
     dim, n_heads = f.number("dim", 1, 1 << 17), f.number("n_heads", 1, 1024)
-    if dim % n_heads:
-        raise ValueError(f"{f.file}: dim is {dim}, not a multiple of n_heads {n_heads}")
     multiple_of = f.number("multiple_of", 1, 1 << 17, 256)
     # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
     vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
-    if vocab_size < 1:  # "as the tokenizer says": each shard holds all rows of the embedding, and some of its columns
-        shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder, "meta")[0])}
+    if vocab_size < 1:  # "as the tokenizer says": each file holds all rows of the embedding, if not all columns
+        shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder)[0])}
         vocab_size = next(iter(shapes.get(EMBEDDING.meta, ())), 1)
     return Config(
         dim=dim,
         n_layers=f.number("n_layers", 1, 1024),
         n_heads=n_heads,
         n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
-        head_dim=dim // n_heads,
+        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
         hidden_dim=multiple_of * -(-hidden // multiple_of),
         vocab_size=vocab_size,
         norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
@@ -348,7 +325,6 @@ def _meta_config(folder: Path) -> Config:
 # ---- the tensors of a file: only headers are read before a tensor, or some of its rows and columns, is asked for
 
 CHUNK_BYTES = 1 << 20  # read at a time
-HEADER_BYTES = 100_000_000  # of a safetensors file, at most: as in the library
 READERS = 4  # threads: a single one copies from the page cache at a fraction of the memory bandwidth
 SAFETENSORS_TYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -365,9 +341,9 @@ class Part:
     dtype: torch.dtype | None  # None: one that no model here uses
     shape: tuple[int, ...]
     offset: int = 0  # of its first byte in a safetensors or GGUF file
-    version: tuple[int, ...] = ()  # of that file, see _version
     mapped: Tensor | None = None  # the tensor itself, of a torch file
-    blocks: ggml.Type | None = None  # how it is quantised; dtype is what it is decoded to
+    kind: ggml.Type | quants.Layout | None = None  # how it is quantised; dtype and shape are those it is decoded to
+    pieces: "dict[str, Part] | None" = None  # the tensors of a layout, by the last word of their names
 
 
 def parts_of(file: Path) -> list[Part]:
@@ -376,36 +352,29 @@ def parts_of(file: Path) -> list[Part]:
 
 
 def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
-    """The metadata and the tensors of a safetensors file whose header the library finds sound. Raises ValueError."""
+    """The metadata and the tensors of a safetensors file whose header the library finds sound. A tensor without
+    dimensions is taken for one of a single number. Raises ValueError."""
     with open_regular(file) as f:
-        size, version = int.from_bytes(f.read(8), "little"), _version(f)
         try:
             with safe_open(file, "pt"):
+                size = int.from_bytes(f.read(8), "little")
                 header = json.loads(f.read(size))
         except (SafetensorError, ValueError) as error:
-            f.seek(8)
-            ends = re.findall(rb'"data_offsets":\s*\[\d+,\s*(\d{1,18})\]', f.read(min(size, HEADER_BYTES)))
-            length = os.fstat(f.fileno()).st_size
-            if size <= HEADER_BYTES and length < 8 + size + max(map(int, ends), default=0):
-                raise ValueError(f"{file} is cut short ({length:,} bytes): download it again") from None
-            raise ValueError(f"{file} is not a valid safetensors file: {error}") from None
+            raise ValueError(f"{file} is cut short, or no safetensors file ({error}): download it again") from None
     metadata = header.pop("__metadata__", None) or {}
     return metadata, [
-        Part(file, name, SAFETENSORS_TYPES.get(t["dtype"]), tuple(t["shape"]), 8 + size + t["data_offsets"][0], version)
+        Part(file, name, SAFETENSORS_TYPES.get(t["dtype"]), tuple(t["shape"]) or (1,), 8 + size + t["data_offsets"][0])
         for name, t in sorted(header.items())
     ]
 
 
 def gguf_parts(header: ggml.GGUF) -> list[Part]:
     """The tensors of a GGUF file or of a split one. Those of one dimension are never quantised."""
-    versions, parts = {}, []
+    parts = []
     for info in header.tensors.values():
-        if info.file not in versions:
-            with open_regular(info.file) as f:
-                versions[info.file] = _version(f)
-        blocks = info.type if info.type.quantised else None
-        dtype = SAFETENSORS_TYPES[info.type.name] if not blocks else torch.float32 if len(info.shape) == 2 else None
-        parts.append(Part(info.file, info.name, dtype, info.shape, info.offset, versions[info.file], blocks=blocks))
+        kind = info.type if info.type.quantised and len(info.shape) == 2 else None
+        dtype = torch.float32 if kind else SAFETENSORS_TYPES.get(info.type.name)
+        parts.append(Part(info.file, info.name, dtype, info.shape, info.offset, kind=kind))
     return parts
 
 
@@ -415,24 +384,18 @@ def _torch_parts(file: Path) -> list[Part]:
     open_regular(file).close()
     try:
         with zipfile.ZipFile(file) as archive:
-            compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed")  # a few bytes could unpack to any size
         with warnings.catch_warnings(action="ignore"):  # about types that are refused below
-            tensors = None if compressed else torch.load(file, "cpu", weights_only=True, mmap=True)
-    except zipfile.BadZipFile:
-        said = "is cut off, or not in torch's zip format: save it again with torch 1.6 or later"
-        raise ValueError(f"{file} {said}") from None
-    except pickle.UnpicklingError:  # for whatever is not allowed
-        tensors = None
+            tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
+        if not isinstance(tensors, dict) or not all(_is_dense(name, t) for name, t in tensors.items()):
+            raise ValueError("it holds something other than named, dense tensors")
     except Exception as error:  # whatever a damaged file makes of zipfile and of torch
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{file} is damaged: {reason}") from None
-    if compressed:  # a few bytes could unpack to any size
-        raise ValueError(f"{file} is compressed: save it again with torch.save")
-    if not isinstance(tensors, dict) or not all(_is_dense(name, t) for name, t in tensors.items()):
         raise ValueError(
-            f"{file} is not a checkpoint that can be read safely: it holds something other than named, dense tensors;"
-            " take the model's safetensors, or save nothing but these"
-        )
+            f"{file} is damaged, or cannot be read safely ({reason}): take the model's safetensors, or save nothing but"
+            " tensors by name, with torch 1.6 or later"
+        ) from None
     return [Part(file, name, t.dtype, tuple(t.shape), mapped=t.detach()) for name, t in tensors.items()]
 
 
@@ -444,15 +407,8 @@ def _is_dense(name: object, value: object) -> bool:
 
 def read_part(part: Part, pinned: bool = False, index: list[range] | None = None) -> Tensor:
     """Read a tensor, or the rows and columns of it that an index spans, into pinned memory if a GPU is to copy it while
-    the next one is read. A torch file's is a view, read when it is copied. Of blocks whole rows are read, and decoded,
-    on the GPU if pinned. Raises ValueError if the file changed."""
-    if not part.shape:
-        return read_part(replace(part, shape=(1,)), pinned).view(())
+    the next one is read. A torch file's is a view, read when it is copied. Raises OSError."""
     index = [range(size) for size in part.shape] if index is None else index
-    if part.blocks:
-        raw = read_blocks(part, pinned, index[0], range(part.shape[1]))
-        with naming(part):
-            return quants.decoded(part.blocks, raw.cuda() if pinned else raw)[:, index[1].start : index[1].stop]
     if part.mapped is not None:
         return part.mapped[tuple(slice(span.start, span.stop) for span in index)]
     size, row = part.dtype.itemsize, part.dtype.itemsize * math.prod(part.shape[1:])
@@ -470,32 +426,9 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
     with open_regular(part.file) as f, ThreadPoolExecutor(READERS) as pool:
         read = lambda share: sum(os.preadv(f.fileno(), [piece], offset) for piece, offset in share)
         count = sum(pool.map(read, [pieces[i::READERS] for i in range(READERS)]))
-        if count < flat.nbytes or _version(f) != part.version:
-            raise ValueError(f"{part.file} was changed while it was being read")
+        if count < flat.nbytes:
+            raise OSError(f"{part.file} was cut short while it was being read")
     return flat.view([len(span) for span in index])
-
-
-def read_blocks(part: Part, pinned: bool, rows: range, columns: range) -> Tensor:
-    """Rows and columns of a tensor of blocks, as stored: uint8 [rows, bytes]."""
-    start, stop, width = (
-        k // part.blocks.block * part.blocks.nbytes for k in (columns.start, columns.stop, part.shape[1])
-    )
-    stored = replace(part, blocks=None, dtype=torch.uint8, shape=(part.shape[0], width))
-    return read_part(stored, pinned, [rows, range(start, stop)])
-
-
-@contextmanager
-def naming(part: Part) -> Iterator[None]:
-    """Errors name the tensor."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{part.file}: {part.name} has {error}") from None
-
-
-def _version(f: io.FileIO) -> tuple[int, ...]:
-    stat = os.fstat(f.fileno())
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 # ---- a checkpoint: the tensors of a folder
@@ -555,85 +488,58 @@ class PerMatrix(Format):
 class Checkpoint:
     """The tensors of a folder. They are read one at a time: the model must never be in memory twice."""
 
-    def __init__(self, folder: Path, config: Config):
-        self.folder, self.config = folder, config
+    def __init__(self, folder: Path):
+        self.folder, self.config, self.sampling = folder, read_config(folder), read_sampling(folder)
         self.format = saved_format(folder)  # of the matrices, where the folder is a model saved in one
-        if folder.is_file():
-            self.layout, header = "gguf", read_header(folder)
-            parts = gguf_parts(header)
-        else:
-            self.layout = "hugging_face" if not self.format and (folder / "config.json").is_file() else "meta"
-            files = [folder / SAVED] if self.format else _tensor_files(folder, self.layout)
-            parts = [part for file in files for part in parts_of(file)]
+        header = read_header(folder) if folder.is_file() else None
+        parts = gguf_parts(header) if header else [part for file in _tensor_files(folder) for part in parts_of(file)]
+        self.layout = "gguf" if header else "meta"
+        if not header and not self.format and (folder / "config.json").is_file():
+            self.layout = "hugging_face"
+            if layout := _quantisation(Fields(folder / "config.json")):
+                parts = self._gathered(layout, {part.name: part for part in parts})
         # RoPE rotates rows i and i + D / 2 of a head, not neighbours
-        self.halves = self.layout == "hugging_face" or self.layout == "gguf" and header.architecture != "llama"
+        self.halves = self.layout == "hugging_face" or bool(header) and header.architecture != "llama"
+        expected = {name: (quants.FLOATS, shape) for name, shape in tensor_shapes(self.config, self.layout).items()}
         if self.format:
-            expected = saved_tensors(config, self.format)
-        else:
-            expected = {name: (quants.FLOATS, shape) for name, shape in tensor_shapes(config, self.layout).items()}
-        # Of quantised matrices in safetensors, by the names of their weights: how they are stored, and in which parts
-        self.layouts: dict[str, tuple[quants.Layout, dict[str, Part]]] = {}
-        if self.layout == "hugging_face" and (layout := _quantisation(Fields(folder / "config.json"))):
-            expected = self._expect_quantised(layout, expected, {part.name: part for part in parts})
+            expected = saved_tensors(self.config, self.format)
         self.shapes = {name: shape for name, (_, shape) in expected.items()}
-        ignored = {OUTPUT.name(self.layout), ggml.ROPE_FACTORS} - {*expected}  # of a tied model; part of the config
-        may_be_cut = self.layout == "meta" and not self.format
+        tied = {OUTPUT.name(self.layout)} if self.config.tie_embeddings else set()
         self.parts: dict[str, list[Part]] = {}
         for part in parts:
-            if part.name in ignored or part.name.endswith(("rotary_emb.inv_freq", "rope.freqs")):  # see the config
-                continue
-            if self.layouts and part.name.endswith(quants.NOT_NEEDED):
-                continue
-            types, _ = expected.get(part.name, (quants.FLOATS, ()))
-            if part.dtype not in types:
-                listed = ", ".join(str(t).removeprefix("torch.") for t in types)
-                raise ValueError(f"{part.file}: {part.name} has a type other than {listed}")
-            if part.name in self.parts and not may_be_cut:
-                raise ValueError(f"{part.file}: {part.name} is also in {self.parts[part.name][0].file.name}")
-            self.parts.setdefault(part.name, []).append(part)
-        if may_be_cut:
-            self._check_count(len(files))
-        self._check_shapes()
+            if part.name not in tied and not part.name.endswith(NOT_NEEDED):
+                self.parts.setdefault(part.name, []).append(part)
+        problems = [f"{name} is missing" for name in expected if name not in self.parts]
+        for name, parts in self.parts.items():
+            types, shape = expected.get(name, ((), ()))
+            if name not in expected:
+                problems.append(f"{name} is unexpected")
+            elif self._axis(name) is None or not all(part.dtype in types for part in parts):
+                problems.append(_misfit(parts, types, shape))
+        self._refuse(problems)
 
-    def _expect_quantised(self, layout: quants.Layout, expected: dict, found: dict[str, Part]) -> dict:
-        """What is expected where all matrices are in a layout, but for those that have a plain weight."""
+    def _gathered(self, layout: quants.Layout, found: dict[str, Part]) -> list[Part]:
+        """The tensors of each matrix that is in the layout as one part; those of others as they are."""
+        problems = []
         for info, layer in model_tensors(self.config):
             name, shape = info.name(self.layout, layer), info.shape(self.config)
             wanted, stem = layout.tensors(*shape) if info.matrix else {}, name.removesuffix("weight")
             codes = found.get(stem + next(iter(wanted), "weight"))
             if not wanted or not codes or codes.name == name and codes.dtype in quants.FLOATS:
                 continue
-            if layout.group > 0 and shape[1] % layout.group:
-                what = f"{shape[1]} columns, which is not a multiple of group_size {layout.group}"
-                raise ValueError(f"{self.folder}: {name} has {what}: {INSTEAD}")
-            if shape[0] % layout.rows:
-                what = f"{shape[0]} rows, which is not a multiple of {layout.rows}"
-                raise ValueError(f"{self.folder}: {name} has {what}: {INSTEAD}")
-            del expected[name]
-            stored = {key: found[stem + key] for key in wanted if stem + key in found and stem + key not in expected}
-            self.layouts[name] = layout, stored
-            for key, (types, shapes) in wanted.items():
-                if key in stored or key not in layout.optional:
-                    seen = stored[key].shape if key in stored else None
-                    expected[stem + key] = types, seen if seen in shapes else shapes[0]
-        return expected
+            if shape[0] % 8 or shape[1] % max(1, layout.group):
+                problems.append(f"{name} is {list(shape)}, not a multiple of 8 rows and group_size {layout.group}")
+            pieces = {word: found.pop(stem + word) for word in wanted if stem + word in found}
+            for word, (types, shapes) in wanted.items():
+                if word not in pieces and word not in layout.optional:
+                    problems.append(f"{stem}{word} is missing")
+                elif word in pieces and not (pieces[word].dtype in types and pieces[word].shape in shapes):
+                    problems.append(_misfit([pieces[word]], types, shapes[0]))
+            found[name] = Part(codes.file, name, torch.float32, shape, kind=layout, pieces=pieces)
+        self._refuse(problems)
+        return [*found.values()]
 
-    def _check_count(self, count: int) -> None:
-        """Whether all of Meta's shards are there: each has as many rows of wq."""
-        name = "layers.0.attention.wq.weight"
-        rows = self.parts[name][0].shape[:1] if name in self.parts else ()
-        needed = self.shapes[name][0] // rows[0] if rows and rows[0] else 1
-        if count < needed:
-            raise FileNotFoundError(f"{self.folder} holds {count} of the {needed} files consolidated.*.pth")
-
-    def _check_shapes(self) -> None:
-        problems = [f"{name} is missing" for name in self.shapes if name not in self.parts]
-        for name, parts in self.parts.items():
-            if name not in self.shapes:
-                problems.append(f"{name} is unexpected")
-            elif (len(parts) > 1 or parts[0].shape != self.shapes[name]) and self._axis(name) is None:
-                shapes = " + ".join(str(list(part.shape)) for part in parts)
-                problems.append(f"{name} is {shapes}, expected {list(self.shapes[name])}")
+    def _refuse(self, problems: list[str]) -> None:
         if problems:
             shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
             raise ValueError(f"{self.folder}: the tensors do not fit the config: {shown}")
@@ -655,8 +561,7 @@ class Checkpoint:
     @property
     def quantised(self) -> str:
         """How matrices are quantised, in words; empty if they are plain floats."""
-        kinds = {part.blocks.name for (part, *_) in self.parts.values() if part.blocks}
-        *names, last = sorted(kinds | {layout.name for layout, _ in self.layouts.values()}) or [""]
+        *names, last = sorted({part.kind.name for (part, *_) in self.parts.values() if part.kind}) or [""]
         return " and ".join(filter(None, (", ".join(names), last)))
 
     @property
@@ -667,13 +572,9 @@ class Checkpoint:
         """Read these rows and columns of a tensor. For a GPU it is in pinned memory, to be copied while the next one is
         read, or already on its way there; for a CPU, floats are in fp32, as torch is slow at converting between 16-bit
         types. The rows of q and k, always whole heads, are put into Meta's RoPE convention, interleaved pairs."""
-        if name in self.layouts:
-            format, values = self.layouts[name][0].format, []
-            for some in self.blocks(device, name, rows, columns):
-                format.write(some, tensors := format.empty(*some.codes.shape, device))
-                values.append(format.decoded(tensors))
-            return torch.cat(values)
         parts, axis, gpu = self.parts[name], self._axis(name), device.type == "cuda"
+        if parts[0].kind:
+            return self._decoded(device, name, rows)[:, columns]
         spans = [range(size)[taken] for size, taken in zip(self.shapes[name], (rows, columns))]
         size, pieces = parts[0].shape[axis], []
         for i, part in enumerate(parts if size < self.shapes[name][axis] else parts[:1]):
@@ -695,28 +596,38 @@ class Checkpoint:
             return rows
         return rows.view(-1, 2, self.config.head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
-    def blocks(self, device: torch.device, name: str, rows: slice, columns: slice) -> Iterator[quants.Blocks]:
-        """These rows and columns of a quantised matrix, some rows at a time."""
-        if name in self.layouts:
-            yield self._cut(device, name, rows, columns)
-            return
-        (part,), gpu = self.parts[name], device.type == "cuda"
-        raw = read_blocks(part, gpu, *(range(size)[taken] for size, taken in zip(part.shape, (rows, columns))))
-        at_once = (16 if gpu else 1) * quants.AT_ONCE // part.shape[1]
-        with naming(part):
-            for some in self.in_pairs(name, raw.to(device, non_blocking=True)).split(max(1, at_once)):
-                yield quants.blocks(part.blocks, some)
+    def _decoded(self, device: torch.device, name: str, rows: slice) -> Tensor:
+        """Rows of a quantised tensor: float32."""
+        N, K = self.shapes[name]
+        values = torch.empty(len(range(N)[rows]), K, device=device)
+        for at, some in self.blocks(device, name, rows):
+            values[at] = quants.decoded(self.parts[name][0].kind, some)
+        return values
 
-    def _cut(self, device: torch.device, name: str, rows: slice, columns: slice) -> quants.Blocks:
-        """These rows and columns of a matrix in safetensors, which is read whole."""
-        (layout, parts), gpu = self.layouts[name], device.type == "cuda"
-        with naming(next(iter(parts.values()))):
-            tensors = {key: read_part(part, gpu).to(device, non_blocking=True) for key, part in parts.items()}
-            whole = layout.blocks(tensors)
-            quants.check_scales(whole)
-        K = whole.codes.shape[1]
-        cut = lambda t: t[:, stored_columns(slice(*columns.indices(K)[:2]), K, t.shape[1])]
-        return quants.Blocks(*(t if t is None else cut(self.in_pairs(name, t[rows].contiguous())) for t in whole))
+    def blocks(
+        self, device: torch.device, name: str, rows: slice, columns: slice = ALL
+    ) -> Iterator[tuple[slice, quants.Blocks]]:
+        """These rows and columns of a quantised matrix, some rows at a time, and which of them; of a layout, which may
+        have it transposed, all at once."""
+        (part,), gpu = self.parts[name], device.type == "cuda"
+        (N, K), kind = part.shape, part.kind
+        columns = range(K)[columns]
+        try:
+            if part.pieces:
+                on_device = lambda piece: read_part(piece, gpu).to(device, non_blocking=True)
+                whole = quants.checked(kind.blocks({word: on_device(piece) for word, piece in part.pieces.items()}))
+                cut = lambda t: self.in_pairs(name, t[rows].contiguous())[:, stored_columns(columns, K, t.shape[1])]
+                yield ALL, quants.Blocks(*(t if t is None else cut(t) for t in whole))
+                return
+            start, stop, width = (k // kind.block * kind.nbytes for k in (columns.start, columns.stop, K))
+            stored = replace(part, dtype=torch.uint8, shape=(N, width))
+            raw = read_part(stored, gpu, [range(N)[rows], range(start, stop)]).to(device, non_blocking=True)
+            raw, at_once = self.in_pairs(name, raw), max(1, (16 if gpu else 1) * quants.AT_ONCE // K)
+            for first in range(0, len(raw), at_once):
+                some = slice(first, first + at_once)
+                yield some, quants.checked(quants.blocks(kind, raw[some]))
+        except ValueError as error:
+            raise ValueError(f"{part.file}: {name} has {error}") from None
 
     def held_formats(self, c: Config, most_bits: int) -> "PerMatrix | None":
         """The formats that hold the matrices as they are in the file; None if none is quantised. c: the config of a
@@ -728,22 +639,15 @@ class Checkpoint:
         for info, layer in [*model_tensors(self.config), *tied]:
             name = info.field if layer is None else f"layers.{layer}.{info.field}"
             if name in shapes:
-                kinds.setdefault(name, set()).add(self.kind(info.name(self.layout, layer)))
+                kinds.setdefault(name, set()).add(self.parts[info.name(self.layout, layer)][0].kind)
         formats = {name: quants.format_for(found, shapes[name][1], most_bits) for name, found in kinds.items()}
         return PerMatrix("as stored", 0, None, None, formats=formats)
-
-    def kind(self, name: str) -> quants.Layout | str | None:
-        """How a tensor is quantised: in a layout, or as a type of ggml."""
-        if name in self.layouts:
-            return self.layouts[name][0]
-        blocks = self.parts[name][0].blocks
-        return blocks and blocks.name
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
         one. What a format stores was checked when it was read."""
         for part in itertools.chain.from_iterable(self.parts.values()):
-            if not part.name.endswith((".weight", ".bias")) or part.dtype not in quants.FLOATS:
+            if part.kind or part.dtype not in quants.FLOATS or not part.name.endswith((".weight", ".bias")):
                 continue
             tensor = read_part(part)
             if not torch.isfinite(tensor).all():
@@ -755,21 +659,27 @@ class Checkpoint:
 
 
 ROTATED = tuple(name for info in LAYER if info.rotated for name in (info.hugging_face, info.gguf))
+NOT_NEEDED = (  # what the config says, too, and scales of activations, which are not rounded here
+    "rotary_emb.inv_freq", "rope.freqs", ggml.ROPE_FACTORS, ".input_scale", ".k_scale", ".v_scale", ".weight_shape",
+)  # fmt: skip
 
 
-def _tensor_files(folder: Path, layout: str) -> list[Path]:
-    if layout == "meta":
-        files = sorted(folder.glob("consolidated.*.pth"))
-        if not files:
-            raise FileNotFoundError(f"{folder} holds params.json but no consolidated.*.pth")
-        return files
+def _misfit(parts: list[Part], types: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> str:
+    shapes = " + ".join(str(list(part.shape)) for part in parts)
+    said, *listed = (str(dtype or "another type").removeprefix("torch.") for dtype in (parts[0].dtype, *types))
+    return f"{parts[0].name} is {shapes} in {said}, expected {list(shape)} in {' or '.join(listed)}"
+
+
+def _tensor_files(folder: Path) -> list[Path]:
     for single in ("model.safetensors", "pytorch_model.bin"):
         if (folder / f"{single}.index.json").is_file():
             return _indexed_files(folder / f"{single}.index.json")
         if (folder / single).is_file():
             return [folder / single]
-    usual = "no weights (model.safetensors or pytorch_model.bin, or an index of their shards)"
-    raise FileNotFoundError(f"{folder} holds {_instead(folder) or usual}")
+    if not (files := sorted(folder.glob("consolidated.*.pth"))):
+        usual = "model.safetensors or pytorch_model.bin, or an index of their shards, or Meta's consolidated.*.pth"
+        raise FileNotFoundError(f"{folder} holds no weights ({usual})")
+    return files
 
 
 def _indexed_files(index: Path) -> list[Path]:
@@ -809,24 +719,22 @@ def find_checkpoint(name: str | Path) -> Path:
     import huggingface_hub
     from huggingface_hub import constants, errors
 
+    repository, _, kind = name.partition(":")
+    if found := _cached(repository, kind) or not kind and _cached(repository, "Q4_K_M"):
+        return found
+    if huggingface_hub.is_offline_mode():
+        cache = f"the hub's cache {constants.HF_HUB_CACHE} does not hold all of it, or it is not supported"
+        raise FileNotFoundError(f"no folder {name} here; {cache}, and HF_HUB_OFFLINE is set")
     try:
-        repository, _, kind = name.partition(":")
-        if found := _cached(repository, kind) or not kind and _cached(repository, "Q4_K_M"):
-            return found
-        if huggingface_hub.is_offline_mode():
-            cache = f"it is not, or not completely, in the hub's cache {constants.HF_HUB_CACHE}"
-            raise FileNotFoundError(f"no folder {name} here; {cache}, and HF_HUB_OFFLINE is set")
         return _download(repository, kind)
     except errors.GatedRepoError:
         reason = "on the hub it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
     except errors.RepositoryNotFoundError:
         reason = f"no such repository on {constants.ENDPOINT} (a private one needs HF_TOKEN)"
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
-        reason = f"{constants.ENDPOINT} answers: {error}"
-    except FileNotFoundError:
+    except ValueError:
         raise
     except Exception as error:  # network errors, of whichever library huggingface_hub uses
-        reason = f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {error})"
+        reason = f"the download from {constants.ENDPOINT} failed ({type(error).__name__}: {error})"
     raise OSError(f"no folder {name} here, and {reason}")
 
 
@@ -841,7 +749,7 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
     return [name for name in found if stem(name) == stem(found[0])]
 
 
-def _cached(name: str, kind: str = "") -> Path | None:
+def _cached(name: str, kind: str) -> Path | None:
     """A repository's folder in the hub's cache, if it holds all files that the checkpoint needs by its own account: the
     cache does not know what it lacks if another program or an older version made it."""
     import huggingface_hub
@@ -856,19 +764,18 @@ def _cached(name: str, kind: str = "") -> Path | None:
             if not found:
                 return None
             at = folder / found[0]
-        with suppress(ValueError):  # nothing is missing, but something is wrong: load says what
-            Checkpoint(at, read_config(at))
-            if at == folder:
-                tokenizer_file(folder)
-    except OSError:  # of the library: LocalEntryNotFoundError
+        Checkpoint(at)
+        if at == folder:
+            tokenizer_file(folder)
+    except (OSError, ValueError):  # if nothing is missing, but something is wrong, load says what
         return None
     return at
 
 
-def _download(name: str, kind: str = "") -> Path:
+def _download(name: str, kind: str) -> Path:
     """Download what this program reads of a repository to the hub's cache, except for files that are there already."""
     import huggingface_hub
-    from huggingface_hub import constants, utils
+    from huggingface_hub import utils
 
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
@@ -876,19 +783,10 @@ def _download(name: str, kind: str = "") -> Path:
     names = [file.rfilename for file in huggingface_hub.HfApi().model_info(name).siblings]
     kinds = [[file for file in names if re.fullmatch(pattern, file)] for pattern in WEIGHTS]
     gguf = [] if any(kinds) and not kind else pick_gguf(names, kind)
-    if kind and not gguf:
-        raise FileNotFoundError(f"{name} holds no GGUF file of the kind {kind}")
-    if not gguf and not any(kinds):
+    if not gguf and (kind or not any(kinds)):
         usual = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
-        raise FileNotFoundError(f"{name} holds {usual}")
+        raise ValueError(f"{name} holds {f'no GGUF file of the kind {kind}' if kind else usual}")
     files = gguf or [file for file in SMALL_FILES if file in names] + next(filter(None, kinds))
-    planned = huggingface_hub.snapshot_download(name, allow_patterns=files, dry_run=True)
-    need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
-    cache = Path(constants.HF_HUB_CACHE)
-    place = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
-    free = shutil.disk_usage(place).free / 1e9
-    if need > free:
-        raise FileNotFoundError(f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)")
     folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     return folder / gguf[0] if gguf else folder
 
@@ -898,21 +796,18 @@ def _download(name: str, kind: str = "") -> Path:
 
 def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
     """Bytes of a model's weights. A tied output matrix that is in no format is the embedding itself."""
-    matrices = matrix_shapes(c)
-    if c.tie_embeddings and not format_at(format, "output"):
-        del matrices["output"]
-    vectors = sum(map(math.prod, vector_shapes(c).values()))
-    return dtype.itemsize * vectors + sum(matrix_bytes(name, matrices[name], dtype, format) for name in matrices)
+    total = dtype.itemsize * sum(map(math.prod, vector_shapes(c).values()))
+    for name, shape in matrix_shapes(c).items():
+        if held := format_at(format, name):
+            total += held.nbytes(*shape)
+        elif name != "output" or not c.tie_embeddings:
+            total += dtype.itemsize * math.prod(shape)
+    return total
 
 
 def format_at(format: Format | None, name: str) -> Format | None:
     """The format of a matrix, if it has one."""
     return format and format.at(name)
-
-
-def matrix_bytes(name: str, shape: tuple[int, int], dtype: torch.dtype, format: Format | None) -> int:
-    held = format_at(format, name)
-    return held.nbytes(*shape) if held else dtype.itemsize * math.prod(shape)
 
 
 def largest_read(c: Config) -> int:
@@ -929,6 +824,9 @@ def check_groups(c: Config, format: Format | None) -> None:
         if held and columns % held.group:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
             raise ValueError(f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}")
+
+
+Source = tuple[str, slice]  # a tensor of a checkpoint, and some of its rows
 
 
 @dataclass
@@ -958,7 +856,7 @@ class Loader:
         total, hidden = weight_bytes(self.config, self.dtype, self.format), self.quiet or None  # None: if no terminal
         self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
 
-    def empty(self, name: str) -> tuple[Tensor, ...]:
+    def empty(self, name: str) -> Tensors:
         """Space for a matrix in the format."""
         return self.format.at(name).empty(*self.shapes[name], self.device)
 
@@ -992,7 +890,7 @@ class Loader:
         taken = share(count, self.rank, self.ranks)
         return slice(taken.start * size // count, taken.stop * size // count)
 
-    def sources(self, name: str, infos: list[Stored], layer: int | None) -> list[tuple[str, slice]]:
+    def sources(self, name: str, infos: list[Stored], layer: int | None) -> list[Source]:
         """The checkpoint's tensors that make up one of the model's, and this rank's rows of each. In a saved model they
         have been joined."""
         shares = [self.share(info.dims[0]) for info in infos]
@@ -1018,22 +916,20 @@ class Loader:
 
     def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
         """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
-        (N, K), columns = self.shapes[name], self.share(infos[0].dims[1])
-        self.bar.update(matrix_bytes(name, (N, K), self.dtype, self.format))
-        if self.checkpoint.quantised and format_at(self.format, name):
-            return kernels.prepacked(self.as_stored(name, infos, layer, columns), self.backend, self.dtype)
-        if self.checkpoint.format:
-            return kernels.prepacked(self.saved(name, infos, layer, columns), self.backend, self.dtype)
-        if self.encodes:  # whole rows, so that the codes do not depend on how many ranks there are
-            K = infos[0].shape(self.whole)[1]
-            data = self.workspace[: N * K].view(N, K)
+        columns, format = self.share(infos[0].dims[1]), format_at(self.format, name)
+        sources = self.sources(name, infos, layer)
+        if format:
+            take = self.saved if self.checkpoint.format else self.encode if self.encodes else self.held
+            made = Matrix(take(format, name, infos, sources, columns), format, self.shapes[name])
         else:
-            data = torch.empty(N, K, dtype=self.stored, device=self.device)
-        for (place,), source in zip(self.places((data,), infos), self.sources(name, infos, layer), strict=True):
-            part = self.checkpoint.read(self.device, *source, ALL if self.encodes else columns)
-            place.copy_(part, non_blocking=True)
-        made = self.encode(name, data, columns) if self.encodes else Matrix(data)
+            made = Matrix(torch.empty(self.shapes[name], dtype=self.stored, device=self.device))
+            self.fill(made.data, infos, sources, columns)
+        self.bar.update(made.nbytes)
         return kernels.prepacked(made, self.backend, self.dtype)
+
+    def fill(self, data: Tensor, infos: list[Stored], sources: list[Source], columns: slice) -> None:
+        for (place,), source in zip(self.places((data,), infos), sources, strict=True):
+            place.copy_(self.checkpoint.read(self.device, *source, columns), non_blocking=True)
 
     def places(self, tensors: tuple[Tensor, ...], infos: list[Stored]) -> list[tuple[Tensor, ...]]:
         """The rows of a matrix where each of the checkpoint's belongs."""
@@ -1041,34 +937,33 @@ class Loader:
             return [tuple(t[i::2] for t in tensors) for i in (0, 1)]
         return list(zip(*(t.split([info.shape(self.config)[0] for info in infos]) for t in tensors)))
 
-    def as_stored(self, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Matrix:
+    def held(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
         """A matrix that the file has quantised, as it is."""
-        tensors, format = self.empty(name), self.format.at(name)
-        for place, (source, rows) in zip(self.places(tensors, infos), self.sources(name, infos, layer), strict=True):
-            done = 0
-            for blocks in self.checkpoint.blocks(self.device, source, rows, columns):
-                end = done + len(blocks.codes)
-                format.write(blocks, tuple(t[done:end] for t in place))
-                done = end
-        return Matrix(tensors, format, self.shapes[name])
+        tensors = self.empty(name)
+        for place, (source, rows) in zip(self.places(tensors, infos), sources, strict=True):
+            for at, blocks in self.checkpoint.blocks(self.device, source, rows, columns):
+                format.write(blocks, tuple(t[at] for t in place))
+        return tensors
 
-    def encode(self, name: str, data: Tensor, columns: slice) -> Matrix:
-        tensors, format = self.encoded[name], self.format.at(name)
+    def encode(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
+        """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there are."""
+        tensors, N, K = self.encoded[name], self.shapes[name][0], infos[0].shape(self.whole)[1]
+        data = self.workspace[: N * K].view(N, K)
+        self.fill(data, infos, sources, ALL)
         weigh = dict(importance=self.importance[name]) if self.importance and format is self.format else {}
         try:
             if data.shape == self.shapes[name]:
-                format.encode(data, tensors, **weigh)
-            else:
-                for part, whole in zip(tensors, format.encode(data)):
-                    part.copy_(whole[:, stored_columns(columns, data.shape[1], whole.shape[1])])
+                return format.encode(data, tensors, **weigh)
+            for part, whole in zip(tensors, format.encode(data)):
+                part.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
+            return tensors
         except ValueError as error:
             raise ValueError(self.checkpoint.first_bad_tensor(self.stored) or str(error)) from None
-        return Matrix(tensors, format, self.shapes[name])
 
-    def saved(self, name: str, infos: list[Stored], layer: int | None, columns: slice) -> Matrix:
+    def saved(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
         """A matrix that the file has in its format."""
-        rows = [taken for _, taken in self.sources(name, infos, layer)]
-        K, tensors, format = infos[0].shape(self.whole)[1], self.empty(name), self.format.at(name)
+        rows = [taken for _, taken in sources]
+        K, tensors = infos[0].shape(self.whole)[1], self.empty(name)
         for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
             M = self.checkpoint.shapes[stored][1:]
             for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):
@@ -1079,7 +974,7 @@ class Loader:
         except ValueError as error:
             file = self.checkpoint.folder / SAVED
             raise ValueError(f"{file}: {name} has {error}: save it again from the original") from None
-        return Matrix(tensors, format, self.shapes[name])
+        return tensors
 
 
 def stored_columns(columns: slice, K: int, M: int) -> slice:
@@ -1126,14 +1021,14 @@ def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dt
     return torch.bfloat16 if kernels.multiplies_bf16() else torch.float32
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated; None where the system does not say (no GPU and no /proc/meminfo)."""
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated; infinity where the system does not say (no GPU and no /proc/meminfo)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1))
-    except (OSError, AttributeError):
-        return None
+    except OSError:
+        return math.inf
 
 
 def check_memory(
@@ -1148,34 +1043,31 @@ def check_memory(
 ) -> None:
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
     them is allocated."""
-    size, weights = dtype.itemsize, weight_bytes(c, dtype, format)
-    if c.tie_embeddings and not format_at(format, "output") and device.type == "cpu" and dtype == torch.bfloat16:
-        weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
-    if device.type == "cpu" and dtype == torch.bfloat16:  # 4-bit codes are there in torch's order, too
-        in_4_bits = [
-            shape for name, shape in matrix_shapes(c).items() if (at := format_at(format, name)) and at.bits == 4
-        ]
-        weights += sum(math.prod(shape) * 5 // 8 for shape in in_4_bits)
+    size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
+    if on_cpu and dtype == torch.bfloat16:
+        if c.tie_embeddings and not format_at(format, "output"):
+            weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
+        for name, shape in matrix_shapes(c).items():
+            if (held := format_at(format, name)) and held.bits == 4:
+                weights += math.prod(shape) * 5 // 8  # the codes are there in torch's order, too
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    copies = 1  # of the largest decoded matrix
-    if device.type == "cuda":  # the graphs of prompts have their own memory
+    copies = 1 if on_cpu else 2  # of what is decoded, since the graphs of prompts have their own memory
+    if not on_cpu:
         workspace += min(ctx_size, PADDED[-1]) * size * widest
-        copies = 2
     if format:  # the largest matrix
         workspace += copies * size * largest_read(c)
     if quantised:  # a matrix is decoded to fp32 before it is converted
         workspace += 4 * largest_read(c)
     if kv_fp8:  # keys and values of one layer
         workspace += copies * 2 * size * c.kv_dim * ctx_size
-    free, where = free_memory(device), str(device)
+    free, where, need = free_memory(device), str(device), weights + cache + workspace
     if ranks and ranks.size > 1:
         where += f" for rank {ranks.rank} of {ranks.size}"
-        if free is not None and device.type == "cpu":  # the ranks of a host share its memory
-            free //= ranks.local_size
-    need, formats = weights + cache + workspace, "" if quantised else " --fp8, --int4"
-    if free is not None and need > free:
+        free /= ranks.local_size if on_cpu else 1  # the ranks of a host share its memory
+    if need > free:
+        formats = "" if quantised else " --fp8, --int4"
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
         raise MemoryError(
             f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
@@ -1215,7 +1107,7 @@ def check_original(checkpoint: Checkpoint, format: str | None) -> None:
 
 @one_line_errors()
 def load(
-    name: str | Path,
+    name: "str | Path | Checkpoint",
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -1227,8 +1119,8 @@ def load(
     quiet: bool = False,
     ranks: Ranks | None = None,
 ) -> Llama:
-    """Load a checkpoint: a folder in Hugging Face's or Meta's layout, a GGUF file, or a repository of the hub, see
-    find_checkpoint.
+    """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder in Hugging Face's or
+    Meta's layout, a GGUF file, or a repository of the hub.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None is that, but at
     most 4096. format: in which to keep the matrices, a name of kernels.FORMATS; what `save` wrote has its own. kv_fp8:
@@ -1239,9 +1131,8 @@ def load(
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
         raise ValueError(f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own")
-    folder = find_checkpoint(name)
-    config, sampling = read_config(folder), Sampling(**read_sampling(folder))
-    checkpoint = Checkpoint(folder, config)
+    checkpoint = name if isinstance(name, Checkpoint) else Checkpoint(find_checkpoint(name))
+    folder, config, sampling = checkpoint.folder, checkpoint.config, Sampling(**checkpoint.sampling)
     if checkpoint.format and format not in (None, checkpoint.format.name):
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {format} ones, load the original")
     check_original(checkpoint, format)
@@ -1283,16 +1174,13 @@ LAYOUT = "1"  # of such a file; any other is refused
 def saved_format(folder: Path) -> Format | None:
     """The format of a folder that `save` wrote, None for any other. Raises ValueError."""
     file = folder / SAVED
-    if not file.is_file():
-        return None
-    metadata, _ = safetensors_header(file)
+    metadata = safetensors_header(file)[0] if file.is_file() else {}
     version, name = metadata.get("fused-llama"), metadata.get("format", metadata.get("fp8"))
     if not version:
         return None
-    if version != LAYOUT:
-        raise ValueError(f"{file} was saved by another version of fused-llama: save it again from the original")
-    if name not in FORMATS:
-        raise ValueError(f"{file}: format is {name!r}, which is not supported (supported: {', '.join(FORMATS)})")
+    if version != LAYOUT or name not in FORMATS:
+        what = f"was saved by another version of fused-llama, in the format {name!r}"
+        raise ValueError(f"{file} {what}: save it again from the original")
     return FORMATS[name]
 
 
@@ -1349,10 +1237,8 @@ def save(
     folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
-    if not to.parent.is_dir():
-        raise FileNotFoundError(f"{to.parent} does not exist: create that folder first")
-    config = read_config(folder)
-    checkpoint = Checkpoint(folder, config)
+    checkpoint = Checkpoint(folder)
+    config = checkpoint.config
     if checkpoint.format:
         raise ValueError(f"{folder} holds {checkpoint.format.name} matrices already: save from the original")
     check_original(checkpoint, format)
@@ -1363,11 +1249,11 @@ def save(
     if need > free:
         raise OSError(f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere")
     with folder_beside(to) as made:
-        _copy_what_is_small(folder, made, config)
-        importance = None
+        tokenizer, importance = Tokenizer(folder), None
+        _copy_what_is_small(folder, made, tokenizer)
         if calibrate is not None:
-            tokens = Tokenizer(folder).encode(calibrate)
-            importance = importance_of(load(name, dtype=dtype, device=device, quiet=quiet), tokens)
+            tokens = tokenizer.encode(calibrate)
+            importance = importance_of(load(checkpoint, dtype=dtype, device=device, quiet=quiet), tokens)
         with torch.inference_mode():
             loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet, importance=importance)
             weights = loader.load()
@@ -1377,26 +1263,21 @@ def save(
     return to / SAVED
 
 
-def _copy_what_is_small(folder: Path, to: Path, config: Config) -> None:
+def _copy_what_is_small(folder: Path, to: Path, tokenizer: Tokenizer) -> None:
     """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the folder."""
     if folder.is_file():
         header = read_header(folder)
-        tokenizer, beside = ggml.tokenizer_files(header)
+        vocabulary, beside = ggml.tokenizer_files(header)
         files = {"config.json": ggml.config_json(header), "tokenizer_config.json": beside}
-        files["tokenizer.model" if isinstance(tokenizer, bytes) else "tokenizer.json"] = tokenizer
+        files["tokenizer.model" if isinstance(vocabulary, bytes) else "tokenizer.json"] = vocabulary
         for name, value in files.items():
             (to / name).write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
     else:
         for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
             if file.is_file():
                 (to / file.name).write_bytes(read_bytes(file))
-    if not (to / "config.json").is_file():  # the vocab_size of params.json may be -1: see the tensors
-        params = read_json(folder / "params.json") | {"vocab_size": config.vocab_size}
-        (to / "params.json").write_text(json.dumps(params))
-    beside = read_json(to / "tokenizer_config.json") if (to / "tokenizer_config.json").is_file() else {}
-    template, _ = find_template(folder, beside)
-    if template != find_template(to, beside)[0]:  # it was recognised by the folder's path
-        (to / "chat_template.jinja").write_text(template)
+    if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:  # it was recognised by the folder's path
+        (to / "chat_template.jinja").write_text(tokenizer.chat_template)
 
 
 def _saved(w: Weights) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple
 
 # ---- files
@@ -77,22 +78,12 @@ TYPES = {  # by their numbers in files; llama.cpp makes Q5_0 of what was to be Q
     2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24),
     8: Type("Q8_0", 32, 34), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176), 14: Type("Q6_K", 256, 210),
 }  # fmt: skip
-OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
-}  # fmt: skip
 
 
 # ---- the header
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as in struct
 STRING, ARRAY = 8, 9
-LONGEST = 1 << 24  # bytes of a string, elements of an array: far more than any vocabulary or template has
-KINDS = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "an array of texts",
-    memoryview: "an array of numbers",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,15 +111,14 @@ class GGUF:
 
     @property
     def architecture(self) -> str:  # Mistral's files say llama
-        return self.choice("general.architecture", ("llama", "qwen2", "qwen3"))
+        return self.need("general.architecture", str)
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
+    def get(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
         """A value of the metadata that must have a type; None, or the default, if there is none. Raises ValueError."""
         value = self.metadata.get(key)
-        kinds = (int, float) if kind is float else kind
-        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) and kind is not bool):
+        if value is not None and not isinstance(value, kind):
             said = "an array" if isinstance(value, (list, memoryview)) else repr(value)
-            raise ValueError(f"{self.file}: {key} is {said}; it must be {KINDS[kind]}")
+            raise ValueError(f"{self.file}: {key} is {said}, which is a value of the wrong type")
         return default if value is None else value
 
     def need(self, key: str, kind: type) -> Any:
@@ -148,46 +138,29 @@ class GGUF:
 
 
 class Header:
-    """Reads a header from the bytes of a file."""
+    """Reads a header from the bytes of a file. Raises ValueError, or struct.error where they end too early."""
 
     def __init__(self, file: Path, data: mmap.mmap):
-        self.file, self.data, self.at = file, data, 0
+        self.file, self.data, self.at = file, data, 4  # after "GGUF"
 
     def damaged(self, what: str) -> ValueError:
         return ValueError(f"{self.file} is damaged: {what}: download it again")
 
-    def cut_off(self) -> ValueError:
-        return self.damaged("it is cut off in its header, or a length in it is wrong")
-
-    def check_room(self, nbytes: int) -> None:
-        if nbytes > len(self.data) - self.at:
-            raise self.cut_off()
-
     def scalar(self, code: str) -> int | float | bool:
-        """A number, of a type named as in struct. A float becomes the shortest decimal that stands for it: 1e-05, not
-        9.999999747378752e-06."""
-        kind = struct.Struct(f"<{code}")
-        self.check_room(kind.size)
-        (value,) = kind.unpack_from(self.data, self.at)
-        self.at += kind.size
-        short = float(f"{value:.6g}") if code == "f" else value
-        return short if kind.pack(short) == kind.pack(value) else value
+        """A number, of a type named as in struct."""
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
+        self.at += struct.calcsize(code)
+        return value
 
     def strings(self, count: int) -> list[str]:
         """Strings, each after its length. A loop that does little else: vocabularies have hundreds of thousands."""
-        self.check_room(8 * count)
         data, at, size, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
         found = []
-        try:
-            for _ in range(count):
-                start, at = at + 8, at + 8 + length(data, at)[0]
-                if at > size or at - start > LONGEST:
-                    raise self.cut_off()
-                found.append(data[start:at].decode())
-        except struct.error:
-            raise self.cut_off() from None
-        except UnicodeDecodeError:
-            raise self.damaged("a string in its header is not UTF-8") from None
+        for _ in range(count):
+            start, at = at + 8, at + 8 + length(data, at)[0]
+            if at > size:
+                raise self.damaged("a string lies outside it")
+            found.append(data[start:at].decode())
         self.at = at
         return found
 
@@ -196,26 +169,15 @@ class Header:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
             return self.strings(1)[0]
-        if kind != ARRAY:
-            raise self.damaged(f"its metadata has a value of the unknown type {kind}")
-        kind, count = self.scalar("I"), self.scalar("Q")
-        if count > LONGEST or kind not in SCALARS and kind != STRING:
-            raise self.damaged(f"its metadata has an array of {count} elements of type {kind}")
-        if kind == STRING:
+        inner, count = (self.scalar("I"), self.scalar("Q")) if kind == ARRAY else (kind, 0)
+        if inner == STRING:
             return self.strings(count)
-        size = count * struct.calcsize(f"<{SCALARS[kind]}")
-        self.check_room(size)
-        start, self.at = self.at, self.at + size
-        return memoryview(self.data[start : self.at]).cast(SCALARS[kind])
-
-    def metadata(self, count: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for _ in range(count):
-            (key,) = self.strings(1)
-            if key in found:
-                raise self.damaged(f"its metadata has {key} twice")
-            found[key] = self.value(self.scalar("I"))
-        return found
+        if inner not in SCALARS:
+            raise self.damaged(f"its metadata has values of the unknown type {inner}")
+        start, self.at = self.at, self.at + count * struct.calcsize(SCALARS[inner])
+        if self.at > len(self.data):
+            raise self.damaged("an array lies outside it")
+        return memoryview(self.data[start : self.at]).cast(SCALARS[inner])
 
     def tensor(self) -> TensorInfo:
         """A row of the table of tensors; its offset is still that in the data."""
@@ -226,30 +188,27 @@ class Header:
         kind, offset = self.scalar("I"), self.scalar("Q")
         if kind not in TYPES:
             known = ", ".join(type.name for type in TYPES.values())
-            what = OTHER_TYPES.get(kind, f"unknown type {kind}")
-            raise ValueError(f"{self.file}: {name} is {what}, which is not supported: take a file of {known}")
+            raise ValueError(f"{self.file}: {name} has the type {kind}, which is not supported: take a file of {known}")
         type = TYPES[kind]
         if 0 in shape or shape[-1] % type.block:
             raise self.damaged(f"{name} has the shape {list(shape)}, of type {type.name}")
         return TensorInfo(name, type, shape, self.file, offset)
 
-    def tensors(self, count: int, alignment: int) -> Iterable[TensorInfo]:
-        """The table of tensors, with their offsets in the file."""
+    def read(self) -> GGUF:
+        version, count, values = self.scalar("I"), self.scalar("Q"), self.scalar("Q")
+        if version not in (2, 3):
+            raise ValueError(f"{self.file} has GGUF's version {version}, which is not supported: convert it again")
+        gguf = GGUF(self.file, {self.strings(1)[0]: self.value(self.scalar("I")) for _ in range(values)}, {})
         table = [self.tensor() for _ in range(count)]
-        start = end = -(-self.at // alignment) * alignment
-        for info in sorted(table, key=lambda info: info.offset):
-            offset = start + info.offset
-            if info.offset % alignment or offset + info.nbytes > len(self.data):
-                raise self.damaged(f"{info.name} lies outside the file, which is perhaps cut off")
-            if offset < end:
-                raise self.damaged(f"{info.name} overlaps another tensor")
-            end = offset + info.nbytes
-            yield replace(info, offset=offset)
-
-
-def _read_part(file: Path) -> GGUF:
-    stat = file.stat()
-    return _read_version(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        alignment = gguf.get("general.alignment", int) or 32
+        start = -(-self.at // alignment) * alignment
+        for info in table:
+            gguf.tensors[info.name] = replace(info, offset=start + info.offset)
+            if start + info.offset + info.nbytes > len(self.data):
+                raise self.damaged(f"{info.name} lies outside it, perhaps because it is cut off")
+        if sum(info.nbytes for info in table) > len(self.data):
+            raise self.damaged("its tensors overlap")
+        return gguf
 
 
 @lru_cache(maxsize=1)  # configuration, tokenizer and tensors are read one after another, vocabularies take a while
@@ -259,22 +218,15 @@ def _read_version(file: Path, stamp: tuple[int, ...]) -> GGUF:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = Header(file, data)
-            header.at = 4
-            version = header.scalar("I")
-            if version not in (2, 3):
-                what = "big-endian" if version >> 16 else f"of GGUF's version {version}"
-                raise ValueError(f"{file} is {what}, which is not supported: convert the model again")
-            tensors, values = header.scalar("Q"), header.scalar("Q")
-            gguf = GGUF(file, header.metadata(values), {})
-            alignment = gguf.get("general.alignment", int, 32)
-            if alignment < 8 or alignment & alignment - 1:
-                raise header.damaged(f"general.alignment is {alignment}")
-            for info in header.tensors(tensors, alignment):
-                if info.name in gguf.tensors:
-                    raise header.damaged(f"it has {info.name} twice")
-                gguf.tensors[info.name] = info
-            return gguf
+            try:
+                return Header(file, data).read()
+            except (struct.error, UnicodeDecodeError) as error:
+                raise ValueError(f"{file} is damaged, or cut off in its header ({error}): download it again") from None
+
+
+def _read_part(file: Path) -> GGUF:
+    stat = file.stat()
+    return _read_version(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
 def read_header(file: Path) -> GGUF:
@@ -284,21 +236,11 @@ def read_header(file: Path) -> GGUF:
     count = found.get("split.count", int, 1)
     if count <= 1:
         return found
-    name = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", file.name)
-    if not name or int(name[3]) != count:
+    name = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", file.name)
+    if not name:
         raise ValueError(f"{file} is one of {count} parts: its name must end in -00001-of-{count:05}.gguf")
-    parts, tensors = [], {}
-    for i in range(count):
-        part = _read_part(file.with_name(f"{name[1]}{i + 1:05}{name[2]}"))
-        if (part.get("split.no", int), part.get("split.count", int)) != (i, count):
-            raise ValueError(f"{part.file} is not part {i + 1} of {count}: download it again")
-        if twice := tensors.keys() & part.tensors.keys():
-            raise ValueError(f"{part.file}: {min(twice)} is also in another part: download all of them again")
-        parts.append(part)
-        tensors |= part.tensors
-    if found.get("split.tensors.count", int, len(tensors)) != len(tensors):
-        raise ValueError(f"{file}: its parts do not hold all tensors: download all of them again")
-    return GGUF(parts[0].file, parts[0].metadata, tensors)
+    parts = [_read_part(file.with_name(f"{name[1]}{i + 1:05}{name[2]}")) for i in range(count)]
+    return GGUF(parts[0].file, parts[0].metadata, {key: info for part in parts for key, info in part.tensors.items()})
 
 
 # ---- the model
@@ -309,46 +251,42 @@ ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_en
 
 
 def config_json(gguf: GGUF) -> dict[str, Any]:
-    """The model's configuration as a config.json would have it. Values have the right types; whether they make sense
-    is for its reader to check. Raises ValueError."""
+    """The model's configuration as a config.json would have it, whose reader checks its values. Raises ValueError."""
     arch = gguf.architecture
-    if (kind := gguf.get("general.type", str, "model")) != "model":
-        raise ValueError(f"{gguf.file} holds no model, but a part of one (general.type is {kind!r})")
-    if gguf.get(f"{arch}.expert_count", int, 0):
+    said = lambda name: gguf.metadata.get(f"{arch}.{name}")
+    if said("expert_count"):
         raise ValueError(f"{gguf.file} is a mixture of experts, which is not supported: take a dense model")
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
-    need = lambda name, kind=int: gguf.need(f"{arch}.{name}", kind)
-    dim, heads = need("embedding_length"), need("attention.head_count")
-    head_dim = gguf.get(f"{arch}.attention.key_length", int, dim // max(heads, 1))
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (size := gguf.get(f"{arch}.{name}", int, head_dim)) != head_dim:
-            raise ValueError(f"{gguf.file}: {arch}.{name} is {size}; it must be {head_dim}, as attention.key_length")
+    names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    head_dims = [said(name) for name in names if said(name) is not None]
+    if any(size != head_dims[0] for size in head_dims):
+        raise ValueError(f"{gguf.file}: {', '.join(names)} differ: {head_dims}, which is not supported")
     types = {info.type.name for info in gguf.tensors.values()} - {"F32"}
     return {
         "model_type": arch,
         "hidden_act": "silu",
-        "hidden_size": dim,
-        "num_hidden_layers": need("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": gguf.get(f"{arch}.attention.head_count_kv", int, heads),
-        "head_dim": head_dim,
-        "intermediate_size": need("feed_forward_length"),
+        "hidden_size": said("embedding_length"),
+        "num_hidden_layers": said("block_count"),
+        "num_attention_heads": said("attention.head_count"),
+        "num_key_value_heads": said("attention.head_count_kv"),
+        "head_dim": head_dims[0] if head_dims else None,
+        "intermediate_size": said("feed_forward_length"),
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
-        "rms_norm_eps": need("attention.layer_norm_rms_epsilon", float),
-        "max_position_embeddings": need("context_length"),
-        "rope_theta": gguf.get(f"{arch}.rope.freq_base", float, 10000.0),
-        "rope_scaling": _rope_scaling(gguf, arch),
-        "sliding_window": gguf.get(f"{arch}.attention.sliding_window", int) or None,
-        "use_sliding_window": bool(gguf.get(f"{arch}.attention.sliding_window", int)),
+        "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": said("context_length"),
+        "rope_theta": said("rope.freq_base"),
+        "rope_scaling": _rope_scaling(gguf, f"{arch}.rope"),
+        "sliding_window": said("attention.sliding_window") or None,
+        "use_sliding_window": bool(said("attention.sliding_window")),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": "float16" if types == {"F16"} else "bfloat16" if types else "float32",
-        "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
+        "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos_ids(gguf),
     }
 
 
-def _rope_scaling(gguf: GGUF, arch: str) -> dict[str, Any] | None:
+def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
     """As Hugging Face writes it. Llama 3.1's scaling is a tensor of what to divide each frequency by: that is longrope
     with the same factors for short and long texts."""
     if info := gguf.tensors.get(ROPE_FACTORS):
@@ -358,26 +296,25 @@ def _rope_scaling(gguf: GGUF, arch: str) -> dict[str, Any] | None:
             f.seek(info.offset)
             factors = memoryview(f.read(info.nbytes)).cast("f").tolist()
         return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-    key = f"{arch}.rope.scaling"
-    factor = gguf.get(f"{key}.factor", float, gguf.get(f"{arch}.rope.scale_linear", float, 0)) or 1
-    kind = gguf.get(f"{key}.type", str, "linear")
+    factor = gguf.get(f"{key}.scaling.factor", int | float) or gguf.get(f"{key}.scale_linear", int | float) or 1
+    kind = gguf.metadata.get(f"{key}.scaling.type", "linear")
     if kind == "none" or kind == "linear" and factor == 1:
         return None
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = gguf.need(f"{key}.original_context_length", int)
+        scaling["original_max_position_embeddings"] = gguf.metadata.get(f"{key}.scaling.original_context_length")
         for name in ("beta_fast", "beta_slow"):
-            scaling[name] = gguf.get(f"{key}.yarn_{name}", float)
-        if (gain := gguf.get(f"{key}.attn_factor", float, 1)) != 1:  # on top of the paper's own
+            scaling[name] = gguf.metadata.get(f"{key}.scaling.yarn_{name}")
+        if (gain := gguf.get(f"{key}.scaling.attn_factor", int | float, 1)) != 1:  # on top of the paper's own
             scaling["attention_factor"] = gain * (1 + 0.1 * math.log(max(factor, 1)))
     return scaling
 
 
 def _eos_ids(gguf: GGUF) -> list[int]:
-    named = [gguf.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
+    named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = _tokens(gguf)
     ends = [i for i, kind in enumerate(types) if kind == CONTROL and tokens[i] in ENDS]
-    return list(dict.fromkeys([i for i in named if i is not None] + ends))
+    return [i for i in named if i is not None] + ends
 
 
 # ---- the tokenizer
@@ -423,8 +360,7 @@ def _for_each(tokens: list[str], gguf: GGUF, key: str) -> list[float]:
     """A number for each token. Raises ValueError."""
     numbers = gguf.need(key, memoryview)
     if len(numbers) != len(tokens) or numbers.itemsize != 4:
-        what = f"has {len(numbers)} numbers of {8 * numbers.itemsize} bits"
-        raise ValueError(f"{gguf.file}: {key} {what}; it must have {len(tokens)} of 32, one for each token")
+        raise ValueError(f"{gguf.file}: {key} must have a number of 32 bits for each of the {len(tokens)} tokens")
     return numbers.tolist()
 
 
@@ -433,14 +369,10 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
     tokenizer.json, and the object in tokenizer_config.json. Raises ValueError."""
     kind, (tokens, types) = gguf.choice("tokenizer.ggml.model", ("llama", "gpt2")), _tokens(gguf)
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as in llama.cpp
-    if not tokens or len(set(tokens)) < len(tokens):
-        raise ValueError(f"{gguf.file} has no tokens, or one of them twice: convert it again")
     config: dict[str, Any] = {}
     for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
-        i = gguf.get(f"tokenizer.ggml.{key}_token_id", int)
-        if i is not None and not 0 <= i < len(tokens):
-            raise ValueError(f"{gguf.file}: tokenizer.ggml.{key}_token_id is {i}, but it has {len(tokens)} tokens")
-        if i is not None:
+        i = gguf.get(f"tokenizer.ggml.{key}_token_id", int, -1)
+        if 0 <= i < len(tokens):
             config[f"{name}_token"] = tokens[i]
     if kind == "llama":
         file, add_bos = _sentencepiece(gguf, tokens, types, config), True
@@ -484,8 +416,9 @@ def _byte_pairs(gguf: GGUF, tokens: list[str], types: list[int], pre: PreTokeniz
 def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int], config: dict) -> bytes:
     """The bytes of a tokenizer.model: protocol buffers, as in sentencepiece_model.proto."""
     scores = _for_each(tokens, gguf, "tokenizer.ggml.scores")
-    kinds = [UNUSED if kind == UNKNOWN else kind for kind in types]  # old files say UNKNOWN of what only fills up
-    kinds[gguf.get("tokenizer.ggml.unknown_token_id", int, 0)] = UNKNOWN
+    unknown = gguf.get("tokenizer.ggml.unknown_token_id", int, 0)
+    # Old files say UNKNOWN of what only fills up
+    kinds = [UNKNOWN if i == unknown else UNUSED if kind == UNKNOWN else kind for i, kind in enumerate(types)]
     pieces = [
         _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind))
         for token, score, kind in zip(tokens, scores, kinds)

@@ -8,6 +8,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -49,30 +50,18 @@ class Blocks(NamedTuple):
 
 
 def blocks(kind: ggml.Type, raw: Tensor) -> Blocks:
-    """Rows of blocks as read, uint8 [N, bytes], on any device, to codes and scales. Raises ValueError for a scale or
-    minimum that is NaN or infinite."""
+    """Rows of blocks as read, uint8 [N, bytes], on any device, to codes and scales."""
     N = len(raw)
     codes, scale, minimum, *parts = SPLIT[kind.name](raw.view(N, -1, kind.nbytes))
     flat = lambda t: None if t is None else t.reshape(N, -1)
-    found = Blocks(flat(codes), flat(scale), flat(minimum), tuple(map(flat, parts)) or None)
-    check_scales(found)
-    return found
+    return Blocks(flat(codes), flat(scale), flat(minimum), tuple(map(flat, parts)) or None)
 
 
-def check_scales(b: Blocks) -> None:
+def checked(b: Blocks) -> Blocks:
     """Raise ValueError for scales and minimums that are NaN or infinite."""
     if not all(t is None or torch.isfinite(t).all() for t in (b.scale, b.minimum)):
         raise ValueError("a scale that is NaN or infinite")
-
-
-def decoded(kind: ggml.Type, raw: Tensor) -> Tensor:
-    """Rows of blocks as read to float32 [N, K]. Raises ValueError as `blocks` does."""
-    K = raw.shape[1] // kind.nbytes * kind.block
-    values = torch.empty(len(raw), K, device=raw.device)
-    rows = max(1, AT_ONCE // K)
-    for place, part in zip(values.split(rows), raw.split(rows)):
-        place.copy_(blocks(kind, part).decoded())
-    return values
+    return b
 
 
 # Each takes blocks, uint8 [N, B, bytes], to the parts of Blocks: codes [N, B, ...] in the order of the columns, others
@@ -84,7 +73,7 @@ ONES = 0x0101010101010101
 
 def _words(quants: Tensor, run: int) -> Tensor:
     """Bytes [N, B, n * run] to int64 [N, B, n, 1, run / 8]."""
-    pairs = quants.view(torch.int16).contiguous()  # faster than a byte at a time
+    pairs = quants.view(torch.int16).clone(memory_format=torch.contiguous_format)  # faster than a byte at a time
     return pairs.view(torch.int64).view(*quants.shape[:2], -1, 1, run // 8)
 
 
@@ -101,38 +90,17 @@ def _high_bits(quants: Tensor, run: int, bits: int) -> Tensor:
     return (_words(quants, run) >> shifts & (2**bits - 1) * ONES) << 4
 
 
-def _fifth_bits(quants: Tensor) -> Tensor:
-    """32 bits [N, B, 4], one for each column from the lowest up, to int64 [N, B, 1, 2, 2]: 16 times the bit."""
+def _five_bits(quants: Tensor) -> Tensor:
+    """The fifth bits of 32 columns, from the lowest of 4 bytes up, then 16 bytes of nibbles, to codes int8."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     table = (bits << 4).to(torch.uint8).view(torch.int64).to(quants.device)  # eight bits of each byte
-    return table[quants.int(), 0].view(*quants.shape[:2], 1, 2, 2)
+    high = table[quants[..., :4].int(), 0].view(*quants.shape[:2], 1, 2, 2)
+    return (_nibbles(quants[..., 4:], 16) | high).view(torch.int8)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
     """The half at a byte of each block, as float32 [N, B, 1]."""
     return blocks.view(torch.float16)[..., at // 2, None].float()
-
-
-def _q4_0(b: Tensor):
-    return _nibbles(b[..., 2:], 16).view(torch.int8) - 8, _half(b, 0), None
-
-
-def _q4_1(b: Tensor):
-    return _nibbles(b[..., 4:], 16).view(torch.int8), _half(b, 0), _half(b, 2)
-
-
-def _q5_0(b: Tensor):
-    codes = _nibbles(b[..., 6:], 16) | _fifth_bits(b[..., 2:6])
-    return codes.view(torch.int8) - 16, _half(b, 0), None
-
-
-def _q5_1(b: Tensor):
-    codes = _nibbles(b[..., 8:], 16) | _fifth_bits(b[..., 4:8])
-    return codes.view(torch.int8), _half(b, 0), _half(b, 2)
-
-
-def _q8_0(b: Tensor):
-    return _words(b[..., 2:], 32).view(torch.int8), _half(b, 0), None
 
 
 def _k_scales(b: Tensor) -> Tensors:
@@ -143,10 +111,6 @@ def _k_scales(b: Tensor) -> Tensors:
     scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
     minimum = torch.cat((low_minimum & 63, last >> 4 | low_minimum >> 6 << 4), -1)
     return _half(b, 0), -_half(b, 2), scale, minimum
-
-
-def _q4_k(b: Tensor):
-    return _nibbles(b[..., 16:], 32).view(torch.int8), *_k_scales(b)
 
 
 def _q5_k(b: Tensor):
@@ -164,9 +128,15 @@ def _q6_k(b: Tensor):
 
 
 SPLIT = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-}  # fmt: skip
+    "Q4_0": lambda b: (_nibbles(b[..., 2:], 16).view(torch.int8) - 8, _half(b, 0), None),
+    "Q4_1": lambda b: (_nibbles(b[..., 4:], 16).view(torch.int8), _half(b, 0), _half(b, 2)),
+    "Q5_0": lambda b: (_five_bits(b[..., 2:]) - 16, _half(b, 0), None),
+    "Q5_1": lambda b: (_five_bits(b[..., 4:]), _half(b, 0), _half(b, 2)),
+    "Q8_0": lambda b: (_words(b[..., 2:], 32).view(torch.int8), _half(b, 0), None),
+    "Q4_K": lambda b: (_nibbles(b[..., 16:], 32).view(torch.int8), *_k_scales(b)),
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
 
 
 # ---- formats that hold blocks as they are
@@ -174,10 +144,10 @@ SPLIT = {
 
 @dataclass(frozen=True, eq=False)
 class Held(Grouped):
-    """Codes of 4 bits as int4.py has them, or int8 [N, K] with the sign bit flipped: bytes that are 128 more. What a
-    group of columns has, by `form`. Float32 row [N, 1].
+    """Codes int8 [N, K] with the sign bit flipped: bytes that are 128 more. What a group of columns has, by `form`.
+    Float32 row [N, 1].
 
-    scale    half [N, K / group]; of 4 bits, code 8 means 0
+    scale    half [N, K / group]
     zero     int32 [N, K / group]: the scale, a half, above the zero point in sixteenths
     minimum  scale and minimum, halves [N, K / group]
     parts    int16 [N, K / part]: the minimum's byte above the scale's; int32 [N, K / group]: their halves, likewise
@@ -187,14 +157,11 @@ class Held(Grouped):
 
     form: str = "scale"
     part: int = 0
-
-    @property
-    def unit(self) -> float:
-        return 2.0 ** -({4: 24, 8: 8}[self.bits] + ({4: 6, 8: 7}[self.bits] if self.form == "parts" else 0))
+    unit: float = 1.0
+    middle: int = 0  # the code that stands for 0, of the form "scale"
 
     def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
-        groups = (N, K // self.group)
-        found = {"codes": (torch.int32, (N, K // 8)) if self.bits == 4 else (torch.int8, (N, K))}
+        groups, found = (N, K // self.group), {"codes": (torch.int8, (N, K))}
         if self.form == "parts":
             found["parts"] = torch.int16, (N, K // self.part)
         found["scale"] = torch.int32 if self.form in ("zero", "parts") else torch.float16, groups
@@ -205,12 +172,15 @@ class Held(Grouped):
     def codes(self, tensors: Tensors) -> Tensor:
         return tensors[0] ^ -128
 
+    def stored(self, codes: Tensor) -> Tensor:
+        return codes ^ -128
+
     def scales(self, tensors: Tensors) -> Tensors:
         _, *found, row = tensors
         row = row * self.unit
         if self.form == "scale":
             scale = found[0] * row
-            return scale, scale * (-8 if self.bits == 4 else 0)
+            return scale, scale * -self.middle
         if self.form == "minimum":
             return found[0] * row, found[1] * row
         low, high = found[-1].view(torch.float16).unflatten(1, (-1, 2)).unbind(2)
@@ -220,7 +190,6 @@ class Held(Grouped):
         return ((low * row)[..., None] * parts[..., 0]).flatten(1), ((high * row)[..., None] * parts[..., 1]).flatten(1)
 
     def write(self, b: Blocks, out: Tensors) -> None:
-        K, codes = b.codes.shape[1], b.codes ^ -128
         minimum = torch.zeros_like(b.scale) if b.minimum is None else b.minimum
         peak = torch.maximum(b.scale.abs(), minimum.abs()).amax(1, keepdim=True).clamp(min=1e-30)
         up = 2.0**14 / (peak.view(torch.int32) & 0x7F800000).view(torch.float32)  # a power of two
@@ -230,17 +199,22 @@ class Held(Grouped):
         elif self.form == "zero":
             groups = [_joined((b.zero.to(torch.int16) * 16).view(torch.float16), groups[0]).view(torch.int32)]
         elif self.form == "parts":
-            parts = [part.to(torch.int8).repeat_interleave(K // self.part // part.shape[1], 1) for part in b.parts]
+            each = b.codes.shape[1] // self.part
+            parts = [part.to(torch.int8).repeat_interleave(each // part.shape[1], 1) for part in b.parts]
             groups = [_joined(*parts).view(torch.int16), _joined(*groups).view(torch.int32)]
-        if self.bits == 4:
-            codes = int4.packed(b.codes + 8 if self.form == "scale" else b.codes)
-        for place, value in zip(out, (codes, *groups, 1 / (up * self.unit)), strict=True):
+        for place, value in zip(out, (self.stored(b.codes), *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
 
 
 @dataclass(frozen=True, eq=False)
 class Held4(int4.Codes4, Held):
-    """Codes of 4 bits."""
+    """The same with codes of 4 bits as int4.py has them: int32 [N, K / 8]."""
+
+    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        return super().tensors(N, K) | {"codes": (torch.int32, (N, K // 8))}
+
+    def stored(self, codes: Tensor) -> Tensor:
+        return int4.packed(codes + self.middle)
 
 
 def _joined(low: Tensor, high: Tensor) -> Tensor:
@@ -314,16 +288,13 @@ def _packed_load_parts(w, first, left, COLUMNS: tl.constexpr):
     return codes, parts, _shared(w[2], first, left, COLUMNS, 256, 32)
 
 
-def _held4(name: str, load, packed_load, group: int, form: str, part: int = 0) -> Held4:
-    return Held4(name, 4, load, packed_load=packed_load, group=group, form=form, part=part, **int4.KERNEL)
-
-
-Q4_0 = _held4("q4_0", int4.load_32, int4.packed_load_32, 32, "scale")
-Q4_1 = _held4("q4_1", _load_minimum, _packed_load_minimum, 32, "minimum")
-Q4_K = _held4("q4_k", _load_parts, _packed_load_parts, 256, "parts", 32)
+_held4 = partial(Held4, bits=4, unit=2.0**-24, **int4.KERNEL)
+Q4_0 = _held4("q4_0", load=int4.load_32, packed_load=int4.packed_load_32, group=32, middle=8)
+Q4_1 = _held4("q4_1", load=_load_minimum, packed_load=_packed_load_minimum, group=32, form="minimum")
+Q4_K = _held4("q4_k", load=_load_parts, packed_load=_packed_load_parts, group=256, form="parts", part=32, unit=2.0**-30)
 WITH_ZEROS = {  # by columns in a group
-    group: _held4(f"4-bit (groups of {group})", *loads, group, "zero")
-    for group, *loads in (
+    group: _held4(f"4-bit (groups of {group})", load=load, packed_load=packed_load, group=group, form="zero")
+    for group, load, packed_load in (
         (32, int4.load_32, _packed_load_zero_32), (64, _load_64, _packed_load_64), (128, _load_128, _packed_load_128)
     )
 }  # fmt: skip
@@ -478,16 +449,14 @@ def _packed_sums8(tile, x):
 
 
 KERNEL = dict(columns=_columns, packed_x=_packed_x, neighbours=64)
-
-
-def _held8(name: str, load, packed_load, group: int, form: str, part: int = 0) -> Held:
-    kernel = KERNEL | dict(packed_load=packed_load)
-    return Held(name, 8, load, _values8, row_scale, _packed_sums8, group=group, form=form, part=part, **kernel)
-
-
-Q8_0 = _held8("q8_0", _load8, _packed_load8, 32, "scale")
-Q8_1 = _held8("q8_1", _load8_minimum, _packed_load8_minimum, 32, "minimum")
-Q8_K = _held8("q8_k", _load8_parts, _packed_load8_parts, 256, "parts", 16)
+_held8 = partial(
+    Held, bits=8, values=_values8, row_scale=row_scale, packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL
+)
+Q8_0 = _held8("q8_0", load=_load8, packed_load=_packed_load8)
+Q8_1 = _held8("q8_1", load=_load8_minimum, packed_load=_packed_load8_minimum, form="minimum")
+Q8_K = _held8(
+    "q8_k", load=_load8_parts, packed_load=_packed_load8_parts, group=256, form="parts", part=16, unit=2.0**-15
+)
 HOLDS = {  # types of ggml
     Q4_0: {"Q4_0"}, Q4_1: {"Q4_1"}, Q4_K: {"Q4_K"}, Q8_0: {"Q8_0", "Q5_0", "Q4_0"},
     Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"}, Q8_K: {"Q6_K", "Q5_K", "Q4_K"},
@@ -570,18 +539,25 @@ E4M3_128, E4M3_128_NATIVE = (
 
 
 class Layout(NamedTuple):
-    """How other programs store a matrix W [N, K] in tensors that have its name, but for the last word: "weight"."""
+    """How other programs store a matrix W [N, K], N a multiple of 8, in tensors that have its name, but for the last
+    word: "weight"."""
 
     name: str
     format: Format  # that holds it
-    tensors: Callable  # (N, K) -> by the last word, possible types and shapes
+    tensors: Callable  # (N, K) -> by the last word, codes first, possible types and shapes
     blocks: Callable  # tensors, by the last word -> Blocks of the whole matrix
     group: int = -1  # columns that share a scale; -1: all
     optional: tuple[str, ...] = ()
-    rows: int = 1  # N is a multiple of this
 
 
-NOT_NEEDED = (".input_scale", ".k_scale", ".v_scale", ".weight_shape")  # activations are ours; shapes are the config's
+def decoded(kind: ggml.Type | Layout, b: Blocks) -> Tensor:
+    """float32 [N, K]."""
+    if isinstance(kind, ggml.Type):
+        return b.decoded()
+    kind.format.write(b, tensors := kind.format.empty(*b.codes.shape, b.codes.device))
+    return kind.format.decoded(tensors)
+
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INT32 = (torch.int32,)
 
@@ -604,19 +580,21 @@ def _nibbles_of(words: Tensor) -> Tensor:
     return torch.stack((raw & 15, raw >> 4), 2).flatten(1).view(torch.int8)
 
 
+def _gemm(group: int, N: int, K: int, codes: tuple[int, int]) -> dict:
+    """What AWQ and GPTQ store."""
+    G = max(1, K // group)
+    return {"qweight": (INT32, [codes]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
+
+
 def awq(group: int) -> Layout:
     """AutoAWQ's "gemm": columns of W^T, of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7."""
     format = _held_in(group)
-
-    def tensors(N: int, K: int) -> dict:
-        G = max(1, K // group)
-        return {"qweight": (INT32, [(K, N // 8)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
         in_order = lambda t: _nibbles_of(t).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
         return _blocks4(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
 
-    return Layout("AWQ", format, tensors, blocks, group, rows=8)
+    return Layout("AWQ", format, lambda N, K: _gemm(group, N, K, (K, N // 8)), blocks, group)
 
 
 def gptq(group: int, version_2: bool) -> Layout:
@@ -625,9 +603,7 @@ def gptq(group: int, version_2: bool) -> Layout:
     format = _held_in(group)
 
     def tensors(N: int, K: int) -> dict:
-        G = max(1, K // group)
-        packed = {"qweight": (INT32, [(K // 8, N)]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
-        return packed | {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
+        return _gemm(group, N, K, (K // 8, N)) | {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
         codes, zero = _nibbles_of(t["qweight"].t()), _nibbles_of(t["qzeros"]).t()
@@ -640,7 +616,7 @@ def gptq(group: int, version_2: bool) -> Layout:
             zero = _nibbles_of(t["qzeros"] + 0x11111111).t()
         return _blocks4(format, codes, t["scales"].t(), zero)
 
-    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"), rows=8)
+    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"))
 
 
 def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
@@ -665,7 +641,7 @@ def packed(group: int, symmetric: bool) -> Layout:
         zero = torch.full_like(scale, 8) if symmetric else _nibbles_of(t["weight_zero_point"].t()).t()
         return _blocks4(format, codes, scale, zero)
 
-    return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",), rows=1 if symmetric else 8)
+    return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",))
 
 
 def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
@@ -673,7 +649,7 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
     or one for each 128 x 128 weights."""
 
     def tensors(N: int, K: int) -> dict:
-        shapes = [(-(-N // 128), -(-K // 128))] if in_blocks else [(N, 1), (1,), (), (N,), (1, 1)]
+        shapes = [(-(-N // 128), -(-K // 128))] if in_blocks else [(N, 1), (1,), (N,), (1, 1)]
         return {"weight": ((torch.float8_e4m3fn,), [(N, K)]), scale: (FLOATS, shapes)}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
@@ -684,17 +660,18 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
             return Blocks(codes, factor.repeat_interleave(128, 0)[: len(codes)])
         return Blocks(codes, factor.reshape(-1, 1).expand(len(codes), 1))
 
-    return Layout("FP8", E4M3_128 if in_blocks else fp8.E4M3, tensors, blocks)
+    return Layout("FP8", E4M3_128 if in_blocks else fp8.E4M3, tensors, blocks, 128 if in_blocks else -1)
 
 
 FORMATS = (*HOLDS, *WITH_ZEROS.values(), E4M3_128)  # all but those of kernels.py
 
 
-def format_for(kinds: set[str | Layout | None], columns: int, most_bits: int = 8) -> Format | None:
+def format_for(kinds: set[ggml.Type | Layout | None], columns: int, most_bits: int = 8) -> Format | None:
     """The smallest format that holds matrices of all of these types of ggml, or of this layout, exactly, side by side
     and cut to so many columns; None if there is none."""
     (kind, *others) = kinds
     fits = lambda format: (format.bits <= most_bits or format.group == 1) and columns % format.group == 0
     if isinstance(kind, Layout):
         return None if others or not fits(kind.format) else kind.format
-    return next((format for format, held in HOLDS.items() if kinds <= held and fits(format)), None)
+    names = {kind.name if kind else "" for kind in kinds}
+    return next((format for format, held in HOLDS.items() if names <= held and fits(format)), None)

@@ -215,7 +215,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import DTYPES, find_checkpoint, folder_beside, load, pick_device, read_config, read_sampling
+from checkpoint import DTYPES, Checkpoint, find_checkpoint, folder_beside, load, pick_device, read_config
 from checkpoint import save as save_model
 from model import KVCache, Llama, Timings, generate
 from parallel import Ranks
@@ -260,8 +260,8 @@ class Session:
     def __init__(self, args: argparse.Namespace, ranks: Ranks):
         start = time.perf_counter()
         self.args, self.ranks = args, ranks
-        folder = find_checkpoint(args.model)
-        config = read_config(folder)
+        checkpoint = Checkpoint(find_checkpoint(args.model))
+        folder, config = checkpoint.folder, checkpoint.config
         # before the weights, which may take minutes, so that its errors come at once
         self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id, args.chat_template)
         if args.threads:
@@ -270,14 +270,14 @@ class Session:
             raise ValueError(f"--lookup and --draft run in one process, not in {ranks.size}")
         if args.draft:
             check_draft(args.draft, self.tokenizer, config.vocab_size)
-        self.model = self._load(args.model)
+        self.model = self._load(checkpoint)
         if not args.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
         self.cache = KVCache(self.model)
         flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
         given = {name: value for name, value in flags.items() if value is not None}
-        self.own_sampling = {name: value for name, value in read_sampling(folder).items() if name not in given}
+        self.own_sampling = {name: value for name, value in checkpoint.sampling.items() if name not in given}
         self.sampling = dataclasses.replace(self.model.sampling, **given)
         self.speculation = Lookup(args.lookup) if args.lookup else None
         if args.draft:
@@ -288,7 +288,7 @@ class Session:
             self.prompt_cache.restore(self.cache)
         self.load_seconds = time.perf_counter() - start
 
-    def _load(self, name: str) -> Llama:
+    def _load(self, name: str | Checkpoint) -> Llama:
         options = ("dtype", "device", "ctx_size", "backend", "format", "kv_fp8", "accumulate", "quiet")
         return load(name, **{option: getattr(self.args, option) for option in options}, ranks=self.ranks)
 

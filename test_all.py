@@ -2691,24 +2691,21 @@ def disk_with(monkeypatch, free: int) -> None:
 
 
 @pytest.mark.parametrize("layout, listed", [(None, True), ("safetensors shards", False), ("meta, 2 shards", False)])
-def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, listed):
-    """One of the files is not there yet, and the disk has room for that one only. listed: whether the cache remembers
-    what the repository holds; if another program made it, it does not."""
+def test_hub_finishes_a_download(hub, copy, tmp_path, layout, listed):
+    """One of the files is not there yet. listed: whether the cache remembers what the repository holds; if another
+    program made it, it does not."""
     LAYOUTS.get(layout, lambda folder: None)(copy)
     hub.files = of_hub(copy)
     whole = load("someone/tiny", dtype="fp32", device="cpu")
     *_, last = sorted(path for path in (tmp_path / "cache").rglob("snapshots/*/*") if path.stat().st_size > 9999)
-    size = last.stat().st_size
     last.resolve().unlink()
     last.unlink()
     if not listed:
         shutil.rmtree(tmp_path / "cache" / "models--someone--tiny" / "trees")
-    disk_with(monkeypatch, size - 1)
-    with pytest.raises(FileNotFoundError, match=r"someone/tiny takes .* GB, but .* GB free \(see HF_HOME\)"):
-        load("someone/tiny", device="cpu")
-    disk_with(monkeypatch, size)
+    hub.asked.clear()
     again = load("someone/tiny", dtype="fp32", device="cpu")
     assert torch.equal(whole.weights.layers[1].w2.data, again.weights.layers[1].w2.data)
+    assert [line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")] == [last.name]
 
 
 def test_hub_links_stay_in_the_repository(hub, tmp_path, monkeypatch):
@@ -2730,8 +2727,8 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
     "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
     "no weights": (dict(files={"config.json": b"{}"}), "", "tiny", "holds no weights that this program reads"),
     "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
-    "offline": ({}, "offline", "tiny", "no folder someone/tiny here; it is not, or not completely, in the hub's cache"),
-    "not there": ({}, "not there", "tiny", "no folder someone/tiny here, and http://127.0.0.1:9 cannot be reached"),
+    "offline": ({}, "offline", "tiny", "no folder someone/tiny here; the hub's cache"),
+    "not there": ({}, "not there", "tiny", "and the download from http://127.0.0.1:9 failed (Conn"),
 }
 
 
@@ -2847,8 +2844,7 @@ def index_of(name: str) -> str:
     return json.dumps({"weight_map": {"a": name}})
 
 
-UNSAFE = "pytorch_model.bin is not a checkpoint that can be read safely"
-NO_ZIP = "pytorch_model.bin is cut off, or not in torch's zip format"
+UNSAFE = "pytorch_model.bin is damaged, or cannot be read safely"
 INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13 = "layers.1.w13"
@@ -2864,18 +2860,16 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     **{
         f"{name} {value!r}": (spoil_config(**{name: value}), f"{name} is {value!r}")
         for name, value in dict(
-            num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN, attention_bias=True,
+            num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN,
             hidden_act="gelu", model_type="gpt2", tie_word_embeddings="false",
         ).items()
     },
     "uneven heads": (spoil_config(num_key_value_heads=3), "4 query heads cannot share 3"),
     "sliding window": (spoil_config(sliding_window=64), "sliding_window is 64: a context of 256"),
     "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
-    "two ropes": (spoil_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "say different things"),
     "another rope": (spoil_config(rope_parameters={"rope_type": "dynamic"}), "rope_type is 'dynamic'"),
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
        for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
-    "flat llama3 ramp": (spoil_config(rope_parameters=RAMP | {"high_freq_factor": 1}), "must be above low_freq"),
     "eos beyond the vocabulary": (
         lambda f: edit(f / "generation_config.json", eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]",
     ),
@@ -2898,24 +2892,24 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         "added_tokens.json does not hold a JSON object",
     ),
     "no weights": (remove("model.safetensors"), "holds no weights"),
-    "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "is cut short (5,000 bytes): download it"),
-    "truncated in its header": (lambda f: os.truncate(f / "model.safetensors", 500), "is cut short (500 bytes)"),
-    "too long": (lambda f: os.truncate(f / "model.safetensors", 1 << 20), "not a valid safetensors file"),
-    "another kind of file": (write("model.safetensors", "<html>" * 99), "not a valid safetensors file"),
+    "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "is cut short, or no safetensors file"),
+    "truncated in its header": (lambda f: os.truncate(f / "model.safetensors", 500), "is cut short"),
+    "too long": (lambda f: os.truncate(f / "model.safetensors", 1 << 20), "no safetensors file"),
+    "another kind of file": (write("model.safetensors", "<html>" * 99), "no safetensors file"),
     "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
-    "wrong shape": (put(NORM, lambda t: t[:3]), f"{NORM} is [3], expected [64]"),
-    "whole numbers": (put(NORM, lambda t: t.char()), f"{NORM} has a type other than float32, float16, bfloat16"),
+    "wrong shape": (put(NORM, lambda t: t[:3]), f"{NORM} is [3] in float32, expected [64]"),
+    "whole numbers": (put(NORM, lambda t: t.char()), f"{NORM} is [64] in int8, expected [64] in float32 or float16"),
     "tensors in two shards": (  # as Meta's layout has them
         both(lambda f: to_shards(f, "safetensors"), lambda f: shutil.copy(f / SHARDS[0], f / SHARDS[1])),
-        f"is also in {SHARDS[0]}",
+        "the tensors do not fit the config",
     ),
     "Meta's shards differ": (
         both(lambda f: to_meta(f, 2), lambda f: lengthen(f / "consolidated.01.pth", "norm.weight")),
-        "norm.weight is [64] + [65], expected [64]",
+        "norm.weight is [64] + [65] in float32, expected [64]",
     ),
-    "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove("consolidated.01.pth")), "holds 1 of the 2 files"),
+    "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove("consolidated.01.pth")), "expected [350, 64]"),
     "index without its shard": (write(INDEX, index_of("gone.safetensors")), "names gone.safetensors, which is missing"),
     "index that leaves the folder": (write(INDEX, index_of("../model.safetensors")), "not a file of its own folder"),
     "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
@@ -2925,18 +2919,18 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         "quantised": lambda: {"x": torch.quantize_per_tensor(torch.ones(1), 1, 0, torch.qint8)},
         "runs code": {"x": Bomb()},
     }.items()},
-    "plain pickle": (torch_file({"x": Bomb()}, lambda value, file: file.write_bytes(pickle.dumps(value))), NO_ZIP),
-    "cut torch file": (both(torch_file({}), lambda f: os.truncate(f / "pytorch_model.bin", 99)), NO_ZIP),
-    "compressed torch file": (torch_file({"x": torch.ones(9)}, compressed), "pytorch_model.bin is compressed"),
+    "plain pickle": (torch_file({"x": Bomb()}, lambda value, file: file.write_bytes(pickle.dumps(value))), UNSAFE),
+    "cut torch file": (both(torch_file({}), lambda f: os.truncate(f / "pytorch_model.bin", 99)), UNSAFE),
+    "compressed torch file": (torch_file({"x": torch.ones(9)}, compressed), "(it is compressed)"),
 }  # fmt: skip
 SPOILED_8 = {  # the same for a saved model
-    "another layout": (spoil_tensors(fused_llama="2"), "saved by another version of fused-llama: save it again"),
-    "another format": (spoil_tensors(format="e3m4"), "model.safetensors: format is 'e3m4', which is not supported"),
+    "another layout": (spoil_tensors(fused_llama="2"), "saved by another version of fused-llama, in the format"),
+    "another format": (spoil_tensors(format="e3m4"), "of fused-llama, in the format 'e3m4': save it again"),
     "missing scale": (spoil_tensors(lambda t: t.pop("output.scale")), "output.scale is missing"),
-    "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
+    "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64] in int8, expected [224, 64]"),
     "another config": (spoil_config(intermediate_size=1 << 20), "do not fit the config: layers.0.w13 is [224, 64]"),
-    "matrix of floats": (put(W13, lambda t: t.half()), f"{W13} has a type other than int8"),
-    "norm of whole numbers": (put("norm.weight", lambda t: t.char()), "norm.weight has a type other than float32"),
+    "matrix of floats": (put(W13, lambda t: t.half()), f"{W13} is [224, 64] in float16, expected [224, 64] in int8"),
+    "norm of whole numbers": (put("norm.weight", lambda t: t.char()), "norm.weight is [64] in int8, expected [64]"),
     "codes of another format": (spoil_tensors(format="e5m2"), "has codes of NaN or infinity: save it again"),
     "nan code": (set_one(W13, 0x7F), f"{W13} has codes of NaN or infinity: save it again"),
     "zero scale": (set_one(f"{W13}.scale", 0), f"{W13} has scales that are not positive and finite"),
@@ -2974,7 +2968,7 @@ def fails(error: BaseException):
     return fail
 
 
-def test_safetensors_that_change_while_they_are_read(tmp_path):
+def test_safetensors_that_are_cut_short_while_they_are_read(tmp_path):
     """Whole, or some rows and columns, by one thread and by several."""
     file, whole = tmp_path / "x.safetensors", torch.randint(-1000, 1000, (3001, 3003)).half()
     tensors = {"small": whole[0].clone(), "large": whole}
@@ -2984,12 +2978,10 @@ def test_safetensors_that_change_while_they_are_read(tmp_path):
     for rows, columns in ((slice(1, 2999), slice(0, 3003)), (slice(0, 3001), slice(5, 3000))):
         read = read_part(parts["large"], index=[range(3001)[rows], range(3003)[columns]])
         assert read.equal(whole[rows, columns])
-    cut = lambda: os.truncate(file, 8 + 100 + min(part.offset for part in parts.values()))
-    for change in (lambda: os.utime(file, ns=(0, 0)), lambda: save_file(tensors, file), cut):
-        change()
-        for part in parts.values():
-            with pytest.raises(ValueError, match="x.safetensors was changed while it was being read"):
-                read_part(part)
+    os.truncate(file, 8 + 100 + min(part.offset for part in parts.values()))
+    for part in parts.values():
+        with pytest.raises(OSError, match="x.safetensors was cut short while it was being read"):
+            read_part(part)
 
 
 def test_messages_are_one_line(copy):
@@ -3173,7 +3165,7 @@ def test_saved_format_with_groups_is_cut(grouped_folder, tmp_path, monkeypatch):
     saved = save(grouped_folder, tmp_path / "saved", format="grouped", device="cpu").parent
     assert load_file(saved / "model.safetensors")["layers.0.w2.scale"].shape == (64, 4)
     config = read_config(saved)
-    several = Checkpoint(saved, config), torch.float32, torch.float32, torch.device("cpu"), GROUPED, "torch"
+    several = Checkpoint(saved), torch.float32, torch.float32, torch.device("cpu"), GROUPED, "torch"
     loaded = [Loader(*several, rank, ranks, True).load().matrices for rank, ranks in ((0, 1), (0, 2), (1, 2))]
     for name, *matrices in zip(("wqkv", "wo", "w13", "w2") * 2 + ("output",), *loaded):
         cut = [m.dense().t() if name in ("wo", "w2") else m.dense() for m in matrices]
@@ -3214,7 +3206,7 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
 
     refused("copy", "copy is not an empty folder: save to a new one")
     refused("file", "file is not an empty folder")
-    refused("no/where", "no does not exist: create that folder first")
+    refused("no/where", "No such file or directory")
     with monkeypatch.context() as patch:
         patch.setattr("checkpoint.free_memory", lambda device: 100_000)
         refused("new", "try a smaller")
@@ -3783,15 +3775,12 @@ def small_gguf(tmp_path_factory) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("number", QUANTS, ids=lambda number: QUANTS[number].name)
-def test_gguf_types_are_decoded_as_by_llama_cpp(number, monkeypatch):
-    """Every bit, also a few rows at a time. Scales that are not finite are refused."""
+def test_gguf_types_are_decoded_as_by_llama_cpp(number):
+    """Every bit. Scales that are not finite are refused."""
     kind, oracle = QUANTS[number], gguf.GGMLQuantizationType(number)
     assert (kind.block, kind.nbytes) == gguf.GGML_QUANT_SIZES[oracle] and kind.name == oracle.name
     raw = random_blocks(number, 5, 768, std=1.0)
-    wanted = dequantised(number, raw)
-    assert torch.equal(quants.decoded(kind, raw), wanted)
-    monkeypatch.setattr(quants, "AT_ONCE", 2 * 768)
-    assert torch.equal(quants.decoded(kind, raw), wanted)
+    assert torch.equal(quants.blocks(kind, raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
     at = 208 if kind.name == "Q6_K" else 0
@@ -3800,7 +3789,7 @@ def test_gguf_types_are_decoded_as_by_llama_cpp(number, monkeypatch):
             spoiled = raw.clone()
             spoiled[1, at + 2 * half : at + 2 * half + 2] = torch.tensor([bad]).half().view(torch.uint8)
             with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
-                quants.decoded(kind, spoiled)
+                quants.checked(quants.blocks(kind, spoiled))
 
 
 def assert_multiplied(w: Matrix, exact: torch.Tensor) -> None:
@@ -3844,18 +3833,11 @@ def test_blocks_are_held_as_they_are(format):
         assert_multiplied(w, exact)
 
 
-def test_gguf_types_of_other_names_are_refused_by_name(tmp_path):
-    known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
-    assert {number: name for number, name in known.items() if number not in ggml.TYPES} == ggml.OTHER_TYPES
-    for number, name in ggml.OTHER_TYPES.items():
-        (tmp_path / "a.gguf").write_bytes(by_hand([(b"w", (256,), number, 0)]))
-        with pytest.raises(ValueError, match=f"w is {name}, which is not supported: take a file of F32"):
-            load(tmp_path / "a.gguf", device="cpu")
-
-
 @pytest.mark.parametrize("name", GGUF_MODELS)
-def test_gguf_models_equal_transformers(tmp_path, name):
-    """Of all types, mixed also among wq, wk and wv, whose decoded weights transformers is given; whole and by ranks."""
+def test_gguf_models_equal_transformers(tmp_path, name, monkeypatch):
+    """Of all types, mixed also among wq, wk and wv, whose decoded weights transformers is given; whole and by ranks, a
+    few rows at a time."""
+    monkeypatch.setattr(quants, "AT_ONCE", 3 * 256)
     family, options = GGUF_MODELS[name]
     fields = dict(hidden_size=256, intermediate_size=512, eos_token_id=258, bos_token_id=None)
     theirs = hugging_face_model(259, family, **fields | options)
@@ -3978,7 +3960,7 @@ def test_gguf_header_holds_every_type_of_value(tmp_path):
     header = ggml.read_header(write_gguf(tmp_path / "a.gguf", metadata, {f"t{i}": torch.ones(i + 1) for i in range(3)}))
     for key, value in metadata.items():
         got = header.metadata[key]
-        assert (got.tolist() if isinstance(got, memoryview) else got) == (1e-5 if key == "a" else value), key
+        assert (got.tolist() if isinstance(got, memoryview) else got) == value, key
     assert all(info.offset % 4096 == 0 and info.nbytes == 4 * info.shape[0] for info in header.tensors.values())
 
 
@@ -4000,41 +3982,36 @@ HUGE = 1 << 62
 DAMAGED_GGUF = {
     "empty": (b"", "is not a GGUF file"),
     "a pointer of git-lfs": (POINTER.encode(), "is a git-lfs pointer"),
-    "version 1": (by_hand(version=1), "of GGUF's version 1, which is not supported"),
-    "big-endian": (by_hand(version=3 << 24), "is big-endian"),
+    "version 1": (by_hand(version=1), "has GGUF's version 1, which is not supported"),
     "count of values": (by_hand(counts=(0, HUGE), data=b""), "cut off"),
     "count of tensors": (by_hand(counts=(HUGE, 0), data=b""), "cut off"),
-    "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "cut off"),
-    "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "array of 4611686018427387904"),
-    "array beyond the file": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 10, 5000))]), "cut off"),
-    "array of arrays": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 9, 1))]), "array of 1 elements of type 9"),
-    "not UTF-8": (by_hand(metadata=[(b"a", 8, string(b"\xff\xfe"))]), "not UTF-8"),
-    "key twice": (by_hand(metadata=[(b"a", 0, b"\1"), (b"a", 0, b"\1")]), "has a twice"),
-    "alignment 0": (by_hand(metadata=[(b"general.alignment", 4, b"\0\0\0\0")]), "general.alignment is 0"),
+    "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "a string lies outside it"),
+    "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "an array lies outside it"),
+    "count of strings": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 8, HUGE))]), "cut off"),
+    "array of arrays": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 9, 1))]), "values of the unknown type 9"),
+    "unknown value": (by_hand(metadata=[(b"a", 13, b"")]), "values of the unknown type 13"),
+    "not UTF-8": (by_hand(metadata=[(b"a", 8, string(b"\xff\xfe"))]), "can't decode"),
     "no dimensions": (by_hand([(b"a", (), 0, 0)]), "a has 0 dimensions"),
     "5 dimensions": (by_hand([(b"a", (1,) * 5, 0, 0)]), "a has 5 dimensions"),
     "a dimension of 0": (by_hand([(b"a", (32, 0), 0, 0)]), "has the shape"),
     "part of a block": (by_hand([(b"a", (48,), 8, 0)]), "has the shape [48], of type Q8_0"),
-    "dimensions that overflow": (by_hand([(b"a", (1 << 32, 1 << 32), 0, 0)]), "lies outside the file"),
-    "beyond the end": (by_hand([(b"a", (1025,), 0, 0)]), "lies outside the file"),
-    "offset not aligned": (by_hand([(b"a", (32,), 0, 4)]), "lies outside the file"),
-    "overlap": (by_hand([(b"a", (32,), 0, 0), (b"b", (32,), 0, 96)]), "b overlaps another tensor"),
-    "tensor twice": (by_hand([(b"a", (8,), 0, 0), (b"a", (8,), 0, 32)]), "has a twice"),
-    "control characters": (by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m is unknown type 99"),
+    "dimensions that overflow": (by_hand([(b"a", (1 << 32, 1 << 32), 0, 0)]), "a lies outside it"),
+    "beyond the end": (by_hand([(b"a", (1025,), 0, 0)]), "a lies outside it"),
+    "overlap": (by_hand([(b"a", (1024,), 0, 0), (b"b", (1024,), 0, 0)]), "its tensors overlap"),
+    "control characters": (by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m has the type 99, which is not supported"),
 }
 CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or among the tensors: what the line says
-    "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
-    "an adapter": ({"general.type": "adapter"}, "holds no model, but a part of one"),
+    "another architecture": ({"general.architecture": "gemma3"}, "model_type is 'gemma3', which is not supported"),
     "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
-    "no block_count": ({"llama.block_count": None}, "lacks llama.block_count: convert"),
-    "size in words": ({"llama.block_count": "two"}, "llama.block_count is 'two'; it must be a whole number"),
-    "sizes": ({"llama.feed_forward_length": [9, 9]}, "feed_forward_length is an array; it must be a whole number"),
-    "another size": ({"llama.feed_forward_length": 96}, "blk.0.ffn_gate.weight is [112, 64], expected [96, 64]"),
-    "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8; it must be 16"),
+    "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
+    "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
+    "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
+    "another size": ({"llama.feed_forward_length": 96}, "ffn_gate.weight is [112, 64] in float16, expected [96, 64]"),
+    "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count differ: [16, 16, 8]"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope_type is 'longrope', which is supported with"),
-    "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "token_type has 2 numbers of 32 bits; it must have 259"),
-    "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array; it must be an array of texts"),
-    "a token twice": ({"tokenizer.ggml.tokens": ["a"] * 259}, "has no tokens, or one of them twice"),
+    "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "must have a number of 32 bits for each of the 259"),
+    "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array, which is a value of the wrong type"),
+    "a token twice": ({"tokenizer.ggml.tokens": ["a"] * 259}, "is not a valid tokenizer"),
     "no pre-tokenizer": ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
     "another pre-tokenizer": ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking', which is not supported"),
     "another tokenizer": ({"tokenizer.ggml.model": "bert"}, "model is 'bert', which is not supported"),
@@ -4043,7 +4020,7 @@ CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or amon
     "no embedding": ({"token_embd.weight": None}, "lacks the tensor token_embd.weight"),
     "no norm": ({"output_norm.weight": None}, "output_norm.weight is missing"),
     "another tensor": ({"blk.0.attn_q.bias": torch.ones(64)}, "blk.0.attn_q.bias is unexpected"),
-    "quantised norm": ({"output_norm.weight": (8, torch.zeros(68, dtype=torch.uint8))}, "has a type other than"),
+    "quantised norm": ({"output_norm.weight": (8, torch.zeros(68, dtype=torch.uint8))}, "is [64] in another type"),
     "NaN": ({"output.weight": (8, torch.full((259, 68), 255, dtype=torch.uint8))}, "output.weight has a scale"),
     "7 factors": ({"rope_freqs.weight": torch.ones(7)}, "7 factors of RoPE; a head_dim of 16 needs half as many"),
     "halves as factors": ({"rope_freqs.weight": torch.ones(8).half()}, "rope_freqs.weight is F16; it must be F32"),
@@ -4070,18 +4047,15 @@ def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
     assert_refused(cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), "a.gguf", message)
 
 
-@pytest.mark.parametrize("second, message", [
-    ((2, ["t1"]), "m-00002-of-00003.gguf is not part 2 of 3"), ((1, ["t0"]), "00002.*t0 is also in another part"),
-    ((1, ["t3"]), "parts do not hold all tensors"), (None, "m-00002-of-00003"), ((1, ["t1", "t3"]), ""),
-], ids=str)  # fmt: skip
-def test_gguf_in_parts_that_do_not_fit(tmp_path, second, message):
+def test_gguf_of_which_a_part_is_missing(tmp_path):
     names = [tmp_path / f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    for file, part in zip(names, ((0, ["t0"]), second, (2, ["t2"]))):
-        if part:
-            keys = {"split.no": numpy.uint16(part[0]), "split.count": numpy.uint16(3), "split.tensors.count": 4}
-            write_gguf(file, {"general.architecture": "llama"} | keys, {name: torch.ones(1) for name in part[1]})
-    with pytest.raises((ValueError, FileNotFoundError), match=message) if message else contextlib.nullcontext():
-        assert len(ggml.read_header(names[2]).tensors) == 4
+    for i, file in enumerate(names):
+        keys = {"split.no": numpy.uint16(i), "split.count": numpy.uint16(3), "split.tensors.count": 3}
+        write_gguf(file, {"general.architecture": "llama"} | keys, {f"t{i}": torch.ones(1)})
+    assert ggml.read_header(names[2]).tensors.keys() == {"t0", "t1", "t2"}
+    names[1].unlink()
+    with pytest.raises(FileNotFoundError, match="m-00002-of-00003"):
+        ggml.read_header(names[0])
     with pytest.raises(ValueError, match="is one of 3 parts: its name must end in -00001-of-00003.gguf"):
         ggml.read_header(names[0].rename(tmp_path / "other.gguf"))
 
@@ -4354,14 +4328,14 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "gemv": (
         "AWQ", spoil_config(quantization_config=QUANTISED["AWQ"][0] | {"version": "gemv"}), "awq with version 'gemv'"
     ),
-    "act-order": ("GPTQ", put(f"{PROJ}g_idx", lambda t: t.flip(0)), f"{PROJ}qweight has columns in act-order"),
-    "bias": ("GPTQ", set_one(f"{PROJ}bias", 1), "up_proj.qweight has a bias"),
+    "act-order": ("GPTQ", put(f"{PROJ}g_idx", lambda t: t.flip(0)), f"{PROJ}weight has columns in act-order"),
+    "bias": ("GPTQ", set_one(f"{PROJ}bias", 1), "up_proj.weight has a bias"),
     "odd groups": ("GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 48}), "group_size is 48; it must be"),
     "uneven groups": (
-        "GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 512}), "not a multiple of group_size 512"
+        "GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 512}), "8 rows and group_size 512"
     ),
-    "codes of another shape": ("GPTQ", put(f"{PROJ}qweight", lambda t: t[1:]), "qweight is [15, 256], expected"),
-    "codes of another type": ("AWQ", put(f"{PROJ}qweight", lambda t: t.float()), "qweight has a type other than int32"),
+    "codes of another shape": ("GPTQ", put(f"{PROJ}qweight", lambda t: t[1:]), "is [15, 256] in int32, expected"),
+    "codes of another type": ("AWQ", put(f"{PROJ}qweight", lambda t: t.float()), " in float32, expected"),
     "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{PROJ}weight_scale")), "up_proj.weight_scale is missing"),
     **{f"{how}, a scale of {x}": (how, set_one(PROJ + key, x), "up_proj.", "has a scale that is NaN or infinite")
        for how, key in (("AWQ", "scales"), ("GPTQ", "scales"), ("W4A16", "weight_scale"))
@@ -4375,12 +4349,12 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     ),
     "8 bits": (
         "W4A16", spoil_config(quantization_config=compressed_tensors("pack-quantized", **PACKED | {"num_bits": 8})),
-        "quantised as compressed-tensors with num_bits 8",
+        "quantised as pack-quantized with num_bits 8",
     ),
     **{f"by {name}": ("AWQ", spoil_config(quantization_config={"quant_method": name}), f"as {name}, which is not")
        for name in ("exl2", "exl3", "bitsandbytes", "hqq")},
     "int8": (
-        "AWQ", spoil_config(quantization_config=compressed_tensors("int-quantized")), "tensors (int-quantized), which"
+        "AWQ", spoil_config(quantization_config=compressed_tensors("int-quantized")), "as int-quantized, which"
     ),
 }  # fmt: skip
 
