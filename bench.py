@@ -39,12 +39,18 @@ from tokenizer import local_checkpoint
 
 # ---- the command line: before torch is imported, which takes seconds
 
-SHAPES = {  # of TinyLlama-1.1B, Llama-2 and Llama-3-8B
-    "1.1b": dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632, vocab_size=32000),
-    "7b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008, vocab_size=32000),
-    "8b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336, vocab_size=128256),
-    "13b": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128, hidden_dim=13824, vocab_size=32000),
-    "70b": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, hidden_dim=28672, vocab_size=32000),
+SHAPES = {  # dim, layers, heads, key/value heads, head_dim, hidden_dim, vocabulary: the first fields of Config
+    "1.1b": (2048, 22, 32, 4, 64, 5632, 32000),  # TinyLlama
+    "7b": (4096, 32, 32, 32, 128, 11008, 32000),  # Llama 2, as are 13b and 70b
+    "8b": (4096, 32, 32, 8, 128, 14336, 128256),  # Llama 3
+    "13b": (5120, 40, 40, 40, 128, 13824, 32000),
+    "70b": (8192, 80, 64, 8, 128, 28672, 32000),
+    "Llama-3.2-1B": (2048, 16, 32, 8, 64, 8192, 128256),
+    "Llama-3.2-3B": (3072, 28, 24, 8, 128, 8192, 128256),
+    "Qwen2.5-0.5B": (896, 24, 14, 2, 64, 4864, 151936),
+    "Qwen2.5-1.5B": (1536, 28, 12, 2, 128, 8960, 151936),
+    "SmolLM2-135M": (576, 30, 9, 3, 64, 1536, 49152),
+    "SmolLM2-360M": (960, 32, 15, 5, 64, 2560, 49152),
 }
 PICTURES = (".png", ".svg", ".pdf")
 MODES = {"speed": "tokens per second"} | {
@@ -192,22 +198,19 @@ from tokenizer import TextStream, Tokenizer
 # ---- models to measure
 
 
-def config_folder(name: str) -> Path | None:
-    """Where the configuration of "tales" or of a config.json is."""
-    return DEFAULT_MODEL if name == "tales" else Path(name).parent if name.endswith(".json") else None
-
-
 def random_config(spec: str) -> Config:
-    """The configuration of "7b", of "70b:8" (8 of its layers), of "tales" or of a config.json. Raises ValueError."""
-    name, _, layers = spec.partition(":")
+    """The configuration of random:7b, random:70b:8 (8 of its layers), random:tales or random:.../config.json. Raises
+    ValueError."""
+    name, _, layers = spec.removeprefix("random:").partition(":")
     if layers and not (layers.isdecimal() and int(layers) > 0):
-        raise ValueError(f"random:{spec}: {layers!r} is not a number of layers")
-    if folder := config_folder(name):
-        config = read_config(folder)
-    elif name in SHAPES:
-        config = Config(**SHAPES[name], norm_eps=1e-5, max_seq_len=1 << 15, dtype=torch.float16)
+        raise ValueError(f"{spec}: {layers!r} is not a number of layers")
+    if name in SHAPES:
+        bias = name.startswith("Qwen2")
+        config = Config(*SHAPES[name], norm_eps=1e-5, max_seq_len=1 << 15, qkv_bias=bias, dtype=torch.float16)
+    elif name == "tales" or name.endswith(".json"):
+        config = read_config(DEFAULT_MODEL if name == "tales" else Path(name).parent)
     else:
-        raise ValueError(f"random:{spec}: the shapes are {', '.join(SHAPES)}, tales or a config.json")
+        raise ValueError(f"{spec}: the shapes are {', '.join(SHAPES)}, tales or a config.json")
     return dataclasses.replace(config, n_layers=int(layers)) if layers else config
 
 
@@ -261,7 +264,7 @@ def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, format:
 
 
 def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
-    config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device, args.ranks)
+    config, device = random_config(args.model), pick_device(args.device, args.ranks)
     if device.type == "cpu" and config.n_layers > 2 and weight_bytes(config, torch.float16, None) > 2e9:
         two = f"random:{args.model.split(':')[1]}:2"
         note(f"note: {args.model} takes minutes on a CPU; {two} is two of its {config.n_layers} layers")
@@ -611,20 +614,17 @@ def run_speed(args: argparse.Namespace) -> None:
 
 
 def transformers_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device):
-    """The same model: the checkpoint, or random weights in the same configuration."""
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    """The same model: the checkpoint, or random weights in the same shapes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if not args.model.startswith("random:"):
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-    spec = args.model.removeprefix("random:")
-    folder, c = config_folder(spec.partition(":")[0]), random_config(spec)
-    if folder:
-        config = AutoConfig.from_pretrained(folder)
-    else:
-        heads = dict(num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim)
-        sizes = dict(hidden_size=c.dim, intermediate_size=c.hidden_dim, vocab_size=c.vocab_size)
-        config = LlamaConfig(**heads, **sizes, max_position_embeddings=c.max_seq_len)
-    config.num_hidden_layers = c.n_layers
+    c = random_config(args.model)
+    family = "qwen2" if c.qkv_bias else "qwen3" if c.qk_norm else "llama"
+    heads = dict(num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim)
+    sizes = dict(hidden_size=c.dim, intermediate_size=c.hidden_dim, vocab_size=c.vocab_size)
+    sizes |= dict(num_hidden_layers=c.n_layers, max_position_embeddings=c.max_seq_len)
+    config = AutoConfig.for_model(family, **heads, **sizes)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
