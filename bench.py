@@ -16,10 +16,11 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from chat import (
     DEFAULT_MODEL,
@@ -58,10 +59,19 @@ MODES = {"speed": "tokens per second"} | {
 }
 
 
+class Test(NamedTuple):
+    """What a row of tokens per second measures."""
+
+    kind: str  # "pp", a prompt, or "tg", generation
+    n: int  # tokens
+    depth: int  # tokens already in the cache
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+
+
 def numbers(text: str) -> list[int]:
     """An argparse type: a number, or several with commas."""
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor several with commas")
     return [within(int, 0, 1 << 24)(part) for part in text.split(",")]
 
 
@@ -132,12 +142,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     # fmt: on
 
     args = parser.parse(argv, mode_of)
-    if sum(bool(getattr(args, mode, None)) for mode in MODES) > 1:
+    if len(args.given & MODES.keys()) > 1:
         parser.error(f"give only one of {', '.join(flag for flag in MODES.values() if flag.startswith('--'))}")
-    several = {"-m": "models", "--dtype": "dtype", "--format": "format"}
-    several |= {"-p": "n_prompt", "-d": "depth"} if args.mode == "profile" else {"-d": "depth"} if args.passes else {}
-    for flag, name in several.items():
-        if args.mode != "speed" and len(getattr(args, name)) > 1:
+    lists = {"-m": args.models, "--dtype": args.dtype, "--format": args.format, "-p": args.n_prompt, "-d": args.depth}
+    for flag in {"speed": (), "kernels": ("-m", "--dtype", "--format")}.get(args.mode, lists):
+        if len(lists[flag]) > 1:
             parser.error(f"{MODES[args.mode]} takes one {flag}")
     if args.passes and not all(args.passes):
         parser.error("--passes 0: a pass has at least one token")
@@ -152,12 +161,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             for model in args.models:
                 if not model.startswith("random:"):
                     local_checkpoint(model)
-            for file in filter(None, (args.perplexity, args.limits, args.recorded)):
-                os.stat(file)
             if args.plot and not os.access(args.plot if os.path.exists(args.plot) else Path(args.plot).parent, os.W_OK):
                 raise ValueError(f"--plot {args.plot} cannot be written there")
     args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
-    if not args.n_prompt and (args.mode == "profile" or args.mode == "speed" and not args.n_gen):
+    counts = {"pp": args.n_prompt, "tg": args.n_gen}
+    args.tests = [Test(kind, n, depth) for kind, ns in counts.items() for depth in args.depth for n in ns]
+    if not (args.n_prompt if args.mode == "profile" else args.tests):
         parser.error("-p 0 leaves nothing to measure")
     args.models = args.models or [str(DEFAULT_MODEL)]
     args.model = args.models[0]
@@ -185,7 +194,6 @@ from checkpoint import (
     pick_device,
     pick_dtype,
     read_config,
-    weight_bytes,
 )
 from fp8 import Format, Matrix
 from kernels import FORMATS, prepacked, storage_dtype
@@ -232,22 +240,17 @@ def random_weights(
     """Weights of a configuration, made on the device; norms and biases are ones."""
     matrix = lambda name, shape: random_matrix(*shape, stored, device, format and format.at(name), backend)
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
+    made = lambda name, shape: matrix(name, shape) if name in c.layer_matrices else ones(shape)
     bar = tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None)
-    layers = [
-        LayerWeights(
-            **{name: matrix(name, shape) for name, shape in c.layer_matrices.items()},
-            **{name: ones(shape) for name, shape in c.layer_shapes.items() if name not in c.layer_matrices},
-        )
-        for _ in bar
-    ]
+    layers = [LayerWeights(**{name: made(name, shape) for name, shape in c.layer_shapes.items()}) for _ in bar]
     embedding = torch.randn(c.vocab_size, c.dim, dtype=dtype, device=device).mul_(0.02)
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
 
 
 def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str = "none") -> Llama:
     """A checkpoint, or random weights for a name like random:7b. On a CPU, sets how many threads torch uses for it."""
-    random = args.model.startswith("random:")
-    model = random_model(args, dtype, ctx_size, format) if random else open_checkpoint(args, dtype, ctx_size, format)
+    opened = random_model if args.model.startswith("random:") else open_checkpoint
+    model = opened(args, dtype, ctx_size, format)
     threads = args.threads or (1 if model.suits_one_thread else args.cores)
     if model.device.type == "cpu" and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -258,16 +261,12 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str 
 
 def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
     """The checkpoint of the command line; format "none" keeps the matrices as they are."""
-    flags = dict(device=args.device, backend=args.backend, kv_fp8=args.kv_fp8, accumulate=args.accumulate)
-    format = None if format == "none" else format
-    return load(args.model, dtype=dtype, ctx_size=ctx_size, format=format, ranks=args.ranks, **flags)
+    flags = {name: getattr(args, name) for name in ("device", "backend", "kv_fp8", "accumulate", "ranks")}
+    return load(args.model, dtype=dtype, ctx_size=ctx_size, format=None if format == "none" else format, **flags)
 
 
 def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
     config, device = random_config(args.model), pick_device(args.device, args.ranks)
-    if device.type == "cpu" and config.n_layers > 2 and weight_bytes(config, torch.float16, None) > 2e9:
-        two = f"random:{args.model.split(':')[1]}:2"
-        note(f"note: {args.model} takes minutes on a CPU; {two} is two of its {config.n_layers} layers")
     config, held = config.cut(args.ranks.size), FORMATS.get(format)
     args.ranks.join(device)
     backend, as_dtype = pick_backend(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
@@ -275,8 +274,7 @@ def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: st
     check_memory(config, as_dtype, device, ctx_size, held, args.kv_fp8, args.ranks)
     with torch.inference_mode():
         weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, held, backend)
-    how = dict(kv_fp8=args.kv_fp8, accumulate=args.accumulate, ranks=args.ranks)
-    return Llama(config, weights, backend, device, as_dtype, ctx_size, **how)
+    return Llama(config, weights, backend, device, as_dtype, ctx_size, None, args.kv_fp8, args.accumulate, args.ranks)
 
 
 def release() -> None:
@@ -492,8 +490,7 @@ class Row:
 
 def format_of(model: Llama) -> str:
     """What --format calls the format of the layers' matrices; a GGUF may have several."""
-    matrices = (w for layer in model.weights.layers for w in (layer.wqkv, layer.wo, layer.w13, layer.w2))
-    return "+".join(sorted({w.format.name if w.format else "none" for w in matrices}))
+    return "+".join(sorted({w.format.name if w.format else "none" for w in model.weights.matrices[:-1]}))
 
 
 def device_name(device: torch.device, ranks: Ranks) -> str:
@@ -508,8 +505,9 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def prompt_speed(model: Llama, cache: KVCache, T: int, depth: int, repetitions: int) -> list[float]:
-    """Tokens a second of a prompt of T tokens after `depth` others."""
+def prompt_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int) -> list[float]:
+    """Tokens a second of a prompt."""
+    _, T, depth = test
     tokens = torch.randint(3, model.config.vocab_size, (depth + T,)).tolist()
     cache.truncate(0)
     if depth:
@@ -522,89 +520,71 @@ def prompt_speed(model: Llama, cache: KVCache, T: int, depth: int, repetitions: 
     return [T / s for s in wall_times(run, model.device, repetitions)]
 
 
-def generation_speed(
-    model: Llama, cache: KVCache, n: int, depth: int, repetitions: int, stream: TextStream
-) -> list[float]:
-    """Tokens a second of the whole loop, sampling and text included, after a prompt of `depth` tokens, at least one."""
-    prompt = torch.randint(3, model.config.vocab_size, (max(depth, 1),)).tolist()
-    speeds = []
+def generation_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int) -> list[float]:
+    """Tokens a second of the whole loop, sampling and text included, after a prompt of at least one token."""
+    prompt = torch.randint(3, model.config.vocab_size, (max(test.depth, 1),)).tolist()
+    stream, speeds = TextStream(Tokenizer(DEFAULT_MODEL)), []
     for _ in range(1 + repetitions):
         timings = Timings()
-        for token in generate(model, prompt, cache, n + 1, Sampling(), eos=[], timings=timings):
+        for token in generate(model, prompt, cache, test.n + 1, Sampling(), eos=[], timings=timings):
             stream.push(token)
         speeds.append(timings.steps / timings.step_seconds)
     return speeds[1:]
 
 
+def bound(model: Llama, test: Test) -> float:
+    """Tokens a second at the ceiling: the product rate for a prompt, the read bandwidth for generation."""
+    if test.kind == "pp":
+        operations = prefill_operations(model.config, test.n, test.depth)
+        return product_ceiling(model.device, prompt_dtype(model)) * test.n / operations
+    return read_ceiling(model.device) / decode_bytes(model, test.depth + test.n / 2)
+
+
 def throughput(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of the default table: prompts, then generation, at each depth, for each dtype."""
-    longest = max(args.depth) + max(args.n_prompt + args.n_gen) + 1
+    """The rows of the default table: prompts, then generation, at each depth, for each dtype and format."""
+    longest = max(test.depth + test.n for test in args.tests) + 1
     for dtype, form in itertools.product(args.dtype, args.format):
         start = time.perf_counter()
         model = open_model(args, dtype, max(longest, args.ctx_size or 0), form)
         loaded = time.perf_counter() - start
-        cache, stream = KVCache(model), TextStream(Tokenizer(DEFAULT_MODEL))
+        cache, device, as_type = KVCache(model), model.device, prompt_dtype(model)
         if model.config.ranks > 1:
-            note(f"running on {model.device}{args.ranks.described(model.exchange, model.device)}")
+            note(f"running on {device}{args.ranks.described(model.exchange, device)}")
         note(f"loaded in {loaded:.2f} s")
-        if model.device.type == "cpu":
-            note_duration(args, model)
-
-        def row(test: str, speeds: list[float], limit: float, model: Llama = model) -> Row:
-            mean, std = spread(speeds)
-            name = {v: k for k, v in DTYPES.items()}[model.dtype]
-            size = model.config.ranks * decode_bytes(model, 0) / 1e9
-            where = model.backend, device_name(model.device, args.ranks)
-            kv = "e4m3" if model.kv_fp8 else name
-            return Row(args.model, size, *where, name, format_of(model), kv, test, mean, std, percent(mean, limit))
-
-        for depth, T in itertools.product(args.depth, args.n_prompt):
-            speeds = prompt_speed(model, cache, T, depth, args.repetitions)
-            limit = product_ceiling(model.device, prompt_dtype(model)) * T / prefill_operations(model.config, T, depth)
-            yield row(f"pp{T}{at(depth)}", speeds, limit)
-        for depth, n in itertools.product(args.depth, args.n_gen):
-            speeds = generation_speed(model, cache, n, depth, args.repetitions, stream)
-            yield row(f"tg{n}{at(depth)}", speeds, read_ceiling(model.device) / decode_bytes(model, depth + n / 2))
-        as_type = prompt_dtype(model)
-        read, product = read_ceiling(model.device) / 1e9, product_ceiling(model.device, as_type) / 1e12
+        if device.type == "cpu":
+            seconds = (args.repetitions + 1) * sum(test.n / bound(model, test) for test in args.tests)
+            if seconds > 5:
+                note(f"{args.model}: this takes at least {seconds:.0f} s, at the speed of memory and arithmetic")
+        name = next(name for name, held in DTYPES.items() if held == model.dtype)
+        size, kv = model.config.ranks * decode_bytes(model, 0) / 1e9, "e4m3" if model.kv_fp8 else name
+        about = (args.model, size, model.backend, device_name(device, args.ranks), name, format_of(model), kv)
+        for test in args.tests:
+            measure = prompt_speeds if test.kind == "pp" else generation_speeds
+            mean, std = spread(measure(model, cache, test, args.repetitions))
+            yield Row(*about, str(test), mean, std, percent(mean, bound(model, test)))
+        read, product = read_ceiling(device) / 1e9, product_ceiling(device, as_type) / 1e12
         note(f"ceilings: read {read:.1f} GB/s, {str(as_type).removeprefix('torch.')} product {product:.2f} TFLOP/s")
         del model, cache
         release()
 
 
-def note_duration(args: argparse.Namespace, model: Llama) -> None:
-    """Say how long the rows will take, if that is more than a few seconds."""
-    moved = sum(n * decode_bytes(model, depth) for depth in args.depth for n in args.n_gen)
-    operations = sum(prefill_operations(model.config, T, depth) for depth in args.depth for T in args.n_prompt)
-    seconds = moved / read_ceiling(model.device) + operations / product_ceiling(model.device, model.dtype)
-    seconds *= args.repetitions + 1
-    if seconds > 5:
-        duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-        note(f"{args.model}: this takes at least {duration}, at the speed of memory and arithmetic")
-
-
-def at(depth: int) -> str:
-    return f" @ d{depth}" if depth else ""
-
-
 def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of each model, and after them those of transformers."""
-    for name in args.models:
-        args.model, plain = name, []
+    for args.model in args.models:
+        plain: dict[str, list[Row]] = defaultdict(list)  # by dtype; transformers has no format like ours
         for row in throughput(args):
             yield row
-            if row.format == "none":  # transformers has no 8-bit format like ours
-                plain.append(row)
-        for dtype in dict.fromkeys(row.dtype for row in plain if args.vs):
-            yield from transformers_rows(args, [row for row in plain if row.dtype == dtype])
+            if row.format == "none":
+                plain[row.dtype].append(row)
+        for ours in plain.values() if args.vs else ():
+            yield from transformers_rows(args, ours)
             release()
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    ns = [("pp", args.n_prompt), ("tg", args.n_gen)]
-    tests = [f"{kind}{n}{at(depth)}" for kind, counts in ns for depth in args.depth for n in counts]
     found, rows = itertools.tee(speed_rows(args))
-    later = {"model": args.models, "test": tests, "backend": ["transformers, static cache"] if args.vs else []}
+    peers = ["transformers, static cache"] if args.vs else []
+    later = {"model": args.models, "test": list(map(str, args.tests)), "backend": peers}
     show(map(dataclasses.asdict, found), args.output, later)
     if args.plot:
         plot(list(rows), args.plot)
@@ -637,26 +617,23 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
     theirs = transformers_model(args, DTYPES[ours[0].dtype], device)
     fixed = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     some_ids = lambda count: torch.randint(3, theirs.config.vocab_size, (1, count), device=device)
-    for row in ours:
-        T, _, depth = row.test[2:].partition(" @ d")
-        T, depth = int(T), max(int(depth or 0), 1)  # it needs a token in its cache
-        if row.test.startswith("pp"):
+    for row, (kind, T, depth) in zip(ours, args.tests):
+        before = some_ids(max(depth, 1))  # it needs a token in its cache
+        if kind == "pp":
             kv, ids = DynamicCache(), some_ids(T)
+
+            def prompt(ids: Tensor = ids, kv: DynamicCache = kv) -> None:
+                theirs(ids, past_key_values=kv, logits_to_keep=1)
+                kv.crop(-ids.shape[1])
+
             with torch.inference_mode():
-                theirs(some_ids(depth), past_key_values=kv, logits_to_keep=1)
-
-                def prompt(ids: Tensor = ids, kv: DynamicCache = kv, depth: int = depth) -> None:
-                    if kv.get_seq_length() > depth:
-                        kv.crop(depth - kv.get_seq_length())
-                    theirs(ids, past_key_values=kv, logits_to_keep=1)
-
+                theirs(before, past_key_values=kv, logits_to_keep=1)
                 yield peer(row, "transformers", [T / s for s in wall_times(prompt, device, args.repetitions)])
             continue
-        ids = some_ids(depth)
         for name, extra in (("eager", {}), ("static cache", {"cache_implementation": "static"})):
             times = []
             for n in (T + 1, 1):  # the difference is generation without the prompt
-                run = partial(theirs.generate, ids, max_new_tokens=n, min_new_tokens=n, **fixed, **extra)
+                run = partial(theirs.generate, before, max_new_tokens=n, min_new_tokens=n, **fixed, **extra)
                 times.append(statistics.median(wall_times(run, device, args.repetitions)))
             if times[0] > times[1]:
                 yield peer(row, f"transformers, {name}", [T / (times[0] - times[1])])
@@ -689,17 +666,17 @@ def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
-    """The ops of a layer of the model at T tokens after start_pos others, on the data of each layer in turn, beside the
-    same in plain PyTorch."""
+    """The ops of a layer at T tokens after start_pos others, on the data of each layer in turn, beside plain PyTorch's.
+    """
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
     KV, H, KH, D, eps = KVCache(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     KV.advance(start_pos)
     pos, scratch, end = KV.device_pos, KV.scratch, start_pos + T
-    x, y, h = (torch.randn(T, width, device=device, dtype=dtype) for width in (c.dim, H * D, c.hidden_dim))
-    q, residual = torch.randn(T, H, D, device=device, dtype=dtype), torch.randn_like(x)
+    x, residual, y, h = (torch.randn(T, n, device=device, dtype=dtype) for n in (c.dim, c.dim, H * D, c.hidden_dim))
+    q = y.view(T, H, D)
     cos, sin = (t.to(dtype)[:, None] for t in KV.rope[start_pos:end].unbind(-1))
-    plain_kv = KVCache(dataclasses.replace(model, kv_fp8=False)) if model.kv_fp8 else KV
-    layers, plain_layers = (list(zip(w.layers, kv.k, kv.v)) for kv in (KV, plain_kv))
+    plain_k, plain_v = torch.zeros(2, c.n_layers, KH, KV.size, D, device=device, dtype=dtype)  # never in 8 bits
+    layers = list(zip(w.layers, KV.k, KV.v, plain_k, plain_v))
     copies = [(torch.randn_like(x),) for _ in range(max(1, min(64, (256 << 20) // x.nbytes)))]
     heads = [(torch.randn_like(q),) for _ in copies]
 
@@ -707,7 +684,7 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     def dense(m: Matrix) -> Tensor:  # in the model's dtype, whatever it is stored in
         return m.dense().to(dtype)
 
-    def plain_qkv(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
+    def plain_qkv(layer: LayerWeights, _k: Tensor, _v: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n = plain_rmsnorm(x, layer.attention_norm, eps)
         parts = functional.linear(n, dense(layer.wqkv), layer.qkv_bias).view(T, -1, D).split([H, KH, KH], 1)
         turned = parts[:2]
@@ -717,12 +694,10 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
         v[:, start_pos:end] = parts[2].transpose(0, 1)
         return plain_rope(turned[0], cos, sin)
 
-    def plain_attention(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
-        mask = None if T == 1 or start_pos == 0 else torch.ones(T, end, dtype=torch.bool, device=device).tril(start_pos)
-        how = dict(attn_mask=mask, is_causal=T > 1 and start_pos == 0, enable_gqa=True)
-        return functional.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None, :, :end], v[None, :, :end], **how
-        )
+    def plain_attention(layer: LayerWeights, _k: Tensor, _v: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(T, end, dtype=torch.bool, device=device).tril(start_pos) if T > 1 and start_pos else None
+        heads = (q.transpose(0, 1)[None], k[None, :, :end], v[None, :, :end], mask)
+        return functional.scaled_dot_product_attention(*heads, is_causal=T > 1 and not start_pos, enable_gqa=True)
 
     def plain_swiglu(layer: LayerWeights, *_) -> Tensor:
         n = plain_rmsnorm(x, layer.ffn_norm, eps)
@@ -733,17 +708,15 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     norm = w.layers[0].ffn_norm
     yield case("rmsnorm", copies, lambda a: ops.rmsnorm(a, norm, eps), lambda a: plain_rmsnorm(a, norm, eps))
     yield case("rope", heads, lambda a: ops.rope(a, KV.rope, pos), lambda a: plain_rope(a, cos, sin))
-
-    def qkv(l: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
-        more = dict(scratch=scratch, bias=l.qkv_bias, qk_norm=l.qk_norm)
-        return ops.rmsnorm_qkv_rope(x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, **more)
-
-    yield case("rmsnorm_qkv_rope", layers, qkv, plain_qkv, plain_layers)
-    yield case("attention", layers, lambda _, k, v: ops.attention(q, k, v, pos, scratch), plain_attention, plain_layers)
-    for name, inner in (("wo", y), ("w2", h)):
-        add = lambda m, inner=inner: ops.linear_add(inner, m, residual)
-        plain_add = lambda m, inner=inner: residual + functional.linear(inner, dense(m))
-        yield case(name, [(getattr(layer, name),) for layer in w.layers], add, plain_add)
+    qkv = lambda l, k, v, *_: ops.rmsnorm_qkv_rope(
+        x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, scratch, l.qkv_bias, l.qk_norm
+    )
+    yield case("rmsnorm_qkv_rope", layers, qkv, plain_qkv)
+    yield case("attention", layers, lambda _, k, v, *__: ops.attention(q, k, v, pos, scratch), plain_attention)
+    add = lambda inner, m: ops.linear_add(inner, m, residual)
+    plain_add = lambda inner, m: residual + functional.linear(inner, dense(m))
+    yield case("wo", [(y, layer.wo) for layer in w.layers], add, plain_add)
+    yield case("w2", [(h, layer.w2) for layer in w.layers], add, plain_add)
     swiglu = lambda l, *_: ops.rmsnorm_swiglu(x, l.ffn_norm, l.w13, eps)
     yield case("rmsnorm_swiglu", layers, swiglu, plain_swiglu)
     if T == 1:
@@ -755,15 +728,13 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
         yield case("sample", [()] * 4, sample, lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1))
 
 
-def kernel_row(
-    model: Llama, T: int, start_pos: int, op: str, data: list, ours: Callable, plain: Callable, others: Sequence = ()
-) -> dict:
+def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: Callable, plain: Callable) -> dict:
     """Microseconds of an op on several sets of data, on the device, by the wall clock and in plain PyTorch, and its
-    share of the ceiling that binds. The sets (others: those for PyTorch, if they differ) are several times the size of
-    the L2, so that memory is measured and not the cache."""
+    share of the ceiling that binds. The sets are several times the size of the L2, so that memory is measured and not
+    the cache."""
     device, dtype, format = model.device, model.dtype, model.weights.layers[0].wqkv.format
-    each = lambda run, sets: device_time(lambda: [run(*some) for some in sets], device) / len(sets)
-    seconds, plain_seconds = each(ours, data), each(plain, others or data)
+    each = lambda run: device_time(lambda: [run(*some) for some in data], device) / len(data)
+    seconds, plain_seconds = each(ours), each(plain)
     wall = statistics.median(wall_times(lambda: ours(*data[0]), device, 10))
     moved, operations = cost(op, model.config, T, start_pos, dtype.itemsize, format, model.kv_dtype.itemsize)
     copies = op in ("rmsnorm", "rope")  # these write as much as they read

@@ -1898,7 +1898,7 @@ WRONG_USAGE = [  # and what the error says
     (run.main, "text", "unexpected argument 'text': write -p 'text'"),
     (run.main, "-\x1b", "unknown flag -?"),
     (bench.main, "--stride 5", "--stride needs --perplexity"),
-    (bench.main, "-n x", "'x' is neither a number nor several with commas"),
+    (bench.main, "-n x", "-n x: must be a whole number"),
 ]
 
 
@@ -5541,7 +5541,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         (["-m", "random:9b"], 1, "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], 1, "'0' is not a number of layers"),
         (["-m", "nowhere"], 1, "no folder nowhere here"),
-        (["-p", "x"], 2, "-p 'x' is neither a number"),
+        (["-p", "x"], 2, "-p x: must be a whole number"),
         (["-p", "0", "-n", "0"], 2, "nothing to measure"),
         (["-p", "0", "--profile"], 2, "nothing to measure"),
         (["-m", tiny, "--perplexity", tmp_path / "bad"], 1, "not UTF-8: byte 0xff at offset 2"),
