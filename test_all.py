@@ -5389,7 +5389,7 @@ def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
     prompt = "rmsnorm rope rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
     assert found == [*prompt, "rmsnorm_linear", "sample", *prompt]
     code, out, err = bench_cli("-m", tiny, "-p", 4, "--device", "cpu", "--profile")
-    assert "the Triton kernels need a GPU" in err and "| product" in out and "| rmsnorm_swiglu: " in out
+    assert "the Triton kernels need a GPU" in err and "| rmsnorm_swiglu: " in out
     assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
 
 
@@ -5403,11 +5403,11 @@ def test_bench_profile_charges_products_in_the_order_of_a_pass(tiny_model, monke
     # each starts a second before the one before it ends, but for the last, which starts a second later
     events = [(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
     events += [(step[-1], events[-1][2] + 1, events[-1][2] + 2)]
-    rows, summary = bench.profile_rows(events, tiny_model, 1, 100)
+    rows, ms, gaps, _ = bench.profile_rows(events, tiny_model, 1, 100)
     counts = {row["kernel"]: row["count"] for row in rows}
     products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in bench.PRODUCTS}
     assert counts == products | {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_kernel": 1}
-    assert summary["gaps_ms"] == 1e3 and summary["ms"] == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
+    assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
     moved = 2 * bench.cost("w2", tiny_model.config, 1, size=4)[0]
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
@@ -5505,7 +5505,7 @@ def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_pat
     assert bench_cli(*draw) == (0, "", "")
     whole = picture.read_bytes()
     assert bench_cli(*draw)[0] == 0 and picture.read_bytes() == whole, "a record gives one picture"
-    for text in ("{", "[]", "null", '{"test": "tg2"}', "[" * 10**5, out.replace("tokens_per_s", "x")):
+    for text in ("{", "[]", "null", '{"test": "tg2"}', out.replace("tokens_per_s", "x")):
         record.write_text(text)
         assert_refused(bench_cli(*draw), "not a row printed by bench.py -o jsonl")
     record.write_text("")
