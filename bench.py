@@ -771,7 +771,7 @@ def note_reference(args: argparse.Namespace, model: Llama) -> None:
 
 # ---- profile
 
-OPS = {  # the first op whose pattern occurs in a kernel's name
+OPS = {  # the op of a kernel: the first whose pattern occurs in its name
     "attention": "attention",
     "sample": "sample",
     "embedding": "embedding",
@@ -780,15 +780,8 @@ OPS = {  # the first op whose pattern occurs in a kernel's name
 }
 
 
-def op_of(name: str) -> str | None:
-    return next((op for op, pattern in OPS.items() if re.search(pattern, name)), None)
-
-
-Event = tuple[str, float, float]  # name, start and end in seconds
-
-
-def profiled(run: Callable[[], object], device: torch.device) -> list[Event]:
-    """Every kernel of a call (every op on a CPU), in order."""
+def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, float]]:
+    """Every kernel of a call (every op on a CPU), in order: its name, its start and its end in seconds."""
     activity = torch.profiler.ProfilerActivity
     run()
     synchronize(device)
@@ -801,42 +794,38 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[Event]:
     return sorted(((e.name, e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in events), key=lambda e: e[1])
 
 
-def named(events: list[Event], n_layers: int) -> list[Event]:
-    """The same, with its op in front of each product's name: they come in the order of a forward pass. Unchanged if
-    there are more or fewer than a pass has."""
-    products = [i for i, event in enumerate(events) if op_of(event[0]) == "product"]
-    ops = [*LAYER_PRODUCTS * n_layers, "rmsnorm_linear"]
-    found = dict(zip(products, ops)) if len(products) == len(ops) else {}
-    return [(f"{found[i]}: {name}" if i in found else name, *times) for i, (name, *times) in enumerate(events)]
-
-
-def profile_rows(events: list[Event], model: Llama, T: int, start_pos: int) -> tuple[list[dict], float, float, float]:
-    """A row for each kernel name, and milliseconds: of all, of gaps, of all with each kernel at its ceiling. A kernel
-    that starts while its predecessor is running (programmatic dependent launch) is charged only with the time by which
-    it outlasts it: rows and gaps add up to the whole."""
+def profile_rows(
+    events: list[tuple[str, float, float]], model: Llama, T: int, start_pos: int
+) -> tuple[list[dict], float, float, float]:
+    """A row for each kernel name, and milliseconds: of all, of gaps, of all with each kernel at its ceiling. Products
+    come in the order of a forward pass; if there are more or fewer than it has, they stay without an op. A kernel that
+    starts while its predecessor is running (programmatic dependent launch) is charged only with the time by which it
+    outlasts it: rows and gaps add up to the whole."""
     c = model.config
     each = dict(size=model.dtype.itemsize, format=model.weights.layers[0].wqkv.format, kv_size=model.kv_dtype.itemsize)
-    spent: dict[str, list[float]] = defaultdict(list)
+    ops = [next((op for op, pattern in OPS.items() if re.search(pattern, name)), None) for name, _, _ in events]
+    products = [*LAYER_PRODUCTS * c.n_layers, "rmsnorm_linear"]
+    ordered = iter(products if ops.count("product") == len(products) else ())
+    spent: dict[tuple, list[float]] = defaultdict(list)
     gaps, clock = 0.0, events[0][1]
-    for name, start, end in named(events, c.n_layers):
+    for (name, start, end), op in zip(events, ops):
+        if op == "product" and (op := next(ordered, None)):
+            name = f"{op}: {name}"
         gaps += max(0.0, start - clock)
-        spent[name].append(max(0.0, end - max(start, clock)))
+        spent[name, op].append(max(0.0, end - max(start, clock)))
         clock = max(clock, end)
     total, read = clock - events[0][1], read_ceiling(model.device)
     rows, ideal = [], 0.0
-    for name, times in spent.items():
-        op = name.partition(":")[0]
-        op = op if op in PRODUCTS else op_of(name)
+    for (name, op), times in spent.items():
         tokens = 1 if op == "rmsnorm_linear" else T  # only the last token's logits are needed
-        moved, operations = cost(op, c, tokens, start_pos, **each) if op not in (None, "product") else (0.0, 0.0)
-        moved, operations, seconds = moved * len(times), operations * len(times), sum(times)
+        moved, operations = (len(times) * n for n in (cost(op, c, tokens, start_pos, **each) if op else (0.0, 0.0)))
+        seconds = sum(times)
         rate = product_ceiling(model.device, prompt_dtype(model) if tokens > 1 and op in PRODUCTS else model.dtype)
         ideal += max(moved / read, operations / rate)
         row = {"kernel": name[:60], "ms": 1e3 * seconds, "% of time": 100 * seconds / total, "count": len(times)}
-        row["GB/s"] = moved / seconds / 1e9 if seconds else 0.0
-        row["% of read"] = percent(moved / read, seconds) if seconds else 0.0
-        row["% of product"] = percent(operations / rate, seconds) if seconds else 0.0
-        rows.append(row)
+        lasted = seconds or math.inf  # rates are 0 where a kernel ran wholly beside others
+        row |= {"GB/s": moved / lasted / 1e9, "% of read": percent(moved / read, lasted)}
+        rows.append(row | {"% of product": percent(operations / rate, lasted)})
     rows.sort(key=lambda row: -row["ms"])
     return rows, 1e3 * total, 1e3 * gaps, 1e3 * ideal
 
@@ -971,9 +960,9 @@ def windows(count: int, ctx: int, stride: int) -> Iterator[tuple[int, int, int]]
             return
 
 
-def losses_of(logits: Tensor, other: Tensor | None, targets: Tensor) -> dict[str, Tensor]:
+def losses_of(targets: Tensor, logits: Tensor, other: Tensor | None = None) -> dict[str, Tensor]:
     """For each token the loss; with the logits of a second model also its loss, and how far their distributions differ.
-    logits [T, V] in fp32; targets [T]: the actual next tokens."""
+    targets [T]: the actual next tokens; logits [T, V] in fp32."""
     found = {"loss": functional.cross_entropy(logits, targets, reduction="none").cpu()}
     if other is not None:
         p, q = other.log_softmax(-1), logits.log_softmax(-1)
@@ -1007,16 +996,16 @@ def perplexity(
     models = [m for m in (model, against) if m]
     caches = [KVCache(m, ctx) for m in models]
     for start, end, counted in windows(len(ids), ctx, stride):
-        inputs, targets = [bos, *ids[start : end - 1]], ids[start:end]
+        inputs = torch.tensor([bos, *ids[start : end - 1]], device=model.device)
+        targets = torch.tensor(ids[start:end], device=model.device)
+        skip = counted - start
         for kv in caches:
             kv.truncate(0)
-        for first in range(0, len(inputs), CHUNK["cpu"]):  # the logits of a whole window would be large
-            part = torch.tensor(inputs[first : first + CHUNK["cpu"]], dtype=torch.int32, device=model.device)
+        for part, goal in zip(inputs.split(CHUNK["cpu"]), targets.split(CHUNK["cpu"])):  # all logits would be large
             logits = [m.forward(part, kv) for m, kv in zip(models, caches)]
-            skip = min(max(counted - start - first, 0), len(part))
             if skip < len(part):
-                goal = torch.tensor(targets[first + skip : first + len(part)], device=model.device)
-                yield losses_of(logits[0][skip:], logits[1][skip:] if against else None, goal)
+                yield losses_of(goal[skip:], *(found[skip:] for found in logits))
+            skip = max(skip - len(part), 0)
 
 
 def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, str, list[int]]:
