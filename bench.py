@@ -1114,13 +1114,11 @@ def plot(rows: list[Row], file: str) -> None:
     bounds = [100 * row.tokens_per_s / row.percent_of_ceiling for row in rows]
     speeds = [row.tokens_per_s for row in rows]
     longest = 1.36 * max(bounds + speeds)
-    for y, row in enumerate(rows):
-        ours = row.ratio is None
-        ax.barh(y, row.tokens_per_s, height=0.7, color=OURS if ours else OTHERS)
-        inside = row.tokens_per_s > longest / 16
-        side = dict(ha="right", color="white" if ours else "black") if inside else dict(ha="left")
-        ax.annotate(f"{row.tokens_per_s:,.0f}", (row.tokens_per_s, y), (-4 if inside else 4, 0), va="center",
-                    textcoords="offset points", **side)  # fmt: skip
+    ax.barh(range(len(rows)), speeds, height=0.7, color=[OURS if row.ratio is None else OTHERS for row in rows])
+    for y, (row, speed) in enumerate(zip(rows, speeds)):
+        inside = speed > longest / 16
+        side = dict(ha="right", color="white" if row.ratio is None else "black") if inside else dict(ha="left")
+        ax.annotate(f"{speed:,.0f}", (speed, y), (-4 if inside else 4, 0), "data", "offset points", va="center", **side)
     first = 0
     for last, bound in enumerate(bounds):
         if last + 1 == len(rows) or abs(bounds[last + 1] / bound - 1) > 0.005:

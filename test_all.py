@@ -5374,6 +5374,18 @@ def test_bench_random_config_makes_all_tensors_of_a_layer(bench_cli, tmp_path, f
     assert code == 0 and out.count("rmsnorm_qkv_rope") == 2, err
 
 
+def test_bench_shapes_have_the_published_number_of_weights():
+    """The small ones tie their embedding, which counts once."""
+    tied = {
+        "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Qwen2.5-0.5B": 494_032_768,
+        "Qwen2.5-1.5B": 1_543_714_304, "SmolLM2-135M": 134_515_008, "SmolLM2-360M": 361_821_120,
+    }  # fmt: skip
+    published = {"1.1b": 1_100_048_384, "7b": 6_738_415_616, "8b": 8_030_261_248, "13b": 13_015_864_320} | tied
+    for name, weights in (published | {"70b": 68_976_648_192}).items():
+        c = replace(bench.random_config(f"random:{name}"), tie_embeddings=name in tied)
+        assert checkpoint.weight_bytes(c, torch.float16, None) == 2 * weights, name
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_bench_random_matrices_are_stored_as_their_format_says(form):
     format, cpu = FORMATS[form], torch.device("cpu")
