@@ -674,8 +674,9 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     x, residual, y, h = (torch.randn(T, n, device=device, dtype=dtype) for n in (c.dim, c.dim, H * D, c.hidden_dim))
     q = y.view(T, H, D)
     cos, sin = (t.to(dtype)[:, None] for t in KV.rope[start_pos:end].unbind(-1))
-    plain_k, plain_v = torch.zeros(2, c.n_layers, KH, KV.size, D, device=device, dtype=dtype)  # never in 8 bits
-    layers = list(zip(w.layers, KV.k, KV.v, plain_k, plain_v))
+    kv_shape = (2, c.n_layers, KH, KV.size, D)  # PyTorch has no keys and values in 8 bits
+    plain_kv = torch.zeros(kv_shape, device=device, dtype=dtype) if model.kv_fp8 else (KV.k, KV.v)
+    layers = list(zip(w.layers, KV.k, KV.v, *plain_kv))
     copies = [(torch.randn_like(x),) for _ in range(max(1, min(64, (256 << 20) // x.nbytes)))]
     heads = [(torch.randn_like(q),) for _ in copies]
 
