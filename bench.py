@@ -912,12 +912,26 @@ def run_tune(args: argparse.Namespace) -> None:
     model = open_model(args, args.dtype[0], 256, args.format[0])
     if not model.uses_graphs:
         raise ValueError("--tune times the Triton kernels on a GPU")
-    cache = KVCache(model)
+    cache, layer, output = KVCache(model), model.weights.layers[0], model.weights.output
+    products = [("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13)]
+    products.append(("linear_add", layer.w2))
+    if output.bits == layer.wqkv.bits:
+        products.append(("rmsnorm_linear", output))
     for _ in range(20):
         pass_seconds(model, cache, 1, 64)  # a GPU that was idle is slower at first
-    tune(model, cache, 1, own_table(model, "vector"), vector_candidates)
-    for tokens in (8, 16):
-        tune(model, cache, tokens, own_table(model, "few")[tokens], few_candidates)
+    vector, few = (own_table(model, kind) for kind in ("vector", "few"))
+    passes = [(1, vector, vector_candidates), (8, few[8], few_candidates), (16, few[16], few_candidates)]
+    for T, table, candidates in passes:
+        print(f"T = {T}, as it is: {1e6 * pass_seconds(model, cache, T, 64):.1f} us")
+        for op, w in products:
+            sizes, found = table.setdefault(op, dict(table["default"])), []
+            for candidate in candidates(w.bits, w.columns):
+                sizes[w.columns] = candidate
+                found.append((pass_seconds(model, cache, T, 64), candidate))
+            seconds, best = min(found, key=lambda pair: pair[0])
+            sizes[w.columns] = best
+            print(f"{op:18s} columns {w.columns:6d}: {1e6 * seconds:.1f} us with {best or 'the library'}", flush=True)
+        save_tables()
 
 
 def own_table(model: Llama, kind: str) -> dict:
@@ -926,25 +940,6 @@ def own_table(model: Llama, kind: str) -> dict:
     for key in (capability(model.device), model.weights.layers[0].wqkv.bits):
         table = table.setdefault(key, copy.deepcopy(nearest(table, key)))
     return table
-
-
-def tune(model: Llama, cache: KVCache, T: int, table: dict, candidates: Callable[[int, int], Iterator]) -> None:
-    """Put the best sizes for a pass of T tokens into table[op][columns], and save all tables."""
-    layer, output = model.weights.layers[0], model.weights.output
-    print(f"T = {T}, as it is: {1e6 * pass_seconds(model, cache, T, 64):.1f} us")
-    products = [("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13)]
-    products.append(("linear_add", layer.w2))
-    if output.bits == layer.wqkv.bits:
-        products.append(("rmsnorm_linear", output))
-    for op, matrix in products:
-        sizes, found = table.setdefault(op, dict(table["default"])), []
-        for candidate in candidates(matrix.bits, matrix.columns):
-            sizes[matrix.columns] = candidate
-            found.append((pass_seconds(model, cache, T, 64), candidate))
-        seconds, best = min(found, key=lambda pair: pair[0])
-        sizes[matrix.columns] = best
-        print(f"{op:18s} columns {matrix.columns:6d}: {1e6 * seconds:.1f} us with {best or 'the library'}", flush=True)
-    save_tables()
 
 
 # ---- perplexity
@@ -996,13 +991,14 @@ def perplexity(
     it."""
     models = [m for m in (model, against) if m]
     caches = [KVCache(m, ctx) for m in models]
+    chunk = CHUNK["cpu"]  # tokens at a time: the logits of a whole window would be large
     for start, end, counted in windows(len(ids), ctx, stride):
         inputs = torch.tensor([bos, *ids[start : end - 1]], device=model.device)
         targets = torch.tensor(ids[start:end], device=model.device)
         skip = counted - start
         for kv in caches:
             kv.truncate(0)
-        for part, goal in zip(inputs.split(CHUNK["cpu"]), targets.split(CHUNK["cpu"])):  # all logits would be large
+        for part, goal in zip(inputs.split(chunk), targets.split(chunk)):
             logits = [m.forward(part, kv) for m, kv in zip(models, caches)]
             if skip < len(part):
                 yield losses_of(goal[skip:], *(found[skip:] for found in logits))
