@@ -222,23 +222,21 @@ def random_config(spec: str) -> Config:
     return dataclasses.replace(config, n_layers=int(layers)) if layers else config
 
 
-def random_matrix(
-    rows: int, columns: int, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
-) -> Matrix:
-    """Normally distributed weights, as large as those that training starts from. In a format 64 rows repeat, since
-    encoding takes long on a CPU."""
-    if not format:
-        return prepacked(Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02)), backend, stored)
-    block = format.encode(torch.randn(min(rows, 64), columns, device=device).mul_(0.02))
-    w = Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), format, (rows, columns))
-    return prepacked(w, backend, stored)
-
-
 def random_weights(
     c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
 ) -> Weights:
-    """Weights of a configuration, made on the device; norms and biases are ones."""
-    matrix = lambda name, shape: random_matrix(*shape, stored, device, format and format.at(name), backend)
+    """Weights of a configuration, made on the device: norms and biases are ones; matrices are normally distributed, as
+    large as those that training starts from. In a format 64 rows repeat, since encoding takes long on a CPU."""
+
+    def matrix(name: str, shape: tuple[int, int]) -> Matrix:
+        rows, columns = shape
+        if held := format and format.at(name):
+            block = held.encode(torch.randn(min(rows, 64), columns, device=device).mul_(0.02))
+            w = Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), held, shape)
+        else:
+            w = Matrix(torch.randn(shape, dtype=stored, device=device).mul_(0.02))
+        return prepacked(w, backend, stored)
+
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
     made = lambda name, shape: matrix(name, shape) if name in c.layer_matrices else ones(shape)
     bar = tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None)

@@ -5388,10 +5388,10 @@ def test_bench_shapes_have_the_published_number_of_weights():
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_bench_random_matrices_are_stored_as_their_format_says(form):
-    format, cpu = FORMATS[form], torch.device("cpu")
-    matrix = bench.random_matrix(150, 64, torch.float32, cpu, format, "torch")
-    assert matrix.shape == (150, 64) and matrix.nbytes == format.nbytes(150, 64)
-    assert 0.018 < matrix.dense().std() < 0.022
+    format, c = FORMATS[form], read_config_like(dim=64, n_kv_heads=1, head_dim=16)
+    layer = bench.random_weights(c, torch.float32, torch.float32, torch.device("cpu"), format, "torch").layers[0]
+    assert layer.wqkv.shape == (96, 64) and layer.wqkv.nbytes == format.nbytes(96, 64)
+    assert 0.018 < layer.wqkv.dense().std() < 0.022
 
 
 def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
