@@ -1039,38 +1039,34 @@ def run_perplexity(args: argparse.Namespace) -> None:
 # ---- limits
 
 
-def recording(ops: SimpleNamespace, n_layers: int) -> tuple[SimpleNamespace, list[dict[str, float]]]:
-    """A table of ops that records, layer by layer, the largest magnitudes of what could overflow in half precision; and
-    the record."""
-    peaks: list[dict[str, float]] = [{} for _ in range(n_layers)]
+@torch.inference_mode()
+def run_limits(args: argparse.Namespace) -> None:
+    """Over a text, the largest magnitudes in each layer of what could overflow in half precision: x, the residual;
+    q, k, v, the sums q k; h before w2."""
+    model, tokenizer, _, ids = open_with_text(args, args.limits)
+    ops = model.ops
+    peaks: list[dict[str, float]] = [{} for _ in model.weights.layers]  # first the layer that is being evaluated
 
-    def record(layer: dict[str, float], **values: Tensor) -> None:
+    def record(**values: Tensor) -> None:
         for name, seen in values.items():
-            layer[name] = max(layer.get(name, 0.0), seen.abs().max().item())
+            peaks[0][name] = max(peaks[0].get(name, 0.0), seen.abs().max().item())
 
-    def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others, **options):
-        q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others, **options)
+    def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others):
+        q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others)
         KH, end = len(k_cache), int(pos) + len(x)
         k, v = (cached_ref(kept[:, :end]) for kept in (k_cache, v_cache))
         q_of_group = q.float().unflatten(1, (KH, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        record(peaks[0], x=x, q=q, k=k, v=v, **{"q k": q_of_group @ k.transpose(1, 2)})
+        record(x=x, q=q, k=k, v=v, **{"q k": q_of_group @ k.transpose(1, 2)})
         return q
 
-    def rmsnorm_swiglu(x, *others, **options):
-        h = ops.rmsnorm_swiglu(x, *others, **options)
-        record(peaks[0], x=x, h=h)
+    def rmsnorm_swiglu(x, *others):
+        h = ops.rmsnorm_swiglu(x, *others)
+        record(x=x, h=h)
         peaks.append(peaks.pop(0))  # the next layer
         return h
 
-    changed = {"rmsnorm_qkv_rope": rmsnorm_qkv_rope, "rmsnorm_swiglu": rmsnorm_swiglu}
-    return SimpleNamespace(**vars(ops) | changed), peaks
-
-
-@torch.inference_mode()
-def run_limits(args: argparse.Namespace) -> None:
-    """Over a text, the largest magnitudes in each layer: x, the residual; q, k, v, the sums q k; h before w2."""
-    model, tokenizer, _, ids = open_with_text(args, args.limits)
-    model.ops, peaks = recording(model.ops, model.config.n_layers)
+    recording = {"rmsnorm_qkv_rope": rmsnorm_qkv_rope, "rmsnorm_swiglu": rmsnorm_swiglu}
+    model.ops = SimpleNamespace(**vars(ops) | recording)
     for _ in perplexity(model, ids, tokenizer.bos, model.ctx_size, model.ctx_size):
         pass
     rows = [{"layer": i} | found | {"% of 65504": 100 * max(found.values()) / 65504} for i, found in enumerate(peaks)]
