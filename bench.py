@@ -16,10 +16,11 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from chat import (
     DEFAULT_MODEL,
@@ -39,12 +40,18 @@ from tokenizer import local_checkpoint
 
 # ---- the command line: before torch is imported, which takes seconds
 
-SHAPES = {  # of TinyLlama-1.1B, Llama-2 and Llama-3-8B
-    "1.1b": dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632, vocab_size=32000),
-    "7b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008, vocab_size=32000),
-    "8b": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336, vocab_size=128256),
-    "13b": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128, hidden_dim=13824, vocab_size=32000),
-    "70b": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, hidden_dim=28672, vocab_size=32000),
+SHAPES = {  # dim, layers, heads, key/value heads, head_dim, hidden_dim, vocabulary: the first fields of Config
+    "1.1b": (2048, 22, 32, 4, 64, 5632, 32000),  # TinyLlama
+    "7b": (4096, 32, 32, 32, 128, 11008, 32000),  # Llama 2, as are 13b and 70b
+    "8b": (4096, 32, 32, 8, 128, 14336, 128256),  # Llama 3
+    "13b": (5120, 40, 40, 40, 128, 13824, 32000),
+    "70b": (8192, 80, 64, 8, 128, 28672, 32000),
+    "Llama-3.2-1B": (2048, 16, 32, 8, 64, 8192, 128256),
+    "Llama-3.2-3B": (3072, 28, 24, 8, 128, 8192, 128256),
+    "Qwen2.5-0.5B": (896, 24, 14, 2, 64, 4864, 151936),
+    "Qwen2.5-1.5B": (1536, 28, 12, 2, 128, 8960, 151936),
+    "SmolLM2-135M": (576, 30, 9, 3, 64, 1536, 49152),
+    "SmolLM2-360M": (960, 32, 15, 5, 64, 2560, 49152),
 }
 PICTURES = (".png", ".svg", ".pdf")
 MODES = {"speed": "tokens per second"} | {
@@ -52,10 +59,19 @@ MODES = {"speed": "tokens per second"} | {
 }
 
 
+class Test(NamedTuple):
+    """What a row of tokens per second measures."""
+
+    kind: str  # "pp", a prompt, or "tg", generation
+    n: int  # tokens
+    depth: int  # tokens already in the cache
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+
+
 def numbers(text: str) -> list[int]:
     """An argparse type: a number, or several with commas."""
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor several with commas")
     return [within(int, 0, 1 << 24)(part) for part in text.split(",")]
 
 
@@ -126,12 +142,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     # fmt: on
 
     args = parser.parse(argv, mode_of)
-    if sum(bool(getattr(args, mode, None)) for mode in MODES) > 1:
+    if len(args.given & MODES.keys()) > 1:
         parser.error(f"give only one of {', '.join(flag for flag in MODES.values() if flag.startswith('--'))}")
-    several = {"-m": "models", "--dtype": "dtype", "--format": "format"}
-    several |= {"-p": "n_prompt", "-d": "depth"} if args.mode == "profile" else {"-d": "depth"} if args.passes else {}
-    for flag, name in several.items():
-        if args.mode != "speed" and len(getattr(args, name)) > 1:
+    lists = {"-m": args.models, "--dtype": args.dtype, "--format": args.format, "-p": args.n_prompt, "-d": args.depth}
+    for flag in {"speed": (), "kernels": ("-m", "--dtype", "--format")}.get(args.mode, lists):
+        if len(lists[flag]) > 1:
             parser.error(f"{MODES[args.mode]} takes one {flag}")
     if args.passes and not all(args.passes):
         parser.error("--passes 0: a pass has at least one token")
@@ -146,12 +161,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             for model in args.models:
                 if not model.startswith("random:"):
                     local_checkpoint(model)
-            for file in filter(None, (args.perplexity, args.limits, args.recorded)):
-                os.stat(file)
             if args.plot and not os.access(args.plot if os.path.exists(args.plot) else Path(args.plot).parent, os.W_OK):
                 raise ValueError(f"--plot {args.plot} cannot be written there")
     args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
-    if not args.n_prompt and (args.mode == "profile" or args.mode == "speed" and not args.n_gen):
+    counts = {"pp": args.n_prompt, "tg": args.n_gen}
+    args.tests = [Test(kind, n, depth) for kind, ns in counts.items() for depth in args.depth for n in ns]
+    if not (args.n_prompt if args.mode == "profile" else args.tests):
         parser.error("-p 0 leaves nothing to measure")
     args.models = args.models or [str(DEFAULT_MODEL)]
     args.model = args.models[0]
@@ -179,7 +194,6 @@ from checkpoint import (
     pick_device,
     pick_dtype,
     read_config,
-    weight_bytes,
 )
 from fp8 import Format, Matrix
 from kernels import FORMATS, prepacked, storage_dtype
@@ -192,59 +206,49 @@ from tokenizer import TextStream, Tokenizer
 # ---- models to measure
 
 
-def config_folder(name: str) -> Path | None:
-    """Where the configuration of "tales" or of a config.json is."""
-    return DEFAULT_MODEL if name == "tales" else Path(name).parent if name.endswith(".json") else None
-
-
 def random_config(spec: str) -> Config:
-    """The configuration of "7b", of "70b:8" (8 of its layers), of "tales" or of a config.json. Raises ValueError."""
-    name, _, layers = spec.partition(":")
+    """The configuration of random:7b, random:70b:8 (8 of its layers), random:tales or random:.../config.json. Raises
+    ValueError."""
+    name, _, layers = spec.removeprefix("random:").partition(":")
     if layers and not (layers.isdecimal() and int(layers) > 0):
-        raise ValueError(f"random:{spec}: {layers!r} is not a number of layers")
-    if folder := config_folder(name):
-        config = read_config(folder)
-    elif name in SHAPES:
-        config = Config(**SHAPES[name], norm_eps=1e-5, max_seq_len=1 << 15, dtype=torch.float16)
+        raise ValueError(f"{spec}: {layers!r} is not a number of layers")
+    if name in SHAPES:
+        bias = name.startswith("Qwen2")
+        config = Config(*SHAPES[name], norm_eps=1e-5, max_seq_len=1 << 15, qkv_bias=bias, dtype=torch.float16)
+    elif name == "tales" or name.endswith(".json"):
+        config = read_config(DEFAULT_MODEL if name == "tales" else Path(name).parent)
     else:
-        raise ValueError(f"random:{spec}: the shapes are {', '.join(SHAPES)}, tales or a config.json")
+        raise ValueError(f"{spec}: the shapes are {', '.join(SHAPES)}, tales or a config.json")
     return dataclasses.replace(config, n_layers=int(layers)) if layers else config
-
-
-def random_matrix(
-    rows: int, columns: int, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
-) -> Matrix:
-    """Normally distributed weights, as large as those that training starts from. In a format 64 rows repeat, since
-    encoding takes long on a CPU."""
-    if not format:
-        return prepacked(Matrix(torch.randn(rows, columns, dtype=stored, device=device).mul_(0.02)), backend, stored)
-    block = format.encode(torch.randn(min(rows, 64), columns, device=device).mul_(0.02))
-    w = Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), format, (rows, columns))
-    return prepacked(w, backend, stored)
 
 
 def random_weights(
     c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
 ) -> Weights:
-    """Weights of a configuration, made on the device; norms and biases are ones."""
-    matrix = lambda name, shape: random_matrix(*shape, stored, device, format and format.at(name), backend)
+    """Weights of a configuration, made on the device: norms and biases are ones; matrices are normally distributed, as
+    large as those that training starts from. In a format 64 rows repeat, since encoding takes long on a CPU."""
+
+    def matrix(name: str, shape: tuple[int, int]) -> Matrix:
+        rows, columns = shape
+        if held := format and format.at(name):
+            block = held.encode(torch.randn(min(rows, 64), columns, device=device).mul_(0.02))
+            w = Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), held, shape)
+        else:
+            w = Matrix(torch.randn(shape, dtype=stored, device=device).mul_(0.02))
+        return prepacked(w, backend, stored)
+
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
+    made = lambda name, shape: matrix(name, shape) if name in c.layer_matrices else ones(shape)
     bar = tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None)
-    layers = [
-        LayerWeights(
-            **{name: matrix(name, shape) for name, shape in c.layer_matrices.items()},
-            **{name: ones(shape) for name, shape in c.layer_shapes.items() if name not in c.layer_matrices},
-        )
-        for _ in bar
-    ]
+    layers = [LayerWeights(**{name: made(name, shape) for name, shape in c.layer_shapes.items()}) for _ in bar]
     embedding = torch.randn(c.vocab_size, c.dim, dtype=dtype, device=device).mul_(0.02)
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
 
 
 def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str = "none") -> Llama:
     """A checkpoint, or random weights for a name like random:7b. On a CPU, sets how many threads torch uses for it."""
-    random = args.model.startswith("random:")
-    model = random_model(args, dtype, ctx_size, format) if random else open_checkpoint(args, dtype, ctx_size, format)
+    opened = random_model if args.model.startswith("random:") else open_checkpoint
+    model = opened(args, dtype, ctx_size, format)
     threads = args.threads or (1 if model.suits_one_thread else args.cores)
     if model.device.type == "cpu" and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -255,16 +259,12 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str 
 
 def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
     """The checkpoint of the command line; format "none" keeps the matrices as they are."""
-    flags = dict(device=args.device, backend=args.backend, kv_fp8=args.kv_fp8, accumulate=args.accumulate)
-    format = None if format == "none" else format
-    return load(args.model, dtype=dtype, ctx_size=ctx_size, format=format, ranks=args.ranks, **flags)
+    flags = {name: getattr(args, name) for name in ("device", "backend", "kv_fp8", "accumulate", "ranks")}
+    return load(args.model, dtype=dtype, ctx_size=ctx_size, format=None if format == "none" else format, **flags)
 
 
 def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
-    config, device = random_config(args.model.removeprefix("random:")), pick_device(args.device, args.ranks)
-    if device.type == "cpu" and config.n_layers > 2 and weight_bytes(config, torch.float16, None) > 2e9:
-        two = f"random:{args.model.split(':')[1]}:2"
-        note(f"note: {args.model} takes minutes on a CPU; {two} is two of its {config.n_layers} layers")
+    config, device = random_config(args.model), pick_device(args.device, args.ranks)
     config, held = config.cut(args.ranks.size), FORMATS.get(format)
     args.ranks.join(device)
     backend, as_dtype = pick_backend(args.backend, device), pick_dtype(dtype, config.dtype or torch.float16, device)
@@ -272,14 +272,12 @@ def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: st
     check_memory(config, as_dtype, device, ctx_size, held, args.kv_fp8, args.ranks)
     with torch.inference_mode():
         weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, held, backend)
-    how = dict(kv_fp8=args.kv_fp8, accumulate=args.accumulate, ranks=args.ranks)
-    return Llama(config, weights, backend, device, as_dtype, ctx_size, **how)
+    return Llama(config, weights, backend, device, as_dtype, ctx_size, None, args.kv_fp8, args.accumulate, args.ranks)
 
 
 def release() -> None:
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 # ---- time
@@ -489,8 +487,7 @@ class Row:
 
 def format_of(model: Llama) -> str:
     """What --format calls the format of the layers' matrices; a GGUF may have several."""
-    matrices = (w for layer in model.weights.layers for w in (layer.wqkv, layer.wo, layer.w13, layer.w2))
-    return "+".join(sorted({w.format.name if w.format else "none" for w in matrices}))
+    return "+".join(sorted({w.format.name if w.format else "none" for w in model.weights.matrices[:-1]}))
 
 
 def device_name(device: torch.device, ranks: Ranks) -> str:
@@ -505,8 +502,9 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def prompt_speed(model: Llama, cache: KVCache, T: int, depth: int, repetitions: int) -> list[float]:
-    """Tokens a second of a prompt of T tokens after `depth` others."""
+def prompt_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int) -> list[float]:
+    """Tokens a second of a prompt."""
+    _, T, depth = test
     tokens = torch.randint(3, model.config.vocab_size, (depth + T,)).tolist()
     cache.truncate(0)
     if depth:
@@ -519,89 +517,72 @@ def prompt_speed(model: Llama, cache: KVCache, T: int, depth: int, repetitions: 
     return [T / s for s in wall_times(run, model.device, repetitions)]
 
 
-def generation_speed(
-    model: Llama, cache: KVCache, n: int, depth: int, repetitions: int, stream: TextStream
-) -> list[float]:
-    """Tokens a second of the whole loop, sampling and text included, after a prompt of `depth` tokens, at least one."""
-    prompt = torch.randint(3, model.config.vocab_size, (max(depth, 1),)).tolist()
-    speeds = []
+def generation_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int) -> list[float]:
+    """Tokens a second of the whole loop, sampling and text included, after a prompt of at least one token."""
+    prompt = torch.randint(3, model.config.vocab_size, (max(test.depth, 1),)).tolist()
+    stream, speeds = TextStream(Tokenizer(DEFAULT_MODEL)), []
     for _ in range(1 + repetitions):
         timings = Timings()
-        for token in generate(model, prompt, cache, n + 1, Sampling(), eos=[], timings=timings):
+        for token in generate(model, prompt, cache, test.n + 1, Sampling(), eos=[], timings=timings):
             stream.push(token)
         speeds.append(timings.steps / timings.step_seconds)
     return speeds[1:]
 
 
+def bound(model: Llama, test: Test) -> float:
+    """Tokens a second at the ceiling: the product rate for a prompt, the read bandwidth for generation."""
+    if test.kind == "pp":
+        operations = prefill_operations(model.config, test.n, test.depth)
+        return product_ceiling(model.device, prompt_dtype(model)) * test.n / operations
+    return read_ceiling(model.device) / decode_bytes(model, test.depth + test.n / 2)
+
+
 def throughput(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of the default table: prompts, then generation, at each depth, for each dtype."""
-    longest = max(args.depth) + max(args.n_prompt + args.n_gen) + 1
+    """The rows of the default table: prompts, then generation, at each depth, for each dtype and format."""
+    longest = max(test.depth + test.n for test in args.tests) + 1
     for dtype, form in itertools.product(args.dtype, args.format):
         start = time.perf_counter()
         model = open_model(args, dtype, max(longest, args.ctx_size or 0), form)
         loaded = time.perf_counter() - start
-        cache, stream = KVCache(model), TextStream(Tokenizer(DEFAULT_MODEL))
+        cache, device, as_type = KVCache(model), model.device, prompt_dtype(model)
         if model.config.ranks > 1:
-            note(f"running on {model.device}{args.ranks.described(model.exchange, model.device)}")
+            note(f"running on {device}{args.ranks.described(model.exchange, device)}")
         note(f"loaded in {loaded:.2f} s")
-        if model.device.type == "cpu":
-            note_duration(args, model)
-
-        def row(test: str, speeds: list[float], limit: float, model: Llama = model) -> Row:
-            mean, std = spread(speeds)
-            name = {v: k for k, v in DTYPES.items()}[model.dtype]
-            size = model.config.ranks * decode_bytes(model, 0) / 1e9
-            where = model.backend, device_name(model.device, args.ranks)
-            kv = "e4m3" if model.kv_fp8 else name
-            return Row(args.model, size, *where, name, format_of(model), kv, test, mean, std, percent(mean, limit))
-
-        for depth, T in itertools.product(args.depth, args.n_prompt):
-            speeds = prompt_speed(model, cache, T, depth, args.repetitions)
-            limit = product_ceiling(model.device, prompt_dtype(model)) * T / prefill_operations(model.config, T, depth)
-            yield row(f"pp{T}{at(depth)}", speeds, limit)
-        for depth, n in itertools.product(args.depth, args.n_gen):
-            speeds = generation_speed(model, cache, n, depth, args.repetitions, stream)
-            yield row(f"tg{n}{at(depth)}", speeds, read_ceiling(model.device) / decode_bytes(model, depth + n / 2))
-        as_type = prompt_dtype(model)
-        read, product = read_ceiling(model.device) / 1e9, product_ceiling(model.device, as_type) / 1e12
+        if device.type == "cpu":
+            seconds = (args.repetitions + 1) * sum(test.n / bound(model, test) for test in args.tests)
+            if seconds > 5:
+                note(f"{args.model}: this takes at least {seconds:.0f} s, at the speed of memory and arithmetic")
+        name = next(name for name, held in DTYPES.items() if held == model.dtype)
+        size, kv = model.config.ranks * decode_bytes(model, 0) / 1e9, "e4m3" if model.kv_fp8 else name
+        about = (args.model, size, model.backend, device_name(device, args.ranks), name, format_of(model), kv)
+        for test in args.tests:
+            measure = prompt_speeds if test.kind == "pp" else generation_speeds
+            mean, std = spread(measure(model, cache, test, args.repetitions))
+            yield Row(*about, str(test), mean, std, percent(mean, bound(model, test)))
+        read, product = read_ceiling(device) / 1e9, product_ceiling(device, as_type) / 1e12
         note(f"ceilings: read {read:.1f} GB/s, {str(as_type).removeprefix('torch.')} product {product:.2f} TFLOP/s")
         del model, cache
         release()
 
 
-def note_duration(args: argparse.Namespace, model: Llama) -> None:
-    """Say how long the rows will take, if that is more than a few seconds."""
-    moved = sum(n * decode_bytes(model, depth) for depth in args.depth for n in args.n_gen)
-    operations = sum(prefill_operations(model.config, T, depth) for depth in args.depth for T in args.n_prompt)
-    seconds = moved / read_ceiling(model.device) + operations / product_ceiling(model.device, model.dtype)
-    seconds *= args.repetitions + 1
-    if seconds > 5:
-        duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-        note(f"{args.model}: this takes at least {duration}, at the speed of memory and arithmetic")
-
-
-def at(depth: int) -> str:
-    return f" @ d{depth}" if depth else ""
-
-
 def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of each model, and after them those of transformers."""
     for name in args.models:
-        args.model, plain = name, []
+        args.model = name
+        plain: dict[str, list[Row]] = defaultdict(list)  # by dtype; transformers has no format like ours
         for row in throughput(args):
             yield row
-            if row.format == "none":  # transformers has no 8-bit format like ours
-                plain.append(row)
-        for dtype in dict.fromkeys(row.dtype for row in plain if args.vs):
-            yield from transformers_rows(args, [row for row in plain if row.dtype == dtype])
+            if row.format == "none":
+                plain[row.dtype].append(row)
+        for ours in plain.values() if args.vs else ():
+            yield from transformers_rows(args, ours)
             release()
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    ns = [("pp", args.n_prompt), ("tg", args.n_gen)]
-    tests = [f"{kind}{n}{at(depth)}" for kind, counts in ns for depth in args.depth for n in counts]
     found, rows = itertools.tee(speed_rows(args))
-    later = {"model": args.models, "test": tests, "backend": ["transformers, static cache"] if args.vs else []}
+    peers = ["transformers, static cache"] if args.vs else []
+    later = {"model": args.models, "test": list(map(str, args.tests)), "backend": peers}
     show(map(dataclasses.asdict, found), args.output, later)
     if args.plot:
         plot(list(rows), args.plot)
@@ -611,20 +592,17 @@ def run_speed(args: argparse.Namespace) -> None:
 
 
 def transformers_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device):
-    """The same model: the checkpoint, or random weights in the same configuration."""
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    """The same model: the checkpoint, or random weights in the same shapes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if not args.model.startswith("random:"):
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-    spec = args.model.removeprefix("random:")
-    folder, c = config_folder(spec.partition(":")[0]), random_config(spec)
-    if folder:
-        config = AutoConfig.from_pretrained(folder)
-    else:
-        heads = dict(num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim)
-        sizes = dict(hidden_size=c.dim, intermediate_size=c.hidden_dim, vocab_size=c.vocab_size)
-        config = LlamaConfig(**heads, **sizes, max_position_embeddings=c.max_seq_len)
-    config.num_hidden_layers = c.n_layers
+    c = random_config(args.model)
+    family = "qwen2" if c.qkv_bias else "qwen3" if c.qk_norm else "llama"
+    heads = dict(num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim)
+    sizes = dict(hidden_size=c.dim, intermediate_size=c.hidden_dim, vocab_size=c.vocab_size)
+    sizes |= dict(num_hidden_layers=c.n_layers, max_position_embeddings=c.max_seq_len)
+    config = AutoConfig.for_model(family, **heads, **sizes)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
@@ -637,26 +615,23 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
     theirs = transformers_model(args, DTYPES[ours[0].dtype], device)
     fixed = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     some_ids = lambda count: torch.randint(3, theirs.config.vocab_size, (1, count), device=device)
-    for row in ours:
-        T, _, depth = row.test[2:].partition(" @ d")
-        T, depth = int(T), max(int(depth or 0), 1)  # it needs a token in its cache
-        if row.test.startswith("pp"):
+    for row, (kind, T, depth) in zip(ours, args.tests):
+        before = some_ids(max(depth, 1))  # it needs a token in its cache
+        if kind == "pp":
             kv, ids = DynamicCache(), some_ids(T)
+
+            def prompt(ids: Tensor = ids, kv: DynamicCache = kv) -> None:
+                theirs(ids, past_key_values=kv, logits_to_keep=1)
+                kv.crop(-ids.shape[1])
+
             with torch.inference_mode():
-                theirs(some_ids(depth), past_key_values=kv, logits_to_keep=1)
-
-                def prompt(ids: Tensor = ids, kv: DynamicCache = kv, depth: int = depth) -> None:
-                    if kv.get_seq_length() > depth:
-                        kv.crop(depth - kv.get_seq_length())
-                    theirs(ids, past_key_values=kv, logits_to_keep=1)
-
+                theirs(before, past_key_values=kv, logits_to_keep=1)
                 yield peer(row, "transformers", [T / s for s in wall_times(prompt, device, args.repetitions)])
             continue
-        ids = some_ids(depth)
         for name, extra in (("eager", {}), ("static cache", {"cache_implementation": "static"})):
             times = []
             for n in (T + 1, 1):  # the difference is generation without the prompt
-                run = partial(theirs.generate, ids, max_new_tokens=n, min_new_tokens=n, **fixed, **extra)
+                run = partial(theirs.generate, before, max_new_tokens=n, min_new_tokens=n, **fixed, **extra)
                 times.append(statistics.median(wall_times(run, device, args.repetitions)))
             if times[0] > times[1]:
                 yield peer(row, f"transformers, {name}", [T / (times[0] - times[1])])
@@ -689,17 +664,17 @@ def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
-    """The ops of a layer of the model at T tokens after start_pos others, on the data of each layer in turn, beside the
-    same in plain PyTorch."""
+    """The ops at T tokens after start_pos others, on the data of each layer in turn, beside plain PyTorch."""
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
     KV, H, KH, D, eps = KVCache(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     KV.advance(start_pos)
     pos, scratch, end = KV.device_pos, KV.scratch, start_pos + T
-    x, y, h = (torch.randn(T, width, device=device, dtype=dtype) for width in (c.dim, H * D, c.hidden_dim))
-    q, residual = torch.randn(T, H, D, device=device, dtype=dtype), torch.randn_like(x)
+    x, residual, y, h = (torch.randn(T, n, device=device, dtype=dtype) for n in (c.dim, c.dim, H * D, c.hidden_dim))
+    q = y.view(T, H, D)
     cos, sin = (t.to(dtype)[:, None] for t in KV.rope[start_pos:end].unbind(-1))
-    plain_kv = KVCache(dataclasses.replace(model, kv_fp8=False)) if model.kv_fp8 else KV
-    layers, plain_layers = (list(zip(w.layers, kv.k, kv.v)) for kv in (KV, plain_kv))
+    kv_shape = (2, c.n_layers, KH, KV.size, D)  # PyTorch has no keys and values in 8 bits
+    plain_kv = torch.zeros(kv_shape, device=device, dtype=dtype) if model.kv_fp8 else (KV.k, KV.v)
+    layers = list(zip(w.layers, KV.k, KV.v, *plain_kv))
     copies = [(torch.randn_like(x),) for _ in range(max(1, min(64, (256 << 20) // x.nbytes)))]
     heads = [(torch.randn_like(q),) for _ in copies]
 
@@ -707,7 +682,7 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     def dense(m: Matrix) -> Tensor:  # in the model's dtype, whatever it is stored in
         return m.dense().to(dtype)
 
-    def plain_qkv(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
+    def plain_qkv(layer: LayerWeights, _k: Tensor, _v: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n = plain_rmsnorm(x, layer.attention_norm, eps)
         parts = functional.linear(n, dense(layer.wqkv), layer.qkv_bias).view(T, -1, D).split([H, KH, KH], 1)
         turned = parts[:2]
@@ -717,12 +692,10 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
         v[:, start_pos:end] = parts[2].transpose(0, 1)
         return plain_rope(turned[0], cos, sin)
 
-    def plain_attention(layer: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
-        mask = None if T == 1 or start_pos == 0 else torch.ones(T, end, dtype=torch.bool, device=device).tril(start_pos)
-        how = dict(attn_mask=mask, is_causal=T > 1 and start_pos == 0, enable_gqa=True)
-        return functional.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None, :, :end], v[None, :, :end], **how
-        )
+    def plain_attention(layer: LayerWeights, _k: Tensor, _v: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(T, end, dtype=torch.bool, device=device).tril(start_pos) if T > 1 and start_pos else None
+        heads = (q.transpose(0, 1)[None], k[None, :, :end], v[None, :, :end], mask)
+        return functional.scaled_dot_product_attention(*heads, is_causal=T > 1 and not start_pos, enable_gqa=True)
 
     def plain_swiglu(layer: LayerWeights, *_) -> Tensor:
         n = plain_rmsnorm(x, layer.ffn_norm, eps)
@@ -733,17 +706,15 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     norm = w.layers[0].ffn_norm
     yield case("rmsnorm", copies, lambda a: ops.rmsnorm(a, norm, eps), lambda a: plain_rmsnorm(a, norm, eps))
     yield case("rope", heads, lambda a: ops.rope(a, KV.rope, pos), lambda a: plain_rope(a, cos, sin))
-
-    def qkv(l: LayerWeights, k: Tensor, v: Tensor) -> Tensor:
-        more = dict(scratch=scratch, bias=l.qkv_bias, qk_norm=l.qk_norm)
-        return ops.rmsnorm_qkv_rope(x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, **more)
-
-    yield case("rmsnorm_qkv_rope", layers, qkv, plain_qkv, plain_layers)
-    yield case("attention", layers, lambda _, k, v: ops.attention(q, k, v, pos, scratch), plain_attention, plain_layers)
-    for name, inner in (("wo", y), ("w2", h)):
-        add = lambda m, inner=inner: ops.linear_add(inner, m, residual)
-        plain_add = lambda m, inner=inner: residual + functional.linear(inner, dense(m))
-        yield case(name, [(getattr(layer, name),) for layer in w.layers], add, plain_add)
+    qkv = lambda l, k, v, *_: ops.rmsnorm_qkv_rope(
+        x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, scratch, l.qkv_bias, l.qk_norm
+    )
+    yield case("rmsnorm_qkv_rope", layers, qkv, plain_qkv)
+    yield case("attention", layers, lambda _, k, v, *__: ops.attention(q, k, v, pos, scratch), plain_attention)
+    add = lambda inner, m: ops.linear_add(inner, m, residual)
+    plain_add = lambda inner, m: residual + functional.linear(inner, dense(m))
+    yield case("wo", [(y, layer.wo) for layer in w.layers], add, plain_add)
+    yield case("w2", [(h, layer.w2) for layer in w.layers], add, plain_add)
     swiglu = lambda l, *_: ops.rmsnorm_swiglu(x, l.ffn_norm, l.w13, eps)
     yield case("rmsnorm_swiglu", layers, swiglu, plain_swiglu)
     if T == 1:
@@ -755,15 +726,13 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
         yield case("sample", [()] * 4, sample, lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1))
 
 
-def kernel_row(
-    model: Llama, T: int, start_pos: int, op: str, data: list, ours: Callable, plain: Callable, others: Sequence = ()
-) -> dict:
+def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: Callable, plain: Callable) -> dict:
     """Microseconds of an op on several sets of data, on the device, by the wall clock and in plain PyTorch, and its
-    share of the ceiling that binds. The sets (others: those for PyTorch, if they differ) are several times the size of
-    the L2, so that memory is measured and not the cache."""
+    share of the ceiling that binds. The sets are several times the size of the L2, so that memory is measured and not
+    the cache."""
     device, dtype, format = model.device, model.dtype, model.weights.layers[0].wqkv.format
-    each = lambda run, sets: device_time(lambda: [run(*some) for some in sets], device) / len(sets)
-    seconds, plain_seconds = each(ours, data), each(plain, others or data)
+    each = lambda run: device_time(lambda: [run(*some) for some in data], device) / len(data)
+    seconds, plain_seconds = each(ours), each(plain)
     wall = statistics.median(wall_times(lambda: ours(*data[0]), device, 10))
     moved, operations = cost(op, model.config, T, start_pos, dtype.itemsize, format, model.kv_dtype.itemsize)
     copies = op in ("rmsnorm", "rope")  # these write as much as they read
@@ -801,26 +770,17 @@ def note_reference(args: argparse.Namespace, model: Llama) -> None:
 
 # ---- profile
 
-KINDS = {  # the first kind whose pattern occurs in a kernel's name
+OPS = {  # the op of a kernel: the first whose pattern occurs in its name
     "attention": "attention",
-    "sampling": "sample",
+    "sample": "sample",
     "embedding": "embedding",
-    "product": "_vector_kernel|_few_kernel|qkv|linear|rmsnorm_swiglu|few_swiglu|gemm|nvjet|cutlass|mm|mv",
-    "norm": "norm",
-    "elementwise": "elementwise|swiglu|rope",
+    "product": "_vector_kernel|_stream_kernel|_few_kernel|linear|gemm|nvjet|cutlass|mm|mv",
+    "rmsnorm": "^_rmsnorm_kernel$",
 }
-CHARGED = {"attention": "attention", "sampling": "sample", "embedding": "embedding"}  # each launch with an op's cost
 
 
-def kind_of(name: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
-
-
-Event = tuple[str, float, float]  # name, start and end in seconds
-
-
-def profiled(run: Callable[[], object], device: torch.device) -> list[Event]:
-    """Every kernel of a call (every op on a CPU), in order."""
+def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, float]]:
+    """Every kernel of a call (every op on a CPU), in order: its name, its start and its end in seconds."""
     activity = torch.profiler.ProfilerActivity
     run()
     synchronize(device)
@@ -833,43 +793,40 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[Event]:
     return sorted(((e.name, e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in events), key=lambda e: e[1])
 
 
-def named(events: list[Event], n_layers: int) -> list[Event]:
-    """The same, with its op in front of each product's name: they come in the order of a forward pass. Unchanged if
-    there are more or fewer than a pass has."""
-    products = [i for i, event in enumerate(events) if kind_of(event[0]) == "product"]
-    ops = [*LAYER_PRODUCTS * n_layers, "rmsnorm_linear"]
-    found = dict(zip(products, ops)) if len(products) == len(ops) else {}
-    return [(f"{found[i]}: {name}" if i in found else name, *times) for i, (name, *times) in enumerate(events)]
-
-
-def profile_rows(events: list[Event], model: Llama, T: int, start_pos: int) -> tuple[list[dict], dict]:
-    """A row for each kernel name, and the summary. A kernel that starts while its predecessor is running (programmatic
-    dependent launch) is charged only with the time by which it outlasts it: rows and gaps add up to the whole."""
+def profile_rows(
+    events: list[tuple[str, float, float]], model: Llama, T: int, start_pos: int
+) -> tuple[list[dict], float, float, float]:
+    """A row for each kernel name, and milliseconds: of all, of gaps, of all with each kernel at its ceiling. Products
+    come in the order of a forward pass; if there are more or fewer than it has, they stay without an op. A kernel that
+    starts while its predecessor is running (programmatic dependent launch) is charged only with the time by which it
+    outlasts it: rows and gaps add up to the whole."""
     c = model.config
     each = dict(size=model.dtype.itemsize, format=model.weights.layers[0].wqkv.format, kv_size=model.kv_dtype.itemsize)
-    spent: dict[str, list[float]] = defaultdict(list)
+    ops = [next((op for op, pattern in OPS.items() if re.search(pattern, name)), None) for name, _, _ in events]
+    products = [*LAYER_PRODUCTS * c.n_layers, "rmsnorm_linear"]
+    ordered = iter(products if ops.count("product") == len(products) else ())
+    spent: dict[tuple, list[float]] = defaultdict(list)
     gaps, clock = 0.0, events[0][1]
-    for name, start, end in named(events, c.n_layers):
+    for (name, start, end), op in zip(events, ops):
+        if op == "product" and (op := next(ordered, None)):
+            name = f"{op}: {name}"
         gaps += max(0.0, start - clock)
-        spent[name].append(max(0.0, end - max(start, clock)))
+        spent[name, op].append(max(0.0, end - max(start, clock)))
         clock = max(clock, end)
     total, read = clock - events[0][1], read_ceiling(model.device)
     rows, ideal = [], 0.0
-    for name, times in spent.items():
-        kind, op = kind_of(name), name.partition(":")[0]
-        op = op if op in PRODUCTS else "rmsnorm" if name == "_rmsnorm_kernel" else CHARGED.get(kind)
+    for (name, op), times in spent.items():
         tokens = 1 if op == "rmsnorm_linear" else T  # only the last token's logits are needed
-        moved, operations = cost(op, c, tokens, start_pos, **each) if op else (0.0, 0.0)
-        moved, operations, seconds = moved * len(times), operations * len(times), sum(times)
+        moved, operations = (len(times) * n for n in (cost(op, c, tokens, start_pos, **each) if op else (0.0, 0.0)))
+        seconds = sum(times)
         rate = product_ceiling(model.device, prompt_dtype(model) if tokens > 1 and op in PRODUCTS else model.dtype)
         ideal += max(moved / read, operations / rate)
         row = {"kernel": name[:60], "ms": 1e3 * seconds, "% of time": 100 * seconds / total, "count": len(times)}
-        row["GB/s"] = moved / seconds / 1e9 if seconds else 0.0
-        row["% of read"] = percent(moved / read, seconds) if seconds else 0.0
-        row["% of product"] = percent(operations / rate, seconds) if seconds else 0.0
-        rows.append(row)
+        lasted = seconds or math.inf  # rates are 0 where a kernel ran wholly beside others
+        row |= {"GB/s": moved / lasted / 1e9, "% of read": percent(moved / read, lasted)}
+        rows.append(row | {"% of product": percent(operations / rate, lasted)})
     rows.sort(key=lambda row: -row["ms"])
-    return rows, {"ms": 1e3 * total, "gaps_ms": 1e3 * gaps, "ideal_ms": 1e3 * ideal}
+    return rows, 1e3 * total, 1e3 * gaps, 1e3 * ideal
 
 
 @torch.inference_mode()
@@ -889,17 +846,10 @@ def run_profile(args: argparse.Namespace) -> None:
 
     on = f"{model.backend} ops on {device_name(model.device, args.ranks)}"
     for title, run, count, past in (("decode step", step, 1, start_pos), ("prefill", prefill, T, 0)):
-        rows, summary = profile_rows(profiled(run, model.device), model, count, past)
-        kinds: dict[str, float] = defaultdict(float)
-        for row in rows:
-            kinds[kind_of(row["kernel"])] += row["ms"]
-        kinds["gaps between kernels"] = summary["gaps_ms"]
+        rows, ms, gaps, ideal = profile_rows(profiled(run, model.device), model, count, past)
         print(f"\n{title}, T {count}, {past} before, {on}\n\n{markdown(rows)}\n")
-        print(markdown([{"type": k, "ms": v, "% of time": 100 * v / summary["ms"]} for k, v in kinds.items()]))
-        print(
-            f"\nevery kernel at its own ceiling would take {summary['ideal_ms']:.3f} ms of {summary['ms']:.3f}: "
-            f"overall efficiency {100 * summary['ideal_ms'] / summary['ms']:.1f}%"
-        )
+        print(f"gaps between kernels take {gaps:.3f} ms of {ms:.3f}; every kernel at its own ceiling would take "
+              f"{ideal:.3f}: overall efficiency {100 * ideal / ms:.1f}%")  # fmt: skip
 
 
 # ---- passes of several tokens
@@ -960,12 +910,26 @@ def run_tune(args: argparse.Namespace) -> None:
     model = open_model(args, args.dtype[0], 256, args.format[0])
     if not model.uses_graphs:
         raise ValueError("--tune times the Triton kernels on a GPU")
-    cache = KVCache(model)
+    cache, layer, output = KVCache(model), model.weights.layers[0], model.weights.output
+    products = [("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13)]
+    products.append(("linear_add", layer.w2))
+    if output.bits == layer.wqkv.bits:
+        products.append(("rmsnorm_linear", output))
     for _ in range(20):
         pass_seconds(model, cache, 1, 64)  # a GPU that was idle is slower at first
-    tune(model, cache, 1, own_table(model, "vector"), vector_candidates)
-    for tokens in (8, 16):
-        tune(model, cache, tokens, own_table(model, "few")[tokens], few_candidates)
+    vector, few = (own_table(model, kind) for kind in ("vector", "few"))
+    passes = [(1, vector, vector_candidates), (8, few[8], few_candidates), (16, few[16], few_candidates)]
+    for T, table, candidates in passes:
+        print(f"T = {T}, as it is: {1e6 * pass_seconds(model, cache, T, 64):.1f} us")
+        for op, w in products:
+            sizes, found = table.setdefault(op, dict(table["default"])), []
+            for candidate in candidates(w.bits, w.columns):
+                sizes[w.columns] = candidate
+                found.append((pass_seconds(model, cache, T, 64), candidate))
+            seconds, best = min(found, key=lambda pair: pair[0])
+            sizes[w.columns] = best
+            print(f"{op:18s} columns {w.columns:6d}: {1e6 * seconds:.1f} us with {best or 'the library'}", flush=True)
+        save_tables()
 
 
 def own_table(model: Llama, kind: str) -> dict:
@@ -974,25 +938,6 @@ def own_table(model: Llama, kind: str) -> dict:
     for key in (capability(model.device), model.weights.layers[0].wqkv.bits):
         table = table.setdefault(key, copy.deepcopy(nearest(table, key)))
     return table
-
-
-def tune(model: Llama, cache: KVCache, T: int, table: dict, candidates: Callable[[int, int], Iterator]) -> None:
-    """Put the best sizes for a pass of T tokens into table[op][columns], and save all tables."""
-    layer, output = model.weights.layers[0], model.weights.output
-    print(f"T = {T}, as it is: {1e6 * pass_seconds(model, cache, T, 64):.1f} us")
-    products = [("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13)]
-    products.append(("linear_add", layer.w2))
-    if output.bits == layer.wqkv.bits:
-        products.append(("rmsnorm_linear", output))
-    for op, matrix in products:
-        sizes, found = table.setdefault(op, dict(table["default"])), []
-        for candidate in candidates(matrix.bits, matrix.columns):
-            sizes[matrix.columns] = candidate
-            found.append((pass_seconds(model, cache, T, 64), candidate))
-        seconds, best = min(found, key=lambda pair: pair[0])
-        sizes[matrix.columns] = best
-        print(f"{op:18s} columns {matrix.columns:6d}: {1e6 * seconds:.1f} us with {best or 'the library'}", flush=True)
-    save_tables()
 
 
 # ---- perplexity
@@ -1009,9 +954,9 @@ def windows(count: int, ctx: int, stride: int) -> Iterator[tuple[int, int, int]]
             return
 
 
-def losses_of(logits: Tensor, other: Tensor | None, targets: Tensor) -> dict[str, Tensor]:
+def losses_of(targets: Tensor, logits: Tensor, other: Tensor | None = None) -> dict[str, Tensor]:
     """For each token the loss; with the logits of a second model also its loss, and how far their distributions differ.
-    logits [T, V] in fp32; targets [T]: the actual next tokens."""
+    targets [T]: the actual next tokens; logits [T, V] in fp32."""
     found = {"loss": functional.cross_entropy(logits, targets, reduction="none").cpu()}
     if other is not None:
         p, q = other.log_softmax(-1), logits.log_softmax(-1)
@@ -1044,17 +989,18 @@ def perplexity(
     it."""
     models = [m for m in (model, against) if m]
     caches = [KVCache(m, ctx) for m in models]
+    chunk = CHUNK["cpu"]  # tokens at a time: the logits of a whole window would be large
     for start, end, counted in windows(len(ids), ctx, stride):
-        inputs, targets = [bos, *ids[start : end - 1]], ids[start:end]
+        inputs = torch.tensor([bos, *ids[start : end - 1]], device=model.device)
+        targets = torch.tensor(ids[start:end], device=model.device)
+        skip = counted - start
         for kv in caches:
             kv.truncate(0)
-        for first in range(0, len(inputs), CHUNK["cpu"]):  # the logits of a whole window would be large
-            part = torch.tensor(inputs[first : first + CHUNK["cpu"]], dtype=torch.int32, device=model.device)
+        for part, goal in zip(inputs.split(chunk), targets.split(chunk)):
             logits = [m.forward(part, kv) for m, kv in zip(models, caches)]
-            skip = min(max(counted - start - first, 0), len(part))
             if skip < len(part):
-                goal = torch.tensor(targets[first + skip : first + len(part)], device=model.device)
-                yield losses_of(logits[0][skip:], logits[1][skip:] if against else None, goal)
+                yield losses_of(goal[skip:], *(found[skip:] for found in logits))
+            skip = max(skip - len(part), 0)
 
 
 def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, str, list[int]]:
@@ -1078,61 +1024,49 @@ def run_perplexity(args: argparse.Namespace) -> None:
         raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {held} matrices")
     plainly = argparse.Namespace(**vars(args) | {"kv_fp8": False, "accumulate": "fp32"})
     against = open_checkpoint(plainly, args.against, model.ctx_size, "none") if args.against else None
-    stride = args.stride or model.ctx_size
-    parts, total, done = [], 0.0, 0
-    bar = tqdm(total=len(ids), unit=" tokens", disable=None, leave=False)
-    try:
+    stride, parts, total, done = args.stride or model.ctx_size, [], 0.0, 0
+    with tqdm(total=len(ids), unit=" tokens", disable=None, leave=False) as bar:
         for part in perplexity(model, ids, tokenizer.bos, model.ctx_size, stride, against):
             parts.append(part)
             total, done = total + part["loss"].sum().item(), done + len(part["loss"])
             bar.update(len(part["loss"]))
             bar.set_postfix(perplexity=f"{math.exp(total / done):.4f}")
-    except KeyboardInterrupt:
-        note(f"interrupted after {done} of {len(ids)} tokens")
-    bar.close()
-    if not parts:
-        return
-    counted_bytes = len((text if done == len(ids) else tokenizer.decode(ids[:done])).encode())
     row = {"model": args.model, "dtype": args.dtype[0], "format": format_of(model), "kv fp8": args.kv_fp8}
     row |= {"against": args.against, "ctx": model.ctx_size, "stride": stride}
-    show([row | quality(parts, counted_bytes)], args.output)
+    show([row | quality(parts, len(text.encode()))], args.output)
 
 
 # ---- limits
 
 
-def recording(ops: SimpleNamespace, n_layers: int) -> tuple[SimpleNamespace, list[dict[str, float]]]:
-    """A table of ops that records, layer by layer, the largest magnitudes of what could overflow in half precision; and
-    the record."""
-    peaks: list[dict[str, float]] = [{} for _ in range(n_layers)]
+@torch.inference_mode()
+def run_limits(args: argparse.Namespace) -> None:
+    """Over a text, the largest magnitudes in each layer of what could overflow in half precision: x, the residual;
+    q, k, v, the sums q k; h before w2."""
+    model, tokenizer, _, ids = open_with_text(args, args.limits)
+    ops = model.ops
+    peaks: list[dict[str, float]] = [{} for _ in model.weights.layers]  # first the layer that is being evaluated
 
-    def record(layer: dict[str, float], **values: Tensor) -> None:
+    def record(**values: Tensor) -> None:
         for name, seen in values.items():
-            layer[name] = max(layer.get(name, 0.0), seen.abs().max().item())
+            peaks[0][name] = max(peaks[0].get(name, 0.0), seen.abs().max().item())
 
-    def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others, **options):
-        q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others, **options)
+    def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others):
+        q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others)
         KH, end = len(k_cache), int(pos) + len(x)
         k, v = (cached_ref(kept[:, :end]) for kept in (k_cache, v_cache))
         q_of_group = q.float().unflatten(1, (KH, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        record(peaks[0], x=x, q=q, k=k, v=v, **{"q k": q_of_group @ k.transpose(1, 2)})
+        record(x=x, q=q, k=k, v=v, **{"q k": q_of_group @ k.transpose(1, 2)})
         return q
 
-    def rmsnorm_swiglu(x, *others, **options):
-        h = ops.rmsnorm_swiglu(x, *others, **options)
-        record(peaks[0], x=x, h=h)
+    def rmsnorm_swiglu(x, *others):
+        h = ops.rmsnorm_swiglu(x, *others)
+        record(x=x, h=h)
         peaks.append(peaks.pop(0))  # the next layer
         return h
 
-    changed = {"rmsnorm_qkv_rope": rmsnorm_qkv_rope, "rmsnorm_swiglu": rmsnorm_swiglu}
-    return SimpleNamespace(**vars(ops) | changed), peaks
-
-
-@torch.inference_mode()
-def run_limits(args: argparse.Namespace) -> None:
-    """Over a text, the largest magnitudes in each layer: x, the residual; q, k, v, the sums q k; h before w2."""
-    model, tokenizer, _, ids = open_with_text(args, args.limits)
-    model.ops, peaks = recording(model.ops, model.config.n_layers)
+    recording = {"rmsnorm_qkv_rope": rmsnorm_qkv_rope, "rmsnorm_swiglu": rmsnorm_swiglu}
+    model.ops = SimpleNamespace(**vars(ops) | recording)
     for _ in perplexity(model, ids, tokenizer.bos, model.ctx_size, model.ctx_size):
         pass
     rows = [{"layer": i} | found | {"% of 65504": 100 * max(found.values()) / 65504} for i, found in enumerate(peaks)]
@@ -1149,12 +1083,9 @@ def read_rows(file: str) -> list[Row]:
     rows = []
     for number, text in enumerate(Path(file).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
-            row = Row(**json.loads(text))
-            if not all(0 < n < 1e15 for n in (row.tokens_per_s, row.size_gb, row.percent_of_ceiling)):
-                raise ValueError
-        except (ValueError, TypeError, RecursionError):
+            rows.append(Row(**json.loads(text)))
+        except (ValueError, TypeError):
             raise ValueError(f"{file}, line {number}: not a row printed by bench.py -o jsonl") from None
-        rows.append(row)
     return rows
 
 
@@ -1174,13 +1105,11 @@ def plot(rows: list[Row], file: str) -> None:
     bounds = [100 * row.tokens_per_s / row.percent_of_ceiling for row in rows]
     speeds = [row.tokens_per_s for row in rows]
     longest = 1.36 * max(bounds + speeds)
-    for y, row in enumerate(rows):
-        ours = row.ratio is None
-        ax.barh(y, row.tokens_per_s, height=0.7, color=OURS if ours else OTHERS)
-        inside = row.tokens_per_s > longest / 16
-        side = dict(ha="right", color="white" if ours else "black") if inside else dict(ha="left")
-        ax.annotate(f"{row.tokens_per_s:,.0f}", (row.tokens_per_s, y), (-4 if inside else 4, 0), va="center",
-                    textcoords="offset points", **side)  # fmt: skip
+    ax.barh(range(len(rows)), speeds, height=0.7, color=[OURS if row.ratio is None else OTHERS for row in rows])
+    for y, (row, speed) in enumerate(zip(rows, speeds)):
+        inside = speed > longest / 16
+        side = dict(ha="right", color="white" if row.ratio is None else "black") if inside else dict(ha="left")
+        ax.annotate(f"{speed:,.0f}", (speed, y), (-4 if inside else 4, 0), "data", "offset points", va="center", **side)
     first = 0
     for last, bound in enumerate(bounds):
         if last + 1 == len(rows) or abs(bounds[last + 1] / bound - 1) > 0.005:

@@ -647,14 +647,10 @@ def _scale(x: Tensor, factor: Tensor) -> Tensor:
     return x
 
 
-def _counted(targets: Tensor) -> Tensor:
-    return (targets != IGNORE).sum()
-
-
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, differentiated: bool) -> Tensor:
-        logits, count = logits.detach(), _counted(targets)
+        logits, count = logits.detach(), (targets != IGNORE).sum()
         ctx.gradient = logits if differentiated else None
         return cross_entropy_rows(logits, targets, count if differentiated else None).sum() / count
 
@@ -697,7 +693,7 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiated: bool) -> Tensor:
-        narrow, count, losses = weight.to(x.dtype), _counted(targets), []
+        narrow, count, losses = weight.to(x.dtype), (targets != IGNORE).sum(), []
         dx, dweight = (torch.empty_like(x), torch.zeros_like(weight)) if differentiated else (None, None)
         for first in range(0, len(x), CHUNK):
             rows = slice(first, first + CHUNK)
