@@ -129,6 +129,7 @@ def rounds_to_bf16():
 
 FLOATS_8 = {"e4m3": E4M3, "e5m2": E5M2}
 needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
+needs_gpu = pytest.mark.skipif(not ON_GPU or launch.triton is None, reason="only a GPU has graphs and tensor cores")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
 
@@ -378,7 +379,7 @@ def test_fused_model_is_the_reference_model(tiny, dtype, limit):
     assert_close(by_torch, right, limit)
     assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, "less exact than torch in the same type"
     if dtype == "fp32":
-        for sampling in (Sampling(seed=SEED), Sampling(temp=0, repeat_penalty=1.3), Sampling(seed=SEED, top_k=0)):
+        for sampling in (Sampling(seed=SEED), Sampling(temp=0, repeat_penalty=1.3)):
             ours, theirs = (list(generate(m, [1, 5, 9], n=2, sampling=sampling, eos=[])) for m in (fused, exact))
             assert ours == theirs
 
@@ -387,7 +388,7 @@ def test_fused_model_is_the_reference_model(tiny, dtype, limit):
 @pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
     """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not overlap."""
-    steps = 3000 if DEVICE.type == "cuda" else 4
+    steps = 3000 if ON_GPU else 4
     sizes = [1] * steps if how == "single steps" else [random.choice((1, 2, 17, 40)) for _ in range(steps // 20 or 2)]
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
     model, plain = (load(tiny, backend=backend, **options) for backend in ("triton", "torch"))
@@ -426,7 +427,7 @@ def test_a_padded_prompt_is_the_prompt(monkeypatch):
         assert nmse(padded.logits, whole.logits) < 1e-10
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+@needs_gpu
 def test_prompts_replayed_as_graphs():
     model = load(run.DEFAULT_MODEL, device="cuda")
     with torch.inference_mode():
@@ -447,8 +448,7 @@ def test_a_model_runs_on_the_gpu_that_it_is_on(tiny):
         assert pool.submit(greedy, second, [1, 5, 9], 20).result() == greedy(second, [1, 5, 9], 20) == expected
 
 
-@needs_triton
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="only a GPU captures graphs")
+@needs_gpu
 def test_a_cache_is_freed_with_its_owner(tiny):
     model, held = load(tiny, device="cuda"), []
     for i in range(4):
@@ -715,7 +715,7 @@ FEW_ROWS_HEADS = [(2, 1, 24), (3, 1, 64), (14, 2, 64), (2, 2, 128), (4, 1, 64)][
 def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
     """hopper.py's kernel on a GPU, in the interpreter those that do the same."""
     monkeypatch.setattr(attention, "few_rows_sizes", lambda device: launch.SplitSizes(*sizes))
-    rows = ((16, 700), (64, 500), (128, 300)) if ON_GPU else ((16, 300), (64, 150), (128, 100))
+    rows = ((16, 700), (64, 500), (128, 300)) if ON_GPU else ((16, 300), (64, 150))
     most = [(count * heads[1] // heads[0], before) for count, before in rows]
     for T, before in [(1, 90), (2, 0), (4, 61), (3, 250), (5, 200), *most]:
         check_attention(heads, T, before, kv_fp8, runs=2 if ON_GPU else 1)
@@ -756,19 +756,16 @@ def test_launchers_refuse_what_the_kernels_cannot_read(T):
     assert refused == set(OPS)
 
 
-@pytest.mark.parametrize("arch", [0, 80, 86, 89, 90, 100, 120])
-def test_every_product_has_launch_sizes(arch, monkeypatch):
-    monkeypatch.setattr(launch, "capability", lambda device: arch)
-    for bits, op, columns in itertools.product((8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008)):
+def test_every_product_has_launch_sizes_those_of_the_nearest_card_below(monkeypatch):
+    found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
+    assert found == ["a", "a", "b", "b", "c"]
+    products = itertools.product((8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008))
+    for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), products):
+        monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
         assert launch.vector_sizes(DEVICE, bits, op, columns).rows % 2 == 0
         for tokens in (8, 16):
             few = launch.few_sizes(DEVICE, bits, op, columns, tokens)
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
-
-
-def test_the_nearest_launch_sizes_are_those_below():
-    found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
-    assert found == ["a", "a", "b", "b", "c"]
 
 
 def test_tiles_of_4_bits_fit_the_smallest_shared_memory():
@@ -840,8 +837,7 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     assert kernels.fused.linear_add(ab, Matrix(full((64, 128), 1.0)), full((T, 64), 0.0), "fp16").isnan().all()
 
 
-@needs_triton
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="the library sums up halves in half precision on a GPU only")
+@needs_gpu
 def test_a_prompt_beyond_65504_stays_finite_with_half_sums():
     for op in PRODUCTS:
         arguments = op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0]
@@ -1139,10 +1135,7 @@ def test_sampling_on_the_device_chooses_what_the_reference_does():
         settings = {name: random.choice(values) for name, values in choices.items()}
         tokens = torch.randint(0, V, (64,), dtype=torch.int32)
         choose_alike(torch.randn(V) * 3, tokens, random.choice([0, 1, 20, 50]), **settings)
-
-
-@needs_triton
-def test_sampling_on_the_device_draws_from_a_large_vocabulary_in_blocks():
+    # a large vocabulary is drawn from in blocks
     logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]
     logits[high] = torch.tensor([1.0, 0.5, 0.7, 0.8])
     assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in range(20)} == {*high}
@@ -1337,10 +1330,9 @@ def test_codes_do_not_depend_on_the_dtype(tmp_path):
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_ops_read_8_bit_matrices(dtype, form, T):
-    """Against the reference with the same weights decoded: reading them adds no error of its own. All codes occur. The
-    half-precision sums of packed products leave an NMSE of 0.26 ONE_UNIT, which SwiGLU raises to 0.59 on average; but
-    with the 52 outputs of a draw it depends on the few largest, and exceeds one unit in a tenth of the draws. So
-    SwiGLU's is averaged over many draws."""
+    """Against the reference with the same weights decoded: reading them adds no error of its own. The half-precision
+    sums of packed products leave an NMSE of 0.26 ONE_UNIT, SwiGLU's 0.59 on average over many draws; in a tenth of them
+    the few largest of its outputs exceed one unit."""
     for op in PRODUCTS:
         errors = []
         for _ in range(16 if op == "rmsnorm_swiglu" and T == 1 else 1):
@@ -1439,6 +1431,8 @@ def test_weights_that_are_not_finite_are_named(copy, kv_fp8, backend):
         for prompt in ([3], [1, 3, 6]):
             with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
                 greedy(model, prompt, 1)
+    with pytest.raises(ValueError, match=f"{name} in model.safetensors.*NaN or inf"):
+        load(copy, device="cpu", format="e4m3")
 
 
 @BACKENDS
@@ -1457,13 +1451,7 @@ def test_a_cache_that_is_not_finite_is_noticed(tiny, kv_fp8, backend):
         number.copy_(before)
 
 
-def test_nan_is_refused_by_name_in_8_bits(cli, copy):
-    spoil_tensors(lambda t: t[DOWN].view(-1)[5:6].fill_(float("nan")))(copy)
-    assert_refused(cli("-m", copy, "-p", "Once", "--fp8"), f"{DOWN} in model.safetensors", "NaN or inf")
-
-
-@needs_triton
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="8-bit tensor cores are on a GPU only")
+@needs_gpu
 @pytest.mark.parametrize("accumulate", ["auto", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FLOATS_8)
@@ -1694,7 +1682,8 @@ def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     monkeypatch.setattr(run, "tqdm", lambda **options: original(**options | at_once))
     monkeypatch.setitem(CHUNK, "cpu", 16)
     assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
-    assert shown.getvalue().count("\rprompt") > 3 and "100%" in shown.getvalue()
+    done, total = map(int, re.findall(r"(\d+)/(\d+) \[", shown.getvalue())[-1])
+    assert shown.getvalue().count("\rprompt") > 3 and 64 < total <= done + 16
 
 
 def test_flags_of_llama_cpp(cli, tiny, tmp_path):
