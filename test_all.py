@@ -731,29 +731,15 @@ def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
 
 
 @needs_triton
-@pytest.mark.parametrize("T", [1, 3])
-def test_launchers_refuse_what_the_kernels_cannot_read(T):
-    """Each tensor of each op in turn, with other numbers between its own: refused, or read correctly by the library."""
-    apart = lambda t: torch.stack((t, torch.full_like(t, 77)), -1)[..., 0]
-    refused = set()
-    for op in OPS:
-        arguments, written = op_arguments(op, torch.float16, (4, 2, 16), T, 5)
-        expected = getattr(kernels.fused, op)(*cloned(arguments))
-        for i, a in enumerate(arguments):
-            bad = cloned(arguments)
-            if isinstance(a, Matrix):
-                bad[i] = Matrix(apart(a.data))
-            elif isinstance(a, torch.Tensor) and a.numel() > 1:
-                bad[i] = apart(a)
-            else:
-                continue
-            try:
-                ours = getattr(kernels.fused, op)(*bad)
-            except AssertionError:
-                refused.add(op)
-            else:
-                assert i not in written and nmse(ours, expected) < ONE_UNIT[torch.float16], (op, i)
-    assert refused == set(OPS)
+def test_launchers_refuse_what_the_kernels_cannot_read():
+    """Strides are derived from shapes. All are launched here, but Hopper's for prompts, which attention guards."""
+    apart = torch.zeros(4, 8, 2, device=DEVICE)[..., 0]
+    for bad in (apart, (torch.zeros(4, device=DEVICE), apart)):
+        with pytest.raises(AssertionError, match="a tensor is not contiguous"):
+            launch.launch(kernels._swiglu_kernel, (1,), DEVICE, bad)
+    q, *rest = op_arguments("attention", torch.float16, (4, 2, 16), 3, 5)[0]
+    with pytest.raises(AssertionError):
+        attention.attention(torch.stack((q, q), -1)[..., 0], *rest)
 
 
 def test_every_product_has_launch_sizes_those_of_the_nearest_card_below(monkeypatch):
@@ -2046,34 +2032,23 @@ def test_chat_regen_of_white_space(tiny):
         assert tokenizer.chat_prompt(again, past=past).ids[: len(past.ids)] == past.ids
 
 
-def test_chat_read(cli, tiny, tmp_path):
-    files = dict(notes=b"good\r\nday,\rcrow!\n", bad=b"ab\xff", long=b"x" * 100_000, dense=b"x" * 20_000)
-    for name, raw in files.items():
-        (tmp_path / name).write_bytes(raw)
-    refused = {
-        f"/read {tmp_path / 'bad'}": "not UTF-8: byte 0xff at offset 2",
-        f"/read {tmp_path / 'long'}": "too many for 256 tokens (see -c)",
-        f"/read {tmp_path / 'dense'}": f"{tmp_path / 'dense'} takes 2",
-        "/read /dev/zero": "is not a file",
-        "/read": "/read needs the name of a file",
-        "/read ~nobody-of-this-name/notes": "No such file",
-    }
-    code, out, err = chat(cli, tiny, f"/read {tmp_path / 'notes'}", "what?", *refused, flags=["-o", "jsonl"])
-    answer, *errors = objects(out)
-    assert code == 0 and answer["prompt"] == "good\nday,\ncrow!\n\nwhat?" and "16 characters" in err
-    for error, text in zip(errors, refused.values(), strict=True):
-        assert text in error["error"] and "Errno" not in error["error"]
-    # a file waits for a message that is answered
-    read, begins = f"/read {tmp_path / 'notes'}", "good\nday,\ncrow!\n\n"
+def test_chat_read_waits_for_a_message_that_is_answered(cli, tiny, tmp_path):
+    (tmp_path / "notes").write_bytes(b"good\r\nday,\rcrow!\n")
+    read, notes = f"/read {tmp_path / 'notes'}", "good\nday,\ncrow!\n\n"
     lines = ["what?", read, "/regen", "fox " * 2000, "and?", read, "/clear", "why?", read, "/system Be kind.", "who?"]
-    prompts = [turn["prompt"] for turn in chat_objects(cli, tiny, *lines)]
-    expected = ["what?", "what?", "fox fox", begins + "and?", "why?", begins + "who?"]
-    assert len(prompts) == len(expected) and all(map(str.startswith, prompts, expected)), prompts
+    code, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
+    prompts = [turn["prompt"] for turn in objects(out)]
+    expected = ["what?", "what?", "fox fox", f"{notes}and?", "why?", f"{notes}who?"]
+    assert code == 0 and len(prompts) == len(expected) and "16 characters" in err
+    assert all(map(str.startswith, prompts, expected)), prompts
 
 
 def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
     template = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
-    (tmp_path / "t").write_text(template + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    files = dict(bad=b"ab\xff", long=b"x" * 100_000, dense=b"x" * 10_000)
+    files["t"] = template.encode() + b"{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for name, raw in files.items():
+        (tmp_path / name).write_bytes(raw)
     said = {
         "tell me a tale " * 60: "context holds 64",
         "\udcff": "not UTF-8",
@@ -2081,14 +2056,20 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "/system \udcff": "not UTF-8",
         "/system " + "a" * 50_000: "prompt has 50,000",
         "/system " + "tell me a tale " * 60: "prompt takes",
-        "/read nowhere": "No such file",
+        "/read": "/read needs the name of a file",
+        "/read nowhere": "nowhere: No such file",
+        "/read ~nobody-of-this-name/notes": "No such file",
+        "/read /dev/zero": "is not a file",
+        f"/read {tmp_path / 'bad'}": "not UTF-8: byte 0xff at offset 2",
+        f"/read {tmp_path / 'long'}": "too many for 64 tokens (see -c)",
+        f"/read {tmp_path / 'dense'}": f"{tmp_path / 'dense'} takes ",
     }
     flags = ["-o", "jsonl", "-c", 64, "--quiet", "--chat-template", tmp_path / "t"]
     code, out, err = chat(cli, tiny, "hello", *said, "/regen", flags=flags)
     first, *refused, last = objects(out)
     assert code == 0 and last["prompt"] == first["prompt"] == "hello", "the conversation is still there"
     assert all(text in turn["error"] for turn, text in zip(refused, said.values(), strict=True)), refused
-    assert err.splitlines() == [f"error: {turn['error']}" for turn in refused]
+    assert err.splitlines() == [f"error: {turn['error']}" for turn in refused] and "Errno" not in err
 
 
 @pytest.mark.parametrize("template", ["llama2", "zephyr", "plain"])
