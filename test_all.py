@@ -647,7 +647,7 @@ def test_op_equals_its_reference(dtype, heads, T, before, guarded):
     bias, qk_norm = (randn(*shape, dtype=dtype, scale=30) for shape in (((H + 2 * KH) * D,), (2, D)))
     limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # in a prompt, norm, matmul, its norm and q are rounded
     arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
-    for extra, format in itertools.product(((bias,), (None, qk_norm)), (None, E4M3) if before else ()):
+    for extra, format in itertools.product(((bias,), (None, qk_norm)), (None, E4M3) if T < 17 else (None,)):
         # with what the one before left in scratch
         equals_reference("rmsnorm_qkv_rope", (*encoded(arguments, format), *extra), written, limit)
     guarded()
@@ -1224,8 +1224,10 @@ def test_a_model_in_a_format_is_the_model_with_its_weights_decoded(
     assert ours.weights.output.format is (E4M3 if format == "int4" else GROUPED)
     ours.accumulate = "fp32"  # otherwise a GPU decodes a prompt's weights in 4 bits to E4M3
     with_dense_weights(exact)
-    ids = torch.randint(3, 300, (29,))
-    assert nmse(logits_of(ours, ids, 20, 1, 8), logits_of(exact, ids, 20, 1, 8)) < limit
+    # the interpreter is slow to decode a matrix, as for a prompt, and for several tokens in fp32
+    parts = (20, 1, 8) if backend == "torch" else (20, 1) if dtype == "fp32" else (8, 1)
+    ids = torch.randint(3, 300, (sum(parts),))
+    assert nmse(logits_of(ours, ids, *parts), logits_of(exact, ids, *parts)) < limit
     save(grouped_folder, tmp_path / "saved", format=format, device=DEVICE.type, quiet=True)
     again = load(tmp_path / "saved", dtype=dtype, **options)
     assert again.checkpoint.format is FORMATS[format]
@@ -1535,8 +1537,9 @@ def test_4_bits_refuse_nan_and_what_encode_never_writes():
 
 
 @needs_triton
-@pytest.mark.parametrize("T", [1, 3, 16, 20])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype, T", [
+    *itertools.product((torch.float16, torch.bfloat16), (1, 3, 16, 20)), (torch.float32, 1), (torch.float32, 20),
+], ids=str)  # fmt: skip
 def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
     """Several tiles of rows for each program, the last one with fewer; rows of one block of columns, of several, of one
     that ends early, and of an odd number of groups."""
