@@ -29,7 +29,7 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    Mutant("kernels.py", "y *= tl.rsqrt(tl.sum(squares) / K + eps)", "y *= tl.rsqrt(tl.sum(squares) / K)", "epsilon"),
+    Mutant("kernels.py", "y *= tl.rsqrt(tl.sum(squares) / K + eps)", "y *= tl.rsqrt(tl.sum(squares) / K)", "op_equals"),
     Mutant("kernels.py", "return even * cos - odd * sin,", "return even * cos + odd * sin,", "op_equals"),
     Mutant("kernels.py", "mask_v = mask & (head >= SIZES.H + SIZES.KH)", "mask_v = mask & (head > 9)", "op_equals"),
     Mutant("kernels.py", "x if norm is None else rmsnorm(x, norm, eps), w", "x, w", "products_do_not_depend"),
@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant("launch.py", "        tl.store(arrived, 0)\n", "        pass\n", "attention_does_not_depend"),
     Mutant("launch.py", "max((k for k in table if k <= key), default=min(table))", "min(table)", "nearest"),
     Mutant("fp8.py", "for step in (0.0, 0.25, 0.5, 0.75):", "for step in (0.0, 0.25, 0.5):", "encoded_rows"),
-    Mutant("int4.py", 'return E4M3 if name == "output" else self', "return self", "model_in_4_bits"),
+    Mutant("int4.py", 'return E4M3 if name == "output" else self', "return self", "model_in_a_format"),
     Mutant("int4.py", "for step in (-1, 0, 1):", "for step in (1,):", "4_bits_lose"),
     Mutant("int4.py", "minimum = scale * zero * -1048576.0", "minimum = scale * zero * -1e6", "products_with_4_bit"),
     Mutant("fp8.py", ".clamp(-self.largest, self.largest)", ".clamp(-self.largest, 2 * self.largest)", "encode"),
