@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,7 +198,7 @@ from checkpoint import (
 )
 from fp8 import Format, Matrix
 from kernels import FORMATS, prepacked, storage_dtype
-from launch import capability, jit, nearest, save_tables, tables, tl
+from launch import capability, jit, nearest, save_tables, tables, tl, triton
 from model import CHUNK, Config, KVCache, LayerWeights, Llama, Timings, Weights, captured, generate
 from parallel import Ranks
 from sampling import Sampler, Sampling
@@ -881,18 +882,20 @@ def run_passes(args: argparse.Namespace) -> None:
 
 def vector_candidates(bits: int, columns: int) -> Iterator[list[int]]:
     """launch.VectorSizes worth trying: at least eight neighbours per thread, and enough weights per thread to hide the
-    latency of memory, but not too many. At 4 bits a warp has 2048 columns of a row."""
-    if bits == 4:
-        sizes = itertools.product((2, 4, 8), (2048, 4096, 8192, 16384), (1, 2), (4, 8, 12, 16), (3, 4))
-        for rows, block, split, resident, stages in sizes:
-            warps = block // 2048 * split
-            if warps <= 8 and block < max(2 * columns, 4096):
-                yield [rows, block, warps, max(1, resident // warps), stages]
-        return
+    latency of memory, but not too many."""
     for rows, block, warps in itertools.product((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16)):
         weights = rows * block // (32 * warps)
         if 256 * warps <= block < max(2 * columns, 2048) and 16 <= weights <= 2048 // bits and rows <= 128 // bits:
             yield [rows, block, warps]
+
+
+def stream_candidates(bits: int, columns: int) -> Iterator[list[int]]:
+    """launch.StreamSizes likewise: a warp has 2048 columns of a row."""
+    sizes = itertools.product((2, 4, 8), (2048, 4096, 8192, 16384), (1, 2), (4, 8, 12, 16), (3, 4))
+    for rows, block, split, resident, stages in sizes:
+        warps = block // 2048 * split
+        if warps <= 8 and block < max(2 * columns, 4096):
+            yield [rows, block, warps, max(1, resident // warps), stages]
 
 
 def few_candidates(bits: int, columns: int) -> Iterator[list[int] | None]:
@@ -913,19 +916,22 @@ def run_tune(args: argparse.Namespace) -> None:
     cache, layer, output = KVCache(model), model.weights.layers[0], model.weights.output
     products = [("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13)]
     products.append(("linear_add", layer.w2))
-    if output.bits == layer.wqkv.bits:
+    if output.format is layer.wqkv.format:
         products.append(("rmsnorm_linear", output))
     for _ in range(20):
         pass_seconds(model, cache, 1, 64)  # a GPU that was idle is slower at first
-    vector, few = (own_table(model, kind) for kind in ("vector", "few"))
-    passes = [(1, vector, vector_candidates), (8, few[8], few_candidates), (16, few[16], few_candidates)]
+    streams = layer.wqkv.format and layer.wqkv.format.packed_x
+    kind, single = ("stream", stream_candidates) if streams else ("vector", vector_candidates)
+    few = own_table(model, "few")
+    passes = [(1, own_table(model, kind), single), (8, few[8], few_candidates), (16, few[16], few_candidates)]
     for T, table, candidates in passes:
         print(f"T = {T}, as it is: {1e6 * pass_seconds(model, cache, T, 64):.1f} us")
         for op, w in products:
             sizes, found = table.setdefault(op, dict(table["default"])), []
             for candidate in candidates(w.bits, w.columns):
                 sizes[w.columns] = candidate
-                found.append((pass_seconds(model, cache, T, 64), candidate))
+                with suppress(triton.OutOfResources):  # more shared memory than the card has
+                    found.append((pass_seconds(model, cache, T, 64), candidate))
             seconds, best = min(found, key=lambda pair: pair[0])
             sizes[w.columns] = best
             print(f"{op:18s} columns {w.columns:6d}: {1e6 * seconds:.1f} us with {best or 'the library'}", flush=True)

@@ -748,19 +748,21 @@ def test_every_product_has_launch_sizes_those_of_the_nearest_card_below(monkeypa
     products = itertools.product((8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008))
     for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), products):
         monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
-        assert launch.vector_sizes(DEVICE, bits, op, columns).rows % 2 == 0
+        for sizes in (launch.vector_sizes, launch.stream_sizes):
+            assert sizes(DEVICE, bits, op, columns).rows % 2 == 0
         for tokens in (8, 16):
             few = launch.few_sizes(DEVICE, bits, op, columns, tokens)
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
 
 
-def test_tiles_of_4_bits_fit_the_smallest_shared_memory():
-    """Cards take the sizes of the nearest one below: of Hopper's, too. A weight has up to 5 bits there."""
-    for card in launch.tables()["vector"].values():
-        for op, by_columns in card.get(4, {}).items():
-            for columns, (rows, block, _, _, stages) in by_columns.items():
-                padded = -(-max(columns, 2048) // block) * block
-                assert (stages - 1) * rows * padded * 5 / 8 < min(ARCHITECTURES.values()) * 1024, (op, columns)
+def test_tiles_fit_shared_memory():
+    """Cards take the sizes of the nearest one below. Scales take up to a fifth as much as codes."""
+    for arch, kilobytes in ARCHITECTURES.items():
+        for bits, ops in launch.nearest(launch.tables()["stream"], arch).items():
+            for op, by_columns in ops.items():
+                for columns, (rows, block, _, _, stages) in by_columns.items():
+                    padded = -(-max(columns, 2048) // block) * block
+                    assert (stages - 1) * rows * padded * 1.2 * bits / 8 < kilobytes * 1024, (arch, bits, op, columns)
 
 
 def test_launch_sizes_are_saved_as_they_are_read(tmp_path, monkeypatch):
@@ -853,6 +855,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
     kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
+    kernels.stream_sizes = lambda *_: launch.StreamSizes(2, 512, 2, 3, 3)
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
@@ -1543,7 +1546,7 @@ def test_4_bits_refuse_nan_and_what_encode_never_writes():
 def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
     """Several tiles of rows for each program, the last one with fewer; rows of one block of columns, of several, of one
     that ends early, and of an odd number of groups."""
-    monkeypatch.setattr(kernels, "vector_sizes", lambda *_: launch.VectorSizes(4, 2048, 2, programs=1))
+    monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(4, 2048, 2, 1, 3))
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
     for N, K in ((48, 96), (42, 1216), (20, 4096), (26, 4160)):
         w, x, norm = int4_matrix(N, K), randn(T, K, dtype=dtype), torch.rand(K, device=DEVICE).to(dtype) + 0.5
