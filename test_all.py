@@ -76,7 +76,7 @@ import speculation
 import training
 from chat import Chat, Printer
 from chat import columns as columns_of
-from checkpoint import Checkpoint, Loader, check_groups, check_memory, load, parts_of, read_config, read_part, save
+from checkpoint import Loader, check_groups, check_memory, load, parts_of, read_config, read_part, save
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
 from fp8 import E4M3, E5M2, Matrix
@@ -2463,12 +2463,10 @@ def test_mode_of_a_run(monkeypatch):
 # ---- checkpoint.py: layouts, families, the hub
 
 
-EVERY_KERNEL = ("llama 3.2", "mistral nemo", "qwen 2.5", "qwen 3")  # for Triton's kernels the others equal one of these
-
-
 @pytest.mark.parametrize("family, fp8, backend", [
     *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e5m2", "torch"),
-    *(pytest.param(name, None, "triton", marks=needs_triton) for name in EVERY_KERNEL),
+    # for Triton's kernels, the others are as the model of most tests
+    *(pytest.param(name, None, "triton", marks=needs_triton) for name in ("qwen 2.5", "qwen 3")),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend):
     """Logits of a prompt, whole and in parts, and greedy tokens; in 8 bits, against our model with decoded weights."""
@@ -2501,15 +2499,12 @@ def to_bin(folder: Path) -> None:
 
 def to_shards(folder: Path, suffix: str) -> None:
     tensors = load_file(folder / "model.safetensors")
-    names, stem = sorted(tensors), "model" if suffix == "safetensors" else "pytorch_model"
-    weight_map = {}
-    for shard, part in enumerate((names[::2], names[1::2])):
-        file = f"{stem}-0000{shard + 1}-of-00002.{suffix}"
-        held = {name: tensors[name] for name in part}
-        save_file(held, folder / file) if suffix == "safetensors" else torch.save(held, folder / file)
-        weight_map |= dict.fromkeys(part, file)
-    index = "model.safetensors.index.json" if suffix == "safetensors" else "pytorch_model.bin.index.json"
-    (folder / index).write_text(json.dumps({"weight_map": weight_map}))
+    stem, write = ("model", save_file) if suffix == "safetensors" else ("pytorch_model", torch.save)
+    files = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+    weight_map = dict(zip(sorted(tensors), itertools.cycle(files)))
+    for file in files:
+        write({name: t for name, t in tensors.items() if weight_map[name] == file}, folder / file)
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "model.safetensors").unlink()
 
 
@@ -2562,18 +2557,15 @@ def test_layouts_equal_transformers(tmp_path, layout):
 def test_config_sliding_window(copy):
     edit(copy / "config.json", model_type="mistral", max_position_embeddings=8192)
     assert load(copy, device="cpu").ctx_size == 4096
-    with pytest.raises(ValueError, match="sliding_window is 4096: a context of 5000"):
-        load(copy, device="cpu", ctx_size=5000)
     edit(copy / "config.json", sliding_window=None)
     assert load(copy, device="cpu", ctx_size=5000).ctx_size == 5000
 
 
-def test_config_older_rope_fields(tmp_path):
-    theirs = hugging_face_model(**SHAPES["linear"])
-    theirs.save_pretrained(tmp_path)
-    edit(tmp_path / "config.json", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4.0})
-    ids = torch.randint(3, 300, (20,)).tolist()
-    assert_close(our_logits(tmp_path, ids), oracle(theirs, ids))
+def test_config_older_rope_fields(tiny, copy):
+    edit(copy / "config.json", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))
+    newer = read_config(copy)
+    edit(copy / "config.json", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4.0})
+    assert read_config(copy) == newer != read_config(tiny)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -2616,7 +2608,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data)
-            self.close_connection = True
 
     do_HEAD = do_GET
 
@@ -2666,23 +2657,19 @@ def set_hub(monkeypatch, endpoint: str, cache: Path, offline: bool = False) -> N
 
 
 def test_hub_downloads_once_what_is_needed(hub, tiny, cli, monkeypatch, tmp_path):
-    run = lambda flag: cli(flag, "someone/tiny", "-p", "Once", "-n", 4, "--temp", 0, "--quiet")
-    code, out, err = run("-hf")
-    assert code == 0 and out == cli("-m", tiny, "-p", "Once", "-n", 4, "--temp", 0)[1] and err == ""
+    """First by a process of its own, in which no test has imported or set anything."""
+    flags = ("someone/tiny", "-p", "Once", "-n", 4, "--temp", 0, "--quiet")
+    expected = cli("-m", tiny, *flags[1:])
+    process = program("-hf", *flags)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out.decode(), err.decode()) == expected
     fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")}
     assert fetched == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.model"}
     before = len(hub.asked)
-    assert run("-m") == (code, out, err) and len(hub.asked) == before, "the second time is without the network"
+    assert cli("-m", *flags) == expected and len(hub.asked) == before, "the second time is without the network"
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
     next((tmp_path / "cache").rglob("snapshots/*/generation_config.json")).unlink()
-    assert run("-m") == (code, out, err), "offline, what is there has to do"
-
-
-def test_hub_in_a_process_of_its_own(hub):
-    """In which no test has imported or set anything."""
-    process = program("-hf", "someone/tiny", "-p", "Once", "-n", 2, "--device", "cpu", "--quiet")
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0 and out.startswith(b"Once") and err == b"", err
+    assert cli("-m", *flags) == expected, "offline, what is there has to do"
 
 
 def disk_with(monkeypatch, free: int) -> None:
@@ -2727,7 +2714,6 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
     "gated": (dict(token="secret"), "", "tiny", "it is gated: accept its licence on its page, and set HF_TOKEN"),
     "gguf": (dict(files={"a.IQ4_0.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
     "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
-    "no weights": (dict(files={"config.json": b"{}"}), "", "tiny", "holds no weights that this program reads"),
     "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
     "offline": ({}, "offline", "tiny", "no folder someone/tiny here; it is not, or not completely, in the hub's cache"),
     "not there": ({}, "not there", "tiny", "no folder someone/tiny here, and http://127.0.0.1:9 cannot be reached"),
@@ -2789,15 +2775,13 @@ def set_one(name: str, value: float):
     return spoil_tensors(lambda t: t[name].view(-1)[7:8].fill_(value))
 
 
-def write(name: str, content: str | bytes, alone: bool = False):
-    """Write a file, in place of all others if alone."""
+def write(name: str, content: str | bytes):
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
-    def spoil(folder: Path) -> None:
-        if alone:
-            [file.unlink() for file in folder.iterdir()]
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
-    return spoil
+def empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
 
 
 def link_out(name: str):
@@ -2806,12 +2790,6 @@ def link_out(name: str):
 
 def remove(name: str):
     return lambda folder: (folder / name).unlink()
-
-
-def lengthen(file: Path, name: str) -> None:
-    tensors = torch.load(file)
-    tensors[name] = torch.ones(len(tensors[name]) + 1)
-    torch.save(tensors, file)
 
 
 def both(*spoils):
@@ -2842,21 +2820,17 @@ class Bomb:
         return (os.system, ("touch PICKLE_HAS_RUN",))
 
 
-def index_of(name: str) -> str:
-    return json.dumps({"weight_map": {"a": name}})
-
-
 UNSAFE = "pytorch_model.bin is not a checkpoint that can be read safely"
 NO_ZIP = "pytorch_model.bin is cut off, or not in torch's zip format"
 INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
-W13 = "layers.1.w13"
+W13, PTH = "layers.1.w13", "consolidated.01.pth"
 ADDED = {"added_tokens_decoder": {"600": {"content": ["x"]}}}
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "attention_factor": 1.0}
 
 SPOILED = {  # how a checkpoint is corrupted: what the one-line error must contain
-    "empty folder": (lambda f: [file.unlink() for file in f.iterdir()], "neither config.json nor params.json"),
+    "empty folder": (empty, "neither config.json nor params.json"),
     "config is not JSON": (write("config.json", "{"), "config.json is not JSON"),
     "deep JSON": (write("config.json", "[" * 100_000), "config.json is not JSON"),
     "config lacks a field": (spoil_config(hidden_size=None), "config.json lacks the field hidden_size"),
@@ -2881,7 +2855,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "mlx": (spoil_config(quantization={"bits": 4}), "quantised for mlx: take the original"),
     "gguf beside a config": (lambda f: (f / "model.safetensors").rename(f / "x.gguf"), "x.gguf is not a GGUF file"),
     "adapter": (
-        write("adapter_config.json", '{"base_model_name_or_path": "someone/base"}', alone=True),
+        both(empty, write("adapter_config.json", '{"base_model_name_or_path": "someone/base"}')),
         "an adapter without its base: merge it into someone/base",
     ),
     "a huge config": (lambda f: os.truncate(f / "config.json", 1 << 36), "config.json has more than 64,000,000 bytes"),
@@ -2898,9 +2872,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     ),
     "no weights": (remove("model.safetensors"), "holds no weights"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "is cut short (5,000 bytes): download it"),
-    "truncated in its header": (lambda f: os.truncate(f / "model.safetensors", 500), "is cut short (500 bytes)"),
     "too long": (lambda f: os.truncate(f / "model.safetensors", 1 << 20), "not a valid safetensors file"),
-    "another kind of file": (write("model.safetensors", "<html>" * 99), "not a valid safetensors file"),
     "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
@@ -2911,12 +2883,12 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         f"is also in {SHARDS[0]}",
     ),
     "Meta's shards differ": (
-        both(lambda f: to_meta(f, 2), lambda f: lengthen(f / "consolidated.01.pth", "norm.weight")),
+        lambda f: [to_meta(f, 2), torch.save(torch.load(f / PTH) | {"norm.weight": torch.ones(65)}, f / PTH)],
         "norm.weight is [64] + [65], expected [64]",
     ),
-    "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove("consolidated.01.pth")), "holds 1 of the 2 files"),
-    "index without its shard": (write(INDEX, index_of("gone.safetensors")), "names gone.safetensors, which is missing"),
-    "index that leaves the folder": (write(INDEX, index_of("../model.safetensors")), "not a file of its own folder"),
+    "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove(PTH)), "holds 1 of the 2 files"),
+    "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors, which is missing"),
+    "index that leaves the folder": (write(INDEX, '{"weight_map": {"a": "../x"}}'), "not a file of its own folder"),
     "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
     **{f"torch file, {name}": (torch_file(content), UNSAFE) for name, content in {
         "numbered": {1: torch.ones(1)}, "a list": [torch.ones(1)], "nested": {"x": {"y": torch.ones(1)}},
@@ -2935,7 +2907,6 @@ SPOILED_8 = {  # the same for a saved model
     "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
     "another config": (spoil_config(intermediate_size=1 << 20), "do not fit the config: layers.0.w13 is [224, 64]"),
     "matrix of floats": (put(W13, lambda t: t.half()), f"{W13} has a type other than int8"),
-    "norm of whole numbers": (put("norm.weight", lambda t: t.char()), "norm.weight has a type other than float32"),
     "codes of another format": (spoil_tensors(format="e5m2"), "has codes of NaN or infinity: save it again"),
     "nan code": (set_one(W13, 0x7F), f"{W13} has codes of NaN or infinity: save it again"),
     "zero scale": (set_one(f"{W13}.scale", 0), f"{W13} has scales that are not positive and finite"),
@@ -3022,31 +2993,27 @@ def test_mutants_fit_the_program():
     assert all(mutant.old != mutant.new and mutant.words for mutant in mutate.MUTANTS)
 
 
-def elsewhere(act):
-    def case(rng, bases, place):
-        fuzz.watched.folder = str(place)
-        act()
-
-    return case
-
-
 WRONG = {  # a case that goes wrong: what the fuzzer says of it
-    "another exception": (lambda *_: {}["x"], "KeyError"),
-    "two lines": (lambda *_: fails(ValueError("a\nb"))(), "ValueError"),
-    "no message": (lambda *_: fails(ValueError())(), "ValueError"),
-    "a warning": (lambda *_: warnings.warn("x", stacklevel=1), "UserWarning"),
-    "no end": (lambda *_: time.sleep(60), "not finished after 1 seconds"),
-    "death": (lambda *_: os.kill(os.getpid(), signal.SIGKILL), "the process died"),
-    "too much memory": (lambda *_: bytearray(3 << 30), "MemoryError"),
-    "a file elsewhere": (elsewhere(Path("/etc/hostname").read_bytes), "opens /etc/hostname"),
-    "a program": (elsewhere(lambda: os.system("true")), "os.system"),
+    "another exception": (lambda: {}["x"], "KeyError"),
+    "two lines": (fails(ValueError("a\nb")), "ValueError"),
+    "no message": (fails(ValueError()), "ValueError"),
+    "a warning": (lambda: warnings.warn("x", stacklevel=1), "UserWarning"),
+    "no end": (lambda: time.sleep(60), "not finished after 1 seconds"),
+    "death": (lambda: os.kill(os.getpid(), signal.SIGKILL), "the process died"),
+    "too much memory": (lambda: bytearray(3 << 30), "MemoryError"),
+    "a file elsewhere": (lambda: Path("/etc/hostname").read_bytes(), "opens /etc/hostname"),
+    "a program": (lambda: os.system("true"), "os.system"),
 }
 
 
 @pytest.mark.parametrize("how", WRONG)
 def test_fuzz_notices(how, monkeypatch):
-    kind, expected = WRONG[how]
-    kind.__name__ = "kind"
+    act, expected = WRONG[how]
+
+    def kind(rng, bases, place):
+        fuzz.watched.folder = str(place)
+        act()
+
     monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
     outcomes, failures = fuzz.run_cases([SEED], {}, limit=1 if how == "no end" else PATIENCE)
     assert len(failures) == sum(outcomes.values()) == 1 and expected in failures[SEED]
@@ -3075,19 +3042,18 @@ def test_memory_of_a_tied_embedding():
 
 
 def test_memory_of_a_format():
-    """In place of the matrices what the format stores, and beside them the largest, decoded."""
+    """In place of the matrices what the format stores, and beside them the largest, decoded, as without a format if the
+    file is quantised."""
     config = read_config_like(dim=4096, n_layers=8, hidden_dim=16384, vocab_size=1 << 15)
-    plain, encoded = memory_needed(config), memory_needed(config, torch.float32, "cpu", 64, E4M3)
+    plain, encoded, decoded = (
+        memory_needed(config, torch.float32, "cpu", 64, format, False, None, quantised)
+        for format, quantised in ((None, False), (E4M3, False), (None, True))
+    )
     shapes = [*config.layer_matrices.values()] * 8 + [(1 << 15, 4096)]
     less = sum(4 * N * K - E4M3.nbytes(N, K) for N, K in shapes)
     assert plain[0] - encoded[0] == pytest.approx(less / 1e9, abs=0.02)
-    assert encoded[2] - plain[2] == pytest.approx(4 * 2 * 16384 * 4096 / 1e9, abs=0.02)
-
-
-def test_memory_of_a_matrix_that_is_decoded():
-    config = read_config_like(dim=4096, hidden_dim=1 << 16)
-    plain, decoded = (memory_needed(config, torch.float16, "cpu", 64, None, False, None, q)[2] for q in (False, True))
-    assert decoded - plain == pytest.approx(4 * 2 * config.hidden_dim * config.dim / 1e9, abs=0.02)
+    for workspace in (encoded[2], decoded[2]):
+        assert workspace - plain[2] == pytest.approx(4 * 2 * 16384 * 4096 / 1e9, abs=0.02)
 
 
 def test_memory_of_a_chunk():
@@ -3128,8 +3094,6 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
     assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
     assert sorted(f.name for f in copy.parent.iterdir() if f.is_dir()) == ["copy", "saved"]
     tensors = load_file(saved / "model.safetensors")
-    expected = checkpoint.saved_tensors(read_config(saved), FORMATS[form])
-    assert {name: t.shape for name, t in tensors.items()} == {name: shape for name, (_, shape) in expected.items()}
     assert tensors["norm.weight"].dtype == torch.float16
     for name, shape in {"layers.1.w13": (224, 64), "layers.1.w13.scale": (224,), "norm.weight": (64,)}.items():
         assert tensors[name].shape == shape, "folders that were saved earlier stay readable"
@@ -3164,24 +3128,6 @@ def test_calibrated_model_loses_less(cli, tmp_path):
     for settings, said in ((dict(format="e4m3", calibrate="x"), "is for int4"), (dict(calibrate=" "), "is empty")):
         with pytest.raises(ValueError, match=said):
             save(run.DEFAULT_MODEL, tmp_path / "refused", **dict(format="int4") | settings)
-
-
-def test_saved_format_with_groups_is_cut(grouped_folder, tmp_path, monkeypatch):
-    """Two ranks load the columns of wo and w2, and the rows of all else, that one process has."""
-    monkeypatch.setitem(FORMATS, "grouped", GROUPED)
-    saved = save(grouped_folder, tmp_path / "saved", format="grouped", device="cpu").parent
-    assert load_file(saved / "model.safetensors")["layers.0.w2.scale"].shape == (64, 4)
-    config = read_config(saved)
-    several = Checkpoint(saved, config), torch.float32, torch.float32, torch.device("cpu"), GROUPED, "torch"
-    loaded = [Loader(*several, rank, ranks, True).load().matrices for rank, ranks in ((0, 1), (0, 2), (1, 2))]
-    for name, *matrices in zip(("wqkv", "wo", "w13", "w2") * 2 + ("output",), *loaded):
-        cut = [m.dense().t() if name in ("wo", "w2") else m.dense() for m in matrices]
-        rows, *of_ranks = ({row.numpy().tobytes() for row in m} for m in cut)
-        assert set.union(*of_ranks) == rows and len(cut[1]) < len(cut[0]), name
-    original, decoded = load_file(grouped_folder / "model.safetensors")[DOWN], loaded[0][7].dense()
-    assert (decoded - original).abs().max() <= original.abs().max() / 127 and not decoded.equal(original)
-    with pytest.raises(ValueError, match="layers.0.wo has 16 columns on each of 4 processes; grouped needs"):
-        check_groups(config.cut(4), GROUPED)
 
 
 def test_save_copies_nothing_from_outside(cli, copy, tmp_path):
