@@ -3209,8 +3209,6 @@ def test_tokenizer_round_trip(tiny):
         assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
     assert tokenizer.encode("x")[0] == tokenizer.bos
     assert "".join(streamed(tokenizer, tokenizer.encode("time", bos=False))) == " time", "text goes on with its space"
-    half = [tokenizer.vocabulary.sp.piece_to_id(piece) for piece in ("<0xF0>", "<0x9F>")]
-    assert tokenizer.decode(half) == tokenizer.vocabulary.sp.decode(half) == "\ufffd" * 2
 
 
 @pytest.mark.parametrize("stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"], ["fox. It says"]])
@@ -3309,16 +3307,6 @@ def test_template_errors(cli, tiny, tmp_path, how):
     assert_refused(cli("-m", tiny, "--chat", *flags), expected)
 
 
-def test_ctrl_c_ends_a_template(tiny):
-    tokenizer = Tokenizer(tiny)
-    tokenizer.chat_template = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.alarm(1)
-    with pytest.raises(KeyboardInterrupt):
-        tokenizer.apply_chat_template(conversation("hello"))
-    signal.signal(signal.SIGALRM, before)
-
-
 def test_half_typed_control_tokens(tiny):
     t = Tokenizer(tiny)
     for template, typed in (("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>")):
@@ -3333,14 +3321,11 @@ def test_turn_ends_of_a_template_that_writes_no_answer(tiny):
     assert t.turn_ends() == (set(), [])
 
 
-def test_added_tokens(copy):
+def test_added_tokens_and_bos_beside_a_tokenizer_model(copy):
     size = Tokenizer(copy).vocabulary.size
     (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
     assert Tokenizer(copy).control["<|im_end|>"] == Tokenizer(copy, size + 1).control["<|im_end|>"] == size
     assert "<|im_end|>" not in Tokenizer(copy, size).control, "the model has no embedding for it"
-
-
-def test_bos_left_out(copy):
     (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
     assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
 
@@ -3396,18 +3381,12 @@ CHAT_FAMILIES = {
         "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}",
     ),
     "zephyr, tinyllama": (
-        "pieces",
+        "spaced pieces",
         ["<s>", "</s>"],
         "{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + m['content'] + eos_token }}\n"
         "{% elif m['role'] == 'system' %}\n{{ '<|system|>\n' + m['content'] + eos_token }}\n"
         "{% else %}\n{{ '<|assistant|>\n'  + m['content'] + eos_token }}\n{% endif %}\n"
         "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
-    ),
-    "yi": (
-        "spaced pieces",
-        ["<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     ),
     "qwen 3": (
         "byte level",
@@ -3431,22 +3410,28 @@ CHAT_FAMILIES = {
 }
 
 
+def train_byte_pairs(pre_tokenizer, texts: list[str], alphabet: list[str], **model) -> dict:
+    """A tokenizer.json."""
+    t = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
+    t.pre_tokenizer, t.decoder = pre_tokenizer, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    t.train_from_iterator(texts, trainer)
+    return json.loads(t.to_str())
+
+
 def train_tokenizer_json(folder: Path, family: str) -> Path:
     """A folder with a tokenizer.json of that family's kind, its control tokens and its template."""
     kind, control, template = CHAT_FAMILIES[family]
-    pre, t = tokenizers.pre_tokenizers, tokenizers.Tokenizer(tokenizers.models.BPE())
-    words = pre.Split(tokenizers.Regex(r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
-    by_bytes = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-    t.pre_tokenizer = by_bytes if kind == "byte level" else pre.Metaspace(prepend_scheme="first", split=True)
-    alphabet = pre.ByteLevel.alphabet() if kind == "byte level" else []
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    t.train_from_iterator([TEXT] * 20, trainer)
-    t.decoder = tokenizers.decoders.ByteLevel()
-    raw = json.loads(t.to_str())
-    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    if kind != "byte level":
+    pre = tokenizers.pre_tokenizers
+    if kind == "byte level":
+        words = pre.Split(tokenizers.Regex(r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
+        by_bytes = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+        raw = train_byte_pairs(by_bytes, [TEXT] * 20, pre.ByteLevel.alphabet())
+    else:
+        raw = train_byte_pairs(pre.Metaspace(prepend_scheme="first", split=True), [TEXT] * 20, [])
         vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *raw["model"]["vocab"]]
         raw["model"] |= dict(vocab={piece: i for i, piece in enumerate(vocab)}, byte_fallback=True, unk_token="<unk>")
+        replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
         strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
         raw["decoder"] = dict(type="Sequence", decoders=[replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip])
         raw["pre_tokenizer"]["split"] = False
@@ -3576,7 +3561,7 @@ def test_control_token_in_the_vocabulary(tmp_path):
 
 def test_many_control_tokens(tmp_path):
     """Messages are searched for all of them, and for their beginnings; speech models have tens of thousands."""
-    names = [f"<sound_{i}>" for i in range(30_000)] + ["<" * n + "a" for n in range(2, 99)]
+    names = [f"<sound_{i}>" for i in range(10_000)] + ["<" * n + "a" for n in range(2, 99)]
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
         raw["added_tokens"] += [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
