@@ -5062,26 +5062,19 @@ def test_bench_cost_is_what_one_counts_by_hand(tiny_model):
     assert [bench.decode_bytes(tiny_model, depth) - matrices for depth in (0, 10)] == [0, 4 * 2 * 2 * 10 * 2 * 16]
 
 
-def test_bench_windows_count_every_token_once():
-    for count, ctx, stride in ((100, 16, 16), (100, 16, 5), (7, 16, 16), (33, 16, 1)):
-        counted = []
-        for start, end, first in bench.windows(count, ctx, stride):
-            assert start <= first <= end <= start + ctx
-            counted += range(first, end)
-        assert counted == list(range(count))
-
-
-@pytest.mark.parametrize("stride", [24, 10])
+@pytest.mark.parametrize("stride", [24, 10, 1])
 def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
     from transformers import LlamaForCausalLM
 
     theirs = LlamaForCausalLM.from_pretrained(tiny)
-    ids, ctx, losses = torch.randint(3, 300, (70,)).tolist(), 24, []
+    ids, ctx, counted, losses = torch.randint(3, 300, (70,)).tolist(), 24, [], []
     report = bench.quality([*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200)
     for start, end, first in bench.windows(len(ids), ctx, stride):
+        assert start <= first <= end <= start + ctx
+        counted += range(first, end)
         log_p = oracle(theirs, [1, *ids[start : end - 1]]).log_softmax(-1)
         losses += [-log_p[i - start, ids[i]].item() for i in range(first, end)]
-    assert report["tokens"] == 70
+    assert report["tokens"] == 70 and counted == [*range(70)]
     assert abs(report["perplexity"] / torch.tensor(losses).double().mean().exp().item() - 1) < 1e-4
     assert abs(report["bits_per_byte"] - sum(losses) / 0.6931471805599453 / 200) < 1e-4
     assert report["mean_kl"] < 1e-9 and report["same_top_%"] == 100 and abs(report["perplexity_ratio"] - 1) < 1e-9
@@ -5154,31 +5147,28 @@ def test_bench_vs_transformers_measures_the_same_model(bench_cli, tiny, tiny_sav
     assert [(r["format"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, "it cannot read this model"
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
 def test_bench_random_config_makes_all_tensors_of_a_layer(bench_cli, tmp_path, family):
-    from transformers import Qwen2Config, Qwen3Config
+    import transformers
 
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=70)
-    made = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}[family](num_key_value_heads=2, head_dim=8, **sizes)
-    made.save_pretrained(tmp_path)
+    getattr(transformers, f"{family}Config")(num_key_value_heads=2, head_dim=8, **sizes).save_pretrained(tmp_path)
     args = SimpleNamespace(device="cpu", backend="torch", kv_fp8=False, accumulate="auto", threads=1, cores=1)
     args.model, args.ranks = f"random:{tmp_path / 'config.json'}:2", parallel.Ranks()
     model = bench.open_model(args, "fp32", 16)
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
     assert len(model.weights.layers) == 2 and layer == model.config.layer_shapes.keys()
-    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "qwen2" else "qk_norm"}
+    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
     theirs = bench.transformers_model(args, torch.float32, torch.device("cpu"))
-    assert theirs.config.model_type == family and theirs.config.num_hidden_layers == 2
+    assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
     code, out, err = bench_cli("-m", args.model, "--kernels", "-p", 4, "--device", "cpu", "-o", "jsonl")
     assert code == 0 and out.count("rmsnorm_qkv_rope") == 2, err
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_bench_random_matrices_are_stored_as_their_format_says(form):
-    format, cpu = FORMATS[form], torch.device("cpu")
-    matrix = bench.random_matrix(150, 64, torch.float32, cpu, format, "torch")
-    assert matrix.shape == (150, 64) and matrix.nbytes == format.nbytes(150, 64)
-    assert 0.018 < matrix.dense().std() < 0.022
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+def test_bench_random_matrices_are_stored_as_their_format_says(format):
+    matrix = bench.random_matrix(150, 64, torch.float32, torch.device("cpu"), format, "torch")
+    assert matrix.nbytes == format.nbytes(150, 64) and 0.018 < matrix.dense().std() < 0.022
 
 
 def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
@@ -5234,14 +5224,12 @@ def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tiny_model, tmp_p
         assert row["% of 65504"] == pytest.approx(100 * max(row[n] for n in ("x", "q", "k", "v", "q k", "h")) / 65504)
 
 
-def test_bench_uses_the_threads_that_suit_a_model(bench_cli, tiny):
-    flags = ["-m", tiny, "-p", "4", "-n", "0", "-r", "1", "--device", "cpu", "-o", "json"]
-    try:
-        for given, name in (([], "CPU, 1 thread"), (["-t", "2"], "CPU, 2 threads")):
-            torch.set_num_threads(2)
-            assert [row["device"] for row in rows_of(bench_cli(*flags, *given))] == [name]
-    finally:
-        torch.set_num_threads(1)
+def test_bench_uses_the_threads_that_suit_a_model(bench_cli, tiny, request):
+    request.addfinalizer(lambda: torch.set_num_threads(1))
+    for given, name in (([], "CPU, 1 thread"), (["-t", "2"], "CPU, 2 threads")):
+        torch.set_num_threads(2)
+        rows = rows_of(bench_cli("-m", tiny, *QUICK, "-o", "json", *given))
+        assert {row["device"] for row in rows} == {name}
 
 
 def test_bench_passes(bench_cli, tiny):
@@ -5278,18 +5266,14 @@ def test_bench_tune_saves_the_best_sizes(tiny, tmp_path, monkeypatch, card):
     assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], "other cards keep theirs"
 
 
-def test_bench_says_where_more_than_a_ceiling_is_reached(capsys):
-    bench.note_disturbed.cache_clear()
-    assert bench.percent(1, 2) == 50 and capsys.readouterr().err == ""
-    assert bench.percent(3, 2) == bench.percent(3, 2) == 150
-    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
-
-
-def test_bench_cell_shows_the_digits_that_differ():
+def test_bench_cells_show_the_digits_that_differ_and_note_more_than_a_ceiling(capsys):
     shown = {1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070", 5.4712: "5.47"}
     shown |= {0.9998: "0.99980", 12345.6: "12,346", float("nan"): "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
     for value, text in (shown | {7: "7", None: ""}).items():
         assert bench.cell(value) == text, value
+    bench.note_disturbed.cache_clear()
+    assert [bench.percent(x, 2) for x in (1, 3, 3)] == [50, 150, 150]
+    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
 
 
 def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_path):
@@ -5318,8 +5302,26 @@ def test_bench_picture_of_the_readme_is_drawn_from_its_record(bench_cli, tmp_pat
     assert texts[0] == texts[1] and "fused-llama, e4m3" in texts[0]
 
 
-def test_bench_refuses_flags_of_another_mode(bench_cli):
-    for wrong in (
+def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)  # packages that are not there
+    for arguments, text in (
+        (["-m", tiny, "--vs", "transformers"], "--vs needs a package"),
+        (["-m", tiny, "--plot", "x.png"], "matplotlib"),
+        (["-m", tiny, "--plot", tmp_path / "none" / "x.png"], "x.png cannot be written there"),
+        (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
+        (["-m", "random:7b:0"], "'0' is not a number of layers"),
+        (["-m", "nowhere"], "no folder nowhere here"),
+        (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
+        (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
+        (["-m", tiny, "--tune", "--device", "cpu"], "on a GPU"),
+    ):
+        assert_refused(bench_cli(*arguments), text)
+    for arguments, text in (("-p x", "-p 'x' is neither a number"), ("-p 0 -n 0", "nothing to measure"),
+        ("-p 0 --profile", "nothing to measure"), ("--perplexity x --stride 600", "skips text"),
+    ):  # fmt: skip
+        assert_refused(bench_cli(*arguments.split()), text, code=2)
+    for of_another_mode in (
         "--vs transformers --perplexity x", "--vs llama.cpp", "-o csv", "--plot x.png --perplexity x",
         "--plot x.png --kernels", "--plot x.gif", "--stride 4", "--against fp32", "--against fp32 --limits x",
         "--perplexity x --dtype fp32,bf16", "--limits x --dtype fp32 --dtype bf16", "--kernels --format none,e4m3",
@@ -5327,28 +5329,7 @@ def test_bench_refuses_flags_of_another_mode(bench_cli):
         "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels", "--recorded x",
         "--recorded x --plot x.png -m a",
     ):  # fmt: skip
-        assert_refused(bench_cli(*wrong.split()), code=2)
-
-
-def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
-    (tmp_path / "bad").write_bytes(b"ab\xff")
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)  # packages that are not there
-    for arguments, code, text in (
-        (["-m", tiny, "--vs", "transformers"], 1, "--vs needs a package"),
-        (["-m", tiny, "--plot", "x.png"], 1, "matplotlib"),
-        (["-m", tiny, "--plot", tmp_path / "none" / "x.png"], 1, "x.png cannot be written there"),
-        (["-m", "random:9b"], 1, "the shapes are 1.1b, 7b"),
-        (["-m", "random:7b:0"], 1, "'0' is not a number of layers"),
-        (["-m", "nowhere"], 1, "no folder nowhere here"),
-        (["-p", "x"], 2, "-p 'x' is neither a number"),
-        (["-p", "0", "-n", "0"], 2, "nothing to measure"),
-        (["-p", "0", "--profile"], 2, "nothing to measure"),
-        (["-m", tiny, "--perplexity", tmp_path / "bad"], 1, "not UTF-8: byte 0xff at offset 2"),
-        (["-m", tiny, "--perplexity", tmp_path / "none"], 1, "none"),
-        (["--perplexity", "x", "--stride", "600"], 2, "skips text"),
-        (["-m", tiny, "--tune", "--device", "cpu"], 1, "on a GPU"),
-    ):
-        assert_refused(bench_cli(*arguments), text, code=code)
+        assert_refused(bench_cli(*of_another_mode.split()), code=2)
 
 
 # ---- README.md
