@@ -78,6 +78,11 @@ TYPES = {  # by their numbers in files; llama.cpp makes Q5_0 of what was to be Q
     2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24),
     8: Type("Q8_0", 32, 34), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176), 14: Type("Q6_K", 256, 210),
 }  # fmt: skip
+OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
 
 
 # ---- the header
@@ -188,7 +193,8 @@ class Header:
         kind, offset = self.scalar("I"), self.scalar("Q")
         if kind not in TYPES:
             known = ", ".join(type.name for type in TYPES.values())
-            raise ValueError(f"{self.file}: {name} has the type {kind}, which is not supported: take a file of {known}")
+            what = OTHER_TYPES.get(kind, f"unknown type {kind}")
+            raise ValueError(f"{self.file}: {name} is {what}, which is not supported: take a file of {known}")
         type = TYPES[kind]
         if 0 in shape or shape[-1] % type.block:
             raise self.damaged(f"{name} has the shape {list(shape)}, of type {type.name}")

@@ -34,13 +34,13 @@ import termios
 import textwrap
 import threading
 import time
-import traceback
 import warnings
 import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +77,7 @@ import speculation
 import training
 from chat import Chat, Printer
 from chat import columns as columns_of
-from checkpoint import Checkpoint, Loader, check_groups, check_memory, load, parts_of, read_config, read_part, save
+from checkpoint import Loader, check_groups, check_memory, load, parts_of, read_config, read_part, save
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
 from fp8 import E4M3, E5M2, Matrix
@@ -2266,12 +2266,10 @@ def test_mode_of_a_run(monkeypatch):
 # ---- checkpoint.py: layouts, families, the hub
 
 
-EVERY_KERNEL = ("llama 3.2", "mistral nemo", "qwen 2.5", "qwen 3")  # for Triton's kernels the others equal one of these
-
-
 @pytest.mark.parametrize("family, fp8, backend", [
     *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e5m2", "torch"),
-    *(pytest.param(name, None, "triton", marks=needs_triton) for name in EVERY_KERNEL),
+    # for Triton's kernels, the others are as the model of most tests
+    *(pytest.param(name, None, "triton", marks=needs_triton) for name in ("qwen 2.5", "qwen 3")),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend):
     """Logits of a prompt, whole and in parts, and greedy tokens; in 8 bits, against our model with decoded weights."""
@@ -2304,15 +2302,12 @@ def to_bin(folder: Path) -> None:
 
 def to_shards(folder: Path, suffix: str) -> None:
     tensors = load_file(folder / "model.safetensors")
-    names, stem = sorted(tensors), "model" if suffix == "safetensors" else "pytorch_model"
-    weight_map = {}
-    for shard, part in enumerate((names[::2], names[1::2])):
-        file = f"{stem}-0000{shard + 1}-of-00002.{suffix}"
-        held = {name: tensors[name] for name in part}
-        save_file(held, folder / file) if suffix == "safetensors" else torch.save(held, folder / file)
-        weight_map |= dict.fromkeys(part, file)
-    index = "model.safetensors.index.json" if suffix == "safetensors" else "pytorch_model.bin.index.json"
-    (folder / index).write_text(json.dumps({"weight_map": weight_map}))
+    stem, write = ("model", save_file) if suffix == "safetensors" else ("pytorch_model", torch.save)
+    files = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+    weight_map = dict(zip(sorted(tensors), itertools.cycle(files)))
+    for file in files:
+        write({name: t for name, t in tensors.items() if weight_map[name] == file}, folder / file)
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "model.safetensors").unlink()
 
 
@@ -2365,18 +2360,15 @@ def test_layouts_equal_transformers(tmp_path, layout):
 def test_config_sliding_window(copy):
     edit(copy / "config.json", model_type="mistral", max_position_embeddings=8192)
     assert load(copy, device="cpu").ctx_size == 4096
-    with pytest.raises(ValueError, match="sliding_window is 4096: a context of 5000"):
-        load(copy, device="cpu", ctx_size=5000)
     edit(copy / "config.json", sliding_window=None)
     assert load(copy, device="cpu", ctx_size=5000).ctx_size == 5000
 
 
-def test_config_older_rope_fields(tmp_path):
-    theirs = hugging_face_model(**SHAPES["linear"])
-    theirs.save_pretrained(tmp_path)
-    edit(tmp_path / "config.json", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4.0})
-    ids = torch.randint(3, 300, (20,)).tolist()
-    assert_close(our_logits(tmp_path, ids), oracle(theirs, ids))
+def test_config_older_rope_fields(tiny, copy):
+    edit(copy / "config.json", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))
+    newer = read_config(copy)
+    edit(copy / "config.json", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4.0})
+    assert read_config(copy) == newer != read_config(tiny)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -2419,7 +2411,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data)
-            self.close_connection = True
 
     do_HEAD = do_GET
 
@@ -2469,23 +2460,19 @@ def set_hub(monkeypatch, endpoint: str, cache: Path, offline: bool = False) -> N
 
 
 def test_hub_downloads_once_what_is_needed(hub, tiny, cli, monkeypatch, tmp_path):
-    run = lambda flag: cli(flag, "someone/tiny", "-p", "Once", "-n", 4, "--temp", 0, "--quiet")
-    code, out, err = run("-hf")
-    assert code == 0 and out == cli("-m", tiny, "-p", "Once", "-n", 4, "--temp", 0)[1] and err == ""
+    """First by a process of its own, in which no test has imported or set anything."""
+    flags = ("someone/tiny", "-p", "Once", "-n", 4, "--temp", 0, "--quiet")
+    expected = cli("-m", tiny, *flags[1:])
+    process = program("-hf", *flags)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out.decode(), err.decode()) == expected
     fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")}
     assert fetched == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.model"}
     before = len(hub.asked)
-    assert run("-m") == (code, out, err) and len(hub.asked) == before, "the second time is without the network"
+    assert cli("-m", *flags) == expected and len(hub.asked) == before, "the second time is without the network"
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
     next((tmp_path / "cache").rglob("snapshots/*/generation_config.json")).unlink()
-    assert run("-m") == (code, out, err), "offline, what is there has to do"
-
-
-def test_hub_in_a_process_of_its_own(hub):
-    """In which no test has imported or set anything."""
-    process = program("-hf", "someone/tiny", "-p", "Once", "-n", 2, "--device", "cpu", "--quiet")
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0 and out.startswith(b"Once") and err == b"", err
+    assert cli("-m", *flags) == expected, "offline, what is there has to do"
 
 
 def disk_with(monkeypatch, free: int) -> None:
@@ -2527,7 +2514,6 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
     "gated": (dict(token="secret"), "", "tiny", "it is gated: accept its licence on its page, and set HF_TOKEN"),
     "gguf": (dict(files={"a.IQ4_0.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
     "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
-    "no weights": (dict(files={"config.json": b"{}"}), "", "tiny", "holds no weights that this program reads"),
     "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
     "offline": ({}, "offline", "tiny", "no folder someone/tiny here; the hub's cache"),
     "not there": ({}, "not there", "tiny", "and the download from http://127.0.0.1:9 failed (Conn"),
@@ -2589,15 +2575,13 @@ def set_one(name: str, value: float):
     return spoil_tensors(lambda t: t[name].view(-1)[7:8].fill_(value))
 
 
-def write(name: str, content: str | bytes, alone: bool = False):
-    """Write a file, in place of all others if alone."""
+def write(name: str, content: str | bytes):
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
-    def spoil(folder: Path) -> None:
-        if alone:
-            [file.unlink() for file in folder.iterdir()]
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
-    return spoil
+def empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
 
 
 def link_out(name: str):
@@ -2606,12 +2590,6 @@ def link_out(name: str):
 
 def remove(name: str):
     return lambda folder: (folder / name).unlink()
-
-
-def lengthen(file: Path, name: str) -> None:
-    tensors = torch.load(file)
-    tensors[name] = torch.ones(len(tensors[name]) + 1)
-    torch.save(tensors, file)
 
 
 def both(*spoils):
@@ -2642,20 +2620,16 @@ class Bomb:
         return (os.system, ("touch PICKLE_HAS_RUN",))
 
 
-def index_of(name: str) -> str:
-    return json.dumps({"weight_map": {"a": name}})
-
-
 UNSAFE = "pytorch_model.bin is damaged, or cannot be read safely"
 INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
-W13 = "layers.1.w13"
+W13, PTH = "layers.1.w13", "consolidated.01.pth"
 ADDED = {"added_tokens_decoder": {"600": {"content": ["x"]}}}
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "attention_factor": 1.0}
 
 SPOILED = {  # how a checkpoint is corrupted: what the one-line error must contain
-    "empty folder": (lambda f: [file.unlink() for file in f.iterdir()], "neither config.json nor params.json"),
+    "empty folder": (empty, "neither config.json nor params.json"),
     "config is not JSON": (write("config.json", "{"), "config.json is not JSON"),
     "deep JSON": (write("config.json", "[" * 100_000), "config.json is not JSON"),
     "config lacks a field": (spoil_config(hidden_size=None), "config.json lacks the field hidden_size"),
@@ -2678,7 +2652,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "mlx": (spoil_config(quantization={"bits": 4}), "quantised for mlx: take the original"),
     "gguf beside a config": (lambda f: (f / "model.safetensors").rename(f / "x.gguf"), "x.gguf is not a GGUF file"),
     "adapter": (
-        write("adapter_config.json", '{"base_model_name_or_path": "someone/base"}', alone=True),
+        both(empty, write("adapter_config.json", '{"base_model_name_or_path": "someone/base"}')),
         "an adapter without its base: merge it into someone/base",
     ),
     "a huge config": (lambda f: os.truncate(f / "config.json", 1 << 36), "config.json has more than 64,000,000 bytes"),
@@ -2695,9 +2669,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     ),
     "no weights": (remove("model.safetensors"), "holds no weights"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "is cut short, or no safetensors file"),
-    "truncated in its header": (lambda f: os.truncate(f / "model.safetensors", 500), "is cut short"),
     "too long": (lambda f: os.truncate(f / "model.safetensors", 1 << 20), "no safetensors file"),
-    "another kind of file": (write("model.safetensors", "<html>" * 99), "no safetensors file"),
     "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
@@ -2708,12 +2680,12 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         "the tensors do not fit the config",
     ),
     "Meta's shards differ": (
-        both(lambda f: to_meta(f, 2), lambda f: lengthen(f / "consolidated.01.pth", "norm.weight")),
+        lambda f: [to_meta(f, 2), torch.save(torch.load(f / PTH) | {"norm.weight": torch.ones(65)}, f / PTH)],
         "norm.weight is [64] + [65] in float32, expected [64]",
     ),
-    "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove("consolidated.01.pth")), "expected [350, 64]"),
-    "index without its shard": (write(INDEX, index_of("gone.safetensors")), "names gone.safetensors, which is missing"),
-    "index that leaves the folder": (write(INDEX, index_of("../model.safetensors")), "not a file of its own folder"),
+    "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove(PTH)), "expected [350, 64]"),
+    "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors, which is missing"),
+    "index that leaves the folder": (write(INDEX, '{"weight_map": {"a": "../x"}}'), "not a file of its own folder"),
     "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
     **{f"torch file, {name}": (torch_file(content), UNSAFE) for name, content in {
         "numbered": {1: torch.ones(1)}, "a list": [torch.ones(1)], "nested": {"x": {"y": torch.ones(1)}},
@@ -2732,7 +2704,6 @@ SPOILED_8 = {  # the same for a saved model
     "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64] in int8, expected [224, 64]"),
     "another config": (spoil_config(intermediate_size=1 << 20), "do not fit the config: layers.0.w13 is [224, 64]"),
     "matrix of floats": (put(W13, lambda t: t.half()), f"{W13} is [224, 64] in float16, expected [224, 64] in int8"),
-    "norm of whole numbers": (put("norm.weight", lambda t: t.char()), "norm.weight is [64] in int8, expected [64]"),
     "codes of another format": (spoil_tensors(format="e5m2"), "has codes of NaN or infinity: save it again"),
     "nan code": (set_one(W13, 0x7F), f"{W13} has codes of NaN or infinity: save it again"),
     "zero scale": (set_one(f"{W13}.scale", 0), f"{W13} has scales that are not positive and finite"),
@@ -2817,31 +2788,27 @@ def test_mutants_fit_the_program():
     assert all(mutant.old != mutant.new and mutant.words for mutant in mutate.MUTANTS)
 
 
-def elsewhere(act):
-    def case(rng, bases, place):
-        fuzz.watched.folder = str(place)
-        act()
-
-    return case
-
-
 WRONG = {  # a case that goes wrong: what the fuzzer says of it
-    "another exception": (lambda *_: {}["x"], "KeyError"),
-    "two lines": (lambda *_: fails(ValueError("a\nb"))(), "ValueError"),
-    "no message": (lambda *_: fails(ValueError())(), "ValueError"),
-    "a warning": (lambda *_: warnings.warn("x", stacklevel=1), "UserWarning"),
-    "no end": (lambda *_: time.sleep(60), "not finished after 1 seconds"),
-    "death": (lambda *_: os.kill(os.getpid(), signal.SIGKILL), "the process died"),
-    "too much memory": (lambda *_: bytearray(3 << 30), "MemoryError"),
-    "a file elsewhere": (elsewhere(Path("/etc/hostname").read_bytes), "opens /etc/hostname"),
-    "a program": (elsewhere(lambda: os.system("true")), "os.system"),
+    "another exception": (lambda: {}["x"], "KeyError"),
+    "two lines": (fails(ValueError("a\nb")), "ValueError"),
+    "no message": (fails(ValueError()), "ValueError"),
+    "a warning": (lambda: warnings.warn("x", stacklevel=1), "UserWarning"),
+    "no end": (lambda: time.sleep(60), "not finished after 1 seconds"),
+    "death": (lambda: os.kill(os.getpid(), signal.SIGKILL), "the process died"),
+    "too much memory": (lambda: bytearray(3 << 30), "MemoryError"),
+    "a file elsewhere": (lambda: Path("/etc/hostname").read_bytes(), "opens /etc/hostname"),
+    "a program": (lambda: os.system("true"), "os.system"),
 }
 
 
 @pytest.mark.parametrize("how", WRONG)
 def test_fuzz_notices(how, monkeypatch):
-    kind, expected = WRONG[how]
-    kind.__name__ = "kind"
+    act, expected = WRONG[how]
+
+    def kind(rng, bases, place):
+        fuzz.watched.folder = str(place)
+        act()
+
     monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
     outcomes, failures = fuzz.run_cases([SEED], {}, limit=1 if how == "no end" else PATIENCE)
     assert len(failures) == sum(outcomes.values()) == 1 and expected in failures[SEED]
@@ -2870,19 +2837,18 @@ def test_memory_of_a_tied_embedding():
 
 
 def test_memory_of_a_format():
-    """In place of the matrices what the format stores, and beside them the largest, decoded."""
+    """In place of the matrices what the format stores, and beside them the largest, decoded, as without a format if the
+    file is quantised."""
     config = read_config_like(dim=4096, n_layers=8, hidden_dim=16384, vocab_size=1 << 15)
-    plain, encoded = memory_needed(config), memory_needed(config, torch.float32, "cpu", 64, E4M3)
+    plain, encoded, decoded = (
+        memory_needed(config, torch.float32, "cpu", 64, format, False, None, quantised)
+        for format, quantised in ((None, False), (E4M3, False), (None, True))
+    )
     shapes = [*config.layer_matrices.values()] * 8 + [(1 << 15, 4096)]
     less = sum(4 * N * K - E4M3.nbytes(N, K) for N, K in shapes)
     assert plain[0] - encoded[0] == pytest.approx(less / 1e9, abs=0.02)
-    assert encoded[2] - plain[2] == pytest.approx(4 * 2 * 16384 * 4096 / 1e9, abs=0.02)
-
-
-def test_memory_of_a_matrix_that_is_decoded():
-    config = read_config_like(dim=4096, hidden_dim=1 << 16)
-    plain, decoded = (memory_needed(config, torch.float16, "cpu", 64, None, False, None, q)[2] for q in (False, True))
-    assert decoded - plain == pytest.approx(4 * 2 * config.hidden_dim * config.dim / 1e9, abs=0.02)
+    for workspace in (encoded[2], decoded[2]):
+        assert workspace - plain[2] == pytest.approx(4 * 2 * 16384 * 4096 / 1e9, abs=0.02)
 
 
 def test_memory_of_a_chunk():
@@ -2923,8 +2889,6 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
     assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
     assert sorted(f.name for f in copy.parent.iterdir() if f.is_dir()) == ["copy", "saved"]
     tensors = load_file(saved / "model.safetensors")
-    expected = checkpoint.saved_tensors(read_config(saved), FORMATS[form])
-    assert {name: t.shape for name, t in tensors.items()} == {name: shape for name, (_, shape) in expected.items()}
     assert tensors["norm.weight"].dtype == torch.float16
     for name, shape in {"layers.1.w13": (224, 64), "layers.1.w13.scale": (224,), "norm.weight": (64,)}.items():
         assert tensors[name].shape == shape, "folders that were saved earlier stay readable"
@@ -2959,24 +2923,6 @@ def test_calibrated_model_loses_less(cli, tmp_path):
     for settings, said in ((dict(format="e4m3", calibrate="x"), "is for int4"), (dict(calibrate=" "), "is empty")):
         with pytest.raises(ValueError, match=said):
             save(run.DEFAULT_MODEL, tmp_path / "refused", **dict(format="int4") | settings)
-
-
-def test_saved_format_with_groups_is_cut(grouped_folder, tmp_path, monkeypatch):
-    """Two ranks load the columns of wo and w2, and the rows of all else, that one process has."""
-    monkeypatch.setitem(FORMATS, "grouped", GROUPED)
-    saved = save(grouped_folder, tmp_path / "saved", format="grouped", device="cpu").parent
-    assert load_file(saved / "model.safetensors")["layers.0.w2.scale"].shape == (64, 4)
-    config = read_config(saved)
-    several = Checkpoint(saved), torch.float32, torch.float32, torch.device("cpu"), GROUPED, "torch"
-    loaded = [Loader(*several, rank, ranks, True).load().matrices for rank, ranks in ((0, 1), (0, 2), (1, 2))]
-    for name, *matrices in zip(("wqkv", "wo", "w13", "w2") * 2 + ("output",), *loaded):
-        cut = [m.dense().t() if name in ("wo", "w2") else m.dense() for m in matrices]
-        rows, *of_ranks = ({row.numpy().tobytes() for row in m} for m in cut)
-        assert set.union(*of_ranks) == rows and len(cut[1]) < len(cut[0]), name
-    original, decoded = load_file(grouped_folder / "model.safetensors")[DOWN], loaded[0][7].dense()
-    assert (decoded - original).abs().max() <= original.abs().max() / 127 and not decoded.equal(original)
-    with pytest.raises(ValueError, match="layers.0.wo has 16 columns on each of 4 processes; grouped needs"):
-        check_groups(config.cut(4), GROUPED)
 
 
 def test_save_copies_nothing_from_outside(cli, copy, tmp_path):
@@ -3058,8 +3004,6 @@ def test_tokenizer_round_trip(tiny):
         assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
     assert tokenizer.encode("x")[0] == tokenizer.bos
     assert "".join(streamed(tokenizer, tokenizer.encode("time", bos=False))) == " time", "text goes on with its space"
-    half = [tokenizer.vocabulary.sp.piece_to_id(piece) for piece in ("<0xF0>", "<0x9F>")]
-    assert tokenizer.decode(half) == tokenizer.vocabulary.sp.decode(half) == "\ufffd" * 2
 
 
 @pytest.mark.parametrize("stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"], ["fox. It says"]])
@@ -3158,16 +3102,6 @@ def test_template_errors(cli, tiny, tmp_path, how):
     assert_refused(cli("-m", tiny, "--chat", *flags), expected)
 
 
-def test_ctrl_c_ends_a_template(tiny):
-    tokenizer = Tokenizer(tiny)
-    tokenizer.chat_template = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.alarm(1)
-    with pytest.raises(KeyboardInterrupt):
-        tokenizer.apply_chat_template(conversation("hello"))
-    signal.signal(signal.SIGALRM, before)
-
-
 def test_half_typed_control_tokens(tiny):
     t = Tokenizer(tiny)
     for template, typed in (("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>")):
@@ -3182,14 +3116,11 @@ def test_turn_ends_of_a_template_that_writes_no_answer(tiny):
     assert t.turn_ends() == (set(), [])
 
 
-def test_added_tokens(copy):
+def test_added_tokens_and_bos_beside_a_tokenizer_model(copy):
     size = Tokenizer(copy).vocabulary.size
     (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
     assert Tokenizer(copy).control["<|im_end|>"] == Tokenizer(copy, size + 1).control["<|im_end|>"] == size
     assert "<|im_end|>" not in Tokenizer(copy, size).control, "the model has no embedding for it"
-
-
-def test_bos_left_out(copy):
     (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
     assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
 
@@ -3245,18 +3176,12 @@ CHAT_FAMILIES = {
         "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}",
     ),
     "zephyr, tinyllama": (
-        "pieces",
+        "spaced pieces",
         ["<s>", "</s>"],
         "{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + m['content'] + eos_token }}\n"
         "{% elif m['role'] == 'system' %}\n{{ '<|system|>\n' + m['content'] + eos_token }}\n"
         "{% else %}\n{{ '<|assistant|>\n'  + m['content'] + eos_token }}\n{% endif %}\n"
         "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
-    ),
-    "yi": (
-        "spaced pieces",
-        ["<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     ),
     "qwen 3": (
         "byte level",
@@ -3280,22 +3205,28 @@ CHAT_FAMILIES = {
 }
 
 
+def train_byte_pairs(pre_tokenizer, texts: list[str], alphabet: list[str], **model) -> dict:
+    """A tokenizer.json."""
+    t = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
+    t.pre_tokenizer, t.decoder = pre_tokenizer, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    t.train_from_iterator(texts, trainer)
+    return json.loads(t.to_str())
+
+
 def train_tokenizer_json(folder: Path, family: str) -> Path:
     """A folder with a tokenizer.json of that family's kind, its control tokens and its template."""
     kind, control, template = CHAT_FAMILIES[family]
-    pre, t = tokenizers.pre_tokenizers, tokenizers.Tokenizer(tokenizers.models.BPE())
-    words = pre.Split(tokenizers.Regex(r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
-    by_bytes = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-    t.pre_tokenizer = by_bytes if kind == "byte level" else pre.Metaspace(prepend_scheme="first", split=True)
-    alphabet = pre.ByteLevel.alphabet() if kind == "byte level" else []
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    t.train_from_iterator([TEXT] * 20, trainer)
-    t.decoder = tokenizers.decoders.ByteLevel()
-    raw = json.loads(t.to_str())
-    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    if kind != "byte level":
+    pre = tokenizers.pre_tokenizers
+    if kind == "byte level":
+        words = pre.Split(tokenizers.Regex(r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
+        by_bytes = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+        raw = train_byte_pairs(by_bytes, [TEXT] * 20, pre.ByteLevel.alphabet())
+    else:
+        raw = train_byte_pairs(pre.Metaspace(prepend_scheme="first", split=True), [TEXT] * 20, [])
         vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *raw["model"]["vocab"]]
         raw["model"] |= dict(vocab={piece: i for i, piece in enumerate(vocab)}, byte_fallback=True, unk_token="<unk>")
+        replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
         strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
         raw["decoder"] = dict(type="Sequence", decoders=[replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip])
         raw["pre_tokenizer"]["split"] = False
@@ -3425,7 +3356,7 @@ def test_control_token_in_the_vocabulary(tmp_path):
 
 def test_many_control_tokens(tmp_path):
     """Messages are searched for all of them, and for their beginnings; speech models have tens of thousands."""
-    names = [f"<sound_{i}>" for i in range(30_000)] + ["<" * n + "a" for n in range(2, 99)]
+    names = [f"<sound_{i}>" for i in range(10_000)] + ["<" * n + "a" for n in range(2, 99)]
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
         raw["added_tokens"] += [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
@@ -3496,14 +3427,8 @@ BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.merges": ["a b"],
     "tokenizer.ggml.eos_token_id": 258,
 }
-FLAT = {"rope_type": "default", "rope_theta": 5e5}
-GGUF_MODELS = {
-    "llama": ("Llama", dict(num_key_value_heads=2, rope_parameters=RAMP)),
-    "linear": ("Llama", dict(num_key_value_heads=1, rope_parameters=FLAT | dict(rope_type="linear", factor=4.0))),
-    "qwen2": ("Qwen2", dict(num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=FLAT)),
-    "qwen3": ("Qwen3", dict(head_dim=64, num_attention_heads=8, num_key_value_heads=4, rope_parameters=FLAT | dict(
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=64))),
-}  # fmt: skip
+
+GGUF_MODELS = ("llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3")
 
 
 def gguf_metadata(config) -> dict:
@@ -3572,7 +3497,7 @@ def gguf_tensors(model, kinds=()) -> dict:
 @pytest.fixture(scope="session")
 def small_gguf(tmp_path_factory) -> tuple[dict, dict]:
     """Metadata and tensors of a llama of which most tests change something."""
-    model = hugging_face_model(259, num_key_value_heads=2, rope_parameters=FLAT, eos_token_id=258, bos_token_id=None)
+    model = hugging_face_model(259, **SHAPES["gqa"], eos_token_id=258, bos_token_id=None)
     return gguf_metadata(model.config) | BYTES, gguf_tensors(model.half())
 
 
@@ -3632,39 +3557,52 @@ def test_blocks_are_held_as_they_are(format):
         format.write(quants.blocks(QUANTS[number], raw.to(DEVICE)), w)
         w = Matrix(w, format, (48, 768))
         assert torch.equal(w.dense(), exact)
-        assert_multiplied(w, exact)
+    assert_multiplied(w, exact)
 
 
-@pytest.mark.parametrize("name", GGUF_MODELS)
-def test_gguf_models_equal_transformers(tmp_path, name, monkeypatch):
+def test_gguf_types_of_other_names_are_refused_by_name(tmp_path):
+    known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
+    assert {number: name for number, name in known.items() if number not in ggml.TYPES} == ggml.OTHER_TYPES
+    for number, name in ggml.OTHER_TYPES.items():
+        (tmp_path / "a.gguf").write_bytes(by_hand([(b"w", (256,), number, 0)]))
+        with pytest.raises(ValueError, match=f"w is {name}, which is not supported: take a file of F32"):
+            load(tmp_path / "a.gguf", device="cpu")
+
+
+def loaded(model, held: bool = True, rank: int = 0, ranks: int = 1):
+    """A rank's weights of a model's checkpoint: its matrices as the file holds them, or decoded."""
+    fp32, own = torch.float32, model.checkpoint.held_formats(model.config.cut(ranks), 8) if held else None
+    return Loader(model.checkpoint, fp32, fp32, torch.device("cpu"), own, "torch", rank, ranks, quiet=True).load()
+
+
+def assert_two_ranks_have(model, layer) -> None:
+    parts = [loaded(model, rank=rank, ranks=2).layers[1] for rank in (0, 1)]
+    for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
+        joined = torch.cat([getattr(part, name).dense() for part in parts], axis)
+        assert torch.equal(joined, getattr(layer, name).dense()), name
+
+
+@pytest.mark.parametrize("family", GGUF_MODELS)
+def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv, whose decoded weights transformers is given; whole and by ranks, a
     few rows at a time."""
     monkeypatch.setattr(quants, "AT_ONCE", 3 * 256)
-    family, options = GGUF_MODELS[name]
-    fields = dict(hidden_size=256, intermediate_size=512, eos_token_id=258, bos_token_id=None)
-    theirs = hugging_face_model(259, family, **fields | options)
-    tensors = gguf_tensors(theirs, random.sample([*QUANTS], len(QUANTS)))
+    fields = dict(hidden_size=256, intermediate_size=512, head_dim=64, eos_token_id=258, bos_token_id=None)
+    theirs = hugging_face_model(259, **FAMILIES[family] | fields)
+    kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)
+    kinds.insert(3, 12)  # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
+    tensors = gguf_tensors(theirs, kinds)
     file = write_gguf(tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, tensors)
     ids, ours = torch.randint(259, (100,)).tolist(), load(file, dtype="fp32", device="cpu")
     assert_close(logits_of(ours, ids), oracle(theirs, ids))
     assert ours.checkpoint.quantised == "Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
-
-    def loaded(held: bool, rank=0, ranks=1):
-        fp32, cpu, config = torch.float32, torch.device("cpu"), ours.config.cut(ranks)
-        format = ours.checkpoint.held_formats(config, 8) if held else None
-        return Loader(ours.checkpoint, fp32, fp32, cpu, format, "torch", rank, ranks).load()
-
-    whole, decoded = loaded(True), loaded(False)
+    whole, decoded = loaded(ours), loaded(ours, held=False)
     for name, one, other in zip(checkpoint.matrix_shapes(ours.config), whole.matrices, decoded.matrices):
-        assert torch.equal(one.dense(), other.dense()), (name, one.format)
+        assert torch.equal(one.dense(), other.dense()) and not other.format, (name, one.format)
     assert all(layer.wo.format and layer.w2.format for layer in whole.layers)
-    assert not any(m.format for m in decoded.matrices)
-    if options["num_key_value_heads"] > 1:
-        parts = [loaded(True, rank, 2).layers[1] for rank in (0, 1)]
-        for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
-            joined = torch.cat([getattr(part, name).dense() for part in parts], axis)
-            assert torch.equal(joined, getattr(decoded.layers[1], name).data), name
+    if ours.config.n_kv_heads > 1:
+        assert_two_ranks_have(ours, whole.layers[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -3698,10 +3636,8 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(HERE / "models/tales").float()
-    metadata, tensors = (
-        gguf_metadata(model.config) | sentencepiece_metadata(HERE / "models/tales/tokenizer.model"),
-        gguf_tensors(model, (2, 8)),
-    )
+    metadata = gguf_metadata(model.config) | sentencepiece_metadata(HERE / "models/tales/tokenizer.model")
+    tensors = gguf_tensors(model, (2, 8))
     folder, part = Path(shutil.copytree(HERE / "models/tales", tmp_path / "decoded")), "parts/t-0000%d-of-00002.gguf"
     model.save_pretrained(folder)
     for name in ("one", "parts"):
@@ -3729,14 +3665,7 @@ def test_gguf_from_the_command_line(tmp_path, cli):
 def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     """As llama.cpp picks it, and nothing else is downloaded."""
     raw = write_gguf(tmp_path / "a.gguf", *small_gguf).read_bytes()
-    names = [
-        "a-IQ4_K_M.gguf",
-        "a-Q2_K.gguf",
-        "a.Q8_0.gguf",
-        "q/a-q4_k_m.gguf",
-        "a-mmproj-Q4_K_M.gguf",
-        "config.json",
-    ]
+    names = "a-IQ4_K_M.gguf a-Q2_K.gguf a.Q8_0.gguf q/a-q4_k_m.gguf a-mmproj-Q4_K_M.gguf config.json".split()
     hub.files = {name: raw + bytes(i) for i, name in enumerate(names)}  # the library knows a file by its hash
     for kind, wanted in (("", "q/a-q4_k_m.gguf"), (":q8_0", "a.Q8_0.gguf"), (":Q2_K", "a-Q2_K.gguf")):
         hub.asked.clear()
@@ -3808,7 +3737,6 @@ CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or amon
     "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
     "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
     "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
-    "another size": ({"llama.feed_forward_length": 96}, "ffn_gate.weight is [112, 64] in float16, expected [96, 64]"),
     "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count differ: [16, 16, 8]"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope_type is 'longrope', which is supported with"),
     "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "must have a number of 32 bits for each of the 259"),
@@ -3820,8 +3748,6 @@ CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or amon
     "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 259}, "eos_token_id is [259, 257]; it must hold ids"),
     "no merges": ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
     "no embedding": ({"token_embd.weight": None}, "lacks the tensor token_embd.weight"),
-    "no norm": ({"output_norm.weight": None}, "output_norm.weight is missing"),
-    "another tensor": ({"blk.0.attn_q.bias": torch.ones(64)}, "blk.0.attn_q.bias is unexpected"),
     "quantised norm": ({"output_norm.weight": (8, torch.zeros(68, dtype=torch.uint8))}, "is [64] in another type"),
     "NaN": ({"output.weight": (8, torch.full((259, 68), 255, dtype=torch.uint8))}, "output.weight has a scale"),
     "7 factors": ({"rope_freqs.weight": torch.ones(7)}, "7 factors of RoPE; a head_dim of 16 needs half as many"),
@@ -3839,13 +3765,13 @@ def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
         file.write_bytes(raw)
     else:
         changed, message = CHANGED_GGUF[how]
-        tensors = {name for name in changed if name.endswith((".weight", ".bias"))}
-        kept = lambda values, of: {name: value for name, value in (values | of).items() if value is not None}
-        write_gguf(
-            file,
-            kept(small_gguf[0], {name: value for name, value in changed.items() if name not in tensors}),
-            kept(small_gguf[1], {name: changed[name] for name in tensors}),
-        )
+        metadata, tensors = (dict(part) for part in small_gguf)
+        for name, value in changed.items():
+            part = tensors if name.endswith((".weight", ".bias")) else metadata
+            part[name] = value
+            if value is None:
+                del part[name]
+        write_gguf(file, metadata, tensors)
     assert_refused(cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), "a.gguf", message)
 
 
@@ -3865,21 +3791,20 @@ def test_gguf_of_which_a_part_is_missing(tmp_path):
 def test_gguf_configuration(tmp_path, small_gguf):
     """What other files say, and what holds if they do not say it."""
     metadata, tensors = small_gguf
-    read = lambda **more: read_config(write_gguf(tmp_path / "a.gguf", metadata | {
-        f"llama.{name.replace('__', '.')}": value for name, value in more.items()}, tensors))  # fmt: skip
-    eight = {"rope__scaling__factor": numpy.float32(8)}
-    yarn = read(rope__scaling__type="yarn", rope__scaling__original_context_length=64, **eight).rope_scaling
+    read = lambda more: read_config(write_gguf(tmp_path / "a.gguf", metadata | more, tensors))
+    scaling = "llama.rope.scaling."
+    eight = {f"{scaling}factor": numpy.float32(8)}
+    of_yarn = eight | {f"{scaling}type": "yarn", f"{scaling}original_context_length": 64}
+    yarn = read(of_yarn).rope_scaling
     assert (yarn.kind, yarn.factor, yarn.original_max_seq_len, yarn.beta_fast, yarn.beta_slow) == ("yarn", 8, 64, 32, 1)
-    again = read(rope__scaling__type="yarn", rope__scaling__original_context_length=64,
-                 rope__scaling__attn_factor=numpy.float32(0.5), **eight).rope_scaling  # fmt: skip
-    assert again.attention_factor == pytest.approx(0.5 * yarn.attention_factor)
-    for old in (eight, dict(rope__scale_linear=numpy.float32(8))):
-        assert (read(**old).rope_scaling.kind, read(**old).rope_scaling.factor) == ("linear", 8)
-    assert read(rope__scaling__type="none", **eight).rope_scaling is None
-    assert read(attention__sliding_window=64).sliding_window == 64 and read().sliding_window is None
-    metadata = {k: v for k, v in metadata.items() if "head_count_kv" not in k and "freq_base" not in k} | {
-        "tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.bos_token_id": 3}  # fmt: skip
-    config = read()
+    halved = read(of_yarn | {f"{scaling}attn_factor": numpy.float32(0.5)}).rope_scaling
+    assert halved.attention_factor == pytest.approx(0.5 * yarn.attention_factor)
+    for old in (eight, {"llama.rope.scale_linear": numpy.float32(8)}):
+        assert (read(old).rope_scaling.kind, read(old).rope_scaling.factor) == ("linear", 8)
+    assert read(eight | {f"{scaling}type": "none"}).rope_scaling is None
+    assert read({"llama.attention.sliding_window": 64}).sliding_window == 64 and read({}).sliding_window is None
+    metadata = {k: v for k, v in metadata.items() if "head_count_kv" not in k and "freq_base" not in k}
+    config = read({"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.bos_token_id": 3})
     assert (config.n_kv_heads, config.rope_theta, config.bos_id, config.eos_ids) == (4, 1e4, 3, (258, 0, 257))
 
 
@@ -3898,22 +3823,22 @@ def test_gguf_sentencepiece(tmp_path):
     folder = HERE / "models/tales"
     original = Tokenizer(folder)
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
-    metadata = {"general.architecture": "llama", "tokenizer.chat_template": template}
-    ours = Tokenizer(
-        write_gguf(tmp_path / "a.gguf", metadata | sentencepiece_metadata(HERE / "models/tales/tokenizer.model"), {}),
-        4096,
-    )
+
+    def tokenizer(size: int, about: dict, **more) -> Tokenizer:
+        about |= {"general.architecture": "llama", "tokenizer.chat_template": template}
+        about |= sentencepiece_metadata(folder / "tokenizer.model", **more)
+        return Tokenizer(write_gguf(tmp_path / "a.gguf", about, {}), size)
+
+    ours = tokenizer(4096, {})
     for text in GGUF_TEXTS:
         assert ours.encode(text) == original.encode(text) and ours.encode_after(text) == original.encode_after(text)
         assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
     assert (ours.bos, ours.eos, ours.control) == (1, 2, original.control)
-    chat = [{"role": role, "content": "Hello </s>"} for role in ("system", "user", "assistant", "user")]
+    chat = conversation("Hello </s>", "Hello </s>", "Hello </s>", system="Hello </s>")
     assert ours.apply_chat_template(chat) == original.apply_chat_template(chat)
     more = {"<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4, "[PAD4099]": 2, "[PAD4100]": 2, "": 5}
-    metadata |= {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
-    ours = Tokenizer(
-        write_gguf(tmp_path / "b.gguf", metadata | sentencepiece_metadata(folder / "tokenizer.model", **more), {}), 4102
-    )
+    about = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
+    ours = tokenizer(4102, about, **more)
     assert ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"} and ours.control["<|im_start|>"] == 4096
     assert 4098 in ours.encode("so <think> hm") and 4097 not in ours.encode("<|im_end|>")
     assert ours.decode([4097, *ours.encode("a b")]) == "a b" and not ours.adds_space
@@ -3931,44 +3856,40 @@ def test_gguf_byte_pairs(name, tmp_path):
     """The same ids as a tokenizer.json trained on a little text."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
-    own = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
+    always = name in ("llama-bpe", "tekken")  # ignore merges, and add bos unless the file says otherwise
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
     first = pre_tokenizers.Split(Regex(SPLITS[name]), "isolated") if SPLITS[name] else pre_tokenizers.Digits(True)
-    own.pre_tokenizer = byte_level if name == "gpt-2" else pre_tokenizers.Sequence([first, byte_level])
-    own.decoder = tokenizers.decoders.ByteLevel()
-    if name == "qwen2":
-        own.normalizer = normalizers.NFC()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
-    own.train_from_iterator(GGUF_TEXTS * 3, trainer)
-    raw = json.loads(own.to_str())
+    splits = byte_level if name == "gpt-2" else pre_tokenizers.Sequence([first, byte_level])
+    raw = train_byte_pairs(splits, GGUF_TEXTS * 3, pre_tokenizers.ByteLevel.alphabet(), ignore_merges=always)
     merges = raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"]
     own = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    if name == "qwen2":
+        own.normalizer = normalizers.NFC()
     own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
     own.add_tokens(["<think>", "~x~"])
-    added = {t["content"]: 3 if t["special"] else 4 for t in json.loads(own.to_str())["added_tokens"]}
-    tokens = sorted(own.get_vocab(with_added_tokens=True), key=own.token_to_id)
+    kinds = {own.token_to_id(token): 3 for token in ("<|im_end|>", "<|endoftext|>")}
+    kinds |= {own.token_to_id(token): 4 for token in ("<think>", "~x~")}
+    size = own.get_vocab_size()
     metadata = {"general.architecture": "llama"} | BYTES | {
         "tokenizer.ggml.pre": name,
-        "tokenizer.ggml.tokens": [*tokens, "[PAD]"],
-        "tokenizer.ggml.token_type": [added.get(token, 1) for token in tokens] + [5],
+        "tokenizer.ggml.tokens": [*map(own.id_to_token, range(size)), "[PAD]"],
+        "tokenizer.ggml.token_type": [kinds.get(i, 1) for i in range(size)] + [5],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
         "tokenizer.ggml.bos_token_id": own.token_to_id("<|endoftext|>"),
         "tokenizer.ggml.eos_token_id": own.token_to_id("<|im_end|>"),
     }  # fmt: skip
-    ours = Tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), len(tokens) + 1)
+    ours = Tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), size + 1)
     for text in GGUF_TEXTS + ["".join(random.choices("".join(GGUF_TEXTS), k=100)) for _ in range(30)]:
         ids = own.encode(text, add_special_tokens=False).ids
         assert ours.vocabulary._run(text, control=True).ids == ids, text
         assert "<" in text or ours.encode(text, bos=False) == ids
         assert ours.decode(ids) == own.decode(ids, skip_special_tokens=True)
     assert ours.control.keys() == {"<|im_end|>", "<|endoftext|>", "<think>"}
-    assert ours.bytes_of(own.token_to_id("~x~")) == b"~x~" and ours.bytes_of(len(tokens)) == b""
-    always = name in ("llama-bpe", "tekken")
-    assert (own.token_to_id("Ġupon") in ours.encode("Once upon")) == always  # only who ignores merges finds it
+    assert ours.bytes_of(own.token_to_id("~x~")) == b"~x~" and ours.bytes_of(size) == b""
+    assert (own.token_to_id("Ġupon") in ours.encode("Once upon")) == always
     for said in (None, True, False):
-        metadata["tokenizer.ggml.add_bos_token"] = said
-        file = write_gguf(tmp_path / "b.gguf", {k: v for k, v in metadata.items() if v is not None}, {})
+        about = metadata if said is None else metadata | {"tokenizer.ggml.add_bos_token": said}
+        file = write_gguf(tmp_path / "b.gguf", about, {})
         assert (Tokenizer(file).encode("ab")[0] == ours.bos) == (always if said is None else said)
 
 
@@ -3981,9 +3902,9 @@ def words(codes: torch.Tensor, order=range(8)) -> torch.Tensor:
     return (eight << 4 * torch.arange(8)).sum(-1).to(torch.int32)
 
 
-def codes_of(N: int, K: int, group: int, zeros=range(1, 17)) -> tuple:
+def codes_of(N: int, K: int, group: int, zeros=range(1, 17), dtype=torch.float16) -> tuple:
     """Random codes [N, K], scales and zero points [N, K / group], and what they stand for."""
-    codes, scale = torch.randint(16, (N, K)), (torch.rand(N, K // group) * 0.02 + 0.001).half()
+    codes, scale = torch.randint(16, (N, K)), (torch.rand(N, K // group) * 0.02 + 0.001).to(dtype)
     zero = torch.tensor(zeros)[torch.randint(len(zeros), scale.shape)]
     values = (codes.unflatten(1, (-1, group)) - zero[..., None]) * scale.float()[..., None]
     return codes, scale, zero, values.flatten(1)
@@ -3995,42 +3916,33 @@ def pack_awq(N: int, K: int) -> tuple[dict, torch.Tensor]:
     return dict(qweight=qweight, qzeros=qzeros, scales=scale.t()), values
 
 
-def pack_gptq(group: int = 32, less: int = 1, zeros=range(16)):
+def pack_gptq(N: int, K: int, group: int = 32, less: int = 1, zeros=range(16)) -> tuple[dict, torch.Tensor]:
     """less: 1 in version 1, subtracted from whole words of zero points."""
-
-    def pack(N: int, K: int) -> tuple[dict, torch.Tensor]:
-        codes, scale, zero, values = codes_of(N, K, group if group > 0 else K, zeros)
-        found = dict(
-            qweight=words(codes).t(), qzeros=words(zero.t()) - less * 0x11111111, scales=scale.t(), bias=torch.zeros(N)
-        )
-        return found | ({"g_idx": torch.arange(K, dtype=torch.int32) // group} if group > 0 else {}), values
-
-    return pack
+    codes, scale, zero, values = codes_of(N, K, group, zeros)
+    found = dict(qweight=words(codes).t(), qzeros=words(zero.t()) - less * 0x11111111, scales=scale.t())
+    return found | dict(bias=torch.zeros(N), g_idx=torch.arange(K, dtype=torch.int32) // group), values
 
 
-def pack_w4a16(symmetric: bool):
-    def pack(N: int, K: int) -> tuple[dict, torch.Tensor]:
-        codes, scale, zero, values = codes_of(N, K, 128, [8] if symmetric else range(16))
-        scale = scale if symmetric else scale.bfloat16()
-        values = (codes.unflatten(1, (-1, 128)) - zero[..., None]) * scale.float()[..., None]
-        found = dict(weight_packed=words(codes), weight_scale=scale, weight_shape=torch.tensor([N, K]))
-        return found | ({} if symmetric else {"weight_zero_point": words(zero.t()).t()}), values.flatten(1)
-
-    return pack
+def pack_gptq_rows(N: int, K: int) -> tuple[dict, torch.Tensor]:
+    """A group a row, and no indices of groups."""
+    found, values = pack_gptq(N, K, group=K)
+    return {name: t for name, t in found.items() if name != "g_idx"}, values
 
 
-def pack_fp8(scale: str, *shape: int):
-    """shape: of the weights that share a scale; 0: all of them."""
+def pack_w4a16(N: int, K: int, symmetric: bool = True) -> tuple[dict, torch.Tensor]:
+    zeros, dtype = ([8], torch.float16) if symmetric else (range(16), torch.bfloat16)
+    codes, scale, zero, values = codes_of(N, K, 128, zeros, dtype)
+    found = dict(weight_packed=words(codes), weight_scale=scale, weight_shape=torch.tensor([N, K]))
+    return found | ({} if symmetric else {"weight_zero_point": words(zero.t()).t()}), values
 
-    def pack(N: int, K: int) -> tuple[dict, torch.Tensor]:
-        rows, columns = (size or whole for size, whole in zip(shape, (N, K)))
-        weight = (torch.randn(N, K) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-        factors = torch.rand(-(-N // rows), -(-K // columns)) * 0.01
-        values = weight.float() * factors.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
-        factors = factors if shape != (0, 0) else factors[0, 0]
-        return {"weight": weight, scale: factors, "input_scale": torch.ones(1)}, values
 
-    return pack
+def pack_fp8(scale: str, rows: int, columns: int, N: int, K: int) -> tuple[dict, torch.Tensor]:
+    """rows, columns: of the weights that share a scale; 0: all of them."""
+    weight = (torch.randn(N, K) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    one, (rows, columns) = not rows, (rows or N, columns or K)
+    factors = torch.rand(-(-N // rows), -(-K // columns)) * 0.01
+    values = weight.float() * factors.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
+    return {"weight": weight, scale: factors[0, 0] if one else factors, "input_scale": torch.ones(1)}, values
 
 
 def compressed_tensors(form: str, **weights) -> dict:
@@ -4039,26 +3951,23 @@ def compressed_tensors(form: str, **weights) -> dict:
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
-PACKED = dict(num_bits=4, type="int", strategy="group", group_size=128)
-FLOAT_8 = dict(num_bits=8, type="float", symmetric=True)
+PACKED = partial(compressed_tensors, "pack-quantized", num_bits=4, type="int", strategy="group", group_size=128)
+FLOAT_8 = partial(compressed_tensors, "float-quantized", num_bits=8, type="float", symmetric=True)
 QUANTISED = {  # quantization_config, how a matrix is packed, the format that holds it
     "AWQ": (dict(quant_method="awq", bits=4, group_size=64, version="gemm"), pack_awq, quants.WITH_ZEROS[64]),
-    "GPTQ": (GPTQ, pack_gptq(), quants.WITH_ZEROS[32]),
-    "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, pack_gptq(less=0), quants.WITH_ZEROS[32]),
-    "GPTQ, mislabelled": (GPTQ, pack_gptq(less=0, zeros=[8]), quants.WITH_ZEROS[32]),
-    "GPTQ, a group a row": (GPTQ | {"group_size": -1}, pack_gptq(-1), quants.WITH_ZEROS[128]),
-    "W4A16": (compressed_tensors("pack-quantized", **PACKED), pack_w4a16(True), quants.WITH_ZEROS[128]),
+    "GPTQ": (GPTQ, pack_gptq, quants.WITH_ZEROS[32]),
+    "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, less=0), quants.WITH_ZEROS[32]),
+    "GPTQ, mislabelled": (GPTQ, partial(pack_gptq, less=0, zeros=[8]), quants.WITH_ZEROS[32]),
+    "GPTQ, a group a row": (GPTQ | {"group_size": -1}, pack_gptq_rows, quants.WITH_ZEROS[128]),
+    "W4A16": (PACKED(), pack_w4a16, quants.WITH_ZEROS[128]),
     "W4A16 with zero points": (
-        compressed_tensors("pack-quantized", **PACKED, symmetric=False), pack_w4a16(False), quants.WITH_ZEROS[128]
+        PACKED(symmetric=False), partial(pack_w4a16, symmetric=False), quants.WITH_ZEROS[128],
     ),
-    "FP8, a scale each": (
-        compressed_tensors("float-quantized", **FLOAT_8, strategy="tensor"), pack_fp8("weight_scale", 0, 0), E4M3
-    ),
-    "FP8, a scale a row": (
-        compressed_tensors("float-quantized", **FLOAT_8, strategy="channel"), pack_fp8("weight_scale", 1, 0), E4M3
-    ),
+    "FP8, a scale each": (FLOAT_8(strategy="tensor"), partial(pack_fp8, "weight_scale", 0, 0), E4M3),
+    "FP8, a scale a row": (FLOAT_8(strategy="channel"), partial(pack_fp8, "weight_scale", 1, 0), E4M3),
     "FP8, blocks": (
-        dict(quant_method="fp8", weight_block_size=[128, 128]), pack_fp8("weight_scale_inv", 128, 128), quants.E4M3_128
+        dict(quant_method="fp8", weight_block_size=[128, 128]), partial(pack_fp8, "weight_scale_inv", 128, 128),
+        quants.E4M3_128,
     ),
 }  # fmt: skip
 
@@ -4086,26 +3995,15 @@ def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli, capf
     theirs, format = write_quantised(tmp_path, how, tiny), QUANTISED[how][2]
     capfd.readouterr()  # transformers' progress
     ours, ids = load(tmp_path, dtype="fp32", device="cpu"), torch.randint(300, (40,)).tolist()
-    fp32, cpu, c, own = (
-        torch.float32,
-        torch.device("cpu"),
-        ours.config.cut(2),
-        ours.checkpoint.held_formats(ours.config, 8),
-    )
-    weights = Loader(ours.checkpoint, fp32, fp32, cpu, own, "torch", quiet=True).load()
+    weights, exact = loaded(ours), theirs.model.layers[1]
     layer, on_cpu = weights.layers[1], None if format is quants.E4M3_128 else format  # which is slow there
     assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {format} and not weights.output.format
     assert ours.weights.layers[1].w2.format is on_cpu
-    exact = theirs.model.layers[1]
     assert torch.equal(layer.w2.dense(), exact.mlp.down_proj.weight)
     assert torch.equal(layer.w13.dense()[1::2], exact.mlp.up_proj.weight)
     assert_close(logits_of(ours, ids), oracle(theirs, ids))
-    held = ours.checkpoint.held_formats(c, 8)
     if format.group <= 64:
-        parts = [Loader(ours.checkpoint, fp32, fp32, cpu, held, "torch", rank, 2).load().layers[1] for rank in (0, 1)]
-        for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
-            joined = torch.cat([getattr(part, name).dense() for part in parts], axis)
-            assert torch.equal(joined, getattr(layer, name).dense()), name
+        assert_two_ranks_have(ours, layer)
     name = how.partition(",")[0].partition(" ")[0]
     assert_refused(cli("-m", tmp_path, "--int4", "-p", "a"), f"its matrices are {name}, and int4 would lose precision")
     code, _, err = cli("-m", tmp_path, "-n", 3, "-p", "Once", "--ignore-eos", "--dtype", "fp32")
@@ -4149,10 +4047,7 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
         "FP8, blocks", spoil_config(quantization_config=dict(quant_method="fp8", weight_block_size=[64, 64])),
         "quantised as fp8 with weight_block_size [64, 64]",
     ),
-    "8 bits": (
-        "W4A16", spoil_config(quantization_config=compressed_tensors("pack-quantized", **PACKED | {"num_bits": 8})),
-        "quantised as pack-quantized with num_bits 8",
-    ),
+    "8 bits": ("W4A16", spoil_config(quantization_config=PACKED(num_bits=8)), "pack-quantized with num_bits 8"),
     **{f"by {name}": ("AWQ", spoil_config(quantization_config={"quant_method": name}), f"as {name}, which is not")
        for name in ("exl2", "exl3", "bitsandbytes", "hqq")},
     "int8": (
@@ -4225,17 +4120,16 @@ SETTINGS = {
 def test_proposals_do_not_change_the_text(tiny, settings):
     model = exact_model(tiny, ctx_size=64)  # which many texts fill
     other, options = other_model(model), dict(sampling=Sampling()) | SETTINGS[settings]
-    for seed in range(2):
-        options["sampling"] = replace(options["sampling"], seed=seed)
-        prompt = random.choices(range(3, 300), k=random.choice([1, 9])) * random.choice([1, 3])
-        expected_cache = KVCache(model)
-        expected = list(generate(model, prompt, expected_cache, **options))
-        planted = [Planted(n, prompt + expected) for n in (5, 15)]
-        for way in map(always, [Lookup(3), Draft(3, model), Draft(4, other), *planted]):
-            cache = KVCache(model)
-            assert list(generate(model, prompt, cache, **options, decode=way.decode)) == expected
-            assert cache.pos == cache.device_pos == expected_cache.pos
-            assert way.passes + way.accepted <= max(len(expected) - 1, 0) + way.n  # an eos ends a pass early
+    options["sampling"] = replace(options["sampling"], seed=SEED)
+    prompt = random.choices(range(3, 300), k=random.choice([1, 9])) * random.choice([1, 3])
+    expected_cache = KVCache(model)
+    expected = list(generate(model, prompt, expected_cache, **options))
+    planted = [Planted(n, prompt + expected) for n in (5, 15)]
+    for way in map(always, [Lookup(3), Draft(3, model), Draft(4, other), *planted]):
+        cache = KVCache(model)
+        assert list(generate(model, prompt, cache, **options, decode=way.decode)) == expected
+        assert cache.pos == cache.device_pos == expected_cache.pos
+        assert way.passes + way.accepted <= max(len(expected) - 1, 0) + way.n  # an eos ends a pass early
 
 
 def test_draft_that_is_the_model_is_always_accepted(tiny, monkeypatch):
@@ -4369,17 +4263,19 @@ def test_speculation_from_the_command_line(cli, tiny, copy):
 
 PARALLEL = {  # cases, with checkpoints made below: a folder, and options of load
     "grouped queries": ("tiny", {}),
-    "one key/value head, bias, tied": ("one head", {}),
+    "one key/value head, bias, tied": ("qwen 2.5, tied, longer", {}),
     "norms of q and k": ("qwen 3", {}),
     "bin": ("bin", {}),
     "meta, 2 shards": ("meta", {}),
     "e4m3": ("tiny", dict(format="e4m3")),
-    "e5m2, tied": ("one head", dict(format="e5m2")),
+    "e5m2, tied": ("qwen 2.5, tied, longer", dict(format="e5m2")),
     "8-bit cache": ("tiny", dict(kv_fp8=True)),
     "saved": ("saved", {}),
-    "fused": ("tiny", dict(backend="triton")),
+    **({"fused": ("tiny", dict(backend="triton"))} if launch.triton else {}),
     "a format of one's own": ("grouped", dict(format="grouped")),
+    "saved, in a format of one's own": ("saved groups", {}),
 }
+ONLY_BY_TWO = {"fused", "a format of one's own", "saved, in a format of one's own"}  # four would cut a group
 
 
 def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, list[int]]:
@@ -4396,37 +4292,21 @@ def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, l
     return logits, list(generate(model, ids.tolist(), n=n, sampling=Sampling(temp=0), eos=[]))
 
 
-def parallel_cases(size: int) -> list[str]:
-    """A part of the tests' own format has a multiple of 32 columns."""
-    left_out = {2: () if launch.triton else ("fused",), 4: ("fused", "a format of one's own")}[size]
-    return [case for case in PARALLEL if case not in left_out]
-
-
 def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
 
 
-def fork_ranks(folder: Path, size: int) -> int:
-    """Let `size` forks of this process, which has only done its imports, write their results. -> how many failed."""
-    several = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    forks = []
-    for rank in range(size):
-        forks.append(os.fork())
-        if forks[-1] == 0:
-            try:
-                os.environ |= several | dict(RANK=str(rank), LOCAL_RANK=str(rank))
-                torch.set_num_threads(1)
-                ranks = Ranks.of_torchrun()
-                results = {case: parallel_result(folder, case, ranks=ranks) for case in parallel_cases(size)}
-                torch.save(results, folder / f"{size}.{rank}")
-                ranks.finish()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-    return sum(os.waitpid(fork, 0)[1] != 0 for fork in forks)
+def run_rank(rank: int, folder: Path, size: int, port: str) -> None:
+    """Write what one of several processes, forks of one that has only done its imports, computes."""
+    of_all = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ |= of_all | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    ranks = Ranks.of_torchrun()
+    cases = [case for case in PARALLEL if size == 2 or case not in ONLY_BY_TWO]
+    torch.save({case: parallel_result(folder, case, ranks=ranks) for case in cases}, folder / f"{size}.{rank}")
+    ranks.finish()
 
 
 @pytest.fixture(scope="session")
@@ -4436,13 +4316,15 @@ def parallel_folder(tiny, grouped_folder, tmp_path_factory) -> Path:
     for name in ("tiny", "bin", "meta"):
         shutil.copytree(tiny, folder / name)
     torch.manual_seed(1)
-    one_head = dict(model="Qwen2", num_key_value_heads=1, tie_word_embeddings=True)
-    hugging_face_model(301, **one_head).save_pretrained(folder / "one head")
-    hugging_face_model(301, **FAMILIES["qwen 3"]).save_pretrained(folder / "qwen 3")
-    shutil.copy(tiny / "tokenizer.model", folder / "one head")
+    for name in ("qwen 2.5, tied, longer", "qwen 3"):
+        hugging_face_model(301, **FAMILIES[name]).save_pretrained(folder / name)
+        shutil.copy(tiny / "tokenizer.model", folder / name)
     to_bin(folder / "bin")
     to_meta(folder / "meta", 2)
-    save(folder / "one head", folder / "saved", device="cpu")
+    save(folder / "qwen 2.5, tied, longer", folder / "saved", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FORMATS, "grouped", GROUPED)
+        save(grouped_folder, folder / "saved groups", format="grouped", device="cpu")
     return folder
 
 
@@ -4459,14 +4341,15 @@ def of_several(parallel_folder) -> dict[int, list[dict]]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_equal_one_process(of_several, parallel_folder, size):
     first, *others = of_several[size]
-    assert list(first) == parallel_cases(size)
+    assert first.keys() == PARALLEL.keys() - (ONLY_BY_TWO if size == 4 else set())
     for case, (logits, tokens) in first.items():
         for other in others:
             assert torch.equal(logits, other[case][0]) and tokens == other[case][1], (case, "ranks differ")
         exact, expected = parallel_result(parallel_folder, case, backend="torch")
         # A code may be rounded the other way: of a cached key, or of a single token's activations
         assert_close(logits[:10], exact[:10], 1e-2 if case == "8-bit cache" else 1e-4)
-        in_8_bits = case in ("e4m3", "e5m2, tied", "saved", "8-bit cache", "a format of one's own")
+        name, options = PARALLEL[case]
+        in_8_bits = "saved" in name or "format" in options or "kv_fp8" in options
         assert_close(logits[10:], exact[10:], 1e-2 if in_8_bits else 1e-4)
         assert tokens == expected, case
 
@@ -4477,6 +4360,8 @@ def test_ranks_that_do_not_divide_a_model(tiny):
     too_many = "3 key/value heads can be neither divided nor repeated evenly among 2 processes"
     with pytest.raises(ValueError, match=too_many):
         read_config_like(n_heads=6, n_kv_heads=3).cut(2)
+    with pytest.raises(ValueError, match="layers.0.wo has 16 columns on each of 2 processes; grouped needs"):
+        check_groups(read_config_like().cut(2), GROUPED)
 
 
 def test_memory_is_checked_for_each_rank(monkeypatch):
@@ -4539,14 +4424,13 @@ def test_ranks_on_several_gpus(parallel_folder, size):
 
 @torch.inference_mode()
 def check_gpus(folder: Path) -> None:
-    """What each of several processes does, with a GPU of its own. The errors of several and of one are compared, not
-    their results: with e4m3 matrices a prompt's activations are rounded with a scale for each row, and rows of a part
-    have other scales than whole rows, so that several round differently from one (logits of models/tales are up to 8%
-    apart), but no worse."""
+    """What each of several processes does, with a GPU of its own. Errors are compared, not results: with e4m3 matrices
+    a prompt's activations are rounded with a scale for each row, of which each rank has only a part."""
     ranks = Ranks.of_torchrun()
     ids = (torch.arange(5, 47) * 7 % 290).to(DEVICE.type)
     logits = lambda model: logits_of(model, ids, 40, 1, 1)
-    for name, options in (("tiny", {}), ("one head", {}), ("tiny", dict(format="e4m3")), ("tiny", dict(kv_fp8=True))):
+    for case in ("grouped queries", "one key/value head, bias, tied", "e4m3", "8-bit cache"):
+        name, options = PARALLEL[case]
         for dtype in ("fp16", "bf16"):
             own = f"cuda:{ranks.local_rank}" if DEVICE.type == "cuda" else "cpu"
             exact = logits(load(folder / name, dtype="fp32", device=own, backend="torch", format=options.get("format")))
@@ -4558,12 +4442,10 @@ def check_gpus(folder: Path) -> None:
                     model.ops, _ = ranks.cut_ops(kernels.BACKENDS[model.backend], [], model.backend, model.device)
                 ours = logits(model)
                 assert torch.equal(ours, ranks.broadcast(lambda ours=ours: ours)), "ranks differ"
-                assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (name, options, dtype, exchange)
+                assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (case, dtype, exchange)
     if DEVICE.type == "cuda":
         assert model.exchange, "these GPUs do not reach each other's memory"
-        matrices = terms_of(ranks.rank)
-        exchange = parallel.make_exchange(ranks, matrices, "triton", model.device)
-        stress([Stressed(ranks.rank, ranks.size, exchange)], 4000)
+        stress(ranks, model.device)
     ranks.finish()
     os._exit(0)
 
@@ -4571,87 +4453,46 @@ def check_gpus(folder: Path) -> None:
 SLOTS, SUMMED = 64, 4096  # of an exchange under stress: the sums of a round, and how many numbers each has
 
 
-def terms_of(rank: int) -> list[Matrix]:
-    """A rank's matrices for the sums of a round: they multiply by 1 on the first rank, by 2 on the second."""
-    matrices = [Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=DEVICE.type)) for _ in range(SLOTS)]
+def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
+    """Rounds as graphs: chains of sums whose terms are different whole numbers in each round. In all graphs but the
+    first, the rank is late at random places."""
+    late, total = random.Random(SEED + ranks.rank), SLOTS * ranks.size * (ranks.size + 1) // 2
+    matrices = [Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=cuda)) for _ in range(SLOTS)]
     for m in matrices:
-        m.data[:, 0] = rank + 1
-    return matrices
+        m.data[:, 0] = ranks.rank + 1
+    exchange = parallel.make_exchange(ranks, matrices, "triton", cuda)
+    number, wrong = (torch.zeros(1, dtype=dtype, device=cuda) for dtype in (torch.float32, torch.int64))
+    x, y = torch.zeros(1, 64, dtype=torch.float16, device=cuda), torch.zeros(1, SUMMED, device=cuda)
 
+    def chain(is_late: bool) -> None:
+        number.copy_((number + 1) % 1009)
+        x[:, 0] = number[0]
+        y.zero_()
+        for m in exchange.slots:
+            if is_late and late.random() < 0.1:
+                torch.cuda._sleep(late.randrange(100_000))
+            exchange.linear_add(x, m, y)
+        wrong.add_((y != total * number).sum())
+        exchange.round_number += 1
 
-class Stressed:
-    """A rank and its rounds as graphs: chains of sums whose terms are different whole numbers in each round. In all
-    graphs but the first, the rank is late at random places. `wrong` counts the sums that do not belong to their
-    round."""
-
-    def __init__(self, rank: int, size: int, exchange: parallel.Exchange):
-        self.total, self.exchange, self.late = size * (size + 1) // 2, exchange, random.Random(SEED + rank)
-        self.number, self.wrong = (torch.zeros(1, dtype=t, device=DEVICE.type) for t in (torch.float32, torch.int64))
-        self.x = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE.type)
-        self.y = torch.zeros(1, SUMMED, device=DEVICE.type)
-        self.stream, self.graphs = torch.cuda.Stream(), [torch.cuda.CUDAGraph() for _ in range(4)]
+    stream, graphs = torch.cuda.Stream(), [torch.cuda.CUDAGraph() for _ in range(4)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        chain(True)
+    for graph in graphs:
         torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
-            self.chain(True)
-        for graph in self.graphs:
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=self.stream):
-                self.chain(graph is not self.graphs[0])
-
-    def chain(self, is_late: bool) -> None:
-        self.number.copy_((self.number + 1) % 1009)
-        self.x[:, 0] = self.number[0]
-        self.y.zero_()
-        for m in self.exchange.slots:
-            if is_late and self.late.random() < 0.1:
-                torch.cuda._sleep(self.late.randrange(100_000))
-            self.exchange.linear_add(self.x, m, self.y)
-        self.wrong.add_((self.y != SLOTS * self.number * self.total).sum())
-        self.exchange.round_number += 1
-
-    def replay(self, with_delays: bool) -> None:
-        """One more round, perhaps with a delay after it, on the card or on the host."""
-        with torch.cuda.stream(self.stream):
-            self.graphs[self.late.randrange(4) if with_delays else 0].replay()
-            if self.late.random() < 0.05:
-                torch.cuda._sleep(self.late.randrange(2_000_000))
-        if self.late.random() < 0.01:
-            time.sleep(self.late.random() * 0.005)
-
-
-def stress(ranks: list[Stressed], rounds: int) -> None:
+        with torch.cuda.graph(graph, stream=stream):
+            chain(graph is not graphs[0])
     for i in range(rounds):
-        for rank in ranks:
-            rank.replay(with_delays=i < rounds // 4)
+        with torch.cuda.stream(stream):
+            graphs[late.randrange(4) if i < rounds // 4 else 0].replay()
+            if late.random() < 0.05:
+                torch.cuda._sleep(late.randrange(2_000_000))
+        if late.random() < 0.01:
+            time.sleep(late.random() * 0.005)
         if i % 100 == 99:  # only about a thousand launches can be queued
             torch.cuda.synchronize()
-    wrong = [rank.wrong.item() for rank in ranks]
-    assert not any(wrong), f"sums of another round, by rank: {wrong}"
-
-
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("size", [3, 4])
-def test_exchange_on_one_card(size):
-    """More ranks than there may be cards, each with a stream on one card and late at random: see stress_one_card."""
-    command, seed = [sys.executable, str(HERE / "test_all.py"), str(size), "card"], {"TEST_SEED": str(SEED)}
-    done = subprocess.run(command, env=os.environ | seed, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@torch.inference_mode()
-def stress_one_card(size: int) -> None:
-    """Without programmatic dependent launch: kernels that start early would fill a shared card and keep out those they
-    wait for. And the first round finds entries with its number, so that no rank waits while kernels are compiled and
-    loaded."""
-    launch.capability = lambda device: 80
-    terms = [terms_of(rank) for rank in range(size)]
-    memory = [torch.full((size * SLOTS * SUMMED,), 1 << 32, device=DEVICE) for _ in range(size)]
-    addresses = [m.data_ptr() for m in memory]
-    exchanges = [parallel.Exchange(terms[r], r, addresses, memory[r]) for r in range(size)]
-    ranks = [Stressed(r, size, exchanges[r]) for r in range(size)]
-    for rank in ranks:
-        rank.wrong.zero_()
-    stress(ranks, 1000)
+    assert wrong.item() == 0, "sums of another round"
 
 
 # ---- parallel.py: processes started by torchrun
@@ -4726,16 +4567,13 @@ def test_torchrun_reports_one_error(tiny):
     assert process.returncode != 0 and len(errors_in(err)) == 1 and "no folder" in errors_in(err)[0], err
 
 
-def test_ranks_that_torchrun_did_not_set(monkeypatch):
+def test_ranks_that_torchrun_did_not_set(cli, monkeypatch):
     wrong = ["RANK=x", "RANK=-1", "WORLD_SIZE=", "LOCAL_RANK=x", "RANK=1", "WORLD_SIZE=2", "WORLD_SIZE=2 RANK=0"]
     for variables in wrong:
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match="torchrun"):
+        with monkeypatch.context() as patch:
             for variable in variables.split():
                 patch.setenv(*variable.split("="))
-            Ranks.of_torchrun()
-    done = in_shell('RANK=1 "$PYTHON" "$HERE/run.py"')
-    assert (done.returncode, done.stdout) == (2, ""), done
-    assert done.stderr.startswith("error: the environment has RANK='1': torchrun sets") and done.stderr.count("\n") == 1
+            assert_refused(cli("-p", "x"), "the environment has", "torchrun sets", code=2)
 
 
 # ---- training.py
@@ -4808,9 +4646,8 @@ def distance(ours: torch.Tensor, exact: torch.Tensor, least: float = 1e-6) -> fl
 
 
 def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
-    """The `least` of distance. For a row that is nearly sure of its target, the loss is the logarithm of a number near
-    1 and the gradient a difference of two such numbers, so both keep errors of four roundings of 1 in fp32; behind a
-    matmul, times the norm of its matrix."""
+    """The `least` of distance. For a row that is nearly sure of its target, loss and gradient are found from numbers
+    near 1, so they keep errors of four roundings of 1 in fp32; behind a matmul, times the norm of its matrix."""
     if "entropy" not in op:
         return 1e-6
     matrix = arguments[1].double().norm().item() if op.startswith("linear") else 1.0
@@ -4938,10 +4775,9 @@ def test_cross_entropy_tells_of_what_is_not_finite_and_leaves_out_what_is_ignore
 
 
 @needs_triton
-@FLOATS
-def test_cross_entropy_does_not_depend_on_how_a_row_is_cut(dtype, monkeypatch, guarded):
+def test_cross_entropy_does_not_depend_on_how_a_row_is_cut(monkeypatch, guarded):
     """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at any alignment."""
-    cut = training._cross_entropy_launch
+    cut, dtype = training._cross_entropy_launch, torch.bfloat16
     for V, (kept, at_once) in itertools.product((65, 640, 643), ((0, 4), (3, 1), (3, 4), (99, 1))):
         start, targets = randn(3, V, dtype=dtype, scale=3), torch.randint(0, V, (3,), device=DEVICE)
         exact, logits = start.double().requires_grad_(), torch.empty_like(start).copy_(start)
@@ -5039,26 +4875,19 @@ def test_bench_cost_is_what_one_counts_by_hand(tiny_model):
     assert [bench.decode_bytes(tiny_model, depth) - matrices for depth in (0, 10)] == [0, 4 * 2 * 2 * 10 * 2 * 16]
 
 
-def test_bench_windows_count_every_token_once():
-    for count, ctx, stride in ((100, 16, 16), (100, 16, 5), (7, 16, 16), (33, 16, 1)):
-        counted = []
-        for start, end, first in bench.windows(count, ctx, stride):
-            assert start <= first <= end <= start + ctx
-            counted += range(first, end)
-        assert counted == list(range(count))
-
-
-@pytest.mark.parametrize("stride", [24, 10])
+@pytest.mark.parametrize("stride", [24, 10, 1])
 def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
     from transformers import LlamaForCausalLM
 
     theirs = LlamaForCausalLM.from_pretrained(tiny)
-    ids, ctx, losses = torch.randint(3, 300, (70,)).tolist(), 24, []
+    ids, ctx, counted, losses = torch.randint(3, 300, (70,)).tolist(), 24, [], []
     report = bench.quality([*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200)
     for start, end, first in bench.windows(len(ids), ctx, stride):
+        assert start <= first <= end <= start + ctx
+        counted += range(first, end)
         log_p = oracle(theirs, [1, *ids[start : end - 1]]).log_softmax(-1)
         losses += [-log_p[i - start, ids[i]].item() for i in range(first, end)]
-    assert report["tokens"] == 70
+    assert report["tokens"] == 70 and counted == [*range(70)]
     assert abs(report["perplexity"] / torch.tensor(losses).double().mean().exp().item() - 1) < 1e-4
     assert abs(report["bits_per_byte"] - sum(losses) / 0.6931471805599453 / 200) < 1e-4
     assert report["mean_kl"] < 1e-9 and report["same_top_%"] == 100 and abs(report["perplexity_ratio"] - 1) < 1e-9
@@ -5131,21 +4960,20 @@ def test_bench_vs_transformers_measures_the_same_model(bench_cli, tiny, tiny_sav
     assert [(r["format"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, "it cannot read this model"
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
 def test_bench_random_config_makes_all_tensors_of_a_layer(bench_cli, tmp_path, family):
-    from transformers import Qwen2Config, Qwen3Config
+    import transformers
 
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=70)
-    made = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}[family](num_key_value_heads=2, head_dim=8, **sizes)
-    made.save_pretrained(tmp_path)
+    getattr(transformers, f"{family}Config")(num_key_value_heads=2, head_dim=8, **sizes).save_pretrained(tmp_path)
     args = SimpleNamespace(device="cpu", backend="torch", kv_fp8=False, accumulate="auto", threads=1, cores=1)
     args.model, args.ranks = f"random:{tmp_path / 'config.json'}:2", parallel.Ranks()
     model = bench.open_model(args, "fp32", 16)
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
     assert len(model.weights.layers) == 2 and layer == model.config.layer_shapes.keys()
-    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "qwen2" else "qk_norm"}
+    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
     theirs = bench.transformers_model(args, torch.float32, torch.device("cpu"))
-    assert theirs.config.model_type == family and theirs.config.num_hidden_layers == 2
+    assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
     code, out, err = bench_cli("-m", args.model, "--kernels", "-p", 4, "--device", "cpu", "-o", "jsonl")
     assert code == 0 and out.count("rmsnorm_qkv_rope") == 2, err
 
@@ -5223,14 +5051,12 @@ def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tiny_model, tmp_p
         assert row["% of 65504"] == pytest.approx(100 * max(row[n] for n in ("x", "q", "k", "v", "q k", "h")) / 65504)
 
 
-def test_bench_uses_the_threads_that_suit_a_model(bench_cli, tiny):
-    flags = ["-m", tiny, "-p", "4", "-n", "0", "-r", "1", "--device", "cpu", "-o", "json"]
-    try:
-        for given, name in (([], "CPU, 1 thread"), (["-t", "2"], "CPU, 2 threads")):
-            torch.set_num_threads(2)
-            assert [row["device"] for row in rows_of(bench_cli(*flags, *given))] == [name]
-    finally:
-        torch.set_num_threads(1)
+def test_bench_uses_the_threads_that_suit_a_model(bench_cli, tiny, request):
+    request.addfinalizer(lambda: torch.set_num_threads(1))
+    for given, name in (([], "CPU, 1 thread"), (["-t", "2"], "CPU, 2 threads")):
+        torch.set_num_threads(2)
+        rows = rows_of(bench_cli("-m", tiny, *QUICK, "-o", "json", *given))
+        assert {row["device"] for row in rows} == {name}
 
 
 def test_bench_passes(bench_cli, tiny):
@@ -5267,18 +5093,14 @@ def test_bench_tune_saves_the_best_sizes(tiny, tmp_path, monkeypatch, card):
     assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], "other cards keep theirs"
 
 
-def test_bench_says_where_more_than_a_ceiling_is_reached(capsys):
-    bench.note_disturbed.cache_clear()
-    assert bench.percent(1, 2) == 50 and capsys.readouterr().err == ""
-    assert bench.percent(3, 2) == bench.percent(3, 2) == 150
-    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
-
-
-def test_bench_cell_shows_the_digits_that_differ():
+def test_bench_cells_show_the_digits_that_differ_and_note_more_than_a_ceiling(capsys):
     shown = {1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070", 5.4712: "5.47"}
     shown |= {0.9998: "0.99980", 12345.6: "12,346", float("nan"): "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
     for value, text in (shown | {7: "7", None: ""}).items():
         assert bench.cell(value) == text, value
+    bench.note_disturbed.cache_clear()
+    assert [bench.percent(x, 2) for x in (1, 3, 3)] == [50, 150, 150]
+    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
 
 
 def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_path):
@@ -5307,8 +5129,26 @@ def test_bench_picture_of_the_readme_is_drawn_from_its_record(bench_cli, tmp_pat
     assert texts[0] == texts[1] and "fused-llama, e4m3" in texts[0]
 
 
-def test_bench_refuses_flags_of_another_mode(bench_cli):
-    for wrong in (
+def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)  # packages that are not there
+    for arguments, text in (
+        (["-m", tiny, "--vs", "transformers"], "--vs needs a package"),
+        (["-m", tiny, "--plot", "x.png"], "matplotlib"),
+        (["-m", tiny, "--plot", tmp_path / "none" / "x.png"], "x.png cannot be written there"),
+        (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
+        (["-m", "random:7b:0"], "'0' is not a number of layers"),
+        (["-m", "nowhere"], "no folder nowhere here"),
+        (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
+        (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
+        (["-m", tiny, "--tune", "--device", "cpu"], "on a GPU"),
+    ):
+        assert_refused(bench_cli(*arguments), text)
+    for arguments, text in (("-p x", "-p x: must be a whole number"), ("-p 0 -n 0", "nothing to measure"),
+        ("-p 0 --profile", "nothing to measure"), ("--perplexity x --stride 600", "skips text"),
+    ):  # fmt: skip
+        assert_refused(bench_cli(*arguments.split()), text, code=2)
+    for of_another_mode in (
         "--vs transformers --perplexity x", "--vs llama.cpp", "-o csv", "--plot x.png --perplexity x",
         "--plot x.png --kernels", "--plot x.gif", "--stride 4", "--against fp32", "--against fp32 --limits x",
         "--perplexity x --dtype fp32,bf16", "--limits x --dtype fp32 --dtype bf16", "--kernels --format none,e4m3",
@@ -5316,28 +5156,7 @@ def test_bench_refuses_flags_of_another_mode(bench_cli):
         "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels", "--recorded x",
         "--recorded x --plot x.png -m a",
     ):  # fmt: skip
-        assert_refused(bench_cli(*wrong.split()), code=2)
-
-
-def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
-    (tmp_path / "bad").write_bytes(b"ab\xff")
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)  # packages that are not there
-    for arguments, code, text in (
-        (["-m", tiny, "--vs", "transformers"], 1, "--vs needs a package"),
-        (["-m", tiny, "--plot", "x.png"], 1, "matplotlib"),
-        (["-m", tiny, "--plot", tmp_path / "none" / "x.png"], 1, "x.png cannot be written there"),
-        (["-m", "random:9b"], 1, "the shapes are 1.1b, 7b"),
-        (["-m", "random:7b:0"], 1, "'0' is not a number of layers"),
-        (["-m", "nowhere"], 1, "no folder nowhere here"),
-        (["-p", "x"], 2, "-p x: must be a whole number"),
-        (["-p", "0", "-n", "0"], 2, "nothing to measure"),
-        (["-p", "0", "--profile"], 2, "nothing to measure"),
-        (["-m", tiny, "--perplexity", tmp_path / "bad"], 1, "not UTF-8: byte 0xff at offset 2"),
-        (["-m", tiny, "--perplexity", tmp_path / "none"], 1, "none"),
-        (["--perplexity", "x", "--stride", "600"], 2, "skips text"),
-        (["-m", tiny, "--tune", "--device", "cpu"], 1, "on a GPU"),
-    ):
-        assert_refused(bench_cli(*arguments), text, code=code)
+        assert_refused(bench_cli(*of_another_mode.split()), code=2)
 
 
 # ---- README.md
@@ -5407,11 +5226,9 @@ def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
     assert code == 0 and text.startswith("Once") and len(text) > 8
 
 
-if __name__ == "__main__":  # started by the tests of several ranks: "forks", "gpus" or "card"
-    argument, mode = sys.argv[1:]
+if __name__ == "__main__":  # started by the tests of several ranks: "forks" or "gpus"
+    folder, mode = Path(sys.argv[1]), sys.argv[2]
     if mode == "gpus":
-        check_gpus(Path(argument))
-    if mode == "card":
-        stress_one_card(int(argument))
-    if mode == "forks":
-        sys.exit(fork_ranks(Path(argument), 2) + fork_ranks(Path(argument), 4))
+        check_gpus(folder)
+    for size in (2, 4):
+        torch.multiprocessing.start_processes(run_rank, (folder, size, free_port()), size, start_method="fork")
