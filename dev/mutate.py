@@ -92,7 +92,7 @@ MUTANTS = [
         "control_tokens_of_a_tokenizer_model",
     ),
     Mutant("tokenizer.py", "if self._held.endswith(stop[:n])), default=0)", "if False), default=0)", "stop_strings"),
-    Mutant("tokenizer.py", "content = begin + closing +", "content = begin +", "half_typed"),
+    Mutant("tokenizer.py", "places.add(start)", "pass", "half_typed"),
     Mutant(
         "tokenizer.py",
         'self.utf8_errors = "replace" if self',
@@ -100,7 +100,7 @@ MUTANTS = [
         "tokenizer_json",
     ),
     Mutant("tokenizer.py", "        if ids[: len(start)] == start:\n", "        if start:\n", "continuation_takes"),
-    Mutant("tokenizer.py", "(typed if cut or begin in marks[opening]", "(typed if cut", "typed_control"),
+    Mutant("tokenizer.py", "isdisjoint(range(begin, end))", "isdisjoint(range(begin + 1, end))", "typed_control"),
     Mutant(
         "tokenizer.py",
         "ImmutableSandboxedEnvironment(\n        trim_blocks=True,",
