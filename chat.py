@@ -20,20 +20,19 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 try:
     import readline
 except ImportError:  # some builds of Python lack it: lines are then read without editing
     readline = None
 
-from tokenizer import Prompt, one_line
+from tokenizer import Prompt, one_line, text_of
 
 if TYPE_CHECKING:  # nothing here imports torch, which takes seconds: --help and command-line errors do not wait for it
     from parallel import Ranks
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
-TEXT_BYTES = 64_000_000  # of a prompt in a file: far more than a context holds
 HISTORY = 1000  # messages kept
 # In place of control characters other than tab and newline, for str.translate
 HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {ord("\r"): " "}
@@ -156,18 +155,6 @@ def error_line(error: Exception) -> str:
     if isinstance(error, MemoryError) and not said:
         said = "out of memory"
     return one_line(said) or type(error).__name__
-
-
-def text_of(file: BinaryIO, source: str, limit: int = TEXT_BYTES) -> str:
-    """The whole of an open text file. Raises ValueError, which names its source, if it is not UTF-8 or has more than
-    `limit` bytes."""
-    raw = file.read(limit + 1)
-    if len(raw) > limit:
-        raise ValueError(f"{source} has more than {limit:,} bytes")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
 
 
 # ---- the command line, of run.py and of bench.py

@@ -34,11 +34,10 @@ from chat import (
     is_rank0,
     note,
     show,
-    text_of,
     use_safe_streams,
     within,
 )
-from tokenizer import TEMPLATES, find_template, local_checkpoint
+from tokenizer import TEMPLATES, find_template, local_checkpoint, text_of
 
 # ---- the command line: before torch is imported, which takes seconds
 

@@ -3655,13 +3655,12 @@ SPOILED_JSON = {  # a change to tokenizer.json, and what is said of it
 
 
 @pytest.mark.parametrize("how", SPOILED_JSON)
-def test_spoiled_tokenizer_json(tmp_path, how, capfd):
+def test_spoiled_tokenizer_json(tmp_path, how):
     spoil, expected = SPOILED_JSON[how]
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         spoil(raw)
     with pytest.raises(ValueError, match=expected):
         Tokenizer(tmp_path, vocab_size=100)
-    assert capfd.readouterr().err == ""
 
 
 def test_half_of_a_surrogate_pair_is_refused_and_a_foreign_id_is_no_text(tiny):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 from ggml import find_gguf, open_regular, read_header, tokenizer_files
 
@@ -61,20 +62,38 @@ def one_line_errors() -> Iterator[None]:
         raise
 
 
-def read_bytes(file: Path, limit: int = FILE_BYTES) -> bytes:
-    """A whole regular file. Raises ValueError when it has more than `limit` bytes."""
-    with open_regular(file) as f:
-        raw = f.read(limit + 1)
+def bytes_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> bytes:
+    """The whole of an open file. Raises ValueError, which names its source, if it has more than `limit` bytes."""
+    raw = file.read(limit + 1)
     if len(raw) > limit:
-        raise ValueError(f"{file} has more than {limit:,} bytes: not a file of its kind")
+        raise ValueError(f"{source} has more than {limit:,} bytes")
     return raw
+
+
+def text_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> str:
+    """The same of a text. Raises ValueError, too, if it is not UTF-8."""
+    raw = bytes_of(file, source, limit)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+
+
+def read_bytes(file: Path) -> bytes:
+    with open_regular(file) as f:
+        return bytes_of(f, file)
+
+
+def read_text(file: Path) -> str:
+    with open_regular(file) as f:
+        return text_of(f, file)
 
 
 def read_json(file: Path) -> dict:
     """The object in a JSON file. Raises ValueError."""
-    raw = read_bytes(file)
+    text = read_text(file)
     try:
-        value = json.loads(raw.decode())
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -137,13 +156,6 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
         if re.search(pattern, path):
             return TEMPLATES[name], f"{name} (from the folder's name)"
     return TEMPLATES["plain"], ""
-
-
-def read_text(file: Path) -> str:
-    try:
-        return read_bytes(file).decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not UTF-8 text: not a chat template") from None
 
 
 def render(template: str, **variables) -> str:
@@ -317,8 +329,7 @@ class TokenizerJson(Vocabulary):
             }
             raw["added_tokens"] = [token | {"special": token["content"] in self.control} for token in added]
             kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))  # it may be composed of several
-            with stderr_discarded():  # where a panic in the library reports itself
-                self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
+            self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library's PanicException is not an Exception
@@ -385,19 +396,6 @@ class TokenizerJson(Vocabulary):
 VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
 BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-
-
-@contextmanager
-def stderr_discarded() -> Iterator[None]:
-    """Discard what libraries write to file descriptor 2."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 # ---- the tokenizer
@@ -539,9 +537,9 @@ class Tokenizer:
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span], list[Span]]:
         """The text of a conversation, where the template wrote control tokens, and where text only looks like one.
 
-        A character that occurs nowhere else marks the latter in the messages: it is put before what looks like a control
-        token or could become one together with what the template writes before or after the message. No mark stands
-        after a token or inside it, since templates look for "</think>" and strip what follows.
+        A character that occurs nowhere else marks the latter in the messages: it is put before what looks like a
+        control token, or could become one together with what the template writes around the message. No mark stands
+        in a token or after it, since templates look for "</think>" and strip what follows.
         """
         everything = self.chat_template + _checked("".join(message["content"] for message in messages))
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
