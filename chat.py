@@ -164,7 +164,6 @@ IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap --no-mmap --mlock "
     "--jinja --no-warmup"
 ).split()
-NEEDED = dict(TEXT="a text", N="a number", X="a number", MODEL="a model", FILE="a file", DIR="a folder")  # by metavar
 
 
 class Parser(argparse.ArgumentParser):
@@ -173,7 +172,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str, modes: dict[str, str]):
         """modes: the name of each mode, and what error messages call it."""
         hidden = argparse.SUPPRESS  # flags that are not given are absent from what argparse returns
-        options = dict(allow_abbrev=False, exit_on_error=False, argument_default=hidden)
+        options = dict(allow_abbrev=False, argument_default=hidden)
         super().__init__(usage="%(prog)s [flags]", description=description, **options)
         self.epilog = f"Accepted as in llama.cpp, and ignored: {', '.join(IGNORED)}."
         self.add_argument(*IGNORED, nargs="?", dest="ignored", help=hidden)
@@ -198,10 +197,7 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: list[str] | None, mode_of: Callable[[argparse.Namespace], str]) -> argparse.Namespace:
         """The flags' values, plus `mode`, `given`: the names of those on the command line, and `ignored`."""
         argv = sys.argv[1:] if argv is None else argv
-        try:
-            given, rest = self.parse_known_args(argv)
-        except argparse.ArgumentError as error:
-            self.error(self._wrong(error, argv))
+        given, rest = self.parse_known_args(argv)
         if rest:
             self.error(self._unknown(rest[0]))
         args = argparse.Namespace(**self.defaults | vars(given))
@@ -217,20 +213,10 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag} cannot be used with {self.modes[args.mode]}")
         return args
 
-    def _wrong(self, error: argparse.ArgumentError, argv: list[str]) -> str:
-        names = error.argument_name.split("/")
-        flag = next((word for word in reversed([word.split("=")[0] for word in argv]) if word in names), names[0])
-        if error.message == "expected one argument":
-            return f"{flag} needs {NEEDED.get(self._option_string_actions[flag].metavar, 'a value')}"
-        choice = r"invalid choice: (.*) \(choose from (.*)\)"
-        return f"{flag} " + re.sub(choice, r"\1: must be one of \2", error.message)
-
     def _unknown(self, word: str) -> str:
         flags = self._option_string_actions
         if not word.startswith("-"):
             return f"unexpected argument {word!r}" + (f": write -p {word!r}" if "--prompt" in flags else "")
-        if (joined := re.fullmatch(r"(-[a-z])(\d+)", word)) and joined[1] in flags:
-            return f"unknown flag {word}: write {joined[1]} {joined[2]}"
         near = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.7)
         return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else "")
 
@@ -245,7 +231,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         if not is_rank0():
             time.sleep(30)  # until rank 0 has reported the same, and torchrun ends this process
-        self.exit(2, f"error: {one_line(message)} (see --help)\n")
+        self.exit(2, f"error: {one_line(message.removeprefix('argument '))} (see --help)\n")
 
     def _get_option_tuples(self, option_string: str) -> list:
         return []  # argparse would take -ngl for -n with the value gl

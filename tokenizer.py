@@ -187,8 +187,8 @@ def compiled(template: str):
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def tojson(value, ensure_ascii=False, **options):
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
@@ -251,14 +251,11 @@ class SentencePiece(Vocabulary):
         from sentencepiece import SentencePieceProcessor
 
         try:
-            if not raw:
-                raise ValueError  # the library would accept it, but write to stderr later
             self.sp = SentencePieceProcessor(model_proto=raw)
             self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
-        except (RuntimeError, ValueError, IndexError):
-            raise ValueError(
-                f"{file} is not a SentencePiece model (of Llama 3, take the folder in Hugging Face's layout)"
-            ) from None
+        except (RuntimeError, IndexError):
+            instead = "of Llama 3, take the folder in Hugging Face's layout"
+            raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
         self.size = self.sp.vocab_size()
         pieces = [self.sp.id_to_piece(i) for i in range(self.size)]
         added = {text: i for text, i in _added_tokens(folder, config).items() if i >= self.size}
