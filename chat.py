@@ -43,17 +43,11 @@ YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the user types is bold green
 
 
 class Lossy(io.FileIO):
-    """A file that calls `lost` with the error where it cannot write; what was to be written is dropped then."""
-
-    def __init__(self, descriptor: int, lost: Callable[[OSError], None]):
-        super().__init__(descriptor, "w", closefd=False)
-        self._lost = lost
+    """A file that drops what it cannot write."""
 
     def write(self, data) -> int:
-        try:
+        with suppress(OSError):
             return super().write(data)
-        except OSError as error:
-            self._lost(error)
         return len(data)
 
 
@@ -66,12 +60,12 @@ def use_safe_streams() -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="strict")
     if is_rank0():
-        lossy = Lossy(2, lambda error: None)
-        sys.stderr = io.TextIOWrapper(lossy, "utf-8", "backslashreplace", write_through=True)
+        sys.stderr = io.TextIOWrapper(Lossy(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
 
 
 def is_rank0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is the only process or, of those that torchrun started, the first."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0"
 
 
 @contextmanager
@@ -102,20 +96,13 @@ def exit_code(ranks_of: Callable[[], Ranks], work: Callable[[Ranks], int], debug
     """Do a program's work and return its exit code: 1, with one line on stderr (with debug, a traceback), if it fails.
     If there are several processes, each exits here. ranks_of: Ranks.of_torchrun."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        ranks = ranks_of()
-    except ValueError as error:
-        sys.stderr = sys.__stderr__
-        note(f"error: {error_line(error)}")
-        return 2
-    if ranks.size > 1 and ranks.rank == 0:
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(Lossy(1, ranks.stop)), "utf-8")
+    ranks = ranks_of()
     try:
         code = work(ranks)
         sys.stdout.flush()
         ranks.finish()
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        code = 0
+        code = 0 if ranks.size == 1 else 1  # for torchrun to end the others
     except KeyboardInterrupt:
         code = 130
     except Exception as error:

@@ -4633,6 +4633,7 @@ def free_port() -> str:
 def fork_ranks(folder: Path, size: int) -> int:
     """Let `size` forks of this process, which has only done its imports, write their results. -> how many failed."""
     several = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    several["TORCHELASTIC_RUN_ID"] = "as torchrun would"
     forks = []
     for rank in range(size):
         forks.append(os.fork())
@@ -4923,22 +4924,20 @@ def test_torchrun_chat_takes_what_rank_0_renders_and_the_errors_of_all(tiny, tmp
 
 @pytest.mark.parametrize("how", ["killed", "interrupted", "stdout closed"])
 def test_torchrun_ends_all_ranks(tiny, how, tmp_path):
-    # torchrun ends whoever is left when the first has gone: each says its exit code before
-    script = 'trap "" TERM; $RUN & echo $! >$RANK; wait $!; code=$?; echo "exit code $code" >&2; exit $code'
+    # torchrun ends whoever is left when the first has gone, but not before it has said why
+    script = 'trap "" TERM; $RUN & echo $! >$RANK; wait $!'
     process = torchrun_bash(script, "-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", cwd=tmp_path)
     process.stdout.read(20)
     first, second = (int((tmp_path / rank).read_text()) for rank in "01")
     if how == "stdout closed":
         process.stdout.close()
-        assert process.wait(PATIENCE) == 0 and errors_in(process.stderr.read()) == []
-        return
-    os.kill(*((second, signal.SIGKILL) if how == "killed" else (first, signal.SIGINT)))
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0 and not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
-    if how == "killed":
-        assert errors_in(err) == ["error: another process has ended"], err
-    else:
-        assert err.count(b"generated") == 1 and err.count(b"exit code 130\n") == 2, err
+    elif how == "killed":
+        os.kill(second, signal.SIGKILL)
+    else:  # Ctrl-C reaches torchrun, which passes it on
+        process.send_signal(signal.SIGINT)
+    err = process.stderr.read()
+    assert process.wait(PATIENCE) != 0 and not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
+    assert errors_in(err) == ([] if how == "interrupted" else ["error: another process has ended"]), err
 
 
 def test_torchrun_reports_one_error(tiny):
@@ -4946,18 +4945,6 @@ def test_torchrun_reports_one_error(tiny):
     process = torchrun_bash("[ $RANK = 0 ] || cd /; exec $RUN", "-p", "Once", "-m", folder, cwd=tiny.parent.parent)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0 and len(errors_in(err)) == 1 and "no folder" in errors_in(err)[0], err
-
-
-def test_ranks_that_torchrun_did_not_set(monkeypatch):
-    wrong = ["RANK=x", "RANK=-1", "WORLD_SIZE=", "LOCAL_RANK=x", "RANK=1", "WORLD_SIZE=2", "WORLD_SIZE=2 RANK=0"]
-    for variables in wrong:
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match="torchrun"):
-            for variable in variables.split():
-                patch.setenv(*variable.split("="))
-            Ranks.of_torchrun()
-    done = in_shell('RANK=1 "$PYTHON" "$HERE/run.py"')
-    assert (done.returncode, done.stdout) == (2, ""), done
-    assert done.stderr.startswith("error: the environment has RANK='1': torchrun sets") and done.stderr.count("\n") == 1
 
 
 # ---- training.py
