@@ -14,11 +14,10 @@ import shutil
 import signal
 import sys
 import textwrap
-import time
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +32,10 @@ if TYPE_CHECKING:  # nothing here imports torch, which takes seconds: --help and
     from parallel import Ranks
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
-HISTORY = 1000  # messages kept
+HISTORY = 1000  # messages that the arrow keys reach
 # In place of control characters other than tab and newline, for str.translate
 HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {ord("\r"): " "}
-YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the user types is bold green
+YOURS, PLAIN = "\001\033[1;32m\002", "\033[0m"  # typed text is bold green; \001 and \002 enclose no columns
 
 
 # ---- standard streams
@@ -139,9 +138,13 @@ def error_line(error: Exception) -> str:
     said = str(error)
     if isinstance(error, OSError) and error.strerror:
         said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, MemoryError) and not said:
-        said = "out of memory"
     return one_line(said) or type(error).__name__
+
+
+def read_text(file: str | None) -> str:
+    """The text of a file, or (None) of standard input, without a final newline."""
+    with nullcontext(sys.stdin.buffer) if file is None else open(file, "rb") as f:
+        return text_of(f, "standard input" if file is None else file).removesuffix("\n").removesuffix("\r")
 
 
 # ---- the command line, of run.py and of bench.py
@@ -216,8 +219,6 @@ class Parser(argparse.ArgumentParser):
             self.exit(1, f"error: {error_line(error)}\n")
 
     def error(self, message: str):
-        if not is_rank0():
-            time.sleep(30)  # until rank 0 has reported the same, and torchrun ends this process
         self.exit(2, f"error: {one_line(message.removeprefix('argument '))} (see --help)\n")
 
     def _get_option_tuples(self, option_string: str) -> list:
@@ -252,11 +253,6 @@ def device_name_of(text: str) -> str:
 def printable(text: str) -> str:
     """Text for a terminal: without control characters, which could move the cursor or worse."""
     return text.translate(HARMLESS)
-
-
-def is_dumb() -> bool:
-    """Whether the terminal shows control sequences instead of obeying them."""
-    return os.environ.get("TERM", "dumb") in ("", "dumb")
 
 
 def columns(text: str) -> int:
@@ -323,12 +319,20 @@ class Reader:
         sys.stdin.reconfigure(errors="surrogateescape")  # one bad byte costs its message, not the conversation
         self.interactive = sys.stdin.isatty()
         self.edits = self.interactive and sys.stdout.isatty() and readline is not None
-        self.coloured = self.edits and not is_dumb() and not os.environ.get("NO_COLOR")  # https://no-color.org
+        dumb = os.environ.get("TERM", "dumb") in ("", "dumb")  # it shows control sequences instead of obeying them
+        coloured = self.edits and not dumb and not os.environ.get("NO_COLOR")  # https://no-color.org
+        self.colour, self.plain = (YOURS, PLAIN) if coloured else ("", "")
         if self.edits:
-            readline.parse_and_bind(f"set enable-bracketed-paste {'off' if is_dumb() else 'on'}")  # CPython: off
+            readline.parse_and_bind(f"set enable-bracketed-paste {'off' if dumb else 'on'}")  # CPython: off
             readline.set_auto_history(False)
-            self._history = history_file()
-            recall(self._history)
+            # A JSON string for each message, which may have several lines
+            state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+            self.history = Path(state, "fused-llama", "history")
+            with suppress(OSError, ValueError):
+                self.history.parent.mkdir(mode=0o700, exist_ok=True)
+                for line in self.history.read_text().splitlines()[-HISTORY:]:
+                    with suppress(ValueError):  # half a line, where the disk was full
+                        readline.add_history(json.loads(line))
 
     def read(self) -> str:
         """A message: one line, or several if they are pasted or continued by a backslash. Raises EOFError at the
@@ -341,7 +345,8 @@ class Reader:
         message = "\n".join(lines).strip()
         if self.edits and message and "\0" not in message:
             readline.add_history(message)
-            remember(self._history, message)
+            with suppress(OSError), self.history.open("a") as lines:
+                lines.write(json.dumps(message) + "\n")
         return message
 
     def has_text(self) -> bool:
@@ -351,37 +356,10 @@ class Reader:
     def _line(self, prompt: str) -> str:
         if self.interactive and not self.edits:
             print(prompt, end="", file=sys.stderr, flush=True)
-        if not self.coloured:
-            return input(prompt if self.edits else "")
         try:
-            return input(f"\001{YOURS}\002{prompt}")  # \001 and \002: readline counts no columns between them
+            return input(self.colour + prompt if self.edits else "")
         finally:
-            show(PLAIN)
-
-
-def history_file() -> Path:
-    """Where messages are kept between runs, a JSON string per line, since a message may have several: in the user's
-    state folder."""
-    folder = Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")) / "fused-llama"
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / "history"
-
-
-def recall(file: Path) -> None:
-    """Give the latest messages to readline."""
-    with suppress(OSError, ValueError):
-        lines = file.read_text(encoding="ascii").splitlines()
-        if len(lines) > 2 * HISTORY:
-            file.write_text("".join(f"{line}\n" for line in lines[-HISTORY:]))
-        for line in lines[-HISTORY:]:
-            with suppress(ValueError):  # half a line, where the disk was full
-                readline.add_history(json.loads(line))
-
-
-def remember(file: Path, message: str) -> None:
-    with suppress(OSError), open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as lines:
-        lines.write(json.dumps(message) + "\n")
+            show(self.plain)
 
 
 # ---- the conversation
@@ -516,21 +494,13 @@ class Chat:
 
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
-        text = self.ranks.broadcast(lambda: self.text_of(name))
+        text = self.ranks.broadcast(lambda: read_text(os.path.expanduser(name)))
+        text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
         self.session.check(text, name)
-        to_read = self.to_read + text.rstrip("\n") + "\n\n"
+        to_read = f"{self.to_read}{text}\n\n"
         self.length_with(to_read, self.system, name)
         self.to_read = to_read
         self.session.note(f"{name}, {len(text):,} characters, goes before your next message")
-
-    def text_of(self, name: str) -> str:
-        if not name:
-            raise ValueError("/read needs the name of a file")
-        file = Path(os.path.expanduser(name))
-        if file.exists() and not file.is_file():
-            raise ValueError(f"{name} is not a file")
-        with file.open("rb") as f:
-            return text_of(f, name).replace("\r\n", "\n").replace("\r", "\n")
 
     # the context
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from chat import (
     import_torch,
     is_rank0,
     note,
+    read_text,
     show,
     use_safe_streams,
     within,
@@ -524,12 +525,6 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     if args.file is None and args.prompt is None and sys.stdin.isatty():
         return None
     return read_text(args.file)
-
-
-def read_text(file: str | None) -> str:
-    """The text of a file, or (None) of standard input, without a final newline."""
-    with nullcontext(sys.stdin.buffer) if file is None else open(file, "rb") as f:
-        return text_of(f, "standard input" if file is None else file).removesuffix("\n").removesuffix("\r")
 
 
 def complete(session: Session, prompt: str) -> None:
