@@ -38,7 +38,7 @@ from chat import (
     use_safe_streams,
     within,
 )
-from tokenizer import TEMPLATES, find_template, local_checkpoint, text_of
+from tokenizer import TEMPLATES, local_checkpoint, text_of
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -50,8 +50,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     writes = "text bare chat"
     # fmt: off
     add = parser.group("model")
-    add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
-        help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub [models/tales, beside this program]")
+    add("-m", "--model", "-hf", "--hf-repo", default=str(DEFAULT_MODEL), metavar="MODEL",
+        help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub")
     add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
         help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")
     add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
@@ -142,24 +142,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--lookup and --draft both propose tokens; use one": args.lookup and args.draft,
         "--draft-max is for --draft": args.draft is None and "draft_max" in args.given,
         "--system and --system-prompt-file both give a system prompt; use one": args.system and args.system_file,
-        "-m is empty": args.model == "",
     }
     for error, is_wrong in wrong.items():
         if is_wrong:
             parser.error(error)
     if args.escape:
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
-    args.model = args.model or str(DEFAULT_MODEL)
     if is_rank0():  # others may lack what only it reads
         with parser.failing():
             for model in filter(None, (args.model, args.draft)):
                 local_checkpoint(model)
-            for file in filter(None, (args.file, args.system_file, args.calibrate)):
+            folder = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
+            for file in filter(None, (args.file, args.system_file, args.calibrate, folder)):
                 os.stat(file)
-            if args.prompt_cache:
-                os.scandir(os.path.dirname(real_path(args.prompt_cache))).close()  # it is there, and a folder
-            if args.chat_template:
-                find_template(Path(), {}, args.chat_template)
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args
@@ -311,12 +306,13 @@ class Session:
         if m.backend == "triton" and m.device.type == "cpu":
             backend += " in the interpreter, which is slow"
         where = f"{m.device}{self.ranks.described(m.exchange, m.device)}"
+        seed = f", seed {self.args.seed}" if self.sampling.temp else ""
         own = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.own_sampling.items())
         sampling = f"\nsampling  {own} (the checkpoint's own; flags override them)" if own else ""
         return (
             f"model     {m.checkpoint.folder}: {m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, "
             f"dim {c.dim}, {heads}\n"
-            f"running   {types(m)} on {where}, {backend}, context {size}{beyond}, seed {self.args.seed}{sampling}"
+            f"running   {types(m)} on {where}, {backend}, context {size}{beyond}{seed}{sampling}"
         )
 
     def closing(self) -> str:
@@ -329,7 +325,7 @@ class Session:
         counts = f"prompt    {t.prompt_tokens} tokens{prompt}\ngenerated {t.new_tokens} tokens{rate}\n"
         if self.model.device.type == "cuda":
             on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU"
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return (
             f"load      {self.load_seconds:.2f} s\n"
             f"{counts if t.prompt_tokens else ''}"  # of a prompt that was evaluated
@@ -448,23 +444,19 @@ class PromptCache:
     def restore(self, cache: KVCache) -> None:
         """Fill an empty cache from the file, if there is one. Raises ValueError for one that was not made for this
         model."""
-        if not self.ranks.all(self.file.exists()):
-            return
-        tokens, k, v = self._read()
-        tokens = tokens[: cache.size]
-        # One rank's file may be newer than another's
-        if not self.ranks.all(tokens.tolist() == self.ranks.broadcast(tokens.tolist)):
+        held = self._read() if self.file.exists() else {"tokens": torch.empty(0, dtype=torch.int32)}
+        tokens = held["tokens"][: cache.size]
+        # One rank's file may be newer than another's, or missing
+        if not self.ranks.all(tokens.tolist() == self.ranks.broadcast(tokens.tolist)) or not len(tokens):
             return
         self.tokens = tokens.tolist()
         cache.append(tokens)
-        for layer, values in zip([*cache.k, *cache.v], [*k, *v]):
+        for layer, values in zip([*cache.k, *cache.v], [*held["k"], *held["v"]]):
             layer[:, : len(tokens)] = values[:, : len(tokens)]
         cache.advance(len(tokens))
 
-    def _read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [n] and their keys and values [L, KH, n, D]. Raises ValueError."""
-        if not self.file.is_file():
-            raise ValueError(f"{self.file} is not a file")
+    def _read(self) -> dict[str, Tensor]:
+        """The tokens [n] and their keys "k" and values "v" [L, KH, n, D]. Raises ValueError."""
         try:
             with safe_open(self.file, "pt") as f:
                 metadata = f.metadata() or {}
@@ -473,15 +465,9 @@ class PromptCache:
                 if metadata.get("model") != self.metadata["model"]:
                     made = f"{self.file} was made with another model or other types ({metadata.get('types')})"
                     raise ValueError(f"{made}: delete it or name another")
-                tensors = {name: f.get_tensor(name) for name in f.keys()}
-        except SafetensorError as error:
+                return {name: f.get_tensor(name) for name in f.keys()}
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
-        c, dtype, n = self.model.config, self.model.kv_dtype, tensors["tokens"].numel() if "tokens" in tensors else 0
-        kv = (dtype, (c.n_layers, c.n_kv_heads, n, c.head_dim))
-        expected = {"tokens": (torch.int32, (n,)), "k": kv, "v": kv}
-        if {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} != expected:
-            raise ValueError(f"{self.file} does not hold the keys and values that it should: delete it")
-        return tensors["tokens"], tensors["k"], tensors["v"]
 
     def keep(self, ids: list[int], cache: KVCache) -> None:
         """Write the keys and values of ids, the first in the cache, unless the file has most of them. If a rank cannot,

@@ -1775,8 +1775,9 @@ def test_text_goes_to_stdout_and_all_else_to_stderr(cli, tiny):
     flags = ("-m", tiny, "-p", "Once upon", "-n", 8, "--temp", 0, "--device", "auto")
     code, out, err = cli(*flags)
     assert code == 0 and out.startswith("Once upon") and out.endswith("\n") and len(out) > 10
-    for word in ("load", "prompt", "generated 8 tokens", "memory", "seed", f"fp32 on {DEVICE}"):
+    for word in ("load", "prompt", "generated 8 tokens", "memory", f"fp32 on {DEVICE}"):
         assert word in err
+    assert "seed" not in err, "with --temp 0 it means nothing"
     code, bare, err = cli(*flags, "--no-display-prompt", "--quiet")
     assert code == 0 and "Once upon" + bare == out and err == ""
     code, out, err = cli(*flags[:4], "-n", 0)
@@ -2096,7 +2097,7 @@ def spoil_file(change=lambda tensors: None, **metadata):
     return spoil
 
 
-OTHER_MODEL, OTHER_VALUES = "another model or other types", "does not hold the keys and values"
+OTHER_MODEL = "another model or other types"
 REFUSED_CACHES = {  # what is wrong with it: the flags that it is made with, what is done to it, what the error says
     "8-bit cache": (["--kv-fp8"], None, OTHER_MODEL),
     "8-bit matrices": (["--fp8"], None, OTHER_MODEL),
@@ -2104,11 +2105,7 @@ REFUSED_CACHES = {  # what is wrong with it: the flags that it is made with, wha
     "another kind": ([], spoil_file(fused_llama="1"), "is not a prompt cache"),
     "no cache": ([], lambda f: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", f), "is not a prompt cache"),
     "cut": ([], lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a valid safetensors file"),
-    "a pipe": ([], lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
-    "no values": ([], spoil_file(lambda t: t.pop("v")), OTHER_VALUES),
-    "no tokens": ([], spoil_file(lambda t: t.pop("tokens")), OTHER_VALUES),
-    "another shape": ([], spoil_file(lambda t: t.update(k=t["k"][..., 1:])), OTHER_VALUES),
-    "another type": ([], spoil_file(lambda t: t.update(v=t["v"].half())), OTHER_VALUES),
+    "a folder": ([], lambda file: (file.unlink(), file.mkdir()), "not a valid safetensors file"),
 }
 
 
