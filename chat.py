@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # nothing here imports torch, which takes seconds: --help and
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
 HISTORY = 1000  # messages that the arrow keys reach
-# In place of control characters other than tab and newline, for str.translate
+# In place of control characters, which could move the cursor or worse, for str.translate; tab and newline stay
 HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {ord("\r"): " "}
 YOURS, PLAIN = "\001\033[1;32m\002", "\033[0m"  # typed text is bold green; \001 and \002 enclose no columns
 
@@ -250,11 +250,6 @@ def device_name_of(text: str) -> str:
 # ---- what a terminal shows
 
 
-def printable(text: str) -> str:
-    """Text for a terminal: without control characters, which could move the cursor or worse."""
-    return text.translate(HARMLESS)
-
-
 def columns(text: str) -> int:
     """How many columns of a terminal a text takes."""
     shown = (char for char in text if unicodedata.category(char) not in ("Mn", "Me", "Cf"))
@@ -277,7 +272,7 @@ class Printer:
 
     def write(self, text: str) -> None:
         text, self.first = self.first + text, ""
-        show("".join(map(self._wrapped, printable(text))) if self.at_terminal else text)
+        show("".join(map(self._wrapped, text.translate(HARMLESS))) if self.at_terminal else text)
 
     def end(self) -> None:
         """Write what is held back, and end the line."""
@@ -451,7 +446,6 @@ class Chat:
     def answer(self, message: str) -> bool:
         """Print the model's answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is
         one."""
-        self.session.check(message, "the message")
         prompt = self.fit(message)
         self.blank_line()
         answer = self.session.answer(message, prompt.ids, self.printer, self.eos, self.stops, at_start=True)
@@ -477,7 +471,6 @@ class Chat:
         it leaves no room for a message, or the template refuses it."""
         messages = [{"role": "system", "content": system}] if system else []
         if system:
-            self.session.check(system, "the system prompt")
             self.length_with("?", messages, "the system prompt")
         self.system, self.turns = messages, []  # each turn is two messages: the user's and its answer
 
@@ -496,7 +489,6 @@ class Chat:
         """Put a file's text before the next message. Raises ValueError or OSError."""
         text = self.ranks.broadcast(lambda: read_text(os.path.expanduser(name)))
         text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
-        self.session.check(text, name)
         to_read = f"{self.to_read}{text}\n\n"
         self.length_with(to_read, self.system, name)
         self.to_read = to_read

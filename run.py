@@ -217,9 +217,6 @@ from sampling import Sampling
 from speculation import Draft, Lookup
 from tokenizer import TextStream, Tokenizer
 
-LARGEST_TOKEN = 256  # bytes: a text with more than this for each token of the context cannot fit
-
-
 # ---- a session
 
 
@@ -290,13 +287,6 @@ class Session:
         """Tell the user something, unless --quiet was given."""
         if not self.args.quiet:
             note(text)
-
-    def check(self, text: str, name: str) -> None:
-        """Raise ValueError, before it is encoded, for text that is not UTF-8 or too long whatever its tokens are."""
-        if any(0xDC80 <= ord(c) <= 0xDCFF for c in text):  # read with surrogateescape
-            raise ValueError(f"{name} is not UTF-8")
-        if len(text) > LARGEST_TOKEN * self.cache.size:
-            raise ValueError(f"{name} has {len(text):,} characters, too many for {self.cache.size} tokens (see -c)")
 
     def summary(self) -> str:
         m, c, size = self.model, self.model.checkpoint.config, self.cache.size
@@ -516,7 +506,6 @@ def read_prompt(args: argparse.Namespace) -> str | None:
 def complete(session: Session, prompt: str) -> None:
     """Print the prompt, once it is evaluated, and its continuation."""
     args, tokenizer = session.args, session.tokenizer
-    session.check(prompt, "the prompt")
     ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
     if not ids:
         raise ValueError("the prompt is empty, and the tokenizer has no bos or eos to start from")

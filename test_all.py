@@ -1917,11 +1917,9 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-p", "a", "--accumulate", "fp16", "--backend", "torch"], b"", "--accumulate fp16 needs a GPU"),
     (["-p", "a\udcffb"], b"", "--prompt is not UTF-8: byte 0xff at offset 1"),
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
-    (["-p", "-", "-c", "16"], b"a" * 4097, "the prompt has 4,097 characters, too many for 16 tokens"),
-    (["--chat", "-p", "a" * 4097, "-c", "16"], b"", "the message has 4,097 characters, too many for 16 tokens"),
     (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "the context holds 64"),
     (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
-    (["--chat", "-sys", "a\udcffb"], b"", "the system prompt is not UTF-8"),
+    (["--chat", "-sys", "a\udcffb"], b"", "the text is not UTF-8"),
     (["--chat", "-sysf", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
@@ -2226,7 +2224,7 @@ def test_chat_read(cli, tiny, tmp_path):
         (tmp_path / name).write_bytes(raw)
     refused = {
         f"/read {tmp_path / 'bad'}": "not UTF-8: byte 0xff at offset 2",
-        f"/read {tmp_path / 'long'}": "too many for 256 tokens (see -c)",
+        f"/read {tmp_path / 'long'}": "tokens; the context holds 256 (see -c)",
         f"/read {tmp_path / 'dense'}": f"{tmp_path / 'dense'} takes 2",
         "/read /dev/zero": "more than 64,000,000 bytes",
         "/read": "No such file",
@@ -2256,7 +2254,6 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "\udcff": "not UTF-8",
         "bad": "too bad",
         "/system \udcff": "not UTF-8",
-        "/system " + "a" * 50_000: "prompt has 50,000",
         "/system " + "tell me a tale " * 60: "prompt takes",
         "/read nowhere": "No such file",
     }
@@ -3662,7 +3659,7 @@ def test_spoiled_tokenizer_json(tmp_path, how):
 def test_half_of_a_surrogate_pair_is_refused_and_a_foreign_id_is_no_text(tiny):
     tokenizer = Tokenizer(tiny)
     for act in (tokenizer.encode, tokenizer.encode_after, lambda t: tokenizer.chat_prompt(conversation(t))):
-        with pytest.raises(ValueError, match="holds U\\+DC80 at 3: a lone surrogate"):
+        with pytest.raises(ValueError, match="not UTF-8: it holds U\\+DC80 at 3"):
             act("abc\udc80d")
     assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
 

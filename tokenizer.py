@@ -566,7 +566,7 @@ class Tokenizer:
 
 def _checked(text: str) -> str:
     if bad := re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"the text holds U+{ord(bad[0]):04X} at {bad.start()}: a lone surrogate is not a character")
+        raise ValueError(f"the text is not UTF-8: it holds U+{ord(bad[0]):04X} at {bad.start()}, a lone surrogate")
     return text
 
 
