@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import random
@@ -38,7 +37,7 @@ from chat import (
     use_safe_streams,
     within,
 )
-from tokenizer import TEMPLATES, local_checkpoint, text_of
+from tokenizer import TEMPLATES, local_checkpoint
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -147,6 +146,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if is_wrong:
             parser.error(error)
     if args.escape:
+        args.prompt = args.prompt and unescaped(args.prompt)
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
     if is_rank0():  # others may lack what only it reads
         with parser.failing():
@@ -478,15 +478,12 @@ class PromptCache:
 
 
 def fingerprint(model: Llama) -> str:
-    """A hash of what keys and values depend on: the configuration, the types, and up to 64 numbers of each tensor."""
-    w = model.weights
-    fields = [w.embedding, w.norm, *(field for layer in w.layers for field in vars(layer).values()), w.output]
+    """A hash of what keys and values depend on: the configuration, the types, and up to 64 numbers of each matrix."""
     numbers = []
-    for field in fields:
-        for t in [] if field is None else [field] if isinstance(field, Tensor) else field.tensors:
-            t = t.to_dense() if t.is_mkldnn else t
-            numbers.append(t.flatten()[:: max(1, t.numel() // 64)][:64].float())
-    return hashlib.sha256(f"{model.config} {types(model)} {torch.cat(numbers).tolist()}".encode()).hexdigest()
+    for t in [model.weights.embedding, *(t for matrix in model.weights.matrices for t in matrix.tensors)]:
+        t = t.to_dense() if t.is_mkldnn else t
+        numbers += t.flatten()[:: max(1, t.numel() // 64)][:64].tolist()
+    return hashlib.sha256(f"{model.config} {types(model)} {numbers}".encode()).hexdigest()
 
 
 # ---- what the program does
@@ -496,8 +493,7 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     """The text of --prompt, of --file, or of standard input (for "--prompt -", or if it is not a terminal). None if
     there is no prompt."""
     if args.prompt not in (None, "-"):
-        prompt = os.fsencode(unescaped(args.prompt) if args.escape else args.prompt)
-        return text_of(io.BytesIO(prompt), "--prompt")
+        return args.prompt
     if args.file is None and args.prompt is None and sys.stdin.isatty():
         return None
     return read_text(args.file)

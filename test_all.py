@@ -1794,7 +1794,7 @@ def test_prompt_from_file_and_from_standard_input_and_escapes(cli, tiny, tmp_pat
         assert cli(*flags, *how, stdin=prompt.encode() + b"\r\n")[1] == expected, how
     assert cli(*flags, "-p", "-", stdin=prompt.encode())[1] == expected
     code, _, err = cli(*flags, "-p", r"a\xff")
-    assert code == 1 and "--prompt is not UTF-8" in err
+    assert code == 1 and "the text is not UTF-8" in err
 
 
 def test_seed_repeats_the_text(cli, tiny):
@@ -1915,7 +1915,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
     (["-p", "a", "--accumulate", "fp16"], b"", "--accumulate fp16 needs a GPU"),
     (["-p", "a", "--accumulate", "fp16", "--backend", "torch"], b"", "--accumulate fp16 needs a GPU"),
-    (["-p", "a\udcffb"], b"", "--prompt is not UTF-8: byte 0xff at offset 1"),
+    (["-p", "a\udcffb"], b"", "the text is not UTF-8: it holds U+DCFF at 1"),
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
     (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "the context holds 64"),
     (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
@@ -3540,7 +3540,7 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         assert "".join(pieces) == ours.decode(ids) == theirs.decode(ids), (text,)
         assert not any("\ufffd" in piece for piece in pieces), (text,)
         split = random.randrange(1, len(text) + 2)
-        joined = ours.encode(text[:split], bos=False) + ours.encode_after(text[split:])
+        joined = ours.encode(text[:split], bos=False) + ours.vocabulary.encode_after(text[split:])
         # "pieces" begin with a space, unless the text does
         whole = text.removeprefix(" ") if CHAT_FAMILIES[family][0] == "pieces" else text
         assert ours.decode(ids) == ours.decode(joined) == whole, (text, split)
@@ -3597,7 +3597,8 @@ def test_answers_keep_their_tokens(tmp_path, family):
     ids, stops = t.turn_ends()
     first, second = conversation("tell me"), conversation("tell me", "a tale", "go on")
     prompt = t.chat_prompt(first)
-    answer = [i for letter in "a tale" for i in t.encode_after(letter)]  # not the tokens that the whole text would have
+    # Not the tokens that the whole text would have
+    answer = [i for letter in "a tale" for i in t.vocabulary.encode_after(letter)]
     again = t.chat_prompt(second, past=prompt.answered("a tale", answer))
     if not again.text.startswith(prompt.text):
         assert "deepseek" in family, "which writes <think> before an answer, but not before a past one"
@@ -3658,7 +3659,7 @@ def test_spoiled_tokenizer_json(tmp_path, how):
 
 def test_half_of_a_surrogate_pair_is_refused_and_a_foreign_id_is_no_text(tiny):
     tokenizer = Tokenizer(tiny)
-    for act in (tokenizer.encode, tokenizer.encode_after, lambda t: tokenizer.chat_prompt(conversation(t))):
+    for act in (tokenizer.encode, lambda t: tokenizer.chat_prompt(conversation(t))):
         with pytest.raises(ValueError, match="not UTF-8: it holds U\\+DC80 at 3"):
             act("abc\udc80d")
     assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
@@ -3678,7 +3679,7 @@ def test_what_merges_with_a_dot_goes_on_whole(tmp_path):
     tokenizer = Tokenizer(tmp_path)
     assert len(tokenizer.vocabulary.sp.encode("...")) < 4, "dots do not merge"
     for text in ("...", "..x", ".", "", " on", "so.."):
-        assert tokenizer.decode(tokenizer.encode("wait") + tokenizer.encode_after(text)) == "wait" + text
+        assert tokenizer.decode(tokenizer.encode("wait") + tokenizer.vocabulary.encode_after(text)) == "wait" + text
 
 
 # ---- ggml.py and quants.py: files by llama.cpp's package gguf, whose decoding is the reference
@@ -4120,7 +4121,8 @@ def test_gguf_sentencepiece(tmp_path):
         4096,
     )
     for text in GGUF_TEXTS:
-        assert ours.encode(text) == original.encode(text) and ours.encode_after(text) == original.encode_after(text)
+        assert ours.encode(text) == original.encode(text)
+        assert ours.vocabulary.encode_after(text) == original.vocabulary.encode_after(text)
         assert ours.decode(ours.encode(text)) == original.decode(original.encode(text))
     assert (ours.bos, ours.eos, ours.control) == (1, 2, original.control)
     chat = [{"role": role, "content": "Hello </s>"} for role in ("system", "user", "assistant", "user")]

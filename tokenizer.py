@@ -469,10 +469,6 @@ class Tokenizer:
         text. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
         return (self._starts if bos else []) + self.vocabulary.encode(_checked(text))
 
-    def encode_after(self, text: str) -> list[int]:
-        """Text that continues other text: without the space that some tokenizers put before a text."""
-        return self.vocabulary.encode_after(_checked(text))
-
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for: none for a control token or one beyond the tokenizer's."""
         return self.vocabulary.bytes_of(token) if 0 <= token < 1 << 31 else b""
