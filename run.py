@@ -447,6 +447,8 @@ class PromptCache:
 
     def _read(self) -> dict[str, Tensor]:
         """The tokens [n] and their keys "k" and values "v" [L, KH, n, D]. Raises ValueError."""
+        if not self.file.is_file():
+            raise ValueError(f"{self.file} is not a file")
         try:
             with safe_open(self.file, "pt") as f:
                 metadata = f.metadata() or {}
@@ -456,7 +458,7 @@ class PromptCache:
                     made = f"{self.file} was made with another model or other types ({metadata.get('types')})"
                     raise ValueError(f"{made}: delete it or name another")
                 return {name: f.get_tensor(name) for name in f.keys()}
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
 
     def keep(self, ids: list[int], cache: KVCache) -> None:

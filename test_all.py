@@ -2103,7 +2103,7 @@ REFUSED_CACHES = {  # what is wrong with it: the flags that it is made with, wha
     "another kind": ([], spoil_file(fused_llama="1"), "is not a prompt cache"),
     "no cache": ([], lambda f: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", f), "is not a prompt cache"),
     "cut": ([], lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a valid safetensors file"),
-    "a folder": ([], lambda file: (file.unlink(), file.mkdir()), "not a valid safetensors file"),
+    "a pipe": ([], lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
 }
 
 
