@@ -14,47 +14,39 @@ import shutil
 import signal
 import sys
 import textwrap
-import time
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 try:
     import readline
 except ImportError:  # some builds of Python lack it: lines are then read without editing
     readline = None
 
-from tokenizer import Prompt, one_line
+from tokenizer import Prompt, one_line, text_of
 
 if TYPE_CHECKING:  # nothing here imports torch, which takes seconds: --help and command-line errors do not wait for it
     from parallel import Ranks
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
-TEXT_BYTES = 64_000_000  # of a prompt in a file: far more than a context holds
-HISTORY = 1000  # messages kept
-# In place of control characters other than tab and newline, for str.translate
+HISTORY = 1000  # messages that the arrow keys reach
+# In place of control characters, which could move the cursor or worse, for str.translate; tab and newline stay
 HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {ord("\r"): " "}
-YOURS, PLAIN = "\033[1;32m", "\033[0m"  # what the user types is bold green
+YOURS, PLAIN = "\001\033[1;32m\002", "\033[0m"  # typed text is bold green; \001 and \002 enclose no columns
 
 
 # ---- standard streams
 
 
 class Lossy(io.FileIO):
-    """A file that calls `lost` with the error where it cannot write; what was to be written is dropped then."""
-
-    def __init__(self, descriptor: int, lost: Callable[[OSError], None]):
-        super().__init__(descriptor, "w", closefd=False)
-        self._lost = lost
+    """A file that drops what it cannot write."""
 
     def write(self, data) -> int:
-        try:
+        with suppress(OSError):
             return super().write(data)
-        except OSError as error:
-            self._lost(error)
         return len(data)
 
 
@@ -67,12 +59,12 @@ def use_safe_streams() -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="strict")
     if is_rank0():
-        lossy = Lossy(2, lambda error: None)
-        sys.stderr = io.TextIOWrapper(lossy, "utf-8", "backslashreplace", write_through=True)
+        sys.stderr = io.TextIOWrapper(Lossy(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
 
 
 def is_rank0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is the only process or, of those that torchrun started, the first."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0"
 
 
 @contextmanager
@@ -103,20 +95,13 @@ def exit_code(ranks_of: Callable[[], Ranks], work: Callable[[Ranks], int], debug
     """Do a program's work and return its exit code: 1, with one line on stderr (with debug, a traceback), if it fails.
     If there are several processes, each exits here. ranks_of: Ranks.of_torchrun."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        ranks = ranks_of()
-    except ValueError as error:
-        sys.stderr = sys.__stderr__
-        note(f"error: {error_line(error)}")
-        return 2
-    if ranks.size > 1 and ranks.rank == 0:
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(Lossy(1, ranks.stop)), "utf-8")
+    ranks = ranks_of()
     try:
         code = work(ranks)
         sys.stdout.flush()
         ranks.finish()
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        code = 0
+        code = 0 if ranks.size == 1 else 1  # for torchrun to end the others
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
@@ -153,21 +138,13 @@ def error_line(error: Exception) -> str:
     said = str(error)
     if isinstance(error, OSError) and error.strerror:
         said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, MemoryError) and not said:
-        said = "out of memory"
     return one_line(said) or type(error).__name__
 
 
-def text_of(file: BinaryIO, source: str, limit: int = TEXT_BYTES) -> str:
-    """The whole of an open text file. Raises ValueError, which names its source, if it is not UTF-8 or has more than
-    `limit` bytes."""
-    raw = file.read(limit + 1)
-    if len(raw) > limit:
-        raise ValueError(f"{source} has more than {limit:,} bytes")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+def read_text(file: str | None) -> str:
+    """The text of a file, or (None) of standard input, without a final newline."""
+    with nullcontext(sys.stdin.buffer) if file is None else open(file, "rb") as f:
+        return text_of(f, "standard input" if file is None else file).removesuffix("\n").removesuffix("\r")
 
 
 # ---- the command line, of run.py and of bench.py
@@ -177,7 +154,6 @@ IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap --no-mmap --mlock "
     "--jinja --no-warmup"
 ).split()
-NEEDED = dict(TEXT="a text", N="a number", X="a number", MODEL="a model", FILE="a file", DIR="a folder")  # by metavar
 
 
 class Parser(argparse.ArgumentParser):
@@ -186,7 +162,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str, modes: dict[str, str]):
         """modes: the name of each mode, and what error messages call it."""
         hidden = argparse.SUPPRESS  # flags that are not given are absent from what argparse returns
-        options = dict(allow_abbrev=False, exit_on_error=False, argument_default=hidden)
+        options = dict(allow_abbrev=False, argument_default=hidden)
         super().__init__(usage="%(prog)s [flags]", description=description, **options)
         self.epilog = f"Accepted as in llama.cpp, and ignored: {', '.join(IGNORED)}."
         self.add_argument(*IGNORED, nargs="?", dest="ignored", help=hidden)
@@ -211,10 +187,7 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: list[str] | None, mode_of: Callable[[argparse.Namespace], str]) -> argparse.Namespace:
         """The flags' values, plus `mode`, `given`: the names of those on the command line, and `ignored`."""
         argv = sys.argv[1:] if argv is None else argv
-        try:
-            given, rest = self.parse_known_args(argv)
-        except argparse.ArgumentError as error:
-            self.error(self._wrong(error, argv))
+        given, rest = self.parse_known_args(argv)
         if rest:
             self.error(self._unknown(rest[0]))
         args = argparse.Namespace(**self.defaults | vars(given))
@@ -230,20 +203,10 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag} cannot be used with {self.modes[args.mode]}")
         return args
 
-    def _wrong(self, error: argparse.ArgumentError, argv: list[str]) -> str:
-        names = error.argument_name.split("/")
-        flag = next((word for word in reversed([word.split("=")[0] for word in argv]) if word in names), names[0])
-        if error.message == "expected one argument":
-            return f"{flag} needs {NEEDED.get(self._option_string_actions[flag].metavar, 'a value')}"
-        choice = r"invalid choice: (.*) \(choose from (.*)\)"
-        return f"{flag} " + re.sub(choice, r"\1: must be one of \2", error.message)
-
     def _unknown(self, word: str) -> str:
         flags = self._option_string_actions
         if not word.startswith("-"):
             return f"unexpected argument {word!r}" + (f": write -p {word!r}" if "--prompt" in flags else "")
-        if (joined := re.fullmatch(r"(-[a-z])(\d+)", word)) and joined[1] in flags:
-            return f"unknown flag {word}: write {joined[1]} {joined[2]}"
         near = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.7)
         return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else "")
 
@@ -256,9 +219,7 @@ class Parser(argparse.ArgumentParser):
             self.exit(1, f"error: {error_line(error)}\n")
 
     def error(self, message: str):
-        if not is_rank0():
-            time.sleep(30)  # until rank 0 has reported the same, and torchrun ends this process
-        self.exit(2, f"error: {one_line(message)} (see --help)\n")
+        self.exit(2, f"error: {one_line(message.removeprefix('argument '))} (see --help)\n")
 
     def _get_option_tuples(self, option_string: str) -> list:
         return []  # argparse would take -ngl for -n with the value gl
@@ -289,16 +250,6 @@ def device_name_of(text: str) -> str:
 # ---- what a terminal shows
 
 
-def printable(text: str) -> str:
-    """Text for a terminal: without control characters, which could move the cursor or worse."""
-    return text.translate(HARMLESS)
-
-
-def is_dumb() -> bool:
-    """Whether the terminal shows control sequences instead of obeying them."""
-    return os.environ.get("TERM", "dumb") in ("", "dumb")
-
-
 def columns(text: str) -> int:
     """How many columns of a terminal a text takes."""
     shown = (char for char in text if unicodedata.category(char) not in ("Mn", "Me", "Cf"))
@@ -321,7 +272,7 @@ class Printer:
 
     def write(self, text: str) -> None:
         text, self.first = self.first + text, ""
-        show("".join(map(self._wrapped, printable(text))) if self.at_terminal else text)
+        show("".join(map(self._wrapped, text.translate(HARMLESS))) if self.at_terminal else text)
 
     def end(self) -> None:
         """Write what is held back, and end the line."""
@@ -363,12 +314,20 @@ class Reader:
         sys.stdin.reconfigure(errors="surrogateescape")  # one bad byte costs its message, not the conversation
         self.interactive = sys.stdin.isatty()
         self.edits = self.interactive and sys.stdout.isatty() and readline is not None
-        self.coloured = self.edits and not is_dumb() and not os.environ.get("NO_COLOR")  # https://no-color.org
+        dumb = os.environ.get("TERM", "dumb") in ("", "dumb")  # it shows control sequences instead of obeying them
+        coloured = self.edits and not dumb and not os.environ.get("NO_COLOR")  # https://no-color.org
+        self.colour, self.plain = (YOURS, PLAIN) if coloured else ("", "")
         if self.edits:
-            readline.parse_and_bind(f"set enable-bracketed-paste {'off' if is_dumb() else 'on'}")  # CPython: off
+            readline.parse_and_bind(f"set enable-bracketed-paste {'off' if dumb else 'on'}")  # CPython: off
             readline.set_auto_history(False)
-            self._history = history_file()
-            recall(self._history)
+            # A JSON string for each message, which may have several lines
+            state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+            self.history = Path(state, "fused-llama", "history")
+            with suppress(OSError, ValueError):
+                self.history.parent.mkdir(mode=0o700, exist_ok=True)
+                for line in self.history.read_text().splitlines()[-HISTORY:]:
+                    with suppress(ValueError):  # half a line, where the disk was full
+                        readline.add_history(json.loads(line))
 
     def read(self) -> str:
         """A message: one line, or several if they are pasted or continued by a backslash. Raises EOFError at the
@@ -381,7 +340,8 @@ class Reader:
         message = "\n".join(lines).strip()
         if self.edits and message and "\0" not in message:
             readline.add_history(message)
-            remember(self._history, message)
+            with suppress(OSError), self.history.open("a") as lines:
+                lines.write(json.dumps(message) + "\n")
         return message
 
     def has_text(self) -> bool:
@@ -391,37 +351,10 @@ class Reader:
     def _line(self, prompt: str) -> str:
         if self.interactive and not self.edits:
             print(prompt, end="", file=sys.stderr, flush=True)
-        if not self.coloured:
-            return input(prompt if self.edits else "")
         try:
-            return input(f"\001{YOURS}\002{prompt}")  # \001 and \002: readline counts no columns between them
+            return input(self.colour + prompt if self.edits else "")
         finally:
-            show(PLAIN)
-
-
-def history_file() -> Path:
-    """Where messages are kept between runs, a JSON string per line, since a message may have several: in the user's
-    state folder."""
-    folder = Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")) / "fused-llama"
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / "history"
-
-
-def recall(file: Path) -> None:
-    """Give the latest messages to readline."""
-    with suppress(OSError, ValueError):
-        lines = file.read_text(encoding="ascii").splitlines()
-        if len(lines) > 2 * HISTORY:
-            file.write_text("".join(f"{line}\n" for line in lines[-HISTORY:]))
-        for line in lines[-HISTORY:]:
-            with suppress(ValueError):  # half a line, where the disk was full
-                readline.add_history(json.loads(line))
-
-
-def remember(file: Path, message: str) -> None:
-    with suppress(OSError), open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as lines:
-        lines.write(json.dumps(message) + "\n")
+            show(self.plain)
 
 
 # ---- the conversation
@@ -513,7 +446,6 @@ class Chat:
     def answer(self, message: str) -> bool:
         """Print the model's answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is
         one."""
-        self.session.check(message, "the message")
         prompt = self.fit(message)
         self.blank_line()
         answer = self.session.answer(message, prompt.ids, self.printer, self.eos, self.stops, at_start=True)
@@ -539,7 +471,6 @@ class Chat:
         it leaves no room for a message, or the template refuses it."""
         messages = [{"role": "system", "content": system}] if system else []
         if system:
-            self.session.check(system, "the system prompt")
             self.length_with("?", messages, "the system prompt")
         self.system, self.turns = messages, []  # each turn is two messages: the user's and its answer
 
@@ -556,21 +487,12 @@ class Chat:
 
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
-        text = self.ranks.broadcast(lambda: self.text_of(name))
-        self.session.check(text, name)
-        to_read = self.to_read + text.rstrip("\n") + "\n\n"
+        text = self.ranks.broadcast(lambda: read_text(os.path.expanduser(name)))
+        text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
+        to_read = f"{self.to_read}{text}\n\n"
         self.length_with(to_read, self.system, name)
         self.to_read = to_read
         self.session.note(f"{name}, {len(text):,} characters, goes before your next message")
-
-    def text_of(self, name: str) -> str:
-        if not name:
-            raise ValueError("/read needs the name of a file")
-        file = Path(os.path.expanduser(name))
-        if file.exists() and not file.is_file():
-            raise ValueError(f"{name} is not a file")
-        with file.open("rb") as f:
-            return text_of(f, name).replace("\r\n", "\n").replace("\r", "\n")
 
     # the context
 

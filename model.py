@@ -541,12 +541,9 @@ def generate(
     n = min(n, cache.size - cache.pos) if n >= 0 else cache.size - cache.pos
     timings.prompt_tokens += len(prompt) - reused
     decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
-    ranks = model.ranks
-    stopping = ranks.stopping_together() if ranks else nullcontext()
+    stopping = model.ranks.stopping_together() if model.ranks else nullcontext()
     with stopping, closing(decode(model, cache, n)) as tokens:
         for i, token in enumerate(tokens):
-            if ranks:
-                ranks.check_stop()
             timings.add(time.perf_counter() - start, first=i == 0)
             start = time.perf_counter()
             if token < 0:

@@ -35,7 +35,6 @@ from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(days=20)  # how long ranks wait while the user thinks; if one dies, torchrun ends the others
-VARIABLES = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)  # of torchrun, and their values without it
 
 # ---- the ranks
 
@@ -46,21 +45,13 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1):
         """local: among those of this host."""
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
-        self._reason: BaseException | None = None  # what this rank would raise if it were alone
-        self._asking: tuple[dist.Work, Tensor] | None = None  # the all-reduce under way: does any rank want to stop?
 
     @classmethod
     def of_torchrun(cls) -> Ranks:
-        """The ranks that the environment describes; one without torchrun. Raises ValueError."""
-        given = {name: os.environ[name] for name in (*VARIABLES, "MASTER_ADDR", "MASTER_PORT") if name in os.environ}
-        try:
-            rank, size, local_rank, local_size = (int(given.get(name, value)) for name, value in VARIABLES.items())
-        except ValueError:
-            rank = size = 0
-        if not 0 <= rank < size or size > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= given.keys():
-            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"the environment has {shown}: torchrun sets all of RANK, WORLD_SIZE, MASTER_ADDR, ...")
-        return cls(rank, size, local_rank, local_size)
+        """The ranks that torchrun started; one without it."""
+        if not dist.is_torchelastic_launched():
+            return cls()
+        return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
 
     @cached_property
     def _store(self) -> dist.Store:
@@ -86,14 +77,11 @@ class Ranks:
         return self._exchanged(read if self.rank == 0 else lambda: None)[0]
 
     def _exchanged(self, do: Callable[[], Value]) -> list[Value]:
-        """What `do` returns on each rank. The first error of a rank, or its reason to stop, is raised on all."""
+        """What `do` returns on each rank. The first error of a rank is raised on all."""
         if self.size == 1:
             return [do()]
         value = error = None
         try:
-            reason, self._reason = self._reason, None
-            if reason:  # Ctrl-C may have come with the last token
-                raise reason
             value = do()
         except (Exception, KeyboardInterrupt) as raised:
             error = raised
@@ -104,42 +92,18 @@ class Ranks:
                 raise error
         return [value for value, _ in results]
 
-    # Stopping. Ranks that stop at different tokens would wait for each other forever, so while text is generated Ctrl-C
-    # is only recorded, as is a closed standard output, which only rank 0 notices. With each token every rank asks
-    # whether any has a reason to stop, and reads the answer with the next token, so that no token waits for it; then
-    # all raise that reason at the same token.
-
-    def stop(self, reason: BaseException) -> None:
-        """Have all ranks raise `reason` at one of the next tokens."""
-        self._reason = reason
-
     @contextmanager
     def stopping_together(self) -> Iterator[None]:
-        """While this lasts, Ctrl-C raises nothing by itself: `check_stop` does."""
+        """While this lasts, Ctrl-C ends the process at once, and torchrun ends the others. If each rank stopped by
+        itself, they would do so at different tokens and wait for each other for ever."""
         if self.size == 1:
             yield
             return
-        before = signal.signal(signal.SIGINT, lambda *_: self.stop(KeyboardInterrupt()))
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-            if self._asking:
-                self._asking[0].wait()
-            self._asking = None
-
-    def check_stop(self) -> None:
-        """Called once per token on all ranks: raise what any of them is to stop for."""
-        if self.size == 1:
-            return
-        if self._asking:
-            work, answer = self._asking
-            work.wait()
-            if answer:
-                self._asking = None
-                self.together(lambda: None)
-        wish = torch.tensor([int(self._reason is not None)])
-        self._asking = (dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True), wish)
 
     def finish(self) -> None:
         """Wait until all ranks have done their work, and none reads another's memory any more."""

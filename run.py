@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import random
@@ -16,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -33,12 +32,12 @@ from chat import (
     import_torch,
     is_rank0,
     note,
+    read_text,
     show,
-    text_of,
     use_safe_streams,
     within,
 )
-from tokenizer import TEMPLATES, find_template, local_checkpoint
+from tokenizer import TEMPLATES, local_checkpoint
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -50,8 +49,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     writes = "text bare chat"
     # fmt: off
     add = parser.group("model")
-    add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
-        help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub [models/tales, beside this program]")
+    add("-m", "--model", "-hf", "--hf-repo", default=str(DEFAULT_MODEL), metavar="MODEL",
+        help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub")
     add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
         help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")
     add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
@@ -133,34 +132,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.version:
         print(version(), flush=True)
         parser.exit()
-    draft, args.format = args.draft or "", "int4" if args.int4 else args.fp8
+    args.format = "int4" if args.int4 else args.fp8
     wrong = {  # each error, and when it is one
         "--prompt and --file both give a prompt; use one": args.prompt is not None and args.file is not None,
         "--fp8 and --int4 both say how matrices are kept; use one": args.fp8 and args.int4,
         "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None and not args.format,
         "--calibrate is for --int4 with --save": args.calibrate and not (args.int4 and args.save),
         "--lookup and --draft both propose tokens; use one": args.lookup and args.draft,
-        f"--draft takes a model; --draft-max {draft} says how many tokens it proposes": draft.isdecimal(),
         "--draft-max is for --draft": args.draft is None and "draft_max" in args.given,
         "--system and --system-prompt-file both give a system prompt; use one": args.system and args.system_file,
-        "-m is empty": args.model == "",
     }
     for error, is_wrong in wrong.items():
         if is_wrong:
             parser.error(error)
     if args.escape:
+        args.prompt = args.prompt and unescaped(args.prompt)
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
-    args.model = args.model or str(DEFAULT_MODEL)
     if is_rank0():  # others may lack what only it reads
         with parser.failing():
             for model in filter(None, (args.model, args.draft)):
                 local_checkpoint(model)
-            for file in filter(None, (args.file, args.system_file, args.calibrate)):
+            folder = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
+            for file in filter(None, (args.file, args.system_file, args.calibrate, folder)):
                 os.stat(file)
-            if args.prompt_cache:
-                os.scandir(os.path.dirname(real_path(args.prompt_cache))).close()  # it is there, and a folder
-            if args.chat_template:
-                find_template(Path(), {}, args.chat_template)
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args
@@ -222,9 +216,6 @@ from parallel import Ranks
 from sampling import Sampling
 from speculation import Draft, Lookup
 from tokenizer import TextStream, Tokenizer
-
-LARGEST_TOKEN = 256  # bytes: a text with more than this for each token of the context cannot fit
-
 
 # ---- a session
 
@@ -297,13 +288,6 @@ class Session:
         if not self.args.quiet:
             note(text)
 
-    def check(self, text: str, name: str) -> None:
-        """Raise ValueError, before it is encoded, for text that is not UTF-8 or too long whatever its tokens are."""
-        if any(0xDC80 <= ord(c) <= 0xDCFF for c in text):  # read with surrogateescape
-            raise ValueError(f"{name} is not UTF-8")
-        if len(text) > LARGEST_TOKEN * self.cache.size:
-            raise ValueError(f"{name} has {len(text):,} characters, too many for {self.cache.size} tokens (see -c)")
-
     def summary(self) -> str:
         m, c, size = self.model, self.model.checkpoint.config, self.cache.size
         heads = f"{c.n_heads} heads" + (f" ({c.n_kv_heads} of keys and values)" if c.n_kv_heads != c.n_heads else "")
@@ -312,12 +296,13 @@ class Session:
         if m.backend == "triton" and m.device.type == "cpu":
             backend += " in the interpreter, which is slow"
         where = f"{m.device}{self.ranks.described(m.exchange, m.device)}"
+        seed = f", seed {self.args.seed}" if self.sampling.temp else ""
         own = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.own_sampling.items())
         sampling = f"\nsampling  {own} (the checkpoint's own; flags override them)" if own else ""
         return (
             f"model     {m.checkpoint.folder}: {m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, "
             f"dim {c.dim}, {heads}\n"
-            f"running   {types(m)} on {where}, {backend}, context {size}{beyond}, seed {self.args.seed}{sampling}"
+            f"running   {types(m)} on {where}, {backend}, context {size}{beyond}{seed}{sampling}"
         )
 
     def closing(self) -> str:
@@ -330,7 +315,7 @@ class Session:
         counts = f"prompt    {t.prompt_tokens} tokens{prompt}\ngenerated {t.new_tokens} tokens{rate}\n"
         if self.model.device.type == "cuda":
             on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU"
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return (
             f"load      {self.load_seconds:.2f} s\n"
             f"{counts if t.prompt_tokens else ''}"  # of a prompt that was evaluated
@@ -449,21 +434,19 @@ class PromptCache:
     def restore(self, cache: KVCache) -> None:
         """Fill an empty cache from the file, if there is one. Raises ValueError for one that was not made for this
         model."""
-        if not self.ranks.all(self.file.exists()):
-            return
-        tokens, k, v = self._read()
-        tokens = tokens[: cache.size]
-        # One rank's file may be newer than another's
-        if not self.ranks.all(tokens.tolist() == self.ranks.broadcast(tokens.tolist)):
+        held = self._read() if self.file.exists() else {"tokens": torch.empty(0, dtype=torch.int32)}
+        tokens = held["tokens"][: cache.size]
+        # One rank's file may be newer than another's, or missing
+        if not self.ranks.all(tokens.tolist() == self.ranks.broadcast(tokens.tolist)) or not len(tokens):
             return
         self.tokens = tokens.tolist()
         cache.append(tokens)
-        for layer, values in zip([*cache.k, *cache.v], [*k, *v]):
+        for layer, values in zip([*cache.k, *cache.v], [*held["k"], *held["v"]]):
             layer[:, : len(tokens)] = values[:, : len(tokens)]
         cache.advance(len(tokens))
 
-    def _read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [n] and their keys and values [L, KH, n, D]. Raises ValueError."""
+    def _read(self) -> dict[str, Tensor]:
+        """The tokens [n] and their keys "k" and values "v" [L, KH, n, D]. Raises ValueError."""
         if not self.file.is_file():
             raise ValueError(f"{self.file} is not a file")
         try:
@@ -474,15 +457,9 @@ class PromptCache:
                 if metadata.get("model") != self.metadata["model"]:
                     made = f"{self.file} was made with another model or other types ({metadata.get('types')})"
                     raise ValueError(f"{made}: delete it or name another")
-                tensors = {name: f.get_tensor(name) for name in f.keys()}
+                return {name: f.get_tensor(name) for name in f.keys()}
         except SafetensorError as error:
             raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
-        c, dtype, n = self.model.config, self.model.kv_dtype, tensors["tokens"].numel() if "tokens" in tensors else 0
-        kv = (dtype, (c.n_layers, c.n_kv_heads, n, c.head_dim))
-        expected = {"tokens": (torch.int32, (n,)), "k": kv, "v": kv}
-        if {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} != expected:
-            raise ValueError(f"{self.file} does not hold the keys and values that it should: delete it")
-        return tensors["tokens"], tensors["k"], tensors["v"]
 
     def keep(self, ids: list[int], cache: KVCache) -> None:
         """Write the keys and values of ids, the first in the cache, unless the file has most of them. If a rank cannot,
@@ -503,15 +480,12 @@ class PromptCache:
 
 
 def fingerprint(model: Llama) -> str:
-    """A hash of what keys and values depend on: the configuration, the types, and up to 64 numbers of each tensor."""
-    w = model.weights
-    fields = [w.embedding, w.norm, *(field for layer in w.layers for field in vars(layer).values()), w.output]
+    """A hash of what keys and values depend on: the configuration, the types, and up to 64 numbers of each matrix."""
     numbers = []
-    for field in fields:
-        for t in [] if field is None else [field] if isinstance(field, Tensor) else field.tensors:
-            t = t.to_dense() if t.is_mkldnn else t
-            numbers.append(t.flatten()[:: max(1, t.numel() // 64)][:64].float())
-    return hashlib.sha256(f"{model.config} {types(model)} {torch.cat(numbers).tolist()}".encode()).hexdigest()
+    for t in [model.weights.embedding, *(t for matrix in model.weights.matrices for t in matrix.tensors)]:
+        t = t.to_dense() if t.is_mkldnn else t
+        numbers += t.flatten()[:: max(1, t.numel() // 64)][:64].tolist()
+    return hashlib.sha256(f"{model.config} {types(model)} {numbers}".encode()).hexdigest()
 
 
 # ---- what the program does
@@ -521,23 +495,15 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     """The text of --prompt, of --file, or of standard input (for "--prompt -", or if it is not a terminal). None if
     there is no prompt."""
     if args.prompt not in (None, "-"):
-        prompt = os.fsencode(unescaped(args.prompt) if args.escape else args.prompt)
-        return text_of(io.BytesIO(prompt), "--prompt")
+        return args.prompt
     if args.file is None and args.prompt is None and sys.stdin.isatty():
         return None
     return read_text(args.file)
 
 
-def read_text(file: str | None) -> str:
-    """The text of a file, or (None) of standard input, without a final newline."""
-    with nullcontext(sys.stdin.buffer) if file is None else open(file, "rb") as f:
-        return text_of(f, "standard input" if file is None else file).removesuffix("\n").removesuffix("\r")
-
-
 def complete(session: Session, prompt: str) -> None:
     """Print the prompt, once it is evaluated, and its continuation."""
     args, tokenizer = session.args, session.tokenizer
-    session.check(prompt, "the prompt")
     ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
     if not ids:
         raise ValueError("the prompt is empty, and the tokenizer has no bos or eos to start from")

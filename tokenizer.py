@@ -4,7 +4,6 @@ Tokenizers and templates come with a checkpoint, so they are not trusted: only r
 template runs in Jinja's sandbox, errors are one line, and only the template itself writes control tokens.
 """
 
-import bisect
 import codecs
 import functools
 import json
@@ -14,8 +13,9 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 from ggml import find_gguf, open_regular, read_header, tokenizer_files
 
@@ -62,20 +62,38 @@ def one_line_errors() -> Iterator[None]:
         raise
 
 
-def read_bytes(file: Path, limit: int = FILE_BYTES) -> bytes:
-    """A whole regular file. Raises ValueError when it has more than `limit` bytes."""
-    with open_regular(file) as f:
-        raw = f.read(limit + 1)
+def bytes_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> bytes:
+    """The whole of an open file. Raises ValueError, which names its source, if it has more than `limit` bytes."""
+    raw = file.read(limit + 1)
     if len(raw) > limit:
-        raise ValueError(f"{file} has more than {limit:,} bytes: not a file of its kind")
+        raise ValueError(f"{source} has more than {limit:,} bytes")
     return raw
+
+
+def text_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> str:
+    """The same of a text. Raises ValueError, too, if it is not UTF-8."""
+    raw = bytes_of(file, source, limit)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+
+
+def read_bytes(file: Path) -> bytes:
+    with open_regular(file) as f:
+        return bytes_of(f, file)
+
+
+def read_text(file: Path) -> str:
+    with open_regular(file) as f:
+        return text_of(f, file)
 
 
 def read_json(file: Path) -> dict:
     """The object in a JSON file. Raises ValueError."""
-    raw = read_bytes(file)
+    text = read_text(file)
     try:
-        value = json.loads(raw.decode())
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -140,13 +158,6 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
     return TEMPLATES["plain"], ""
 
 
-def read_text(file: Path) -> str:
-    try:
-        return read_bytes(file).decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not UTF-8 text: not a chat template") from None
-
-
 def render(template: str, **variables) -> str:
     """What a template writes. Raises ValueError where it is wrong or refuses the messages."""
     try:
@@ -176,8 +187,8 @@ def compiled(template: str):
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def tojson(value, ensure_ascii=False, **options):
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
@@ -240,14 +251,11 @@ class SentencePiece(Vocabulary):
         from sentencepiece import SentencePieceProcessor
 
         try:
-            if not raw:
-                raise ValueError  # the library would accept it, but write to stderr later
             self.sp = SentencePieceProcessor(model_proto=raw)
             self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
-        except (RuntimeError, ValueError, IndexError):
-            raise ValueError(
-                f"{file} is not a SentencePiece model (of Llama 3, take the folder in Hugging Face's layout)"
-            ) from None
+        except (RuntimeError, IndexError):
+            instead = "of Llama 3, take the folder in Hugging Face's layout"
+            raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
         self.size = self.sp.vocab_size()
         pieces = [self.sp.id_to_piece(i) for i in range(self.size)]
         added = {text: i for text, i in _added_tokens(folder, config).items() if i >= self.size}
@@ -318,8 +326,7 @@ class TokenizerJson(Vocabulary):
             }
             raw["added_tokens"] = [token | {"special": token["content"] in self.control} for token in added]
             kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))  # it may be composed of several
-            with stderr_discarded():  # where a panic in the library reports itself
-                self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
+            self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library's PanicException is not an Exception
@@ -388,19 +395,6 @@ OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
 BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
-@contextmanager
-def stderr_discarded() -> Iterator[None]:
-    """Discard what libraries write to file descriptor 2."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
-
-
 # ---- the tokenizer
 
 
@@ -458,10 +452,9 @@ class Tokenizer:
         if vocab_size is not None and not size <= vocab_size <= with_added + PADDING:
             raise ValueError(f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}")
         self.control = self.vocabulary.control
-        # for finding them, and their beginnings and ends: there may be tens of thousands
-        self._lengths = sorted({len(name) for name in self.control}, reverse=True)
-        self._first = any_of({name[:1] for name in self.control})
-        self._sorted, self._reversed = sorted(self.control), sorted(name[::-1] for name in self.control)
+        self._pattern, self._longest = any_of(self.control), max(map(len, self.control), default=0)
+        self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
+        self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
         self.adds_space = self.vocabulary.adds_space
         tokens = {name: self.config.get(name) for name in NAMES}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
@@ -475,10 +468,6 @@ class Tokenizer:
         """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token is encoded as
         text. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
         return (self._starts if bos else []) + self.vocabulary.encode(_checked(text))
-
-    def encode_after(self, text: str) -> list[int]:
-        """Text that continues other text: without the space that some tokenizers put before a text."""
-        return self.vocabulary.encode_after(_checked(text))
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for: none for a control token or one beyond the tokenizer's."""
@@ -541,66 +530,39 @@ class Tokenizer:
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span], list[Span]]:
         """The text of a conversation, where the template wrote control tokens, and where text only looks like one.
 
-        Two characters that occur nowhere else are put into the messages as marks: `opening` before what looks like a
-        control token, and before the start of a message that could complete one begun by the template; `closing` after
-        the end of a message that could begin one. There is no mark after a token, since templates strip what follows
-        "</think>".
+        A character that occurs nowhere else marks the latter in the messages: it is put before what looks like a
+        control token, or could become one together with what the template writes around the message. No mark stands
+        in a token or after it, since templates look for "</think>" and strip what follows.
         """
         everything = self.chat_template + _checked("".join(message["content"] for message in messages))
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
-        opening, closing = islice((c for c in private if c not in everything), 2)
-        marked = [{"role": m["role"], "content": self._marked(m["content"], opening, closing)} for m in messages]
+        mark = next(c for c in private if c not in everything)
+        marked = [{"role": m["role"], "content": self._marked(m["content"], mark)} for m in messages]
         variables = dict(messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None)
-        rendered = render(self.chat_template, **variables, **self.named)
-        marks, parts, length = {opening: set(), closing: set()}, [], 0
-        for part in re.split(f"([{opening}{closing}])", rendered):
-            if part in marks:
-                marks[part].add(length)
-            else:
-                parts.append(part)
-                length += len(part)
-        text, control, typed = "".join(parts), [], []
+        parts = render(self.chat_template, **variables, **self.named).split(mark)
+        marks, text = {*accumulate(map(len, parts[:-1]))}, "".join(parts)
+        control, typed = [], []
         for begin, end in self._control_in(text):
-            cut = any(i in marks[opening] or i in marks[closing] for i in range(begin + 1, end))
-            (typed if cut or begin in marks[opening] else control).append((begin, end))
+            (control if marks.isdisjoint(range(begin, end)) else typed).append((begin, end))
         return text, control, typed
 
-    def _marked(self, content: str, opening: str, closing: str) -> str:
-        cuts = [0, *(begin for begin, _ in self._control_in(content)), len(content)]
-        content = opening.join(content[begin:end] for begin, end in zip(cuts, cuts[1:]))
-        end = content.lstrip()
-        if ends_in_a_beginning(end[::-1], self._reversed):
-            content = content[: len(content) - len(end)] + opening + end
-        begin = content.rstrip()
-        if ends_in_a_beginning(begin, self._sorted):
-            content = begin + closing + content[len(begin) :]
-        return content
+    def _marked(self, content: str, mark: str) -> str:
+        start, end = len(content) - len(content.lstrip()), len(content.rstrip())
+        places = {begin for begin, _ in self._control_in(content)}
+        places |= {i for i in range(max(start, end - self._longest), end) if content[i:end] in self._beginnings}
+        if any(content[start : start + n] in self._endings for n in range(1, self._longest)):
+            places.add(start)
+        cuts = [0, *sorted(places), len(content)]
+        return mark.join(content[begin:end] for begin, end in pairwise(cuts))
 
     def _control_in(self, text: str) -> list[Span]:
         """Where control tokens are in a text; of several that begin at one place, the longest."""
-        spans, at = [], 0
-        while found := self._first.search(text, at):
-            begin = found.start()
-            length = next((n for n in self._lengths if text[begin : begin + n] in self.control), 0)
-            if length:
-                spans.append((begin, begin + length))
-            at = begin + (length or 1)
-        return spans
-
-
-def ends_in_a_beginning(text: str, names: list[str]) -> bool:
-    """Whether the text ends in the beginning of one of the names, which are sorted, but not in the whole of one."""
-    for length in range(1, min(len(text) + 1, max(map(len, names), default=0))):
-        part = text[-length:]
-        longer = bisect.bisect_right(names, part)
-        if longer < len(names) and names[longer].startswith(part):
-            return True
-    return False
+        return [found.span() for found in self._pattern.finditer(text)]
 
 
 def _checked(text: str) -> str:
     if bad := re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"the text holds U+{ord(bad[0]):04X} at {bad.start()}: a lone surrogate is not a character")
+        raise ValueError(f"the text is not UTF-8: it holds U+{ord(bad[0]):04X} at {bad.start()}, a lone surrogate")
     return text
 
 
