@@ -49,8 +49,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     writes = "text bare chat"
     # fmt: off
     add = parser.group("model")
-    add("-m", "--model", "-hf", "--hf-repo", default=str(DEFAULT_MODEL), metavar="MODEL",
-        help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub")
+    add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
+        help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub [models/tales, beside this program]")
     add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
         help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")
     add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
@@ -145,6 +145,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for error, is_wrong in wrong.items():
         if is_wrong:
             parser.error(error)
+    args.model = args.model or str(DEFAULT_MODEL)
     if args.escape:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
