@@ -253,7 +253,7 @@ class SentencePiece(Vocabulary):
         try:
             self.sp = SentencePieceProcessor(model_proto=raw)
             self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
-        except (RuntimeError, IndexError):
+        except (RuntimeError, ValueError, IndexError):
             instead = "of Llama 3, take the folder in Hugging Face's layout"
             raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
         self.size = self.sp.vocab_size()
