@@ -574,8 +574,7 @@ def embedding(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
 
 
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 @jit

@@ -427,6 +427,20 @@ def test_a_padded_prompt_is_the_prompt(monkeypatch):
         assert nmse(padded.logits, whole.logits) < 1e-10
 
 
+@pytest.mark.parametrize("work, lengths", [(2e11, [320, 320, None, None]), (0, [None, 320, None, None])])
+def test_prompts_are_padded_where_it_pays(tiny, monkeypatch, work, lengths):
+    """Others are captured only at exactly one of the lengths; a single token never."""
+    model, seen = load(tiny, dtype="fp32", device="cpu"), []
+    monkeypatch.setattr("model.PADDED", (320,))
+    monkeypatch.setattr("model.PADDED_WORK", work)
+    monkeypatch.setattr(type(model), "uses_graphs", True)
+    monkeypatch.setattr(type(model), "_padded_step", lambda self, T, length, cache: seen.append(length))
+    monkeypatch.setattr(type(model), "step", lambda self, T, cache: seen.append(None))
+    for T in (300, 320, 321, 1):
+        model.prefill([5] * T, KVCache(model, 400))
+    assert seen == lengths
+
+
 @needs_gpu
 def test_prompts_replayed_as_graphs():
     model = load(run.DEFAULT_MODEL, device="cuda")
