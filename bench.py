@@ -132,7 +132,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--vs", choices=["transformers"], help="measure this, too, in the same run")
     add("--stride", type=within(int, 1, 1 << 24), metavar="N", only="perplexity",
         help="step between windows [the window]")
-    add("--against", choices=DTYPE_NAMES, only="perplexity", help="compare with the model in this dtype, not in 8 bits")
+    add("--against", choices=DTYPE_NAMES, only="perplexity", help="compare with the unquantised model in this dtype")
 
     add = parser.group("output")
     add("-o", "--output", choices=["md", "json", "jsonl"], default="md", only="speed kernels perplexity limits passes",

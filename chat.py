@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import time
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -219,6 +220,8 @@ class Parser(argparse.ArgumentParser):
             self.exit(1, f"error: {error_line(error)}\n")
 
     def error(self, message: str):
+        if not is_rank0():
+            time.sleep(30)  # until rank 0 has reported the same, and torchrun ends this process
         self.exit(2, f"error: {one_line(message.removeprefix('argument '))} (see --help)\n")
 
     def _get_option_tuples(self, option_string: str) -> list:
@@ -340,7 +343,8 @@ class Reader:
         message = "\n".join(lines).strip()
         if self.edits and message and "\0" not in message:
             readline.add_history(message)
-            with suppress(OSError), self.history.open("a") as lines:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with suppress(OSError), open(os.open(self.history, flags, 0o600), "a") as lines:
                 lines.write(json.dumps(message) + "\n")
         return message
 
@@ -487,7 +491,9 @@ class Chat:
 
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
-        text = self.ranks.broadcast(lambda: read_text(os.path.expanduser(name)))
+        if not os.path.isfile(file := os.path.expanduser(name)) and (not name or os.path.exists(file)):
+            raise ValueError(f"{name} is not a file" if name else "/read needs the name of a file")
+        text = self.ranks.broadcast(lambda: read_text(file))
         text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
         to_read = f"{self.to_read}{text}\n\n"
         self.length_with(to_read, self.system, name)

@@ -108,12 +108,8 @@ def read_config(folder: Path) -> Config:
         config = _hugging_face_config(Fields(folder / "config.json"), _generation(folder))
     elif (folder / "params.json").is_file():
         config = _meta_config(folder)
-    elif (folder / "adapter_config.json").is_file():
-        base = Fields(folder / "adapter_config.json").get("base_model_name_or_path")
-        merge = f"merge it into {base or 'that'} first (peft: merge_and_unload)"
-        raise FileNotFoundError(f"{folder} holds an adapter without its base: {merge}")
     else:
-        raise FileNotFoundError(f"{folder} holds neither config.json nor params.json: not a checkpoint")
+        raise _nothing_in(folder, "neither config.json nor params.json: not a checkpoint")
     heads, kv_heads = config.n_heads, config.n_kv_heads
     if heads % kv_heads:
         raise ValueError(f"{folder}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
@@ -128,10 +124,20 @@ def read_config(folder: Path) -> Config:
 INSTEAD = "take the original, which --fp8 and --int4 make 8 and 4 bits of, or a GGUF file"
 
 
+def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
+    """What a folder without a model holds instead, and what to do about it."""
+    if (folder / "adapter_config.json").is_file():
+        base = Fields(folder / "adapter_config.json").get("base_model_name_or_path")
+        usual = f"an adapter without its base: merge it into {base or 'that'} first (peft: merge_and_unload)"
+    return FileNotFoundError(f"{folder} holds {usual}")
+
+
 def _hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("model_type", "llama", "mistral", "qwen2", "qwen3")
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
+    for name in ("attention_bias", "mlp_bias"):
+        f.refuse_unless(name, False, None)
     _quantisation(f)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
@@ -247,7 +253,10 @@ def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
 
 def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from rope_parameters or from the older rope_scaling and rope_theta."""
-    rope = f.sub("rope_scaling") or f.sub("rope_parameters")  # transformers prefers the older one, too
+    rope, older = f.sub("rope_parameters"), f.sub("rope_scaling")
+    if rope and older and rope != older:
+        raise ValueError(f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}")
+    rope = rope or older
     theta = (rope if rope.get("rope_theta") is not None else f).number("rope_theta", 2, 1e12, 10000.0, float)
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
     rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
@@ -667,6 +676,8 @@ NOT_NEEDED = (  # what the config says, too, and scales of activations, which ar
 def _misfit(parts: list[Part], types: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> str:
     shapes = " + ".join(str(list(part.shape)) for part in parts)
     said, *listed = (str(dtype or "another type").removeprefix("torch.") for dtype in (parts[0].dtype, *types))
+    if all(part.dtype in types for part in parts):
+        return f"{parts[0].name} is {shapes}, expected {list(shape)}"
     return f"{parts[0].name} is {shapes} in {said}, expected {list(shape)} in {' or '.join(listed)}"
 
 
@@ -678,7 +689,7 @@ def _tensor_files(folder: Path) -> list[Path]:
             return [folder / single]
     if not (files := sorted(folder.glob("consolidated.*.pth"))):
         usual = "model.safetensors or pytorch_model.bin, or an index of their shards, or Meta's consolidated.*.pth"
-        raise FileNotFoundError(f"{folder} holds no weights ({usual})")
+        raise _nothing_in(folder, f"no weights ({usual})")
     return files
 
 
@@ -723,7 +734,7 @@ def find_checkpoint(name: str | Path) -> Path:
     if found := _cached(repository, kind) or not kind and _cached(repository, "Q4_K_M"):
         return found
     if huggingface_hub.is_offline_mode():
-        cache = f"the hub's cache {constants.HF_HUB_CACHE} does not hold all of it, or it is not supported"
+        cache = f"the hub's cache {constants.HF_HUB_CACHE} does not hold all of it"
         raise FileNotFoundError(f"no folder {name} here; {cache}, and HF_HUB_OFFLINE is set")
     try:
         return _download(repository, kind)
@@ -764,10 +775,14 @@ def _cached(name: str, kind: str) -> Path | None:
             if not found:
                 return None
             at = folder / found[0]
+        try:
+            read_config(at)
+        except ValueError:  # not supported: load says why
+            return at
         Checkpoint(at)
         if at == folder:
             tokenizer_file(folder)
-    except (OSError, ValueError):  # if nothing is missing, but something is wrong, load says what
+    except (OSError, ValueError):
         return None
     return at
 
@@ -775,7 +790,7 @@ def _cached(name: str, kind: str) -> Path | None:
 def _download(name: str, kind: str) -> Path:
     """Download what this program reads of a repository to the hub's cache, except for files that are there already."""
     import huggingface_hub
-    from huggingface_hub import utils
+    from huggingface_hub import constants, utils
 
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
@@ -787,6 +802,12 @@ def _download(name: str, kind: str) -> Path:
         usual = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
         raise ValueError(f"{name} holds {f'no GGUF file of the kind {kind}' if kind else usual}")
     files = gguf or [file for file in SMALL_FILES if file in names] + next(filter(None, kinds))
+    planned = huggingface_hub.snapshot_download(name, allow_patterns=files, dry_run=True)
+    need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
+    cache = Path(constants.HF_HUB_CACHE)
+    place = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
+    if need > (free := shutil.disk_usage(place).free / 1e9):
+        raise ValueError(f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)")
     folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     return folder / gguf[0] if gguf else folder
 

@@ -123,7 +123,7 @@ class GGUF:
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, kind):
             said = "an array" if isinstance(value, (list, memoryview)) else repr(value)
-            raise ValueError(f"{self.file}: {key} is {said}, which is a value of the wrong type")
+            raise ValueError(f"{self.file}: {key} is {said}, a value of the wrong type")
         return default if value is None else value
 
     def need(self, key: str, kind: type) -> Any:
@@ -256,10 +256,17 @@ ROPE_FACTORS = "rope_freqs.weight"
 ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>")
 
 
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
 def config_json(gguf: GGUF) -> dict[str, Any]:
     """The model's configuration as a config.json would have it, whose reader checks its values. Raises ValueError."""
     arch = gguf.architecture
-    said = lambda name: gguf.metadata.get(f"{arch}.{name}")
+    said = lambda name: "an array" if isinstance(found := gguf.metadata.get(f"{arch}.{name}"), memoryview) else found
+    if arch not in ARCHITECTURES:
+        raise ValueError(
+            f"{gguf.file} is of the architecture {arch}, which is not supported: {', '.join(ARCHITECTURES)} are"
+        )
     if said("expert_count"):
         raise ValueError(f"{gguf.file} is a mixture of experts, which is not supported: take a dense model")
     if "token_embd.weight" not in gguf.tensors:

@@ -165,7 +165,7 @@ def _multiply(
     n = (blocks - 1) * BLOCK_N
     p, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N, True, SCORES)
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
-    # Its values beyond the length get weight 0, but 0 * NaN is NaN: one group clears them, the other waits for it
+    # Values past the end get weight 0, but 0 * NaN is NaN: the first group zeroes them, the other waits for it
     if blocks * BLOCK_N > start_pos + T:
         if group == 0:
             mbarrier.wait(v_full.index(0), 0)

@@ -22,8 +22,8 @@ from launch import Scratch
 from sampling import Sampler, Sampling
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
-# Lengths of prompts that are captured as CUDA graphs, and how many tokens times weights of a layer may be padded to the
-# next of them: up to there, launching the kernels takes the host longer than the GPU runs them
+# Prompt lengths that are captured as CUDA graphs. A prompt is padded to the next one as long as tokens times weights of
+# a layer stay below PADDED_WORK: up to there, launching the kernels takes the host longer than the GPU runs them
 PADDED, PADDED_WORK = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128)), 2e11
 
 
@@ -328,7 +328,7 @@ class Llama:
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether decode steps and short prompts are captured as CUDA graphs."""
+        """Whether decode steps, and prompts of the lengths in PADDED, are captured as CUDA graphs."""
         return self.device.type == "cuda" and self.backend == "triton"
 
     def graph(self, cache: KVCache) -> torch.cuda.CUDAGraph:
@@ -425,7 +425,7 @@ class KVCache:
         self.pos = 0  # positions in use, on the host
         self.device_pos = torch.zeros(1, dtype=torch.int32, device=model.device)  # the same, on the device
         self.row = torch.zeros(1, dtype=torch.int64, device=model.device)  # index of a padded prompt's last token
-        self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of padded prompts, by length
+        self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of prompts, by length
         self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
         pinned = model.device.type == "cuda"
         self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)  # sampled ones, for the host

@@ -428,7 +428,7 @@ def _sums_of_16(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
 
 @jit
 def _by(sums, COUNT: tl.constexpr):
-    """So many neighbours [R, G] added up."""
+    """Sums of COUNT neighbours: [R, G] -> [R, G / COUNT]."""
     return tl.sum(sums.reshape(sums.shape[0], sums.shape[1] // COUNT, COUNT), 2)
 
 

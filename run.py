@@ -72,7 +72,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
         help="auto: triton on a GPU, torch on a CPU")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
-        help="sums of a prompt's products; auto: fast for 8 bits; fp32: exact; fp16: in halves (GPU, --dtype fp16)")
+        help="how a prompt's products are summed; auto: fast for 8 bits; fp16: needs a GPU and --dtype fp16")
 
     add = parser.group("text", writes)
     add("-p", "--prompt", metavar="TEXT", only="text chat",
@@ -134,6 +134,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.exit()
     args.format = "int4" if args.int4 else args.fp8
     wrong = {  # each error, and when it is one
+        "-m is empty": args.model == "",
         "--prompt and --file both give a prompt; use one": args.prompt is not None and args.file is not None,
         "--fp8 and --int4 both say how matrices are kept; use one": args.fp8 and args.int4,
         "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None and not args.format,
@@ -145,7 +146,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for error, is_wrong in wrong.items():
         if is_wrong:
             parser.error(error)
-    args.model = args.model or str(DEFAULT_MODEL)
+    args.model = str(DEFAULT_MODEL) if args.model is None else args.model
     if args.escape:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
@@ -154,8 +155,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             for model in filter(None, (args.model, args.draft)):
                 local_checkpoint(model)
             folder = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
-            for file in filter(None, (args.file, args.system_file, args.calibrate, folder)):
+            for file in filter(None, (args.file, args.system_file, args.calibrate)):
                 os.stat(file)
+            if folder:
+                os.scandir(folder).close()
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args

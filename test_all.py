@@ -895,7 +895,8 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         run_ops(["linear_add"], T, format=E5M2)
     for T in (16, 60) if half else ():
         run_ops(["linear_add"], T, format=E4M3)
-    for T, form in itertools.product((1, 3, 60), (INT4, GROUPED, *quants.FORMATS) if half else (INT4,)):
+    forms = (INT4, GROUPED, *quants.FORMATS) if arch in (80, 90) else (INT4, quants.E4M3_128)  # no other instructions
+    for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
         kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
     kernels.fused.rmsnorm_swiglu(new(1, 4096), new(4096), blank(66, 4096, INT4), 1e-5)
     fp8._recode(blank(66, 4096, INT4), *fp8.empty_codes(new(66, 4096)))
@@ -2069,10 +2070,10 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "bad": "too bad",
         "/system \udcff": "not UTF-8",
         "/system " + "tell me a tale " * 60: "prompt takes",
-        "/read": "No such file",
+        "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
         "/read ~nobody-of-this-name/notes": "No such file",
-        "/read /dev/zero": "more than 64,000,000 bytes",
+        "/read /dev/zero": "is not a file",
         f"/read {tmp_path / 'bad'}": "not UTF-8: byte 0xff at offset 2",
         f"/read {tmp_path / 'long'}": "tokens; the context holds 64 (see -c)",
         f"/read {tmp_path / 'dense'}": f"{tmp_path / 'dense'} takes ",
@@ -2487,17 +2488,22 @@ def disk_with(monkeypatch, free: int) -> None:
 
 
 @pytest.mark.parametrize("layout, listed", [(None, True), ("safetensors shards", False), ("meta, 2 shards", False)])
-def test_hub_finishes_a_download(hub, copy, tmp_path, layout, listed):
-    """One of the files is not there yet. listed: whether the cache remembers what the repository holds; if another
-    program made it, it does not."""
+def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, listed):
+    """One of the files is not there yet, and the disk has room for that one only. listed: whether the cache remembers
+    what the repository holds; if another program made it, it does not."""
     LAYOUTS.get(layout, lambda folder: None)(copy)
     hub.files = of_hub(copy)
     whole = load("someone/tiny", dtype="fp32", device="cpu")
     *_, last = sorted(path for path in (tmp_path / "cache").rglob("snapshots/*/*") if path.stat().st_size > 9999)
+    size = last.stat().st_size
     last.resolve().unlink()
     last.unlink()
     if not listed:
         shutil.rmtree(tmp_path / "cache" / "models--someone--tiny" / "trees")
+    disk_with(monkeypatch, size - 1)
+    with pytest.raises(ValueError, match=r"someone/tiny takes .* GB, but .* GB free \(see HF_HOME\)"):
+        load("someone/tiny", device="cpu")
+    disk_with(monkeypatch, size)
     hub.asked.clear()
     again = load("someone/tiny", dtype="fp32", device="cpu")
     assert torch.equal(whole.weights.layers[1].w2.data, again.weights.layers[1].w2.data)
@@ -2680,7 +2686,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
-    "wrong shape": (put(NORM, lambda t: t[:3]), f"{NORM} is [3] in float32, expected [64]"),
+    "wrong shape": (put(NORM, lambda t: t[:3]), f"{NORM} is [3], expected [64]"),
     "whole numbers": (put(NORM, lambda t: t.char()), f"{NORM} is [64] in int8, expected [64] in float32 or float16"),
     "tensors in two shards": (  # as Meta's layout has them
         both(lambda f: to_shards(f, "safetensors"), lambda f: shutil.copy(f / SHARDS[0], f / SHARDS[1])),
@@ -2688,7 +2694,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     ),
     "Meta's shards differ": (
         lambda f: [to_meta(f, 2), torch.save(torch.load(f / PTH) | {"norm.weight": torch.ones(65)}, f / PTH)],
-        "norm.weight is [64] + [65] in float32, expected [64]",
+        "norm.weight is [64] + [65], expected [64]",
     ),
     "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove(PTH)), "expected [350, 64]"),
     "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors, which is missing"),
@@ -2708,7 +2714,7 @@ SPOILED_8 = {  # the same for a saved model
     "another layout": (spoil_tensors(fused_llama="2"), "saved by another version of fused-llama, in the format"),
     "another format": (spoil_tensors(format="e3m4"), "of fused-llama, in the format 'e3m4': save it again"),
     "missing scale": (spoil_tensors(lambda t: t.pop("output.scale")), "output.scale is missing"),
-    "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64] in int8, expected [224, 64]"),
+    "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
     "another config": (spoil_config(intermediate_size=1 << 20), "do not fit the config: layers.0.w13 is [224, 64]"),
     "matrix of floats": (put(W13, lambda t: t.half()), f"{W13} is [224, 64] in float16, expected [224, 64] in int8"),
     "codes of another format": (spoil_tensors(format="e5m2"), "has codes of NaN or infinity: save it again"),
@@ -3742,7 +3748,7 @@ DAMAGED_GGUF = {
     ),
 }
 CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or among the tensors: what the line says
-    "another architecture": ({"general.architecture": "gemma3"}, "model_type is 'gemma3', which is not supported"),
+    "another architecture": ({"general.architecture": "gemma3"}, "of the architecture gemma3, which is not supported"),
     "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
     "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
     "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
@@ -3750,7 +3756,7 @@ CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or amon
     "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count differ: [16, 16, 8]"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope_type is 'longrope', which is supported with"),
     "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "must have a number of 32 bits for each of the 259"),
-    "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array, which is a value of the wrong type"),
+    "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array, a value of the wrong type"),
     "a token twice": ({"tokenizer.ggml.tokens": ["a"] * 259}, "is not a valid tokenizer"),
     "no pre-tokenizer": ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
     "another pre-tokenizer": ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking', which is not supported"),
@@ -4045,7 +4051,7 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "uneven groups": (
         "GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 512}), "8 rows and group_size 512"
     ),
-    "codes of another shape": ("GPTQ", put(f"{PROJ}qweight", lambda t: t[1:]), "is [15, 256] in int32, expected"),
+    "codes of another shape": ("GPTQ", put(f"{PROJ}qweight", lambda t: t[1:]), "is [15, 256], expected"),
     "codes of another type": ("AWQ", put(f"{PROJ}qweight", lambda t: t.float()), " in float32, expected"),
     "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{PROJ}weight_scale")), "up_proj.weight_scale is missing"),
     **{f"{how}, a scale of {x}": (how, set_one(PROJ + key, x), "up_proj.", "has a scale that is NaN or infinite")

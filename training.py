@@ -34,10 +34,6 @@ def wide(x: Tensor) -> Tensor:
 # ---- bias_backward: dbias = sum of dout over tokens. dout [T, N] -> [N] in fp32
 
 
-def bias_backward_ref(dout: Tensor) -> Tensor:
-    return wide(dout).sum(0)
-
-
 @jit
 def _column_sum_kernel(x, out, T, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A block of columns, summed over every num_programs(1)-th tile of rows, two tiles in flight at once. x [T, N], out
