@@ -401,14 +401,16 @@ def packed_asm(*two_halves: str) -> str:
 
 
 def words_asm(*two_halves: str) -> str:
-    """PTX for 16 codes times halves, of which one register has what belongs to the lower half of a word of codes, and
-    another what belongs to its upper half; eight products each are added up in half precision: a float in $0."""
+    """PTX for 16 codes times 16 halves, eight products at a time added up in half precision: a float in $0. The halves
+    for the lower and for the upper half of each word of codes come in separate registers."""
     products = _fma_asm(two_halves, 4, 1, lambda word, half: 5 + 4 * half + word)
     total = "mov.b32 {a, b}, sums; cvt.f32.f16 f, a; cvt.f32.f16 $0, b; add.f32 $0, $0, f;"
     return f"{{ .reg .b16 a, b; .reg .b32 sums, p, q; .reg .f32 f; {products} {total} }}"
 
 
-WORDS = constexpr("=&r," + ",".join(["r"] * 12))  # the sum; four registers of codes, twice four of halves
+WORDS_REGISTERS = constexpr(
+    "=&r," + ",".join(["r"] * 12)
+)  # the sum; four registers of codes, then twice four of halves
 ASM_REGISTERS = constexpr("=&r,=&r,r,r,r,r,r,r")  # the sum and the zero; two registers of codes, four of halves
 
 

@@ -262,11 +262,14 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 def config_json(gguf: GGUF) -> dict[str, Any]:
     """The model's configuration as a config.json would have it, whose reader checks its values. Raises ValueError."""
     arch = gguf.architecture
-    said = lambda name: "an array" if isinstance(found := gguf.metadata.get(f"{arch}.{name}"), memoryview) else found
     if arch not in ARCHITECTURES:
-        raise ValueError(
-            f"{gguf.file} is of the architecture {arch}, which is not supported: {', '.join(ARCHITECTURES)} are"
-        )
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{gguf.file} is of the architecture {arch}, which is not supported (supported: {known})")
+
+    def said(name: str) -> Any:
+        value = gguf.metadata.get(f"{arch}.{name}")
+        return "an array" if isinstance(value, list | memoryview) else value
+
     if said("expert_count"):
         raise ValueError(f"{gguf.file} is a mixture of experts, which is not supported: take a dense model")
     if "token_embd.weight" not in gguf.tensors:

@@ -299,27 +299,33 @@ def _packed_x(x):
 
 
 @jit
-def packed_codes(w, first, left, COLUMNS: tl.constexpr):
-    """Codes as load_codes has them, loaded as int32 [R, COLUMNS / 8]."""
-    word = tl.arange(0, COLUMNS // 8)[None, :]
+def packed_words(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
+    """Codes as int32, each of which has EACH columns, four to a thread: [R, COLUMNS / (4 EACH), 4]."""
+    word = tl.arange(0, COLUMNS // EACH)[None, :]
     mask = None
     if left is not None:
-        mask = word // 4 * 32 < left
-    codes = stream(w[0] + first // 8 + word, mask)
-    return codes.reshape(codes.shape[0], COLUMNS // 32, 4)
+        mask = word // 4 * (4 * EACH) < left
+    words = stream(w[0].to(tl.pointer_type(tl.int32)) + first // EACH + word, mask)
+    return words.reshape(words.shape[0], COLUMNS // (4 * EACH), 4)
 
 
 @jit
-def packed_pairs(w, first, left, COLUMNS: tl.constexpr):
-    """What each group of 32 has in 16 bits of w: [R, COLUMNS / 32]. A thread loads that of two groups as an int32."""
-    both = load_groups(w.to(tl.pointer_type(tl.int32)), first, left, COLUMNS, 64, 64)
-    pairs = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(both.shape[0], COLUMNS // 32)
+def packed_codes(w, first, left, COLUMNS: tl.constexpr):
+    """Codes as load_codes has them."""
+    return packed_words(w, first, left, COLUMNS, 8)
+
+
+@jit
+def packed_pairs(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
+    """What each EACH columns have in 16 bits of w: [R, COLUMNS / EACH]. A thread loads two of them as an int32."""
+    both = load_groups(w.to(tl.pointer_type(tl.int32)), first, left, COLUMNS, 2 * EACH, 2 * EACH)
+    pairs = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(both.shape[0], COLUMNS // EACH)
     return pairs.to(w.dtype.element_ty, bitcast=True)
 
 
 @jit
 def packed_load_32(w, first, left, COLUMNS: tl.constexpr):
-    return packed_codes(w, first, left, COLUMNS), packed_pairs(w[1], first, left, COLUMNS)
+    return packed_codes(w, first, left, COLUMNS), packed_pairs(w[1], first, left, COLUMNS, 32)
 
 
 @jit

@@ -279,7 +279,7 @@ def _packed_load_128(w, first, left, COLUMNS: tl.constexpr):
 @jit
 def _packed_load_minimum(w, first, left, COLUMNS: tl.constexpr):
     codes, scale = int4.packed_load_32(w, first, left, COLUMNS)
-    return codes, scale, int4.packed_pairs(w[2], first, left, COLUMNS)
+    return codes, scale, int4.packed_pairs(w[2], first, left, COLUMNS, 32)
 
 
 @jit
@@ -363,7 +363,7 @@ def _values8(tile):
     return values.reshape(R, COLUMNS)
 
 
-# The same for one token, where a thread has 64 columns, as with 4 bits, and loads 16 codes at once: an int32 has four
+# The same for one token. A thread has 64 columns, as with 4 bits, and loads codes as int32, four to a word.
 
 
 @jit
@@ -374,7 +374,7 @@ def _columns(COLUMNS: tl.constexpr):
 @jit
 def _packed_x(x):
     """Halves x [COLUMNS / 16, 16]: of each four neighbours, the first two and the last two as words
-    [1, COLUMNS / 16, 4]; and the sums of 16. In the interpreter x itself."""
+    [1, COLUMNS / 16, 4]; and the sums of 16. In the interpreter x itself and the sums."""
     sum_x = tl.sum(x.to(tl.float32), 1)[None]
     if EMULATED:
         return x[None].to(tl.float32), sum_x
@@ -385,32 +385,20 @@ def _packed_x(x):
 
 
 @jit
-def _packed_codes(w, first, left, COLUMNS: tl.constexpr):
-    """Codes int32 [R, COLUMNS / 16, 4]."""
-    word = tl.arange(0, COLUMNS // 4)[None, :]
-    mask = None
-    if left is not None:
-        mask = word // 16 * 64 < left
-    words = stream(w[0].to(tl.pointer_type(tl.int32)) + first // 4 + word, mask)
-    return words.reshape(words.shape[0], COLUMNS // 16, 4)
-
-
-@jit
 def _packed_load8(w, first, left, COLUMNS: tl.constexpr):
-    return _packed_codes(w, first, left, COLUMNS), int4.packed_pairs(w[1], first, left, COLUMNS)
+    return int4.packed_words(w, first, left, COLUMNS, 4), int4.packed_pairs(w[1], first, left, COLUMNS, 32)
 
 
 @jit
 def _packed_load8_minimum(w, first, left, COLUMNS: tl.constexpr):
     codes, scale = _packed_load8(w, first, left, COLUMNS)
-    return codes, scale, int4.packed_pairs(w[2], first, left, COLUMNS)
+    return codes, scale, int4.packed_pairs(w[2], first, left, COLUMNS, 32)
 
 
 @jit
 def _packed_load8_parts(w, first, left, COLUMNS: tl.constexpr):
-    both = load_groups(w[1].to(tl.pointer_type(tl.int32)), first, left, COLUMNS, 32, 32)
-    parts = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(both.shape[0], COLUMNS // 16)
-    return _packed_codes(w, first, left, COLUMNS), parts, _shared(w[2], first, left, COLUMNS, 256, 16)
+    parts = int4.packed_pairs(w[1], first, left, COLUMNS, 16)
+    return int4.packed_words(w, first, left, COLUMNS, 4), parts, _shared(w[2], first, left, COLUMNS, 256, 16)
 
 
 @jit
@@ -423,7 +411,7 @@ def _sums_of_16(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
         return tl.sum(VALUES(codes.reshape(R, G, 16)).to(tl.float32) * x[0], 2)
     else:
         args = [words, x[0], x[1]]
-        return as_floats(tl.inline_asm_elementwise(ASM, fp8.WORDS, args, dtype=tl.int8, is_pure=True, pack=4))
+        return as_floats(tl.inline_asm_elementwise(ASM, fp8.WORDS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4))
 
 
 @jit
@@ -506,7 +494,7 @@ def _values_e4m3(tile):
 
 @jit
 def _packed_load_e4m3(w, first, left, COLUMNS: tl.constexpr):
-    return _packed_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 64, 128)
+    return int4.packed_words(w, first, left, COLUMNS, 4), load_groups(w[1], first, left, COLUMNS, 64, 128)
 
 
 _E4M3_ASM, _NATIVE_ASM = (constexpr(fp8.words_asm(*halves)) for halves in (fp8.E4M3_HALVES, fp8.NATIVE_HALVES))

@@ -68,10 +68,12 @@ class Speculation:
 
     def propose(self, cache: KVCache, count: int) -> list[int]:
         """At most `count` tokens that may follow the one at cache.pos."""
+        raise NotImplementedError
 
     def enqueue_proposals(self, gpu: _OnGpu, T: int) -> None:
         """At the start of a graph of T tokens: have the GPU write T - 1 proposals after the token at device_pos, and to
         gpu.result whether there are any; if nothing is written there, there always are."""
+        raise NotImplementedError
 
     def catch_up(self, cache: KVCache, read: int) -> None:
         """Called with the GPU idle, before the first of a series of passes with proposals. `read` is the position of
