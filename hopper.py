@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
-from launch import INTERPRETED, gdc_launch_dependents, gdc_wait, is_last, split_of, triton
+from launch import INTERPRETED, gdc_launch_dependents, gdc_wait, is_last, split_of, start, triton
 
 if triton:
     from triton.experimental import gluon
@@ -253,8 +252,7 @@ def prompt_attention(
     grid, sizes = (triton.cdiv(T, 2 * ROWS) * H,), dict(D=D, ROWS=ROWS, BLOCK_N=BLOCK_N, STAGES=2)
     qk_scale = math.log2(math.e) / math.sqrt(D)
     args = (*descriptors, pos, T, qk_scale, S, H, H // KH, positions_at_once)
-    with torch.cuda.device(q.device):
-        _hopper_attention_kernel[grid](*args, **sizes, num_warps=4)
+    start(_hopper_attention_kernel, grid, q.device, *args, **sizes, num_warps=4)
 
 
 # ---- a few rows

@@ -22,7 +22,10 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import json
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,8 +76,32 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, warps=4, 
         tensors = [t for t in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(t, Tensor)]
         assert all(t.is_contiguous() for t in tensors), (kernel.__name__, "a tensor is not contiguous")
     pdl = capability(device) >= 90
+    start(kernel, grid, device, *args, **constants, PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl)
+
+
+def start(kernel, grid: tuple[int, ...], device: torch.device, *args, **constants) -> None:
+    """Run a kernel on the device or, within compile_kernels, compile it."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current device
-        kernel[grid](*args, **constants, PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl)
+        if _only_compile.get():
+            kernel.warmup(*args, grid=grid, **constants)
+        else:
+            kernel[grid](*args, **constants)
+
+
+_only_compile: ContextVar[bool] = ContextVar("only compile", default=False)
+
+
+def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
+    """Call `run` with `launch` compiling kernels instead of running them, and load these, all in threads: most of the
+    work is in LLVM, ptxas and the C compiler, outside of Python's lock."""
+    token = _only_compile.set(True)
+    try:
+        threads = ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,))
+        with threads, triton.AsyncCompileMode(threads) as mode:
+            run()
+            list(threads.map(lambda future: future.result().run, mode.future_kernels.values()))
+    finally:
+        _only_compile.reset(token)
 
 
 class Scratch:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kernels
 from fp8 import Matrix, fit_norm
-from launch import Scratch
+from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
@@ -321,7 +321,7 @@ class Llama:
             if length in graphs:
                 graphs[length].replay()
             else:
-                graphs[length] = captured(step, self.device, pool)
+                graphs[length] = captured(step, self.device, lambda: cache.seek(start), pool)
             end = start + T
         finally:
             cache.seek(end)
@@ -342,11 +342,11 @@ class Llama:
                 choose_next(self, cache, cache.logits)
                 self.step(1, cache)
 
-            try:
-                self._graph = (key, captured(run, self.device))
-            finally:
+            def reset() -> None:
                 cache.seek(pos)
                 cache.logits.copy_(logits)
+
+            self._graph = (key, captured(run, self.device, reset))
         return self._graph[1]
 
     @property
@@ -367,20 +367,26 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def captured(
-    run: Callable[[], object], device: torch.device, pool: tuple[int, int] | None = None
+    run: Callable[[], object],
+    device: torch.device,
+    reset: Callable[[], object] = lambda: None,
+    pool: tuple[int, int] | None = None,
 ) -> torch.cuda.CUDAGraph:
-    """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one. `run` is called once
-    before, to compile what is not compiled yet."""
+    """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one. `run` is called twice
+    before, first only to compile what is not compiled yet. `reset` restores what it has changed."""
+    collects = gc.isenabled()
     with torch.cuda.device(device):
-        run()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        collects = gc.isenabled()
-        gc.disable()  # freeing an old graph would end the capture
         try:
+            compile_kernels(run, device)
+            reset()
+            run()
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            gc.disable()  # freeing an old graph would end the capture
             with torch.cuda.graph(graph, pool, _capture_stream(device)):
                 run()
         finally:
+            reset()
             if collects:
                 gc.enable()
     return graph

@@ -205,13 +205,16 @@ class _OnGpu:
 
     def launch(self, T: int, pos: int) -> None:
         """Start a pass of T tokens. It is captured the first time and not earlier, so that a text without repeats does
-        not pay for it. Capturing runs it once, at pos and with the GPU idle; what that changes is restored."""
+        not pay for it. Capturing runs it, at pos and with the GPU idle; what that changes is restored."""
         if T not in self.graphs:
             tokens, turn = self.cache.tokens.clone(), self.turn.clone()
-            self.graphs[T] = captured(lambda: self.run(T), self.model.device)
-            self.cache.tokens.copy_(tokens)
-            self.turn.copy_(turn)
-            self.cache.seek(pos)
+
+            def reset() -> None:
+                self.cache.tokens.copy_(tokens)
+                self.turn.copy_(turn)
+                self.cache.seek(pos)
+
+            self.graphs[T] = captured(lambda: self.run(T), self.model.device, reset)
         start, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self.model.device)
         start.record(stream)

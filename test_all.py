@@ -481,9 +481,10 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
         monkeypatch.setattr(name, lambda *_: None)
     for name in ("graph", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
-    seen = []
-    captured(lambda: seen.append(gc.isenabled()), DEVICE)
-    assert seen == [True, False] and gc.isenabled()
+    monkeypatch.setattr("model.compile_kernels", lambda run, device: run())
+    seen, resets = [], []
+    captured(lambda: seen.append(gc.isenabled()), DEVICE, lambda: resets.append(len(seen)))
+    assert seen == [True, True, False] and resets == [1, 3] and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
         captured(lambda: 1 / gc.isenabled(), DEVICE)
     assert gc.isenabled()
@@ -507,11 +508,12 @@ def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
         recorded.append(functools.partial(launch.launch, *arguments, **constants))
         recorded[-1]()
 
-    def captured(run, device) -> SimpleNamespace:
+    def captured(run, device, reset) -> SimpleNamespace:
         nonlocal captures
         captures += 1
         recorded.clear()
         run()
+        reset()
         launches = [*recorded]
         return SimpleNamespace(replay=lambda: [launch() for launch in launches] + [model.step(1, cache)])
 
@@ -4250,7 +4252,8 @@ def test_speculation_in_graphs_does_not_change_the_text(tiny, monkeypatch):
     plain_longer = list(generate(model, longer, n=9, **settings))
     if DEVICE.type == "cpu":
         decode_in_graphs(model, monkeypatch)
-        monkeypatch.setattr(speculation, "captured", lambda run, device: run() or SimpleNamespace(replay=run))
+        capture = lambda run, _, reset: (run(), reset()) and SimpleNamespace(replay=run)
+        monkeypatch.setattr(speculation, "captured", capture)
     for way in (Lookup(3), Draft(3, model), Draft(2, other)):
         toss = random.Random(SEED)
         way.pacer.ready = lambda toss=toss: toss.random() < 0.7
