@@ -93,15 +93,15 @@ class Int4(Codes4):
             raise ValueError(f"codes of a format other than {self.name}")
 
 
-def unpacked(words: Tensor) -> Tensor:
-    """Words [N, K / 8] to codes int16 [N, K]."""
-    halves = words.view(torch.int16).unflatten(1, (-1, 8))
+def unpacked(words: Tensor, group: int = 32) -> Tensor:
+    """Words [N, K / 8] to codes int16 [N, K]. group: columns of which each word of a group has every fourth pair."""
+    halves = words.view(torch.int16).unflatten(1, (-1, group // 4))
     return torch.stack([halves >> 4 * j & 15 for j in range(4)], 2).flatten(1)
 
 
-def packed(codes: Tensor) -> Tensor:
+def packed(codes: Tensor, group: int = 32) -> Tensor:
     """Codes [N, K] to words int32 [N, K / 8]."""
-    codes = codes.to(torch.int16).unflatten(1, (-1, 4, 8))
+    codes = codes.to(torch.int16).unflatten(1, (-1, 4, group // 4))
     halves = codes[:, :, 0] | codes[:, :, 1] << 4 | codes[:, :, 2] << 8 | codes[:, :, 3] << 12
     return halves.flatten(1).view(torch.int32)
 
@@ -217,12 +217,19 @@ _VALUES_ASM = constexpr(
 
 
 @jit
+def halves_of(words):
+    """int32 [R, G, M] to int16 [R, G, 2 M], the lower one first."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return both.reshape(words.shape[0], words.shape[1], 2 * words.shape[2])
+
+
+@jit
 def values(tile):
     """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
     words = tile[0]
     R: tl.constexpr = words.shape[0]
     G: tl.constexpr = words.shape[1]
-    codes = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).reshape(R, G, 8)
+    codes = halves_of(words)
     if len(tile) == 3:
         scale, minimum = scale_and_minimum(tile, 24, 6)
     else:
@@ -319,8 +326,13 @@ def packed_codes(w, first, left, COLUMNS: tl.constexpr):
 def packed_pairs(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
     """What each EACH columns have in 16 bits of w: [R, COLUMNS / EACH]. A thread loads two of them as an int32."""
     both = load_groups(w.to(tl.pointer_type(tl.int32)), first, left, COLUMNS, 2 * EACH, 2 * EACH)
-    pairs = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16)).reshape(both.shape[0], COLUMNS // EACH)
-    return pairs.to(w.dtype.element_ty, bitcast=True)
+    return two_of(both).to(w.dtype.element_ty, bitcast=True)
+
+
+@jit
+def two_of(words):
+    """int32 [R, M] to the int16 that they consist of [R, 2 M]."""
+    return tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).reshape(words.shape[0], 2 * words.shape[1])
 
 
 @jit

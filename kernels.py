@@ -506,7 +506,7 @@ def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
 
 
 def _launch_few(sizes: FewSizes, x: Tensor, w: Matrix, epilogue: Epilogue) -> None:
-    (T, K), each = x.shape, 16 * 8 // w.bits  # weights that a thread loads at once
+    (T, K), each = x.shape, triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
     assert w.columns == K and x.is_contiguous(), (x.shape, w.shape)
     warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
     constants = dict(N=w.rows, K=K, TOKENS=_padded_tokens(T), E=each, FEW=sizes._replace(warps=warps), warps=warps)

@@ -172,8 +172,8 @@ class Held(Grouped):
     def codes(self, tensors: Tensors) -> Tensor:
         return tensors[0] ^ -128
 
-    def stored(self, codes: Tensor) -> Tensor:
-        return codes ^ -128
+    def stored(self, codes: Tensor) -> Tensors:
+        return (codes ^ -128,)
 
     def scales(self, tensors: Tensors) -> Tensors:
         _, *found, row = tensors
@@ -202,7 +202,7 @@ class Held(Grouped):
             each = b.codes.shape[1] // self.part
             parts = [part.to(torch.int8).repeat_interleave(each // part.shape[1], 1) for part in b.parts]
             groups = [_joined(*parts).view(torch.int16), _joined(*groups).view(torch.int32)]
-        for place, value in zip(out, (self.stored(b.codes), *groups, 1 / (up * self.unit)), strict=True):
+        for place, value in zip(out, (*self.stored(b.codes), *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
 
 
@@ -213,8 +213,43 @@ class Held4(int4.Codes4, Held):
     def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
         return super().tensors(N, K) | {"codes": (torch.int32, (N, K // 8))}
 
-    def stored(self, codes: Tensor) -> Tensor:
-        return int4.packed(codes + self.middle)
+    def stored(self, codes: Tensor) -> Tensors:
+        return (int4.packed(codes + self.middle),)
+
+
+@dataclass(frozen=True, eq=False)
+class Held6(Held):
+    """The same with codes of 6 bits, which are 32 more than what they stand for, in two tensors. codes, int32
+    [N, K / 8], have the lower 4 bits: word i of the two for 16 columns has, for j from 0 to 3, column 4 j + 2 i at bit
+    4 j and column 4 j + 2 i + 1 at bit 16 + 4 j. high, int32 [N, K / 16], have the upper 2 bits of these two columns at
+    bits SHIFTS[i][j] and 16 + SHIFTS[i][j]: so one AND extracts both right above their lower bits (j = 0, 1), after a
+    shift by 2 (j = 2, 3), and for i = 1 after the two bytes of each half are swapped."""
+
+    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        planes = {"codes": (torch.int32, (N, K // 8)), "high": (torch.int32, (N, K // 16))}
+        return planes | {name: stored for name, stored in super().tensors(N, K).items() if name != "codes"}
+
+    def codes(self, tensors: Tensors) -> Tensor:
+        low, high, *_ = tensors
+        high = high[:, :, None, None, None] >> _shifts(low.device) & 3
+        return int4.unpacked(low, 16) + (high.flatten(1) << 4) - 32
+
+    def stored(self, codes: Tensor) -> Tensors:
+        codes = codes.int() + 32
+        high = (codes >> 4).unflatten(1, (-1, 4, 2, 2)) << _shifts(codes.device)
+        return int4.packed(codes & 15, 16), high.sum((2, 3, 4), dtype=torch.int32)
+
+    def scales(self, tensors: Tensors) -> Tensors:
+        low, _, *others = tensors
+        return super().scales((low, *others))
+
+
+SHIFTS = ((4, 8, 6, 10), (12, 0, 14, 2))  # of the pairs j in word i
+
+
+def _shifts(device: torch.device) -> Tensor:
+    """Where the upper bits of 16 columns are [4, 2, 2]."""
+    return torch.tensor(SHIFTS, device=device).t()[:, :, None] + torch.tensor((0, 16), device=device)
 
 
 def _joined(low: Tensor, high: Tensor) -> Tensor:
@@ -257,13 +292,18 @@ def _shared(w, first, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, EACH: tl
 
 
 @jit
-def _packed_load_zero_32(w, first, left, COLUMNS: tl.constexpr):
+def _words_of_32(w, first, left, COLUMNS: tl.constexpr):
+    """An int32 of w for each 32 columns, two to a thread: [R, COLUMNS / 32]."""
     group = tl.arange(0, COLUMNS // 32)[None, :]
     mask = None
     if left is not None:
-        mask = group * 32 < left
-    groups = stream(w[1] + tl.max_contiguous(first // 32 + group, [1, 2]), mask)
-    return int4.packed_codes(w, first, left, COLUMNS), groups
+        mask = group // 2 * 64 < left
+    return stream(w + tl.max_contiguous(first // 32 + group, [1, 2]), mask)
+
+
+@jit
+def _packed_load_zero_32(w, first, left, COLUMNS: tl.constexpr):
+    return int4.packed_codes(w, first, left, COLUMNS), _words_of_32(w[1], first, left, COLUMNS)
 
 
 @jit
@@ -300,6 +340,135 @@ WITH_ZEROS = {  # by columns in a group
 }  # fmt: skip
 
 
+@jit
+def _by(sums, COUNT: tl.constexpr):
+    """Sums of COUNT neighbours: [R, G] -> [R, G / COUNT]."""
+    return tl.sum(sums.reshape(sums.shape[0], sums.shape[1] // COUNT, COUNT), 2)
+
+
+# The same with codes of 6 bits, Held6.
+
+_UNPACK6 = (  # the four pairs of codes in register LOW, whose upper bits are in HIGH, into a, b, c, d
+    "shr.u32 v, LOW, 8; shr.u32 g, HIGH, 2; "
+    "and.b32 a, HIGH, 0x00300030; and.b32 e, LOW, 0x000f000f; or.b32 a, a, e; "
+    "and.b32 b, HIGH, 0x03000300; and.b32 e, LOW, 0x00f000f0; or.b32 b, b, e; "
+    "and.b32 c, g, 0x00300030; and.b32 e, v, 0x000f000f; or.b32 c, c, e; "
+    "and.b32 d, g, 0x03000300; and.b32 e, v, 0x00f000f0; or.b32 d, d, e; "
+)
+_VALUES6_ASM = constexpr(
+    "{ .reg .b32 a, b, c, d, e, g, v; "
+    + _UNPACK6.replace("LOW", "$4").replace("HIGH", "$5")
+    + "fma.rn.f16x2 $0, a, $6, $8; fma.rn.f16x2 $1, b, $7, $8; "
+    + "fma.rn.f16x2 $2, c, $6, $8; fma.rn.f16x2 $3, d, $7, $8; }"
+)
+
+
+@jit
+def _load6(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes = int4.load_codes(w, first, left, COLUMNS).reshape(first.shape[0], COLUMNS // 16, 2)
+    high = load_groups(w[1], first, left, COLUMNS, 16, 16)
+    parts = load_groups(w[2], first, left, COLUMNS, 16, 16)
+    return codes, high, parts, load_groups(w[3], first, left, COLUMNS, 16, 256)
+
+
+@jit
+def _scales6(tile, EXPONENT: tl.constexpr):
+    """What a code is multiplied by, and what is added: [R, COLUMNS / 16]."""
+    scale, minimum = scale_and_minimum((tile[0], tile[2], tile[3]), EXPONENT, 7)
+    return scale, minimum - 32 * scale
+
+
+@jit
+def _values6(tile):
+    """Halves [R, COLUMNS]."""
+    R: tl.constexpr = tile[0].shape[0]
+    G: tl.constexpr = tile[0].shape[1]
+    swapped = ((tile[1] & 0x00FF00FF) << 8) | ((tile[1] >> 8) & 0x00FF00FF)
+    codes, high = int4.halves_of(tile[0]), int4.halves_of(tl.join(tile[1], swapped))
+    scale, minimum = _scales6(tile, 24)
+    if EMULATED:
+        y0, y1 = (codes & 15) | (high & 48), (codes >> 4 & 15) | (high >> 4 & 48)
+        y2, y3 = (codes >> 8 & 15) | (high >> 2 & 48), (codes >> 12 & 15) | (high >> 6 & 48)
+    else:
+        # what multiplies a code at bits 0 to 5, and one at bits 4 to 9
+        by_0, by_4 = (scale * 16777216.0).to(tl.float16), (scale * 1048576.0).to(tl.float16)
+        y0, y1, y2, y3 = tl.inline_asm_elementwise(
+            _VALUES6_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [codes, high, by_0[:, :, None], by_4[:, :, None], minimum.to(tl.float16)[:, :, None]],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    y = tl.join(tl.join(y0, y1), tl.join(y2, y3)).permute(0, 1, 4, 3, 2)
+    if EMULATED:
+        y = y.to(tl.float32) * scale[:, :, None, None, None] + minimum[:, :, None, None, None]
+    return y.reshape(R, G * 16)
+
+
+@jit
+def _packed_load6(w, first, left, COLUMNS: tl.constexpr):
+    codes = int4.packed_codes(w, first, left, COLUMNS).reshape(first.shape[0], COLUMNS // 16, 2)
+    high = int4.packed_words(w[1:], first, left, COLUMNS, 16).reshape(first.shape[0], COLUMNS // 16)
+    parts = int4.two_of(_words_of_32(w[2].to(tl.pointer_type(tl.int32)), first, left, COLUMNS))
+    return codes, high, parts, _shared(w[3], first, left, COLUMNS, 256, 16)
+
+
+@jit
+def _columns16(COLUMNS: tl.constexpr):
+    return tl.arange(0, COLUMNS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+
+
+@jit
+def _packed_x6(x):
+    """Halves x [COLUMNS / 16, 16]: for each j, columns 4 j to 4 j + 3 as words [1, COLUMNS / 16, 2]; and the sums of
+    16, times 2^-20. In the interpreter x itself and the sums."""
+    sum_x = tl.sum(x.to(tl.float32), 1)[None] * 2.0**-20
+    if EMULATED:
+        return x[None].to(tl.float32), sum_x
+    else:
+        words = int4.pairs(*tl.split(x.reshape(x.shape[0], 4, 2, 2)))
+        even, odd = tl.split(words.permute(0, 2, 1).reshape(x.shape[0], 2, 2, 2))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        return x0[None], x1[None], x2[None], x3[None], sum_x
+
+
+def _packed6_asm() -> str:
+    """PTX for 16 codes times x, whose columns 4 j + 2 i and 4 j + 2 i + 1 are in register 5 + 2 j + i: the sum times
+    2^-20 as a float in $0. The words of codes are in $1 and $2, their upper bits in $3 and in $4."""
+    lines = []
+    for i, high in enumerate(("$3", "h")):
+        lines.append(_UNPACK6.replace("LOW", f"${1 + i}").replace("HIGH", high))
+        for j, (sums, codes) in enumerate((("low", "a"), ("high", "b"), ("low", "c"), ("high", "d"))):
+            first, factors = i == 0 and j < 2, f"{codes}, ${5 + 2 * j + i}"
+            lines.append(f"mul.rn.f16x2 {sums}, {factors};" if first else f"fma.rn.f16x2 {sums}, {factors}, {sums};")
+    lines.append("mov.b32 v, 0x4c004c00; fma.rn.f16x2 high, low, v, high;")  # 16
+    lines.append("mov.b32 {l, u}, high; cvt.f32.f16 f, l; cvt.f32.f16 $0, u; add.f32 $0, $0, f;")
+    registers = ".reg .b32 a, b, c, d, e, g, h, v, low, high; .reg .b16 l, u; .reg .f32 f;"
+    return f"{{ {registers} prmt.b32 h, $4, 0, 0x2301; {' '.join(lines)} }}"
+
+
+_PACKED6_ASM, _PACKED6_REGISTERS = constexpr(_packed6_asm()), constexpr("=&r," + ",".join(["r"] * 12))
+
+
+@jit
+def _packed_sums6(tile, x):
+    """Products with x, added up by 64 columns: float32 [R, COLUMNS / 64]."""
+    words, high = tile[0], tile[1]
+    if EMULATED:
+        return _by(tl.sum(_values6(tile).reshape(words.shape[0], words.shape[1], 16) * x[0], 2), 4)
+    else:
+        args = [words, tl.join(high, high), x[0], x[1], x[2], x[3]]
+        sums = tl.inline_asm_elementwise(_PACKED6_ASM, _PACKED6_REGISTERS, args, dtype=tl.float16, is_pure=True, pack=2)
+        sums = int4.pairs(*tl.split(sums)).to(tl.float32, bitcast=True)
+        scale, minimum = _scales6(tile, 4)
+        return _by(scale * sums + minimum * x[4], 4)
+
+
+Q6_K = Held6(
+    "q6_k", 6, _load6, _values6, row_scale, _packed_sums6, packed_load=_packed_load6, packed_x=_packed_x6,
+    columns=_columns16, neighbours=64, peak=16384.0, group=256, form="parts", part=16, unit=2.0**-31,
+)  # fmt: skip
+
+
 # The same with int8 codes. A thread has 8 or 16 neighbours, and loads the scale of their group.
 
 
@@ -313,13 +482,6 @@ def _load8(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
 def _load8_minimum(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
     codes, scale = _load8(w, first, left, COLUMNS, NEIGHBOURS)
     return codes, scale, load_groups(w[2], first, left, COLUMNS, NEIGHBOURS, 32)
-
-
-@jit
-def _load8_parts(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes = load_elements(w, first, left, COLUMNS, NEIGHBOURS)
-    parts = load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 16)
-    return codes, parts, load_groups(w[2], first, left, COLUMNS, NEIGHBOURS, 256)
 
 
 @jit
@@ -367,11 +529,6 @@ def _values8(tile):
 
 
 @jit
-def _columns(COLUMNS: tl.constexpr):
-    return tl.arange(0, COLUMNS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-
-
-@jit
 def _packed_x(x):
     """Halves x [COLUMNS / 16, 16]: of each four neighbours, the first two and the last two as words
     [1, COLUMNS / 16, 4]; and the sums of 16. In the interpreter x itself and the sums."""
@@ -396,12 +553,6 @@ def _packed_load8_minimum(w, first, left, COLUMNS: tl.constexpr):
 
 
 @jit
-def _packed_load8_parts(w, first, left, COLUMNS: tl.constexpr):
-    parts = int4.packed_pairs(w[1], first, left, COLUMNS, 16)
-    return int4.packed_words(w, first, left, COLUMNS, 4), parts, _shared(w[2], first, left, COLUMNS, 256, 16)
-
-
-@jit
 def _sums_of_16(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
     """Products of codes with x, added up: float32 [R, COLUMNS / 16]."""
     R: tl.constexpr = words.shape[0]
@@ -412,12 +563,6 @@ def _sums_of_16(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
     else:
         args = [words, x[0], x[1]]
         return as_floats(tl.inline_asm_elementwise(ASM, fp8.WORDS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4))
-
-
-@jit
-def _by(sums, COUNT: tl.constexpr):
-    """Sums of COUNT neighbours: [R, G] -> [R, G / COUNT]."""
-    return tl.sum(sums.reshape(sums.shape[0], sums.shape[1] // COUNT, COUNT), 2)
 
 
 @jit
@@ -436,18 +581,15 @@ def _packed_sums8(tile, x):
     return _by(sums, 4 // EACH)
 
 
-KERNEL = dict(columns=_columns, packed_x=_packed_x, neighbours=64)
+KERNEL = dict(columns=_columns16, packed_x=_packed_x, neighbours=64)
 _held8 = partial(
     Held, bits=8, values=_values8, row_scale=row_scale, packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL
 )
 Q8_0 = _held8("q8_0", load=_load8, packed_load=_packed_load8)
 Q8_1 = _held8("q8_1", load=_load8_minimum, packed_load=_packed_load8_minimum, form="minimum")
-Q8_K = _held8(
-    "q8_k", load=_load8_parts, packed_load=_packed_load8_parts, group=256, form="parts", part=16, unit=2.0**-15
-)
 HOLDS = {  # types of ggml
     Q4_0: {"Q4_0"}, Q4_1: {"Q4_1"}, Q4_K: {"Q4_K"}, Q8_0: {"Q8_0", "Q5_0", "Q4_0"},
-    Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"}, Q8_K: {"Q6_K", "Q5_K", "Q4_K"},
+    Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"}, Q6_K: {"Q6_K", "Q5_K", "Q4_K"},
 }  # fmt: skip
 
 
