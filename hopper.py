@@ -140,7 +140,7 @@ def _step(
 @jit
 def _multiply(
     group, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, v_clear,
-    pos, T, qk_scale, S, H, G, positions_at_once,
+    pos, T, qk_scale, H, G, positions_at_once,
     D: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply."""
@@ -219,9 +219,9 @@ def _hopper_attention_kernel(
     gl.warp_specialize(
         [
             (_multiply, (0, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, v_clear, pos, T,
-                         qk_scale, S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
+                         qk_scale, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
             (_multiply, (1, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, v_clear, pos, T,
-                         qk_scale, S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
+                         qk_scale, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
             (_load, (q, k, v, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, pos, T,
                      S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
         ],
