@@ -142,7 +142,7 @@ def error_line(error: Exception) -> str:
     return one_line(said) or type(error).__name__
 
 
-def read_text(file: str | None) -> str:
+def read_input(file: str | None) -> str:
     """The text of a file, or (None) of standard input, without a final newline."""
     with nullcontext(sys.stdin.buffer) if file is None else open(file, "rb") as f:
         return text_of(f, "standard input" if file is None else file).removesuffix("\n").removesuffix("\r")
@@ -498,7 +498,7 @@ class Chat:
                 raise ValueError("/read needs the name of a file")
             if os.path.exists(file) and not os.path.isfile(file):
                 raise ValueError(f"{name} is not a file")
-            return read_text(file)
+            return read_input(file)
 
         text = self.ranks.broadcast(text_of_file)
         text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")

@@ -32,7 +32,7 @@ from chat import (
     import_torch,
     is_rank0,
     note,
-    read_text,
+    read_input,
     show,
     use_safe_streams,
     within,
@@ -502,7 +502,7 @@ def read_prompt(args: argparse.Namespace) -> str | None:
         return args.prompt
     if args.file is None and args.prompt is None and sys.stdin.isatty():
         return None
-    return read_text(args.file)
+    return read_input(args.file)
 
 
 def complete(session: Session, prompt: str) -> None:
@@ -520,7 +520,7 @@ def save(args: argparse.Namespace) -> int:
     options = dict(format=args.format, dtype=args.dtype, device=args.device, quiet=args.quiet)
     with ending_cleanly():
         if args.calibrate:
-            options["calibrate"] = read_text(args.calibrate)
+            options["calibrate"] = read_input(args.calibrate)
         file = save_model(args.model, args.save, **options)
     if not args.quiet:
         note(f"saved     {file.parent}: {args.format} matrices, {file.name} of {file.stat().st_size:,} bytes")
@@ -539,7 +539,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     single = args.single_turn or args.prompt is not None or args.file is not None
     prompt = None if args.mode == "chat" and not single else ranks.broadcast(lambda: read_prompt(args))
     if args.system_file is not None:
-        args.system = ranks.broadcast(lambda: read_text(args.system_file))
+        args.system = ranks.broadcast(lambda: read_input(args.system_file))
     session = Session(args, ranks)
     session.note(session.summary())
     made_for_chat = args.chat_template is not None or session.tokenizer.chat_template != TEMPLATES["plain"]
