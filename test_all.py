@@ -204,14 +204,17 @@ def logits_of(model, ids, *sizes: int, cache: KVCache | None = None) -> torch.Te
     return torch.cat([model.forward(part, cache).cpu() for part in ids.split(sizes or len(ids))])
 
 
-def our_logits(folder: Path, ids: list[int], **options) -> torch.Tensor:
-    return logits_of(load(folder, dtype="fp32", device="cpu", **options), ids)
-
-
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
     assert ours.shape == theirs.shape
     error = ((ours - theirs).norm() / theirs.norm()).item()
     assert error < tolerance, error
+
+
+def assert_equals_transformers(folder: Path, theirs):
+    """-> our model of a folder, in fp32 on the CPU, whose logits are those of transformers' model."""
+    ours, ids = load(folder, dtype="fp32", device="cpu"), torch.randint(250, (100,)).tolist()
+    assert_close(logits_of(ours, ids), oracle(theirs, ids))
+    return ours
 
 
 def assert_refused(result: tuple[int, str, str], *said: str, code: int = 1) -> None:
@@ -2367,7 +2370,7 @@ def test_layouts_equal_transformers(tmp_path, layout):
     theirs.save_pretrained(tmp_path)
     ids = torch.randint(3, 300, (20,)).tolist()
     LAYOUTS[layout](tmp_path)
-    assert_close(our_logits(tmp_path, ids), oracle(theirs, ids))
+    assert_equals_transformers(tmp_path, theirs)
 
 
 def test_config_sliding_window(copy):
@@ -3611,8 +3614,7 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     kinds.insert(3, 12)  # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
     tensors = gguf_tensors(theirs, kinds)
     file = write_gguf(tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, tensors)
-    ids, ours = torch.randint(259, (100,)).tolist(), load(file, dtype="fp32", device="cpu")
-    assert_close(logits_of(ours, ids), oracle(theirs, ids))
+    ours = assert_equals_transformers(file, theirs)
     assert ours.checkpoint.quantised == "Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, held=False)
@@ -3634,9 +3636,7 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     tensors = gguf_tensors(theirs)
     tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in tensors.items()}  # norms and factors are in fp32
     file = write_gguf(tmp_path / "a.gguf", metadata, tensors)
-    options, ids = dict(dtype="fp32", device="cpu"), torch.randint(259, (40,)).tolist()
-    plain = load(file, **options)
-    assert_close(logits_of(plain, ids), oracle(theirs, ids))
+    plain, options, ids = assert_equals_transformers(file, theirs), dict(dtype="fp32", device="cpu"), [*range(40)]
     assert plain.checkpoint.dtype == dtype and plain.checkpoint.quantised == ""
     encoded, original = (load(name, format="e4m3", **options) for name in (file, tmp_path / "original"))
     assert torch.equal(encoded.weights.layers[1].wqkv.tensors[0], original.weights.layers[1].wqkv.tensors[0])
@@ -3939,16 +3939,11 @@ def pack_awq(N: int, K: int) -> tuple[dict, torch.Tensor]:
 
 
 def pack_gptq(N: int, K: int, group: int = 32, less: int = 1, zeros=range(16)) -> tuple[dict, torch.Tensor]:
-    """less: 1 in version 1, subtracted from whole words of zero points."""
-    codes, scale, zero, values = codes_of(N, K, group, zeros)
+    """less: 1 in version 1, subtracted from whole words of zero points. group: 0 for one a row and no indices."""
+    codes, scale, zero, values = codes_of(N, K, group or K, zeros)
     found = dict(qweight=words(codes).t(), qzeros=words(zero.t()) - less * 0x11111111, scales=scale.t())
-    return found | dict(bias=torch.zeros(N), g_idx=torch.arange(K, dtype=torch.int32) // group), values
-
-
-def pack_gptq_rows(N: int, K: int) -> tuple[dict, torch.Tensor]:
-    """A group a row, and no indices of groups."""
-    found, values = pack_gptq(N, K, group=K)
-    return {name: t for name, t in found.items() if name != "g_idx"}, values
+    indices = dict(g_idx=torch.arange(K, dtype=torch.int32) // group) if group else {}
+    return found | dict(bias=torch.zeros(N)) | indices, values
 
 
 def pack_w4a16(N: int, K: int, symmetric: bool = True) -> tuple[dict, torch.Tensor]:
@@ -3980,7 +3975,7 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
     "GPTQ": (GPTQ, pack_gptq, quants.WITH_ZEROS[32]),
     "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, less=0), quants.WITH_ZEROS[32]),
     "GPTQ, mislabelled": (GPTQ, partial(pack_gptq, less=0, zeros=[8]), quants.WITH_ZEROS[32]),
-    "GPTQ, a group a row": (GPTQ | {"group_size": -1}, pack_gptq_rows, quants.WITH_ZEROS[128]),
+    "GPTQ, a group a row": (GPTQ | {"group_size": -1}, partial(pack_gptq, group=0), quants.WITH_ZEROS[128]),
     "W4A16": (PACKED(), pack_w4a16, quants.WITH_ZEROS[128]),
     "W4A16 with zero points": (
         PACKED(symmetric=False), partial(pack_w4a16, symmetric=False), quants.WITH_ZEROS[128],
@@ -4016,14 +4011,13 @@ def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli, capf
     """Matrices bit for bit, also as ranks have them; no second loss."""
     theirs, format = write_quantised(tmp_path, how, tiny), QUANTISED[how][2]
     capfd.readouterr()  # transformers' progress
-    ours, ids = load(tmp_path, dtype="fp32", device="cpu"), torch.randint(300, (40,)).tolist()
-    weights, exact = loaded(ours), theirs.model.layers[1]
+    ours, exact = assert_equals_transformers(tmp_path, theirs), theirs.model.layers[1]
+    weights = loaded(ours)
     layer, on_cpu = weights.layers[1], None if format is quants.E4M3_128 else format  # which is slow there
     assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {format} and not weights.output.format
     assert ours.weights.layers[1].w2.format is on_cpu
     assert torch.equal(layer.w2.dense(), exact.mlp.down_proj.weight)
     assert torch.equal(layer.w13.dense()[1::2], exact.mlp.up_proj.weight)
-    assert_close(logits_of(ours, ids), oracle(theirs, ids))
     if format.group <= 64:
         assert_two_ranks_have(ours, layer)
     name = how.partition(",")[0].partition(" ")[0]
@@ -4039,9 +4033,8 @@ def test_a_joined_matrix_of_which_a_part_is_not_quantised_is_decoded(tiny, tmp_p
     tensors = {name: t for name, t in tensors.items() if not name.startswith(stem)}
     weight = theirs.model.layers[0].self_attn.v_proj.weight.data
     save_file(tensors | {f"{stem}weight": weight.contiguous()}, tmp_path / "model.safetensors")
-    ours, ids = load(tmp_path, dtype="fp32", device="cpu"), torch.randint(300, (40,)).tolist()
+    ours = assert_equals_transformers(tmp_path, theirs)
     assert not ours.weights.layers[0].wqkv.format and ours.weights.layers[1].wqkv.format
-    assert_close(logits_of(ours, ids), oracle(theirs, ids))
 
 
 PROJ = "model.layers.0.mlp.up_proj."
