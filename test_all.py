@@ -391,7 +391,7 @@ def test_fused_model_is_the_reference_model(tiny, dtype, limit):
 
 
 @needs_triton
-@pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
+@pytest.mark.parametrize("how", ["generate", "single steps", "chunks"] if ON_GPU else ["chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
     """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not overlap."""
     steps = 3000 if ON_GPU else 4
@@ -2361,7 +2361,6 @@ LAYOUTS = {
 def test_layouts_equal_transformers(tmp_path, layout):
     theirs = hugging_face_model(**SHAPES["gqa"])
     theirs.save_pretrained(tmp_path)
-    ids = torch.randint(3, 300, (20,)).tolist()
     LAYOUTS[layout](tmp_path)
     assert_equals_transformers(tmp_path, theirs)
 
@@ -2791,10 +2790,10 @@ def test_messages_are_one_line(copy):
 
 
 def test_fuzz_finds_nothing():
-    flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}".split()
+    flags = f"--seed {SEED} --cases 80 --seconds {PATIENCE} --limit {PATIENCE}".split()
     command = [sys.executable, HERE / "dev" / "fuzz.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
-    assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"80 cases from seed {SEED}" in done.stdout, done.stdout + done.stderr
 
 
 def test_mutants_fit_the_program():
@@ -2908,9 +2907,9 @@ def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
         assert tensors[name].shape == shape, "folders that were saved earlier stay readable"
     for dtype in ("fp32", "bf16"):
         options = dict(dtype=dtype, device="cpu")  # where it was encoded: a GPU may round an error the other way
+        original, again = (load(f, format=fp8, **options) for f, fp8 in ((copy, form), (saved, None)))
         for one, other in zip(original.weights.matrices, again.weights.matrices):
             assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors)), "codes depend on the dtype"
-        original, again = (load(f, format=fp8, **options) for f, fp8 in ((copy, form), (saved, None)))
         ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in (original, again))
         assert torch.equal(ours, theirs), "a saved model says something else"
     flags = ("-p", "Once", "-n", 8, "--temp", 0)
@@ -2971,18 +2970,18 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
     refused("copy", "copy is not an empty folder: save to a new one")
     refused("file", "file is not an empty folder")
     refused("no/where", "No such file or directory")
-    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))  # a disk that becomes full
-    try:
-        refused("new", "File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with monkeypatch.context() as patch:
         patch.setattr("checkpoint.free_memory", lambda device: 100_000)
         refused("new", "try a smaller")
     with monkeypatch.context() as patch:
         disk_with(patch, 0)
         refused("new", "has 0.00 GB free: save elsewhere")
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))  # a disk that becomes full
+    try:
+        refused("new", "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     ends = [(fails(OSError("No space left")), "No space left", 1), (fails(KeyboardInterrupt()), "", 130)]
     ends += [(lambda *_, number=number: signal.raise_signal(number), "", 128 + number) for number in hears_signals]
     for (end, expected, code), step in itertools.product(ends, ("Loader.load", "save_file")):
