@@ -168,6 +168,7 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
 def hugging_face_model(vocab_size: int = 300, model: str = "Llama", **shape):
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     fields = dict(
         hidden_size=64,
         intermediate_size=112,
@@ -2888,10 +2889,9 @@ def test_loading_bar_ends_full(copy, monkeypatch, shape):
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
 ])  # fmt: skip
-def test_saved_model_is_the_model(cli, capfd, copy, shape, layout, form):
+def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     saved = copy.parent / "saved"
     hugging_face_model(read_config(copy).vocab_size, **FAMILIES[shape]).half().save_pretrained(copy)
-    capfd.readouterr()  # transformers' progress
     if layout:
         LAYOUTS[layout](copy)
         (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
@@ -3996,10 +3996,9 @@ def write_quantised(folder: Path, how: str, tiny: Path):
 
 
 @pytest.mark.parametrize("how", QUANTISED)
-def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli, capfd):
+def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli):
     """Matrices bit for bit, also as ranks have them; no second loss."""
     theirs, format = write_quantised(tmp_path, how, tiny), QUANTISED[how][2]
-    capfd.readouterr()  # transformers' progress
     ours, exact = assert_equals_transformers(tmp_path, theirs), theirs.model.layers[1]
     weights = loaded(ours)
     layer, on_cpu = weights.layers[1], None if format is quants.E4M3_128 else format  # which is slow there
@@ -4061,10 +4060,9 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
 
 
 @pytest.mark.parametrize("case", BAD_QUANTISED)
-def test_bad_quantised_safetensors_are_one_line(cli, capfd, tiny, tmp_path, case):
+def test_bad_quantised_safetensors_are_one_line(cli, tiny, tmp_path, case):
     how, spoil, *said = BAD_QUANTISED[case]
     write_quantised(tmp_path, how, tiny)
-    capfd.readouterr()  # transformers' progress
     spoil(tmp_path)
     assert_refused(cli("-m", tmp_path, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), *said)
 
@@ -4654,7 +4652,6 @@ def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
 @FLOATS
 @pytest.mark.parametrize("op", TRAINING_OPS)
 def test_training_op_and_its_gradients_equal_autograd(op, dtype, guarded, monkeypatch):
-    check_guards = guarded
     monkeypatch.setattr(training, "CHUNK", 7)  # of linear_cross_entropy
     for arguments in training_cases(op, dtype):
         ours, upstream = differentiated(training.fused, op, arguments, dtype)
@@ -4666,7 +4663,7 @@ def test_training_op_and_its_gradients_equal_autograd(op, dtype, guarded, monkey
             assert o.shape == e.shape and o.dtype == p.dtype and torch.equal(o, a), where
             error, plain_error = (distance(x, e, smallest(op, arguments, dtype)) for x in (o, p))
             assert error <= 2 * max(plain_error, HALF_PLACE[dtype]), (*where, error, plain_error)
-    check_guards()
+    guarded()
 
 
 @needs_triton
