@@ -1,4 +1,4 @@
-"""How the next token is chosen: the settings, the reference in plain torch, the Triton kernel. A new sampler touches
+"""How the next token is chosen: the settings, the reference in plain torch, the Triton kernels. A new sampler touches
 this file and the command line.
 
 The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. The draw
@@ -11,10 +11,10 @@ not finite, host_tokens gets -1 and tokens 0. `sample_rows` reads logits [T, V] 
 to `drawn` (int32, -1 where they are not finite) the token chosen to follow each of them, up to drawn[pos]; `tokens`
 holds what comes before each position. Both take the settings as a Sampler, whose numbers are on the device.
 
-To add a setting: a field of Sampling and its range; its number in _numbers, which _sample_kernel loads by its place;
-what it does, in _choose_ref and in _choose; its flag in run.py, of the same name; its values in
-test_sampling_on_the_device_chooses_what_the_reference_does. With a small top-k, _choose sees only what that may keep. A
-filter that has to see the whole vocabulary needs a BLOCK as large as that, see Sampler.switches.
+To add a setting: a field of Sampling and its range; its number in _numbers, which kernels load by its place; what it
+does, in _choose_ref and in _sample_draw_kernel, or in _sample_filter_kernel if its threshold depends on more than the
+best logit; its flag in run.py, of the same name; its values in
+test_sampling_on_the_device_chooses_what_the_reference_does.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launch import Scratch, gdc_launch_dependents, gdc_wait, is_last, jit, launch, tl, triton
+from launch import Scratch, constexpr, gdc_launch_dependents, gdc_wait, is_last, jit, launch, tl, triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ COLDEST = 1e-30  # temperature: lower positive ones are raised to it, as float32
 
 
 def _numbers(s: Sampling) -> list[float]:
-    """Temperature, top_k, top_p, log(min_p), penalty and its window: the kernel loads them by their places."""
+    """Temperature, top_k, top_p, log(min_p), penalty and its window: kernels load them by their places."""
     window = s.repeat_last_n if s.repeat_last_n >= 0 else 1 << 30
     log_min_p = math.log(max(s.min_p, 1e-30))
     return [max(s.temp, COLDEST), float(s.top_k), s.top_p, log_min_p, s.repeat_penalty, float(window)]
@@ -63,7 +63,7 @@ def _numbers(s: Sampling) -> list[float]:
 
 class Sampler:
     """Settings as the ops take them: `s` for the host, and the same numbers in device memory, where a kernel reads
-    them. So a captured graph picks up new settings, as long as its kernel is compiled for the same `switches`."""
+    them. So a captured graph picks up new settings, as long as its kernels are compiled for the same `switches`."""
 
     def __init__(self, device: torch.device, s: Sampling = Sampling()):
         self.scratch = Scratch(device)
@@ -77,13 +77,12 @@ class Sampler:
         self.numbers.copy_(torch.tensor(_numbers(s)))
 
     def switches(self, V: int, S: int) -> dict[str, int | bool]:
-        """The part of the settings that the kernel is compiled for, with V logits and at most S tokens to look back
+        """The part of the settings that kernels are compiled for, with V logits and at most S tokens to look back
         on."""
-        s, cuts = self.s, self.s.temp > 0 and 0 < self.s.top_k < V
+        s, cuts = self.s, 0 < self.s.top_k < V
         window = 0 if s.repeat_penalty == 1 else S if s.repeat_last_n < 0 else min(s.repeat_last_n, S)
-        block = 1024 if s.temp == 0 or cuts and s.top_k <= KEEP else triton.next_power_of_2(V)
         on = dict(TOP_K=cuts, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0, PENALTY=window > 0)
-        return on | dict(WINDOW=triton.next_power_of_2(max(window, 1)), BLOCK=block)
+        return on | dict(WINDOW=triton.next_power_of_2(max(window, 1)))
 
 
 def uniform(seed: int, index: int) -> float:
@@ -133,6 +132,28 @@ def sample_rows_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, 
         drawn[position] = _choose_ref(row, tokens, position, sampler.s) if torch.isfinite(row.sum()) else -1
 
 
+# At most four launches, in which programs share out the vocabulary. The first penalises and finds the best and worst
+# logit; if greedy, its last program chooses. For top-k and top-p the second counts the tokens and adds up their
+# probabilities in bins, by how far below the best a logit is. The running sums tell in which bins the two thresholds
+# lie; the third lists the logits from one to the other, a few hundred unless many are equal, and its last program finds
+# the thresholds among them. The fourth adds up what is kept of each part of the vocabulary, and its last program draws
+# the part and then the token.
+#
+# Most logits need not be counted: the k-th largest of the parts' best logits has k at or above it, so top-k's threshold
+# is no lower.
+#
+# Probabilities are integers, so that their sums do not depend on the order, in units of 1 / UNIT of the best one's. One
+# atomic adds to both sums of a bin, which is an integer of 64 bits: the probabilities are its lowest SHIFT bits and the
+# tokens the others. If V has L bits, so may the number of tokens: SHIFT is 64 - L, and UNIT 2^(SHIFT - L), of which V
+# fit.
+
+BINS = 2048
+PARTS = 128  # the most parts; a power of 2
+LEAST = 256  # logits of a part at least; a power of 2
+_BINS, _CHUNK = constexpr(BINS), constexpr(1024)  # _CHUNK: how many of the listed logits are read at a time
+_FARTHEST = constexpr(32.0)  # how far below the best the bins reach; the last one holds whatever is lower
+
+
 @jit
 def _uniform(seed, index):
     z = (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed.to(tl.uint64)
@@ -142,91 +163,114 @@ def _uniform(seed, index):
 
 
 @jit
-def _threshold(l, weights, target, low, high):
-    """The largest of the values l such that the weights of those at or above it reach the target. low and high are two
-    of them, between which it lies: bisection, in which both ends move on to the next value that occurs."""
+def _load_part(logits, extremes, part, top_k, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """A part's ids; its logits, -inf for those that top-k certainly leaves out; the best and the lowest of the others;
+    and whether any logit is not finite: then all are taken to be 0."""
+    ids, parts = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    l = tl.load(logits + ids, mask=ids < V)
+    bests = tl.load(extremes + parts)
+    best, lowest = tl.max(bests, 0), tl.min(tl.load(extremes + PARTS + parts), 0)
+    if top_k is not None:
+        as_good = tl.sum((bests[:, None] >= bests[None, :]).to(tl.int32), 0)  # how many parts have such a logit
+        lowest = tl.maximum(lowest, tl.max(tl.where(as_good >= top_k, bests, float("-inf")), 0))
+    bad = best == float("inf")
+    l, best, lowest = tl.where(bad, 0.0, l), tl.where(bad, 0.0, best), tl.where(bad, 0.0, lowest)
+    return ids, tl.where((ids < V) & (l >= lowest), l, float("-inf")), best, lowest, bad
+
+
+@jit
+def _bin(l, best, lowest):
+    bin = (best - l) * (_BINS / tl.minimum(tl.maximum(best - lowest, 1e-30), _FARTHEST))
+    return tl.where(bin < _BINS, bin, _BINS - 1).to(tl.int32)
+
+
+@jit
+def _weigh(l, best, UNIT: tl.constexpr):
+    """What a logit adds to a sum, nothing if -inf: 1 to the tokens, where UNIT is None, or its probability."""
+    return (l > float("-inf")).to(tl.int64) if UNIT is None else (tl.exp(l - best) * UNIT + 0.5).to(tl.int64)
+
+
+@jit
+def _least(top_p, total):
+    """How much of the total top-p keeps at least."""
+    return tl.maximum((top_p * total.to(tl.float64)).to(tl.int64), 1)
+
+
+@jit
+def _load_chunk(listed, start, count):
+    offs = start + tl.arange(0, _CHUNK)
+    return tl.load(listed + offs, mask=offs < count, other=float("-inf"), cache_modifier=".cg")
+
+
+@jit
+def _divide(l, listed, count, at, best, UNIT: tl.constexpr):
+    """The sum of the listed logits at or above `at`, the lowest of these and the highest of the others. l is the first
+    chunk of them."""
+    reached, lowest, highest = tl.full([], 0, tl.int64), float("inf"), float("-inf")
+    for start in range(0, count, _CHUNK):
+        if count > _CHUNK:
+            l = _load_chunk(listed, start, count)
+        above = l >= at
+        reached += tl.sum(tl.where(above, _weigh(l, best, UNIT), 0), 0)
+        lowest = tl.minimum(lowest, tl.min(tl.where(above, l, float("inf")), 0))
+        highest = tl.maximum(highest, tl.max(tl.where(above, float("-inf"), l), 0))
+    return reached, lowest, highest
+
+
+@jit
+def _threshold(l, listed, count, target, low, best, UNIT: tl.constexpr):
+    """The largest of the listed logits such that the sum of those at or above it reaches the target, which lies from
+    low to best: bisection, in which both ends move on to the next logit that occurs."""
+    high = best
     while low < high:
-        middle = low + (high - low) * 0.5
+        middle = low * 0.5 + high * 0.5
         middle = tl.where(middle > low, middle, high)
-        above = l >= middle
-        reached = tl.sum(tl.where(above, weights, 0.0), 0)
-        next_above = tl.min(tl.where(above, l, float("inf")), 0)
-        next_below = tl.max(tl.where(above, float("-inf"), l), 0)
-        high = tl.where(reached == target, next_above, tl.where(reached > target, high, next_below))
-        low = tl.where(reached >= target, next_above, low)
+        reached, above, below = _divide(l, listed, count, middle, best, UNIT)
+        high = tl.where(reached == target, above, tl.where(reached > target, high, below))
+        low = tl.where(reached >= target, above, low)
     return low
 
 
 @jit
-def _choose(
-    l, ids, u, temp, top_k, top_p, log_min_p, edges, left_out, logits,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Choose one of the ids, which ascend, by their logits l (-inf where there is no token) and u in [0, 1). Where l is
-    only what parts of the vocabulary kept, edges is each part's lowest logit and left_out how many equal to it did not
-    fit."""
-    best = tl.max(l, 0)
-    if GREEDY:
-        return tl.min(tl.where(l == best, ids, 2147483647), 0)
-    floor = tl.min(tl.where(l > float("-inf"), l, best), 0)
-    if TOP_K:
-        floor = _threshold(l, tl.full(l.shape, 1.0, tl.float32), top_k, floor, best)
-    edge, unseen = floor, 0.0
-    if edges is not None:
-        unseen = tl.sum(tl.where(edges == edge, left_out, 0.0), 0)
-    if TOP_P:
-        p = tl.where(l >= floor, tl.exp(l - best), 0.0)
-        total = tl.sum(p, 0) + unseen * tl.exp(edge - best)
-        floor = _threshold(l, p, tl.maximum(top_p * total, 1e-30), floor, best)
-    if MIN_P:
-        floor = tl.maximum(floor, best + log_min_p)
-    p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
-    if edges is None:  # a running sum over the whole vocabulary at once would take Triton long to compile
-        return _draw_from_all(logits, u * tl.sum(p, 0), best, floor, temp, V, BLOCK if BLOCK < 16384 else 16384)
-    cdf = tl.cumsum(p, 0)
-    last = tl.max(tl.where(p > 0, ids, 0), 0)
-    token = tl.min(tl.where((cdf > u * tl.max(cdf, 0)) & (p > 0), ids, last), 0)
-    if (unseen > 0) & (floor == edge):
-        mass = tl.sum(p, 0) + unseen * tl.exp((edge - best) / temp)
-        token = _draw_from_all(logits, u * mass, best, floor, temp, V, BLOCK)
-    return token
+def _before(sums, index, place):
+    """The running sum that stands before a place, 0 before the first."""
+    return tl.max(tl.where(index < place, sums, 0), 0)
 
 
 @jit
-def _draw_from_all(logits, target, best, floor, temp, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The first id at which the running sum of the weights of logits at or above floor exceeds the target."""
-    before, token, last = tl.full([], 0.0, tl.float64), 2147483647, 0
-    for start in range(0, V, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        l = tl.load(logits + ids, mask=ids < V, other=float("-inf"), cache_modifier=".cg")
-        p = tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
-        cdf = before + tl.cumsum(p, 0)
-        token = tl.minimum(token, tl.min(tl.where((cdf > target) & (p > 0), ids, 2147483647), 0))
-        last = tl.maximum(last, tl.max(tl.where(p > 0, ids, 0), 0))
-        before += tl.sum(p, 0)
-    return tl.minimum(token, last)
+def _chances(l, best, floor, temp):
+    """What each token is drawn by, relative to the best."""
+    return tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
 
 
 @jit
-def _sample_kernel(
-    logits, tokens, chosen_tokens, drawn, pos, candidates, arrived, seed, numbers,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PENALTY: tl.constexpr, GREEDY: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+def _first_beyond(target, sums, chances, ids):
+    """The first of the ids, which ascend, whose running sum is beyond the target, but none without a chance."""
+    last = tl.max(tl.where(chances > 0, ids, 0), 0)
+    return tl.min(tl.where((sums > target) & (chances > 0), ids, last), 0)
+
+
+@jit
+def _store(chosen_tokens, drawn, position, token, bad):
+    if chosen_tokens is not None:
+        tl.store(chosen_tokens + position, tl.where(bad, 0, token).to(tl.int32))
+    tl.store(drawn + position, tl.where(bad, -1, token).to(tl.int32))
+
+
+@jit
+def _sample_best_kernel(
+    logits, extremes, arrived, tokens, chosen_tokens, drawn, pos, numbers,
+    GREEDY: tl.constexpr, PENALTY: tl.constexpr, WINDOW: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """If greedy or with a small top_k, each program keeps the best of its part of the vocabulary, and the last one to
-    finish chooses among these; otherwise there is one part. Axis 1 of the grid is the rows of logits. candidates, for
-    each row: what each part kept (logits, then ids), its edge, and how many equal to that were left out."""
+    """Penalise recent tokens; find each part's best logit (inf if one is not finite) and worst or, if greedy, the
+    first id of the best: extremes [rows, 2, PARTS]. Axis 1 of the grid is the rows of logits here and below."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     logits += row * V
-    candidates += row * (2 * PARTS * KEEP + 2 * PARTS)
-    arrived += row
-    ids = part * BLOCK + tl.arange(0, BLOCK)
-    temp, top_k, top_p = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
-    log_min_p, penalty, window = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
-    seed = tl.load(seed)
+    extremes += row * 2 * PARTS
+    ids, parts = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    penalty, window = tl.load(numbers + 4), tl.load(numbers + 5)
     gdc_wait(PDL)
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
     if PENALTY:
@@ -238,58 +282,124 @@ def _sample_kernel(
         tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mask_recent)
         tl.debug_barrier()
     l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    bad = tl.sum(tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), 1, 0), 0)
-    l = tl.where(bad > 0, 0.0, l)
-    u = _uniform(seed, position)
-    if PARTS == 1:
-        token = _choose(
-            l, ids, u, temp, top_k, top_p, log_min_p, None, None, logits, TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK
-        )
-        if chosen_tokens is not None:
-            tl.store(chosen_tokens + position, tl.where(bad > 0, 0, token).to(tl.int32))
-        tl.store(drawn + position, tl.where(bad > 0, -1, token).to(tl.int32))
+    bad = (ids < V) & ((l != l) | (tl.abs(l) == float("inf")))
+    best = tl.max(tl.where(bad, float("inf"), l), 0)
+    tl.store(extremes + part, best)
+    if GREEDY:
+        first = tl.min(tl.where(l == best, ids, V), 0)
+        tl.store(extremes + PARTS + part, first.to(tl.float32, bitcast=True))
+        if is_last(arrived + row, PARTS):
+            bests = tl.load(extremes + parts, cache_modifier=".cg")
+            firsts = tl.load(extremes + PARTS + parts, cache_modifier=".cg").to(tl.int32, bitcast=True)
+            best = tl.max(bests, 0)
+            token = tl.min(tl.where(bests == best, firsts, V), 0)
+            _store(chosen_tokens, drawn, position, token, best == float("inf"))
     else:
-        # what this part keeps, in the order of ids: those above its edge, fewer than top_k, and as many equal to it as
-        # fit
-        best = tl.max(l, 0)
-        lowest = tl.min(tl.where(ids < V, l, best), 0)
-        edge = best if GREEDY else _threshold(l, tl.full(l.shape, 1.0, tl.float32), top_k, lowest, best)
-        above = ((l > edge) & (ids < V)).to(tl.int32)
-        equal = ((l == edge) & (ids < V)).to(tl.int32)
-        room = KEEP - tl.sum(above, 0)
-        chosen = (bad == 0) & ((above > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= room)))
-        slot = part * KEEP + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        lane = tl.arange(0, KEEP)
-        filler = tl.where(bad > 0, float("nan"), float("-inf"))
-        kept = candidates
-        kept_ids = candidates + PARTS * KEEP
-        edges = candidates + 2 * PARTS * KEEP
-        left_out = edges + PARTS
-        tl.store(kept + slot, l, mask=chosen)
-        tl.store(kept_ids + slot, ids.to(tl.float32, bitcast=True), mask=chosen)
-        tl.store(
-            kept + part * KEEP + lane,
-            filler + tl.zeros([KEEP], tl.float32),
-            mask=lane >= tl.sum(chosen.to(tl.int32), 0),
-        )
-        tl.store(edges + part, edge)
-        tl.store(left_out + part, tl.maximum(tl.sum(equal, 0) - room, 0).to(tl.float32))
-        if is_last(arrived, PARTS):
-            slots, parts = tl.arange(0, PARTS * KEEP), tl.arange(0, PARTS)
-            all_l = tl.load(kept + slots, cache_modifier=".cg")
-            all_ids = tl.load(kept_ids + slots, cache_modifier=".cg").to(tl.int32, bitcast=True)
-            any_bad = tl.sum((all_l != all_l).to(tl.int32), 0)
-            token = _choose(
-                tl.where(any_bad > 0, 0.0, all_l), all_ids, u, temp, top_k, top_p, log_min_p,
-                tl.load(edges + parts, cache_modifier=".cg"), tl.load(left_out + parts, cache_modifier=".cg"), logits,
-                TOP_K, TOP_P, MIN_P, GREEDY, V, BLOCK,
-            )  # fmt: skip
-            if chosen_tokens is not None:
-                tl.store(chosen_tokens + position, tl.where(any_bad > 0, 0, token).to(tl.int32))
-            tl.store(drawn + position, tl.where(any_bad > 0, -1, token).to(tl.int32))
+        tl.store(extremes + PARTS + part, tl.min(tl.where(ids < V, l, float("inf")), 0))
 
 
-KEEP = 64  # the most logits that a part keeps: top-k up to this many is chosen in parts
+@jit
+def _sample_count_kernel(
+    logits, extremes, bins, numbers,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add a part's tokens, for top-k, and their probabilities, for top-p, to the bins [rows, BINS]."""
+    gdc_launch_dependents(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
+    bins += row * _BINS
+    top_k = tl.load(numbers + 1) if TOP_K else None
+    gdc_wait(PDL)
+    _, l, best, lowest, _ = _load_part(logits + row * V, extremes + row * 2 * PARTS, part, top_k, V, BLOCK, PARTS)
+    bin, weights = _bin(l, best, lowest), tl.zeros([BLOCK], tl.int64)
+    if TOP_K:
+        weights += _weigh(l, best, None) << SHIFT
+    if TOP_P:
+        weights += _weigh(l, best, UNIT)
+    # what is for the last bin is added up here: most of all may be there, and atomics on one address take turns
+    last = tl.max(tl.where(weights != 0, bin, 0), 0)
+    tl.atomic_add(bins + last, tl.sum(tl.where(bin == last, weights, 0), 0), sem="relaxed")
+    tl.atomic_add(bins + bin, weights, mask=(weights != 0) & (bin != last), sem="relaxed")
+
+
+@jit
+def _sample_filter_kernel(
+    logits, extremes, bins, listed, counts, floors, arrived, numbers,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write to `floors` the lowest logit that top-k and top-p keep, and empty the bins. listed [rows, V] and counts
+    [rows]: the logits of the bins from the first in which top-p's threshold may lie to top-k's."""
+    gdc_launch_dependents(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
+    bins += row * _BINS
+    listed += row * V
+    counts += row
+    top_k = tl.load(numbers + 1).to(tl.int64) if TOP_K else None
+    top_p = tl.load(numbers + 2).to(tl.float64)
+    gdc_wait(PDL)
+    _, l, best, lowest, _ = _load_part(logits + row * V, extremes + row * 2 * PARTS, part, top_k, V, BLOCK, PARTS)
+    bin, every = _bin(l, best, lowest), tl.arange(0, _BINS)
+    sums = tl.cumsum(tl.load(bins + every), 0)
+    tokens, masses = (sums >> SHIFT) & ((1 << (64 - SHIFT)) - 1), sums & ((1 << SHIFT) - 1)
+    if TOP_K:
+        last = tl.sum((tokens < top_k).to(tl.int32), 0)
+        first = last
+    if TOP_P:
+        total = _before(masses, every, last if TOP_K else _BINS)  # at least; of `last` top-k may keep one token or all
+        first = tl.sum((masses < _least(top_p, total)).to(tl.int32), 0)
+        if not TOP_K:
+            last = first
+    mask = (l > float("-inf")) & (bin >= first) & (bin <= last)
+    nth = tl.cumsum(mask.to(tl.int32), 0)
+    tl.store(listed + tl.atomic_add(counts, tl.max(nth, 0), sem="relaxed") + nth - 1, l, mask=mask)
+    if is_last(arrived + row, PARTS):
+        count = tl.load(counts, cache_modifier=".cg")
+        chunk, floor = _load_chunk(listed, 0, count), lowest
+        if TOP_K:
+            left = top_k - _before(tokens, every, first)
+            floor = _threshold(chunk, listed, count, left, lowest, best, None)
+        if TOP_P:
+            above = _before(masses, every, first)
+            if TOP_K:  # now the total is known
+                total = above + _divide(chunk, listed, count, floor, best, UNIT)[0]
+            left = _least(top_p, total) - above
+            floor = _threshold(chunk, listed, count, left, floor, best, UNIT)
+        tl.store(floors + row, floor)
+        tl.store(counts, 0)
+        tl.store(bins + every, tl.zeros([_BINS], tl.int64))
+
+
+@jit
+def _sample_draw_kernel(
+    logits, extremes, floors, masses, arrived, chosen_tokens, drawn, pos, seed, numbers,
+    MIN_P: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add up the chances of each part's tokens, masses [rows, PARTS]; draw a part, and a token of this part. Without
+    floors, neither top-k nor top-p is on."""
+    gdc_launch_dependents(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
+    logits += row * V
+    extremes += row * 2 * PARTS
+    masses += row * PARTS
+    temp, log_min_p, seed = tl.load(numbers), tl.load(numbers + 3), tl.load(seed)
+    gdc_wait(PDL)
+    ids, l, best, lowest, bad = _load_part(logits, extremes, part, None, V, BLOCK, PARTS)
+    floor = lowest if floors is None else tl.load(floors + row)
+    if MIN_P:
+        floor = tl.maximum(floor, best + log_min_p)
+    tl.store(masses + part, tl.sum(_chances(l, best, floor, temp), 0))
+    if is_last(arrived + row, PARTS):
+        position = tl.load(pos) - tl.num_programs(1) + 1 + row
+        parts = tl.arange(0, PARTS)
+        mass = tl.load(masses + parts, cache_modifier=".cg")
+        sums = tl.cumsum(mass, 0)
+        target = _uniform(seed, position) * tl.max(sums, 0)
+        part = _first_beyond(target, sums, mass, parts)
+        ids, l, best, lowest, bad = _load_part(logits, extremes, part, None, V, BLOCK, PARTS)
+        p = _chances(l, best, floor, temp)
+        cdf = _before(sums, parts, part) + tl.cumsum(p, 0)
+        _store(chosen_tokens, drawn, position, _first_beyond(target, cdf, p, ids), bad)
 
 
 def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, sampler: Sampler) -> None:
@@ -306,12 +416,26 @@ def _launch_sample(
     """tokens: what came before; chosen_tokens: where a choice becomes a token; drawn: where it is reported, -1
     included."""
     rows, V = logits.shape
-    switches = sampler.switches(V, len(tokens))
-    parts = triton.next_power_of_2(triton.cdiv(V, switches["BLOCK"]))
-    candidates = sampler.scratch.zeros("candidates", rows, 2 * parts * KEEP + 2 * parts)
-    arrived = sampler.scratch.zeros("parts done", rows, dtype=torch.int32)
-    args = (logits, tokens, chosen_tokens, drawn, pos, candidates, arrived, sampler.seed, sampler.numbers)
-    warps = min(16, max(4, switches["BLOCK"] // 1024))
-    launch(
-        _sample_kernel, (parts, rows), logits.device, *args, **switches, V=V, PARTS=parts, KEEP=KEEP, warps=warps
-    )  # fmt: skip
+    on, zeros, numbers = sampler.switches(V, len(tokens)), sampler.scratch.zeros, sampler.numbers
+    block = max(LEAST, triton.next_power_of_2(V) // PARTS)
+    parts = triton.next_power_of_2(triton.cdiv(V, block))
+    extremes, arrived = zeros("best and worst", rows, 2, parts), zeros("parts done", rows, dtype=torch.int32)
+
+    def run(kernel, *args, **constants) -> None:
+        sizes = dict(V=V, BLOCK=block, PARTS=parts)
+        launch(kernel, (parts, rows), logits.device, logits, extremes, *args, numbers, **constants, **sizes)
+
+    first = {name: on[name] for name in ("GREEDY", "PENALTY", "WINDOW")}
+    run(_sample_best_kernel, arrived, tokens, chosen_tokens, drawn, pos, **first)
+    if on["GREEDY"]:
+        return
+    floors = None
+    if on["TOP_K"] or on["TOP_P"]:
+        bins, counts = zeros("bins", rows, BINS, dtype=torch.int64), zeros("counts", rows, dtype=torch.int32)
+        listed, floors, shift = zeros("listed", rows, V), zeros("floors", rows), 64 - V.bit_length()
+        filters = dict(TOP_K=on["TOP_K"], TOP_P=on["TOP_P"], SHIFT=shift, UNIT=2.0 ** (2 * shift - 64))
+        run(_sample_count_kernel, bins, **filters)
+        run(_sample_filter_kernel, bins, listed, counts, floors, arrived, **filters)
+    masses = zeros("masses", rows, parts, dtype=torch.float64)
+    args = (floors, masses, arrived, chosen_tokens, drawn, pos, sampler.seed)
+    run(_sample_draw_kernel, *args, MIN_P=on["MIN_P"])

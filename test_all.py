@@ -84,7 +84,7 @@ from fp8 import E4M3, E5M2, Matrix
 from int4 import INT4
 from kernels import FORMATS
 from launch import tl
-from model import CHUNK, Config, KVCache, Timings, captured, generate, rope_table
+from model import BANNED, CHUNK, Config, KVCache, Timings, captured, generate, rope_table
 from parallel import Ranks
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
@@ -929,7 +929,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     if half:
         run_ops(["attention"], 100, accumulate="fp16")
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
-    for settings in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1)):
+    for settings in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1), Sampling(top_p=1)):
         sampler = Sampler(torch.device("cpu"), settings)
         kernels.fused.sample(new(32000, dtype=torch.float32), *ids, one, sampler)
     kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
@@ -1109,7 +1109,7 @@ def test_temperatures_at_the_ends(temp):
     drawn = draw(logits, 400, **settings)
     assert drawn[1] == 1 if temp < 1 else (drawn - 0.25).abs().max() < 0.12  # 5 sigma of 400 draws
     if launch.triton is not None:
-        for some in (logits, torch.zeros(3000)):  # all equal: more than a part keeps
+        for some in (logits, torch.zeros(3000)):  # all equal: more than are listed at a time
             for seed in range(4):
                 choose_alike(some, NOTHING, 0, **settings | dict(top_k=3), seed=seed)
 
@@ -1131,11 +1131,10 @@ def test_the_penalty_looks_back_its_window(backend, window):
 @BACKENDS
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 def test_logits_that_are_not_finite_are_minus_1(backend, bad):
-    logits = torch.full((2500,), random.choice([0.5, 1.5]))  # so that a part keeps as many as it has room for
-    logits[:900] = torch.randn(900)
+    logits = torch.randn(2500)
     logits[2000] = float(bad)
-    for top_k in (0, 40):
-        assert choose(logits, NOTHING, 0, kernels.BACKENDS[backend], top_k=top_k) == -1
+    for settings in (dict(), dict(top_k=0), dict(temp=0)):
+        assert choose(logits, NOTHING, 0, kernels.BACKENDS[backend], **settings) == -1
 
 
 @needs_triton
@@ -1149,10 +1148,30 @@ def test_sampling_on_the_device_chooses_what_the_reference_does():
         settings = {name: random.choice(values) for name, values in choices.items()}
         tokens = torch.randint(0, V, (64,), dtype=torch.int32)
         choose_alike(torch.randn(V) * 3, tokens, random.choice([0, 1, 20, 50]), **settings)
-    # a large vocabulary is drawn from in blocks
-    logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]
+    logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]  # parts with nothing to draw
     logits[high] = torch.tensor([1.0, 0.5, 0.7, 0.8])
-    assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in range(20)} == {*high}
+    assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in range(12)} == {*high}
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["normal", "flat", "equal", "rounded", "one above the others", "near zero", "banned"])
+def test_sampling_divides_any_logits_among_programs(kind):
+    every = itertools.product((0, 4, 65, 1000), (0.0, 1e-9, 0.5, 0.97, 1.0), (0, 0.05))  # in 5 or 12 parts
+    for top_k, top_p, min_p in random.sample([*every], 9):
+        logits = torch.randn(random.choice([1100, 3000])) * 3
+        logits *= 0.01 if kind == "flat" else 0.0 if kind == "equal" else 1.0
+        if kind == "rounded":
+            logits = logits.round()
+        elif kind == "one above the others":  # which are in one bin, and more than are listed at a time
+            logits = logits * 1e-5
+            logits[7] = 2.0
+        elif kind == "near zero":
+            logits *= torch.rand(len(logits)) ** 20
+        elif kind == "banned":
+            logits[:100] = BANNED
+        tokens = torch.randint(0, len(logits), (64,), dtype=torch.int32)
+        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=random.choice([1e-30, 0.7, 1e6]), seed=SEED)
+        choose_alike(logits, tokens, 50, **settings, repeat_penalty=random.choice([1.0, 1.2]))
 
 
 @needs_triton
@@ -1160,7 +1179,7 @@ def test_sampling_on_the_device_chooses_what_the_reference_does():
 def test_sampling_on_the_device_keeps_equals_at_the_edge_together(V):
     choices = (5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500)
     every = itertools.product(*choices)
-    # what a part left out counts for top-p, too
+    # the equals that top-k keeps count for top-p, too
     cases = [(40, 0.5, 0.0, 1.5, position, 4.5, 2500) for position in range(3)]
     for top_k, top_p, min_p, temp, position, height, many in random.sample([*every], 8) + cases:
         logits, few, many = torch.full((V,), -5.0), 7, min(V - 10, many)
