@@ -82,7 +82,8 @@ class Sampler:
         s, cuts = self.s, 0 < self.s.top_k < V
         window = 0 if s.repeat_penalty == 1 else S if s.repeat_last_n < 0 else min(s.repeat_last_n, S)
         on = dict(TOP_K=cuts, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0, PENALTY=window > 0)
-        return on | dict(WINDOW=triton.next_power_of_2(max(window, 1)))
+        counted = not cuts or s.top_k > triton.cdiv(V, _part(V))
+        return on | dict(COUNTED=counted, WINDOW=triton.next_power_of_2(max(window, 1)))
 
 
 def uniform(seed: int, index: int) -> float:
@@ -139,8 +140,8 @@ def sample_rows_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, 
 # the thresholds among them. The fourth adds up what is kept of each part of the vocabulary, and its last program draws
 # the part and then the token.
 #
-# Most logits need not be counted: the k-th largest of the parts' best logits has k at or above it, so top-k's threshold
-# is no lower.
+# With a top-k of no more than there are parts, nothing need be counted: the k-th largest of the parts' best logits has
+# k at or above it, so that top-k's threshold is no lower, and few others are as good; these are listed.
 #
 # Probabilities are integers, so that their sums do not depend on the order, in units of 1 / UNIT of the best one's. One
 # atomic adds to both sums of a bin, which is an integer of 64 bits: the probabilities are its lowest SHIFT bits and the
@@ -300,7 +301,7 @@ def _sample_best_kernel(
 
 @jit
 def _sample_count_kernel(
-    logits, extremes, bins, numbers,
+    logits, extremes, bins,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -308,9 +309,8 @@ def _sample_count_kernel(
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     bins += row * _BINS
-    top_k = tl.load(numbers + 1) if TOP_K else None
     gdc_wait(PDL)
-    _, l, best, lowest, _ = _load_part(logits + row * V, extremes + row * 2 * PARTS, part, top_k, V, BLOCK, PARTS)
+    _, l, best, lowest, _ = _load_part(logits + row * V, extremes + row * 2 * PARTS, part, None, V, BLOCK, PARTS)
     bin, weights = _bin(l, best, lowest), tl.zeros([BLOCK], tl.int64)
     if TOP_K:
         weights += _weigh(l, best, None) << SHIFT
@@ -325,7 +325,7 @@ def _sample_count_kernel(
 @jit
 def _sample_filter_kernel(
     logits, extremes, bins, listed, counts, floors, arrived, numbers,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, COUNTED: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write to `floors` the lowest logit that top-k and top-p keep, and empty the bins. listed [rows, V] and counts
@@ -335,39 +335,40 @@ def _sample_filter_kernel(
     bins += row * _BINS
     listed += row * V
     counts += row
-    top_k = tl.load(numbers + 1).to(tl.int64) if TOP_K else None
-    top_p = tl.load(numbers + 2).to(tl.float64)
+    top_k, top_p = tl.load(numbers + 1).to(tl.int64), tl.load(numbers + 2).to(tl.float64)
     gdc_wait(PDL)
-    _, l, best, lowest, _ = _load_part(logits + row * V, extremes + row * 2 * PARTS, part, top_k, V, BLOCK, PARTS)
-    bin, every = _bin(l, best, lowest), tl.arange(0, _BINS)
-    sums = tl.cumsum(tl.load(bins + every), 0)
-    tokens, masses = (sums >> SHIFT) & ((1 << (64 - SHIFT)) - 1), sums & ((1 << SHIFT) - 1)
-    if TOP_K:
-        last = tl.sum((tokens < top_k).to(tl.int32), 0)
-        first = last
-    if TOP_P:
-        total = _before(masses, every, last if TOP_K else _BINS)  # at least; of `last` top-k may keep one token or all
-        first = tl.sum((masses < _least(top_p, total)).to(tl.int32), 0)
-        if not TOP_K:
-            last = first
-    mask = (l > float("-inf")) & (bin >= first) & (bin <= last)
+    extremes += row * 2 * PARTS
+    _, l, best, lowest, _ = _load_part(logits + row * V, extremes, part, None if COUNTED else top_k, V, BLOCK, PARTS)
+    mask, tokens_above, mass_above = l > float("-inf"), 0, 0
+    if COUNTED:
+        bin, every = _bin(l, best, lowest), tl.arange(0, _BINS)
+        sums = tl.cumsum(tl.load(bins + every), 0)
+        tokens, masses = (sums >> SHIFT) & ((1 << (64 - SHIFT)) - 1), sums & ((1 << SHIFT) - 1)
+        if TOP_K:
+            last = tl.sum((tokens < top_k).to(tl.int32), 0)
+            first = last
+        if TOP_P:
+            total = _before(masses, every, last if TOP_K else _BINS)  # of `last` top-k may keep one token or all
+            first = tl.sum((masses < _least(top_p, total)).to(tl.int32), 0)
+            if not TOP_K:
+                last = first
+        mask = mask & (bin >= first) & (bin <= last)
+        tokens_above, mass_above = _before(tokens, every, first), _before(masses, every, first)
     nth = tl.cumsum(mask.to(tl.int32), 0)
     tl.store(listed + tl.atomic_add(counts, tl.max(nth, 0), sem="relaxed") + nth - 1, l, mask=mask)
     if is_last(arrived + row, PARTS):
         count = tl.load(counts, cache_modifier=".cg")
         chunk, floor = _load_chunk(listed, 0, count), lowest
         if TOP_K:
-            left = top_k - _before(tokens, every, first)
-            floor = _threshold(chunk, listed, count, left, lowest, best, None)
+            floor = _threshold(chunk, listed, count, top_k - tokens_above, lowest, best, None)
         if TOP_P:
-            above = _before(masses, every, first)
             if TOP_K:  # now the total is known
-                total = above + _divide(chunk, listed, count, floor, best, UNIT)[0]
-            left = _least(top_p, total) - above
-            floor = _threshold(chunk, listed, count, left, floor, best, UNIT)
+                total = mass_above + _divide(chunk, listed, count, floor, best, UNIT)[0]
+            floor = _threshold(chunk, listed, count, _least(top_p, total) - mass_above, floor, best, UNIT)
         tl.store(floors + row, floor)
         tl.store(counts, 0)
-        tl.store(bins + every, tl.zeros([_BINS], tl.int64))
+        if COUNTED:
+            tl.store(bins + every, tl.zeros([_BINS], tl.int64))
 
 
 @jit
@@ -410,6 +411,11 @@ def sample_rows(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, samp
     _launch_sample(logits, tokens, None, drawn, pos, sampler)
 
 
+def _part(V: int) -> int:
+    """How many logits a part has."""
+    return max(LEAST, triton.next_power_of_2(V) // PARTS)
+
+
 def _launch_sample(
     logits: Tensor, tokens: Tensor, chosen_tokens: Tensor | None, drawn: Tensor, pos: Tensor, sampler: Sampler
 ) -> None:
@@ -417,16 +423,15 @@ def _launch_sample(
     included."""
     rows, V = logits.shape
     on, zeros, numbers = sampler.switches(V, len(tokens)), sampler.scratch.zeros, sampler.numbers
-    block = max(LEAST, triton.next_power_of_2(V) // PARTS)
-    parts = triton.next_power_of_2(triton.cdiv(V, block))
+    parts = triton.next_power_of_2(triton.cdiv(V, _part(V)))
     extremes, arrived = zeros("best and worst", rows, 2, parts), zeros("parts done", rows, dtype=torch.int32)
 
     def run(kernel, *args, **constants) -> None:
-        sizes = dict(V=V, BLOCK=block, PARTS=parts)
-        launch(kernel, (parts, rows), logits.device, logits, extremes, *args, numbers, **constants, **sizes)
+        sizes = dict(V=V, BLOCK=_part(V), PARTS=parts)
+        launch(kernel, (parts, rows), logits.device, logits, extremes, *args, **constants, **sizes)
 
     first = {name: on[name] for name in ("GREEDY", "PENALTY", "WINDOW")}
-    run(_sample_best_kernel, arrived, tokens, chosen_tokens, drawn, pos, **first)
+    run(_sample_best_kernel, arrived, tokens, chosen_tokens, drawn, pos, numbers, **first)
     if on["GREEDY"]:
         return
     floors = None
@@ -434,8 +439,9 @@ def _launch_sample(
         bins, counts = zeros("bins", rows, BINS, dtype=torch.int64), zeros("counts", rows, dtype=torch.int32)
         listed, floors, shift = zeros("listed", rows, V), zeros("floors", rows), 64 - V.bit_length()
         filters = dict(TOP_K=on["TOP_K"], TOP_P=on["TOP_P"], SHIFT=shift, UNIT=2.0 ** (2 * shift - 64))
-        run(_sample_count_kernel, bins, **filters)
-        run(_sample_filter_kernel, bins, listed, counts, floors, arrived, **filters)
+        if on["COUNTED"]:
+            run(_sample_count_kernel, bins, **filters)
+        run(_sample_filter_kernel, bins, listed, counts, floors, arrived, numbers, COUNTED=on["COUNTED"], **filters)
     masses = zeros("masses", rows, parts, dtype=torch.float64)
-    args = (floors, masses, arrived, chosen_tokens, drawn, pos, sampler.seed)
+    args = (floors, masses, arrived, chosen_tokens, drawn, pos, sampler.seed, numbers)
     run(_sample_draw_kernel, *args, MIN_P=on["MIN_P"])
