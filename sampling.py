@@ -57,7 +57,7 @@ COLDEST = 1e-30  # temperature: lower positive ones are raised to it, as float32
 def _numbers(s: Sampling) -> list[float]:
     """Temperature, top_k, top_p, log(min_p), penalty and its window: kernels load them by their places."""
     window = s.repeat_last_n if s.repeat_last_n >= 0 else 1 << 30
-    log_min_p = math.log(max(s.min_p, 1e-30))
+    log_min_p = math.log(s.min_p) if s.min_p > 0 else -math.inf
     return [max(s.temp, COLDEST), float(s.top_k), s.top_p, log_min_p, s.repeat_penalty, float(window)]
 
 
@@ -77,13 +77,11 @@ class Sampler:
         self.numbers.copy_(torch.tensor(_numbers(s)))
 
     def switches(self, V: int, S: int) -> dict[str, int | bool]:
-        """The part of the settings that kernels are compiled for, with V logits and at most S tokens to look back
-        on."""
+        """What kernels are compiled for, with V logits and at most S tokens to look back on. WINDOW 0: no penalty."""
         s, cuts = self.s, 0 < self.s.top_k < V
         window = 0 if s.repeat_penalty == 1 else S if s.repeat_last_n < 0 else min(s.repeat_last_n, S)
-        on = dict(TOP_K=cuts, TOP_P=s.top_p < 1, MIN_P=s.min_p > 0, GREEDY=s.temp == 0, PENALTY=window > 0)
-        counted = not cuts or s.top_k > triton.cdiv(V, _part(V))
-        return on | dict(COUNTED=counted, WINDOW=triton.next_power_of_2(max(window, 1)))
+        on = dict(GREEDY=s.temp == 0, WINDOW=triton.next_power_of_2(window), TOP_K=cuts, TOP_P=s.top_p < 1)
+        return on | dict(COUNTED=not cuts or s.top_k > triton.cdiv(V, _block(V)))
 
 
 def uniform(seed: int, index: int) -> float:
@@ -133,26 +131,26 @@ def sample_rows_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, 
         drawn[position] = _choose_ref(row, tokens, position, sampler.s) if torch.isfinite(row.sum()) else -1
 
 
-# At most four launches, in which programs share out the vocabulary. The first penalises and finds the best and worst
-# logit; if greedy, its last program chooses. For top-k and top-p the second counts the tokens and adds up their
-# probabilities in bins, by how far below the best a logit is. The running sums tell in which bins the two thresholds
-# lie; the third lists the logits from one to the other, a few hundred unless many are equal, and its last program finds
-# the thresholds among them. The fourth adds up what is kept of each part of the vocabulary, and its last program draws
-# the part and then the token.
+# There are at most four launches. Each divides the vocabulary into parts, one a program, and the last program to finish
+# merges what the others found:
 #
-# With a top-k of no more than there are parts, nothing need be counted: the k-th largest of the parts' best logits has
-# k at or above it, so that top-k's threshold is no lower, and few others are as good; these are listed.
+# best    penalise; find the best and the lowest logit of each part; if greedy, choose, and that is all
+# count   with top-k or top-p: add up tokens and probabilities in bins, by how far a logit is below the best
+# filter  with top-k or top-p: running sums over the bins tell in which of them the two thresholds lie; list the logits
+#         from one to the other, a few hundred unless many are equal, and find the thresholds among these
+# draw    add up what is kept of each part; draw a part, then a token of it
 #
-# Probabilities are integers, so that their sums do not depend on the order, in units of 1 / UNIT of the best one's. One
-# atomic adds to both sums of a bin, which is an integer of 64 bits: the probabilities are its lowest SHIFT bits and the
-# tokens the others. If V has L bits, so may the number of tokens: SHIFT is 64 - L, and UNIT 2^(SHIFT - L), of which V
-# fit.
+# With a top-k of at most the number of parts, counting is left out: the k-th largest of the parts' best logits has k
+# logits at or above it, so that top-k's threshold is no lower. All of these are listed; there are seldom many more.
+#
+# Probabilities are integers, so that their sums do not depend on the order, in units of 1 / UNIT of the best token's.
+# One atomic adds to both sums of a bin, which share 64 bits: the lowest SHIFT are for probabilities, the others for
+# tokens. If V has L bits, tokens need L, so that SHIFT is 64 - L, and V probabilities fit if UNIT is 2^(SHIFT - L).
 
 BINS = 2048
-PARTS = 128  # the most parts; a power of 2
-LEAST = 256  # logits of a part at least; a power of 2
-_BINS, _CHUNK = constexpr(BINS), constexpr(1024)  # _CHUNK: how many of the listed logits are read at a time
-_FARTHEST = constexpr(32.0)  # how far below the best the bins reach; the last one holds whatever is lower
+MIN_BLOCK, MAX_PARTS = 256, 128  # the fewest logits of a part and the most parts; powers of 2
+DEPTH = constexpr(32.0)  # how far below the best logit the bins reach; the last one holds whatever is lower
+CHUNK = constexpr(1024)  # how many of the listed logits are read at a time
 
 
 @jit
@@ -165,94 +163,90 @@ def _uniform(seed, index):
 
 @jit
 def _load_part(logits, extremes, part, top_k, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """A part's ids; its logits, -inf for those that top-k certainly leaves out; the best and the lowest of the others;
-    and whether any logit is not finite: then all are taken to be 0."""
-    ids, parts = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    """A part's logits, -inf for those that a top_k, if given, certainly leaves out; the best and the lowest of all the
+    others, in whatever part; whether any logit is not finite: then all are taken to be 0."""
+    row, ids, parts = tl.program_id(1), part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    logits += row * V
+    extremes += row * 2 * PARTS
     l = tl.load(logits + ids, mask=ids < V)
     bests = tl.load(extremes + parts)
     best, lowest = tl.max(bests, 0), tl.min(tl.load(extremes + PARTS + parts), 0)
     if top_k is not None:
-        as_good = tl.sum((bests[:, None] >= bests[None, :]).to(tl.int32), 0)  # how many parts have such a logit
+        as_good = tl.sum((bests[:, None] >= bests[None, :]).to(tl.int32), 0)  # how many parts reach each
         lowest = tl.maximum(lowest, tl.max(tl.where(as_good >= top_k, bests, float("-inf")), 0))
     bad = best == float("inf")
     l, best, lowest = tl.where(bad, 0.0, l), tl.where(bad, 0.0, best), tl.where(bad, 0.0, lowest)
-    return ids, tl.where((ids < V) & (l >= lowest), l, float("-inf")), best, lowest, bad
+    return tl.where((ids < V) & (l >= lowest), l, float("-inf")), best, lowest, bad
 
 
 @jit
-def _bin(l, best, lowest):
-    bin = (best - l) * (_BINS / tl.minimum(tl.maximum(best - lowest, 1e-30), _FARTHEST))
-    return tl.where(bin < _BINS, bin, _BINS - 1).to(tl.int32)
+def _bin(l, best, lowest, BINS: tl.constexpr):
+    bin = (best - l) * (BINS / tl.minimum(tl.maximum(best - lowest, 1e-30), DEPTH))
+    return tl.where(bin < BINS, bin, BINS - 1).to(tl.int32)
 
 
 @jit
-def _weigh(l, best, UNIT: tl.constexpr):
-    """What a logit adds to a sum, nothing if -inf: 1 to the tokens, where UNIT is None, or its probability."""
+def _weights(l, best, UNIT: tl.constexpr):
+    """What logits add to a sum: their probabilities or, where UNIT is None, 1 each; nothing if -inf."""
     return (l > float("-inf")).to(tl.int64) if UNIT is None else (tl.exp(l - best) * UNIT + 0.5).to(tl.int64)
 
 
 @jit
-def _least(top_p, total):
-    """How much of the total top-p keeps at least."""
-    return tl.maximum((top_p * total.to(tl.float64)).to(tl.int64), 1)
-
-
-@jit
-def _load_chunk(listed, start, count):
-    offs = start + tl.arange(0, _CHUNK)
-    return tl.load(listed + offs, mask=offs < count, other=float("-inf"), cache_modifier=".cg")
-
-
-@jit
-def _divide(l, listed, count, at, best, UNIT: tl.constexpr):
-    """The sum of the listed logits at or above `at`, the lowest of these and the highest of the others. l is the first
-    chunk of them."""
-    reached, lowest, highest = tl.full([], 0, tl.int64), float("inf"), float("-inf")
-    for start in range(0, count, _CHUNK):
-        if count > _CHUNK:
-            l = _load_chunk(listed, start, count)
-        above = l >= at
-        reached += tl.sum(tl.where(above, _weigh(l, best, UNIT), 0), 0)
-        lowest = tl.minimum(lowest, tl.min(tl.where(above, l, float("inf")), 0))
-        highest = tl.maximum(highest, tl.max(tl.where(above, float("-inf"), l), 0))
-    return reached, lowest, highest
-
-
-@jit
-def _threshold(l, listed, count, target, low, best, UNIT: tl.constexpr):
-    """The largest of the listed logits such that the sum of those at or above it reaches the target, which lies from
-    low to best: bisection, in which both ends move on to the next logit that occurs."""
-    high = best
-    while low < high:
-        middle = low * 0.5 + high * 0.5
-        middle = tl.where(middle > low, middle, high)
-        reached, above, below = _divide(l, listed, count, middle, best, UNIT)
-        high = tl.where(reached == target, above, tl.where(reached > target, high, below))
-        low = tl.where(reached >= target, above, low)
-    return low
-
-
-@jit
-def _before(sums, index, place):
-    """The running sum that stands before a place, 0 before the first."""
+def _sum_before(sums, index, place):
+    """The running sum just before a place; 0 before the first."""
     return tl.max(tl.where(index < place, sums, 0), 0)
 
 
 @jit
+def _load_chunk(listed, start, count):
+    offs = start + tl.arange(0, CHUNK)
+    return tl.load(listed + offs, mask=offs < count, other=float("-inf"), cache_modifier=".cg")
+
+
+@jit
+def _split(l, listed, count, floor, best, UNIT: tl.constexpr):
+    """Of `count` listed logits, of which l is the first chunk: the sum of those at or above the floor, the lowest of
+    these, and the highest of the others."""
+    kept, lowest, highest = tl.full([], 0, tl.int64), float("inf"), float("-inf")
+    for start in range(0, count, CHUNK):
+        if count > CHUNK:
+            l = _load_chunk(listed, start, count)
+        above = l >= floor
+        kept += tl.sum(tl.where(above, _weights(l, best, UNIT), 0), 0)
+        lowest = tl.minimum(lowest, tl.min(tl.where(above, l, float("inf")), 0))
+        highest = tl.maximum(highest, tl.max(tl.where(above, float("-inf"), l), 0))
+    return kept, lowest, highest
+
+
+@jit
+def _threshold(l, listed, count, target, low, best, UNIT: tl.constexpr):
+    """The largest of the listed logits such that the sum of those at or above it reaches the target; it is at least
+    `low`. Bisection, in which each end moves on to a logit that is listed."""
+    high = best
+    while low < high:
+        middle = low * 0.5 + high * 0.5
+        middle = tl.where(middle > low, middle, high)
+        kept, above, below = _split(l, listed, count, middle, best, UNIT)
+        high = tl.where(kept == target, above, tl.where(kept > target, high, below))
+        low = tl.where(kept >= target, above, low)
+    return low
+
+
+@jit
 def _chances(l, best, floor, temp):
-    """What each token is drawn by, relative to the best."""
+    """Probabilities by which tokens are drawn, relative to the best one's."""
     return tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
 
 
 @jit
-def _first_beyond(target, sums, chances, ids):
-    """The first of the ids, which ascend, whose running sum is beyond the target, but none without a chance."""
-    last = tl.max(tl.where(chances > 0, ids, 0), 0)
-    return tl.min(tl.where((sums > target) & (chances > 0), ids, last), 0)
+def _first_beyond(target, sums, chances, index):
+    """The first index whose running sum is beyond the target, but none without a chance."""
+    last = tl.max(tl.where(chances > 0, index, 0), 0)
+    return tl.min(tl.where((sums > target) & (chances > 0), index, last), 0)
 
 
 @jit
-def _store(chosen_tokens, drawn, position, token, bad):
+def _store_token(chosen_tokens, drawn, position, token, bad):
     if chosen_tokens is not None:
         tl.store(chosen_tokens + position, tl.where(bad, 0, token).to(tl.int32))
     tl.store(drawn + position, tl.where(bad, -1, token).to(tl.int32))
@@ -260,11 +254,10 @@ def _store(chosen_tokens, drawn, position, token, bad):
 
 @jit
 def _sample_best_kernel(
-    logits, extremes, arrived, tokens, chosen_tokens, drawn, pos, numbers,
-    GREEDY: tl.constexpr, PENALTY: tl.constexpr, WINDOW: tl.constexpr,
+    logits, extremes, arrived, tokens, chosen_tokens, drawn, pos, numbers, GREEDY: tl.constexpr, WINDOW: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Penalise recent tokens; find each part's best logit (inf if one is not finite) and worst or, if greedy, the
+    """Penalise recent tokens; find each part's best logit (inf if one is not finite) and lowest or, if greedy, the
     first id of the best: extremes [rows, 2, PARTS]. Axis 1 of the grid is the rows of logits here and below."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
@@ -274,7 +267,7 @@ def _sample_best_kernel(
     penalty, window = tl.load(numbers + 4), tl.load(numbers + 5)
     gdc_wait(PDL)
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
-    if PENALTY:
+    if WINDOW > 0:
         back = tl.arange(0, WINDOW)
         recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
         mask_recent = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
@@ -294,7 +287,7 @@ def _sample_best_kernel(
             firsts = tl.load(extremes + PARTS + parts, cache_modifier=".cg").to(tl.int32, bitcast=True)
             best = tl.max(bests, 0)
             token = tl.min(tl.where(bests == best, firsts, V), 0)
-            _store(chosen_tokens, drawn, position, token, best == float("inf"))
+            _store_token(chosen_tokens, drawn, position, token, best == float("inf"))
     else:
         tl.store(extremes + PARTS + part, tl.min(tl.where(ids < V, l, float("inf")), 0))
 
@@ -302,21 +295,20 @@ def _sample_best_kernel(
 @jit
 def _sample_count_kernel(
     logits, extremes, bins,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, BINS: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add a part's tokens, for top-k, and their probabilities, for top-p, to the bins [rows, BINS]."""
     gdc_launch_dependents(PDL)
-    part, row = tl.program_id(0), tl.program_id(1)
-    bins += row * _BINS
+    bins += tl.program_id(1) * BINS
     gdc_wait(PDL)
-    _, l, best, lowest, _ = _load_part(logits + row * V, extremes + row * 2 * PARTS, part, None, V, BLOCK, PARTS)
-    bin, weights = _bin(l, best, lowest), tl.zeros([BLOCK], tl.int64)
+    l, best, lowest, _ = _load_part(logits, extremes, tl.program_id(0), None, V, BLOCK, PARTS)
+    bin, weights = _bin(l, best, lowest, BINS), tl.zeros([BLOCK], tl.int64)
     if TOP_K:
-        weights += _weigh(l, best, None) << SHIFT
+        weights += _weights(l, best, None) << SHIFT
     if TOP_P:
-        weights += _weigh(l, best, UNIT)
-    # what is for the last bin is added up here: most of all may be there, and atomics on one address take turns
+        weights += _weights(l, best, UNIT)
+    # atomics on one address take turns, and most tokens may be in the last bin in use: it gets their sum
     last = tl.max(tl.where(weights != 0, bin, 0), 0)
     tl.atomic_add(bins + last, tl.sum(tl.where(bin == last, weights, 0), 0), sem="relaxed")
     tl.atomic_add(bins + bin, weights, mask=(weights != 0) & (bin != last), sem="relaxed")
@@ -324,36 +316,32 @@ def _sample_count_kernel(
 
 @jit
 def _sample_filter_kernel(
-    logits, extremes, bins, listed, counts, floors, arrived, numbers,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, COUNTED: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
+    logits, extremes, bins, listed, counts, floors, arrived, numbers, COUNTED: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, BINS: tl.constexpr,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write to `floors` the lowest logit that top-k and top-p keep, and empty the bins. listed [rows, V] and counts
-    [rows]: the logits of the bins from the first in which top-p's threshold may lie to top-k's."""
+    """Write to floors [rows] the lowest logit that top-k and top-p keep, and empty the bins. listed [rows, V] and
+    counts [rows]: the logits of the bins in which the thresholds may lie, or all that _load_part leaves."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
-    bins += row * _BINS
+    bins += row * BINS
     listed += row * V
     counts += row
     top_k, top_p = tl.load(numbers + 1).to(tl.int64), tl.load(numbers + 2).to(tl.float64)
     gdc_wait(PDL)
-    extremes += row * 2 * PARTS
-    _, l, best, lowest, _ = _load_part(logits + row * V, extremes, part, None if COUNTED else top_k, V, BLOCK, PARTS)
+    l, best, lowest, _ = _load_part(logits, extremes, part, None if COUNTED else top_k, V, BLOCK, PARTS)
     mask, tokens_above, mass_above = l > float("-inf"), 0, 0
     if COUNTED:
-        bin, every = _bin(l, best, lowest), tl.arange(0, _BINS)
+        bin, every = _bin(l, best, lowest, BINS), tl.arange(0, BINS)
         sums = tl.cumsum(tl.load(bins + every), 0)
         tokens, masses = (sums >> SHIFT) & ((1 << (64 - SHIFT)) - 1), sums & ((1 << SHIFT) - 1)
-        if TOP_K:
-            last = tl.sum((tokens < top_k).to(tl.int32), 0)
-            first = last
+        last = tl.sum((tokens < top_k).to(tl.int32), 0) if TOP_K else BINS
+        first = last
         if TOP_P:
-            total = _before(masses, every, last if TOP_K else _BINS)  # of `last` top-k may keep one token or all
-            first = tl.sum((masses < _least(top_p, total)).to(tl.int32), 0)
-            if not TOP_K:
-                last = first
-        mask = mask & (bin >= first) & (bin <= last)
-        tokens_above, mass_above = _before(tokens, every, first), _before(masses, every, first)
+            total = _sum_before(masses, every, last)  # with top-k a lower bound: it keeps some of bin `last`, too
+            first = tl.sum((masses < (top_p * total).to(tl.int64)).to(tl.int32), 0)
+        mask = mask & (bin >= first) & (bin <= (last if TOP_K else first))
+        tokens_above, mass_above = _sum_before(tokens, every, first), _sum_before(masses, every, first)
     nth = tl.cumsum(mask.to(tl.int32), 0)
     tl.store(listed + tl.atomic_add(counts, tl.max(nth, 0), sem="relaxed") + nth - 1, l, mask=mask)
     if is_last(arrived + row, PARTS):
@@ -363,32 +351,30 @@ def _sample_filter_kernel(
             floor = _threshold(chunk, listed, count, top_k - tokens_above, lowest, best, None)
         if TOP_P:
             if TOP_K:  # now the total is known
-                total = mass_above + _divide(chunk, listed, count, floor, best, UNIT)[0]
-            floor = _threshold(chunk, listed, count, _least(top_p, total) - mass_above, floor, best, UNIT)
+                total = mass_above + _split(chunk, listed, count, floor, best, UNIT)[0]
+            target = (top_p * total).to(tl.int64) - mass_above
+            floor = _threshold(chunk, listed, count, target, floor, best, UNIT)
         tl.store(floors + row, floor)
         tl.store(counts, 0)
         if COUNTED:
-            tl.store(bins + every, tl.zeros([_BINS], tl.int64))
+            tl.store(bins + every, tl.zeros([BINS], tl.int64))
 
 
 @jit
 def _sample_draw_kernel(
     logits, extremes, floors, masses, arrived, chosen_tokens, drawn, pos, seed, numbers,
-    MIN_P: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add up the chances of each part's tokens, masses [rows, PARTS]; draw a part, and a token of this part. Without
     floors, neither top-k nor top-p is on."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
-    logits += row * V
-    extremes += row * 2 * PARTS
     masses += row * PARTS
     temp, log_min_p, seed = tl.load(numbers), tl.load(numbers + 3), tl.load(seed)
     gdc_wait(PDL)
-    ids, l, best, lowest, bad = _load_part(logits, extremes, part, None, V, BLOCK, PARTS)
+    l, best, lowest, bad = _load_part(logits, extremes, part, None, V, BLOCK, PARTS)
     floor = lowest if floors is None else tl.load(floors + row)
-    if MIN_P:
-        floor = tl.maximum(floor, best + log_min_p)
+    floor = tl.maximum(floor, best + log_min_p)
     tl.store(masses + part, tl.sum(_chances(l, best, floor, temp), 0))
     if is_last(arrived + row, PARTS):
         position = tl.load(pos) - tl.num_programs(1) + 1 + row
@@ -397,10 +383,11 @@ def _sample_draw_kernel(
         sums = tl.cumsum(mass, 0)
         target = _uniform(seed, position) * tl.max(sums, 0)
         part = _first_beyond(target, sums, mass, parts)
-        ids, l, best, lowest, bad = _load_part(logits, extremes, part, None, V, BLOCK, PARTS)
+        l, best, lowest, bad = _load_part(logits, extremes, part, None, V, BLOCK, PARTS)
         p = _chances(l, best, floor, temp)
-        cdf = _before(sums, parts, part) + tl.cumsum(p, 0)
-        _store(chosen_tokens, drawn, position, _first_beyond(target, cdf, p, ids), bad)
+        cdf = _sum_before(sums, parts, part) + tl.cumsum(p, 0)
+        token = part * BLOCK + _first_beyond(target, cdf, p, tl.arange(0, BLOCK))
+        _store_token(chosen_tokens, drawn, position, token, bad)
 
 
 def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, sampler: Sampler) -> None:
@@ -411,9 +398,9 @@ def sample_rows(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, samp
     _launch_sample(logits, tokens, None, drawn, pos, sampler)
 
 
-def _part(V: int) -> int:
+def _block(V: int) -> int:
     """How many logits a part has."""
-    return max(LEAST, triton.next_power_of_2(V) // PARTS)
+    return max(MIN_BLOCK, triton.next_power_of_2(V) // MAX_PARTS)
 
 
 def _launch_sample(
@@ -423,25 +410,24 @@ def _launch_sample(
     included."""
     rows, V = logits.shape
     on, zeros, numbers = sampler.switches(V, len(tokens)), sampler.scratch.zeros, sampler.numbers
-    parts = triton.next_power_of_2(triton.cdiv(V, _part(V)))
-    extremes, arrived = zeros("best and worst", rows, 2, parts), zeros("parts done", rows, dtype=torch.int32)
+    parts = triton.next_power_of_2(triton.cdiv(V, _block(V)))
+    extremes, arrived = zeros("extremes", rows, 2, parts), zeros("parts done", rows, dtype=torch.int32)
 
     def run(kernel, *args, **constants) -> None:
-        sizes = dict(V=V, BLOCK=_part(V), PARTS=parts)
+        sizes = dict(V=V, BLOCK=_block(V), PARTS=parts)
         launch(kernel, (parts, rows), logits.device, logits, extremes, *args, **constants, **sizes)
 
-    first = {name: on[name] for name in ("GREEDY", "PENALTY", "WINDOW")}
-    run(_sample_best_kernel, arrived, tokens, chosen_tokens, drawn, pos, numbers, **first)
+    args = (arrived, tokens, chosen_tokens, drawn, pos, numbers)
+    run(_sample_best_kernel, *args, GREEDY=on["GREEDY"], WINDOW=on["WINDOW"])
     if on["GREEDY"]:
         return
     floors = None
     if on["TOP_K"] or on["TOP_P"]:
         bins, counts = zeros("bins", rows, BINS, dtype=torch.int64), zeros("counts", rows, dtype=torch.int32)
         listed, floors, shift = zeros("listed", rows, V), zeros("floors", rows), 64 - V.bit_length()
-        filters = dict(TOP_K=on["TOP_K"], TOP_P=on["TOP_P"], SHIFT=shift, UNIT=2.0 ** (2 * shift - 64))
+        filters = dict(TOP_K=on["TOP_K"], TOP_P=on["TOP_P"], SHIFT=shift, UNIT=2.0 ** (2 * shift - 64), BINS=BINS)
         if on["COUNTED"]:
             run(_sample_count_kernel, bins, **filters)
         run(_sample_filter_kernel, bins, listed, counts, floors, arrived, numbers, COUNTED=on["COUNTED"], **filters)
     masses = zeros("masses", rows, parts, dtype=torch.float64)
-    args = (floors, masses, arrived, chosen_tokens, drawn, pos, sampler.seed, numbers)
-    run(_sample_draw_kernel, *args, MIN_P=on["MIN_P"])
+    run(_sample_draw_kernel, floors, masses, arrived, chosen_tokens, drawn, pos, sampler.seed, numbers)

@@ -528,7 +528,7 @@ def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
     model = load(tiny, dtype="fp32", device=DEVICE, backend="torch", ctx_size=64)
     cache, first = KVCache(model), Sampling(temp=2.0, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30)
     changes = [dict(), dict(seed=SEED), dict(seed=(1 << 63) - 1), dict(temp=1.3), dict(temp=1e-9), dict(top_k=7)]
-    changes += [dict(top_p=0.4), dict(min_p=0.3), dict(repeat_penalty=1.9), dict(repeat_last_n=20)]
+    changes += [dict(top_p=0.4), dict(min_p=0.3), dict(min_p=0), dict(repeat_penalty=1.9), dict(repeat_last_n=20)]
     every = [replace(first, **change) for change in changes]
     expected = [list(generate(model, [1, 5, 9], n=8, sampling=s, eos=[])) for s in every]
     assert len({*map(tuple, expected)}) > 6
@@ -929,8 +929,9 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     if half:
         run_ops(["attention"], 100, accumulate="fp16")
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
-    for settings in (Sampling(), Sampling(temp=0), Sampling(top_k=0, repeat_penalty=1.1), Sampling(top_p=1)):
-        sampler = Sampler(torch.device("cpu"), settings)
+    changes = (dict(), dict(temp=0), dict(top_k=0, repeat_penalty=1.1), dict(top_k=1000), dict(top_p=1))
+    for settings in (*changes, dict(top_k=0, top_p=1)):
+        sampler = Sampler(torch.device("cpu"), Sampling(**settings))
         kernels.fused.sample(new(32000, dtype=torch.float32), *ids, one, sampler)
     kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
     cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
@@ -1156,7 +1157,7 @@ def test_sampling_on_the_device_chooses_what_the_reference_does():
 @needs_triton
 @pytest.mark.parametrize("kind", ["normal", "flat", "equal", "rounded", "one above the others", "near zero", "banned"])
 def test_sampling_divides_any_logits_among_programs(kind):
-    every = itertools.product((0, 4, 65, 1000), (0.0, 1e-9, 0.5, 0.97, 1.0), (0, 0.05))  # in 5 or 12 parts
+    every = itertools.product((0, 5, 12, 65, 1099), (0.0, 1e-9, 0.5, 0.97, 1.0), (0, 0.05))  # in 5 or 12 parts
     for top_k, top_p, min_p in random.sample([*every], 9):
         logits = torch.randn(random.choice([1100, 3000])) * 3
         logits *= 0.01 if kind == "flat" else 0.0 if kind == "equal" else 1.0
@@ -5035,14 +5036,14 @@ def test_bench_profile_charges_products_in_the_order_of_a_pass(tiny_model, monke
     step = ["_embedding_kernel"]
     for _ in range(2):
         step += ["_vector_kernel", "_attention_kernel", "_vector_kernel", "_vector_kernel", "_vector_kernel"]
-    step += ["_vector_kernel", "_sample_kernel"]
+    step += ["_vector_kernel", "_sample_best_kernel"]
     # each starts a second before the one before it ends, but for the last, which starts a second later
     events = [(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
     events += [(step[-1], events[-1][2] + 1, events[-1][2] + 2)]
     rows, ms, gaps, _ = bench.profile_rows(events, tiny_model, 1, 100)
     counts = {row["kernel"]: row["count"] for row in rows}
     products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in bench.PRODUCTS}
-    assert counts == products | {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_kernel": 1}
+    assert counts == products | {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_best_kernel": 1}
     assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
     moved = 2 * bench.cost("w2", tiny_model.config, 1, size=4)[0]
