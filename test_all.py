@@ -491,11 +491,33 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr("model.compile_kernels", lambda run, device: run())
     seen, resets = [], []
-    captured(lambda: seen.append(gc.isenabled()), DEVICE, lambda: resets.append(len(seen)))
-    assert seen == [True, True, False] and resets == [1, 3] and gc.isenabled()
+    captured(lambda: seen.append(gc.isenabled()), DEVICE, lambda: resets.append((len(seen), gc.isenabled())))
+    assert seen == [True, True, False] and resets == [(1, True), (3, True)] and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
         captured(lambda: 1 / gc.isenabled(), DEVICE)
     assert gc.isenabled()
+
+
+@needs_triton
+def test_a_kernel_that_does_not_compile_does_not_stop_others(monkeypatch):
+    """Each is loaded, too; its error is the user's."""
+    from triton.runtime._async_compile import active_mode
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def start(name: str, compiled) -> None:
+        submit = lambda grid: active_mode.get().submit(name, compiled, lambda kernel: None)
+        launch.start(SimpleNamespace(warmup=submit), (1,), torch.device("cpu"))
+
+    class Kernel:
+        run = property(lambda self: loaded.append(self))
+
+    loaded: list[Kernel] = []
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            launch.compile_kernels(lambda: start("a", lambda: 1 / 0), DEVICE)
+        launch.compile_kernels(lambda: [start(name, Kernel) for name in "abb"], DEVICE)
+    assert len(loaded) == 4 and active_mode.get() is None and not launch._only_compile.get()
 
 
 def decode_in_graphs(model, monkeypatch) -> None:
