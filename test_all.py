@@ -3619,6 +3619,21 @@ def test_blocks_are_held_as_they_are(format):
     assert_multiplied(w, exact)
 
 
+@pytest.mark.parametrize(
+    "kinds, columns, most_bits, name",
+    [
+        ("Q4_K", 512, 8, "q4_k"), ("Q5_K", 512, 8, "q6_k"), ("Q4_K Q6_K", 512, 8, "q6_k"), ("Q4_0 Q5_0", 96, 8, "q8_0"),
+        ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None), ("Q6_K", 384, 8, None),
+        ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
+    ],
+)  # fmt: skip
+def test_the_smallest_format_that_holds_joined_matrices(kinds, columns, most_bits, name):
+    """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a block."""
+    types = {kind.name: kind for kind in QUANTS.values()}
+    found = quants.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
+    assert (found and found.name) == name
+
+
 def test_gguf_types_of_other_names_are_refused_by_name(tmp_path):
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     assert {number: name for number, name in known.items() if number not in ggml.TYPES} == ggml.OTHER_TYPES
