@@ -38,6 +38,7 @@ from launch import (
 )
 
 Tensors = tuple[Tensor, ...]  # what a format stores for a matrix, codes first
+Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # of these, by name
 
 
 @jit
@@ -77,14 +78,18 @@ def half_at(bits, EXPONENT: tl.constexpr):
 
 
 @jit
-def scale_and_minimum(tile, EXPONENT: tl.constexpr, PRODUCT: tl.constexpr):
-    """Those of groups, times 2^-EXPONENT, given as two halves (tile[1], tile[2]), or as bytes in an int16 (tile[1]),
-    the minimum above the scale, each times one of the halves in an int32 (tile[2]), then times 2^-PRODUCT too."""
-    if tile[1].dtype == tl.float16:
-        return tile[1].to(tl.float32) * (2.0**-EXPONENT), tile[2].to(tl.float32) * (2.0**-EXPONENT)
+def scale_and_minimum(groups, EXPONENT: tl.constexpr, PRODUCT: tl.constexpr):
+    """Scales and minimums, times 2^-EXPONENT, from one or two tensors: halves, where a single one is the scale and the
+    minimum is 0; or an int16 and an int32, two bytes and two halves to be multiplied, the scale's below the minimum's,
+    times 2^-PRODUCT, too."""
+    if len(groups) == 1:
+        scale = groups[0].to(tl.float32) * (2.0**-EXPONENT)
+        return scale, scale * 0.0
+    elif groups[0].dtype == tl.float16:
+        return groups[0].to(tl.float32) * (2.0**-EXPONENT), groups[1].to(tl.float32) * (2.0**-EXPONENT)
     else:
-        parts = tile[1].to(tl.int32)
-        scale, minimum = half_at(tile[2], EXPONENT + PRODUCT), half_at(tile[2] >> 16, EXPONENT + PRODUCT)
+        parts, halves = groups[0].to(tl.int32), groups[1]
+        scale, minimum = half_at(halves, EXPONENT + PRODUCT), half_at(halves >> 16, EXPONENT + PRODUCT)
         return scale * ((parts << 24) >> 24).to(tl.float32), minimum * (parts >> 8).to(tl.float32)
 
 
@@ -140,7 +145,7 @@ class Format:
         """The format of a model's matrix of this name, where some are to be kept in another."""
         return self
 
-    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+    def tensors(self, N: int, K: int) -> Shapes:
         """Type and shape [N, M] of each stored tensor. M divides K, so that columns a to b of W are a M / K to b M / K
         of it, rounded down and up."""
         raise NotImplementedError
@@ -284,7 +289,7 @@ class Float8(Format):
     def on(self, device: torch.device) -> Float8:
         return E4M3_NATIVE if self is E4M3 and capability(device) >= 89 else self
 
-    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+    def tensors(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float32, (N, 1))}
 
     def round(self, x: Tensor) -> Tensor:
@@ -408,10 +413,8 @@ def words_asm(*two_halves: str) -> str:
     return f"{{ .reg .b16 a, b; .reg .b32 sums, p, q; .reg .f32 f; {products} {total} }}"
 
 
-WORDS_REGISTERS = constexpr(
-    "=&r," + ",".join(["r"] * 12)
-)  # the sum; four registers of codes, then twice four of halves
-ASM_REGISTERS = constexpr("=&r,=&r,r,r,r,r,r,r")  # the sum and the zero; two registers of codes, four of halves
+WORDS_REGISTERS = constexpr("=&r" + 12 * ",r")  # the sum; four registers of codes, then twice four of halves
+ASM_REGISTERS = constexpr("=&r,=&r" + 6 * ",r")  # the sum and the zero; two registers of codes, four of halves
 
 
 @jit

@@ -23,6 +23,7 @@ from fp8 import (
     E4M3,
     Format,
     Grouped,
+    Shapes,
     Tensors,
     as_floats,
     half_at,
@@ -61,7 +62,7 @@ class Codes4(Grouped):
 class Int4(Codes4):
     """int32 codes [N, K / 8]; int16 groups [N, K / 32], the scale's code above the zero point; float32 row [N, 1]."""
 
-    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+    def tensors(self, N: int, K: int) -> Shapes:
         groups = {"codes": (torch.int32, (N, K // 8)), "groups": (torch.int16, (N, K // GROUP))}
         return groups | {"row": (torch.float32, (N, 1))}
 
@@ -174,20 +175,29 @@ def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @jit
-def load_codes(w, first, left, COLUMNS: tl.constexpr):
-    """Codes int32 [R, COLUMNS / 32, 4]."""
-    group = tl.arange(0, COLUMNS // 32)[None, :]
-    codes = w[0] + (first // 8 + group * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
-    if left is None:
-        return stream(codes, None)
-    else:
-        return stream(codes, (group * 32 < left)[:, :, None])
+def load_words(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr):
+    """What w stores, as int32 words of EACH columns: [R, COLUMNS / EACH], COUNT neighbours to a thread."""
+    word = tl.arange(0, COLUMNS // EACH)[None, :]
+    mask = None
+    if left is not None:
+        mask = word // COUNT * (COUNT * EACH) < left
+    words = w.to(tl.pointer_type(tl.int32)) + first // EACH + word
+    return stream(tl.max_contiguous(words, [1, COUNT]), mask)
+
+
+@jit
+def load_codes(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr = 8):
+    """Codes, EACH to an int32: [R, COLUMNS / (4 EACH), 4], four neighbours to a thread."""
+    return load_words(w[0], first, left, COLUMNS, EACH, 4).reshape(first.shape[0], COLUMNS // (4 * EACH), 4)
 
 
 @jit
 def load_32(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Codes, and what groups of 32 have [R, COLUMNS / 32]."""
-    return load_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 32, 32)
+    """Codes, and what groups of 32 have [R, COLUMNS / 32] in the tensors between codes and row: one or two."""
+    tile = (load_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 32, 32))
+    if len(w) == 4:
+        tile += (load_groups(w[2], first, left, COLUMNS, 32, 32),)
+    return tile
 
 
 @jit
@@ -204,51 +214,72 @@ def _scale_and_zero(groups, EXPONENT: tl.constexpr):
         return scale, (bits & 0xFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-_UNPACK = (  # the four pairs of codes in register SOURCE, into a, b, c, d
-    "shr.u32 v, SOURCE, 8; and.b32 a, SOURCE, 0x000f000f; and.b32 b, SOURCE, 0x00f000f0; "
-    "and.b32 c, v, 0x000f000f; and.b32 d, v, 0x00f000f0; "
-)
-_VALUES_ASM = constexpr(
-    "{ .reg .b32 a, b, c, d, v; "
-    + _UNPACK.replace("SOURCE", "$4")
-    + "fma.rn.f16x2 $0, a, $5, $7; fma.rn.f16x2 $1, b, $6, $7; "
-    + "fma.rn.f16x2 $2, c, $5, $7; fma.rn.f16x2 $3, d, $6, $7; }"
-)
+def values_asm(extract: str, first: int) -> str:
+    """PTX that decodes eight codes to halves in $0 to $3. `extract` puts their four pairs into a, b, c, d. Register
+    `first` has what those in a and c are multiplied by, the next one the same for b and d, where codes are four bits
+    higher, the third what is added."""
+    products = [f"fma.rn.f16x2 ${j}, {pair}, ${first + j % 2}, ${first + 2};" for j, pair in enumerate("abcd")]
+    return f"{{ .reg .b32 a, b, c, d, e, g, v; {extract} {' '.join(products)} }}"
+
+
+def _extract(word: str) -> str:
+    """PTX that puts the four pairs of codes in a register into a, b, c, d."""
+    return (
+        f"shr.u32 v, {word}, 8; and.b32 a, {word}, 0x000f000f; and.b32 b, {word}, 0x00f000f0; "
+        "and.b32 c, v, 0x000f000f; and.b32 d, v, 0x00f000f0;"
+    )
+
+
+_VALUES_ASM, _VALUES_REGISTERS = constexpr(values_asm(_extract("$4"), 5)), constexpr("=&r,=&r,=&r,=&r" + 4 * ",r")
 
 
 @jit
 def halves_of(words):
-    """int32 [R, G, M] to int16 [R, G, 2 M], the lower one first."""
+    """int32 [..., M] to the int16 that they consist of [..., 2 M], the lower one first."""
     both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    return both.reshape(words.shape[0], words.shape[1], 2 * words.shape[2])
+    if len(words.shape) == 2:
+        return both.reshape(words.shape[0], 2 * words.shape[1])
+    else:
+        return both.reshape(words.shape[0], words.shape[1], 2 * words.shape[2])
+
+
+@jit
+def decoded(codes, scale, minimum):
+    """Codes [R, COLUMNS] times the scales of their groups [R, G], plus the minimums: floats, in the interpreter."""
+    in_groups = codes.to(tl.float32).reshape(scale.shape[0], scale.shape[1], codes.shape[1] // scale.shape[1])
+    return (in_groups * scale[:, :, None] + minimum[:, :, None]).reshape(codes.shape[0], codes.shape[1])
+
+
+@jit
+def in_order(y0, y1, y2, y3):
+    """What the pairs 0 to 3 of each word stand for, [R, G, M] each, by columns: [R, 4 G M]."""
+    y = tl.join(tl.join(y0, y1), tl.join(y2, y3)).permute(0, 1, 4, 3, 2)
+    return y.reshape(y0.shape[0], 4 * y0.shape[1] * y0.shape[2])
+
+
+@jit
+def run_values_asm(codes, scale, minimum, ASM: tl.constexpr, REGISTERS: tl.constexpr):
+    """Halves [R, COLUMNS] from codes, a tuple of int16 [R, G, M], by PTX of values_asm."""
+    by_0, by_4 = (scale * 16777216.0).to(tl.float16), (scale * 1048576.0).to(tl.float16)  # 2^24, 2^20
+    args = codes + (by_0[:, :, None], by_4[:, :, None], minimum.to(tl.float16)[:, :, None])
+    halves: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+    y0, y1, y2, y3 = tl.inline_asm_elementwise(ASM, REGISTERS, args, dtype=halves, is_pure=True, pack=2)
+    return in_order(y0, y1, y2, y3)
 
 
 @jit
 def values(tile):
     """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
-    words = tile[0]
-    R: tl.constexpr = words.shape[0]
-    G: tl.constexpr = words.shape[1]
-    codes = halves_of(words)
+    codes = halves_of(tile[0])
     if len(tile) == 3:
-        scale, minimum = scale_and_minimum(tile, 24, 6)
+        scale, minimum = scale_and_minimum(tile[1:], 24, 6)
     else:
         scale, zero = _scale_and_zero(tile[1], 0)
         minimum = scale * zero * -1048576.0  # 2^20
     if EMULATED:
-        y0, y1, y2, y3 = (codes & 15), (codes >> 4 & 15), (codes >> 8 & 15), (codes >> 12 & 15)
+        return decoded(in_order(codes & 15, codes >> 4 & 15, codes >> 8 & 15, codes >> 12 & 15), scale, minimum)
     else:
-        # what multiplies a code at bits 0 to 3, and one at bits 4 to 7
-        low, high = (scale * 16777216.0).to(tl.float16), (scale * 1048576.0).to(tl.float16)
-        y0, y1, y2, y3 = tl.inline_asm_elementwise(
-            _VALUES_ASM, "=r,=r,=r,=r,r,r,r,r",
-            [codes, low[:, :, None], high[:, :, None], minimum.to(tl.float16)[:, :, None]],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    y = tl.join(tl.join(y0, y1), tl.join(y2, y3)).permute(0, 1, 4, 3, 2)
-    if EMULATED:
-        y = y.to(tl.float32) * scale[:, :, None, None, None] + minimum[:, :, None, None, None]
-    return y.reshape(R, G * 32)
+        return run_values_asm((codes,), scale, minimum, _VALUES_ASM, _VALUES_REGISTERS)
 
 
 @jit
@@ -258,24 +289,24 @@ def _columns(COLUMNS: tl.constexpr):
     return group + tl.arange(0, 4)[:, None, None] * 8 + column
 
 
-def _packed_asm() -> str:
-    """PTX for the 32 codes of a group times x, whose columns 8 j + 2 i and 8 j + 2 i + 1 are in register 5 + 4 j + i:
-    the sum times 2^-20 as a float in $0."""
+def sums_asm(extract: list[str], total: str) -> str:
+    """PTX that multiplies codes by x and adds up the products. extract[i] puts the four pairs of word i into a, b, c
+    and d; register 5 + j len(extract) + i has x for pair j. The sums times 2^-20, of the pairs' first codes and of
+    their second ones, are in l and u, from which `total` makes a float in $0."""
     lines = []
-    for i in range(4):
-        x = [f"${5 + 4 * j + i}" for j in range(4)]
-        lines.append(_UNPACK.replace("SOURCE", f"${1 + i}"))
-        for sums, codes, factors in (("low", "a", x[0]), ("high", "b", x[1]), ("low", "c", x[2]), ("high", "d", x[3])):
-            first = i == 0 and codes in "ab"
-            lines.append(
-                f"{'mul' if first else 'fma'}.rn.f16x2 {sums}, {codes}, {factors}{'' if first else ', ' + sums};"
-            )
-    lines.append("mov.b32 v, 0x4c004c00; fma.rn.f16x2 high, low, v, high;")  # 16
-    lines.append("mov.b32 {l, h}, high; add.f16 l, l, h; cvt.f32.f16 $0, l;")
-    return "{ .reg .b32 a, b, c, d, v, low, high; .reg .b16 l, h; " + " ".join(lines) + " }"
+    for i, word in enumerate(extract):
+        lines.append(word)
+        for j, pair in enumerate("abcd"):
+            sums, factors = ("low", "high")[j % 2], f"{pair}, ${5 + j * len(extract) + i}"
+            first = i == 0 and j < 2
+            lines.append(f"mul.rn.f16x2 {sums}, {factors};" if first else f"fma.rn.f16x2 {sums}, {factors}, {sums};")
+    lines.append("mov.b32 v, 0x4c004c00; fma.rn.f16x2 high, low, v, high; mov.b32 {l, u}, high;")  # 16
+    registers = ".reg .b32 a, b, c, d, e, g, swapped, v, low, high; .reg .b16 l, u; .reg .f32 f;"
+    return f"{{ {registers} {' '.join(lines)} {total} }}"
 
 
-_PACKED_ASM, _PACKED_REGISTERS = constexpr(_packed_asm()), constexpr("=&r," + ",".join(["r"] * 20))
+_PACKED_ASM = constexpr(sums_asm([_extract(f"${1 + i}") for i in range(4)], "add.f16 l, l, u; cvt.f32.f16 $0, l;"))
+_PACKED_REGISTERS = constexpr("=&r" + 20 * ",r")
 
 
 @jit
@@ -285,10 +316,12 @@ def pairs(low, high):
 
 
 @jit
-def _pairs(x):
-    """Neighbouring halves [A, 2 M] as words [1, A, M]."""
-    low, high = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
-    return pairs(low, high)[None]
+def split_4(x):
+    """[A, M, 4] to four times [1, A, M]."""
+    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0[None], x1[None], x2[None], x3[None]
 
 
 @jit
@@ -299,45 +332,27 @@ def _packed_x(x):
         return (x,)
     else:
         sum_x = tl.sum(tl.sum(x.to(tl.float32), 0), 1)[None, :]
-        even, odd = tl.split(x.permute(1, 2, 0).reshape(x.shape[1], 8, 2, 2))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        return _pairs(x0), _pairs(x1), _pairs(x2), _pairs(x3), sum_x
+        words = pairs(*tl.split(x.reshape(4, x.shape[1], 4, 2)))
+        return split_4(words.permute(1, 2, 0)) + (sum_x,)
 
 
 @jit
-def packed_words(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
-    """Codes as int32, each of which has EACH columns, four to a thread: [R, COLUMNS / (4 EACH), 4]."""
-    word = tl.arange(0, COLUMNS // EACH)[None, :]
-    mask = None
-    if left is not None:
-        mask = word // 4 * (4 * EACH) < left
-    words = stream(w[0].to(tl.pointer_type(tl.int32)) + first // EACH + word, mask)
-    return words.reshape(words.shape[0], COLUMNS // (4 * EACH), 4)
-
-
-@jit
-def packed_codes(w, first, left, COLUMNS: tl.constexpr):
-    """Codes as load_codes has them."""
-    return packed_words(w, first, left, COLUMNS, 8)
-
-
-@jit
-def packed_pairs(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
-    """What each EACH columns have in 16 bits of w: [R, COLUMNS / EACH]. A thread loads two of them as an int32."""
-    both = load_groups(w.to(tl.pointer_type(tl.int32)), first, left, COLUMNS, 2 * EACH, 2 * EACH)
-    return two_of(both).to(w.dtype.element_ty, bitcast=True)
-
-
-@jit
-def two_of(words):
-    """int32 [R, M] to the int16 that they consist of [R, 2 M]."""
-    return tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).reshape(words.shape[0], 2 * words.shape[1])
+def packed_groups(w, first, left, COLUMNS: tl.constexpr):
+    """What groups of 32 have in 16 or 32 bits of w, two to a thread: [R, COLUMNS / 32]."""
+    if w.dtype.element_ty.primitive_bitwidth == 16:
+        both = load_groups(w.to(tl.pointer_type(tl.int32)), first, left, COLUMNS, 64, 64)
+        return halves_of(both).to(w.dtype.element_ty, bitcast=True)
+    else:
+        return load_words(w, first, left, COLUMNS, 32, 2)
 
 
 @jit
 def packed_load_32(w, first, left, COLUMNS: tl.constexpr):
-    return packed_codes(w, first, left, COLUMNS), packed_pairs(w[1], first, left, COLUMNS, 32)
+    """The same for one token."""
+    tile = (load_codes(w, first, left, COLUMNS), packed_groups(w[1], first, left, COLUMNS))
+    if len(w) == 4:
+        tile += (packed_groups(w[2], first, left, COLUMNS),)
+    return tile
 
 
 @jit
@@ -353,7 +368,7 @@ def _packed_sums(tile, x):
         asm_args = [words, x[0], x[1], x[2], x[3]]
         sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, asm_args, dtype=tl.int8, is_pure=True, pack=4)
         if len(tile) == 3:
-            scale, minimum = scale_and_minimum(tile, 24, 6)
+            scale, minimum = scale_and_minimum(tile[1:], 24, 6)
             sums = scale * 1048576.0 * as_floats(sums) + minimum * x[4]
         else:
             scale, zero = _scale_and_zero(tile[1], 20)

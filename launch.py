@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,14 +94,15 @@ _only_compile: ContextVar[bool] = ContextVar("only compile", default=False)
 def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
     """Call `run` with `launch` compiling kernels instead of running them, and load these, all in threads: most of the
     work is in LLVM, ptxas and the C compiler, outside of Python's lock."""
-    token = _only_compile.set(True)
-    try:
+
+    def compile_all() -> None:
+        _only_compile.set(True)
         threads = ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,))
         with threads, triton.AsyncCompileMode(threads) as mode:
             run()
             list(threads.map(lambda future: future.result().run, mode.future_kernels.values()))
-    finally:
-        _only_compile.reset(token)
+
+    copy_context().run(compile_all)  # Triton's mode would stay on where a kernel does not compile
 
 
 class Scratch:

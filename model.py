@@ -386,9 +386,9 @@ def captured(
             with torch.cuda.graph(graph, pool, _capture_stream(device)):
                 run()
         finally:
-            reset()
             if collects:
                 gc.enable()
+            reset()
     return graph
 
 

@@ -6,6 +6,7 @@ ggml.py. Sources: ggml-common.h and ggml-quants.c.
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 import fp8
 import ggml
 import int4
-from fp8 import Format, Grouped, Tensors, as_floats, load_elements, load_groups, row_scale, scale_and_minimum, stream
+from fp8 import Format, Grouped, Shapes, Tensors, as_floats, load_elements, load_groups, row_scale, scale_and_minimum
 from launch import EMULATED, constexpr, jit, tl
 
 AT_ONCE = 1 << 20  # weights decoded at a time: what a CPU's caches hold takes half the time
@@ -39,14 +40,19 @@ class Blocks(NamedTuple):
 
     def decoded(self) -> Tensor:
         """float32 [N, K]. For blocks of ggml, which have no zero points."""
-        N, scale, minimum = len(self.scale), self.scale, self.minimum
+        scale, minimum = self.scale, self.minimum
         if self.parts:
-            scale = (scale[..., None] * self.parts[0].view(N, scale.shape[1], -1)).flatten(1)
-            minimum = None if minimum is None else (minimum[..., None] * self.parts[1].view(N, self.scale.shape[1], -1))
-        values = self.codes.view(*scale.shape, -1) * scale[..., None]
+            scale = _in_parts(scale, self.parts[0])
+            minimum = None if minimum is None else _in_parts(minimum, self.parts[1])
+        values = self.codes.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
         if minimum is not None:
-            values += minimum.view(*scale.shape, 1)
-        return values.view(N, -1)
+            values += minimum[..., None]
+        return values.flatten(1)
+
+
+def _in_parts(groups: Tensor, parts: Tensor) -> Tensor:
+    """What groups have times what their parts have: [N, G] and [N, P] to [N, P]."""
+    return (groups[..., None] * parts.unflatten(1, (groups.shape[1], -1))).flatten(1)
 
 
 def blocks(kind: ggml.Type, raw: Tensor) -> Blocks:
@@ -160,13 +166,15 @@ class Held(Grouped):
     unit: float = 1.0
     middle: int = 0  # the code that stands for 0, of the form "scale"
 
-    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
-        groups, found = (N, K // self.group), {"codes": (torch.int8, (N, K))}
+    planes = {"codes": (torch.int8, 1)}  # tensors of codes: type, columns of an element
+
+    def tensors(self, N: int, K: int) -> Shapes:
+        found = {name: (dtype, (N, K // columns)) for name, (dtype, columns) in self.planes.items()}
         if self.form == "parts":
             found["parts"] = torch.int16, (N, K // self.part)
-        found["scale"] = torch.int32 if self.form in ("zero", "parts") else torch.float16, groups
+        found["scale"] = torch.int32 if self.form in ("zero", "parts") else torch.float16, (N, K // self.group)
         if self.form == "minimum":
-            found["minimum"] = torch.float16, groups
+            found["minimum"] = found["scale"]
         return found | {"row": (torch.float32, (N, 1))}
 
     def codes(self, tensors: Tensors) -> Tensor:
@@ -176,18 +184,17 @@ class Held(Grouped):
         return (codes ^ -128,)
 
     def scales(self, tensors: Tensors) -> Tensors:
-        _, *found, row = tensors
+        *_, first, last, row = tensors
         row = row * self.unit
         if self.form == "scale":
-            scale = found[0] * row
-            return scale, scale * -self.middle
+            return last * row, last * row * -self.middle
         if self.form == "minimum":
-            return found[0] * row, found[1] * row
-        low, high = found[-1].view(torch.float16).unflatten(1, (-1, 2)).unbind(2)
+            return first * row, last * row
+        low, high = last.view(torch.float16).unflatten(1, (-1, 2)).unbind(2)
         if self.form == "zero":
             return high * row, high * row * low.contiguous().view(torch.int16) / -16
-        parts = found[0].view(torch.int8).unflatten(1, (low.shape[1], -1, 2))
-        return ((low * row)[..., None] * parts[..., 0]).flatten(1), ((high * row)[..., None] * parts[..., 1]).flatten(1)
+        scale, minimum = first.view(torch.int8).unflatten(1, (-1, 2)).unbind(2)
+        return _in_parts(low * row, scale), _in_parts(high * row, minimum)
 
     def write(self, b: Blocks, out: Tensors) -> None:
         minimum = torch.zeros_like(b.scale) if b.minimum is None else b.minimum
@@ -210,8 +217,7 @@ class Held(Grouped):
 class Held4(int4.Codes4, Held):
     """The same with codes of 4 bits as int4.py has them: int32 [N, K / 8]."""
 
-    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
-        return super().tensors(N, K) | {"codes": (torch.int32, (N, K // 8))}
+    planes = {"codes": (torch.int32, 8)}
 
     def stored(self, codes: Tensor) -> Tensors:
         return (int4.packed(codes + self.middle),)
@@ -219,37 +225,32 @@ class Held4(int4.Codes4, Held):
 
 @dataclass(frozen=True, eq=False)
 class Held6(Held):
-    """The same with codes of 6 bits, which are 32 more than what they stand for, in two tensors. codes, int32
-    [N, K / 8], have the lower 4 bits: word i of the two for 16 columns has, for j from 0 to 3, column 4 j + 2 i at bit
-    4 j and column 4 j + 2 i + 1 at bit 16 + 4 j. high, int32 [N, K / 16], have the upper 2 bits of these two columns at
-    bits SHIFTS[i][j] and 16 + SHIFTS[i][j]: so one AND extracts both right above their lower bits (j = 0, 1), after a
-    shift by 2 (j = 2, 3), and for i = 1 after the two bytes of each half are swapped."""
+    """The same with codes of 6 bits, 32 more than what they stand for, in two tensors:
 
-    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
-        planes = {"codes": (torch.int32, (N, K // 8)), "high": (torch.int32, (N, K // 16))}
-        return planes | {name: stored for name, stored in super().tensors(N, K).items() if name != "codes"}
+    codes  int32 [N, K / 8], the lower 4 bits: word i of the two for 16 columns has pair j, columns 4 j + 2 i and
+           4 j + 2 i + 1, at bits 4 j and 16 + 4 j
+    high   int32 [N, K / 16], the upper 2 bits of pair j of word i at bits SHIFTS[i][j] and 16 + SHIFTS[i][j]
+
+    So one AND extracts a pair's upper bits in the place where they belong, above its lower bits, for j = 2 and 3 after
+    a shift by 2, which the lower bits need by 8, and for i = 1 after the two bytes of each half have been swapped."""
+
+    planes = {"codes": (torch.int32, 8), "high": (torch.int32, 16)}
 
     def codes(self, tensors: Tensors) -> Tensor:
         low, high, *_ = tensors
-        high = high[:, :, None, None, None] >> _shifts(low.device) & 3
-        return int4.unpacked(low, 16) + (high.flatten(1) << 4) - 32
+        halves = high.view(torch.int16).unflatten(1, (-1, 1, 1, 2))
+        shifts = torch.tensor(SHIFTS, dtype=torch.int16, device=high.device).t()[..., None]  # [j, i, 1]
+        return int4.unpacked(low, 16) + ((halves >> shifts & 3) << 4).flatten(1) - 32
 
     def stored(self, codes: Tensor) -> Tensors:
-        codes = codes.int() + 32
-        high = (codes >> 4).unflatten(1, (-1, 4, 2, 2)) << _shifts(codes.device)
-        return int4.packed(codes & 15, 16), high.sum((2, 3, 4), dtype=torch.int32)
-
-    def scales(self, tensors: Tensors) -> Tensors:
-        low, _, *others = tensors
-        return super().scales((low, *others))
+        codes = codes + 32
+        upper, halves = (codes >> 4).to(torch.int16).unflatten(1, (-1, 4, 2, 2)), 0  # [N, K / 16, j, i, neighbours]
+        for i, j in itertools.product(range(2), range(4)):
+            halves |= upper[:, :, j, i] << SHIFTS[i][j]
+        return int4.packed(codes & 15, 16), halves.flatten(1).view(torch.int32)
 
 
-SHIFTS = ((4, 8, 6, 10), (12, 0, 14, 2))  # of the pairs j in word i
-
-
-def _shifts(device: torch.device) -> Tensor:
-    """Where the upper bits of 16 columns are [4, 2, 2]."""
-    return torch.tensor(SHIFTS, device=device).t()[:, :, None] + torch.tensor((0, 16), device=device)
+SHIFTS = ((4, 8, 6, 10), (12, 0, 14, 2))  # by word i and pair j
 
 
 def _joined(low: Tensor, high: Tensor) -> Tensor:
@@ -268,15 +269,8 @@ def _load_128(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
 
 
 @jit
-def _load_minimum(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes, scale = int4.load_32(w, first, left, COLUMNS, NEIGHBOURS)
-    return codes, scale, load_groups(w[2], first, left, COLUMNS, 32, 32)
-
-
-@jit
 def _load_parts(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes, parts = int4.load_32(w, first, left, COLUMNS, NEIGHBOURS)
-    return codes, parts, load_groups(w[2], first, left, COLUMNS, 32, 256)
+    return int4.load_32(w[:2], first, left, COLUMNS, NEIGHBOURS) + (load_groups(w[2], first, left, COLUMNS, 32, 256),)
 
 
 # The same for one token, where a thread has two groups of 32
@@ -292,50 +286,28 @@ def _shared(w, first, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, EACH: tl
 
 
 @jit
-def _words_of_32(w, first, left, COLUMNS: tl.constexpr):
-    """An int32 of w for each 32 columns, two to a thread: [R, COLUMNS / 32]."""
-    group = tl.arange(0, COLUMNS // 32)[None, :]
-    mask = None
-    if left is not None:
-        mask = group // 2 * 64 < left
-    return stream(w + tl.max_contiguous(first // 32 + group, [1, 2]), mask)
-
-
-@jit
-def _packed_load_zero_32(w, first, left, COLUMNS: tl.constexpr):
-    return int4.packed_codes(w, first, left, COLUMNS), _words_of_32(w[1], first, left, COLUMNS)
-
-
-@jit
 def _packed_load_64(w, first, left, COLUMNS: tl.constexpr):
-    return int4.packed_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 64, 32)
+    return int4.load_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 64, 32)
 
 
 @jit
 def _packed_load_128(w, first, left, COLUMNS: tl.constexpr):
-    return int4.packed_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 128, 32)
-
-
-@jit
-def _packed_load_minimum(w, first, left, COLUMNS: tl.constexpr):
-    codes, scale = int4.packed_load_32(w, first, left, COLUMNS)
-    return codes, scale, int4.packed_pairs(w[2], first, left, COLUMNS, 32)
+    return int4.load_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 128, 32)
 
 
 @jit
 def _packed_load_parts(w, first, left, COLUMNS: tl.constexpr):
-    codes, parts = int4.packed_load_32(w, first, left, COLUMNS)
-    return codes, parts, _shared(w[2], first, left, COLUMNS, 256, 32)
+    return int4.packed_load_32(w[:2], first, left, COLUMNS) + (_shared(w[2], first, left, COLUMNS, 256, 32),)
 
 
 _held4 = partial(Held4, bits=4, unit=2.0**-24, **int4.KERNEL)
 Q4_0 = _held4("q4_0", load=int4.load_32, packed_load=int4.packed_load_32, group=32, middle=8)
-Q4_1 = _held4("q4_1", load=_load_minimum, packed_load=_packed_load_minimum, group=32, form="minimum")
+Q4_1 = _held4("q4_1", load=int4.load_32, packed_load=int4.packed_load_32, group=32, form="minimum")
 Q4_K = _held4("q4_k", load=_load_parts, packed_load=_packed_load_parts, group=256, form="parts", part=32, unit=2.0**-30)
 WITH_ZEROS = {  # by columns in a group
     group: _held4(f"4-bit (groups of {group})", load=load, packed_load=packed_load, group=group, form="zero")
     for group, load, packed_load in (
-        (32, int4.load_32, _packed_load_zero_32), (64, _load_64, _packed_load_64), (128, _load_128, _packed_load_128)
+        (32, int4.load_32, int4.packed_load_32), (64, _load_64, _packed_load_64), (128, _load_128, _packed_load_128)
     )
 }  # fmt: skip
 
@@ -348,19 +320,24 @@ def _by(sums, COUNT: tl.constexpr):
 
 # The same with codes of 6 bits, Held6.
 
-_UNPACK6 = (  # the four pairs of codes in register LOW, whose upper bits are in HIGH, into a, b, c, d
-    "shr.u32 v, LOW, 8; shr.u32 g, HIGH, 2; "
-    "and.b32 a, HIGH, 0x00300030; and.b32 e, LOW, 0x000f000f; or.b32 a, a, e; "
-    "and.b32 b, HIGH, 0x03000300; and.b32 e, LOW, 0x00f000f0; or.b32 b, b, e; "
-    "and.b32 c, g, 0x00300030; and.b32 e, v, 0x000f000f; or.b32 c, c, e; "
-    "and.b32 d, g, 0x03000300; and.b32 e, v, 0x00f000f0; or.b32 d, d, e; "
-)
-_VALUES6_ASM = constexpr(
-    "{ .reg .b32 a, b, c, d, e, g, v; "
-    + _UNPACK6.replace("LOW", "$4").replace("HIGH", "$5")
-    + "fma.rn.f16x2 $0, a, $6, $8; fma.rn.f16x2 $1, b, $7, $8; "
-    + "fma.rn.f16x2 $2, c, $6, $8; fma.rn.f16x2 $3, d, $7, $8; }"
-)
+
+def _extract6(low: str, high: str) -> str:
+    """PTX that puts the four pairs of codes whose lower and upper bits are in two registers into a, b, c, d."""
+    return (
+        f"shr.u32 v, {low}, 8; shr.u32 g, {high}, 2; "
+        f"and.b32 a, {high}, 0x00300030; and.b32 e, {low}, 0x000f000f; or.b32 a, a, e; "
+        f"and.b32 b, {high}, 0x03000300; and.b32 e, {low}, 0x00f000f0; or.b32 b, b, e; "
+        "and.b32 c, g, 0x00300030; and.b32 e, v, 0x000f000f; or.b32 c, c, e; "
+        "and.b32 d, g, 0x03000300; and.b32 e, v, 0x00f000f0; or.b32 d, d, e;"
+    )
+
+
+_VALUES6_ASM = constexpr(int4.values_asm(_extract6("$4", "$5"), 6))
+_VALUES6_REGISTERS = constexpr("=&r,=&r,=&r,=&r" + 5 * ",r")
+# For one token: two words of lower bits are in $1 and $2, the upper bits of both in $3 and, once more, in $4
+_WORDS6 = ["prmt.b32 swapped, $4, 0, 0x2301; " + _extract6("$1", "$3"), _extract6("$2", "swapped")]
+_PACKED6_ASM = constexpr(int4.sums_asm(_WORDS6, "cvt.f32.f16 f, l; cvt.f32.f16 $0, u; add.f32 $0, $0, f;"))
+_PACKED6_REGISTERS = constexpr("=&r" + 12 * ",r")
 
 
 @jit
@@ -374,46 +351,41 @@ def _load6(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
 @jit
 def _scales6(tile, EXPONENT: tl.constexpr):
     """What a code is multiplied by, and what is added: [R, COLUMNS / 16]."""
-    scale, minimum = scale_and_minimum((tile[0], tile[2], tile[3]), EXPONENT, 7)
+    scale, minimum = scale_and_minimum(tile[2:], EXPONENT, 7)
     return scale, minimum - 32 * scale
 
 
 @jit
 def _values6(tile):
     """Halves [R, COLUMNS]."""
-    R: tl.constexpr = tile[0].shape[0]
-    G: tl.constexpr = tile[0].shape[1]
     swapped = ((tile[1] & 0x00FF00FF) << 8) | ((tile[1] >> 8) & 0x00FF00FF)
     codes, high = int4.halves_of(tile[0]), int4.halves_of(tl.join(tile[1], swapped))
     scale, minimum = _scales6(tile, 24)
     if EMULATED:
         y0, y1 = (codes & 15) | (high & 48), (codes >> 4 & 15) | (high >> 4 & 48)
         y2, y3 = (codes >> 8 & 15) | (high >> 2 & 48), (codes >> 12 & 15) | (high >> 6 & 48)
+        return int4.decoded(int4.in_order(y0, y1, y2, y3), scale, minimum)
     else:
-        # what multiplies a code at bits 0 to 5, and one at bits 4 to 9
-        by_0, by_4 = (scale * 16777216.0).to(tl.float16), (scale * 1048576.0).to(tl.float16)
-        y0, y1, y2, y3 = tl.inline_asm_elementwise(
-            _VALUES6_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [codes, high, by_0[:, :, None], by_4[:, :, None], minimum.to(tl.float16)[:, :, None]],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    y = tl.join(tl.join(y0, y1), tl.join(y2, y3)).permute(0, 1, 4, 3, 2)
-    if EMULATED:
-        y = y.to(tl.float32) * scale[:, :, None, None, None] + minimum[:, :, None, None, None]
-    return y.reshape(R, G * 16)
+        return int4.run_values_asm((codes, high), scale, minimum, _VALUES6_ASM, _VALUES6_REGISTERS)
 
 
 @jit
 def _packed_load6(w, first, left, COLUMNS: tl.constexpr):
-    codes = int4.packed_codes(w, first, left, COLUMNS).reshape(first.shape[0], COLUMNS // 16, 2)
-    high = int4.packed_words(w[1:], first, left, COLUMNS, 16).reshape(first.shape[0], COLUMNS // 16)
-    parts = int4.two_of(_words_of_32(w[2].to(tl.pointer_type(tl.int32)), first, left, COLUMNS))
+    codes = int4.load_codes(w, first, left, COLUMNS).reshape(first.shape[0], COLUMNS // 16, 2)
+    high = int4.load_words(w[1], first, left, COLUMNS, 16, 4)
+    parts = int4.halves_of(int4.load_words(w[2], first, left, COLUMNS, 32, 2))
     return codes, high, parts, _shared(w[3], first, left, COLUMNS, 256, 16)
 
 
 @jit
 def _columns16(COLUMNS: tl.constexpr):
     return tl.arange(0, COLUMNS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+
+
+@jit
+def _words_of(x):
+    """Halves x [COLUMNS / 16, 16] as words of two neighbours [COLUMNS / 16, 4, 2]."""
+    return int4.pairs(*tl.split(x.reshape(x.shape[0], 4, 2, 2)))
 
 
 @jit
@@ -424,29 +396,7 @@ def _packed_x6(x):
     if EMULATED:
         return x[None].to(tl.float32), sum_x
     else:
-        words = int4.pairs(*tl.split(x.reshape(x.shape[0], 4, 2, 2)))
-        even, odd = tl.split(words.permute(0, 2, 1).reshape(x.shape[0], 2, 2, 2))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        return x0[None], x1[None], x2[None], x3[None], sum_x
-
-
-def _packed6_asm() -> str:
-    """PTX for 16 codes times x, whose columns 4 j + 2 i and 4 j + 2 i + 1 are in register 5 + 2 j + i: the sum times
-    2^-20 as a float in $0. The words of codes are in $1 and $2, their upper bits in $3 and in $4."""
-    lines = []
-    for i, high in enumerate(("$3", "h")):
-        lines.append(_UNPACK6.replace("LOW", f"${1 + i}").replace("HIGH", high))
-        for j, (sums, codes) in enumerate((("low", "a"), ("high", "b"), ("low", "c"), ("high", "d"))):
-            first, factors = i == 0 and j < 2, f"{codes}, ${5 + 2 * j + i}"
-            lines.append(f"mul.rn.f16x2 {sums}, {factors};" if first else f"fma.rn.f16x2 {sums}, {factors}, {sums};")
-    lines.append("mov.b32 v, 0x4c004c00; fma.rn.f16x2 high, low, v, high;")  # 16
-    lines.append("mov.b32 {l, u}, high; cvt.f32.f16 f, l; cvt.f32.f16 $0, u; add.f32 $0, $0, f;")
-    registers = ".reg .b32 a, b, c, d, e, g, h, v, low, high; .reg .b16 l, u; .reg .f32 f;"
-    return f"{{ {registers} prmt.b32 h, $4, 0, 0x2301; {' '.join(lines)} }}"
-
-
-_PACKED6_ASM, _PACKED6_REGISTERS = constexpr(_packed6_asm()), constexpr("=&r," + ",".join(["r"] * 12))
+        return int4.split_4(_words_of(x).permute(0, 2, 1)) + (sum_x,)
 
 
 @jit
@@ -474,55 +424,33 @@ Q6_K = Held6(
 
 @jit
 def _load8(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes = load_elements(w, first, left, COLUMNS, NEIGHBOURS)
-    return codes, load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 32)
-
-
-@jit
-def _load8_minimum(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes, scale = _load8(w, first, left, COLUMNS, NEIGHBOURS)
-    return codes, scale, load_groups(w[2], first, left, COLUMNS, NEIGHBOURS, 32)
-
-
-@jit
-def _scale_and_minimum(tile):
-    if len(tile) == 3:
-        return scale_and_minimum(tile, 8, 7)
-    else:
-        scale = tile[1].to(tl.float32) * 0.00390625  # 2^-8
-        return scale, scale * 0.0
+    tile = (load_elements(w, first, left, COLUMNS, NEIGHBOURS), load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 32))
+    if len(w) == 4:
+        tile += (load_groups(w[2], first, left, COLUMNS, NEIGHBOURS, 32),)
+    return tile
 
 
 # Two of four codes as halves p: with 0x64 above it, a byte stands for 1024 more; 1024 + 128 are subtracted
 _HALVES = "mov.b32 q, 0x64806480; prmt.b32 p, SOURCE, 0x64646464, ORDER; sub.f16x2 p, p, q; "
 _HALVES_OF = [_HALVES.replace("ORDER", order) for order in ("0x4140", "0x4342")]
 _SUMS_ASM = constexpr(fp8.words_asm(*_HALVES_OF))
-_VALUES_ASM = constexpr(
-    "{ .reg .b32 p, q; "
-    + "".join(
-        f"{half.replace('SOURCE', '$2')}fma.rn.f16x2 ${i}, p, ${3 + i}, ${5 + i}; " for i, half in enumerate(_HALVES_OF)
-    )
-    + "}"
-)
+_PRODUCTS = [
+    f"{half.replace('SOURCE', '$2')}fma.rn.f16x2 ${i}, p, ${3 + i}, ${5 + i}; " for i, half in enumerate(_HALVES_OF)
+]
+_VALUES_ASM = constexpr(f"{{ .reg .b32 p, q; {''.join(_PRODUCTS)} }}")
 
 
 @jit
 def _values8(tile):
     """Halves [R, COLUMNS]."""
-    R: tl.constexpr = tile[0].shape[0]
-    COLUMNS: tl.constexpr = tile[0].shape[1]
-    G: tl.constexpr = tile[1].shape[1]
-    codes = tile[0].reshape(R, G, COLUMNS // G)
-    scale, minimum = _scale_and_minimum(tile)
+    scale, minimum = scale_and_minimum(tile[1:], 8, 0)
     if EMULATED:
-        values = (codes ^ -128).to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+        return int4.decoded(tile[0] ^ -128, scale, minimum)
     else:
-        values = tl.inline_asm_elementwise(
-            _VALUES_ASM, "=&r,=&r,r,r,r,r,r",
-            [codes, scale.to(tl.float16)[:, :, None], minimum.to(tl.float16)[:, :, None]],
-            dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
-    return values.reshape(R, COLUMNS)
+        codes = tile[0].reshape(scale.shape[0], scale.shape[1], tile[0].shape[1] // scale.shape[1])
+        args = [codes, scale.to(tl.float16)[:, :, None], minimum.to(tl.float16)[:, :, None]]
+        halves = tl.inline_asm_elementwise(_VALUES_ASM, "=&r,=&r,r,r,r,r,r", args, tl.float16, is_pure=True, pack=4)
+        return halves.reshape(tile[0].shape)
 
 
 # The same for one token. A thread has 64 columns, as with 4 bits, and loads codes as int32, four to a word.
@@ -536,30 +464,24 @@ def _packed_x(x):
     if EMULATED:
         return x[None].to(tl.float32), sum_x
     else:
-        even, odd = tl.split(x.reshape(x.shape[0], 4, 2, 2))
-        first, last = tl.split(int4.pairs(even, odd))
+        first, last = tl.split(_words_of(x))
         return first[None], last[None], sum_x
 
 
 @jit
 def _packed_load8(w, first, left, COLUMNS: tl.constexpr):
-    return int4.packed_words(w, first, left, COLUMNS, 4), int4.packed_pairs(w[1], first, left, COLUMNS, 32)
-
-
-@jit
-def _packed_load8_minimum(w, first, left, COLUMNS: tl.constexpr):
-    codes, scale = _packed_load8(w, first, left, COLUMNS)
-    return codes, scale, int4.packed_pairs(w[2], first, left, COLUMNS, 32)
+    tile = (int4.load_codes(w, first, left, COLUMNS, 4), int4.packed_groups(w[1], first, left, COLUMNS))
+    if len(w) == 4:
+        tile += (int4.packed_groups(w[2], first, left, COLUMNS),)
+    return tile
 
 
 @jit
 def _sums_of_16(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
     """Products of codes with x, added up: float32 [R, COLUMNS / 16]."""
-    R: tl.constexpr = words.shape[0]
-    G: tl.constexpr = words.shape[1]
     if EMULATED:
         codes = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24)).to(tl.int8)
-        return tl.sum(VALUES(codes.reshape(R, G, 16)).to(tl.float32) * x[0], 2)
+        return tl.sum(VALUES(codes.reshape(words.shape[0], words.shape[1], 16)).to(tl.float32) * x[0], 2)
     else:
         args = [words, x[0], x[1]]
         return as_floats(tl.inline_asm_elementwise(ASM, fp8.WORDS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4))
@@ -573,7 +495,7 @@ def _signed(codes):
 @jit
 def _packed_sums8(tile, x):
     """Products with x, added up by 64 columns: float32 [R, COLUMNS / 64]."""
-    scale, minimum = _scale_and_minimum(tile)
+    scale, minimum = scale_and_minimum(tile[1:], 8, 0)
     EACH: tl.constexpr = tile[0].shape[1] // scale.shape[1]
     sums = scale * _by(_sums_of_16(tile[0], x, _signed, _SUMS_ASM), EACH)
     if len(tile) == 3:
@@ -583,10 +505,11 @@ def _packed_sums8(tile, x):
 
 KERNEL = dict(columns=_columns16, packed_x=_packed_x, neighbours=64)
 _held8 = partial(
-    Held, bits=8, values=_values8, row_scale=row_scale, packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL
-)
-Q8_0 = _held8("q8_0", load=_load8, packed_load=_packed_load8)
-Q8_1 = _held8("q8_1", load=_load8_minimum, packed_load=_packed_load8_minimum, form="minimum")
+    Held, bits=8, load=_load8, packed_load=_packed_load8, values=_values8, row_scale=row_scale,
+    packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL,
+)  # fmt: skip
+Q8_0 = _held8("q8_0")
+Q8_1 = _held8("q8_1", form="minimum")
 HOLDS = {  # types of ggml
     Q4_0: {"Q4_0"}, Q4_1: {"Q4_1"}, Q4_K: {"Q4_K"}, Q8_0: {"Q8_0", "Q5_0", "Q4_0"},
     Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"}, Q6_K: {"Q6_K", "Q5_K", "Q4_K"},
@@ -603,7 +526,7 @@ class Float8Groups(Grouped):
     def on(self, device: torch.device) -> Format:
         return E4M3_128_NATIVE if fp8.E4M3.on(device) is fp8.E4M3_NATIVE else self
 
-    def tensors(self, N: int, K: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+    def tensors(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float32, (N, K // 128))}
 
     def codes(self, tensors: Tensors) -> Tensor:
@@ -612,8 +535,7 @@ class Float8Groups(Grouped):
     def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         return tensors[1], torch.zeros_like(tensors[1])
 
-    def write(self, b: Blocks, out: Tensors) -> None:
-        fp8.E4M3.write(b, out)
+    write = fp8.Float8.write
 
 
 @jit
@@ -636,7 +558,7 @@ def _values_e4m3(tile):
 
 @jit
 def _packed_load_e4m3(w, first, left, COLUMNS: tl.constexpr):
-    return int4.packed_words(w, first, left, COLUMNS, 4), load_groups(w[1], first, left, COLUMNS, 64, 128)
+    return int4.load_codes(w, first, left, COLUMNS, 4), load_groups(w[1], first, left, COLUMNS, 64, 128)
 
 
 _E4M3_ASM, _NATIVE_ASM = (constexpr(fp8.words_asm(*halves)) for halves in (fp8.E4M3_HALVES, fp8.NATIVE_HALVES))

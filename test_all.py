@@ -491,11 +491,33 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr("model.compile_kernels", lambda run, device: run())
     seen, resets = [], []
-    captured(lambda: seen.append(gc.isenabled()), DEVICE, lambda: resets.append(len(seen)))
-    assert seen == [True, True, False] and resets == [1, 3] and gc.isenabled()
+    captured(lambda: seen.append(gc.isenabled()), DEVICE, lambda: resets.append((len(seen), gc.isenabled())))
+    assert seen == [True, True, False] and resets == [(1, True), (3, True)] and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
         captured(lambda: 1 / gc.isenabled(), DEVICE)
     assert gc.isenabled()
+
+
+@needs_triton
+def test_a_kernel_that_does_not_compile_does_not_stop_others(monkeypatch):
+    """Each is loaded, too; its error is the user's."""
+    from triton.runtime._async_compile import active_mode
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def start(name: str, compiled) -> None:
+        submit = lambda grid: active_mode.get().submit(name, compiled, lambda kernel: None)
+        launch.start(SimpleNamespace(warmup=submit), (1,), torch.device("cpu"))
+
+    class Kernel:
+        run = property(lambda self: loaded.append(self))
+
+    loaded: list[Kernel] = []
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            launch.compile_kernels(lambda: start("a", lambda: 1 / 0), DEVICE)
+        launch.compile_kernels(lambda: [start(name, Kernel) for name in "abb"], DEVICE)
+    assert len(loaded) == 4 and active_mode.get() is None and not launch._only_compile.get()
 
 
 def decode_in_graphs(model, monkeypatch) -> None:
@@ -3596,6 +3618,21 @@ def test_blocks_are_held_as_they_are(format):
         w = Matrix(w, format, (48, 768))
         assert torch.equal(w.dense(), exact)
     assert_multiplied(w, exact)
+
+
+@pytest.mark.parametrize(
+    "kinds, columns, most_bits, name",
+    [
+        ("Q4_K", 512, 8, "q4_k"), ("Q5_K", 512, 8, "q6_k"), ("Q4_K Q6_K", 512, 8, "q6_k"), ("Q4_0 Q5_0", 96, 8, "q8_0"),
+        ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None), ("Q6_K", 384, 8, None),
+        ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
+    ],
+)  # fmt: skip
+def test_the_smallest_format_that_holds_joined_matrices(kinds, columns, most_bits, name):
+    """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a block."""
+    types = {kind.name: kind for kind in QUANTS.values()}
+    found = quants.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
+    assert (found and found.name) == name
 
 
 def test_gguf_types_of_other_names_are_refused_by_name(tmp_path):
