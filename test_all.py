@@ -378,14 +378,10 @@ def test_fused_model_is_the_reference_model(tiny, dtype, limit):
         load(tiny, dtype=d, device=DEVICE.type, backend=b)
         for d, b in (("fp32", "torch"), (dtype, "torch"), (dtype, "triton"))
     )
-
-    def as_exact_as_torch() -> bool:
-        ids = torch.randint(3, 300, (19,))
-        right, by_torch, ours = (logits_of(model, ids, 17, 1, 1) for model in (exact, plain, fused))
-        assert_close(by_torch, right, limit)
-        return nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10
-
-    assert as_exact_as_torch() or as_exact_as_torch()  # one prompt in a hundred happens to suit torch's roundings
+    ids = torch.randint(3, 300, (19,))
+    right, by_torch, ours = (logits_of(model, ids, 17, 1, 1) for model in (exact, plain, fused))
+    assert_close(by_torch, right, limit)
+    assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, "less exact than torch in the same type"
     if dtype == "fp32":
         for sampling in (Sampling(seed=SEED), Sampling(temp=0, repeat_penalty=1.3)):
             ours, theirs = (list(generate(m, [1, 5, 9], n=2, sampling=sampling, eos=[])) for m in (fused, exact))
@@ -393,7 +389,7 @@ def test_fused_model_is_the_reference_model(tiny, dtype, limit):
 
 
 @needs_triton
-@pytest.mark.parametrize("how", ["generate", "single steps", "chunks"] if ON_GPU else ["chunks"])
+@pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
     """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not overlap."""
     steps = 3000 if ON_GPU else 4
@@ -1173,7 +1169,7 @@ def test_sampling_on_the_device_chooses_what_the_reference_does():
         choose_alike(torch.randn(V) * 3, tokens, random.choice([0, 1, 20, 50]), **settings)
     logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]  # parts with nothing to draw
     logits[high] = torch.tensor([1.0, 0.5, 0.7, 0.8])
-    assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in range(12)} == {*high}
+    assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in range(20)} == {*high}
 
 
 @needs_triton
@@ -1296,12 +1292,8 @@ def test_a_model_in_a_format_is_the_model_with_its_weights_decoded(
     with_dense_weights(exact)
     # the interpreter is slow to decode a matrix, as for a prompt, and for several tokens in fp32
     parts = (20, 1, 8) if backend == "torch" else (20, 1) if dtype == "fp32" else (8, 1)
-
-    def is_near() -> bool:
-        ids = torch.randint(3, 300, (sum(parts),))
-        return nmse(logits_of(ours, ids, *parts), logits_of(exact, ids, *parts)) < limit
-
-    assert is_near() or is_near()  # for one prompt in a hundred, attention is so sharp that roundings to bf16 add up
+    ids = torch.randint(3, 300, (sum(parts),))
+    assert nmse(logits_of(ours, ids, *parts), logits_of(exact, ids, *parts)) < limit
     save(grouped_folder, tmp_path / "saved", format=format, device=DEVICE.type, quiet=True)
     again = load(tmp_path / "saved", dtype=dtype, **options)
     assert again.checkpoint.format is FORMATS[format]
@@ -1473,7 +1465,7 @@ WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_weights_that_are_not_finite_are_named(copy, kv_fp8, backend):
     """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a masked one."""
-    spoiled = [*itertools.product(WEIGHTS, (NAN, random.choice((INF, -INF))))]
+    spoiled = [*itertools.product(WEIGHTS, (NAN, INF, -INF))]
     if backend == "triton":
         spoiled = [(f"layers.0.self_attn.{x}_proj", bad) for x, bad in (("q", NAN), ("k", NAN), ("v", INF))]
     sound = load_file(copy / "model.safetensors")
@@ -1524,16 +1516,15 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
 def test_activations_and_normed_activations_as_codes():
     x = randn(5, 300, dtype=torch.float16) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].half()
     codes, scales = fp8.encode_rows(x)
-    assert torch.allclose(scales, x.float().abs().amax(1, keepdim=True) / 448)
-    quotients = x.float() / scales  # one half-way between two codes may go to either
-    error, least = ((E4M3.floats(c) - quotients).abs() for c in (codes, E4M3.round(quotients)))
-    assert (error <= least + 1e-6 * quotients.abs()).all()
+    peak = x.float().abs().amax(1, keepdim=True)
+    assert torch.allclose(scales, peak / 448)
+    assert torch.equal(codes, E4M3.round(x.float() * (448 / peak)))  # x / scales would round differently
     x, norm = x.float(), randn(300, dtype=torch.float32)
     (codes, scales), exact = fp8.empty_codes(x), kernels.rmsnorm_ref(x, norm, 1e-5)
     kernels._launch_rmsnorm(x, norm, 1e-5, codes, scales)
     assert torch.allclose(scales, exact.abs().amax(1, keepdim=True) / 448)
     nearest = E4M3.floats(E4M3.round(exact / scales))
-    assert nmse(E4M3.floats(codes), nearest) < 1e-5
+    assert nmse(E4M3.floats(codes), nearest) < 1e-5  # a value half-way between two codes may go to either
 
 
 @needs_triton
@@ -2840,10 +2831,10 @@ def test_messages_are_one_line(copy):
 
 
 def test_fuzz_finds_nothing():
-    flags = f"--seed {SEED} --cases 80 --seconds {PATIENCE} --limit {PATIENCE}".split()
+    flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}".split()
     command = [sys.executable, HERE / "dev" / "fuzz.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
-    assert done.returncode == 0 and f"80 cases from seed {SEED}" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout, done.stdout + done.stderr
 
 
 def test_mutants_fit_the_program():
