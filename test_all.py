@@ -5089,6 +5089,19 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     assert_refused(bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original")
 
 
+def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tiny_model, tmp_path):
+    (tmp_path / "text").write_text("Once upon a time there was a cat.")
+    flags = ("--limits", tmp_path / "text", "--dtype", "fp32", "-c", 64, "--device", "cpu", "-o", "json")
+    rows = rows_of(bench_cli("-m", tiny, *flags))
+    ids, cache = Tokenizer(tiny).encode("Once upon a time there was a cat."), KVCache(tiny_model)
+    tiny_model.prefill(ids[:-1], cache)
+    assert [row["layer"] for row in rows] == list(range(tiny_model.config.n_layers))
+    assert rows[0]["x"] >= tiny_model.weights.embedding[ids[:-1]].abs().max().item()
+    for row, k in zip(rows, cache.k):
+        assert row["k"] == pytest.approx(k[:, : cache.pos].abs().max().item(), rel=1e-4)
+        assert row["% of 65504"] == pytest.approx(100 * max(row[n] for n in ("x", "q", "k", "v", "q k", "h")) / 65504)
+
+
 def test_bench_uses_the_threads_that_suit_a_model(bench_cli, tiny, request):
     request.addfinalizer(lambda: torch.set_num_threads(1))
     for given, name in (([], "CPU, 1 thread"), (["-t", "2"], "CPU, 2 threads")):
@@ -5188,8 +5201,8 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         assert_refused(bench_cli(*arguments.split()), text, code=2)
     for of_another_mode in (
         "--vs transformers --perplexity x", "--vs llama.cpp", "-o csv", "--plot x.png --perplexity x",
-        "--plot x.png --kernels", "--plot x.gif", "--stride 4", "--against fp32", "--against fp32 --passes 2",
-        "--perplexity x --dtype fp32,bf16", "--tune --dtype fp32 --dtype bf16", "--kernels --format none,e4m3",
+        "--plot x.png --kernels", "--plot x.gif", "--stride 4", "--against fp32", "--against fp32 --limits x",
+        "--perplexity x --dtype fp32,bf16", "--limits x --dtype fp32 --dtype bf16", "--kernels --format none,e4m3",
         "--kernels -n 4", "--kernels -r 4", "--kernels --accumulate fp32", "--profile -p 4,5", "--profile -o json",
         "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels", "--recorded x",
         "--recorded x --plot x.png -m a",
