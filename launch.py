@@ -102,7 +102,7 @@ def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
             run()
             list(threads.map(lambda future: future.result().run, mode.future_kernels.values()))
 
-    copy_context().run(compile_all)  # Triton's mode would stay on where a kernel does not compile
+    copy_context().run(compile_all)  # AsyncCompileMode leaves itself switched on if a kernel fails to compile
 
 
 class Scratch:
