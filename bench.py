@@ -890,12 +890,10 @@ def vector_candidates(bits: int, columns: int) -> Iterator[list[int]]:
 
 
 def stream_candidates(bits: int, columns: int) -> Iterator[list[int]]:
-    """launch.StreamSizes likewise: a warp has 2048 columns of a row."""
-    sizes = itertools.product((2, 4, 8), (2048, 4096, 8192, 16384), (1, 2), (4, 8, 12, 16), (3, 4))
-    for rows, block, split, resident, stages in sizes:
-        warps = block // 2048 * split
-        if warps <= 8 and block < max(2 * columns, 4096):
-            yield [rows, block, warps, max(1, resident // warps), stages]
+    """launch.StreamSizes likewise."""
+    for rows, block, warps, stages in itertools.product((2, 4, 8), (2048, 4096, 8192), (6, 8, 12, 16), (3, 4, 6)):
+        if columns <= 3 * block and block < max(2 * columns, 4096):
+            yield [rows, block, max(1, warps // (block // 2048)), stages]
 
 
 def few_candidates(bits: int, columns: int) -> Iterator[list[int] | None]:
@@ -920,7 +918,7 @@ def run_tune(args: argparse.Namespace) -> None:
         products.append(("rmsnorm_linear", output))
     for _ in range(20):
         pass_seconds(model, cache, 1, 64)  # a GPU that was idle is slower at first
-    streams = layer.wqkv.format and layer.wqkv.format.packed_x
+    streams = layer.wqkv.format and layer.wqkv.format.packed_load
     kind, single = ("stream", stream_candidates) if streams else ("vector", vector_candidates)
     few = own_table(model, "few")
     passes = [(1, own_table(model, kind), single), (8, few[8], few_candidates), (16, few[16], few_candidates)]

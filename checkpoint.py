@@ -967,14 +967,15 @@ class Loader:
         return tensors
 
     def encode(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
-        """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there are."""
+        """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there are, unless the
+        format cannot be cut there."""
         tensors, N, K = self.encoded[name], self.shapes[name][0], infos[0].shape(self.whole)[1]
         data = self.workspace[: N * K].view(N, K)
         self.fill(data, infos, sources, ALL)
         weigh = dict(importance=self.importance[name]) if self.importance and format is self.format else {}
         try:
-            if data.shape == self.shapes[name]:
-                return format.encode(data, tensors, **weigh)
+            if data.shape == self.shapes[name] or not format.can_be_cut(K, self.shapes[name][1]):
+                return format.encode(data[:, columns], tensors, **{key: t[columns] for key, t in weigh.items()})
             for part, whole in zip(tensors, format.encode(data)):
                 part.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
             return tensors
@@ -985,6 +986,9 @@ class Loader:
         """A matrix that the file has in its format."""
         rows = [taken for _, taken in sources]
         K, tensors = infos[0].shape(self.whole)[1], self.empty(name)
+        if not format.can_be_cut(K, self.shapes[name][1]):
+            what = f"what is saved in {format.name} of {name}, {K} columns"
+            raise ValueError(f"{what}, cannot be divided among {self.ranks} processes: take the original")
         for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
             M = self.checkpoint.shapes[stored][1:]
             for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):

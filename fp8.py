@@ -72,6 +72,18 @@ def load_groups(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP
 
 
 @jit
+def columns_of(places, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """See Format.columns."""
+    return places if COLUMNS is None else COLUMNS(places, K)
+
+
+@jit
+def pairs(low, high):
+    """Halves as the lower and upper halves of words."""
+    return low.to(tl.uint16, bitcast=True).to(tl.uint32) | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@jit
 def half_at(bits, EXPONENT: tl.constexpr):
     """The half in the lower bits of int32, times 2^-EXPONENT, as a float."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (2.0**-EXPONENT)
@@ -117,14 +129,15 @@ class Format:
     row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
     packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none
 
-    Where packed_sums needs more of x than its halves, or its columns in another order, a format also has these, and one
-    token runs in kernels._stream_kernel:
+    columns(places, K)         the columns whose weights lie in these places of a row, eight neighbours each in eight
+                               neighbouring columns; None: all lie in order
 
-    columns(COLUMNS)           the columns of a tile of x in the order that packed_x expects
-    packed_x(x)                a tile of halves x to what packed_sums takes
+    A format with groups has these, and one token runs in kernels._stream_kernel:
+
     packed_load(w, first, left, COLUMNS)
-                               like load: int32 tensors [R, M], of which a thread has what `neighbours` columns need
-    packed_sums(tile, x)       float32 [R, COLUMNS / neighbours]
+                               like load: int32 tensors [1, M], of which a thread has what 64 weights need
+    packed_sums(tile, x, sums) float32 [1, COLUMNS / 64]: x as words of two halves [COLUMNS / 2], or floats [COLUMNS] in
+                               the interpreter; the sums of each sum_x of them [COLUMNS / sum_x]
     """
 
     name: str
@@ -134,11 +147,12 @@ class Format:
     row_scale: Callable | None = None
     packed_sums: Callable | None = None
     columns: Callable | None = None
-    packed_x: Callable | None = None
     packed_load: Callable | None = None
-    neighbours: int = 8  # columns that one thread must have for packed_sums
+    sum_x: int = 16  # see packed_sums
+    neighbours: int = 8  # weights that one thread must have for packed_sums
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
+    whole: int = 1  # columns that are stored in an order of their own, if a matrix has as many
     as_e4m3: bool = False  # whether a prompt's product may round it to E4M3, for 8-bit tensor cores
 
     def at(self, name: str) -> Format:
@@ -177,6 +191,10 @@ class Format:
         """The format as kernels on this device decode it."""
         return self
 
+    def can_be_cut(self, K: int, part: int) -> bool:
+        """Whether what is stored of K columns can be cut into parts of so many."""
+        return part == K or self.whole > K or part % self.whole == 0
+
     def nbytes(self, N: int, K: int) -> int:
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.tensors(N, K).values())
 
@@ -193,13 +211,22 @@ class Format:
         return torch.cat([torch.mv(self.decoded(part), row) for part in parts])
 
 
+def ordered(t: Tensor, order: Tensor) -> Tensor:
+    """[..., K], eight neighbours at a time in the order [K / 8]."""
+    return t.unflatten(-1, (-1, 8))[..., order, :].flatten(-2)
+
+
 @dataclass(frozen=True, eq=False)
 class Grouped(Format):
     """A format with a scale and a minimum for each group of columns: W = scale * code + minimum, times the row's scale,
     which is the last tensor."""
 
+    def order(self, K: int, device: torch.device) -> Tensor:
+        """In torch what `columns` is in kernels: which eight neighbours follow each other, int64 [K / 8]."""
+        return torch.arange(K // 8, device=device)
+
     def codes(self, tensors: Tensors) -> Tensor:
-        """[N, K]."""
+        """[N, K], as they are stored."""
         return tensors[0]
 
     def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -209,7 +236,8 @@ class Grouped(Format):
     def decoded(self, tensors: Tensors) -> Tensor:
         scale, minimum = self.scales(tensors)
         groups = self.codes(tensors).float().unflatten(1, (scale.shape[1], -1))
-        return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
+        stored = groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
+        return ordered(stored, self.order(stored.shape[1], stored.device).argsort())
 
     def multiply(self, tensors: Tensors, factor: float) -> None:
         tensors[-1].mul_(factor)
@@ -571,13 +599,13 @@ def store_codes(y, factor, codes, scales, row, offs_k, K: tl.constexpr, ENCODE: 
 @jit
 def _recode_kernel(
     w, out, scales, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, VALUES: tl.constexpr,
-    ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Decode one block of a row to the type of `out` or, where there are scales, a whole row to E4M3 codes and its
     scale."""
     gdc_launch_dependents(PDL)
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    offs_k = k + tl.arange(0, BLOCK)[None, :]
+    offs_k = columns_of(k + tl.arange(0, BLOCK)[None, :], K, COLUMNS)
     gdc_wait(PDL)
     y = VALUES(LOAD(w, row * K + k + tl.arange(0, 1)[:, None], K - k, BLOCK, 8)).to(tl.float32)
     factor = 1.0
@@ -595,8 +623,9 @@ def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
     if scales is None:
         block = min(4096, block)
     functions = dict(
-        LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale, ENCODE=E4M3.on(device).encode_tile
-    )
+        LOAD=format.load, VALUES=format.values, COLUMNS=format.columns, ROW_SCALE=format.row_scale,
+        ENCODE=E4M3.on(device).encode_tile,
+    )  # fmt: skip
     grid, warps = (N, triton.cdiv(K, block)), min(16, max(1, block // 1024))
     launch(_recode_kernel, grid, device, w.tensors, out, scales, K=K, BLOCK=block, **functions, warps=warps)
 

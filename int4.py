@@ -1,14 +1,17 @@
 """4-bit integers with a scale and a zero point for each group of 32 columns, 4.5 bits a weight:
 
-    W[n, k] = row[n] * scale[n, k / 32] * (code[n, k] - zero[n, k / 32] / 16)
+    W[n, k] = row[n] * scale[n, g] * (code[n, k] - zero[n, g] / 16)
 
     code    4 bits: 0 to 15
     zero    8 bits: sixteenths of a code, since a group's range need not have 0 on a code
     scale   8 bits: a float without a sign: with the upper bits e, at most 14, and the lower m, (1 + m / 16) 2^(e - 23)
     row     float32: scales a row so that its largest group scale is the largest that 8 bits can hold
 
-Eight codes share an int32. Word i of the four that hold a group has, for j from 0 to 3, column 8 j + 2 i at bit 4 j and
-column 8 j + 2 i + 1 at bit 16 + 4 j. So one AND extracts two neighbours, one into each half of a register, and they
+Each 256 columns are eight groups, interleaved: a group has eight neighbours from each quarter of them. With one token a
+thread has whole groups of x, and threads that are neighbours can load neighbouring columns this way.
+
+Eight codes share an int32. Word i of the four that hold a group has, for j from 0 to 3, its column 8 j + 2 i at bit 4 j
+and column 8 j + 2 i + 1 at bit 16 + 4 j. So one AND extracts two neighbours, one into each half of a register, and they
 need no conversion: as a half, a code at bit 0 is the subnormal code * 2^-24, one at bit 4 is code * 2^-20.
 """
 
@@ -28,6 +31,7 @@ from fp8 import (
     as_floats,
     half_at,
     load_groups,
+    ordered,
     row_scale,
     scale_and_minimum,
     stream,
@@ -35,6 +39,7 @@ from fp8 import (
 from launch import EMULATED, constexpr, jit, tl
 
 GROUP = 32
+BLOCK = 256  # columns that eight groups share
 LARGEST = 0xEF  # of the scales' codes
 
 
@@ -46,16 +51,18 @@ class Codes4(Grouped):
         return unpacked(tensors[0])
 
     def packed(self, tensors: Tensors) -> Tensors | None:
-        """The codes in torch's order, and (code - 8) * scale + offset in bf16 for each group."""
+        """The codes in torch's layout, (code - 8) * scale + offset in bf16 for each group, and the order of columns."""
         if len(tensors[0]) % 16:
             return None
         scale, minimum = self.scales(tensors)
         both = torch.stack((scale, 8 * scale + minimum), 2).transpose(0, 1).to(torch.bfloat16).contiguous()
-        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(self.codes(tensors).int(), 1), both
+        codes = self.codes(tensors).int()
+        order = self.order(codes.shape[1], codes.device)
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), both, order
 
     def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
-        codes, both = packed
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, x.shape[1] // len(both), both)
+        codes, both, order = packed
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(ordered(x, order), codes, x.shape[1] // len(both), both)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +72,11 @@ class Int4(Codes4):
     def tensors(self, N: int, K: int) -> Shapes:
         groups = {"codes": (torch.int32, (N, K // 8)), "groups": (torch.int16, (N, K // GROUP))}
         return groups | {"row": (torch.float32, (N, 1))}
+
+    def order(self, K: int, device: torch.device) -> Tensor:
+        eighths = torch.arange(K // 8, device=device)
+        blocks, rest = eighths[: K // BLOCK * 32], eighths[K // BLOCK * 32 :]
+        return torch.cat((blocks.view(-1, 4, 2, 4).transpose(1, 3).flatten(), rest))
 
     def at(self, name: str) -> Format:
         """The output matrix is kept in E4M3: that lowers the KL divergence by a third (BENCHMARKS.md)."""
@@ -76,8 +88,10 @@ class Int4(Codes4):
         K = weights.shape[1]
         out = out or self.empty(*weights.shape, weights.device)
         weigh = torch.ones(K, device=weights.device) if importance is None else importance.float().clamp(min=1e-12)
+        order = self.order(K, weights.device)
+        in_groups = lambda t: ordered(t.float(), order).unflatten(-1, (-1, GROUP))
         for rows, *places in zip(*(t.split(max(1, (1 << 24) // K)) for t in (weights, *out))):
-            for place, value in zip(places, _encode(rows.float().unflatten(1, (-1, GROUP)), weigh.view(-1, GROUP))):
+            for place, value in zip(places, _encode(in_groups(rows), in_groups(weigh))):
                 place.copy_(value)
         return out
 
@@ -282,13 +296,6 @@ def values(tile):
         return run_values_asm((codes,), scale, minimum, _VALUES_ASM, _VALUES_REGISTERS)
 
 
-@jit
-def _columns(COLUMNS: tl.constexpr):
-    """[4, COLUMNS / 32, 8]: a thread has all columns of a group, eight of them from one load."""
-    group, column = tl.arange(0, COLUMNS // 32)[None, :, None] * 32, tl.arange(0, 8)[None, None, :]
-    return group + tl.arange(0, 4)[:, None, None] * 8 + column
-
-
 def sums_asm(extract: list[str], total: str) -> str:
     """PTX that multiplies codes by x and adds up the products. extract[i] puts the four pairs of word i into a, b, c
     and d; register 5 + j len(extract) + i has x for pair j. The sums times 2^-20, of the pairs' first codes and of
@@ -310,30 +317,12 @@ _PACKED_REGISTERS = constexpr("=&r" + 20 * ",r")
 
 
 @jit
-def pairs(low, high):
-    """Halves as the lower and upper halves of words."""
-    return low.to(tl.uint16, bitcast=True).to(tl.uint32) | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
-
-
-@jit
 def split_4(x):
     """[A, M, 4] to four times [1, A, M]."""
     even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     return x0[None], x1[None], x2[None], x3[None]
-
-
-@jit
-def _packed_x(x):
-    """Halves x [4, G, 8]: for each j, the pairs in columns 8 j to 8 j + 7 of the groups as words [1, G, 4]; and the
-    sums of the groups. In the interpreter x itself."""
-    if EMULATED:
-        return (x,)
-    else:
-        sum_x = tl.sum(tl.sum(x.to(tl.float32), 0), 1)[None, :]
-        words = pairs(*tl.split(x.reshape(4, x.shape[1], 4, 2)))
-        return split_4(words.permute(1, 2, 0)) + (sum_x,)
 
 
 @jit
@@ -356,29 +345,40 @@ def packed_load_32(w, first, left, COLUMNS: tl.constexpr):
 
 
 @jit
-def _packed_sums(tile, x):
+def _packed_sums(tile, x, sum_x):
     """Products with x, added up by two groups: float32 [R, COLUMNS / 64]."""
-    words = tile[0]
+    words, sum_x = tile[0], sum_x[None, :]
     R: tl.constexpr = words.shape[0]
     G: tl.constexpr = words.shape[1]
     if EMULATED:
-        products = values(tile).reshape(R, G, 4, 8) * x[0].permute(1, 0, 2)[None].to(tl.float32)
-        sums = tl.sum(tl.sum(products, 3), 2)
+        sums = tl.sum((values(tile).to(tl.float32) * x[None, :]).reshape(R, G, 32), 2)
     else:
-        asm_args = [words, x[0], x[1], x[2], x[3]]
+        x0, x1, x2, x3 = split_4(x.reshape(G, 4, 4).permute(0, 2, 1))
+        asm_args = [words, x0, x1, x2, x3]
         sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, asm_args, dtype=tl.int8, is_pure=True, pack=4)
         if len(tile) == 3:
             scale, minimum = scale_and_minimum(tile[1:], 24, 6)
-            sums = scale * 1048576.0 * as_floats(sums) + minimum * x[4]
+            sums = scale * 1048576.0 * as_floats(sums) + minimum * sum_x
         else:
             scale, zero = _scale_and_zero(tile[1], 20)
-            sums = scale * (as_floats(sums) - zero * x[4])
+            sums = scale * (as_floats(sums) - zero * sum_x)
     return tl.sum(sums.reshape(R, G // 2, 2), 2)
+
+
+@jit
+def _columns(places, K: tl.constexpr):
+    """See Format.columns. Groups 2 i and 2 i + 1 of a block, which a thread has together, have columns 64 j + 8 i to
+    64 j + 8 i + 7 and those 32 further on, j from 0 to 3. What is left of K is in order."""
+    quarter, half, thread = places % 32 // 8, places // 32 % 2, places // 64 % 4
+    columns = places // 256 * 256 + quarter * 64 + half * 32 + thread * 8 + places % 8
+    return columns if K % 256 == 0 else tl.where(places < K // 256 * 256, columns, places)
 
 
 # What formats of 4-bit codes share, but for their two ways to load
 KERNEL = dict(
-    values=values, row_scale=row_scale, packed_sums=_packed_sums, columns=_columns, packed_x=_packed_x,
-    neighbours=64, peak=16384.0,
+    values=values, row_scale=row_scale, packed_sums=_packed_sums, sum_x=32,
+    neighbours=64, peak=4096.0,
 )  # fmt: skip
-INT4 = Int4("int4", 4, load_32, packed_load=packed_load_32, group=GROUP, as_e4m3=True, **KERNEL)
+INT4 = Int4(
+    "int4", 4, load_32, packed_load=packed_load_32, columns=_columns, group=GROUP, whole=BLOCK, as_e4m3=True, **KERNEL
+)

@@ -148,9 +148,9 @@ def _load_tile(w, rows, k, N, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.con
 
 
 @jit
-def _load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr):
-    """x[k + offs_k]. In fp32 in the interpreter, whose own bf16 products are wrong."""
-    pointers = x + k + offs_k
+def _load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """x for the weights in places k + offs_k. In fp32 in the interpreter, whose own bf16 products are wrong."""
+    pointers = x + fp8.columns_of(k + offs_k, K, COLUMNS)
     tile = tl.load(pointers) if K % BLOCK == 0 else tl.load(pointers, mask=offs_k < K - k, other=0.0)
     return tile.to(tl.float32) if EMULATED else tile
 
@@ -162,12 +162,14 @@ def _power_of_two(x):
 
 
 @jit
-def _range_of(x, x_tiles, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, PEAK: tl.constexpr):
+def _range_of(
+    x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PEAK: tl.constexpr
+):  # fmt: skip
     """What x is multiplied by for packed products, a power of two, and 1 / rms(x) where there is a norm, otherwise 1:
-    its range is that root mean square, see fp8.fit_norm, or its largest magnitude. x_tiles: those loaded already."""
-    squares, peaks = x_tiles[0].to(tl.float32) * x_tiles[0].to(tl.float32), tl.abs(x_tiles[0])
+    its range is that root mean square, see fp8.fit_norm, or its largest magnitude. x_tile: its first tile."""
+    squares, peaks = x_tile.to(tl.float32) * x_tile.to(tl.float32), tl.abs(x_tile)
     for k in tl.static_range(BLOCK, K, BLOCK):
-        x_next = x_tiles[k // BLOCK] if k // BLOCK < len(x_tiles) else _load_vector(x, k, offs_k, K, BLOCK)
+        x_next = _load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
         squares += x_next.to(tl.float32) * x_next.to(tl.float32)
         peaks = tl.maximum(peaks, tl.abs(x_next))
     if norm is not None:
@@ -191,7 +193,8 @@ def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
 @jit
 def _vector_kernel(
     x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOAD: tl.constexpr, VALUES: tl.constexpr, PACKED_SUMS: tl.constexpr, PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, PACKED_SUMS: tl.constexpr, PEAK: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: rmsnorm(x) W^T, or x W^T where norm is None, for ROWS rows of W, read BLOCK columns at a time. The
@@ -208,13 +211,13 @@ def _vector_kernel(
     w_tile = _load_tile(w, rows, 0, N, K, BLOCK, LOAD)
     offs_k = tl.arange(0, BLOCK)[None, :]
     if norm is not None:
-        norm_tile = _load_vector(norm, 0, offs_k, K, BLOCK)
+        norm_tile = _load_vector(norm, 0, offs_k, K, BLOCK, COLUMNS)
     gdc_wait(PDL)
     if ADDED is not None:
         added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
-    x_tile = _load_vector(x, 0, offs_k, K, BLOCK)
+    x_tile = _load_vector(x, 0, offs_k, K, BLOCK, COLUMNS)
     if PACKED_SUMS is not None:
-        power, inv_rms = _range_of(x, (x_tile,), norm, eps, offs_k, K, BLOCK, PEAK)
+        power, inv_rms = _range_of(x, x_tile, norm, eps, offs_k, K, BLOCK, COLUMNS, PEAK)
     elif norm is not None:
         squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
     for k in tl.static_range(0, K, BLOCK):
@@ -222,14 +225,14 @@ def _vector_kernel(
         w_now = w_tile
         if k + BLOCK < K:
             w_tile = _load_tile(w, rows, k + BLOCK, N, K, BLOCK, LOAD)
-        x_now = x_tile if k == 0 else _load_vector(x, k, offs_k, K, BLOCK)
+        x_now = x_tile if k == 0 else _load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
         if k > 0 and PACKED_SUMS is None and norm is not None:
             squares += x_now.to(tl.float32) * x_now.to(tl.float32)
         x_now = x_now.to(tl.float32) if PACKED_SUMS is None else x_now * power.to(x_now.dtype)
         if norm is not None:
             x_now *= norm_tile.to(x_now.dtype)
             if k + BLOCK < K:
-                norm_tile = _load_vector(norm, k + BLOCK, offs_k, K, BLOCK)
+                norm_tile = _load_vector(norm, k + BLOCK, offs_k, K, BLOCK, COLUMNS)
         if PACKED_SUMS is None:
             sums = VALUES(w_now).to(tl.float32) * x_now
         else:
@@ -250,62 +253,147 @@ def _vector_kernel(
     STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
 
 
+# Formats with groups, one token. A warp multiplies 2048 columns of a row, a thread 64 of them: it has its part of x in
+# registers, as words of two halves, for all rows that the program goes through. To load it, a thread takes eight times
+# eight neighbours; which columns a thread has is up to the format, and best is what lets neighbouring threads load
+# neighbouring columns (int4.columns). A tile of W has a single row, so that every version of Triton finds the
+# same layout for what is loaded of W and of x, and nothing has to move between threads.
+
+
+@jit
+def _load_eighths(x, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """x for BLOCK places from k on: eight tiles [BLOCK / 64, 8], of which a thread has the same row."""
+    offs_k = tl.arange(0, BLOCK // 64)[:, None] * 64 + tl.arange(0, 8)[None, :]
+    tiles = ()
+    for eighth in tl.static_range(0, 64, 8):
+        tiles += (_load_vector(x, k, offs_k + eighth, K, BLOCK, COLUMNS),)
+    return tiles
+
+
+@jit
+def _join_eighths(t):
+    """Eight tiles [P, M] to [P, 8 M]."""
+    low, high = tl.join(tl.join(t[0], t[1]), tl.join(t[2], t[3])), tl.join(tl.join(t[4], t[5]), tl.join(t[6], t[7]))
+    return tl.join(low, high).permute(0, 4, 3, 2, 1).reshape(t[0].shape[0], 8 * t[0].shape[1])
+
+
+@jit
+def _words(tile, SQUARED: tl.constexpr):
+    """Halves [P, 8], or their squares, as words of two neighbours [P, 4]; in the interpreter as floats [P, 8]."""
+    if EMULATED:
+        x = tile.to(tl.float16).to(tl.float32)
+        return x * x if SQUARED else x
+    else:  # an instruction for two neighbours also makes the compiler keep them in one register
+        ASM: tl.constexpr = "mul.rn.f16x2 $0, $1, $1;" if SQUARED else "mov.b32 $0, $1;"
+        x = tl.inline_asm_elementwise(ASM, "=r,r", [tile.to(tl.float16)], tl.float16, is_pure=True, pack=2)
+        return fp8.pairs(*tl.split(x.reshape(x.shape[0], 4, 2)))
+
+
+@jit
+def _add_words(a, b):
+    return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
+
+
+@jit
+def _sums(words, EACH: tl.constexpr):
+    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]."""
+    groups = words.reshape(words.shape[0] * 64 // EACH, words.shape[1] * EACH // 64)
+    if EMULATED:
+        return tl.sum(groups, 1)
+    else:
+        both = tl.reduce(groups, 1, _add_words)
+        return fp8.half_at(both, 0) + fp8.half_at(both >> 16, 0)
+
+
+@jit
+def _packed_x(
+    x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
+    PEAK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK places of x, times the norm's weights: words, the sums of SUMS places, and what these are to be multiplied
+    by, since each 64 have been scaled by a power of two; and x's own squares, summed by 64. The largest magnitude is
+    below PEAK then, with a norm also if all its weights are fp8.NORM_LIMIT."""
+    tiles, words, squares = _load_eighths(x, k, K, BLOCK, COLUMNS), (), ()
+    peak = tl.abs(tiles[0])
+    for i in tl.static_range(1, 8):
+        peak = tl.maximum(peak, tl.abs(tiles[i]))
+    exponent = tl.max(peak, 1).to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32  # at most 32, so that squares fit a half
+    power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)  # 1 / 2^exponent
+    power = tl.minimum(power, 65536 / TOP) * (TOP / 2)
+    inverse = (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    for i in tl.static_range(0, 8):
+        tile = tiles[i] * power.to(tiles[i].dtype)[:, None]
+        if norm_tiles is not None:
+            squares += (_words(tile, True),)
+            tile *= norm_tiles[i].to(tile.dtype)
+        words += (_words(tile, False),)
+    joined = _join_eighths(words)
+    packed = joined.reshape(joined.shape[0] * joined.shape[1]), _sums(joined, SUMS), inverse[None, :]
+    return packed, inverse if norm_tiles is None else _sums(_join_eighths(squares), 64) * inverse * inverse
+
+
 @jit
 def _stream_kernel(
     x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, PACKED_X: tl.constexpr, PACKED_SUMS: tl.constexpr,
-    COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, COLUMNS: tl.constexpr, PACKED_SUMS: tl.constexpr,
+    SUMS: tl.constexpr, PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for formats whose packed sums take more of x than its halves: a program prepares x once, keeps it in
-    registers, and goes through TILES tiles of ROWS rows. Triton's pipelining turns the loads of W in this loop into
-    asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of them before the wait. Sums stay within
-    a warp until the end: those of tile i are kept by lane i."""
+    """As _vector_kernel. A program goes through TILES times ROWS rows. Triton's pipelining turns the loads of W in this
+    loop into asynchronous copies to shared memory, STAGES - 1 rounds ahead, the first of them before the wait."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * (ROWS * TILES)
-    offs_k = COLUMNS(BLOCK)
-    norm_tiles, packed_x = (), ()
-    for k in tl.static_range(0, K, BLOCK):
-        if norm is not None:
-            norm_tiles = norm_tiles + (_load_vector(norm, k, offs_k, K, BLOCK),)
-        packed_x = packed_x + (PACKED_X(tl.zeros(offs_k.shape, tl.float16)),)
-    WARPS: tl.constexpr = BLOCK // (32 * NEIGHBOURS)  # that share a row
-    factor, kept, lane = 0.0, tl.zeros([ROWS, WARPS, 32], tl.float32), tl.arange(0, 32)[None, None, :]
-    for i in tl.range(0, TILES, num_stages=STAGES):
-        first = tl.minimum(row + i * ROWS + tl.arange(0, ROWS), N - 1).to(tl.int64)[:, None] * K
-        w_tiles = ()
-        for k in tl.static_range(0, K, BLOCK):
-            w_tiles = w_tiles + (LOAD(w, first + k, None if K % BLOCK == 0 else K - k, BLOCK),)
-        if i == 0:
-            gdc_wait(PDL)
-            x_tiles, fresh = (), ()
-            for k in tl.static_range(0, K, BLOCK):
-                x_tiles = x_tiles + (_load_vector(x, k, offs_k, K, BLOCK),)
-            power, inv_rms = _range_of(x, x_tiles, norm, eps, offs_k, K, BLOCK, PEAK)
-            factor = inv_rms / power
-            for k in tl.static_range(0, K, BLOCK):
-                tile = x_tiles[k // BLOCK] * power.to(x_tiles[0].dtype)
-                if norm is not None:
-                    tile *= norm_tiles[k // BLOCK].to(tile.dtype)
-                fresh = fresh + (PACKED_X(tile.to(tl.float16)),)
-            packed_x = fresh
-        acc = PACKED_SUMS(w_tiles[0], packed_x[0])
-        for k in tl.static_range(BLOCK, K, BLOCK):
-            acc += PACKED_SUMS(w_tiles[k // BLOCK], packed_x[k // BLOCK])
-        kept = tl.where(lane == i, tl.sum(acc.reshape(ROWS, WARPS, 32), 2, keep_dims=True), kept)
-    LANES: tl.constexpr = triton.next_power_of_2(TILES)
-    COUNT: tl.constexpr = ROWS * LANES
-    y = tl.sum(tl.sum(kept, 1).reshape(ROWS, 32 // LANES, LANES), 1)  # the other lanes have kept zeros
-    y = y.trans().reshape(COUNT) * factor
     end = tl.minimum(row + ROWS * TILES, N)
-    rows = row + tl.arange(0, COUNT)
-    if ROW_SCALE is not None:
-        y *= ROW_SCALE(w, rows, rows < end)
-    if ADDED is not None:
-        y += tl.load(args[ADDED] + rows, mask=rows < end, other=0.0).to(tl.float32)
+    COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))
+    offs = tl.arange(0, COUNT)
     ready = None
     if PREPARE is not None:
         ready = PREPARE(args, row, 1, end, COUNT, 1, SIZES)
+    if ROW_SCALE is not None:
+        scales = ROW_SCALE(w, row + offs, row + offs < end)
+    norm_tiles, packed = (), ()
+    for k in tl.static_range(0, K, BLOCK):
+        if norm is not None:
+            norm_tiles += (_load_eighths(norm, k, K, BLOCK, COLUMNS),)
+        words = tl.zeros([BLOCK], tl.float32) if EMULATED else tl.zeros([BLOCK // 2], tl.uint32)
+        packed += ((words, tl.zeros([BLOCK // SUMS], tl.float32), tl.zeros([1, BLOCK // 64], tl.float32)),)
+    PARTS: tl.constexpr = len(packed)
+    WARPS: tl.constexpr = BLOCK // 2048
+    EACH: tl.constexpr = ROWS if EMULATED else 1  # rows of a tile
+    squares, added = tl.zeros([BLOCK // 64], tl.float32), tl.zeros([COUNT], tl.float32)
+    sums = tl.zeros([WARPS, COUNT], tl.float32)
+    for i in tl.range(0, TILES, num_stages=STAGES):
+        w_tiles = ()
+        for r in tl.static_range(0, ROWS, EACH):
+            first = tl.minimum(row + i * ROWS + r + tl.arange(0, EACH), N - 1).to(tl.int64)[:, None] * K
+            for k in tl.static_range(0, K, BLOCK):
+                w_tiles += (LOAD(w, first + k, None if K % BLOCK == 0 else K - k, BLOCK),)
+        if i == 0:
+            gdc_wait(PDL)
+            if ADDED is not None:
+                added = tl.load(args[ADDED] + row + offs, mask=row + offs < end, other=0.0).to(tl.float32)
+            fresh = ()
+            for j in tl.static_range(0, PARTS):
+                norm_tile = norm_tiles[j] if norm is not None else None
+                x_now, more = _packed_x(x, norm_tile, j * BLOCK, K, BLOCK, COLUMNS, SUMS, PEAK)
+                fresh += (x_now,)
+                squares += more
+            packed = fresh
+        for r in tl.static_range(0, ROWS, EACH):
+            acc = tl.zeros([EACH, BLOCK // 64], tl.float32)
+            for j in tl.static_range(0, PARTS):
+                acc += PACKED_SUMS(w_tiles[r // EACH * PARTS + j], packed[j][0], packed[j][1]) * packed[j][2]
+            by_warp = tl.sum(acc.reshape(EACH, WARPS, 32), 2, keep_dims=True)
+            place = (i * ROWS + r + tl.arange(0, EACH))[:, None, None]
+            sums += tl.sum(tl.where(offs[None, None, :] == place, by_warp, 0.0), 0)
+    y = tl.sum(sums, 0)
+    if norm is not None:
+        y *= tl.rsqrt(tl.sum(squares) / K + eps)
+    if ROW_SCALE is not None:
+        y *= scales
+    if ADDED is not None:
+        y += added
     STORE(args, y, ready, row, 1, end, COUNT, 1, SIZES)
 
 
@@ -364,15 +452,19 @@ def _weights_operand(tile, SIZES: tl.constexpr):
 
 
 @jit
-def _load_tokens(x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr):
+def _load_tokens(
+    x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The same columns of the T rows of x: eight neighbours a thread."""
     PARTS: tl.constexpr = E // 8
     i, e = tl.arange(0, TOKENS // 8 * SIZES.steps * PARTS * SIZES.warps * 32)[:, None], tl.arange(0, 8)[None, :]
     lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
     t = register // (SIZES.steps * PARTS) * 8 + lane // 4
     step = warp * SIZES.steps + register // PARTS % SIZES.steps
-    cols = k + step * (4 * E) + lane % 4 * E + register % PARTS * 8 + e
-    mask = (t < T) & (cols < K) if k + SIZES.warps * SIZES.steps * 4 * E > K else (t < T) & (e < 8)
+    places = k + step * (4 * E) + lane % 4 * E + register % PARTS * 8 + e
+    cols = fp8.columns_of(places, K, COLUMNS)
+    mask = (t < T) & (places < K) if k + SIZES.warps * SIZES.steps * 4 * E > K else (t < T) & (e < 8)
     return tl.load(x + t * K + cols, mask=mask, other=0.0, eviction_policy="evict_last")
 
 
@@ -387,7 +479,7 @@ def _tokens_operand(tile, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.const
 @jit
 def _few_product(
     x, w, row, T, N, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
-    LOAD: tl.constexpr, VALUES: tl.constexpr, ROW_SCALE: tl.constexpr, PDL: tl.constexpr,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x W[row : row + FEW.rows]^T for T tokens: float32 [FEW.rows, TOKENS]."""
     BLOCK: tl.constexpr = FEW.warps * FEW.steps * 4 * E
@@ -406,7 +498,7 @@ def _few_product(
         w_tiles = w_tiles[1:]
         if k + FEW.ahead * BLOCK < K:
             w_tiles = w_tiles + (_load_few_weights(w, row, k + FEW.ahead * BLOCK, N, K, E, FEW, LOAD),)
-        x_tile = _load_tokens(x, k, T, K, TOKENS, E, FEW)
+        x_tile = _load_tokens(x, k, T, K, TOKENS, E, FEW, COLUMNS)
         a = _weights_operand(VALUES(w_tile).to(x_tile.dtype), FEW)
         b = _tokens_operand(x_tile, TOKENS, E, FEW)
         if EMULATED:  # the interpreter's own bf16 products are wrong
@@ -420,7 +512,7 @@ def _few_product(
 @jit
 def _few_kernel(
     x, w, T, args, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
-    LOAD: tl.constexpr, VALUES: tl.constexpr, ROW_SCALE: tl.constexpr,
+    LOAD: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for T tokens."""
@@ -429,7 +521,7 @@ def _few_kernel(
     ready = None
     if PREPARE is not None:
         ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
-    y = _few_product(x, w, row, T, N, K, TOKENS, E, FEW, LOAD, VALUES, ROW_SCALE, PDL)
+    y = _few_product(x, w, row, T, N, K, TOKENS, E, FEW, LOAD, VALUES, COLUMNS, ROW_SCALE, PDL)
     if ADDED is not None:
         rows, t = places(row, FEW.rows, TOKENS)
         y += tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0).to(tl.float32)
@@ -474,35 +566,38 @@ def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
 def _functions(w: Matrix, epilogue: Epilogue) -> dict:
     """What the kernels of products are compiled for: the functions of a format and of an epilogue."""
     format = fp8.format_of(w)
-    found = dict(LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale)
+    found = dict(LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale, COLUMNS=format.columns)
     return found | dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
 
 
 def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> None:
     assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
-    N, K, format = w.rows, w.columns, fp8.format_of(w)
+    K, format, args = w.columns, fp8.format_of(w), (x, norm, w.tensors, eps, epilogue.args)
+    constants = _functions(w, epilogue) | dict(N=w.rows, K=K, PACKED_SUMS=format.packed_sums, PEAK=format.peak)
     packs = K % format.neighbours == 0 and x.element_size() == 2 and x.data_ptr() % 16 == 0
-    streams = packs and format.packed_x is not None
-    sizes = (stream_sizes if streams else vector_sizes)(x.device, w.bits, op, K)
+    if packs and format.packed_load:
+        _launch_stream(op, x.device, args, w, epilogue.within, constants)
+        return
+    sizes = vector_sizes(x.device, w.bits, op, K)
     least = 32 * format.neighbours  # columns that a warp takes at once
     rows, block = math.gcd(sizes.rows, epilogue.within), min(sizes.block, max(least, triton.next_power_of_2(K)))
-    args, constants = (x, norm, w.tensors, eps, epilogue.args), _functions(w, epilogue)
-    constants |= dict(N=N, K=K, ROWS=rows, PACKED_SUMS=format.packed_sums, PEAK=format.peak)
-    if not streams:
-        warps = min(sizes.warps, max(1, block // least))
-        if not packs or block < least * warps:
-            constants["PACKED_SUMS"] = None
-        launch(_vector_kernel, (triton.cdiv(N, rows),), x.device, *args, **constants, BLOCK=block, warps=warps)
-        return
-    tiles = min(32, triton.cdiv(N, rows * processors(x.device) * sizes.programs))
-    if epilogue.within:  # as many tiles as divide it
-        tiles = math.gcd(1 << tiles.bit_length() - 1, epilogue.within // rows)
-    block = max(block, least)
+    warps = min(sizes.warps, max(1, block // least))
+    if not packs or format.packed_load or block < least * warps:
+        constants["PACKED_SUMS"] = None
+    constants |= dict(ROWS=rows, BLOCK=block, warps=warps)
+    launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants)
+
+
+def _launch_stream(op: str, device: torch.device, args: tuple, w: Matrix, within: int, constants: dict) -> None:
+    sizes = stream_sizes(device, w.bits, op, w.columns)
+    rows, block = math.gcd(sizes.rows, within), min(sizes.block, max(2048, triton.next_power_of_2(w.columns)))
+    tiles = min(32, triton.cdiv(w.rows, rows * processors(device) * sizes.programs))
+    if within:  # as many tiles as divide it
+        tiles = math.gcd(1 << tiles.bit_length() - 1, within // rows)
     del constants["VALUES"]
-    constants |= dict(LOAD=format.packed_load, PACKED_X=format.packed_x, COLUMNS=format.columns)
-    constants |= dict(BLOCK=block, TILES=tiles, STAGES=sizes.stages, warps=min(sizes.warps, rows * block // least))
-    grid = (triton.cdiv(N, rows * tiles),)
-    launch(_stream_kernel, grid, x.device, *args, **constants, NEIGHBOURS=format.neighbours)
+    constants |= dict(LOAD=w.format.packed_load, SUMS=w.format.sum_x, ROWS=rows, TILES=tiles, BLOCK=block)
+    grid, warps = (triton.cdiv(w.rows, rows * tiles),), block // 2048
+    launch(_stream_kernel, grid, device, *args, **constants, STAGES=sizes.stages, warps=warps)
 
 
 def _launch_few(sizes: FewSizes, x: Tensor, w: Matrix, epilogue: Epilogue) -> None:
@@ -782,7 +877,7 @@ def _store_normed_heads(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: t
     head = row // SIZES.D
     rows = row + tl.arange(0, ROWS)
     tl.store(qkv + rows, y, mask=rows < N)
-    if is_last(arrived + head, SIZES.D // ROWS):
+    if is_last(arrived + head, SIZES.D // tl.minimum(ROWS, N - row)):
         pair = tl.arange(0, BLOCK)
         mask, offs = pair < HALF_D, (head * HALF_D + pair) * 2
         even = tl.load(qkv + offs, mask=mask, other=0.0, cache_modifier=".cg")

@@ -174,12 +174,11 @@ class VectorSizes(NamedTuple):
 
 
 class StreamSizes(NamedTuple):
-    """The same for kernels._stream_kernel: `programs` for each SM, which go through several tiles of `rows` rows, with
-    `stages` - 1 in flight."""
+    """The same for kernels._stream_kernel: `programs` for each SM, of a warp for each 2048 columns of a block. They go
+    through several times `rows` rows, with `stages` - 1 times in flight."""
 
     rows: int
     block: int
-    warps: int
     programs: int
     stages: int
 

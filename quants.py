@@ -18,7 +18,18 @@ from torch import Tensor
 import fp8
 import ggml
 import int4
-from fp8 import Format, Grouped, Shapes, Tensors, as_floats, load_elements, load_groups, row_scale, scale_and_minimum
+from fp8 import (
+    Format,
+    Grouped,
+    Shapes,
+    Tensors,
+    as_floats,
+    load_elements,
+    load_groups,
+    ordered,
+    row_scale,
+    scale_and_minimum,
+)
 from launch import EMULATED, constexpr, jit, tl
 
 AT_ONCE = 1 << 20  # weights decoded at a time: what a CPU's caches hold takes half the time
@@ -146,6 +157,30 @@ SPLIT = {
 
 
 # ---- formats that hold blocks as they are
+#
+#      A thread has 64 neighbouring columns of x, and loads eight of them at a time. If all threads of a warp began with
+#      their first eight, they would meet in the same banks of the cache. So each begins with others: of four times
+#      eight columns, the second thread's codes begin with the second eight, and end with the first.
+
+
+def rotated(eighths, turns):
+    """Which eight columns are stored in these places, counted in eights: of each `turns` eights, one further on from
+    thread to thread. In torch and in kernels."""
+    return eighths // turns * turns + (eighths + eighths // 8) % turns
+
+
+_rotated = jit(rotated)
+
+
+@jit
+def _in_turn_4(places, K):
+    """See Format.columns."""
+    return _rotated(places // 8, 4) * 8 + places % 8
+
+
+@jit
+def _in_turn_2(places, K):
+    return _rotated(places // 8, 2) * 8 + places % 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +202,7 @@ class Held(Grouped):
     middle: int = 0  # the code that stands for 0, of the form "scale"
 
     planes = {"codes": (torch.int8, 1)}  # tensors of codes: type, columns of an element
+    turns = 4  # see rotated
 
     def tensors(self, N: int, K: int) -> Shapes:
         found = {name: (dtype, (N, K // columns)) for name, (dtype, columns) in self.planes.items()}
@@ -176,6 +212,9 @@ class Held(Grouped):
         if self.form == "minimum":
             found["minimum"] = found["scale"]
         return found | {"row": (torch.float32, (N, 1))}
+
+    def order(self, K: int, device: torch.device) -> Tensor:
+        return rotated(torch.arange(K // 8, device=device), self.turns)
 
     def codes(self, tensors: Tensors) -> Tensor:
         return tensors[0] ^ -128
@@ -209,7 +248,8 @@ class Held(Grouped):
             each = b.codes.shape[1] // self.part
             parts = [part.to(torch.int8).repeat_interleave(each // part.shape[1], 1) for part in b.parts]
             groups = [_joined(*parts).view(torch.int16), _joined(*groups).view(torch.int32)]
-        for place, value in zip(out, (*self.stored(b.codes), *groups, 1 / (up * self.unit)), strict=True):
+        codes = self.stored(ordered(b.codes, self.order(b.codes.shape[1], b.codes.device)))
+        for place, value in zip(out, (*codes, *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
 
 
@@ -235,6 +275,7 @@ class Held6(Held):
     a shift by 2, which the lower bits need by 8, and for i = 1 after the two bytes of each half have been swapped."""
 
     planes = {"codes": (torch.int32, 8), "high": (torch.int32, 16)}
+    turns = 2
 
     def codes(self, tensors: Tensors) -> Tensor:
         low, high, *_ = tensors
@@ -300,7 +341,7 @@ def _packed_load_parts(w, first, left, COLUMNS: tl.constexpr):
     return int4.packed_load_32(w[:2], first, left, COLUMNS) + (_shared(w[2], first, left, COLUMNS, 256, 32),)
 
 
-_held4 = partial(Held4, bits=4, unit=2.0**-24, **int4.KERNEL)
+_held4 = partial(Held4, bits=4, unit=2.0**-24, columns=_in_turn_4, **int4.KERNEL)
 Q4_0 = _held4("q4_0", load=int4.load_32, packed_load=int4.packed_load_32, group=32, middle=8)
 Q4_1 = _held4("q4_1", load=int4.load_32, packed_load=int4.packed_load_32, group=32, form="minimum")
 Q4_K = _held4("q4_k", load=_load_parts, packed_load=_packed_load_parts, group=256, form="parts", part=32, unit=2.0**-30)
@@ -378,44 +419,23 @@ def _packed_load6(w, first, left, COLUMNS: tl.constexpr):
 
 
 @jit
-def _columns16(COLUMNS: tl.constexpr):
-    return tl.arange(0, COLUMNS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-
-
-@jit
-def _words_of(x):
-    """Halves x [COLUMNS / 16, 16] as words of two neighbours [COLUMNS / 16, 4, 2]."""
-    return int4.pairs(*tl.split(x.reshape(x.shape[0], 4, 2, 2)))
-
-
-@jit
-def _packed_x6(x):
-    """Halves x [COLUMNS / 16, 16]: for each j, columns 4 j to 4 j + 3 as words [1, COLUMNS / 16, 2]; and the sums of
-    16, times 2^-20. In the interpreter x itself and the sums."""
-    sum_x = tl.sum(x.to(tl.float32), 1)[None] * 2.0**-20
-    if EMULATED:
-        return x[None].to(tl.float32), sum_x
-    else:
-        return int4.split_4(_words_of(x).permute(0, 2, 1)) + (sum_x,)
-
-
-@jit
-def _packed_sums6(tile, x):
+def _packed_sums6(tile, x, sum_x):
     """Products with x, added up by 64 columns: float32 [R, COLUMNS / 64]."""
     words, high = tile[0], tile[1]
     if EMULATED:
-        return _by(tl.sum(_values6(tile).reshape(words.shape[0], words.shape[1], 16) * x[0], 2), 4)
+        return _by(_values6(tile) * x[None, :], 64)
     else:
-        args = [words, tl.join(high, high), x[0], x[1], x[2], x[3]]
+        args = (words, tl.join(high, high)) + int4.split_4(x.reshape(words.shape[1], 4, 2).permute(0, 2, 1))
         sums = tl.inline_asm_elementwise(_PACKED6_ASM, _PACKED6_REGISTERS, args, dtype=tl.float16, is_pure=True, pack=2)
-        sums = int4.pairs(*tl.split(sums)).to(tl.float32, bitcast=True)
+        sums = fp8.pairs(*tl.split(sums)).to(tl.float32, bitcast=True)
         scale, minimum = _scales6(tile, 4)
-        return _by(scale * sums + minimum * x[4], 4)
+        return _by(scale * sums + minimum * (sum_x * 2.0**-20)[None, :], 4)
 
 
 Q6_K = Held6(
-    "q6_k", 6, _load6, _values6, row_scale, _packed_sums6, packed_load=_packed_load6, packed_x=_packed_x6,
-    columns=_columns16, neighbours=64, peak=16384.0, group=256, form="parts", part=16, unit=2.0**-31,
+    "q6_k", 6, _load6, _values6, row_scale, _packed_sums6, packed_load=_packed_load6,
+    columns=_in_turn_2, neighbours=64, peak=4096.0,
+    group=256, form="parts", part=16, unit=2.0**-31,
 )  # fmt: skip
 
 
@@ -457,18 +477,6 @@ def _values8(tile):
 
 
 @jit
-def _packed_x(x):
-    """Halves x [COLUMNS / 16, 16]: of each four neighbours, the first two and the last two as words
-    [1, COLUMNS / 16, 4]; and the sums of 16. In the interpreter x itself and the sums."""
-    sum_x = tl.sum(x.to(tl.float32), 1)[None]
-    if EMULATED:
-        return x[None].to(tl.float32), sum_x
-    else:
-        first, last = tl.split(_words_of(x))
-        return first[None], last[None], sum_x
-
-
-@jit
 def _packed_load8(w, first, left, COLUMNS: tl.constexpr):
     tile = (int4.load_codes(w, first, left, COLUMNS, 4), int4.packed_groups(w[1], first, left, COLUMNS))
     if len(w) == 4:
@@ -481,9 +489,10 @@ def _sums_of_16(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
     """Products of codes with x, added up: float32 [R, COLUMNS / 16]."""
     if EMULATED:
         codes = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24)).to(tl.int8)
-        return tl.sum(VALUES(codes.reshape(words.shape[0], words.shape[1], 16)).to(tl.float32) * x[0], 2)
+        return _by(VALUES(codes.reshape(words.shape[0], words.shape[1] * 16)).to(tl.float32) * x[None, :], 16)
     else:
-        args = [words, x[0], x[1]]
+        first, last = tl.split(x.reshape(words.shape[1], 4, 2))
+        args = [words, first[None], last[None]]
         return as_floats(tl.inline_asm_elementwise(ASM, fp8.WORDS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4))
 
 
@@ -493,17 +502,17 @@ def _signed(codes):
 
 
 @jit
-def _packed_sums8(tile, x):
+def _packed_sums8(tile, x, sum_x):
     """Products with x, added up by 64 columns: float32 [R, COLUMNS / 64]."""
     scale, minimum = scale_and_minimum(tile[1:], 8, 0)
     EACH: tl.constexpr = tile[0].shape[1] // scale.shape[1]
     sums = scale * _by(_sums_of_16(tile[0], x, _signed, _SUMS_ASM), EACH)
     if len(tile) == 3:
-        sums += minimum * _by(x[len(x) - 1], EACH)
+        sums += minimum * _by(sum_x[None, :], EACH)
     return _by(sums, 4 // EACH)
 
 
-KERNEL = dict(columns=_columns16, packed_x=_packed_x, neighbours=64)
+KERNEL = dict(columns=_in_turn_4, neighbours=64)
 _held8 = partial(
     Held, bits=8, load=_load8, packed_load=_packed_load8, values=_values8, row_scale=row_scale,
     packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL,
@@ -529,13 +538,18 @@ class Float8Groups(Grouped):
     def tensors(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float32, (N, K // 128))}
 
+    def order(self, K: int, device: torch.device) -> Tensor:
+        return rotated(torch.arange(K // 8, device=device), 4)
+
     def codes(self, tensors: Tensors) -> Tensor:
         return fp8.E4M3.halves(tensors[0]).float().mul_(256)
 
     def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         return tensors[1], torch.zeros_like(tensors[1])
 
-    write = fp8.Float8.write
+    def write(self, b: Blocks, out: Tensors) -> None:
+        codes = ordered(b.codes, self.order(b.codes.shape[1], b.codes.device))
+        fp8.Float8.write(self, b._replace(codes=codes), out)
 
 
 @jit
@@ -565,7 +579,7 @@ _E4M3_ASM, _NATIVE_ASM = (constexpr(fp8.words_asm(*halves)) for halves in (fp8.E
 
 
 @jit
-def _sums_e4m3(tile, x):
+def _sums_e4m3(tile, x, sum_x):
     return _by(_sums_of_16(tile[0], x, fp8.e4m3_values, _E4M3_ASM), 4) * tile[1] * 256.0
 
 
@@ -575,7 +589,7 @@ def _values_native(tile):
 
 
 @jit
-def _sums_native(tile, x):
+def _sums_native(tile, x, sum_x):
     return _by(_sums_of_16(tile[0], x, fp8.native_values, _NATIVE_ASM), 4) * tile[1]
 
 

@@ -802,7 +802,7 @@ def test_tiles_fit_shared_memory():
     for arch, kilobytes in ARCHITECTURES.items():
         for bits, ops in launch.nearest(launch.tables()["stream"], arch).items():
             for op, by_columns in ops.items():
-                for columns, (rows, block, _, _, stages) in by_columns.items():
+                for columns, (rows, block, _, stages) in by_columns.items():
                     padded = -(-max(columns, 2048) // block) * block
                     assert (stages - 1) * rows * padded * 1.2 * bits / 8 < kilobytes * 1024, (arch, bits, op, columns)
 
@@ -897,7 +897,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
     kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
-    kernels.stream_sizes = lambda *_: launch.StreamSizes(2, 512, 2, 3, 3)
+    kernels.stream_sizes = lambda *_: launch.StreamSizes(2, 2048, 3, 3)
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
@@ -1603,7 +1603,7 @@ def test_4_bits_refuse_nan_and_what_encode_never_writes():
 def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
     """Several tiles of rows for each program, the last one with fewer; rows of one block of columns, of several, of one
     that ends early, and of an odd number of groups."""
-    monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(4, 2048, 2, 1, 3))
+    monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(4, 2048, 1, 3))
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
     for N, K in ((48, 96), (42, 1216), (20, 4096), (26, 4160)):
         w, x, norm = int4_matrix(N, K), randn(T, K, dtype=dtype), torch.rand(K, device=DEVICE).to(dtype) + 0.5
