@@ -206,6 +206,12 @@ def logits_of(model, ids, *sizes: int, cache: KVCache | None = None) -> torch.Te
     return torch.cat([model.forward(part, cache).cpu() for part in ids.split(sizes or len(ids))])
 
 
+def logits_of_prompts(model, prompts, *sizes: int) -> torch.Tensor:
+    """Of several, as an error in 16 bits is measured: in a single prompt, where two keys of an attention are nearly
+    tied, a model may have several times the error of another that rounds as much (of two, in 4% more than twice)."""
+    return torch.cat([logits_of(model, ids, *sizes) for ids in prompts])
+
+
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
     assert ours.shape == theirs.shape
     error = ((ours - theirs).norm() / theirs.norm()).item()
@@ -382,8 +388,8 @@ def test_fused_model_is_the_reference_model(tiny, dtype, limit):
         load(tiny, dtype=d, device=DEVICE.type, backend=b)
         for d, b in (("fp32", "torch"), (dtype, "torch"), (dtype, "triton"))
     )
-    ids = torch.randint(3, 300, (19,))
-    right, by_torch, ours = (logits_of(model, ids, 17, 1, 1) for model in (exact, plain, fused))
+    prompts = torch.randint(3, 300, (1 if dtype == "fp32" else 8, 19))
+    right, by_torch, ours = (logits_of_prompts(model, prompts, 17, 1, 1) for model in (exact, plain, fused))
     assert_close(by_torch, right, limit)
     assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, "less exact than torch in the same type"
     if dtype == "fp32":
@@ -1276,28 +1282,33 @@ def grouped_folder(tiny, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("format, dtype, backend, limit", [
-    ("grouped", "fp32", "torch", 1e-4), ("grouped", "fp16", "torch", 1e-4), ("grouped", "bf16", "torch", 3e-3),
-    ("int4", "fp32", "torch", 1e-4), ("int4", "bf16", "torch", 3e-3),  # on a CPU, torch reads halves
-    pytest.param("grouped", "fp32", "triton", 1e-9, marks=needs_triton),
-    pytest.param("int4", "bf16", "triton", 3e-3, marks=needs_triton),
+@pytest.mark.parametrize("format, dtype, backend", [
+    ("grouped", "fp32", "torch"), ("grouped", "fp16", "torch"), ("grouped", "bf16", "torch"),
+    ("int4", "fp32", "torch"), ("int4", "bf16", "torch"),
+    pytest.param("grouped", "fp32", "triton", marks=needs_triton),
+    pytest.param("int4", "bf16", "triton", marks=needs_triton),
 ])  # fmt: skip
 def test_a_model_in_a_format_is_the_model_with_its_weights_decoded(
-    grouped_folder, tmp_path, format, dtype, backend, limit, monkeypatch
+    grouped_folder, tmp_path, format, dtype, backend, monkeypatch
 ):
     """In a prompt, with one token and with eight; and again when it is saved and loaded."""
     monkeypatch.setitem(FORMATS, "grouped", GROUPED)
     options = dict(device=DEVICE.type, backend=backend)
     ours = load(grouped_folder, dtype=dtype, format=format, **options)
-    exact = load(grouped_folder, dtype="fp32", format=format, device=DEVICE.type, backend="torch")
+    exact, plain = (
+        load(grouped_folder, dtype=d, format=format, device=DEVICE.type, backend="torch") for d in ("fp32", dtype)
+    )
     assert ours.weights.layers[0].w2.format is FORMATS[format]
     assert ours.weights.output.format is (E4M3 if format == "int4" else GROUPED)
     ours.accumulate = "fp32"  # otherwise a GPU decodes a prompt's weights in 4 bits to E4M3
     with_dense_weights(exact)
+    with_dense_weights(plain)
     # the interpreter is slow to decode a matrix, as for a prompt, and for several tokens in fp32
     parts = (20, 1, 8) if backend == "torch" else (20, 1) if dtype == "fp32" else (8, 1)
-    ids = torch.randint(3, 300, (sum(parts),))
-    assert nmse(logits_of(ours, ids, *parts), logits_of(exact, ids, *parts)) < limit
+    prompts = torch.randint(3, 300, (1 if dtype == "fp32" else 8, sum(parts)))
+    right, by_torch, by_ours = (logits_of_prompts(model, prompts, *parts) for model in (exact, plain, ours))
+    rounding = 1e-7 if format == "int4" else 1e-9  # on a CPU, a single token's activations are rounded to fp16
+    assert nmse(by_ours, right) < 2 * nmse(by_torch, right) + rounding, "less exact than torch with the same weights"
     save(grouped_folder, tmp_path / "saved", format=format, device=DEVICE.type, quiet=True)
     again = load(tmp_path / "saved", dtype=dtype, **options)
     assert again.checkpoint.format is FORMATS[format]
