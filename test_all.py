@@ -38,10 +38,8 @@ import warnings
 import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +50,7 @@ import pytest
 import sentencepiece
 import tokenizers
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -170,8 +169,6 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
 
 
 def hugging_face_model(vocab_size: int = 300, model: str = "Llama", **shape):
-    import transformers
-
     transformers.utils.logging.disable_progress_bar()
     fields = dict(
         hidden_size=64,
@@ -994,11 +991,8 @@ def record_training(dtype: torch.dtype) -> None:
     training._scale(new(16, 48), new(1, dtype=torch.float32))
 
 
-def compiled_kernel(kernel, arguments: tuple, constants: dict, arch: int, warps: int, stages: int):
-    """What makes a launch a variant of its own, and a function that compiles it to machine code."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
+def parts_of_source(kernel, arguments: tuple, constants: dict) -> tuple[dict, dict, dict]:
+    """What the compiler is told of a launch: its signature, its constants, what is aligned."""
     from triton.runtime.jit import mangle_type
 
     signature, constexprs, aligned = {}, {}, {}
@@ -1012,29 +1006,38 @@ def compiled_kernel(kernel, arguments: tuple, constants: dict, arch: int, warps:
         parts = {(i, j): part for j, part in enumerate(value)} if isinstance(value, tuple) else {(i,): value}
         pointers = [place for place, part in parts.items() if isinstance(part, torch.Tensor)]
         aligned |= {place: [["tt.divisibility", 16]] for place in pointers}
-    options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90, maxnreg=constants.get("maxnreg"))
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, aligned)
-    key = (kernel.__name__, str(signature), str(constexprs), warps, stages)
-    return key, lambda: launch.triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return signature, constexprs, aligned
+
+
+def compile_kernel(arch: int, kernel, *parts: dict, **options) -> str:
+    """To machine code that fits into shared memory. -> PTX"""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    source = (GluonASTSource if kernel.is_gluon() else launch.triton.compiler.ASTSource)(kernel, *parts)
+    target = launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
+    compiled = launch.triton.compile(source, target=target, options=options)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (kernel, parts, compiled.metadata.shared)
+    return compiled.asm["ptx"]
 
 
 def compile_kernels(arch: int) -> None:
-    """Compile all that is launched to machine code for an architecture."""
+    """Compile all that is launched for an architecture."""
     torch.set_num_threads(1)
     names, done = set(), set()
     for dtype in (torch.float16, torch.bfloat16):
         for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
-            key, compile = compiled_kernel(kernel, arguments, constants, arch, warps, stages)
+            signature, constexprs, aligned = parts_of_source(kernel, arguments, constants)
+            key = (kernel.__name__, str(signature), str(constexprs), warps, stages)
             if key in done:
                 continue
             done.add(key)
-            compiled = compile()
-            assert compiled.asm["cubin"]
-            assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (key, compiled.metadata.shared)
-            assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90), key
             names.add(kernel.__name__)
+            options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90, maxnreg=constants.get("maxnreg"))
+            ptx = compile_kernel(arch, kernel, signature, constexprs, aligned, **options)
+            assert ("griddepcontrol.wait" in ptx) == (arch >= 90), key
             if constants.get("FP16_SUMS") and kernel.__name__ == "_attention_kernel" and arch < 90:
-                assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in compiled.asm["ptx"], "no fp16 sums"
+                assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, "no fp16 sums"
     if arch == 90:
         compile_hopper()
         names.add("_hopper_attention_kernel")
@@ -1043,19 +1046,15 @@ def compile_kernels(arch: int) -> None:
 
 def compile_hopper() -> None:
     """The kernel for prompts, whose arguments are descriptors of tensors."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     for kind in (hopper.gl.float16, hopper.gl.bfloat16):
         layout = lambda rows, kind=kind: hopper.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)
         tiles = lambda rows, kind=kind, layout=layout: f"tensordesc<{kind}[{rows}, 128],{layout(rows)!r}>"
         signature = dict(q=tiles(64), k=tiles(128), v=tiles(128), out=tiles(64), pos="*i32", T="i32", qk_scale="fp32")
         signature |= dict.fromkeys(("S", "H", "G", "positions_at_once"), "i32")
         sizes = dict(D=128, ROWS=hopper.ROWS, BLOCK_N=hopper.BLOCK_N, STAGES=2)
-        source = GluonASTSource(hopper._hopper_attention_kernel, signature | dict.fromkeys(sizes, "constexpr"), sizes)
-        compiled = launch.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-        assert compiled.metadata.shared <= ARCHITECTURES[90] * 1024
-        assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+        signature |= dict.fromkeys(sizes, "constexpr")
+        ptx = compile_kernel(90, hopper._hopper_attention_kernel, signature, sizes, num_warps=4)
+        assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
 
 
 @needs_triton
@@ -2438,8 +2437,6 @@ def test_config_older_rope_fields(tiny, copy):
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_config_defaults(tmp_path, family):
     """Absent fields have transformers' defaults."""
-    import transformers
-
     given = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=300)
     (tmp_path / "config.json").write_text(json.dumps(given | {"model_type": family.lower()}))
     ours, theirs = read_config(tmp_path), getattr(transformers, f"{family}Config")(**given)
@@ -2611,15 +2608,12 @@ YARNS = [  # with a ramp within the frequencies, and beyond the last; as DeepSee
 
 @pytest.mark.parametrize("fields", YARNS, ids=str)
 def test_yarn_angles_equal_transformers(tmp_path, fields):
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0) | fields
     trained = rope["original_max_position_embeddings"] = rope.pop("trained")
     config = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=int(rope["factor"] * trained))
-    theirs = LlamaConfig(**config, rope_parameters=rope)
+    theirs = transformers.LlamaConfig(**config, rope_parameters=rope)
     theirs.save_pretrained(tmp_path)
-    freqs, gain = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     angles = torch.outer(torch.arange(50.0), freqs)
     assert_close(rope_table(read_config(tmp_path), 50), gain * torch.stack((angles.cos(), angles.sin()), -1), 1e-5)
 
@@ -3316,12 +3310,6 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
     return folder
 
 
-def theirs_of(folder: Path):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
 def random_text(length: int) -> str:
     """Words, white space, and characters of all planes."""
     planes = [(32, 127), (32, 0x300), (0x300, 0xD800), (0xE000, 0x110000)]
@@ -3331,7 +3319,8 @@ def random_text(length: int) -> str:
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_tokenizer_json_equals_transformers(tmp_path, family):
-    ours, theirs = Tokenizer(train_tokenizer_json(tmp_path, family)), theirs_of(tmp_path)
+    ours = Tokenizer(train_tokenizer_json(tmp_path, family))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for _ in range(200):
         text = random_text(30)
         assert ours.encode(text) == theirs(text)["input_ids"], (text,)
@@ -3352,7 +3341,8 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_chat_templates_equal_transformers(tmp_path, family):
-    ours, theirs = Tokenizer(train_tokenizer_json(tmp_path, family)), theirs_of(tmp_path)
+    ours = Tokenizer(train_tokenizer_json(tmp_path, family))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     talks = [[random_text(12) for _ in range(random.choice([1, 3, 5]))] for _ in range(10)]
     for texts in [*talks, ["hi", "<think>\nhm\n</think>\n\nhello", "again"]]:
         for system in ("", "Be kind."):
@@ -3363,7 +3353,7 @@ def test_chat_templates_equal_transformers(tmp_path, family):
 
 
 def test_template_has_what_transformers_gives(tmp_path):
-    theirs = theirs_of(train_tokenizer_json(tmp_path, "llama 3"))
+    theirs = transformers.AutoTokenizer.from_pretrained(train_tokenizer_json(tmp_path, "llama 3"))
     source = (
         "{% generation %}\n  {% for m in messages %}\n{% if loop.index > 2 %}{% break %}{% endif %}{{ m | tojson }}"
         "{% endfor %}\n  {% endgeneration %}\n{{ strftime_now('%Y') }}{{ tools is none }}{{ eos_token }}"
@@ -3536,8 +3526,6 @@ def dequantised(number: int, raw: torch.Tensor) -> torch.Tensor:
 def gguf_tensors(model, kinds=()) -> dict:
     """A model's tensors as the converter writes them. kinds: numbers of the types that matrices have in turn, of random
     blocks, whose values the model gets instead of its own."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     c, found, kinds = model.config, {}, itertools.cycle(kinds)
     names = gguf.get_tensor_name_map({arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[c.model_type], 99)
     for name, value in model.state_dict().items():
@@ -3556,7 +3544,7 @@ def gguf_tensors(model, kinds=()) -> dict:
             stored = value.view(heads, 2, -1, value.shape[1]).transpose(1, 2).reshape(value.shape)
         found[names.get_name(name, (".weight", ".bias"))] = stored if number is None else (number, stored)
     if c.rope_parameters["rope_type"] == "llama3":  # the plain frequencies over those of transformers
-        scaled = ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")[0]
+        scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")[0]
         plain = c.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
         found["rope_freqs.weight"] = plain / scaled
     return found
@@ -3713,8 +3701,6 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
 
 def test_gguf_from_the_command_line(tmp_path, cli):
     """The same text as with the decoded weights, from a file, a folder and parts; a second loss is refused."""
-    import transformers
-
     model = transformers.AutoModelForCausalLM.from_pretrained(HERE / "models/tales").float()
     metadata = gguf_metadata(model.config) | sentencepiece_metadata(HERE / "models/tales/tokenizer.model")
     tensors = gguf_tensors(model, (2, 8))
@@ -3938,17 +3924,16 @@ SPLITS = {"llama-bpe": LLAMA_3, "qwen2": LLAMA_3.replace("{1,3}", ""), "tekken":
 @pytest.mark.parametrize("name", SPLITS)
 def test_gguf_byte_pairs(name, tmp_path):
     """The same ids as a tokenizer.json trained on a little text."""
-    from tokenizers import Regex, normalizers, pre_tokenizers
-
     always = name in ("llama-bpe", "tekken")  # ignore merges, and add bos unless the file says otherwise
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
-    first = pre_tokenizers.Split(Regex(SPLITS[name]), "isolated") if SPLITS[name] else pre_tokenizers.Digits(True)
-    splits = byte_level if name == "gpt-2" else pre_tokenizers.Sequence([first, byte_level])
-    raw = train_byte_pairs(splits, GGUF_TEXTS * 3, pre_tokenizers.ByteLevel.alphabet(), ignore_merges=always)
+    pre = tokenizers.pre_tokenizers
+    byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
+    first = pre.Split(tokenizers.Regex(SPLITS[name]), "isolated") if SPLITS[name] else pre.Digits(True)
+    splits = byte_level if name == "gpt-2" else pre.Sequence([first, byte_level])
+    raw = train_byte_pairs(splits, GGUF_TEXTS * 3, pre.ByteLevel.alphabet(), ignore_merges=always)
     merges = raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"]
     own = tokenizers.Tokenizer.from_str(json.dumps(raw))
     if name == "qwen2":
-        own.normalizer = normalizers.NFC()
+        own.normalizer = tokenizers.normalizers.NFC()
     own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
     own.add_tokens(["<think>", "~x~"])
     kinds = {own.token_to_id(token): 3 for token in ("<|im_end|>", "<|endoftext|>")}
@@ -4225,8 +4210,8 @@ def test_speculation_ends_in_the_middle_of_a_pass_and_goes_on(tiny):
     model, prompt = exact_model(tiny, ctx_size=128), [1, 5, 6]
     for taken in range(1, 9):
         cache, draft = KVCache(model), always(Draft(4, model))
-        with closing(generate(model, prompt, cache, 40, eos=[], decode=draft.decode)) as tokens:
-            turn = [*prompt, *islice(tokens, taken), 9, 10]
+        with contextlib.closing(generate(model, prompt, cache, 40, eos=[], decode=draft.decode)) as tokens:
+            turn = [*prompt, *itertools.islice(tokens, taken), 9, 10]
         assert cache.pos == cache.device_pos == len(prompt) + taken - 1
         timings = Timings()
         second = list(generate(model, turn, cache, 12, eos=[], timings=timings, decode=draft.decode))
@@ -4943,9 +4928,7 @@ def test_bench_cost_is_what_one_counts_by_hand(tiny_model):
 
 @pytest.mark.parametrize("stride", [24, 10, 1])
 def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
-    from transformers import LlamaForCausalLM
-
-    theirs = LlamaForCausalLM.from_pretrained(tiny)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tiny)
     ids, ctx, counted, losses = torch.randint(3, 300, (70,)).tolist(), 24, [], []
     report = bench.quality([*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200)
     for start, end, first in bench.windows(len(ids), ctx, stride):
@@ -5028,8 +5011,6 @@ def test_bench_vs_transformers_measures_the_same_model(bench_cli, tiny, tiny_sav
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
 def test_bench_random_config_makes_all_tensors_of_a_layer(bench_cli, tmp_path, family):
-    import transformers
-
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=70)
     getattr(transformers, f"{family}Config")(num_key_value_heads=2, head_dim=8, **sizes).save_pretrained(tmp_path)
     args = SimpleNamespace(device="cpu", backend="torch", kv_fp8=False, accumulate="auto", threads=1, cores=1)
