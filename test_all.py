@@ -621,10 +621,7 @@ def op_arguments(op: str, dtype: torch.dtype, heads: tuple, T: int, before: int,
     H, KH, D = heads
     C, F, V, S = 8 * (2 * H + 1), 52, 101, S or before + T + 9
     pos, scratch = torch.tensor([before], dtype=torch.int32, device=DEVICE), launch.Scratch(DEVICE)
-    table, tokens = (
-        torch.randn(S, D // 2, 2, device=DEVICE),
-        torch.randint(0, V, (S,), dtype=torch.int32, device=DEVICE),
-    )
+    table, tokens = torch.randn(S, D // 2, 2, device=DEVICE), torch.randint(0, V, (S,), device=DEVICE).int()
     # activations as large as real outliers, or so small that epsilon is most of the sum
     x, norm, eps = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype), 1e-5
     cache = [randn(KH, S, D, dtype=dtype) for _ in range(2)]
@@ -4958,7 +4955,7 @@ def test_bench_speed_has_a_row_for_each_of_what_is_given(bench_cli, tiny, tiny_s
     assert all(r["tokens_per_s"] > 0 and r["percent_of_ceiling"] > 0 for r in rows)
     given = ["-m", tiny, "-m", tiny_saved, "-p", "4", "-p", "8,9", "-n", "0", "-r", "1", "--device", "cpu", "-ngl", "9"]
     code, out, err = bench_cli(*given, "-o", "jsonl")
-    rows = [json.loads(line) for line in out.splitlines()]
+    rows = objects(out)
     expected = [(str(m), form, f"pp{n}") for m, form in ((tiny, "none"), (tiny_saved, "e4m3")) for n in (4, 8, 9)]
     assert code == 0 and "-ngl: no effect here" in err
     assert [(r["model"], r["format"], r["test"]) for r in rows] == expected
@@ -5037,7 +5034,7 @@ def test_bench_random_matrices_are_stored_as_their_format_says(form):
 
 def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
     code, out, err = bench_cli("-m", tiny, "-p", 4, "--device", "cpu", "--kernels", "-o", "jsonl")
-    found = [json.loads(line)["op"] for line in out.splitlines()]
+    found = [row["op"] for row in objects(out)]
     assert code == 0 and "the Triton kernels need a GPU" in err
     prompt = "rmsnorm rope rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
     assert found == [*prompt, "rmsnorm_linear", "sample", *prompt]
