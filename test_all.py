@@ -2241,7 +2241,6 @@ class Person:
         return bool(new)
 
 
-PASTED = "\x1b[200~{}\x1b[201~"
 UP, CTRL_D = "\x1b[A", "\x04"
 READY = r"\x1b\[\?2004h(\x1b\[1;32m)?> "  # bracketed paste, perhaps in colour; no text of the model holds an escape
 
@@ -2253,7 +2252,7 @@ def test_chat_at_a_terminal(tiny, tmp_path):
     turn = person.types("hello\r", READY)
     answered = r"(?s)hello\r\n(\x1b\[\?2004l\r)?\x1b\[0m\r\n[^\x1b]+\r\n\r\n\x1b\[\?2004h\x1b\[1;32m> "
     assert re.fullmatch(answered, turn), repr(turn)
-    person.types(PASTED.format("good\rday"), "day")
+    person.types("\x1b[200~good\rday\x1b[201~", "day")  # pasted
     person.types("\r", READY)
     person.types("two \\\r", r"\x1b\[1;32m  ")
     person.types("lines\r", READY)
@@ -3473,8 +3472,6 @@ BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.eos_token_id": 258,
 }
 
-GGUF_MODELS = ("llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3")
-
 
 def gguf_metadata(config) -> dict:
     """What llama.cpp's convert_hf_to_gguf.py writes for a model of transformers."""
@@ -3640,7 +3637,7 @@ def assert_two_ranks_have(model, layer) -> None:
         assert torch.equal(joined, getattr(layer, name).dense()), name
 
 
-@pytest.mark.parametrize("family", GGUF_MODELS)
+@pytest.mark.parametrize("family", ["llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3"])
 def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv, whose decoded weights transformers is given; whole and by ranks, a
     few rows at a time."""
@@ -4618,8 +4615,6 @@ def test_torchrun_reports_one_error(tiny):
 # ---- training.py
 
 
-TRAINING_OPS = list(vars(training.fused))
-FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 # An error of half a unit in the last place; in fp32, that of a sum of some rounded terms
 HALF_PLACE = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-23}
 
@@ -4694,8 +4689,8 @@ def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
 
 
 @needs_triton
-@FLOATS
-@pytest.mark.parametrize("op", TRAINING_OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", vars(training.fused))
 def test_training_op_and_its_gradients_equal_autograd(op, dtype, guarded, monkeypatch):
     monkeypatch.setattr(training, "CHUNK", 7)  # of linear_cross_entropy
     for arguments in training_cases(op, dtype):
