@@ -38,10 +38,8 @@ import warnings
 import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +50,7 @@ import pytest
 import sentencepiece
 import tokenizers
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -111,13 +110,15 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter():
-    """Rounds to bf16 to the nearest, as a GPU does: Triton's truncates, with errors up to twice as large. And it
-    prepares Triton's language once, not at each call of a function: half the time."""
+    """Rounds to bf16 to the nearest, as a GPU does: Triton's truncates, with errors up to twice as large. And it takes
+    a third of the time: it prepares Triton's language once, not at each call of a function, looks a type up once, and
+    does not compute whether integers overflow, which Triton's interpreter does and then ignores."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as at_end:
         if launch.triton and not ON_GPU:
             from triton.runtime import interpreter
 
             convert, prepare = interpreter._convert_float, interpreter._patch_lang
+            builder, type_of = interpreter.interpreter_builder, functools.cache(interpreter._get_np_dtype)
 
             def rounded(x, source, target, mode):
                 if source.is_fp32() and target.is_bf16():
@@ -126,6 +127,8 @@ def interpreter():
 
             at_end.callback(prepare(SimpleNamespace(__globals__=dict(tl=tl, core=tl.core))).restore)
             patch.setattr(interpreter, "_convert_float", rounded)
+            patch.setattr(interpreter, "_get_np_dtype", lambda t: type_of(tl.uint64 if t.scalar.is_ptr() else t.scalar))
+            patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
             patch.setattr(interpreter, "_patch_lang", lambda fn: SimpleNamespace(restore=lambda: None))
         yield
 
@@ -166,8 +169,6 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
 
 
 def hugging_face_model(vocab_size: int = 300, model: str = "Llama", **shape):
-    import transformers
-
     transformers.utils.logging.disable_progress_bar()
     fields = dict(
         hidden_size=64,
@@ -202,6 +203,12 @@ def logits_of(model, ids, *sizes: int, cache: KVCache | None = None) -> torch.Te
     return torch.cat([model.forward(part, cache).cpu() for part in ids.split(sizes or len(ids))])
 
 
+def logits_of_prompts(model, prompts, *sizes: int) -> torch.Tensor:
+    """Of several, as an error in 16 bits is measured: in a single prompt, where two keys of an attention are nearly
+    tied, a model may have several times the error of another that rounds as much (of two, in 4% more than twice)."""
+    return torch.cat([logits_of(model, ids, *sizes) for ids in prompts])
+
+
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
     assert ours.shape == theirs.shape
     error = ((ours - theirs).norm() / theirs.norm()).item()
@@ -220,19 +227,6 @@ def assert_refused(result: tuple[int, str, str], *said: str, code: int = 1) -> N
     seen, out, err = result
     assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1, result
     assert all(text in err for text in said), err
-
-
-def assert_same_greedy_tokens(model, theirs, prompt: list[int], n: int) -> None:
-    """Up to the first position where they differ, at which the logits of the two must be tied to within rounding."""
-    ours = list(generate(model, prompt, n=n, sampling=Sampling(temp=0), eos=[]))
-    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
-    out = theirs.generate(torch.tensor([prompt]), max_new_tokens=n, **options)
-    assert len(ours) == n
-    for token, expected, logits in zip(ours, out.sequences[0, len(prompt) :].tolist(), out.logits):
-        if token != expected:
-            # a logit of ours is up to 2.3e-5 of their spread off
-            assert logits[0, expected] - logits[0, token] < 1e-4 * logits.std(), (ours, out.sequences)
-            break
 
 
 @contextlib.contextmanager
@@ -378,8 +372,8 @@ def test_fused_model_is_the_reference_model(tiny, dtype, limit):
         load(tiny, dtype=d, device=DEVICE.type, backend=b)
         for d, b in (("fp32", "torch"), (dtype, "torch"), (dtype, "triton"))
     )
-    ids = torch.randint(3, 300, (19,))
-    right, by_torch, ours = (logits_of(model, ids, 17, 1, 1) for model in (exact, plain, fused))
+    prompts = torch.randint(3, 300, (1 if dtype == "fp32" else 8, 19))
+    right, by_torch, ours = (logits_of_prompts(model, prompts, 17, 1, 1) for model in (exact, plain, fused))
     assert_close(by_torch, right, limit)
     assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, "less exact than torch in the same type"
     if dtype == "fp32":
@@ -627,10 +621,7 @@ def op_arguments(op: str, dtype: torch.dtype, heads: tuple, T: int, before: int,
     H, KH, D = heads
     C, F, V, S = 8 * (2 * H + 1), 52, 101, S or before + T + 9
     pos, scratch = torch.tensor([before], dtype=torch.int32, device=DEVICE), launch.Scratch(DEVICE)
-    table, tokens = (
-        torch.randn(S, D // 2, 2, device=DEVICE),
-        torch.randint(0, V, (S,), dtype=torch.int32, device=DEVICE),
-    )
+    table, tokens = torch.randn(S, D // 2, 2, device=DEVICE), torch.randint(0, V, (S,), device=DEVICE).int()
     # activations as large as real outliers, or so small that epsilon is most of the sum
     x, norm, eps = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype), 1e-5
     cache = [randn(KH, S, D, dtype=dtype) for _ in range(2)]
@@ -984,11 +975,8 @@ def record_training(dtype: torch.dtype) -> None:
     training._scale(new(16, 48), new(1, dtype=torch.float32))
 
 
-def compiled_kernel(kernel, arguments: tuple, constants: dict, arch: int, warps: int, stages: int):
-    """What makes a launch a variant of its own, and a function that compiles it to machine code."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
+def parts_of_source(kernel, arguments: tuple, constants: dict) -> tuple[dict, dict, dict]:
+    """What the compiler is told of a launch: its signature, its constants, what is aligned."""
     from triton.runtime.jit import mangle_type
 
     signature, constexprs, aligned = {}, {}, {}
@@ -1002,29 +990,38 @@ def compiled_kernel(kernel, arguments: tuple, constants: dict, arch: int, warps:
         parts = {(i, j): part for j, part in enumerate(value)} if isinstance(value, tuple) else {(i,): value}
         pointers = [place for place, part in parts.items() if isinstance(part, torch.Tensor)]
         aligned |= {place: [["tt.divisibility", 16]] for place in pointers}
-    options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90, maxnreg=constants.get("maxnreg"))
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, aligned)
-    key = (kernel.__name__, str(signature), str(constexprs), warps, stages)
-    return key, lambda: launch.triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return signature, constexprs, aligned
+
+
+def compile_kernel(arch: int, kernel, *parts: dict, **options) -> str:
+    """To machine code that fits into shared memory. -> PTX"""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    source = (GluonASTSource if kernel.is_gluon() else launch.triton.compiler.ASTSource)(kernel, *parts)
+    target = launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
+    compiled = launch.triton.compile(source, target=target, options=options)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (kernel, parts, compiled.metadata.shared)
+    return compiled.asm["ptx"]
 
 
 def compile_kernels(arch: int) -> None:
-    """Compile all that is launched to machine code for an architecture."""
+    """Compile all that is launched for an architecture."""
     torch.set_num_threads(1)
     names, done = set(), set()
     for dtype in (torch.float16, torch.bfloat16):
         for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
-            key, compile = compiled_kernel(kernel, arguments, constants, arch, warps, stages)
+            signature, constexprs, aligned = parts_of_source(kernel, arguments, constants)
+            key = (kernel.__name__, str(signature), str(constexprs), warps, stages)
             if key in done:
                 continue
             done.add(key)
-            compiled = compile()
-            assert compiled.asm["cubin"]
-            assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (key, compiled.metadata.shared)
-            assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90), key
             names.add(kernel.__name__)
+            options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90, maxnreg=constants.get("maxnreg"))
+            ptx = compile_kernel(arch, kernel, signature, constexprs, aligned, **options)
+            assert ("griddepcontrol.wait" in ptx) == (arch >= 90), key
             if constants.get("FP16_SUMS") and kernel.__name__ == "_attention_kernel" and arch < 90:
-                assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in compiled.asm["ptx"], "no fp16 sums"
+                assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, "no fp16 sums"
     if arch == 90:
         compile_hopper()
         names.add("_hopper_attention_kernel")
@@ -1033,19 +1030,15 @@ def compile_kernels(arch: int) -> None:
 
 def compile_hopper() -> None:
     """The kernel for prompts, whose arguments are descriptors of tensors."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     for kind in (hopper.gl.float16, hopper.gl.bfloat16):
         layout = lambda rows, kind=kind: hopper.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)
         tiles = lambda rows, kind=kind, layout=layout: f"tensordesc<{kind}[{rows}, 128],{layout(rows)!r}>"
         signature = dict(q=tiles(64), k=tiles(128), v=tiles(128), out=tiles(64), pos="*i32", T="i32", qk_scale="fp32")
         signature |= dict.fromkeys(("S", "H", "G", "positions_at_once"), "i32")
         sizes = dict(D=128, ROWS=hopper.ROWS, BLOCK_N=hopper.BLOCK_N, STAGES=2)
-        source = GluonASTSource(hopper._hopper_attention_kernel, signature | dict.fromkeys(sizes, "constexpr"), sizes)
-        compiled = launch.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-        assert compiled.metadata.shared <= ARCHITECTURES[90] * 1024
-        assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+        signature |= dict.fromkeys(sizes, "constexpr")
+        ptx = compile_kernel(90, hopper._hopper_attention_kernel, signature, sizes, num_warps=4)
+        assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
 
 
 @needs_triton
@@ -1272,28 +1265,33 @@ def grouped_folder(tiny, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("format, dtype, backend, limit", [
-    ("grouped", "fp32", "torch", 1e-4), ("grouped", "fp16", "torch", 1e-4), ("grouped", "bf16", "torch", 3e-3),
-    ("int4", "fp32", "torch", 1e-4), ("int4", "bf16", "torch", 3e-3),  # on a CPU, torch reads halves
-    pytest.param("grouped", "fp32", "triton", 1e-9, marks=needs_triton),
-    pytest.param("int4", "bf16", "triton", 3e-3, marks=needs_triton),
+@pytest.mark.parametrize("format, dtype, backend", [
+    ("grouped", "fp32", "torch"), ("grouped", "fp16", "torch"), ("grouped", "bf16", "torch"),
+    ("int4", "fp32", "torch"), ("int4", "bf16", "torch"),
+    pytest.param("grouped", "fp32", "triton", marks=needs_triton),
+    pytest.param("int4", "bf16", "triton", marks=needs_triton),
 ])  # fmt: skip
 def test_a_model_in_a_format_is_the_model_with_its_weights_decoded(
-    grouped_folder, tmp_path, format, dtype, backend, limit, monkeypatch
+    grouped_folder, tmp_path, format, dtype, backend, monkeypatch
 ):
     """In a prompt, with one token and with eight; and again when it is saved and loaded."""
     monkeypatch.setitem(FORMATS, "grouped", GROUPED)
     options = dict(device=DEVICE.type, backend=backend)
     ours = load(grouped_folder, dtype=dtype, format=format, **options)
-    exact = load(grouped_folder, dtype="fp32", format=format, device=DEVICE.type, backend="torch")
+    exact, plain = (
+        load(grouped_folder, dtype=d, format=format, device=DEVICE.type, backend="torch") for d in ("fp32", dtype)
+    )
     assert ours.weights.layers[0].w2.format is FORMATS[format]
     assert ours.weights.output.format is (E4M3 if format == "int4" else GROUPED)
     ours.accumulate = "fp32"  # otherwise a GPU decodes a prompt's weights in 4 bits to E4M3
     with_dense_weights(exact)
+    with_dense_weights(plain)
     # the interpreter is slow to decode a matrix, as for a prompt, and for several tokens in fp32
     parts = (20, 1, 8) if backend == "torch" else (20, 1) if dtype == "fp32" else (8, 1)
-    ids = torch.randint(3, 300, (sum(parts),))
-    assert nmse(logits_of(ours, ids, *parts), logits_of(exact, ids, *parts)) < limit
+    prompts = torch.randint(3, 300, (1 if dtype == "fp32" else 8, sum(parts)))
+    right, by_torch, by_ours = (logits_of_prompts(model, prompts, *parts) for model in (exact, plain, ours))
+    rounding = 1e-7 if format == "int4" else 1e-9  # on a CPU, a single token's activations are rounded to fp16
+    assert nmse(by_ours, right) < 2 * nmse(by_torch, right) + rounding, "less exact than torch with the same weights"
     save(grouped_folder, tmp_path / "saved", format=format, device=DEVICE.type, quiet=True)
     again = load(tmp_path / "saved", dtype=dtype, **options)
     assert again.checkpoint.format is FORMATS[format]
@@ -2243,7 +2241,6 @@ class Person:
         return bool(new)
 
 
-PASTED = "\x1b[200~{}\x1b[201~"
 UP, CTRL_D = "\x1b[A", "\x04"
 READY = r"\x1b\[\?2004h(\x1b\[1;32m)?> "  # bracketed paste, perhaps in colour; no text of the model holds an escape
 
@@ -2255,7 +2252,7 @@ def test_chat_at_a_terminal(tiny, tmp_path):
     turn = person.types("hello\r", READY)
     answered = r"(?s)hello\r\n(\x1b\[\?2004l\r)?\x1b\[0m\r\n[^\x1b]+\r\n\r\n\x1b\[\?2004h\x1b\[1;32m> "
     assert re.fullmatch(answered, turn), repr(turn)
-    person.types(PASTED.format("good\rday"), "day")
+    person.types("\x1b[200~good\rday\x1b[201~", "day")  # pasted
     person.types("\r", READY)
     person.types("two \\\r", r"\x1b\[1;32m  ")
     person.types("lines\r", READY)
@@ -2338,7 +2335,14 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend):
     if backend == "torch":
         assert_close(logits_of(ours, prompt), expected, 1e-4)
     if backend == "torch" and not fp8:
-        assert_same_greedy_tokens(ours, theirs, prompt[: T - 12].tolist(), 12)
+        tokens, start = greedy(ours, prompt[: T - 12].tolist(), 12), prompt[None, : T - 12]
+        options = dict(do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True)
+        out = theirs.generate(start, max_new_tokens=12, **options, output_logits=True)
+        assert len(tokens) == 12
+        for token, right, logits in zip(tokens, out.sequences[0, T - 12 :].tolist(), out.logits):
+            if token != right:  # the two must be tied to within rounding: ours are up to 2.3e-5 of their spread off
+                assert logits[0, right] - logits[0, token] < 1e-4 * logits.std(), (tokens, out.sequences)
+                break
 
 
 def to_bin(folder: Path) -> None:
@@ -2423,8 +2427,6 @@ def test_config_older_rope_fields(tiny, copy):
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_config_defaults(tmp_path, family):
     """Absent fields have transformers' defaults."""
-    import transformers
-
     given = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=300)
     (tmp_path / "config.json").write_text(json.dumps(given | {"model_type": family.lower()}))
     ours, theirs = read_config(tmp_path), getattr(transformers, f"{family}Config")(**given)
@@ -2596,15 +2598,12 @@ YARNS = [  # with a ramp within the frequencies, and beyond the last; as DeepSee
 
 @pytest.mark.parametrize("fields", YARNS, ids=str)
 def test_yarn_angles_equal_transformers(tmp_path, fields):
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0) | fields
     trained = rope["original_max_position_embeddings"] = rope.pop("trained")
     config = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=int(rope["factor"] * trained))
-    theirs = LlamaConfig(**config, rope_parameters=rope)
+    theirs = transformers.LlamaConfig(**config, rope_parameters=rope)
     theirs.save_pretrained(tmp_path)
-    freqs, gain = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     angles = torch.outer(torch.arange(50.0), freqs)
     assert_close(rope_table(read_config(tmp_path), 50), gain * torch.stack((angles.cos(), angles.sin()), -1), 1e-5)
 
@@ -2640,10 +2639,6 @@ def empty(folder: Path) -> None:
 
 def link_out(name: str):
     return lambda folder: [(folder / name).rename(folder.parent / name), (folder / name).symlink_to(f"../{name}")]
-
-
-def remove(name: str):
-    return lambda folder: (folder / name).unlink()
 
 
 def both(*spoils):
@@ -2710,18 +2705,18 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         "an adapter without its base: merge it into someone/base",
     ),
     "a huge config": (lambda f: os.truncate(f / "config.json", 1 << 36), "config.json has more than 64,000,000 bytes"),
-    "a pipe": (both(remove("config.json"), lambda f: os.mkfifo(f / "config.json")), "neither config.json"),
+    "a pipe": (lambda f: [(f / "config.json").unlink(), os.mkfifo(f / "config.json")], "neither config.json"),
     "a link out": (link_out("config.json"), "config.json is a link out of its folder"),
     "weights that are a link out": (both(torch_file({}), link_out("pytorch_model.bin")), "a link out of its folder"),
     "git-lfs weights": (write("model.safetensors", POINTER), "model.safetensors is a git-lfs pointer", "git lfs pull"),
-    "no tokenizer": (remove("tokenizer.model"), "holds no tokenizer.model"),
+    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "holds no tokenizer.model"),
     "broken tokenizer": (write("tokenizer.model", b"x" * 99), "is not a SentencePiece model"),
     "empty tokenizer": (write("tokenizer.model", b""), "is not a SentencePiece model"),
     "wrong types beside the tokenizer": (
         both(write("tokenizer_config.json", json.dumps(ADDED)), write("added_tokens.json", "[]")),
         "added_tokens.json does not hold a JSON object",
     ),
-    "no weights": (remove("model.safetensors"), "holds no weights"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "is cut short, or no safetensors file"),
     "too long": (lambda f: os.truncate(f / "model.safetensors", 1 << 20), "no safetensors file"),
     "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
@@ -2737,7 +2732,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
         lambda f: [to_meta(f, 2), torch.save(torch.load(f / PTH) | {"norm.weight": torch.ones(65)}, f / PTH)],
         "norm.weight is [64] + [65], expected [64]",
     ),
-    "one of Meta's shards": (both(lambda f: to_meta(f, 2), remove(PTH)), "expected [350, 64]"),
+    "one of Meta's shards": (lambda f: [to_meta(f, 2), (f / PTH).unlink()], "expected [350, 64]"),
     "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors, which is missing"),
     "index that leaves the folder": (write(INDEX, '{"weight_map": {"a": "../x"}}'), "not a file of its own folder"),
     "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
@@ -3301,12 +3296,6 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
     return folder
 
 
-def theirs_of(folder: Path):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
 def random_text(length: int) -> str:
     """Words, white space, and characters of all planes."""
     planes = [(32, 127), (32, 0x300), (0x300, 0xD800), (0xE000, 0x110000)]
@@ -3316,7 +3305,8 @@ def random_text(length: int) -> str:
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_tokenizer_json_equals_transformers(tmp_path, family):
-    ours, theirs = Tokenizer(train_tokenizer_json(tmp_path, family)), theirs_of(tmp_path)
+    ours = Tokenizer(train_tokenizer_json(tmp_path, family))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for _ in range(200):
         text = random_text(30)
         assert ours.encode(text) == theirs(text)["input_ids"], (text,)
@@ -3337,7 +3327,8 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_chat_templates_equal_transformers(tmp_path, family):
-    ours, theirs = Tokenizer(train_tokenizer_json(tmp_path, family)), theirs_of(tmp_path)
+    ours = Tokenizer(train_tokenizer_json(tmp_path, family))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     talks = [[random_text(12) for _ in range(random.choice([1, 3, 5]))] for _ in range(10)]
     for texts in [*talks, ["hi", "<think>\nhm\n</think>\n\nhello", "again"]]:
         for system in ("", "Be kind."):
@@ -3348,7 +3339,7 @@ def test_chat_templates_equal_transformers(tmp_path, family):
 
 
 def test_template_has_what_transformers_gives(tmp_path):
-    theirs = theirs_of(train_tokenizer_json(tmp_path, "llama 3"))
+    theirs = transformers.AutoTokenizer.from_pretrained(train_tokenizer_json(tmp_path, "llama 3"))
     source = (
         "{% generation %}\n  {% for m in messages %}\n{% if loop.index > 2 %}{% break %}{% endif %}{{ m | tojson }}"
         "{% endfor %}\n  {% endgeneration %}\n{{ strftime_now('%Y') }}{{ tools is none }}{{ eos_token }}"
@@ -3481,8 +3472,6 @@ BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.eos_token_id": 258,
 }
 
-GGUF_MODELS = ("llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3")
-
 
 def gguf_metadata(config) -> dict:
     """What llama.cpp's convert_hf_to_gguf.py writes for a model of transformers."""
@@ -3521,8 +3510,6 @@ def dequantised(number: int, raw: torch.Tensor) -> torch.Tensor:
 def gguf_tensors(model, kinds=()) -> dict:
     """A model's tensors as the converter writes them. kinds: numbers of the types that matrices have in turn, of random
     blocks, whose values the model gets instead of its own."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     c, found, kinds = model.config, {}, itertools.cycle(kinds)
     names = gguf.get_tensor_name_map({arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[c.model_type], 99)
     for name, value in model.state_dict().items():
@@ -3541,7 +3528,7 @@ def gguf_tensors(model, kinds=()) -> dict:
             stored = value.view(heads, 2, -1, value.shape[1]).transpose(1, 2).reshape(value.shape)
         found[names.get_name(name, (".weight", ".bias"))] = stored if number is None else (number, stored)
     if c.rope_parameters["rope_type"] == "llama3":  # the plain frequencies over those of transformers
-        scaled = ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")[0]
+        scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")[0]
         plain = c.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
         found["rope_freqs.weight"] = plain / scaled
     return found
@@ -3650,7 +3637,7 @@ def assert_two_ranks_have(model, layer) -> None:
         assert torch.equal(joined, getattr(layer, name).dense()), name
 
 
-@pytest.mark.parametrize("family", GGUF_MODELS)
+@pytest.mark.parametrize("family", ["llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3"])
 def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv, whose decoded weights transformers is given; whole and by ranks, a
     few rows at a time."""
@@ -3698,8 +3685,6 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
 
 def test_gguf_from_the_command_line(tmp_path, cli):
     """The same text as with the decoded weights, from a file, a folder and parts; a second loss is refused."""
-    import transformers
-
     model = transformers.AutoModelForCausalLM.from_pretrained(HERE / "models/tales").float()
     metadata = gguf_metadata(model.config) | sentencepiece_metadata(HERE / "models/tales/tokenizer.model")
     tensors = gguf_tensors(model, (2, 8))
@@ -3923,17 +3908,16 @@ SPLITS = {"llama-bpe": LLAMA_3, "qwen2": LLAMA_3.replace("{1,3}", ""), "tekken":
 @pytest.mark.parametrize("name", SPLITS)
 def test_gguf_byte_pairs(name, tmp_path):
     """The same ids as a tokenizer.json trained on a little text."""
-    from tokenizers import Regex, normalizers, pre_tokenizers
-
     always = name in ("llama-bpe", "tekken")  # ignore merges, and add bos unless the file says otherwise
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
-    first = pre_tokenizers.Split(Regex(SPLITS[name]), "isolated") if SPLITS[name] else pre_tokenizers.Digits(True)
-    splits = byte_level if name == "gpt-2" else pre_tokenizers.Sequence([first, byte_level])
-    raw = train_byte_pairs(splits, GGUF_TEXTS * 3, pre_tokenizers.ByteLevel.alphabet(), ignore_merges=always)
+    pre = tokenizers.pre_tokenizers
+    byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
+    first = pre.Split(tokenizers.Regex(SPLITS[name]), "isolated") if SPLITS[name] else pre.Digits(True)
+    splits = byte_level if name == "gpt-2" else pre.Sequence([first, byte_level])
+    raw = train_byte_pairs(splits, GGUF_TEXTS * 3, pre.ByteLevel.alphabet(), ignore_merges=always)
     merges = raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"]
     own = tokenizers.Tokenizer.from_str(json.dumps(raw))
     if name == "qwen2":
-        own.normalizer = normalizers.NFC()
+        own.normalizer = tokenizers.normalizers.NFC()
     own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
     own.add_tokens(["<think>", "~x~"])
     kinds = {own.token_to_id(token): 3 for token in ("<|im_end|>", "<|endoftext|>")}
@@ -4210,8 +4194,8 @@ def test_speculation_ends_in_the_middle_of_a_pass_and_goes_on(tiny):
     model, prompt = exact_model(tiny, ctx_size=128), [1, 5, 6]
     for taken in range(1, 9):
         cache, draft = KVCache(model), always(Draft(4, model))
-        with closing(generate(model, prompt, cache, 40, eos=[], decode=draft.decode)) as tokens:
-            turn = [*prompt, *islice(tokens, taken), 9, 10]
+        with contextlib.closing(generate(model, prompt, cache, 40, eos=[], decode=draft.decode)) as tokens:
+            turn = [*prompt, *itertools.islice(tokens, taken), 9, 10]
         assert cache.pos == cache.device_pos == len(prompt) + taken - 1
         timings = Timings()
         second = list(generate(model, turn, cache, 12, eos=[], timings=timings, decode=draft.decode))
@@ -4631,8 +4615,6 @@ def test_torchrun_reports_one_error(tiny):
 # ---- training.py
 
 
-TRAINING_OPS = list(vars(training.fused))
-FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 # An error of half a unit in the last place; in fp32, that of a sum of some rounded terms
 HALF_PLACE = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-23}
 
@@ -4707,8 +4689,8 @@ def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
 
 
 @needs_triton
-@FLOATS
-@pytest.mark.parametrize("op", TRAINING_OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", vars(training.fused))
 def test_training_op_and_its_gradients_equal_autograd(op, dtype, guarded, monkeypatch):
     monkeypatch.setattr(training, "CHUNK", 7)  # of linear_cross_entropy
     for arguments in training_cases(op, dtype):
@@ -4928,9 +4910,7 @@ def test_bench_cost_is_what_one_counts_by_hand(tiny_model):
 
 @pytest.mark.parametrize("stride", [24, 10, 1])
 def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
-    from transformers import LlamaForCausalLM
-
-    theirs = LlamaForCausalLM.from_pretrained(tiny)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tiny)
     ids, ctx, counted, losses = torch.randint(3, 300, (70,)).tolist(), 24, [], []
     report = bench.quality([*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200)
     for start, end, first in bench.windows(len(ids), ctx, stride):
@@ -4970,7 +4950,7 @@ def test_bench_speed_has_a_row_for_each_of_what_is_given(bench_cli, tiny, tiny_s
     assert all(r["tokens_per_s"] > 0 and r["percent_of_ceiling"] > 0 for r in rows)
     given = ["-m", tiny, "-m", tiny_saved, "-p", "4", "-p", "8,9", "-n", "0", "-r", "1", "--device", "cpu", "-ngl", "9"]
     code, out, err = bench_cli(*given, "-o", "jsonl")
-    rows = [json.loads(line) for line in out.splitlines()]
+    rows = objects(out)
     expected = [(str(m), form, f"pp{n}") for m, form in ((tiny, "none"), (tiny_saved, "e4m3")) for n in (4, 8, 9)]
     assert code == 0 and "-ngl: no effect here" in err
     assert [(r["model"], r["format"], r["test"]) for r in rows] == expected
@@ -5013,8 +4993,6 @@ def test_bench_vs_transformers_measures_the_same_model(bench_cli, tiny, tiny_sav
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
 def test_bench_random_config_makes_all_tensors_of_a_layer(bench_cli, tmp_path, family):
-    import transformers
-
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=70)
     getattr(transformers, f"{family}Config")(num_key_value_heads=2, head_dim=8, **sizes).save_pretrained(tmp_path)
     args = SimpleNamespace(device="cpu", backend="torch", kv_fp8=False, accumulate="auto", threads=1, cores=1)
@@ -5051,7 +5029,7 @@ def test_bench_random_matrices_are_stored_as_their_format_says(form):
 
 def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
     code, out, err = bench_cli("-m", tiny, "-p", 4, "--device", "cpu", "--kernels", "-o", "jsonl")
-    found = [json.loads(line)["op"] for line in out.splitlines()]
+    found = [row["op"] for row in objects(out)]
     assert code == 0 and "the Triton kernels need a GPU" in err
     prompt = "rmsnorm rope rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
     assert found == [*prompt, "rmsnorm_linear", "sample", *prompt]
