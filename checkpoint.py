@@ -5,16 +5,15 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -1269,7 +1268,9 @@ def save(
     need, free = weight_bytes(config, as_dtype, held) / 1e9, shutil.disk_usage(to.parent).free / 1e9
     if need > free:
         raise OSError(f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere")
-    with folder_beside(to) as made:
+    with TemporaryDirectory(prefix=f"{to.name}.partial-", dir=to.parent) as beside:
+        made = Path(beside, "whole")  # and then renamed; the outer folder is readable for its owner alone
+        made.mkdir()
         tokenizer, importance = Tokenizer(folder), None
         _copy_what_is_small(folder, made, tokenizer)
         if calibrate is not None:
@@ -1312,18 +1313,3 @@ def _saved(w: Weights) -> dict[str, Tensor]:
         elif value is not None:
             tensors[f"{name}.weight"] = value.cpu()
     return tensors
-
-
-# ---- writing a file or a folder whole or not at all
-
-
-@contextmanager
-def folder_beside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`. What is to become the target is written there and then renamed by the caller, so
-    that it appears whole or not at all; whatever remains of the folder is deleted."""
-    made = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
-    made.mkdir()
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from chat import (
     DEFAULT_MODEL,
@@ -213,7 +214,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import DTYPES, Checkpoint, find_checkpoint, folder_beside, load, pick_device, read_config
+from checkpoint import DTYPES, Checkpoint, find_checkpoint, load, pick_device, read_config
 from checkpoint import save as save_model
 from model import KVCache, Llama, Timings, generate
 from parallel import Ranks
@@ -476,9 +477,10 @@ class PromptCache:
         tensors = {name: torch.stack([t[:, :n] for t in kept]).cpu() for name, kept in (("k", cache.k), ("v", cache.v))}
         tensors["tokens"] = cache.tokens[:n].cpu()
         try:
-            with ending_cleanly(), folder_beside(self.file) as made:
-                save_file(tensors, made / "cache", self.metadata)
-                (made / "cache").replace(self.file)
+            with ending_cleanly(), TemporaryDirectory(prefix=f"{self.file.name}.", dir=self.file.parent) as beside:
+                file = Path(beside, "cache")  # renamed when it is whole
+                save_file(tensors, file, self.metadata)
+                file.replace(self.file)
         except Exception as error:
             raise OSError(f"the prompt cache {self.file} cannot be written: {error}") from None
 
