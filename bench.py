@@ -1166,8 +1166,6 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     args.ranks = ranks
     if args.vs and ranks.size > 1:
         raise ValueError(f"--vs compares with a program that runs in one process, not in {ranks.size}")
-    if args.ignored:
-        note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
     for flag, given, package in (("--vs", args.vs, "transformers"), ("--plot", args.plot, "matplotlib")):
         if given and importlib.util.find_spec(package) is None:  # said before anything is measured
             raise ValueError(f"{flag} needs a package that is not installed: {package}")
@@ -1181,8 +1179,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_code(Ranks.of_torchrun, lambda ranks: work(args, ranks), args.debug)
+    return exit_code(work, parse_args(argv))
 
 
 if __name__ == "__main__":

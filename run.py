@@ -530,8 +530,6 @@ def save(args: argparse.Namespace) -> int:
 
 
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
-    if args.ignored and not args.quiet:
-        note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
     if args.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
     if args.mode == "save":
@@ -558,8 +556,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_code(Ranks.of_torchrun, lambda ranks: work(args, ranks), args.debug)
+    return exit_code(work, parse_args(argv))
 
 
 if __name__ == "__main__":
