@@ -459,13 +459,6 @@ def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
     return layers | {"output": OUTPUT.shape(c)}
 
 
-def vector_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of everything else: vectors and the embedding, by the names of a saved model."""
-    vectors = [(name, shape) for name, shape in c.layer_shapes.items() if name not in c.layer_matrices]
-    layers = {f"layers.{i}.{name}.weight": shape for i in range(c.n_layers) for name, shape in vectors}
-    return {info.meta: info.shape(c) for info in (EMBEDDING, NORM)} | layers
-
-
 def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Names, types and shapes of what a saved model has for a matrix: its codes under its own name; a single column
     is a vector."""
@@ -477,7 +470,10 @@ def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tu
 
 def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
     """Possible types and the shape of each tensor of a model saved in a format."""
-    tensors: dict = {name: (quants.FLOATS, shape) for name, shape in vector_shapes(c).items()}
+    tensors: dict = {info.meta: (quants.FLOATS, info.shape(c)) for info in (EMBEDDING, NORM)}
+    vectors = {name: shape for name, shape in c.layer_shapes.items() if name not in c.layer_matrices}
+    for i, (name, shape) in itertools.product(range(c.n_layers), vectors.items()):
+        tensors[f"layers.{i}.{name}.weight"] = (quants.FLOATS, shape)
     for name, shape in matrix_shapes(c).items():
         tensors |= {n: ((dtype,), shape) for n, (dtype, shape) in stored_as(name, shape, format).items()}
     return tensors
@@ -816,18 +812,13 @@ def _download(name: str, kind: str) -> Path:
 
 def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
     """Bytes of a model's weights. A tied output matrix that is in no format is the embedding itself."""
-    total = dtype.itemsize * sum(map(math.prod, vector_shapes(c).values()))
+    total = dtype.itemsize * sum(math.prod(info.shape(c)) for info, _ in model_tensors(c) if not info.matrix)
     for name, shape in matrix_shapes(c).items():
-        if held := format_at(format, name):
+        if held := format and format.at(name):
             total += held.nbytes(*shape)
         elif name != "output" or not c.tie_embeddings:
             total += dtype.itemsize * math.prod(shape)
     return total
-
-
-def format_at(format: Format | None, name: str) -> Format | None:
-    """The format of a matrix, if it has one."""
-    return format and format.at(name)
 
 
 def largest_read(c: Config) -> int:
@@ -840,7 +831,7 @@ def largest_read(c: Config) -> int:
 def check_groups(c: Config, format: Format | None) -> None:
     """Raise ValueError if a rank's columns of a matrix are not whole groups of the format."""
     for name, (_, columns) in matrix_shapes(c).items():
-        held = format_at(format, name)
+        held = format and format.at(name)
         if held and columns % held.group:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
             raise ValueError(f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}")
@@ -887,7 +878,7 @@ class Loader:
             norm = self.vector("norm", [NORM])
             if not self.config.tie_embeddings or self.checkpoint.format:
                 output = self.matrix("output", [OUTPUT])
-            elif format_at(self.format, "output"):
+            elif self.format and self.format.at("output"):
                 output = self.matrix("output", [replace(EMBEDDING, dims=OUTPUT.dims)])
             else:
                 tied = embedding[self.share("output_rows")].to(self.stored)
@@ -936,7 +927,7 @@ class Loader:
 
     def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
         """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
-        columns, format = self.share(infos[0].dims[1]), format_at(self.format, name)
+        columns, format = self.share(infos[0].dims[1]), self.format and self.format.at(name)
         sources = self.sources(name, infos, layer)
         if format:
             take = self.saved if self.checkpoint.format else self.encode if self.encodes else self.held
@@ -1065,10 +1056,10 @@ def check_memory(
     them is allocated."""
     size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
     if on_cpu and dtype == torch.bfloat16:
-        if c.tie_embeddings and not format_at(format, "output"):
+        if c.tie_embeddings and not (format and format.at("output")):
             weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
         for name, shape in matrix_shapes(c).items():
-            if (held := format_at(format, name)) and held.bits == 4:
+            if (held := format and format.at(name)) and held.bits == 4:
                 weights += math.prod(shape) * 5 // 8  # the codes are there in torch's order, too
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
