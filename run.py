@@ -442,9 +442,10 @@ class PromptCache:
         held = self._read() if self.file.exists() else {"tokens": torch.empty(0, dtype=torch.int32)}
         tokens = held["tokens"][: cache.size]
         # One rank's file may be newer than another's, or missing
-        if not self.ranks.all(tokens.tolist() == self.ranks.broadcast(tokens.tolist)) or not len(tokens):
+        first, *others = self.ranks.gather(tokens.tolist)
+        if not first or any(other != first for other in others):
             return
-        self.tokens = tokens.tolist()
+        self.tokens = first
         cache.append(tokens)
         for layer, values in zip([*cache.k, *cache.v], [*held["k"], *held["v"]]):
             layer[:, : len(tokens)] = values[:, : len(tokens)]
@@ -471,7 +472,7 @@ class PromptCache:
         all raise its OSError."""
         same, n = len(os.path.commonprefix([self.tokens, ids])), len(ids)
         if 4 * same < 3 * n:
-            self.ranks.together(lambda: self._write(n, cache))
+            self.ranks.gather(lambda: self._write(n, cache))
 
     def _write(self, n: int, cache: KVCache) -> None:
         tensors = {name: torch.stack([t[:, :n] for t in kept]).cpu() for name, kept in (("k", cache.k), ("v", cache.v))}
