@@ -470,8 +470,6 @@ def show(rows: Iterable[dict], form: str, later: dict[str, list[str]] | None = N
 
 @dataclasses.dataclass
 class Row:
-    """One line of the table."""
-
     model: str
     size_gb: float  # of the matrices
     backend: str  # or the name of another program
@@ -504,7 +502,6 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 @torch.inference_mode()
 def prompt_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int) -> list[float]:
-    """Tokens a second of a prompt."""
     _, T, depth = test
     tokens = torch.randint(3, model.config.vocab_size, (depth + T,)).tolist()
     cache.truncate(0)
@@ -832,7 +829,6 @@ def profile_rows(
 
 @torch.inference_mode()
 def run_profile(args: argparse.Namespace) -> None:
-    """One decode step and one prefill, kernel by kernel."""
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
     model = open_model(args, args.dtype[0], max(args.ctx_size or 0, start_pos + T + 8), args.format[0])
     note_reference(args, model)

@@ -130,7 +130,6 @@ def note(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Write to stdout, at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

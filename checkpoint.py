@@ -868,7 +868,6 @@ class Loader:
         self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
 
     def empty(self, name: str) -> Tensors:
-        """Space for a matrix in the format."""
         return self.format.at(name).empty(*self.shapes[name], self.device)
 
     def load(self) -> Weights:
@@ -1017,7 +1016,6 @@ def pick_device(name: str = "auto", ranks: Ranks | None = None) -> torch.device:
 
 
 def check_choice(what: str, value: object, choices: Collection) -> None:
-    """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
@@ -1110,7 +1108,6 @@ def check_accumulate(accumulate: str, backend: str, device: torch.device, dtype:
 
 
 def check_original(checkpoint: Checkpoint, format: str | None) -> None:
-    """Raise ValueError if matrices that were quantised are to be encoded in a format."""
     if checkpoint.quantised and format:
         lossy = f"its matrices are {checkpoint.quantised}, and {format} would lose precision a second time"
         raise ValueError(f"{checkpoint.folder}: {lossy}: run it as it is, or encode the original")

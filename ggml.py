@@ -127,7 +127,6 @@ class GGUF:
         return default if value is None else value
 
     def need(self, key: str, kind: type) -> Any:
-        """A value that must be there. Raises ValueError."""
         value = self.get(key, kind)
         if value is None:
             raise ValueError(f"{self.file} lacks {key}: convert the model again with a newer llama.cpp")

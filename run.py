@@ -289,7 +289,6 @@ class Session:
         return load(name, **{option: getattr(self.args, option) for option in options}, ranks=self.ranks)
 
     def note(self, text: str) -> None:
-        """Tell the user something, unless --quiet was given."""
         if not self.args.quiet:
             note(text)
 
@@ -392,7 +391,6 @@ class Session:
 
 
 def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError if a draft has a different vocabulary."""
     folder = find_checkpoint(name)
     config = read_config(folder)
     other = Tokenizer(folder, config.vocab_size, config.bos_id)
