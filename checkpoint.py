@@ -852,13 +852,12 @@ class Loader:
     device: torch.device
     format: Format | None
     backend: str = "torch"  # whose ops will read the matrices
-    rank: int = 0
-    ranks: int = 1
+    ranks: Ranks = Ranks()
     quiet: bool = False
     importance: dict[str, Tensor] | None = None  # importance_of the matrices' columns
 
     def __post_init__(self) -> None:
-        self.whole, self.config = self.checkpoint.config, self.checkpoint.config.cut(self.ranks)
+        self.whole, self.config = self.checkpoint.config, self.checkpoint.config.cut(self.ranks.size)
         self.shapes = matrix_shapes(self.config)
         self.encodes = bool(self.format and not self.checkpoint.format and not self.checkpoint.quantised)
         if self.encodes:  # allocate what stays first, to avoid fragmentation
@@ -897,7 +896,7 @@ class Loader:
         if dim not in CUT:
             return slice(0, size)
         count = getattr(self.whole, CUT[dim])
-        taken = share(count, self.rank, self.ranks)
+        taken = share(count, self.ranks.rank, self.ranks.size)
         return slice(taken.start * size // count, taken.stop * size // count)
 
     def sources(self, name: str, infos: list[Stored], layer: int | None) -> list[Source]:
@@ -995,7 +994,7 @@ def stored_columns(columns: slice, K: int, M: int) -> slice:
 # ---- what it runs on, and whether it fits
 
 
-def pick_device(name: str = "auto", ranks: Ranks | None = None) -> torch.device:
+def pick_device(name: str = "auto", ranks: Ranks = Ranks()) -> torch.device:
     """With several processes on a host, each takes the GPU of its local rank. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -1004,9 +1003,9 @@ def pick_device(name: str = "auto", ranks: Ranks | None = None) -> torch.device:
     device = torch.device(name)
     if device.type == "cpu":
         return device
-    if device.index is not None and ranks and ranks.size > 1:
+    if device.index is not None and ranks.size > 1:
         raise ValueError(f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU")
-    index = device.index if device.index is not None else ranks.local_rank if ranks else 0
+    index = device.index if device.index is not None else ranks.local_rank
     count = torch.cuda.device_count()
     if index >= count:
         raise ValueError(f"device cuda:{index} was asked for, but torch sees {count} CUDA devices")
@@ -1047,7 +1046,7 @@ def check_memory(
     ctx_size: int,
     format: Format | None = None,
     kv_fp8: bool = False,
-    ranks: Ranks | None = None,
+    ranks: Ranks = Ranks(),
     quantised: bool = False,
 ) -> None:
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
@@ -1072,7 +1071,7 @@ def check_memory(
     if kv_fp8:  # keys and values of one layer
         workspace += copies * 2 * size * c.kv_dim * ctx_size
     free, where, need = free_memory(device), str(device), weights + cache + workspace
-    if ranks and ranks.size > 1:
+    if ranks.size > 1:
         where += f" for rank {ranks.rank} of {ranks.size}"
         free /= ranks.local_size if on_cpu else 1  # the ranks of a host share its memory
     if need > free:
@@ -1125,7 +1124,7 @@ def load(
     kv_fp8: bool = False,
     accumulate: str = "auto",
     quiet: bool = False,
-    ranks: Ranks | None = None,
+    ranks: Ranks = Ranks(),
 ) -> Llama:
     """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder in Hugging Face's or
     Meta's layout, a GGUF file, or a repository of the hub.
@@ -1155,19 +1154,17 @@ def load(
         window = f"sliding_window is {config.sliding_window}"
         raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
     check_accumulate(accumulate, backend, on, torch_dtype)
-    rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-    config = config.cut(size)
+    config = config.cut(ranks.size)
     # torch has no fast product for 8-bit codes in groups on a CPU: there they are decoded
     as_stored = checkpoint.held_formats(config, 4 if on.type == "cpu" and backend == "torch" else 8)
     held = checkpoint.format or FORMATS.get(format) or as_stored
     check_groups(config, held)
-    if ranks:
-        ranks.join(on)
+    ranks.join(on)
     check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
     # Codes do not depend on --dtype
     stored = checkpoint.dtype if held and held is not as_stored else kernels.storage_dtype(backend, torch_dtype, on)
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, rank, size, quiet).load()
+        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
     return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)

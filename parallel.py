@@ -40,7 +40,7 @@ PATIENCE = timedelta(days=20)  # how long ranks wait while the user thinks; if o
 # ---- the ranks
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ranks:
     """The processes that share a model, as one of them sees them: by default this one alone."""
 
