@@ -479,14 +479,10 @@ def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtyp
     return tensors
 
 
-@dataclass(frozen=True, eq=False)
-class PerMatrix(Format):
-    """The formats of a model's matrices by their names, None for one in 16 or 32 bits."""
+class PerMatrix(dict):
+    """The formats of a model's matrices by their names, None for one in 16 or 32 bits; in place of a Format."""
 
-    formats: dict[str, Format | None] | None = None
-
-    def at(self, name: str) -> Format | None:
-        return self.formats[name]
+    at = dict.__getitem__
 
 
 class Checkpoint:
@@ -644,8 +640,7 @@ class Checkpoint:
             name = info.field if layer is None else f"layers.{layer}.{info.field}"
             if name in shapes:
                 kinds.setdefault(name, set()).add(self.parts[info.name(self.layout, layer)][0].kind)
-        formats = {name: quants.format_for(found, shapes[name][1], most_bits) for name, found in kinds.items()}
-        return PerMatrix("as stored", 0, None, None, formats=formats)
+        return PerMatrix({n: quants.format_for(found, shapes[n][1], most_bits) for n, found in kinds.items()})
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
