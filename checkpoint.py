@@ -443,9 +443,10 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
 
 
 def model_tensors(c: Config) -> list[tuple[Stored, int | None]]:
-    """All tensors of a checkpoint, those of layers with the layer; always in the same order."""
+    """The tensors that a model is loaded from, those of layers with the layer; always in the same order."""
     layers = [(info, i) for i in range(c.n_layers) for info in c.layer_table]
-    return [(EMBEDDING, None), *layers, (NORM, None), *([] if c.tie_embeddings else [(OUTPUT, None)])]
+    output = replace(EMBEDDING, field="output", dims=OUTPUT.dims) if c.tie_embeddings else OUTPUT
+    return [(EMBEDDING, None), *layers, (NORM, None), (output, None)]
 
 
 def tensor_shapes(c: Config, layout: str = "meta") -> dict[str, tuple[int, ...]]:
@@ -635,8 +636,7 @@ class Checkpoint:
         if not self.quantised:
             return None
         shapes, kinds = matrix_shapes(c), {}
-        tied = [(replace(EMBEDDING, field="output"), None)] if self.config.tie_embeddings else []
-        for info, layer in [*model_tensors(self.config), *tied]:
+        for info, layer in model_tensors(self.config):
             name = info.field if layer is None else f"layers.{layer}.{info.field}"
             if name in shapes:
                 kinds.setdefault(name, set()).add(self.parts[info.name(self.layout, layer)][0].kind)
@@ -869,13 +869,11 @@ class Loader:
             embedding = self.vector("tok_embeddings", [EMBEDDING])
             layers = [self.layer(i) for i in range(self.config.n_layers)]
             norm = self.vector("norm", [NORM])
-            if not self.config.tie_embeddings or self.checkpoint.format:
-                output = self.matrix("output", [OUTPUT])
-            elif self.format and self.format.at("output"):
-                output = self.matrix("output", [replace(EMBEDDING, dims=OUTPUT.dims)])
-            else:
+            if self.config.tie_embeddings and not (self.format and self.format.at("output")):
                 tied = embedding[self.share("output_rows")].to(self.stored)
                 output = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
+            else:
+                output = self.matrix("output", [model_tensors(self.config)[-1][0]])
         return Weights(embedding, layers, norm, output)
 
     def layer(self, i: int) -> LayerWeights:
