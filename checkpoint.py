@@ -649,11 +649,10 @@ class Checkpoint:
             if part.kind or part.dtype not in quants.FLOATS or not part.name.endswith((".weight", ".bias")):
                 continue
             tensor = read_part(part)
-            if not torch.isfinite(tensor).all():
-                return one_line(f"{part.name} in {part.file.name} holds NaN or inf")
-            if not torch.isfinite(tensor.to(dtype)).all():
-                beyond = f"holds values beyond the range of {dtype}; try --dtype fp32"
-                return one_line(f"{part.name} in {part.file.name} {beyond}")
+            beyond = f"values beyond the range of {dtype}; try --dtype fp32"
+            for values, held in (tensor, "NaN or inf"), (tensor.to(dtype), beyond):
+                if not torch.isfinite(values).all():
+                    return one_line(f"{part.name} in {part.file.name} holds {held}")
         return None
 
 

@@ -519,9 +519,8 @@ def complete(session: Session, prompt: str) -> None:
 
 def save(args: argparse.Namespace) -> int:
     options = dict(format=args.format, dtype=args.dtype, device=args.device, quiet=args.quiet)
+    options["calibrate"] = read_input(args.calibrate) if args.calibrate else None
     with ending_cleanly():
-        if args.calibrate:
-            options["calibrate"] = read_input(args.calibrate)
         file = save_model(args.model, args.save, **options)
     if not args.quiet:
         note(f"saved     {file.parent}: {args.format} matrices, {file.name} of {file.stat().st_size:,} bytes")
