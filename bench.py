@@ -1144,7 +1144,6 @@ def label(row: Row, rows: list[Row]) -> str:
 
 # ---- the command line again
 
-
 RUNS = {
     "speed": run_speed,
     "kernels": run_kernels,

@@ -132,7 +132,7 @@ def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
 
 
 def _hugging_face_config(f: Fields, generation: Fields) -> Config:
-    f.refuse_unless("model_type", "llama", "mistral", "qwen2", "qwen3")
+    f.refuse_unless("model_type", *ggml.ARCHITECTURES)
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):

@@ -103,7 +103,6 @@ def read_json(file: Path) -> dict:
 
 # ---- chat templates: the checkpoint's own, and ours for those without one
 
-
 TEMPLATES = {
     "llama2": """\
 {% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}\
