@@ -301,11 +301,12 @@ def wall_times(run: Callable[[], object], device: torch.device, repetitions: int
     return times[warmup:]
 
 
-def device_time(run: Callable[[], object], device: torch.device, repetitions: int = 10) -> float:
-    """Median seconds of a call without what the host adds to it: on a GPU of replays of a CUDA graph, by events."""
-    if device.type == "cpu":
-        return statistics.median(wall_times(run, device))
-    replay, times = captured(run, device).replay, []
+def device_time(run: Callable[[], object], model: Llama, repetitions: int = 10) -> float:
+    """Median seconds of a call: where the model uses CUDA graphs, of replays of one, by events, so without what the
+    host adds to it."""
+    if not model.uses_graphs:
+        return statistics.median(wall_times(run, model.device))
+    replay, times = captured(run, model.device).replay, []
     for _ in range(2 + repetitions):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -470,8 +471,6 @@ def show(rows: Iterable[dict], form: str, later: dict[str, list[str]] | None = N
 
 @dataclasses.dataclass
 class Row:
-    """One line of the table."""
-
     model: str
     size_gb: float  # of the matrices
     backend: str  # or the name of another program
@@ -504,7 +503,6 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 @torch.inference_mode()
 def prompt_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int) -> list[float]:
-    """Tokens a second of a prompt."""
     _, T, depth = test
     tokens = torch.randint(3, model.config.vocab_size, (depth + T,)).tolist()
     cache.truncate(0)
@@ -732,7 +730,7 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
     share of the ceiling that binds. The sets are several times the size of the L2, so that memory is measured and not
     the cache."""
     device, dtype, format = model.device, model.dtype, model.weights.layers[0].wqkv.format
-    each = lambda run: device_time(lambda: [run(*some) for some in data], device) / len(data)
+    each = lambda run: device_time(lambda: [run(*some) for some in data], model) / len(data)
     seconds, plain_seconds = each(ours), each(plain)
     wall = statistics.median(wall_times(lambda: ours(*data[0]), device, 10))
     moved, operations = cost(op, model.config, T, start_pos, dtype.itemsize, format, model.kv_dtype.itemsize)
@@ -782,11 +780,9 @@ OPS = {  # the op of a kernel: the first whose pattern occurs in its name
 
 def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, float]]:
     """Every kernel of a call (every op on a CPU), in order: its name, its start and its end in seconds."""
-    activity = torch.profiler.ProfilerActivity
     run()
     synchronize(device)
-    kinds = [activity.CPU, activity.CUDA] if device.type == "cuda" else [activity.CPU]
-    with torch.profiler.profile(activities=kinds) as profile:
+    with torch.profiler.profile() as profile:
         run()
         synchronize(device)
     where = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
@@ -832,7 +828,6 @@ def profile_rows(
 
 @torch.inference_mode()
 def run_profile(args: argparse.Namespace) -> None:
-    """One decode step and one prefill, kernel by kernel."""
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
     model = open_model(args, args.dtype[0], max(args.ctx_size or 0, start_pos + T + 8), args.format[0])
     note_reference(args, model)
@@ -857,13 +852,13 @@ def run_profile(args: argparse.Namespace) -> None:
 
 
 def pass_seconds(model: Llama, cache: KVCache, T: int, depth: int) -> float:
-    """How long it takes to evaluate T tokens at a depth, by a CUDA graph where the model uses graphs."""
+    """How long it takes to evaluate T tokens at a depth."""
 
     def run() -> None:
         cache.seek(depth)
         model.evaluate(T, cache)
 
-    return device_time(run, model.device, 20) if model.uses_graphs else statistics.median(wall_times(run, model.device))
+    return device_time(run, model, 20)
 
 
 @torch.inference_mode()
@@ -1147,7 +1142,6 @@ def label(row: Row, rows: list[Row]) -> str:
 
 # ---- the command line again
 
-
 RUNS = {
     "speed": run_speed,
     "kernels": run_kernels,
@@ -1164,8 +1158,6 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     args.ranks = ranks
     if args.vs and ranks.size > 1:
         raise ValueError(f"--vs compares with a program that runs in one process, not in {ranks.size}")
-    if args.ignored:
-        note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
     for flag, given, package in (("--vs", args.vs, "transformers"), ("--plot", args.plot, "matplotlib")):
         if given and importlib.util.find_spec(package) is None:  # said before anything is measured
             raise ValueError(f"{flag} needs a package that is not installed: {package}")
@@ -1179,8 +1171,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_code(Ranks.of_torchrun, lambda ranks: work(args, ranks), args.debug)
+    return exit_code(work, parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The user interface: standard streams and one-line errors, flags, the terminal, the conversation."""
+"""The user interface: standard streams and one-line errors, flags, the terminal, the conversation. Importing it does
+not import torch, which takes seconds: --help and errors in the command line do not wait for that."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 try:
     import readline
@@ -28,9 +29,6 @@ except ImportError:  # some builds of Python lack it: lines are then read withou
     readline = None
 
 from tokenizer import Prompt, one_line, text_of
-
-if TYPE_CHECKING:  # nothing here imports torch, which takes seconds: --help and command-line errors do not wait for it
-    from parallel import Ranks
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
 HISTORY = 1000  # messages that the arrow keys reach
@@ -92,13 +90,17 @@ def import_torch() -> None:
         sys.exit(1)
 
 
-def exit_code(ranks_of: Callable[[], Ranks], work: Callable[[Ranks], int], debug: bool) -> int:
-    """Do a program's work and return its exit code: 1, with one line on stderr (with debug, a traceback), if it fails.
-    If there are several processes, each exits here. ranks_of: Ranks.of_torchrun."""
+def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
+    """Do a program's work(args, parallel.Ranks) and return its exit code: 1, with one line on stderr (with --debug, a
+    traceback), if it fails. If there are several processes, each exits here."""
+    from parallel import Ranks
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    ranks = ranks_of()
+    ranks = Ranks.of_torchrun()
     try:
-        code = work(ranks)
+        if args.ignored and not vars(args).get("quiet"):
+            note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
+        code = work(args, ranks)
         sys.stdout.flush()
         ranks.finish()
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
@@ -107,7 +109,7 @@ def exit_code(ranks_of: Callable[[], Ranks], work: Callable[[Ranks], int], debug
         code = 130
     except Exception as error:
         if error := ranks.to_report(error):
-            note(traceback.format_exc().rstrip() if debug else f"error: {error_line(error)}")
+            note(traceback.format_exc().rstrip() if args.debug else f"error: {error_line(error)}")
         code = 1
     try:
         sys.stdout.flush()
@@ -128,7 +130,6 @@ def note(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Write to stdout, at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

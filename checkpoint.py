@@ -5,16 +5,15 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -133,7 +132,7 @@ def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
 
 
 def _hugging_face_config(f: Fields, generation: Fields) -> Config:
-    f.refuse_unless("model_type", "llama", "mistral", "qwen2", "qwen3")
+    f.refuse_unless("model_type", *ggml.ARCHITECTURES)
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
@@ -444,9 +443,10 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
 
 
 def model_tensors(c: Config) -> list[tuple[Stored, int | None]]:
-    """All tensors of a checkpoint, those of layers with the layer; always in the same order."""
+    """The tensors that a model is loaded from, those of layers with the layer; always in the same order."""
     layers = [(info, i) for i in range(c.n_layers) for info in c.layer_table]
-    return [(EMBEDDING, None), *layers, (NORM, None), *([] if c.tie_embeddings else [(OUTPUT, None)])]
+    output = replace(EMBEDDING, field="output", dims=OUTPUT.dims) if c.tie_embeddings else OUTPUT
+    return [(EMBEDDING, None), *layers, (NORM, None), (output, None)]
 
 
 def tensor_shapes(c: Config, layout: str = "meta") -> dict[str, tuple[int, ...]]:
@@ -460,13 +460,6 @@ def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
     return layers | {"output": OUTPUT.shape(c)}
 
 
-def vector_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of everything else: vectors and the embedding, by the names of a saved model."""
-    vectors = [(name, shape) for name, shape in c.layer_shapes.items() if name not in c.layer_matrices]
-    layers = {f"layers.{i}.{name}.weight": shape for i in range(c.n_layers) for name, shape in vectors}
-    return {info.meta: info.shape(c) for info in (EMBEDDING, NORM)} | layers
-
-
 def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Names, types and shapes of what a saved model has for a matrix: its codes under its own name; a single column
     is a vector."""
@@ -478,20 +471,19 @@ def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tu
 
 def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
     """Possible types and the shape of each tensor of a model saved in a format."""
-    tensors: dict = {name: (quants.FLOATS, shape) for name, shape in vector_shapes(c).items()}
+    tensors: dict = {info.meta: (quants.FLOATS, info.shape(c)) for info in (EMBEDDING, NORM)}
+    vectors = {name: shape for name, shape in c.layer_shapes.items() if name not in c.layer_matrices}
+    for i, (name, shape) in itertools.product(range(c.n_layers), vectors.items()):
+        tensors[f"layers.{i}.{name}.weight"] = (quants.FLOATS, shape)
     for name, shape in matrix_shapes(c).items():
         tensors |= {n: ((dtype,), shape) for n, (dtype, shape) in stored_as(name, shape, format).items()}
     return tensors
 
 
-@dataclass(frozen=True, eq=False)
-class PerMatrix(Format):
-    """The formats of a model's matrices by their names, None for one in 16 or 32 bits."""
+class PerMatrix(dict):
+    """The formats of a model's matrices by their names, None for one in 16 or 32 bits; in place of a Format."""
 
-    formats: dict[str, Format | None] | None = None
-
-    def at(self, name: str) -> Format | None:
-        return self.formats[name]
+    at = dict.__getitem__
 
 
 class Checkpoint:
@@ -644,13 +636,11 @@ class Checkpoint:
         if not self.quantised:
             return None
         shapes, kinds = matrix_shapes(c), {}
-        tied = [(replace(EMBEDDING, field="output"), None)] if self.config.tie_embeddings else []
-        for info, layer in [*model_tensors(self.config), *tied]:
+        for info, layer in model_tensors(self.config):
             name = info.field if layer is None else f"layers.{layer}.{info.field}"
             if name in shapes:
                 kinds.setdefault(name, set()).add(self.parts[info.name(self.layout, layer)][0].kind)
-        formats = {name: quants.format_for(found, shapes[name][1], most_bits) for name, found in kinds.items()}
-        return PerMatrix("as stored", 0, None, None, formats=formats)
+        return PerMatrix({n: quants.format_for(found, shapes[n][1], most_bits) for n, found in kinds.items()})
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
@@ -659,11 +649,10 @@ class Checkpoint:
             if part.kind or part.dtype not in quants.FLOATS or not part.name.endswith((".weight", ".bias")):
                 continue
             tensor = read_part(part)
-            if not torch.isfinite(tensor).all():
-                return one_line(f"{part.name} in {part.file.name} holds NaN or inf")
-            if not torch.isfinite(tensor.to(dtype)).all():
-                beyond = f"holds values beyond the range of {dtype}; try --dtype fp32"
-                return one_line(f"{part.name} in {part.file.name} {beyond}")
+            beyond = f"values beyond the range of {dtype}; try --dtype fp32"
+            for values, held in (tensor, "NaN or inf"), (tensor.to(dtype), beyond):
+                if not torch.isfinite(values).all():
+                    return one_line(f"{part.name} in {part.file.name} holds {held}")
         return None
 
 
@@ -817,18 +806,13 @@ def _download(name: str, kind: str) -> Path:
 
 def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
     """Bytes of a model's weights. A tied output matrix that is in no format is the embedding itself."""
-    total = dtype.itemsize * sum(map(math.prod, vector_shapes(c).values()))
+    total = dtype.itemsize * sum(math.prod(info.shape(c)) for info, _ in model_tensors(c) if not info.matrix)
     for name, shape in matrix_shapes(c).items():
-        if held := format_at(format, name):
+        if held := format and format.at(name):
             total += held.nbytes(*shape)
         elif name != "output" or not c.tie_embeddings:
             total += dtype.itemsize * math.prod(shape)
     return total
-
-
-def format_at(format: Format | None, name: str) -> Format | None:
-    """The format of a matrix, if it has one."""
-    return format and format.at(name)
 
 
 def largest_read(c: Config) -> int:
@@ -841,7 +825,7 @@ def largest_read(c: Config) -> int:
 def check_groups(c: Config, format: Format | None) -> None:
     """Raise ValueError if a rank's columns of a matrix are not whole groups of the format."""
     for name, (_, columns) in matrix_shapes(c).items():
-        held = format_at(format, name)
+        held = format and format.at(name)
         if held and columns % held.group:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
             raise ValueError(f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}")
@@ -862,13 +846,12 @@ class Loader:
     device: torch.device
     format: Format | None
     backend: str = "torch"  # whose ops will read the matrices
-    rank: int = 0
-    ranks: int = 1
+    ranks: Ranks = Ranks()
     quiet: bool = False
     importance: dict[str, Tensor] | None = None  # importance_of the matrices' columns
 
     def __post_init__(self) -> None:
-        self.whole, self.config = self.checkpoint.config, self.checkpoint.config.cut(self.ranks)
+        self.whole, self.config = self.checkpoint.config, self.checkpoint.config.cut(self.ranks.size)
         self.shapes = matrix_shapes(self.config)
         self.encodes = bool(self.format and not self.checkpoint.format and not self.checkpoint.quantised)
         if self.encodes:  # allocate what stays first, to avoid fragmentation
@@ -878,7 +861,6 @@ class Loader:
         self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
 
     def empty(self, name: str) -> Tensors:
-        """Space for a matrix in the format."""
         return self.format.at(name).empty(*self.shapes[name], self.device)
 
     def load(self) -> Weights:
@@ -886,13 +868,11 @@ class Loader:
             embedding = self.vector("tok_embeddings", [EMBEDDING])
             layers = [self.layer(i) for i in range(self.config.n_layers)]
             norm = self.vector("norm", [NORM])
-            if not self.config.tie_embeddings or self.checkpoint.format:
-                output = self.matrix("output", [OUTPUT])
-            elif format_at(self.format, "output"):
-                output = self.matrix("output", [replace(EMBEDDING, dims=OUTPUT.dims)])
-            else:
+            if self.config.tie_embeddings and not (self.format and self.format.at("output")):
                 tied = embedding[self.share("output_rows")].to(self.stored)
                 output = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
+            else:
+                output = self.matrix("output", [model_tensors(self.config)[-1][0]])
         return Weights(embedding, layers, norm, output)
 
     def layer(self, i: int) -> LayerWeights:
@@ -908,7 +888,7 @@ class Loader:
         if dim not in CUT:
             return slice(0, size)
         count = getattr(self.whole, CUT[dim])
-        taken = share(count, self.rank, self.ranks)
+        taken = share(count, self.ranks.rank, self.ranks.size)
         return slice(taken.start * size // count, taken.stop * size // count)
 
     def sources(self, name: str, infos: list[Stored], layer: int | None) -> list[Source]:
@@ -937,7 +917,7 @@ class Loader:
 
     def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
         """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
-        columns, format = self.share(infos[0].dims[1]), format_at(self.format, name)
+        columns, format = self.share(infos[0].dims[1]), self.format and self.format.at(name)
         sources = self.sources(name, infos, layer)
         if format:
             take = self.saved if self.checkpoint.format else self.encode if self.encodes else self.held
@@ -1010,7 +990,7 @@ def stored_columns(columns: slice, K: int, M: int) -> slice:
 # ---- what it runs on, and whether it fits
 
 
-def pick_device(name: str = "auto", ranks: Ranks | None = None) -> torch.device:
+def pick_device(name: str = "auto", ranks: Ranks = Ranks()) -> torch.device:
     """With several processes on a host, each takes the GPU of its local rank. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -1019,9 +999,9 @@ def pick_device(name: str = "auto", ranks: Ranks | None = None) -> torch.device:
     device = torch.device(name)
     if device.type == "cpu":
         return device
-    if device.index is not None and ranks and ranks.size > 1:
+    if device.index is not None and ranks.size > 1:
         raise ValueError(f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU")
-    index = device.index if device.index is not None else ranks.local_rank if ranks else 0
+    index = device.index if device.index is not None else ranks.local_rank
     count = torch.cuda.device_count()
     if index >= count:
         raise ValueError(f"device cuda:{index} was asked for, but torch sees {count} CUDA devices")
@@ -1031,7 +1011,6 @@ def pick_device(name: str = "auto", ranks: Ranks | None = None) -> torch.device:
 
 
 def check_choice(what: str, value: object, choices: Collection) -> None:
-    """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
@@ -1063,17 +1042,17 @@ def check_memory(
     ctx_size: int,
     format: Format | None = None,
     kv_fp8: bool = False,
-    ranks: Ranks | None = None,
+    ranks: Ranks = Ranks(),
     quantised: bool = False,
 ) -> None:
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
     them is allocated."""
     size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
     if on_cpu and dtype == torch.bfloat16:
-        if c.tie_embeddings and not format_at(format, "output"):
+        if c.tie_embeddings and not (format and format.at("output")):
             weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
         for name, shape in matrix_shapes(c).items():
-            if (held := format_at(format, name)) and held.bits == 4:
+            if (held := format and format.at(name)) and held.bits == 4:
                 weights += math.prod(shape) * 5 // 8  # the codes are there in torch's order, too
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
@@ -1088,7 +1067,7 @@ def check_memory(
     if kv_fp8:  # keys and values of one layer
         workspace += copies * 2 * size * c.kv_dim * ctx_size
     free, where, need = free_memory(device), str(device), weights + cache + workspace
-    if ranks and ranks.size > 1:
+    if ranks.size > 1:
         where += f" for rank {ranks.rank} of {ranks.size}"
         free /= ranks.local_size if on_cpu else 1  # the ranks of a host share its memory
     if need > free:
@@ -1124,7 +1103,6 @@ def check_accumulate(accumulate: str, backend: str, device: torch.device, dtype:
 
 
 def check_original(checkpoint: Checkpoint, format: str | None) -> None:
-    """Raise ValueError if matrices that were quantised are to be encoded in a format."""
     if checkpoint.quantised and format:
         lossy = f"its matrices are {checkpoint.quantised}, and {format} would lose precision a second time"
         raise ValueError(f"{checkpoint.folder}: {lossy}: run it as it is, or encode the original")
@@ -1142,7 +1120,7 @@ def load(
     kv_fp8: bool = False,
     accumulate: str = "auto",
     quiet: bool = False,
-    ranks: Ranks | None = None,
+    ranks: Ranks = Ranks(),
 ) -> Llama:
     """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder in Hugging Face's or
     Meta's layout, a GGUF file, or a repository of the hub.
@@ -1172,19 +1150,17 @@ def load(
         window = f"sliding_window is {config.sliding_window}"
         raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
     check_accumulate(accumulate, backend, on, torch_dtype)
-    rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-    config = config.cut(size)
+    config = config.cut(ranks.size)
     # torch has no fast product for 8-bit codes in groups on a CPU: there they are decoded
     as_stored = checkpoint.held_formats(config, 4 if on.type == "cpu" and backend == "torch" else 8)
     held = checkpoint.format or FORMATS.get(format) or as_stored
     check_groups(config, held)
-    if ranks:
-        ranks.join(on)
+    ranks.join(on)
     check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
     # Codes do not depend on --dtype
     stored = checkpoint.dtype if held and held is not as_stored else kernels.storage_dtype(backend, torch_dtype, on)
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, rank, size, quiet).load()
+        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
     return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
@@ -1273,7 +1249,9 @@ def save(
     need, free = weight_bytes(config, as_dtype, held) / 1e9, shutil.disk_usage(to.parent).free / 1e9
     if need > free:
         raise OSError(f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere")
-    with folder_beside(to) as made:
+    with TemporaryDirectory(prefix=f"{to.name}.partial-", dir=to.parent) as beside:
+        made = Path(beside, "whole")  # and then renamed; the outer folder is readable for its owner alone
+        made.mkdir()
         tokenizer, importance = Tokenizer(folder), None
         _copy_what_is_small(folder, made, tokenizer)
         if calibrate is not None:
@@ -1316,18 +1294,3 @@ def _saved(w: Weights) -> dict[str, Tensor]:
         elif value is not None:
             tensors[f"{name}.weight"] = value.cpu()
     return tensors
-
-
-# ---- writing a file or a folder whole or not at all
-
-
-@contextmanager
-def folder_beside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`. What is to become the target is written there and then renamed by the caller, so
-    that it appears whole or not at all; whatever remains of the folder is deleted."""
-    made = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
-    made.mkdir()
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

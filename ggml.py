@@ -127,7 +127,6 @@ class GGUF:
         return default if value is None else value
 
     def need(self, key: str, kind: type) -> Any:
-        """A value that must be there. Raises ValueError."""
         value = self.get(key, kind)
         if value is None:
             raise ValueError(f"{self.file} lacks {key}: convert the model again with a newer llama.cpp")
@@ -254,8 +253,6 @@ def read_header(file: Path) -> GGUF:
 ROPE_FACTORS = "rope_freqs.weight"
 # Control tokens that end an answer whatever eos_token_id says, as in llama.cpp
 ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>")
-
-
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 

@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from types import SimpleNamespace
@@ -39,12 +40,14 @@ PATIENCE = timedelta(days=20)  # how long ranks wait while the user thinks; if o
 # ---- the ranks
 
 
+@dataclass(frozen=True)
 class Ranks:
     """The processes that share a model, as one of them sees them: by default this one alone."""
 
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1):
-        """local: among those of this host."""
-        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among those of this host, as is the next
+    local_size: int = 1
 
     @classmethod
     def of_torchrun(cls) -> Ranks:
@@ -64,20 +67,13 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
 
-    def all(self, yes: bool) -> bool:
-        """Whether all ranks say yes; waits for all of them."""
-        return all(self._exchanged(lambda: yes))
-
-    def together(self, do: Callable[[], Value]) -> Value:
-        """What `do` returns on this rank. Where it raises on any rank, it raises on all: none goes on alone."""
-        return self._exchanged(do)[self.rank]
-
     def broadcast(self, read: Callable[[], Value]) -> Value:
         """What `read` returns, or raises, on rank 0; the others do not call it."""
-        return self._exchanged(read if self.rank == 0 else lambda: None)[0]
+        return self.gather(read if self.rank == 0 else lambda: None)[0]
 
-    def _exchanged(self, do: Callable[[], Value]) -> list[Value]:
-        """What `do` returns on each rank. The first error of a rank is raised on all."""
+    def gather(self, do: Callable[[], Value]) -> list[Value]:
+        """What `do` returns on each rank, once all have done it. The first error of a rank is raised on all: none goes
+        on alone."""
         if self.size == 1:
             return [do()]
         value = error = None
@@ -110,7 +106,7 @@ class Ranks:
         if dist.is_initialized():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.all(True)
+            self.gather(lambda: None)
 
     def to_report(self, error: Exception) -> Exception | None:
         """The error to report if this rank failed first, otherwise None: later failures are consequences. stderr is
@@ -319,7 +315,8 @@ def make_exchange(ranks: Ranks, matrices: list[Matrix], backend: str, device: to
     same."""
     on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
     others = [i for i in range(ranks.size) if i != ranks.local_rank]
-    if not ranks.all(on_one_host and all(torch.cuda.can_device_access_peer(device.index, i) for i in others)):
+    reaches = on_one_host and all(torch.cuda.can_device_access_peer(device.index, i) for i in others)
+    if not all(ranks.gather(lambda: reaches)):
         return None
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -327,5 +324,5 @@ def make_exchange(ranks: Ranks, matrices: list[Matrix], backend: str, device: to
     buffers = symmetric_memory.rendezvous(entries, group=dist.group.WORLD).buffer_ptrs
     exchange = Exchange(matrices, ranks.rank, list(buffers), entries.zero_())
     torch.cuda.synchronize()
-    ranks.all(True)  # all are zero before anyone writes
+    ranks.gather(lambda: None)  # all are zero before anyone writes
     return exchange

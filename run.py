@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from chat import (
     DEFAULT_MODEL,
@@ -213,7 +214,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import DTYPES, Checkpoint, find_checkpoint, folder_beside, load, pick_device, read_config
+from checkpoint import DTYPES, Checkpoint, find_checkpoint, load, pick_device, read_config
 from checkpoint import save as save_model
 from model import KVCache, Llama, Timings, generate
 from parallel import Ranks
@@ -288,7 +289,6 @@ class Session:
         return load(name, **{option: getattr(self.args, option) for option in options}, ranks=self.ranks)
 
     def note(self, text: str) -> None:
-        """Tell the user something, unless --quiet was given."""
         if not self.args.quiet:
             note(text)
 
@@ -391,7 +391,6 @@ class Session:
 
 
 def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError if a draft has a different vocabulary."""
     folder = find_checkpoint(name)
     config = read_config(folder)
     other = Tokenizer(folder, config.vocab_size, config.bos_id)
@@ -441,9 +440,10 @@ class PromptCache:
         held = self._read() if self.file.exists() else {"tokens": torch.empty(0, dtype=torch.int32)}
         tokens = held["tokens"][: cache.size]
         # One rank's file may be newer than another's, or missing
-        if not self.ranks.all(tokens.tolist() == self.ranks.broadcast(tokens.tolist)) or not len(tokens):
+        first, *others = self.ranks.gather(tokens.tolist)
+        if not first or any(other != first for other in others):
             return
-        self.tokens = tokens.tolist()
+        self.tokens = first
         cache.append(tokens)
         for layer, values in zip([*cache.k, *cache.v], [*held["k"], *held["v"]]):
             layer[:, : len(tokens)] = values[:, : len(tokens)]
@@ -470,15 +470,16 @@ class PromptCache:
         all raise its OSError."""
         same, n = len(os.path.commonprefix([self.tokens, ids])), len(ids)
         if 4 * same < 3 * n:
-            self.ranks.together(lambda: self._write(n, cache))
+            self.ranks.gather(lambda: self._write(n, cache))
 
     def _write(self, n: int, cache: KVCache) -> None:
         tensors = {name: torch.stack([t[:, :n] for t in kept]).cpu() for name, kept in (("k", cache.k), ("v", cache.v))}
         tensors["tokens"] = cache.tokens[:n].cpu()
         try:
-            with ending_cleanly(), folder_beside(self.file) as made:
-                save_file(tensors, made / "cache", self.metadata)
-                (made / "cache").replace(self.file)
+            with ending_cleanly(), TemporaryDirectory(prefix=f"{self.file.name}.", dir=self.file.parent) as beside:
+                file = Path(beside, "cache")  # renamed when it is whole
+                save_file(tensors, file, self.metadata)
+                file.replace(self.file)
         except Exception as error:
             raise OSError(f"the prompt cache {self.file} cannot be written: {error}") from None
 
@@ -518,9 +519,8 @@ def complete(session: Session, prompt: str) -> None:
 
 def save(args: argparse.Namespace) -> int:
     options = dict(format=args.format, dtype=args.dtype, device=args.device, quiet=args.quiet)
+    options["calibrate"] = read_input(args.calibrate) if args.calibrate else None
     with ending_cleanly():
-        if args.calibrate:
-            options["calibrate"] = read_input(args.calibrate)
         file = save_model(args.model, args.save, **options)
     if not args.quiet:
         note(f"saved     {file.parent}: {args.format} matrices, {file.name} of {file.stat().st_size:,} bytes")
@@ -528,8 +528,6 @@ def save(args: argparse.Namespace) -> int:
 
 
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
-    if args.ignored and not args.quiet:
-        note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
     if args.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
     if args.mode == "save":
@@ -556,8 +554,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_code(Ranks.of_torchrun, lambda ranks: work(args, ranks), args.debug)
+    return exit_code(work, parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,6 @@ class Speculation:
             cache.seek(read)
 
     def summary(self) -> str:
-        """A line for the closing summary."""
         share = f"{self.accepted / self.proposed:.0%} of {self.proposed}" if self.proposed else "none of 0"
         rate = 1 + self.accepted / self.passes if self.passes else 0
         return f"proposals {self.passes} passes, {rate:.2f} tokens a pass; {share} proposals accepted\n"
@@ -189,7 +188,6 @@ class _OnGpu:
         self.result = torch.ones(2, 2, dtype=torch.int32, pin_memory=model.device.type == "cuda")
 
     def run(self, T: int) -> None:
-        """A pass of T tokens."""
         self.propose(self, T)
         c, rows = self.cache, self.model.evaluate(T, self.cache)
         if c.banned is not None:

@@ -2890,7 +2890,7 @@ def test_memory_of_a_format():
     file is quantised."""
     config = read_config_like(dim=4096, n_layers=8, hidden_dim=16384, vocab_size=1 << 15)
     plain, encoded, decoded = (
-        memory_needed(config, torch.float32, "cpu", 64, format, False, None, quantised)
+        memory_needed(config, torch.float32, "cpu", 64, format, False, Ranks(), quantised)
         for format, quantised in ((None, False), (E4M3, False), (None, True))
     )
     shapes = [*config.layer_matrices.values()] * 8 + [(1 << 15, 4096)]
@@ -3624,14 +3624,14 @@ def test_gguf_types_of_other_names_are_refused_by_name(tmp_path):
             load(tmp_path / "a.gguf", device="cpu")
 
 
-def loaded(model, held: bool = True, rank: int = 0, ranks: int = 1):
+def loaded(model, held: bool = True, ranks: Ranks = Ranks()):
     """A rank's weights of a model's checkpoint: its matrices as the file holds them, or decoded."""
-    fp32, own = torch.float32, model.checkpoint.held_formats(model.config.cut(ranks), 8) if held else None
-    return Loader(model.checkpoint, fp32, fp32, torch.device("cpu"), own, "torch", rank, ranks, quiet=True).load()
+    fp32, own = torch.float32, model.checkpoint.held_formats(model.config.cut(ranks.size), 8) if held else None
+    return Loader(model.checkpoint, fp32, fp32, torch.device("cpu"), own, "torch", ranks, quiet=True).load()
 
 
 def assert_two_ranks_have(model, layer) -> None:
-    parts = [loaded(model, rank=rank, ranks=2).layers[1] for rank in (0, 1)]
+    parts = [loaded(model, ranks=Ranks(rank, 2)).layers[1] for rank in (0, 1)]
     for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
         joined = torch.cat([getattr(part, name).dense() for part in parts], axis)
         assert torch.equal(joined, getattr(layer, name).dense()), name

@@ -103,7 +103,6 @@ def read_json(file: Path) -> dict:
 
 # ---- chat templates: the checkpoint's own, and ours for those without one
 
-
 TEMPLATES = {
     "llama2": """\
 {% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}\
@@ -253,11 +252,11 @@ class SentencePiece(Vocabulary):
         try:
             self.sp = SentencePieceProcessor(model_proto=raw)
             self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
+            self.size = self.sp.vocab_size()
+            pieces = [self.sp.id_to_piece(i) for i in range(self.size)]
         except (RuntimeError, ValueError, IndexError):
             instead = "of Llama 3, take the folder in Hugging Face's layout"
             raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
-        self.size = self.sp.vocab_size()
-        pieces = [self.sp.id_to_piece(i) for i in range(self.size)]
         added = {text: i for text, i in _added_tokens(folder, config).items() if i >= self.size}
         self.size_with_added = max([self.size - 1, *added.values()]) + 1
         embedded = {text: i for text, i in added.items() if vocab_size is None or i < vocab_size}
