@@ -615,9 +615,8 @@ def _launch_rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: 
 
 def rope_ref(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
     start_pos, T = int(pos), x.shape[0]
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    angles = torch.view_as_complex(table[start_pos : start_pos + T]).unsqueeze(1)
-    return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
+    pairs, angles = x.float().view(torch.complex64), table[start_pos : start_pos + T].view(torch.complex64)
+    return (pairs * angles.mT).view(torch.float32).to(x.dtype)
 
 
 @jit
@@ -878,7 +877,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
 
 
 def rmsnorm_swiglu_ref(x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto") -> Tensor:
-    a, b = linear_ref(rmsnorm_ref(x, norm, eps), w13).unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = linear_ref(rmsnorm_ref(x, norm, eps), w13).view(x.shape[0], -1, 2).unbind(-1)
     return functional.silu(a) * b
 
 
