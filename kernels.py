@@ -94,14 +94,17 @@ MAX_PACKED = 128  # tokens: with more, torch's product of packed codes is slower
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     """y = x W^T. x [T, K] -> [T, N]."""
     if w.data.is_mkldnn:
-        T, x16 = x.shape[0], x.bfloat16()
-        if _padded_rows(T) > T:
-            x16 = functional.pad(x16, (0, 0, 0, _padded_rows(T) - T))
-        return torch.ops.mkldnn._linear_pointwise(x16, w.data, None, "none", [], "")[:T].to(x.dtype)
+        more = _padded_rows(x.shape[0]) - x.shape[0]
+        x = functional.pad(x, (0, 0, 0, more)) if more else x
+        y = torch.ops.mkldnn._linear_pointwise(x, w.data, None, "none", [], "")
+        return y[:-more] if more else y
     if w.packed and x.shape[0] <= MAX_PACKED and x.dtype == torch.bfloat16:
         return w.format.packed_linear(x, w.packed)
     if w.data.device.type == "cpu" and (w.format or w.data.dtype == torch.float16):
-        return _cpu_vector_linear(x, w) if x.shape[0] == 1 else _cpu_prompt_linear(x, w)
+        if x.shape[0] > 1:
+            return _cpu_prompt_linear(x, w)
+        if w.format or x.dtype != torch.float16:
+            return _cpu_vector_linear(x, w)
     return functional.linear(x, w.dense().to(x.dtype))
 
 
@@ -116,12 +119,12 @@ def _padded_rows(T: int) -> int:
 
 def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
     """On a CPU, one token with fp16 weights or a format: torch's fp16 matrix-vector product (fp32 sums) runs at memory
-    speed. x is scaled to magnitudes of at most 1, so that a result fits fp16 if its row of |W| sums to less than
-    65504."""
-    scale = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp_(min=1e-30)
-    row = x[0].float() / scale
-    y = w.format.vector_linear(row, w.tensors) if w.format else torch.mv(w.data, row.half())
-    return (y * scale).to(x.dtype)[None]
+    speed. x is scaled by a power of two to magnitudes of at most 1, so that a result fits fp16 if its row of |W| sums
+    to less than 65504."""
+    scale = 2.0 ** math.frexp(max(float(x.abs().max()), 1e-30))[1]
+    row = x[0] / scale
+    y = w.format.vector_linear(row.float(), w.tensors) if w.format else torch.mv(w.data, row.half())
+    return y.to(x.dtype).mul_(scale)[None]
 
 
 def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
@@ -710,9 +713,8 @@ def _launch_rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: 
 
 def rope_ref(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
     start_pos, T = int(pos), x.shape[0]
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    angles = torch.view_as_complex(table[start_pos : start_pos + T]).unsqueeze(1)
-    return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
+    pairs, angles = x.float().view(torch.complex64), table[start_pos : start_pos + T].view(torch.complex64)
+    return (pairs * angles.mT).view(torch.float32).to(x.dtype)
 
 
 @jit
@@ -973,7 +975,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
 
 
 def rmsnorm_swiglu_ref(x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto") -> Tensor:
-    a, b = linear_ref(rmsnorm_ref(x, norm, eps), w13).unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = linear_ref(rmsnorm_ref(x, norm, eps), w13).view(x.shape[0], -1, 2).unbind(-1)
     return functional.silu(a) * b
 
 

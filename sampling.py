@@ -96,39 +96,39 @@ def uniform(seed: int, index: int) -> float:
 
 def sample_ref(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, sampler: Sampler) -> None:
     position = int(pos)
-    token = _choose_ref(logits, tokens, position, sampler.s) if torch.isfinite(logits.sum()) else -1
+    token = _choose_ref(logits, tokens, position, sampler.s)
     tokens[position] = max(token, 0)
     host_tokens[position] = token
 
 
 def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> int:
+    """The token for a position, -1 where the logits are not finite."""
     if s.repeat_penalty != 1:
         first = 0 if s.repeat_last_n < 0 else max(0, position - s.repeat_last_n)
-        recent = tokens[first:position].long().unique()
-        seen = logits[recent]
-        logits[recent] = torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
+        recent = tokens[first:position].long()
+        seen = logits.gather(0, recent)
+        logits.scatter_(0, recent, torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty))
+    floor, best = map(float, logits.aminmax())
+    if not (math.isfinite(floor) and math.isfinite(best)):
+        return -1
     if s.temp == 0:
         return int(logits.argmax())
-    kept = logits
     if 0 < s.top_k < len(logits):
-        kept = logits[logits >= logits.topk(s.top_k).values[-1]]
-    best, floor = kept.max(), kept.min()
+        floor = float(logits.topk(s.top_k).values[-1])
     if s.top_p < 1:
-        ranked = kept.sort(descending=True).values
-        p = (ranked - best).double().exp()
-        above = p.cumsum(0) - p  # mass of those before each
-        floor = ranked[max(int((above < s.top_p * p.sum()).sum()), 1) - 1]
+        ranked = logits[logits >= floor].sort(descending=True).values
+        mass = ranked.softmax(0, dtype=torch.float64).cumsum(0)
+        floor = float(ranked[torch.searchsorted(mass[:-1], s.top_p)])
     if s.min_p > 0:
-        floor = torch.maximum(floor, best + math.log(s.min_p))
-    p = torch.where(logits >= floor, (logits - best) / max(s.temp, COLDEST), -torch.inf).exp()
-    cdf = p.double().cumsum(0)
-    drawn = torch.searchsorted(cdf, uniform(s.seed, position) * cdf[-1], right=True)
-    return min(int(drawn), int(p.nonzero()[-1]))
+        floor = max(floor, best + math.log(s.min_p))
+    kept = (logits >= floor).nonzero()[:, 0]
+    sums = ((logits[kept] - best) / max(s.temp, COLDEST)).exp().double().cumsum(0)
+    return int(kept[torch.searchsorted(sums, uniform(s.seed, position) * sums[-1], right=True)])
 
 
 def sample_rows_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
     for row, position in zip(logits, range(int(pos) - len(logits) + 1, int(pos) + 1)):
-        drawn[position] = _choose_ref(row, tokens, position, sampler.s) if torch.isfinite(row.sum()) else -1
+        drawn[position] = _choose_ref(row, tokens, position, sampler.s)
 
 
 # There are at most four launches. Each divides the vocabulary into parts, one a program, and the last program to finish
