@@ -73,7 +73,7 @@ def load_groups(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP
 
 @jit
 def columns_of(places, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """See Format.columns."""
+    """See Format.columns. A compiler that is to see eight neighbours needs them as a dimension of their own."""
     return places if COLUMNS is None else COLUMNS(places, K)
 
 
@@ -605,9 +605,13 @@ def _recode_kernel(
     scale."""
     gdc_launch_dependents(PDL)
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    offs_k = columns_of(k + tl.arange(0, BLOCK)[None, :], K, COLUMNS)
     gdc_wait(PDL)
     y = VALUES(LOAD(w, row * K + k + tl.arange(0, 1)[:, None], K - k, BLOCK, 8)).to(tl.float32)
+    if COLUMNS is None:
+        offs_k = k + tl.arange(0, BLOCK)[None, :]
+    else:
+        offs_k = COLUMNS(k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :], K)
+        y = y.reshape(BLOCK // 8, 8)
     factor = 1.0
     if ROW_SCALE is not None:
         factor = ROW_SCALE(w, row, row >= 0)
