@@ -298,14 +298,16 @@ def _add_words(a, b):
 
 
 @jit
-def _sums(words, EACH: tl.constexpr):
-    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]."""
+def _sums(words, EACH: tl.constexpr, HALVES: tl.constexpr):
+    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. HALVES: a
+    rounding to halves at each step does no harm."""
     groups = words.reshape(words.shape[0] * 64 // EACH, words.shape[1] * EACH // 64)
     if EMULATED:
         return tl.sum(groups, 1)
     else:
-        both = tl.reduce(groups, 1, _add_words)
-        return fp8.half_at(both, 0) + fp8.half_at(both >> 16, 0)
+        if HALVES:
+            groups = tl.reduce(groups, 1, _add_words, keep_dims=True)
+        return tl.sum(fp8.half_at(groups, 0) + fp8.half_at(groups >> 16, 0), 1)
 
 
 @jit
@@ -332,8 +334,8 @@ def _packed_x(
             tile *= norm_tiles[i].to(tile.dtype)
         words += (_words(tile, False),)
     joined = _join_eighths(words)
-    packed = joined.reshape(joined.shape[0] * joined.shape[1]), _sums(joined, SUMS), inverse[None, :]
-    return packed, inverse if norm_tiles is None else _sums(_join_eighths(squares), 64) * inverse * inverse
+    packed = joined.reshape(joined.shape[0] * joined.shape[1]), _sums(joined, SUMS, False), inverse[None, :]
+    return packed, inverse if norm_tiles is None else _sums(_join_eighths(squares), 64, True) * inverse * inverse
 
 
 @jit
@@ -594,6 +596,7 @@ def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
 def _launch_stream(op: str, device: torch.device, args: tuple, w: Matrix, within: int, constants: dict) -> None:
     sizes = stream_sizes(device, w.bits, op, w.columns)
     rows, block = math.gcd(sizes.rows, within), min(sizes.block, max(2048, triton.next_power_of_2(w.columns)))
+    block = max(block, triton.next_power_of_2(triton.cdiv(w.columns, 3)))  # registers hold x for three
     tiles = min(32, triton.cdiv(w.rows, rows * processors(device) * sizes.programs))
     if within:  # as many tiles as divide it
         tiles = math.gcd(1 << tiles.bit_length() - 1, within // rows)

@@ -434,7 +434,7 @@ def _packed_sums6(tile, x, sum_x):
 
 Q6_K = Held6(
     "q6_k", 6, _load6, _values6, row_scale, _packed_sums6, packed_load=_packed_load6,
-    columns=_in_turn_2, neighbours=64, peak=4096.0,
+    columns=_in_turn_2, neighbours=64, peak=16384.0,
     group=256, form="parts", part=16, unit=2.0**-31,
 )  # fmt: skip
 
