@@ -968,7 +968,7 @@ class Loader:
         K, tensors = infos[0].shape(self.whole)[1], self.empty(name)
         if not format.can_be_cut(K, self.shapes[name][1]):
             what = f"what is saved in {format.name} of {name}, {K} columns"
-            raise ValueError(f"{what}, cannot be divided among {self.ranks} processes: take the original")
+            raise ValueError(f"{what}, cannot be divided among {self.ranks.size} processes: take the original")
         for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
             M = self.checkpoint.shapes[stored][1:]
             for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):
@@ -1169,7 +1169,7 @@ def load(
 # ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the other small files
 
 SAVED = "model.safetensors"
-LAYOUT = "1"  # of such a file; any other is refused
+LAYOUT = "2"  # of such a file; any other is refused
 
 
 def saved_format(folder: Path) -> Format | None:

@@ -2712,6 +2712,11 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "holds no tokenizer.model"),
     "broken tokenizer": (write("tokenizer.model", b"x" * 99), "is not a SentencePiece model"),
     "empty tokenizer": (write("tokenizer.model", b""), "is not a SentencePiece model"),
+    "a piece that is not UTF-8": (
+        lambda f: (f / "tokenizer.model").write_bytes(
+            (f / "tokenizer.model").read_bytes().replace("▁t".encode(), b"\xe2\x96tt", 1)
+        ), "is not a SentencePiece model",
+    ),
     "wrong types beside the tokenizer": (
         both(write("tokenizer_config.json", json.dumps(ADDED)), write("added_tokens.json", "[]")),
         "added_tokens.json does not hold a JSON object",
@@ -4403,6 +4408,20 @@ def test_ranks_that_do_not_divide_a_model(tiny):
         read_config_like(n_heads=6, n_kv_heads=3).cut(2)
     with pytest.raises(ValueError, match="layers.0.wo has 16 columns on each of 2 processes; grouped needs"):
         check_groups(read_config_like().cut(2), GROUPED)
+
+
+def test_ranks_that_divide_256_columns_of_int4(tiny, tmp_path):
+    """Each encodes its own columns; what has been encoded whole cannot be divided."""
+    hugging_face_model(301, **FAMILIES["gqa"] | dict(intermediate_size=320)).save_pretrained(tmp_path / "a")
+    shutil.copy(tiny / "tokenizer.model", tmp_path / "a")
+    model, fp32, cpu = load(tmp_path / "a", device="cpu", dtype="fp32"), torch.float32, torch.device("cpu")
+    part = lambda model, rank: Loader(model.checkpoint, fp32, fp32, cpu, INT4, "torch", Ranks(rank, 2), quiet=True)
+    for rank, columns in enumerate(model.weights.layers[0].w2.data.split(160, 1)):
+        w2 = part(model, rank).load().layers[0].w2
+        assert torch.equal(w2.dense(), Matrix(columns).encoded(INT4).dense())
+    save(tmp_path / "a", tmp_path / "b", format="int4", device="cpu")
+    with pytest.raises(ValueError, match="int4 of layers.0.w2, 320 columns, cannot be divided among 2 processes"):
+        part(load(tmp_path / "b", device="cpu"), 0).load()
 
 
 def test_memory_is_checked_for_each_rank(monkeypatch):
