@@ -213,7 +213,7 @@ class Format:
 
 def ordered(t: Tensor, order: Tensor) -> Tensor:
     """[..., K], eight neighbours at a time in the order [K / 8]."""
-    return t.unflatten(-1, (-1, 8))[..., order, :].flatten(-2)
+    return t.unflatten(-1, (-1, 8)).index_select(-2, order).flatten(-2)
 
 
 @dataclass(frozen=True, eq=False)
