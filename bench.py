@@ -886,9 +886,9 @@ def vector_candidates(bits: int, columns: int) -> Iterator[list[int]]:
 
 def stream_candidates(bits: int, columns: int) -> Iterator[list[int]]:
     """launch.StreamSizes likewise."""
-    for rows, block, warps, stages in itertools.product((2, 4, 8), (2048, 4096, 8192), (6, 8, 12, 16), (3, 4, 6)):
-        if columns <= 3 * block and block < max(2 * columns, 4096):
-            yield [rows, block, max(1, warps // (block // 2048)), stages]
+    blocks = [block for block in (2048, 4096, 8192, 16384) if columns <= 3 * block and block < max(2 * columns, 4096)]
+    for rows, block, warps, stages in itertools.product((1, 2, 4, 8), blocks, (6, 8, 12, 16), (3, 4, 6)):
+        yield [rows, block, max(1, warps // (block // 2048)), stages]
 
 
 def few_candidates(bits: int, columns: int) -> Iterator[list[int] | None]:
@@ -922,6 +922,8 @@ def run_tune(args: argparse.Namespace) -> None:
         for op, w in products:
             sizes, found = table.setdefault(op, dict(table["default"])), []
             for candidate in candidates(w.bits, w.columns):
+                if candidate and candidate[0] == 1 and op != "linear_add":
+                    continue  # other ops have pairs of rows
                 sizes[w.columns] = candidate
                 with suppress(triton.OutOfResources):  # more shared memory than the card has
                     found.append((pass_seconds(model, cache, T, 64), candidate))

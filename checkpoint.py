@@ -955,7 +955,7 @@ class Loader:
         weigh = dict(importance=self.importance[name]) if self.importance and format is self.format else {}
         try:
             if data.shape == self.shapes[name] or not format.can_be_cut(K, self.shapes[name][1]):
-                return format.encode(data[:, columns], tensors, **{key: t[columns] for key, t in weigh.items()})
+                return format.encode(data[:, columns], tensors, **weigh)
             for part, whole in zip(tensors, format.encode(data)):
                 part.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
             return tensors
@@ -1053,7 +1053,7 @@ def check_memory(
             weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
         for name, shape in matrix_shapes(c).items():
             if (held := format and format.at(name)) and held.bits == 4:
-                weights += math.prod(shape) * 5 // 8  # the codes are there in torch's order, too
+                weights += math.prod(shape) * 5 // 8  # the codes are there in torch's layout, too
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size

@@ -127,12 +127,13 @@ class Format:
                                None if enough; NEIGHBOURS: how many a thread should have, if possible
     values(tile)               what it stands for, before row_scale: halves or floats [R, COLUMNS]
     row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
-    packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none
+    packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none.
+                               With groups it has another form
 
     columns(places, K)         the columns whose weights lie in these places of a row, eight neighbours each in eight
                                neighbouring columns; None: all lie in order
 
-    A format with groups has these, and one token runs in kernels._stream_kernel:
+    With groups, one token runs in kernels._stream_kernel:
 
     packed_load(w, first, left, COLUMNS)
                                like load: int32 tensors [1, M], of which a thread has what 64 weights need
@@ -152,7 +153,7 @@ class Format:
     neighbours: int = 8  # weights that one thread must have for packed_sums
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
-    whole: int = 1  # columns that are stored in an order of their own, if a matrix has as many
+    whole: int = 1  # columns in a block with an order of its own: a matrix of as many is cut only between blocks
     as_e4m3: bool = False  # whether a prompt's product may round it to E4M3, for 8-bit tensor cores
 
     def at(self, name: str) -> Format:
@@ -211,6 +212,12 @@ class Format:
         return torch.cat([torch.mv(self.decoded(part), row) for part in parts])
 
 
+def rotated(eighths, turns):
+    """Which eight columns, counted in eights, are stored in these places: each `turns` eights are rotated, by one more
+    from one thread (64 columns) to the next. Used in torch and in kernels."""
+    return eighths // turns * turns + (eighths + eighths // 8) % turns
+
+
 def ordered(t: Tensor, order: Tensor) -> Tensor:
     """[..., K], eight neighbours at a time in the order [K / 8]."""
     return t.unflatten(-1, (-1, 8)).index_select(-2, order).flatten(-2)
@@ -221,9 +228,11 @@ class Grouped(Format):
     """A format with a scale and a minimum for each group of columns: W = scale * code + minimum, times the row's scale,
     which is the last tensor."""
 
+    turns: int = 1  # eights of columns that take turns, see rotated
+
     def order(self, K: int, device: torch.device) -> Tensor:
-        """In torch what `columns` is in kernels: which eight neighbours follow each other, int64 [K / 8]."""
-        return torch.arange(K // 8, device=device)
+        """What `columns` is in kernels: the eights of columns in the order in which they are stored, int64 [K / 8]."""
+        return rotated(torch.arange(K // 8, device=device), self.turns)
 
     def codes(self, tensors: Tensors) -> Tensor:
         """[N, K], as they are stored."""
@@ -233,11 +242,19 @@ class Grouped(Format):
         """Scales and minimums of the groups, times the row's scale: float32 [N, groups]."""
         raise NotImplementedError
 
-    def decoded(self, tensors: Tensors) -> Tensor:
+    def weights(self, tensors: Tensors) -> Tensor:
+        """float32 [N, K], as they are stored."""
         scale, minimum = self.scales(tensors)
         groups = self.codes(tensors).float().unflatten(1, (scale.shape[1], -1))
-        stored = groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
+        return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
+
+    def decoded(self, tensors: Tensors) -> Tensor:
+        stored = self.weights(tensors)
         return ordered(stored, self.order(stored.shape[1], stored.device).argsort())
+
+    def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
+        row, parts = ordered(row, self.order(len(row), row.device)), zip(*(t.split(512) for t in tensors))
+        return torch.cat([torch.mv(self.weights(part), row) for part in parts])
 
     def multiply(self, tensors: Tensors, factor: float) -> None:
         tensors[-1].mul_(factor)
@@ -399,9 +416,12 @@ class Float8(Format):
 #      instruction (fma.rn.f16x2), and adds up eight products in half precision before the sum is widened to fp32. For
 #      this to be sound the range must be right: a half ends at 65504 and loses precision below 6e-5, so x is scaled by
 #      a power of two, which is exact, such that eight products with codes of at most 448 stay below 65504 and those
-#      that matter lie far above 6e-5. Eight neighbours of a row must be in one thread.
+#      that matter lie far above 6e-5: all of x alike in kernels._vector_kernel, each 64 columns in _stream_kernel.
+#      Eight neighbours of a row must be in one thread.
 
-NORM_LIMIT = 30.0  # up to this norm weight, eight packed products of rmsnorm(x) stay below 65504 for K of up to 8192
+# Up to this norm weight, eight packed products of rmsnorm(x) stay below 65504 for K of up to 8192 in _vector_kernel;
+# _stream_kernel needs less than 32
+NORM_LIMIT = 30.0
 
 
 def fit_norm(norm: Tensor, w: Matrix) -> None:

@@ -375,10 +375,7 @@ def _columns(places, K: tl.constexpr):
 
 
 # What formats of 4-bit codes share, but for their two ways to load
-KERNEL = dict(
-    values=values, row_scale=row_scale, packed_sums=_packed_sums, sum_x=32,
-    neighbours=64, peak=16384.0,
-)  # fmt: skip
+KERNEL = dict(values=values, row_scale=row_scale, packed_sums=_packed_sums, sum_x=32, neighbours=64, peak=16384.0)
 INT4 = Int4(
     "int4", 4, load_32, packed_load=packed_load_32, columns=_columns, group=GROUP, whole=BLOCK, as_e4m3=True, **KERNEL
 )

@@ -259,7 +259,7 @@ def _vector_kernel(
 # Formats with groups, one token. A warp multiplies 2048 columns of a row, a thread 64 of them: it has its part of x in
 # registers, as words of two halves, for all rows that the program goes through. To load it, a thread takes eight times
 # eight neighbours; which columns a thread has is up to the format, and best is what lets neighbouring threads load
-# neighbouring columns (int4.columns). A tile of W has a single row, so that every version of Triton finds the
+# neighbouring columns (int4._columns). A tile of W has a single row, so that every version of Triton finds the
 # same layout for what is loaded of W and of x, and nothing has to move between threads.
 
 
@@ -299,8 +299,8 @@ def _add_words(a, b):
 
 @jit
 def _sums(words, EACH: tl.constexpr, HALVES: tl.constexpr):
-    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. HALVES: a
-    rounding to halves at each step does no harm."""
+    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. HALVES:
+    every other one is added in half precision."""
     groups = words.reshape(words.shape[0] * 64 // EACH, words.shape[1] * EACH // 64)
     if EMULATED:
         return tl.sum(groups, 1)
@@ -316,14 +316,15 @@ def _packed_x(
     PEAK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK places of x, times the norm's weights: words, the sums of SUMS places, and what these are to be multiplied
-    by, since each 64 have been scaled by a power of two; and x's own squares, summed by 64. The largest magnitude is
-    below PEAK then, with a norm also if all its weights are fp8.NORM_LIMIT."""
+    by, since each 64 have been scaled by a power of two; and the sums of x's own squares, 64 at a time (without a norm
+    `inverse` stands in for them). Magnitudes stay below PEAK, as long as no norm weight is above fp8.NORM_LIMIT."""
     tiles, words, squares = _load_eighths(x, k, K, BLOCK, COLUMNS), (), ()
     peak = tl.abs(tiles[0])
     for i in tl.static_range(1, 8):
         peak = tl.maximum(peak, tl.abs(tiles[i]))
-    exponent = tl.max(peak, 1).to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.minimum(tl.max(peak, 1).to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000, 0x7C000000)
     TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32  # at most 32, so that squares fit a half
+    LIFT: tl.constexpr = 1.0 if norm_tiles is None else max(PEAK / 1024, 1.0)  # so that products use all of its range
     power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)  # 1 / 2^exponent
     power = tl.minimum(power, 65536 / TOP) * (TOP / 2)
     inverse = (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -331,11 +332,15 @@ def _packed_x(
         tile = tiles[i] * power.to(tiles[i].dtype)[:, None]
         if norm_tiles is not None:
             squares += (_words(tile, True),)
-            tile *= norm_tiles[i].to(tile.dtype)
+            tile *= norm_tiles[i].to(tile.dtype) * LIFT
         words += (_words(tile, False),)
     joined = _join_eighths(words)
-    packed = joined.reshape(joined.shape[0] * joined.shape[1]), _sums(joined, SUMS, False), inverse[None, :]
-    return packed, inverse if norm_tiles is None else _sums(_join_eighths(squares), 64, True) * inverse * inverse
+    packed = joined.reshape(joined.shape[0] * joined.shape[1]), _sums(joined, SUMS, False), inverse[None, :] / LIFT
+    if norm_tiles is None:
+        return packed, inverse
+    else:
+        by_eight = _sums(_join_eighths(squares), 8, True).reshape(joined.shape[0], 8)
+        return packed, tl.sum(by_eight, 1) * inverse * inverse
 
 
 @jit
@@ -593,10 +598,15 @@ def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
     launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants)
 
 
+def stream_block(block: int, columns: int) -> int:
+    """The columns that a program takes at once: no more than there are, and a third of them, as x is in registers."""
+    block = min(block, max(2048, triton.next_power_of_2(columns)))
+    return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
+
+
 def _launch_stream(op: str, device: torch.device, args: tuple, w: Matrix, within: int, constants: dict) -> None:
     sizes = stream_sizes(device, w.bits, op, w.columns)
-    rows, block = math.gcd(sizes.rows, within), min(sizes.block, max(2048, triton.next_power_of_2(w.columns)))
-    block = max(block, triton.next_power_of_2(triton.cdiv(w.columns, 3)))  # registers hold x for three
+    rows, block = math.gcd(sizes.rows, within), stream_block(sizes.block, w.columns)
     tiles = min(32, triton.cdiv(w.rows, rows * processors(device) * sizes.programs))
     if within:  # as many tiles as divide it
         tiles = math.gcd(1 << tiles.bit_length() - 1, within // rows)

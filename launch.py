@@ -174,8 +174,9 @@ class VectorSizes(NamedTuple):
 
 
 class StreamSizes(NamedTuple):
-    """The same for kernels._stream_kernel: `programs` for each SM, of a warp for each 2048 columns of a block. They go
-    through several times `rows` rows, with `stages` - 1 times in flight."""
+    """The same for kernels._stream_kernel: `programs` for each SM, with a warp for every 2048 columns of a block. A
+    program goes through several times `rows` rows, with `stages` - 1 times in flight. The launcher takes a larger block
+    if three do not hold a row."""
 
     rows: int
     block: int

@@ -163,23 +163,18 @@ SPLIT = {
 #      eight columns, the second thread's codes begin with the second eight, and end with the first.
 
 
-def rotated(eighths, turns):
-    """Which eight columns are stored in these places, counted in eights: of each `turns` eights, one further on from
-    thread to thread. In torch and in kernels."""
-    return eighths // turns * turns + (eighths + eighths // 8) % turns
-
-
-_rotated = jit(rotated)
+_rotated = jit(fp8.rotated)
 
 
 @jit
 def _in_turn_4(places, K):
-    """See Format.columns."""
+    """See Format.columns: where 32 share a scale."""
     return _rotated(places // 8, 4) * 8 + places % 8
 
 
 @jit
 def _in_turn_2(places, K):
+    """Where 16 do."""
     return _rotated(places // 8, 2) * 8 + places % 8
 
 
@@ -202,7 +197,6 @@ class Held(Grouped):
     middle: int = 0  # the code that stands for 0, of the form "scale"
 
     planes = {"codes": (torch.int8, 1)}  # tensors of codes: type, columns of an element
-    turns = 4  # see rotated
 
     def tensors(self, N: int, K: int) -> Shapes:
         found = {name: (dtype, (N, K // columns)) for name, (dtype, columns) in self.planes.items()}
@@ -212,9 +206,6 @@ class Held(Grouped):
         if self.form == "minimum":
             found["minimum"] = found["scale"]
         return found | {"row": (torch.float32, (N, 1))}
-
-    def order(self, K: int, device: torch.device) -> Tensor:
-        return rotated(torch.arange(K // 8, device=device), self.turns)
 
     def codes(self, tensors: Tensors) -> Tensor:
         return tensors[0] ^ -128
@@ -275,7 +266,6 @@ class Held6(Held):
     a shift by 2, which the lower bits need by 8, and for i = 1 after the two bytes of each half have been swapped."""
 
     planes = {"codes": (torch.int32, 8), "high": (torch.int32, 16)}
-    turns = 2
 
     def codes(self, tensors: Tensors) -> Tensor:
         low, high, *_ = tensors
@@ -341,7 +331,7 @@ def _packed_load_parts(w, first, left, COLUMNS: tl.constexpr):
     return int4.packed_load_32(w[:2], first, left, COLUMNS) + (_shared(w[2], first, left, COLUMNS, 256, 32),)
 
 
-_held4 = partial(Held4, bits=4, unit=2.0**-24, columns=_in_turn_4, **int4.KERNEL)
+_held4 = partial(Held4, bits=4, unit=2.0**-24, columns=_in_turn_4, turns=4, **int4.KERNEL)
 Q4_0 = _held4("q4_0", load=int4.load_32, packed_load=int4.packed_load_32, group=32, middle=8)
 Q4_1 = _held4("q4_1", load=int4.load_32, packed_load=int4.packed_load_32, group=32, form="minimum")
 Q4_K = _held4("q4_k", load=_load_parts, packed_load=_packed_load_parts, group=256, form="parts", part=32, unit=2.0**-30)
@@ -434,7 +424,7 @@ def _packed_sums6(tile, x, sum_x):
 
 Q6_K = Held6(
     "q6_k", 6, _load6, _values6, row_scale, _packed_sums6, packed_load=_packed_load6,
-    columns=_in_turn_2, neighbours=64, peak=16384.0,
+    columns=_in_turn_2, turns=2, neighbours=64, peak=16384.0,
     group=256, form="parts", part=16, unit=2.0**-31,
 )  # fmt: skip
 
@@ -512,7 +502,7 @@ def _packed_sums8(tile, x, sum_x):
     return _by(sums, 4 // EACH)
 
 
-KERNEL = dict(columns=_in_turn_4, neighbours=64)
+KERNEL = dict(columns=_in_turn_4, turns=4, neighbours=64)
 _held8 = partial(
     Held, bits=8, load=_load8, packed_load=_packed_load8, values=_values8, row_scale=row_scale,
     packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL,
@@ -537,9 +527,6 @@ class Float8Groups(Grouped):
 
     def tensors(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float32, (N, K // 128))}
-
-    def order(self, K: int, device: torch.device) -> Tensor:
-        return rotated(torch.arange(K // 8, device=device), 4)
 
     def codes(self, tensors: Tensors) -> Tensor:
         return fp8.E4M3.halves(tensors[0]).float().mul_(256)

@@ -788,14 +788,16 @@ def test_every_product_has_launch_sizes_those_of_the_nearest_card_below(monkeypa
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
 
 
-def test_tiles_fit_shared_memory():
+@needs_triton
+def test_tiles_fit_shared_memory(monkeypatch):
     """Cards take the sizes of the nearest one below. Scales take up to a fifth as much as codes."""
     for arch, kilobytes in ARCHITECTURES.items():
-        for bits, ops in launch.nearest(launch.tables()["stream"], arch).items():
-            for op, by_columns in ops.items():
-                for columns, (rows, block, _, stages) in by_columns.items():
-                    padded = -(-max(columns, 2048) // block) * block
-                    assert (stages - 1) * rows * padded * 1.2 * bits / 8 < kilobytes * 1024, (arch, bits, op, columns)
+        monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
+        for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 64)):
+            sizes = launch.stream_sizes(DEVICE, bits, op, columns)
+            block = kernels.stream_block(sizes.block, columns)
+            held = (sizes.stages - 1) * sizes.rows * -(-columns // block) * block * 1.2 * bits / 8
+            assert held < kilobytes * 1024, (arch, bits, op, columns)
 
 
 def test_launch_sizes_are_saved_as_they_are_read(tmp_path, monkeypatch):
@@ -1612,6 +1614,20 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
         # weights are decoded to halves; a token's sums are halves, and its norm is not as large as fp8.fit_norm has it
         limit = (2e-4 if dtype == torch.bfloat16 else 5e-5) if T == 1 else 1e-6 + ONE_UNIT[dtype] * 8
         assert nmse(out, normed @ rows.t()) < limit, (N, K)
+
+
+@needs_triton
+def test_heads_of_a_4_bit_matrix(monkeypatch):
+    """A head's rows are those of several programs, which have fewer of them than numbers in a vector."""
+    monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(2, 2048, 8, 3))
+    monkeypatch.setattr(kernels, "processors", lambda device: 3)
+    (H, KH, D, C), dtype = (3, 1, 48, 320), torch.float16
+    x, norm, cache = randn(1, C, dtype=dtype), randn(C, dtype=dtype), [randn(KH, 9, D, dtype=dtype) for _ in range(2)]
+    w = Matrix(torch.randn((H + 2 * KH) * D, C, device=DEVICE)).encoded(INT4)
+    table, pos = torch.randn(9, D // 2, 2, device=DEVICE), torch.tensor([4], dtype=torch.int32, device=DEVICE)
+    arguments = (x, norm, w, table, *cache, pos, 1e-5, launch.Scratch(DEVICE))
+    for extra in ((), (randn((H + 2 * KH) * D, dtype=dtype),), (None, randn(2, D, dtype=dtype))):
+        equals_reference("rmsnorm_qkv_rope", (*arguments, *extra), (4, 5), 4 * ONE_UNIT[dtype])
 
 
 # ---- run.py: the command line
