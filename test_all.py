@@ -2768,7 +2768,7 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "compressed torch file": (torch_file({"x": torch.ones(9)}, compressed), "(it is compressed)"),
 }  # fmt: skip
 SPOILED_8 = {  # the same for a saved model
-    "another layout": (spoil_tensors(fused_llama="2"), "saved by another version of fused-llama, in the format"),
+    "another layout": (spoil_tensors(fused_llama="1"), "saved by another version of fused-llama, in the format"),
     "another format": (spoil_tensors(format="e3m4"), "of fused-llama, in the format 'e3m4': save it again"),
     "missing scale": (spoil_tensors(lambda t: t.pop("output.scale")), "output.scale is missing"),
     "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
