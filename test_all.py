@@ -890,7 +890,9 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
     kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
     kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
-    kernels.stream_sizes = lambda *_: launch.StreamSizes(2, 2048, 3, 3)
+    several = launch.StreamSizes(2, 2048, 3, 3)  # rows, and blocks of a row
+    one_block = launch.StreamSizes(1, 4096, 3, 3)
+    kernels.stream_sizes = lambda _, bits, op, K: several if op == "rmsnorm_swiglu" else one_block
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
