@@ -923,7 +923,7 @@ def run_tune(args: argparse.Namespace) -> None:
             sizes, found = table.setdefault(op, dict(table["default"])), []
             for candidate in candidates(w.bits, w.columns):
                 if candidate and candidate[0] == 1 and op != "linear_add":
-                    continue  # other ops have pairs of rows
+                    continue  # the other ops need pairs of rows
                 sizes[w.columns] = candidate
                 with suppress(triton.OutOfResources):  # more shared memory than the card has
                     found.append((pass_seconds(model, cache, T, 64), candidate))

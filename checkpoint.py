@@ -947,8 +947,8 @@ class Loader:
         return tensors
 
     def encode(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
-        """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there are, unless the
-        format cannot be cut there."""
+        """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there are. Where the
+        format cannot be cut, it is encoded from this rank's columns."""
         tensors, N, K = self.encoded[name], self.shapes[name][0], infos[0].shape(self.whole)[1]
         data = self.workspace[: N * K].view(N, K)
         self.fill(data, infos, sources, ALL)
@@ -967,8 +967,8 @@ class Loader:
         rows = [taken for _, taken in sources]
         K, tensors = infos[0].shape(self.whole)[1], self.empty(name)
         if not format.can_be_cut(K, self.shapes[name][1]):
-            what = f"what is saved in {format.name} of {name}, {K} columns"
-            raise ValueError(f"{what}, cannot be divided among {self.ranks.size} processes: take the original")
+            what = f"{name} was saved in {format.name}, where its {K} columns"
+            raise ValueError(f"{what} cannot be divided among {self.ranks.size} processes: take the original")
         for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
             M = self.checkpoint.shapes[stored][1:]
             for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):

@@ -73,7 +73,8 @@ def load_groups(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP
 
 @jit
 def columns_of(places, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """See Format.columns. A compiler that is to see eight neighbours needs them as a dimension of their own."""
+    """See Format.columns. Unless eight neighbours have a dimension of their own, loads are not vectorised: the compiler
+    does not see through the arithmetic."""
     return places if COLUMNS is None else COLUMNS(places, K)
 
 
@@ -128,10 +129,10 @@ class Format:
     values(tile)               what it stands for, before row_scale: halves or floats [R, COLUMNS]
     row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
     packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none.
-                               With groups it has another form
+                               With groups, see the end
 
-    columns(places, K)         the columns whose weights lie in these places of a row, eight neighbours each in eight
-                               neighbouring columns; None: all lie in order
+    columns(places, K)         the columns whose weights are stored in these places of a row; runs of eight columns stay
+                               together. None: all are in order
 
     With groups, one token runs in kernels._stream_kernel:
 
@@ -153,7 +154,7 @@ class Format:
     neighbours: int = 8  # weights that one thread must have for packed_sums
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
-    whole: int = 1  # columns in a block with an order of its own: a matrix of as many is cut only between blocks
+    whole: int = 1  # a matrix of this many columns or more can only be cut at multiples of it, once it is stored
     as_e4m3: bool = False  # whether a prompt's product may round it to E4M3, for 8-bit tensor cores
 
     def at(self, name: str) -> Format:
@@ -212,14 +213,14 @@ class Format:
         return torch.cat([torch.mv(self.decoded(part), row) for part in parts])
 
 
-def rotated(eighths, turns):
-    """Which eight columns, counted in eights, are stored in these places: each `turns` eights are rotated, by one more
-    from one thread (64 columns) to the next. Used in torch and in kernels."""
-    return eighths // turns * turns + (eighths + eighths // 8) % turns
+def rotated(runs, turns):
+    """Which run of eight columns is stored in the place of each: every `turns` runs are rotated, by one more from one
+    thread (64 columns) to the next. Used in torch and in kernels."""
+    return runs // turns * turns + (runs + runs // 8) % turns
 
 
 def ordered(t: Tensor, order: Tensor) -> Tensor:
-    """[..., K], eight neighbours at a time in the order [K / 8]."""
+    """[..., K], with its runs of eight columns in the order [K / 8]."""
     return t.unflatten(-1, (-1, 8)).index_select(-2, order).flatten(-2)
 
 
@@ -228,10 +229,10 @@ class Grouped(Format):
     """A format with a scale and a minimum for each group of columns: W = scale * code + minimum, times the row's scale,
     which is the last tensor."""
 
-    turns: int = 1  # eights of columns that take turns, see rotated
+    turns: int = 1  # runs of eight columns that are rotated among themselves, see rotated
 
     def order(self, K: int, device: torch.device) -> Tensor:
-        """What `columns` is in kernels: the eights of columns in the order in which they are stored, int64 [K / 8]."""
+        """What `columns` is in kernels: the order in which runs of eight columns are stored, int64 [K / 8]."""
         return rotated(torch.arange(K // 8, device=device), self.turns)
 
     def codes(self, tensors: Tensors) -> Tensor:

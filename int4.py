@@ -7,8 +7,8 @@
     scale   8 bits: a float without a sign: with the upper bits e, at most 14, and the lower m, (1 + m / 16) 2^(e - 23)
     row     float32: scales a row so that its largest group scale is the largest that 8 bits can hold
 
-Each 256 columns are eight groups, interleaved: a group has eight neighbours from each quarter of them. With one token a
-thread has whole groups of x, and threads that are neighbours can load neighbouring columns this way.
+Every 256 columns hold eight interleaved groups: each group takes a run of eight columns from each quarter of them. With
+one token a thread needs whole groups of x, and this way neighbouring threads still load neighbouring columns.
 
 Eight codes share an int32. Word i of the four that hold a group has, for j from 0 to 3, its column 8 j + 2 i at bit 4 j
 and column 8 j + 2 i + 1 at bit 16 + 4 j. So one AND extracts two neighbours, one into each half of a register, and they
@@ -74,8 +74,8 @@ class Int4(Codes4):
         return groups | {"row": (torch.float32, (N, 1))}
 
     def order(self, K: int, device: torch.device) -> Tensor:
-        eighths = torch.arange(K // 8, device=device)
-        blocks, rest = eighths[: K // BLOCK * 32], eighths[K // BLOCK * 32 :]
+        runs = torch.arange(K // 8, device=device)
+        blocks, rest = runs[: K // BLOCK * 32], runs[K // BLOCK * 32 :]
         return torch.cat((blocks.view(-1, 4, 2, 4).transpose(1, 3).flatten(), rest))
 
     def at(self, name: str) -> Format:
@@ -90,8 +90,9 @@ class Int4(Codes4):
         weigh = torch.ones(K, device=weights.device) if importance is None else importance.float().clamp(min=1e-12)
         order = self.order(K, weights.device)
         in_groups = lambda t: ordered(t.float(), order).unflatten(-1, (-1, GROUP))
+        weigh = in_groups(weigh)
         for rows, *places in zip(*(t.split(max(1, (1 << 24) // K)) for t in (weights, *out))):
-            for place, value in zip(places, _encode(in_groups(rows), in_groups(weigh))):
+            for place, value in zip(places, _encode(in_groups(rows), weigh)):
                 place.copy_(value)
         return out
 
@@ -367,8 +368,9 @@ def _packed_sums(tile, x, sum_x):
 
 @jit
 def _columns(places, K: tl.constexpr):
-    """See Format.columns. Groups 2 i and 2 i + 1 of a block, which a thread has together, have columns 64 j + 8 i to
-    64 j + 8 i + 7 and those 32 further on, j from 0 to 3. What is left of K is in order."""
+    """See Format.columns. Groups 2 i and 2 i + 1 of a block belong to the same thread: the first has columns 64 j + 8 i
+    to 64 j + 8 i + 7, j from 0 to 3, the second those 32 further on. Columns beyond the last whole block are in
+    order."""
     quarter, half, thread = places % 32 // 8, places // 32 % 2, places // 64 % 4
     columns = places // 256 * 256 + quarter * 64 + half * 32 + thread * 8 + places % 8
     return columns if K % 256 == 0 else tl.where(places < K // 256 * 256, columns, places)

@@ -256,16 +256,16 @@ def _vector_kernel(
     STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
 
 
-# Formats with groups, one token. A warp multiplies 2048 columns of a row, a thread 64 of them: it has its part of x in
-# registers, as words of two halves, for all rows that the program goes through. To load it, a thread takes eight times
-# eight neighbours; which columns a thread has is up to the format, and best is what lets neighbouring threads load
-# neighbouring columns (int4._columns). A tile of W has a single row, so that every version of Triton finds the
-# same layout for what is loaded of W and of x, and nothing has to move between threads.
+# One token, formats with groups. A warp covers 2048 columns of a row, and each thread 64 of them: whole groups. A
+# thread keeps its part of x in registers, two halves to a word, for all the rows that its program goes through. It
+# loads x in eight runs of eight neighbours. Which columns it has is up to the format, whose order should let a warp's
+# loads hit all banks of the L1 cache (int4._columns). Tiles of W have a single row: then every version of Triton picks
+# the same layout for W and for x, and no data moves between threads.
 
 
 @jit
 def _load_eighths(x, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """x for BLOCK places from k on: eight tiles [BLOCK / 64, 8], of which a thread has the same row."""
+    """x for BLOCK places from k on: eight tiles [BLOCK / 64, 8]. A thread has the same row of each."""
     offs_k = tl.arange(0, BLOCK // 64)[:, None] * 64 + tl.arange(0, 8)[None, :]
     tiles = ()
     for eighth in tl.static_range(0, 64, 8):
@@ -300,7 +300,7 @@ def _add_words(a, b):
 @jit
 def _sums(words, EACH: tl.constexpr, HALVES: tl.constexpr):
     """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. HALVES:
-    every other one is added in half precision."""
+    in half precision, even and odd ones separately, up to the last addition."""
     groups = words.reshape(words.shape[0] * 64 // EACH, words.shape[1] * EACH // 64)
     if EMULATED:
         return tl.sum(groups, 1)
@@ -315,9 +315,10 @@ def _packed_x(
     x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
     PEAK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK places of x, times the norm's weights: words, the sums of SUMS places, and what these are to be multiplied
-    by, since each 64 have been scaled by a power of two; and the sums of x's own squares, 64 at a time (without a norm
-    `inverse` stands in for them). Magnitudes stay below PEAK, as long as no norm weight is above fp8.NORM_LIMIT."""
+    """BLOCK places of x, times the norm's weights. Each 64 are scaled by a power of two of their own. Returns a tuple
+    of words, their sums by SUMS places and the factors that undo the scaling; and the sums of x's squares by 64, for
+    which `inverse` stands in where there is no norm. Magnitudes stay below PEAK, as long as no norm weight is above
+    fp8.NORM_LIMIT."""
     tiles, words, squares = _load_eighths(x, k, K, BLOCK, COLUMNS), (), ()
     peak = tl.abs(tiles[0])
     for i in tl.static_range(1, 8):
@@ -350,8 +351,9 @@ def _stream_kernel(
     SUMS: tl.constexpr, PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As _vector_kernel. A program goes through TILES times ROWS rows. Triton's pipelining turns the loads of W in this
-    loop into asynchronous copies to shared memory, STAGES - 1 rounds ahead, the first of them before the wait."""
+    """The same as _vector_kernel. A program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of
+    W in this loop into asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of them before the
+    wait."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * (ROWS * TILES)
     end = tl.minimum(row + ROWS * TILES, N)
@@ -370,7 +372,7 @@ def _stream_kernel(
         packed += ((words, tl.zeros([BLOCK // SUMS], tl.float32), tl.zeros([1, BLOCK // 64], tl.float32)),)
     PARTS: tl.constexpr = len(packed)
     WARPS: tl.constexpr = BLOCK // 2048
-    EACH: tl.constexpr = ROWS if EMULATED else 1  # rows of a tile
+    EACH: tl.constexpr = ROWS if EMULATED else 1  # rows that are loaded together
     squares, added = tl.zeros([BLOCK // 64], tl.float32), tl.zeros([COUNT], tl.float32)
     sums = tl.zeros([WARPS, COUNT], tl.float32)
     for i in tl.range(0, TILES, num_stages=STAGES):
@@ -592,14 +594,15 @@ def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
     least = 32 * format.neighbours  # columns that a warp takes at once
     rows, block = math.gcd(sizes.rows, epilogue.within), min(sizes.block, max(least, triton.next_power_of_2(K)))
     warps = min(sizes.warps, max(1, block // least))
-    if not packs or format.packed_load or block < least * warps:
+    if not packs or block < least * warps:
         constants["PACKED_SUMS"] = None
     constants |= dict(ROWS=rows, BLOCK=block, warps=warps)
     launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants)
 
 
 def stream_block(block: int, columns: int) -> int:
-    """The columns that a program takes at once: no more than there are, and a third of them, as x is in registers."""
+    """How many columns a program takes at a time: no more than there are, but a third of them or more, since x is held
+    in registers."""
     block = min(block, max(2048, triton.next_power_of_2(columns)))
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 

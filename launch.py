@@ -175,8 +175,8 @@ class VectorSizes(NamedTuple):
 
 class StreamSizes(NamedTuple):
     """The same for kernels._stream_kernel: `programs` for each SM, with a warp for every 2048 columns of a block. A
-    program goes through several times `rows` rows, with `stages` - 1 times in flight. The launcher takes a larger block
-    if three do not hold a row."""
+    program loops over tiles of `rows` rows, with `stages` - 1 of them in flight. The launcher enlarges `block` if three
+    do not cover a row (kernels.stream_block)."""
 
     rows: int
     block: int

@@ -158,23 +158,23 @@ SPLIT = {
 
 # ---- formats that hold blocks as they are
 #
-#      A thread has 64 neighbouring columns of x, and loads eight of them at a time. If all threads of a warp began with
-#      their first eight, they would meet in the same banks of the cache. So each begins with others: of four times
-#      eight columns, the second thread's codes begin with the second eight, and end with the first.
+#      A thread has 64 neighbouring columns of x and loads them eight at a time. If every thread of a warp started with
+#      its first eight, all would hit the same banks of the L1 cache. So the runs of eight that share a scale are stored
+#      rotated, by one more from thread to thread.
 
 
 _rotated = jit(fp8.rotated)
 
 
 @jit
-def _in_turn_4(places, K):
-    """See Format.columns: where 32 share a scale."""
+def _rotated_4(places, K):
+    """See Format.columns; for groups of 32 or more."""
     return _rotated(places // 8, 4) * 8 + places % 8
 
 
 @jit
-def _in_turn_2(places, K):
-    """Where 16 do."""
+def _rotated_2(places, K):
+    """The same for groups of 16."""
     return _rotated(places // 8, 2) * 8 + places % 8
 
 
@@ -331,7 +331,7 @@ def _packed_load_parts(w, first, left, COLUMNS: tl.constexpr):
     return int4.packed_load_32(w[:2], first, left, COLUMNS) + (_shared(w[2], first, left, COLUMNS, 256, 32),)
 
 
-_held4 = partial(Held4, bits=4, unit=2.0**-24, columns=_in_turn_4, turns=4, **int4.KERNEL)
+_held4 = partial(Held4, bits=4, unit=2.0**-24, columns=_rotated_4, turns=4, **int4.KERNEL)
 Q4_0 = _held4("q4_0", load=int4.load_32, packed_load=int4.packed_load_32, group=32, middle=8)
 Q4_1 = _held4("q4_1", load=int4.load_32, packed_load=int4.packed_load_32, group=32, form="minimum")
 Q4_K = _held4("q4_k", load=_load_parts, packed_load=_packed_load_parts, group=256, form="parts", part=32, unit=2.0**-30)
@@ -423,9 +423,8 @@ def _packed_sums6(tile, x, sum_x):
 
 
 Q6_K = Held6(
-    "q6_k", 6, _load6, _values6, row_scale, _packed_sums6, packed_load=_packed_load6,
-    columns=_in_turn_2, turns=2, neighbours=64, peak=16384.0,
-    group=256, form="parts", part=16, unit=2.0**-31,
+    "q6_k", 6, _load6, _values6, row_scale, _packed_sums6, packed_load=_packed_load6, columns=_rotated_2, turns=2,
+    neighbours=64, peak=16384.0, group=256, form="parts", part=16, unit=2.0**-31,
 )  # fmt: skip
 
 
@@ -502,7 +501,7 @@ def _packed_sums8(tile, x, sum_x):
     return _by(sums, 4 // EACH)
 
 
-KERNEL = dict(columns=_in_turn_4, turns=4, neighbours=64)
+KERNEL = dict(columns=_rotated_4, turns=4, neighbours=64)
 _held8 = partial(
     Held, bits=8, load=_load8, packed_load=_packed_load8, values=_values8, row_scale=row_scale,
     packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL,

@@ -204,8 +204,9 @@ def logits_of(model, ids, *sizes: int, cache: KVCache | None = None) -> torch.Te
 
 
 def logits_of_prompts(model, prompts, *sizes: int) -> torch.Tensor:
-    """Of several, as an error in 16 bits is measured: in a single prompt, where two keys of an attention are nearly
-    tied, a model may have several times the error of another that rounds as much (of two, in 4% more than twice)."""
+    """Logits of several prompts. Errors in 16 bits are measured over these, since one prompt can mislead: where two
+    keys are nearly tied, one of two equally exact models may err several times as much (in 4% of prompts over twice).
+    """
     return torch.cat([logits_of(model, ids, *sizes) for ids in prompts])
 
 
@@ -782,7 +783,8 @@ def test_every_product_has_launch_sizes_those_of_the_nearest_card_below(monkeypa
     for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), products):
         monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
         for sizes in (launch.vector_sizes, launch.stream_sizes):
-            assert op == "linear_add" or sizes(DEVICE, bits, op, columns).rows % 2 == 0  # others have pairs of rows
+            rows = sizes(DEVICE, bits, op, columns).rows
+            assert rows % 2 == 0 or sizes is launch.stream_sizes and op == "linear_add"  # others have pairs of rows
         for tokens in (8, 16):
             few = launch.few_sizes(DEVICE, bits, op, columns, tokens)
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
@@ -1620,7 +1622,7 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
 
 @needs_triton
 def test_heads_of_a_4_bit_matrix(monkeypatch):
-    """A head's rows are those of several programs, which have fewer of them than numbers in a vector."""
+    """Several programs share a head, each with fewer rows than its vectors hold."""
     monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(2, 2048, 8, 3))
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
     (H, KH, D, C), dtype = (3, 1, 48, 320), torch.float16
@@ -4429,7 +4431,7 @@ def test_ranks_that_do_not_divide_a_model(tiny):
 
 
 def test_ranks_that_divide_256_columns_of_int4(tiny, tmp_path):
-    """Each encodes its own columns; what has been encoded whole cannot be divided."""
+    """Each rank encodes its own columns; what was encoded as a whole cannot be divided."""
     hugging_face_model(301, **FAMILIES["gqa"] | dict(intermediate_size=320)).save_pretrained(tmp_path / "a")
     shutil.copy(tiny / "tokenizer.model", tmp_path / "a")
     model, fp32, cpu = load(tmp_path / "a", device="cpu", dtype="fp32"), torch.float32, torch.device("cpu")
@@ -4438,7 +4440,8 @@ def test_ranks_that_divide_256_columns_of_int4(tiny, tmp_path):
         w2 = part(model, rank).load().layers[0].w2
         assert torch.equal(w2.dense(), Matrix(columns).encoded(INT4).dense())
     save(tmp_path / "a", tmp_path / "b", format="int4", device="cpu")
-    with pytest.raises(ValueError, match="int4 of layers.0.w2, 320 columns, cannot be divided among 2 processes"):
+    error = "layers.0.w2 was saved in int4, where its 320 columns cannot be divided among 2 processes"
+    with pytest.raises(ValueError, match=error):
         part(load(tmp_path / "b", device="cpu"), 0).load()
 
 
