@@ -1225,13 +1225,13 @@ def test_rows_are_sampled_as_single_tokens_are():
 
 
 @launch.jit
-def _grouped_load(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def _grouped_load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
     offs_k = tl.arange(0, COLUMNS)[None, :]
     mask = None
     if left is not None:
         mask = offs_k < left
-    codes = fp8.load_elements(w, first, left, COLUMNS, NEIGHBOURS)
-    return codes, fp8.stream(w[1] + (first + offs_k) // 32, mask)
+    codes = fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
+    return codes, fp8.stream(w[1] + (start + k + offs_k) // 32, mask)
 
 
 @launch.jit
