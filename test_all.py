@@ -89,6 +89,7 @@ from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
 from tokenizer import TEMPLATES, TextStream, Tokenizer, encode_continuation, find_template, tokenizer_file
 
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(1 << 31)))
 PATIENCE = 600  # seconds, even on a busy machine: what has not happened by then never will
@@ -101,11 +102,6 @@ def seeded():
     print(f"TEST_SEED={SEED}")  # pytest shows it with a failure
     torch.manual_seed(SEED)
     random.seed(SEED)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -210,10 +206,12 @@ def logits_of_prompts(model, prompts, *sizes: int) -> torch.Tensor:
     return torch.cat([logits_of(model, ids, *sizes) for ids in prompts])
 
 
+def nmse(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((ours.double() - exact.double()).square().sum() / exact.double().square().sum()).item()
+
+
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
-    assert ours.shape == theirs.shape
-    error = ((ours - theirs).norm() / theirs.norm()).item()
-    assert error < tolerance, error
+    assert ours.shape == theirs.shape and nmse(ours, theirs) < tolerance**2, nmse(ours, theirs) ** 0.5
 
 
 def assert_equals_transformers(folder: Path, theirs):
@@ -588,10 +586,6 @@ def guarded(monkeypatch):
         assert (guards == GUARD).all(), "written outside of the output"
 
     return check
-
-
-def nmse(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((ours.double() - exact.double()).square().sum() / exact.double().square().sum()).item()
 
 
 def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -1013,7 +1007,6 @@ def compile_kernel(arch: int, kernel, *parts: dict, **options) -> str:
 
 def compile_kernels(arch: int) -> None:
     """Compile all that is launched for an architecture."""
-    torch.set_num_threads(1)
     names, done = set(), set()
     for dtype in (torch.float16, torch.bfloat16):
         for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
@@ -1306,11 +1299,8 @@ def test_a_model_in_a_format_is_the_model_with_its_weights_decoded(
 
 
 def with_dense_weights(model) -> None:
-    """Replace a model's matrices by the same decoded."""
-    for layer in model.weights.layers:
-        for name in ("wqkv", "wo", "w13", "w2"):
-            setattr(layer, name, dense(getattr(layer, name)))
-    model.weights.output = dense(model.weights.output)
+    for matrix in model.weights.matrices:
+        matrix.tensors, matrix.format, matrix.packed = (matrix.dense().float(),), None, None
 
 
 EVERY_CODE = torch.arange(256).to(torch.uint8).view(torch.int8)
@@ -4373,7 +4363,6 @@ def run_rank(rank: int, folder: Path, size: int, port: str) -> None:
     of_all = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     of_all["TORCHELASTIC_RUN_ID"] = "as torchrun would"
     os.environ |= of_all | dict(RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
     ranks = Ranks.of_torchrun()
     cases = [case for case in PARALLEL if size == 2 or case not in ONLY_BY_TWO]
     torch.save({case: parallel_result(folder, case, ranks=ranks) for case in cases}, folder / f"{size}.{rank}")
