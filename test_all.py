@@ -130,7 +130,10 @@ def interpreter():
         yield
 
 
+ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one ulp each
+NAN, INF = float("nan"), float("inf")
 FLOATS_8 = {"e4m3": E4M3, "e5m2": E5M2}
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and values not finite on purpose
 needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
 needs_gpu = pytest.mark.skipif(not ON_GPU or launch.triton is None, reason="only a GPU has graphs and tensor cores")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
@@ -677,10 +680,7 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
 # ---- kernels.py and attention.py: the op tables, and each op against its reference
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and values not finite on purpose
-ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one ulp each
 GUARD, MARGIN = 77.0, 64
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
@@ -1178,7 +1178,7 @@ def test_sampling_distribution_and_filters():
 
 
 @pytest.mark.parametrize("wrong", [
-    dict(temp=-1), dict(temp=float("nan")), dict(top_k=-1), dict(top_p=7), dict(min_p=1.1), dict(repeat_penalty=0),
+    dict(temp=-1), dict(temp=NAN), dict(top_k=-1), dict(top_p=7), dict(min_p=1.1), dict(repeat_penalty=0),
     dict(repeat_last_n=-2), dict(seed=-1), dict(seed=1 << 63),
 ], ids=str)  # fmt: skip
 def test_settings_out_of_range(wrong):
@@ -1187,7 +1187,7 @@ def test_settings_out_of_range(wrong):
         Sampling(**wrong)
 
 
-@pytest.mark.parametrize("temp", [1e-50, 1e-9, 1e9, float("inf")])
+@pytest.mark.parametrize("temp", [1e-50, 1e-9, 1e9, INF])
 def test_temperatures_at_the_ends(temp):
     logits, settings = torch.tensor([1.0, 1.0 + 2**-22, -3.0, 0.5]), OFF | dict(temp=temp)
     drawn = draw(logits, 400, **settings)
@@ -1400,7 +1400,7 @@ def test_encoded_rows_lose_least(form, bound):
         tried = peak.clamp(min=1e-30) / format.top * 2**step
         other = format.decoded((format.round(weights / tried), tried))
         assert ((near - weights).square().sum(1) <= (other - weights).square().sum(1)).all()
-    for bad in (float("nan"), float("inf")):
+    for bad in (NAN, INF):
         with pytest.raises(ValueError, match="NaN or inf"):
             format.encode(torch.tensor([[1.0, bad]]))
 
@@ -2132,6 +2132,7 @@ def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
 
 
 def test_chat_shortens_an_answer(tiny):
+    """By more than the space before it."""
     chat = SimpleNamespace(session=SimpleNamespace(tokenizer=Tokenizer(tiny)))
     _, answer = Chat.shortened(chat, [{}, {"content": "\u4f60 good day"}], 1)
     assert answer["content"].strip() == "good day"
@@ -2716,7 +2717,7 @@ SPOILED_8 = {  # the same for a saved model
     "codes of another format": (spoil_tensors(format="e5m2"), "has codes of NaN or infinity: save it again"),
     "nan code": (set_one(W13, 0x7F), f"{W13} has codes of NaN or infinity: save it again"),
     "zero scale": (set_one(f"{W13}.scale", 0), f"{W13} has scales that are not positive and finite"),
-    "nan norm": (set_one("norm.weight", float("nan")), "not finite", "norm.weight in model.safetensors holds NaN"),
+    "nan norm": (set_one("norm.weight", NAN), "not finite", "norm.weight in model.safetensors holds NaN"),
 }
 
 
@@ -3451,7 +3452,7 @@ def test_gguf_types_are_decoded(number):
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
     at = 208 if kind.name == "Q6_K" else 0
-    for bad in (float("nan"), float("inf")):
+    for bad in (NAN, INF):
         for half in range(HALVES.get(kind.name, 1)):
             spoiled = raw.clone()
             spoiled[1, at + 2 * half : at + 2 * half + 2] = torch.tensor([bad]).half().view(torch.uint8)
@@ -3706,7 +3707,7 @@ CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or amon
     "7 factors": ({"rope_freqs.weight": torch.ones(7)}, "7 factors of RoPE; a head_dim of 16 needs half as many"),
     "halves as factors": ({"rope_freqs.weight": torch.ones(8).half()}, "rope_freqs.weight is F16; it must be F32"),
     **{f"factors of {x}": ({"rope_freqs.weight": torch.tensor([1.0] * 7 + [x])}, "must be finite and above 0")
-       for x in (0.0, -1.0, float("nan"), float("inf"))},
+       for x in (0.0, -1.0, NAN, INF)},
 }  # fmt: skip
 
 
@@ -3984,7 +3985,7 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{PROJ}weight_scale")), "up_proj.weight_scale is missing"),
     **{f"{how}, a scale of {x}": (how, set_one(PROJ + key, x), "up_proj.", "has a scale that is NaN or infinite")
        for how, key in (("AWQ", "scales"), ("GPTQ", "scales"), ("W4A16", "weight_scale"))
-       for x in (float("nan"), float("inf"))},
+       for x in (NAN, INF)},
     "NaN codes": (
         "FP8, blocks", put(f"{PROJ}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "has codes of NaN"
     ),
@@ -4361,7 +4362,7 @@ def test_exchange_adds_and_gathers(format):
         for exchange, m in zip(exchanges, outputs):
             exchange.send("rmsnorm_linear", x, norm, m, 1e-5)
         for exchange, m in zip(exchanges, outputs):
-            ours = exchange.gather_received(m, torch.full((1, V), float("nan"), device=DEVICE))
+            ours = exchange.gather_received(m, torch.full((1, V), NAN, device=DEVICE))
             assert nmse(ours, exact) < ONE_UNIT[torch.float16]
             exchange.round_number += 1
 
@@ -4705,7 +4706,7 @@ def test_linear_cross_entropy_of_two_types():
 @needs_triton
 def test_cross_entropy_not_finite_or_ignored():
     V, rows = 201, training.cross_entropy_rows
-    for bad in (float("inf"), float("nan")):
+    for bad in (INF, NAN):
         logits, targets = torch.randn(4, V, device=DEVICE), torch.tensor([3, 7, training.IGNORE, 9], device=DEVICE)
         logits[1, 50] = bad
         assert rows(logits, targets).isfinite().tolist() == [True, False, True, True]
@@ -4713,7 +4714,7 @@ def test_cross_entropy_not_finite_or_ignored():
         targets[1] = training.IGNORE
         assert training.cross_entropy(logits, targets).isfinite()
     low, targets = torch.randn(2, V, device=DEVICE), torch.tensor([3, 8], device=DEVICE)
-    low[:, 5:] = float("-inf")
+    low[:, 5:] = -INF
     assert torch.allclose(rows(low, targets), torch.nn.functional.cross_entropy(low, targets, reduction="none"))
     for outside in (-1, V):
         assert rows(torch.randn(1, V, device=DEVICE), torch.tensor([outside], device=DEVICE)).isnan().all()
@@ -5107,7 +5108,7 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
 
 def test_bench_cells_and_percents(capsys):
     shown = {1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070", 5.4712: "5.47"}
-    shown |= {0.9998: "0.99980", 12345.6: "12,346", float("nan"): "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
+    shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
     for value, text in (shown | {7: "7", None: ""}).items():
         assert bench.cell(value) == text, value
     bench.note_disturbed.cache_clear()
