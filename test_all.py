@@ -1240,8 +1240,9 @@ def test_sampling_equals_the_reference():
 @needs_triton
 @pytest.mark.parametrize("kind", ["normal", "flat", "equal", "rounded", "one above the others", "near zero", "banned"])
 def test_sampling_divides_any_logits(kind):
-    every = itertools.product((0, 5, 12, 65, 1099), (0.0, 1e-9, 0.5, 0.97, 1.0), (0, 0.05))  # in 5 or 12 parts
-    for top_k, top_p, min_p in random.sample([*every], 9):
+    every = itertools.product((0, 5, 12, 65, 1099), (0.0, 1e-9, 0.5, 0.97, 1.0), (0, 0.05), (1e-30, 0.7, 1e6))
+    alike = [(5, 1.0, 0, 1e6), (12, 1.0, 0, 1e6)]  # as few as there are parts, each as likely as the others
+    for top_k, top_p, min_p, temp in random.sample([*every], 7) + alike:
         logits = torch.randn(random.choice([1100, 3000])) * 3
         logits *= 0.01 if kind == "flat" else 0.0 if kind == "equal" else 1.0
         if kind == "rounded":
@@ -1254,7 +1255,7 @@ def test_sampling_divides_any_logits(kind):
         elif kind == "banned":
             logits[:100] = BANNED
         tokens = torch.randint(0, len(logits), (64,), dtype=torch.int32)
-        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=random.choice([1e-30, 0.7, 1e6]), seed=SEED)
+        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=random.randrange(1 << 63))
         choose_alike(logits, tokens, 50, **settings, repeat_penalty=random.choice([1.0, 1.2]))
 
 
