@@ -2833,7 +2833,7 @@ def test_calibrated_model_loses_less(cli, tmp_path):
     names = run.DEFAULT_MODEL, tmp_path / "plain", tmp_path / "weighed"
     exact, *ours = (load(name, dtype="fp32", device="cpu") for name in names)
     tokens = Tokenizer(names[0]).encode("The king had three sons, and the youngest went away.")
-    right, plain, weighed = (model.forward(tokens, KVCache(model)) for model in (exact, *ours))
+    right, plain, weighed = (logits_of(model, tokens) for model in (exact, *ours))
     assert nmse(weighed, right) < nmse(plain, right)
     assert_refused(cli("--calibrate", text, "-p", "x"), "--calibrate is for --int4 with --save", code=2)
     for settings, said in ((dict(format="e4m3", calibrate="x"), "is for int4"), (dict(calibrate=" "), "is empty")):
@@ -4229,11 +4229,7 @@ def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, l
         patch.setitem(FORMATS, "grouped", GROUPED)
         model = load(folder / name, dtype="fp32", device="cpu", **options | changed)
     ids = torch.arange(5, 17) * 7
-    with torch.inference_mode():
-        cache = KVCache(model)
-        logits = torch.cat([model.forward(part, cache) for part in ids.split([10, 1, 1])])
-    n = 2 if "backend" in options else 8
-    return logits, list(generate(model, ids.tolist(), n=n, sampling=Sampling(temp=0), eos=[]))
+    return logits_of(model, ids, 10, 1, 1), greedy(model, ids.tolist(), 2 if "backend" in options else 8)
 
 
 def free_port() -> str:
