@@ -945,6 +945,7 @@ def test_prompt_beyond_65504_with_half_sums():
 
 
 ARCHITECTURES = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes of shared memory that a program may use
+AS_80 = (86, 89)  # the PTX of training ops is that of 80 to the letter; for 86 all PTX is, so that fp16 stands for bf16
 
 
 def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
@@ -1019,7 +1020,8 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32))
     Lookup(4).enqueue_proposals(gpu, 5)
     speculation._OnGpu.accept(gpu, 5)
-    record_training(dtype)
+    if arch not in AS_80:
+        record_training(dtype)
     return recorded
 
 
@@ -1080,7 +1082,6 @@ def compile_kernel(arch: int, kernel, *parts: dict, **options) -> str:
 def compile_kernels(arch: int) -> None:
     """Compile all that is launched for an architecture."""
     names, done = set(), set()
-    # the PTX of 86 is that of 80 to the letter: what 86 adds is less shared memory, of which bf16 takes as much as fp16
     for dtype in (torch.float16, torch.bfloat16)[: 1 if arch == 86 else 2]:
         for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
             signature, constexprs, aligned = parts_of_source(kernel, arguments, constants)
@@ -1121,7 +1122,8 @@ def test_kernels_compile(arch):
     command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    files = ("kernels", "attention", "hopper", "sampling", "fp8", "int4", "training", "parallel", "speculation")
+    files = ("kernels", "attention", "hopper", "sampling", "fp8", "int4", "parallel", "speculation")
+    files += () if arch in AS_80 else ("training",)
     source = "".join((HERE / f"{file}.py").read_text() for file in files)
     every = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE))
     left_out = set() if arch == 90 else {"_hopper_attention_kernel"}
