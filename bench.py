@@ -894,8 +894,8 @@ def stream_candidates(bits: int, columns: int) -> Iterator[list[int]]:
 def few_candidates(bits: int, columns: int) -> Iterator[list[int] | None]:
     """launch.FewSizes likewise: up to 64 registers a thread for the tiles of W in flight. None is the library."""
     yield None
-    for rows, warps, steps, lanes, ahead in itertools.product((16, 32), (4, 8), (2, 4), (4, 8), (1, 2, 4)):
-        if rows * steps * ahead <= 128:
+    for rows, warps, steps, lanes, ahead in itertools.product((16, 32), (4, 8), (1, 2, 4), (4, 8), (1, 2, 4)):
+        if rows * steps * ahead <= 128 and lanes <= 4 * steps:
             yield [rows, warps, steps, lanes, ahead]
 
 

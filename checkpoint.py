@@ -11,6 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -863,17 +864,21 @@ class Loader:
     def empty(self, name: str) -> Tensors:
         return self.format.at(name).empty(*self.shapes[name], self.device)
 
-    def load(self) -> Weights:
+    def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
+        """beside: given all but the layers from the second on, a context in which these are read."""
         with self.bar:
             embedding = self.vector("tok_embeddings", [EMBEDDING])
-            layers = [self.layer(i) for i in range(self.config.n_layers)]
+            layers = [self.layer(0)]
             norm = self.vector("norm", [NORM])
             if self.config.tie_embeddings and not (self.format and self.format.at("output")):
                 tied = embedding[self.share("output_rows")].to(self.stored)
                 output = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
             else:
                 output = self.matrix("output", [model_tensors(self.config)[-1][0]])
-        return Weights(embedding, layers, norm, output)
+            weights = Weights(embedding, layers, norm, output)
+            with beside(weights):
+                layers += [self.layer(i) for i in range(1, self.config.n_layers)]
+        return weights
 
     def layer(self, i: int) -> LayerWeights:
         fields = {}
@@ -1121,6 +1126,7 @@ def load(
     accumulate: str = "auto",
     quiet: bool = False,
     ranks: Ranks = Ranks(),
+    warm_up: Callable[[Llama], object] | None = None,
 ) -> Llama:
     """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder in Hugging Face's or
     Meta's layout, a GGUF file, or a repository of the hub.
@@ -1128,8 +1134,9 @@ def load(
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None is that, but at
     most 4096. format: in which to keep the matrices, a name of kernels.FORMATS; what `save` wrote has its own. kv_fp8:
     keys and values in 8 bits. accumulate: "fp16" sums up a prompt's products in half precision, "fp32" even those
-    of 8-bit floats in fp32. quiet: no progress bar. ranks: the processes that share the model, if several. Raises
-    ValueError, OSError or MemoryError, in one line that says what to do.
+    of 8-bit floats in fp32. quiet: no progress bar. ranks: the processes that share the model, if several.
+    warm_up: called with a model of one layer, while the others are read, to compile the kernels that it launches; only
+    on a single GPU. Raises ValueError, OSError or MemoryError, in one line that says what to do.
     """
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
@@ -1159,11 +1166,19 @@ def load(
     check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
     # Codes do not depend on --dtype
     stored = checkpoint.dtype if held and held is not as_stored else kernels.storage_dtype(backend, torch_dtype, on)
+    more = (backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
+
+    def compiling(weights: Weights) -> AbstractContextManager:
+        if not warm_up or ranks.size > 1:
+            return nullcontext()
+        model = Llama(replace(config, n_layers=1), weights, *more)
+        return launch.compiling_kernels(lambda: warm_up(model), on) if model.uses_graphs else nullcontext()
+
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load()
+        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load(compiling)
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    return Llama(config, weights, backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
+    return Llama(config, weights, *more)
 
 
 # ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the other small files

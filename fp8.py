@@ -51,24 +51,24 @@ def stream(pointers, mask):
 
 
 @jit
-def load_elements(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def load_elements(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
     """The `load` of a format whose first tensor has an element for each weight."""
     offs_k = tl.arange(0, COLUMNS)[None, :]
     mask = None
     if left is not None:
         mask = offs_k < left
-    return stream(w[0] + tl.max_contiguous(first + offs_k, [1, NEIGHBOURS]), mask)
+    return stream(w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS]), mask)
 
 
 @jit
-def load_groups(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
+def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
     """For each EACH columns the element of w that belongs to them, where w has one for each GROUP of columns:
-    [R, COLUMNS / EACH], one to a thread, like the codes. Either `first` is a multiple of GROUP, or COLUMNS is EACH."""
+    [R, COLUMNS / EACH], one to a thread, like the codes. Either k is a multiple of GROUP, or COLUMNS is EACH."""
     offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
     mask = None
     if left is not None:
         mask = offs_k < left
-    return stream(w + tl.max_contiguous(first // GROUP + offs_k // GROUP, [1, 1]), mask)
+    return stream(w + start // GROUP + tl.max_contiguous((k + offs_k) // GROUP, [1, 1]), mask)
 
 
 @jit
@@ -122,10 +122,11 @@ def plain_values(tile):
 class Format:
     """A way to store a matrix W [N, K]. Kernels receive the stored tensors as a tuple w, and these functions:
 
-    load(w, first, left, COLUMNS, NEIGHBOURS)
-                               a tile as stored, COLUMNS weights of each of its rows. first [R, 1]: where they begin in
-                               W, as if that were stored row by row; left: how many columns there are from there on,
-                               None if enough; NEIGHBOURS: how many a thread should have, if possible
+    load(w, start, k, left, COLUMNS, NEIGHBOURS)
+                               a tile as stored, COLUMNS weights of each of its rows. start [R, 1]: where these begin
+                               in W, as if that were stored row by row; k: the first column, a number or [R, 1]; left:
+                               how many columns there are from there on, None if enough; NEIGHBOURS: how many a thread
+                               should have, if possible
     values(tile)               what it stands for, before row_scale: halves or floats [R, COLUMNS]
     row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
     packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none.
@@ -136,7 +137,7 @@ class Format:
 
     With groups, one token runs in kernels._stream_kernel:
 
-    packed_load(w, first, left, COLUMNS)
+    packed_load(w, start, k, left, COLUMNS)
                                like load: int32 tensors [1, M], of which a thread has what 64 weights need
     packed_sums(tile, x, sums) float32 [1, COLUMNS / 64]: x as words of two halves [COLUMNS / 2], or floats [COLUMNS] in
                                the interpreter; the sums of each sum_x of them [COLUMNS / sum_x]
@@ -627,7 +628,7 @@ def _recode_kernel(
     gdc_launch_dependents(PDL)
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     gdc_wait(PDL)
-    y = VALUES(LOAD(w, row * K + k + tl.arange(0, 1)[:, None], K - k, BLOCK, 8)).to(tl.float32)
+    y = VALUES(LOAD(w, row * K + tl.arange(0, 1)[:, None], k, K - k, BLOCK, 8)).to(tl.float32)
     if COLUMNS is None:
         offs_k = k + tl.arange(0, BLOCK)[None, :]
     else:

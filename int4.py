@@ -190,28 +190,28 @@ def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @jit
-def load_words(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr):
+def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr):
     """What w stores, as int32 words of EACH columns: [R, COLUMNS / EACH], COUNT neighbours to a thread."""
     word = tl.arange(0, COLUMNS // EACH)[None, :]
     mask = None
     if left is not None:
         mask = word // COUNT * (COUNT * EACH) < left
-    words = w.to(tl.pointer_type(tl.int32)) + first // EACH + word
+    words = w.to(tl.pointer_type(tl.int32)) + start // EACH + (k // EACH + word)
     return stream(tl.max_contiguous(words, [1, COUNT]), mask)
 
 
 @jit
-def load_codes(w, first, left, COLUMNS: tl.constexpr, EACH: tl.constexpr = 8):
+def load_codes(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr = 8):
     """Codes, EACH to an int32: [R, COLUMNS / (4 EACH), 4], four neighbours to a thread."""
-    return load_words(w[0], first, left, COLUMNS, EACH, 4).reshape(first.shape[0], COLUMNS // (4 * EACH), 4)
+    return load_words(w[0], start, k, left, COLUMNS, EACH, 4).reshape(start.shape[0], COLUMNS // (4 * EACH), 4)
 
 
 @jit
-def load_32(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def load_32(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
     """Codes, and what groups of 32 have [R, COLUMNS / 32] in the tensors between codes and row: one or two."""
-    tile = (load_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 32, 32))
+    tile = (load_codes(w, start, k, left, COLUMNS), load_groups(w[1], start, k, left, COLUMNS, 32, 32))
     if len(w) == 4:
-        tile += (load_groups(w[2], first, left, COLUMNS, 32, 32),)
+        tile += (load_groups(w[2], start, k, left, COLUMNS, 32, 32),)
     return tile
 
 
@@ -273,10 +273,23 @@ def in_order(y0, y1, y2, y3):
 
 
 @jit
-def run_values_asm(codes, scale, minimum, ASM: tl.constexpr, REGISTERS: tl.constexpr):
-    """Halves [R, COLUMNS] from codes, a tuple of int16 [R, G, M], by PTX of values_asm."""
-    by_0, by_4 = (scale * 16777216.0).to(tl.float16), (scale * 1048576.0).to(tl.float16)  # 2^24, 2^20
-    args = codes + (by_0[:, :, None], by_4[:, :, None], minimum.to(tl.float16)[:, :, None])
+def factors(scale, minimum):
+    """What codes at bits 0 and 4 are multiplied by, and what is added, as halves."""
+    return (scale * 16777216.0).to(tl.float16), (scale * 1048576.0).to(tl.float16), minimum.to(tl.float16)  # 2^24, 2^20
+
+
+@jit
+def _factors(groups):
+    """The same from INT4's groups, whose scale times 2^24 has its bits in a half, too."""
+    by_0 = groups >> 2 & 0x3FC0 | 0x4000
+    by_4, zero = (by_0 - 0x1000).to(tl.float16, bitcast=True), (groups & 0xFF).to(tl.float16, bitcast=True)
+    return by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero
+
+
+@jit
+def run_values_asm(codes, found, ASM: tl.constexpr, REGISTERS: tl.constexpr):
+    """Halves [R, COLUMNS] from codes, a tuple of int16 [R, G, M], and their factors, by PTX of values_asm."""
+    args = codes + (found[0][:, :, None], found[1][:, :, None], found[2][:, :, None])
     halves: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
     y0, y1, y2, y3 = tl.inline_asm_elementwise(ASM, REGISTERS, args, dtype=halves, is_pure=True, pack=2)
     return in_order(y0, y1, y2, y3)
@@ -288,13 +301,17 @@ def values(tile):
     codes = halves_of(tile[0])
     if len(tile) == 3:
         scale, minimum = scale_and_minimum(tile[1:], 24, 6)
+        found = factors(scale, minimum)
+    elif tile[1].dtype == tl.int16:
+        found = _factors(tile[1])
     else:
         scale, zero = _scale_and_zero(tile[1], 0)
-        minimum = scale * zero * -1048576.0  # 2^20
+        found = factors(scale, scale * zero * -1048576.0)  # 2^20
     if EMULATED:
-        return decoded(in_order(codes & 15, codes >> 4 & 15, codes >> 8 & 15, codes >> 12 & 15), scale, minimum)
+        codes = in_order(codes & 15, codes >> 4 & 15, codes >> 8 & 15, codes >> 12 & 15)
+        return decoded(codes, found[0].to(tl.float32) * 2.0**-24, found[2].to(tl.float32))
     else:
-        return run_values_asm((codes,), scale, minimum, _VALUES_ASM, _VALUES_REGISTERS)
+        return run_values_asm((codes,), found, _VALUES_ASM, _VALUES_REGISTERS)
 
 
 def sums_asm(extract: list[str], total: str) -> str:
@@ -327,21 +344,21 @@ def split_4(x):
 
 
 @jit
-def packed_groups(w, first, left, COLUMNS: tl.constexpr):
+def packed_groups(w, start, k, left, COLUMNS: tl.constexpr):
     """What groups of 32 have in 16 or 32 bits of w, two to a thread: [R, COLUMNS / 32]."""
     if w.dtype.element_ty.primitive_bitwidth == 16:
-        both = load_groups(w.to(tl.pointer_type(tl.int32)), first, left, COLUMNS, 64, 64)
+        both = load_groups(w.to(tl.pointer_type(tl.int32)), start, k, left, COLUMNS, 64, 64)
         return halves_of(both).to(w.dtype.element_ty, bitcast=True)
     else:
-        return load_words(w, first, left, COLUMNS, 32, 2)
+        return load_words(w, start, k, left, COLUMNS, 32, 2)
 
 
 @jit
-def packed_load_32(w, first, left, COLUMNS: tl.constexpr):
+def packed_load_32(w, start, k, left, COLUMNS: tl.constexpr):
     """The same for one token."""
-    tile = (load_codes(w, first, left, COLUMNS), packed_groups(w[1], first, left, COLUMNS))
+    tile = (load_codes(w, start, k, left, COLUMNS), packed_groups(w[1], start, k, left, COLUMNS))
     if len(w) == 4:
-        tile += (packed_groups(w[2], first, left, COLUMNS),)
+        tile += (packed_groups(w[2], start, k, left, COLUMNS),)
     return tile
 
 

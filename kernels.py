@@ -143,11 +143,11 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
 def _load_tile(w, rows, k, N, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr):
     """BLOCK columns of W[rows] from column k on. A thread gets eight neighbours, as many as it has of a 16-bit x:
     otherwise 8-bit tiles would go through shared memory to meet x."""
-    first = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + k
+    start = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
     if K % BLOCK == 0:
-        return LOAD(w, first, None, BLOCK, 8)
+        return LOAD(w, start, k, None, BLOCK, 8)
     else:
-        return LOAD(w, first, K - k, BLOCK, 8)
+        return LOAD(w, start, k, K - k, BLOCK, 8)
 
 
 @jit
@@ -378,9 +378,9 @@ def _stream_kernel(
     for i in tl.range(0, TILES, num_stages=STAGES):
         w_tiles = ()
         for r in tl.static_range(0, ROWS, EACH):
-            first = tl.minimum(row + i * ROWS + r + tl.arange(0, EACH), N - 1).to(tl.int64)[:, None] * K
+            start = tl.minimum(row + i * ROWS + r + tl.arange(0, EACH), N - 1).to(tl.int64)[:, None] * K
             for k in tl.static_range(0, K, BLOCK):
-                w_tiles += (LOAD(w, first + k, None if K % BLOCK == 0 else K - k, BLOCK),)
+                w_tiles += (LOAD(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK),)
         if i == 0:
             gdc_wait(PDL)
             if ADDED is not None:
@@ -422,8 +422,8 @@ def _stream_kernel(
 # 1 columns 8 to 15, and so on; the first instruction takes columns 0, 1 and 2, 3 of thread 0 for its columns 0, 1 and
 # 8, 9. So dimension 1 of a tile is a thread's neighbours, dimension 0 everything else (lanes, warps, registers, in this
 # order), and reshape and permute relabel the elements without moving them: (steps, groups of 8 rows, sides, warps,
-# rows, sides, lanes, halves of an instruction, neighbours). The warps of a program share its rows and split K;
-# a sum over the warps completes the product.
+# rows, sides, lanes, runs of 8 neighbours, instructions, halves of an instruction, pairs). The warps of a program share
+# its rows and split K; a sum over the warps completes the product.
 #
 # An instruction multiplies 16 rows of W by 8 tokens, so the tokens are padded to 8 or 16. The norm, where there is one,
 # is a separate kernel that runs first: while it runs, the first tiles of W are already in flight.
@@ -444,23 +444,26 @@ def _load_few_weights(
     lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
     rows = row + register // SIDES % GROUPS * 8 + register % SIDES * (8 // SIDES) + lane // SIZES.lanes
     col = k + (warp * SIZES.steps + register // (SIDES * GROUPS) * SIDES) * (4 * E) + lane % SIZES.lanes * E
-    first = tl.minimum(rows, N - 1).to(tl.int64) * K + col
+    start = tl.minimum(rows, N - 1).to(tl.int64) * K
     if k + SIZES.warps * SIZES.steps * 4 * E <= K:
-        return LOAD(w, first, None, E, E)
+        return LOAD(w, start, col, None, E, E)
     else:
-        return LOAD(w, first, K - col, E, E)
+        return LOAD(w, start, col, K - col, E, E)
 
 
 @jit
 def _weights_operand(tile, SIZES: tl.constexpr):
     """A tile of W as [warps, rows, columns of a warp]."""
     E: tl.constexpr = tile.shape[1]
-    PAIRS: tl.constexpr = min(E // 4, 4)
     SIDES: tl.constexpr = SIZES.lanes // 4
     tile = tile.reshape(
-        SIZES.steps // SIDES, SIZES.rows // 8, SIDES, SIZES.warps, 8 // SIDES, SIDES, 4, E // PAIRS, PAIRS
+        SIZES.steps // SIDES, SIZES.rows // 8, SIDES, SIZES.warps, 8 // SIDES, SIDES, 4, E // 8, 2, 2, 2
     )  # fmt: skip
-    return tile.permute(3, 1, 2, 4, 0, 5, 7, 6, 8).reshape(SIZES.warps, SIZES.rows, SIZES.steps * 4 * E)
+    if E == 8:
+        tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 8, 9, 6, 10)
+    else:  # below 16 bits a weight, Triton's layout has the lower halves of two instructions side by side
+        tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 9, 6, 8, 10)
+    return tile.reshape(SIZES.warps, SIZES.rows, SIZES.steps * 4 * E)
 
 
 @jit
@@ -468,7 +471,7 @@ def _load_tokens(
     x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same columns of the T rows of x: eight neighbours a thread."""
+    """The same columns of the T rows of x, the last of them again where there are fewer: eight neighbours a thread."""
     PARTS: tl.constexpr = E // 8
     i, e = tl.arange(0, TOKENS // 8 * SIZES.steps * PARTS * SIZES.warps * 32)[:, None], tl.arange(0, 8)[None, :]
     lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
@@ -476,16 +479,19 @@ def _load_tokens(
     step = warp * SIZES.steps + register // PARTS % SIZES.steps
     places = k + step * (4 * E) + lane % 4 * E + register % PARTS * 8 + e
     cols = fp8.columns_of(places, K, COLUMNS)
-    mask = (t < T) & (places < K) if k + SIZES.warps * SIZES.steps * 4 * E > K else (t < T) & (e < 8)
-    return tl.load(x + t * K + cols, mask=mask, other=0.0, eviction_policy="evict_last")
+    pointers = x + tl.minimum(t, T - 1) * K + cols
+    if k + SIZES.warps * SIZES.steps * 4 * E <= K:
+        return tl.load(pointers, eviction_policy="evict_last")
+    else:
+        return tl.load(pointers, mask=places < K, other=0.0, eviction_policy="evict_last")
 
 
 @jit
 def _tokens_operand(tile, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr):
     """A tile of x as [warps, columns of a warp, tokens]."""
-    PAIRS: tl.constexpr = min(E // 4, 4)
-    tile = tile.reshape(TOKENS // 8, SIZES.steps, E // 8, SIZES.warps, 8, 4, 8 // PAIRS, PAIRS)
-    return tile.permute(3, 1, 2, 6, 5, 7, 0, 4).reshape(SIZES.warps, SIZES.steps * 4 * E, TOKENS)
+    tile = tile.reshape(TOKENS // 8, SIZES.steps, E // 8, SIZES.warps, 8, 4, 2, 2, 2)
+    tile = tile.permute(3, 1, 2, 6, 7, 5, 8, 0, 4) if E == 8 else tile.permute(3, 1, 2, 7, 5, 6, 8, 0, 4)
+    return tile.reshape(SIZES.warps, SIZES.steps * 4 * E, TOKENS)
 
 
 @jit

@@ -296,17 +296,22 @@ class Llama:
         """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is called with the number
         of tokens done and the total."""
         cache.check_room(len(tokens))
-        start, layer_weights = cache.pos, sum(map(math.prod, self.config.layer_matrices.values()))
+        start = cache.pos
         for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
             cache.append(chunk)
-            T, room = len(chunk), cache.size - cache.pos
-            length = next((n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PADDED_WORK)), None)
-            if self.uses_graphs and self.config.ranks == 1 and T > 1 and length:
+            T = len(chunk)
+            if length := self._padded(T, cache.size - cache.pos):
                 self._padded_step(T, length, cache)
             else:
                 self.step(T, cache)
             if progress:
                 progress(cache.pos - start, len(tokens))
+
+    def _padded(self, T: int, room: int) -> int | None:
+        """The length to which a prompt of T tokens is padded; None if it is not captured as a CUDA graph."""
+        layer_weights = sum(map(math.prod, self.config.layer_matrices.values()))
+        fits = (n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PADDED_WORK))
+        return next(fits, None) if self.uses_graphs and self.config.ranks == 1 and T > 1 else None
 
     def _padded_step(self, T: int, length: int, cache: KVCache) -> None:
         """`step` for T tokens, padded to `length` with copies of the last one. What is cached for the padding lies
@@ -325,6 +330,15 @@ class Llama:
             end = start + T
         finally:
             cache.seek(end)
+
+    @torch.inference_mode()
+    def warm_up(self, T: int, sampling: Sampling) -> None:
+        """Launch the kernels that `generate` does for a prompt of T tokens: for launch.compile_kernels."""
+        cache, T = KVCache(self), min(T, CHUNK[self.device.type])
+        cache.sampler.set(sampling)
+        self.step(self._padded(T, cache.size) or T, cache)
+        choose_next(self, cache, cache.logits)
+        self.step(1, cache)
 
     @property
     def uses_graphs(self) -> bool:

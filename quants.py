@@ -290,45 +290,46 @@ def _joined(low: Tensor, high: Tensor) -> Tensor:
 
 
 @jit
-def _load_64(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    return int4.load_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 32, 64)
+def _load_64(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    return int4.load_codes(w, start, k, left, COLUMNS), load_groups(w[1], start, k, left, COLUMNS, 32, 64)
 
 
 @jit
-def _load_128(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    return int4.load_codes(w, first, left, COLUMNS), load_groups(w[1], first, left, COLUMNS, 32, 128)
+def _load_128(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    return int4.load_codes(w, start, k, left, COLUMNS), load_groups(w[1], start, k, left, COLUMNS, 32, 128)
 
 
 @jit
-def _load_parts(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    return int4.load_32(w[:2], first, left, COLUMNS, NEIGHBOURS) + (load_groups(w[2], first, left, COLUMNS, 32, 256),)
+def _load_parts(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    both = load_groups(w[2], start, k, left, COLUMNS, 32, 256)
+    return int4.load_32(w[:2], start, k, left, COLUMNS, NEIGHBOURS) + (both,)
 
 
 # The same for one token, where a thread has two groups of 32
 
 
 @jit
-def _shared(w, first, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr):
+def _shared(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr):
     """An element of w for each GROUP columns, a multiple of 64, to what groups of 32 or 16 (EACH) have:
     [R, COLUMNS / EACH]."""
-    one = load_groups(w, first, left, COLUMNS, 64, GROUP)
+    one = load_groups(w, start, k, left, COLUMNS, 64, GROUP)
     two = tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
     return two if EACH == 32 else tl.join(two, two).reshape(one.shape[0], COLUMNS // 16)
 
 
 @jit
-def _packed_load_64(w, first, left, COLUMNS: tl.constexpr):
-    return int4.load_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 64, 32)
+def _packed_load_64(w, start, k, left, COLUMNS: tl.constexpr):
+    return int4.load_codes(w, start, k, left, COLUMNS), _shared(w[1], start, k, left, COLUMNS, 64, 32)
 
 
 @jit
-def _packed_load_128(w, first, left, COLUMNS: tl.constexpr):
-    return int4.load_codes(w, first, left, COLUMNS), _shared(w[1], first, left, COLUMNS, 128, 32)
+def _packed_load_128(w, start, k, left, COLUMNS: tl.constexpr):
+    return int4.load_codes(w, start, k, left, COLUMNS), _shared(w[1], start, k, left, COLUMNS, 128, 32)
 
 
 @jit
-def _packed_load_parts(w, first, left, COLUMNS: tl.constexpr):
-    return int4.packed_load_32(w[:2], first, left, COLUMNS) + (_shared(w[2], first, left, COLUMNS, 256, 32),)
+def _packed_load_parts(w, start, k, left, COLUMNS: tl.constexpr):
+    return int4.packed_load_32(w[:2], start, k, left, COLUMNS) + (_shared(w[2], start, k, left, COLUMNS, 256, 32),)
 
 
 _held4 = partial(Held4, bits=4, unit=2.0**-24, columns=_rotated_4, turns=4, **int4.KERNEL)
@@ -372,11 +373,11 @@ _PACKED6_REGISTERS = constexpr("=&r" + 12 * ",r")
 
 
 @jit
-def _load6(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes = int4.load_codes(w, first, left, COLUMNS).reshape(first.shape[0], COLUMNS // 16, 2)
-    high = load_groups(w[1], first, left, COLUMNS, 16, 16)
-    parts = load_groups(w[2], first, left, COLUMNS, 16, 16)
-    return codes, high, parts, load_groups(w[3], first, left, COLUMNS, 16, 256)
+def _load6(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes = int4.load_codes(w, start, k, left, COLUMNS).reshape(start.shape[0], COLUMNS // 16, 2)
+    high = load_groups(w[1], start, k, left, COLUMNS, 16, 16)
+    parts = load_groups(w[2], start, k, left, COLUMNS, 16, 16)
+    return codes, high, parts, load_groups(w[3], start, k, left, COLUMNS, 16, 256)
 
 
 @jit
@@ -397,15 +398,15 @@ def _values6(tile):
         y2, y3 = (codes >> 8 & 15) | (high >> 2 & 48), (codes >> 12 & 15) | (high >> 6 & 48)
         return int4.decoded(int4.in_order(y0, y1, y2, y3), scale, minimum)
     else:
-        return int4.run_values_asm((codes, high), scale, minimum, _VALUES6_ASM, _VALUES6_REGISTERS)
+        return int4.run_values_asm((codes, high), int4.factors(scale, minimum), _VALUES6_ASM, _VALUES6_REGISTERS)
 
 
 @jit
-def _packed_load6(w, first, left, COLUMNS: tl.constexpr):
-    codes = int4.load_codes(w, first, left, COLUMNS).reshape(first.shape[0], COLUMNS // 16, 2)
-    high = int4.load_words(w[1], first, left, COLUMNS, 16, 4)
-    parts = int4.halves_of(int4.load_words(w[2], first, left, COLUMNS, 32, 2))
-    return codes, high, parts, _shared(w[3], first, left, COLUMNS, 256, 16)
+def _packed_load6(w, start, k, left, COLUMNS: tl.constexpr):
+    codes = int4.load_codes(w, start, k, left, COLUMNS).reshape(start.shape[0], COLUMNS // 16, 2)
+    high = int4.load_words(w[1], start, k, left, COLUMNS, 16, 4)
+    parts = int4.halves_of(int4.load_words(w[2], start, k, left, COLUMNS, 32, 2))
+    return codes, high, parts, _shared(w[3], start, k, left, COLUMNS, 256, 16)
 
 
 @jit
@@ -432,10 +433,11 @@ Q6_K = Held6(
 
 
 @jit
-def _load8(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    tile = (load_elements(w, first, left, COLUMNS, NEIGHBOURS), load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 32))
+def _load8(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
+    tile = (codes, load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, 32))
     if len(w) == 4:
-        tile += (load_groups(w[2], first, left, COLUMNS, NEIGHBOURS, 32),)
+        tile += (load_groups(w[2], start, k, left, COLUMNS, NEIGHBOURS, 32),)
     return tile
 
 
@@ -466,10 +468,10 @@ def _values8(tile):
 
 
 @jit
-def _packed_load8(w, first, left, COLUMNS: tl.constexpr):
-    tile = (int4.load_codes(w, first, left, COLUMNS, 4), int4.packed_groups(w[1], first, left, COLUMNS))
+def _packed_load8(w, start, k, left, COLUMNS: tl.constexpr):
+    tile = (int4.load_codes(w, start, k, left, COLUMNS, 4), int4.packed_groups(w[1], start, k, left, COLUMNS))
     if len(w) == 4:
-        tile += (int4.packed_groups(w[2], first, left, COLUMNS),)
+        tile += (int4.packed_groups(w[2], start, k, left, COLUMNS),)
     return tile
 
 
@@ -539,9 +541,9 @@ class Float8Groups(Grouped):
 
 
 @jit
-def _load_e4m3(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes = load_elements(w, first, left, COLUMNS, NEIGHBOURS)
-    return codes, load_groups(w[1], first, left, COLUMNS, NEIGHBOURS, 128)
+def _load_e4m3(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
+    return codes, load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, 128)
 
 
 @jit
@@ -557,8 +559,8 @@ def _values_e4m3(tile):
 
 
 @jit
-def _packed_load_e4m3(w, first, left, COLUMNS: tl.constexpr):
-    return int4.load_codes(w, first, left, COLUMNS, 4), load_groups(w[1], first, left, COLUMNS, 64, 128)
+def _packed_load_e4m3(w, start, k, left, COLUMNS: tl.constexpr):
+    return int4.load_codes(w, start, k, left, COLUMNS, 4), load_groups(w[1], start, k, left, COLUMNS, 64, 128)
 
 
 _E4M3_ASM, _NATIVE_ASM = (constexpr(fp8.words_asm(*halves)) for halves in (fp8.E4M3_HALVES, fp8.NATIVE_HALVES))

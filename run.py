@@ -253,7 +253,7 @@ class Answer:
 class Session:
     """A loaded model with its tokenizer, cache and settings, and its timings so far."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks):
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, prompt: str | None):
         start = time.perf_counter()
         self.args, self.ranks = args, ranks
         checkpoint = Checkpoint(find_checkpoint(args.model))
@@ -266,15 +266,17 @@ class Session:
             raise ValueError(f"--lookup and --draft run in one process, not in {ranks.size}")
         if args.draft:
             check_draft(args.draft, self.tokenizer, config.vocab_size)
-        self.model = self._load(checkpoint)
+        flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
+        given = {name: value for name, value in flags.items() if value is not None}
+        self.own_sampling = {name: value for name, value in checkpoint.sampling.items() if name not in given}
+        self.sampling = Sampling(**self.own_sampling | given)
+        template = 0 if args.mode == "text" else 32  # tokens that it adds: a guess
+        length = len(self.tokenizer.encode(args.system + (prompt or ""))) + template or 1
+        self.model = self._load(checkpoint, warm_up=lambda model: model.warm_up(length, self.sampling))
         if not args.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
         self.cache = KVCache(self.model)
-        flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
-        given = {name: value for name, value in flags.items() if value is not None}
-        self.own_sampling = {name: value for name, value in checkpoint.sampling.items() if name not in given}
-        self.sampling = dataclasses.replace(self.model.sampling, **given)
         self.speculation = Lookup(args.lookup) if args.lookup else None
         if args.draft:
             self.speculation = Draft(args.draft_max, self._load(args.draft))
@@ -284,9 +286,9 @@ class Session:
             self.prompt_cache.restore(self.cache)
         self.load_seconds = time.perf_counter() - start
 
-    def _load(self, name: str | Checkpoint) -> Llama:
+    def _load(self, name: str | Checkpoint, **more) -> Llama:
         options = ("dtype", "device", "ctx_size", "backend", "format", "kv_fp8", "accumulate", "quiet")
-        return load(name, **{option: getattr(self.args, option) for option in options}, ranks=self.ranks)
+        return load(name, **{option: getattr(self.args, option) for option in options}, ranks=self.ranks, **more)
 
     def note(self, text: str) -> None:
         if not self.args.quiet:
@@ -538,7 +540,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     prompt = None if args.mode == "chat" and not single else ranks.broadcast(lambda: read_prompt(args))
     if args.system_file is not None:
         args.system = ranks.broadcast(lambda: read_input(args.system_file))
-    session = Session(args, ranks)
+    session = Session(args, ranks, prompt)
     session.note(session.summary())
     made_for_chat = args.chat_template is not None or session.tokenizer.chat_template != TEMPLATES["plain"]
     code = 0

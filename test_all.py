@@ -84,7 +84,7 @@ from fp8 import E4M3, E5M2, Matrix
 from int4 import INT4
 from kernels import FORMATS
 from launch import tl
-from model import BANNED, CHUNK, Config, KVCache, Timings, captured, generate, rope_table
+from model import BANNED, CHUNK, PADDED, Config, KVCache, Llama, Timings, captured, generate, rope_table
 from parallel import Ranks
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
@@ -630,11 +630,146 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
     assert gc.isenabled()
 
 
-def decode_in_graphs(model, monkeypatch) -> None:
+@needs_triton
+def test_a_load_that_fails_does_not_wait_for_every_kernel(monkeypatch):
+    """Only for what is being compiled. A kernel that does not compile makes a load fail."""
+    from triton.runtime._async_compile import active_mode
+
+    begun, stop, kernel, compiled = threading.Event(), threading.Event(), SimpleNamespace(run=None), []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(launch, "Event", lambda: stop)
+
+    def first() -> SimpleNamespace:
+        begun.set()
+        assert stop.wait(PATIENCE)
+        return kernel
+
+    def submit(*compiles) -> None:
+        for compile in compiles:
+            active_mode.get().submit(compile, compile, compiled.append)
+
+    with pytest.raises(OSError, match="cut short"), launch.compiling_kernels(lambda: submit(first, dict), DEVICE):
+        assert begun.wait(PATIENCE)
+        raise OSError("cut short")
+    assert kernel in compiled and {} not in compiled
+    stop.clear()
+    with pytest.raises(ZeroDivisionError), launch.compiling_kernels(lambda: submit(lambda: 1 / 0), DEVICE):
+        pass
+    assert active_mode.get() is None
+
+
+@BACKENDS
+def test_nothing_is_compiled_while_loading_without_a_gpu_or_without_triton(tiny, backend):
+    compiles = ON_GPU and backend == "triton"
+    with pytest.raises(ZeroDivisionError) if compiles else contextlib.nullcontext():
+        load(tiny, device=DEVICE.type, backend=backend, warm_up=lambda model: 1 / 0)
+
+
+@pytest.mark.parametrize("flags, expected", [("-p fox", 0), ("--chat -p fox -sys crow", 32)])
+def test_what_is_compiled_while_a_model_is_loaded(tiny, monkeypatch, flags, expected):
+    """What the prompt and the sampling flags need."""
+    seen = []
+
+    def loaded(*arguments, warm_up, **options):
+        warm_up(SimpleNamespace(warm_up=lambda *seen_: seen.append(seen_)))
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(run, "load", loaded)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert run.main(["-m", str(tiny), "-n", "1", "--temp", "0", "--seed", "7", "--quiet", *flags.split()]) == 0
+    text = "crowfox" if expected else "fox"
+    assert seen == [(len(Tokenizer(tiny).encode(text)) + expected, Sampling(temp=0, seed=7))]
+
+
+LOADS = (  # family, tokens of the prompt, options of load, of Sampling
+    ("gqa", 20, dict(), dict()),
+    ("gqa", 100, dict(format="e4m3", kv_fp8=True), dict()),
+    ("gqa", 300, dict(format="int4"), dict()),
+    ("mha", 500, dict(kv_fp8=True), dict()),
+    ("mha", 5, dict(format="e4m3"), dict()),
+    ("mha", 1, dict(format="int4"), dict()),
+    ("qwen 2.5", 9, dict(), dict(temp=0)),
+    ("qwen 3", 60, dict(format="int4"), dict(top_k=0, repeat_penalty=1.1)),
+    ("llama 3.2", 512, dict(format="e4m3", accumulate="fp32"), dict(top_p=1)),
+)
+
+
+def check_warm_up(folder: str) -> None:
+    """That the kernels compiled while models are loaded are those that `generate` launches, as if on Hopper."""
+    from triton import compiler
+    from triton.runtime import driver
+
+    compiled, launched = set(), set()
+
+    def compile(source, options, **_) -> SimpleNamespace:
+        key = f"{source.fn.__name__} {source.hash()} {options}"
+        compiled.add(key)
+        run = lambda *_: launched.add(key)
+        return SimpleNamespace(run=run, launch_metadata=lambda *_: None, function=None, packed_metadata=None)
+
+    def captured(run, device, reset, pool=None) -> SimpleNamespace:
+        launch.compile_kernels(run, device)
+        run()
+        reset()
+        return SimpleNamespace(replay=run, pool=lambda: None)
+
+    current = dict(device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    driver.set_active(SimpleNamespace(**{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}))
+    compiler.compile = compile
+    launch.INTERPRETED = True  # for load, which finds no GPU
+    for module in (launch, kernels, attention, sampling, fp8):
+        module.capability, module.processors = lambda device: 90, lambda device: 132
+    torch.cuda.set_device = lambda device: None
+    torch._scaled_mm = lambda x, w, *_, out_dtype, **__: torch.zeros(len(x), w.shape[1], dtype=out_dtype)
+    sizes = dict(hidden_size=512, intermediate_size=768, max_position_embeddings=1024)
+
+    def forget() -> None:
+        modules = (kernels, attention, hopper, sampling, fp8)
+        for kernel in itertools.chain.from_iterable(vars(module).values() for module in modules):
+            getattr(kernel, "device_caches", {}).clear()
+        compiled.clear()
+        launched.clear()
+
+    for family, T, options, settings in LOADS:
+        saved, s = Path(folder, family), Sampling(**settings)
+        if not saved.exists():
+            hugging_face_model(**FAMILIES[family] | sizes | dict(head_dim=128)).half().save_pretrained(saved)
+        with pytest.MonkeyPatch.context() as patch:
+            decode_in_graphs(patch, PADDED)
+            patch.setattr("model.captured", captured)
+            forget()
+            warm_up = lambda model, T=T, s=s: model.warm_up(T, s)
+            model = load(saved, device="cpu", backend="triton", warm_up=warm_up, quiet=True, **options)
+            early = {*compiled}
+            assert early and not launched
+            list(generate(model, [5] * T, n=2, sampling=s, eos=[]))
+            assert launched == early == compiled, (family, sorted(launched - early), sorted(early - launched))
+            forget()
+            stop = threading.Event()
+            stop.set()
+            with pytest.raises(AttributeError):  # no kernel to load
+                launch.compile_kernels(partial(warm_up, model), model.device, stop)
+            assert not compiled
+            list(generate(model, [5] * T, n=2, sampling=s, eos=[]))
+            assert launched == early == compiled, "a kernel was not compiled later"
+    print(len(LOADS))
+
+
+@needs_triton
+def test_what_is_compiled_while_a_model_is_loaded_is_what_it_launches(tmp_path):
+    """In a process of its own, which has no interpreter."""
+    environment = os.environ | {"COMPILE_FOR": "90", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", f"import test_all; test_all.check_warm_up({str(tmp_path)!r})"]
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, [str(len(LOADS))]), done.stderr[-3000:]
+
+
+def decode_in_graphs(monkeypatch, padded=()) -> None:
     """Without a GPU, as on one, but for what `captured` does; prompts are not captured."""
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
-    monkeypatch.setattr(type(model), "uses_graphs", True)
-    monkeypatch.setattr("model.PADDED", ())
+    monkeypatch.setattr(Llama, "uses_graphs", True)
+    monkeypatch.setattr("model.PADDED", padded)
     for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
 
@@ -667,7 +802,7 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=kernels.fused.sample))
     monkeypatch.setattr(sampling, "launch", record)
     monkeypatch.setattr("model.captured", captured)
-    decode_in_graphs(model, monkeypatch)
+    decode_in_graphs(monkeypatch)
     assert [list(generate(model, [1, 5, 9], cache, 8, s, eos=[])) for s in every] == expected
     assert captures == 1
     for other in (Sampling(temp=0), Sampling(top_p=1), Sampling(top_k=100), Sampling(repeat_penalty=1.1)):
@@ -1294,13 +1429,13 @@ def test_rows_are_sampled_as_single_tokens_are():
 
 
 @launch.jit
-def _grouped_load(w, first, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def _grouped_load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
     offs_k = tl.arange(0, COLUMNS)[None, :]
     mask = None
     if left is not None:
         mask = offs_k < left
-    codes = fp8.load_elements(w, first, left, COLUMNS, NEIGHBOURS)
-    return codes, fp8.stream(w[1] + (first + offs_k) // 32, mask)
+    codes = fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
+    return codes, fp8.stream(w[1] + (start + k + offs_k) // 32, mask)
 
 
 @launch.jit
@@ -4177,7 +4312,7 @@ def test_speculation_in_graphs(tiny, monkeypatch):
     longer = [*prompt, *plain[:5], 9]
     plain_longer = list(generate(model, longer, n=9, **settings))
     if DEVICE.type == "cpu":
-        decode_in_graphs(model, monkeypatch)
+        decode_in_graphs(monkeypatch)
         capture = lambda run, _, reset: (run(), reset()) and SimpleNamespace(replay=run)
         monkeypatch.setattr(speculation, "captured", capture)
     for way in (Lookup(3), Draft(3, model), Draft(2, other)):
