@@ -44,7 +44,7 @@ MUTANTS = [
     Mutant("fp8.py", "for step in (0.0, 0.25, 0.5, 0.75):", "for step in (0.0, 0.25, 0.5):", "encoded_rows"),
     Mutant("int4.py", 'return E4M3 if name == "output" else self', "return self", "model_in_a_format"),
     Mutant("int4.py", "for step in (-1, 0, 1):", "for step in (1,):", "4_bits_lose"),
-    Mutant("int4.py", "scale * zero * -1048576.0", "scale * zero * -1e6", "products_with_4_bit"),
+    Mutant("int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
     Mutant("fp8.py", ".clamp(-self.largest, self.largest)", ".clamp(-self.largest, 2 * self.largest)", "encode"),
     Mutant("fp8.py", "magnitudes.amax() >= self.not_finite", "magnitudes.amax() > self.not_finite", "finite"),
     Mutant("sampling.py", "(back < window)", "(back <= window)", "penalty"),
