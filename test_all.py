@@ -51,6 +51,7 @@ import sentencepiece
 import tokenizers
 import torch
 import transformers
+from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -89,6 +90,7 @@ from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
 from tokenizer import TEMPLATES, TextStream, Tokenizer, encode_continuation, find_template, tokenizer_file
 
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(1 << 31)))
 PATIENCE = 600  # seconds, even on a busy machine: what has not happened by then never will
@@ -101,11 +103,6 @@ def seeded():
     print(f"TEST_SEED={SEED}")  # pytest shows it with a failure
     torch.manual_seed(SEED)
     random.seed(SEED)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -133,13 +130,16 @@ def interpreter():
         yield
 
 
+ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one ulp each
+NAN, INF = float("nan"), float("inf")
 FLOATS_8 = {"e4m3": E4M3, "e5m2": E5M2}
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and values not finite on purpose
 needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
 needs_gpu = pytest.mark.skipif(not ON_GPU or launch.triton is None, reason="only a GPU has graphs and tensor cores")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
 
-# ---- helpers: random tiny Llamas made by transformers, which is also the oracle; the tiny one that most tests share
+# ---- helpers: random tiny Llamas made by transformers, which is also the oracle; the program in this process
 
 
 RAMP = dict(
@@ -210,10 +210,12 @@ def logits_of_prompts(model, prompts, *sizes: int) -> torch.Tensor:
     return torch.cat([logits_of(model, ids, *sizes) for ids in prompts])
 
 
+def nmse(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((ours.double() - exact.double()).square().sum() / exact.double().square().sum()).item()
+
+
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
-    assert ours.shape == theirs.shape
-    error = ((ours - theirs).norm() / theirs.norm()).item()
-    assert error < tolerance, error
+    assert ours.shape == theirs.shape and nmse(ours, theirs) < tolerance**2, nmse(ours, theirs) ** 0.5
 
 
 def assert_equals_transformers(folder: Path, theirs):
@@ -272,6 +274,94 @@ def tiny_model(tiny):
 def copy(tiny, tmp_path) -> Path:
     """The tiny checkpoint, to be corrupted."""
     return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+def caller(main, monkeypatch, capfd, *flags):
+    """A program in this process: call(*arguments, stdin=bytes) -> exit code, stdout, stderr."""
+
+    def call(*arguments, stdin: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            code = main([*flags, *map(str, arguments)])
+        except SystemExit as exit:
+            code = exit.code
+        return (code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def cli(monkeypatch, capfd):
+    return caller(run.main, monkeypatch, capfd, "--device", "cpu")  # if nothing else is asked for
+
+
+def program(*arguments, **options) -> subprocess.Popen:
+    """Run the program in a process of its own."""
+    command = [sys.executable, str(HERE / "run.py"), "--device", "cpu", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def in_shell(command: str, **options) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "HERE": str(HERE)}
+    options |= dict(env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run(["bash", "-c", command], **options)
+
+
+def objects(out: str) -> list[dict]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def fails(error: BaseException):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def conversation(*texts: str, system: str = "") -> list[dict]:
+    """What the user and the assistant say in turn."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
+
+
+def spoil_file(change=lambda tensors: None, **metadata):
+    """Change the tensors of a safetensors file in place, and its metadata."""
+
+    def spoil(file: Path) -> None:
+        with safe_open(file, "pt") as f:
+            held = f.metadata() | {name.replace("_", "-"): value for name, value in metadata.items()}
+        tensors = load_file(file)
+        change(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, held)
+
+    return spoil
+
+
+def spoil_config(**fields):
+    return lambda folder: edit(folder / "config.json", **fields)
+
+
+def spoil_tensors(change=lambda tensors: None, **metadata):
+    return lambda folder: spoil_file(change, **metadata)(folder / "model.safetensors")
+
+
+def put(name: str, make):
+    """Put a tensor in place of this one, made of it."""
+    return spoil_tensors(lambda t: t.update({name: make(t[name])}))
+
+
+def set_one(name: str, value: float):
+    return spoil_tensors(lambda t: t[name].view(-1)[7:8].fill_(value))
+
+
+@pytest.fixture
+def hears_signals():
+    """SIGTERM and SIGHUP as a program usually has them, even where the tests' own parent ignores them (nohup)."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield numbers
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
 
 
 # ---- model.py
@@ -335,7 +425,7 @@ def test_prompts_that_are_wrong_are_named(tiny, tiny_model):
     assert len(repr(tiny_model)) < 2000, "it prints weights"
 
 
-def test_generation_ends_at_n_at_eos_and_at_a_full_context(tiny):
+def test_generation_ends(tiny):
     model = load(tiny, dtype="fp32", device="cpu", ctx_size=12)
     five = greedy(model, [1, 5], 5)
     assert len(five) == 5
@@ -355,7 +445,7 @@ def test_generation_ends_at_n_at_eos_and_at_a_full_context(tiny):
 
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
-def test_a_context_is_used_to_its_last_slot(tiny, kv_fp8, backend):
+def test_context_to_its_last_slot(tiny, kv_fp8, backend):
     model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=8, backend=backend, kv_fp8=kv_fp8)
     whole = greedy(model, [5, 6], 2)
     for size in (1, 2, 4):
@@ -364,6 +454,14 @@ def test_a_context_is_used_to_its_last_slot(tiny, kv_fp8, backend):
         assert cache.device_pos == cache.pos
         with pytest.raises(ValueError, match=f"the context holds {size}"):
             greedy(model, [7] * (size + 1), -1, cache)
+
+
+def test_accumulate_reaches_the_ops(tiny, monkeypatch):
+    seen, norm = [], kernels.reference.rmsnorm_linear
+    monkeypatch.setattr(kernels.reference, "rmsnorm_linear", lambda *a: seen.append(a[-1]) or norm(*a))
+    for accumulate in ("auto", "fp32"):
+        logits_of(load(tiny, device="cpu", accumulate=accumulate), [1, 2, 3])
+    assert seen == ["auto", "fp32"]
 
 
 @needs_triton
@@ -405,6 +503,49 @@ def test_no_step_sees_an_old_position(tiny, how):
         ours, theirs = (t[:, : cache.pos] for t in (ours, theirs))
         errors = (ours - theirs).square().sum((0, 2)) / theirs.square().sum((0, 2))
         assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {cache.pos}"
+
+
+WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+))]  # fmt: skip
+
+
+@BACKENDS
+@pytest.mark.parametrize("kv_fp8", [False, True])
+def test_weights_not_finite(copy, kv_fp8, backend):
+    """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a masked one."""
+    spoiled = [*itertools.product(WEIGHTS, (NAN, INF, -INF))]
+    if backend == "triton":
+        spoiled = [(f"layers.0.self_attn.{x}_proj", bad) for x, bad in (("q", NAN), ("k", NAN), ("v", INF))]
+    sound = load_file(copy / "model.safetensors")
+    for name, bad in spoiled:
+        name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
+        tensors = sound | {name: sound[name].clone()}
+        tensors[name].view(-1)[5 + 3 * 64 * (sound[name].dim() - 1)] = bad
+        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+        model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
+        for prompt in ([3], [1, 3, 6]):
+            with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
+                greedy(model, prompt, 1)
+    with pytest.raises(ValueError, match=f"{name} in model.safetensors.*NaN or inf"):
+        load(copy, device="cpu", format="e4m3")
+
+
+@BACKENDS
+@pytest.mark.parametrize("kv_fp8", [False, True])
+def test_cache_not_finite(tiny, kv_fp8, backend):
+    model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
+    cache, prompt = KVCache(model), [1, 5, 6]
+    greedy(model, prompt, 0, cache)
+    for (which, bad), new in itertools.product((("k", NAN), ("v", INF)), ([7], [7, 8, 9])):
+        cache.truncate(len(prompt))
+        number = getattr(cache, which)[1][:, 1, 2]
+        before = number.clone()
+        number.fill_(0x7F if kv_fp8 else bad)
+        with pytest.raises(RuntimeError, match="not finite, although every weight is"):
+            greedy(model, [*prompt, *new], 1, cache)
+        number.copy_(before)
 
 
 def test_a_padded_prompt_is_the_prompt(monkeypatch):
@@ -453,7 +594,7 @@ def test_prompts_replayed_as_graphs():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_model_runs_on_the_gpu_that_it_is_on(tiny):
+def test_model_on_another_gpu(tiny):
     """Whatever the current device is: in another thread it is the first one again."""
     first, second = (load(tiny, dtype="fp32", device=f"cuda:{i}") for i in range(2))
     expected = greedy(first, [1, 5, 9], 20)
@@ -487,28 +628,6 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         captured(lambda: 1 / gc.isenabled(), DEVICE)
     assert gc.isenabled()
-
-
-@needs_triton
-def test_a_kernel_that_does_not_compile_does_not_stop_others(monkeypatch):
-    """Each is loaded, too; its error is the user's."""
-    from triton.runtime._async_compile import active_mode
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-    def start(name: str, compiled) -> None:
-        submit = lambda grid: active_mode.get().submit(name, compiled, lambda kernel: None)
-        launch.start(SimpleNamespace(warmup=submit), (1,), torch.device("cpu"))
-
-    class Kernel:
-        run = property(lambda self: loaded.append(self))
-
-    loaded: list[Kernel] = []
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            launch.compile_kernels(lambda: start("a", lambda: 1 / 0), DEVICE)
-        launch.compile_kernels(lambda: [start(name, Kernel) for name in "abb"], DEVICE)
-    assert len(loaded) == 4 and active_mode.get() is None and not launch._only_compile.get()
 
 
 @needs_triton
@@ -656,7 +775,7 @@ def decode_in_graphs(monkeypatch, padded=()) -> None:
 
 
 @needs_triton
-def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
+def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
     """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read anew."""
     recorded, captures = [], 0
 
@@ -696,10 +815,7 @@ def test_other_sampling_numbers_need_no_other_graph(tiny, monkeypatch):
 # ---- kernels.py and attention.py: the op tables, and each op against its reference
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and values not finite on purpose
-ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one ulp each
 GUARD, MARGIN = 77.0, 64
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
@@ -723,10 +839,6 @@ def guarded(monkeypatch):
         assert (guards == GUARD).all(), "written outside of the output"
 
     return check
-
-
-def nmse(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((ours.double() - exact.double()).square().sum() / exact.double().square().sum()).item()
 
 
 def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -899,52 +1011,6 @@ def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
         check_attention(heads, T, start_pos, kv_fp8)
 
 
-@needs_triton
-def test_launchers_refuse_what_the_kernels_cannot_read():
-    """Strides are derived from shapes. All are launched here, but Hopper's for prompts, which attention guards."""
-    apart = torch.zeros(4, 8, 2, device=DEVICE)[..., 0]
-    for bad in (apart, (torch.zeros(4, device=DEVICE), apart)):
-        with pytest.raises(AssertionError, match="a tensor is not contiguous"):
-            launch.launch(kernels._swiglu_kernel, (1,), DEVICE, bad)
-    q, *rest = op_arguments("attention", torch.float16, (4, 2, 16), 3, 5)[0]
-    with pytest.raises(AssertionError):
-        attention.attention(torch.stack((q, q), -1)[..., 0], *rest)
-
-
-def test_every_product_has_launch_sizes_those_of_the_nearest_card_below(monkeypatch):
-    found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
-    assert found == ["a", "a", "b", "b", "c"]
-    products = itertools.product((8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008))
-    for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), products):
-        monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
-        for sizes in (launch.vector_sizes, launch.stream_sizes):
-            rows = sizes(DEVICE, bits, op, columns).rows
-            assert rows % 2 == 0 or sizes is launch.stream_sizes and op == "linear_add"  # others have pairs of rows
-        for tokens in (8, 16):
-            few = launch.few_sizes(DEVICE, bits, op, columns, tokens)
-            assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
-
-
-@needs_triton
-def test_tiles_fit_shared_memory(monkeypatch):
-    """Cards take the sizes of the nearest one below. Scales take up to a fifth as much as codes."""
-    for arch, kilobytes in ARCHITECTURES.items():
-        monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
-        for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 64)):
-            sizes = launch.stream_sizes(DEVICE, bits, op, columns)
-            block = kernels.stream_block(sizes.block, columns)
-            held = (sizes.stages - 1) * sizes.rows * -(-columns // block) * block * 1.2 * bits / 8
-            assert held < kilobytes * 1024, (arch, bits, op, columns)
-
-
-def test_launch_sizes_are_saved_as_they_are_read(tmp_path, monkeypatch):
-    launch.tables()
-    monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
-    launch.save_tables()
-    read = launch.tables.__wrapped__()
-    assert read == launch.tables() and (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
-
-
 @pytest.mark.parametrize("format", [None, INT4])
 def test_prepacked_matrices_are_the_same_matrices(format):
     """As bf16 products on a CPU read them: a float matrix in oneDNN's layout, one in 4 bits in torch's own."""
@@ -961,7 +1027,7 @@ def test_prepacked_matrices_are_the_same_matrices(format):
         assert nmse(kernels.linear_ref(x, packed), exact) < (2 if format else 1) * ONE_UNIT[torch.bfloat16]
 
 
-def test_prompts_of_any_length_need_few_kernels_of_onednn(monkeypatch):
+def test_prompts_need_few_onednn_kernels(monkeypatch):
     """oneDNN keeps what it compiles for each number of rows, so a chat's memory would grow with each new length."""
     sizes, w = set(), Matrix(torch.randn(8, 4, dtype=torch.bfloat16).to_mkldnn())
 
@@ -998,7 +1064,7 @@ def test_half_sums_saturate_and_do_not_hide_nan():
 
 
 @needs_gpu
-def test_a_prompt_beyond_65504_stays_finite_with_half_sums():
+def test_prompt_beyond_65504_with_half_sums():
     for op in PRODUCTS:
         arguments = op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0]
         # all positive: sums that pass 65504 in both directions are NaN, which is reported
@@ -1014,6 +1080,7 @@ def test_a_prompt_beyond_65504_stays_finite_with_half_sums():
 
 
 ARCHITECTURES = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes of shared memory that a program may use
+AS_80 = (86, 89)  # the PTX of training ops is that of 80 to the letter; for 86 all PTX is, so that fp16 stands for bf16
 
 
 def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
@@ -1088,7 +1155,8 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32))
     Lookup(4).enqueue_proposals(gpu, 5)
     speculation._OnGpu.accept(gpu, 5)
-    record_training(dtype)
+    if arch not in AS_80:
+        record_training(dtype)
     return recorded
 
 
@@ -1148,9 +1216,8 @@ def compile_kernel(arch: int, kernel, *parts: dict, **options) -> str:
 
 def compile_kernels(arch: int) -> None:
     """Compile all that is launched for an architecture."""
-    torch.set_num_threads(1)
     names, done = set(), set()
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.float16, torch.bfloat16)[: 1 if arch == 86 else 2]:
         for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
             signature, constexprs, aligned = parts_of_source(kernel, arguments, constants)
             key = (kernel.__name__, str(signature), str(constexprs), warps, stages)
@@ -1190,7 +1257,8 @@ def test_kernels_compile(arch):
     command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    files = ("kernels", "attention", "hopper", "sampling", "fp8", "int4", "training", "parallel", "speculation")
+    files = ("kernels", "attention", "hopper", "sampling", "fp8", "int4", "parallel", "speculation")
+    files += () if arch in AS_80 else ("training",)
     source = "".join((HERE / f"{file}.py").read_text() for file in files)
     every = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE))
     left_out = set() if arch == 90 else {"_hopper_attention_kernel"}
@@ -1229,7 +1297,7 @@ def draw(logits: torch.Tensor, count: int = 4000, **settings) -> torch.Tensor:
 OFF = dict(temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def test_sampling_follows_the_distribution_and_each_filter_keeps_what_it_should():
+def test_sampling_distribution_and_filters():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     for temp in (0.5, 2.0):
         expected = (logits / temp).softmax(0)
@@ -1247,16 +1315,16 @@ def test_sampling_follows_the_distribution_and_each_filter_keeps_what_it_should(
 
 
 @pytest.mark.parametrize("wrong", [
-    dict(temp=-1), dict(temp=float("nan")), dict(top_k=-1), dict(top_p=7), dict(min_p=1.1), dict(repeat_penalty=0),
+    dict(temp=-1), dict(temp=NAN), dict(top_k=-1), dict(top_p=7), dict(min_p=1.1), dict(repeat_penalty=0),
     dict(repeat_last_n=-2), dict(seed=-1), dict(seed=1 << 63),
 ], ids=str)  # fmt: skip
-def test_settings_out_of_range_are_named(wrong):
+def test_settings_out_of_range(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"^{name} is {value}; it must be (from .* to .*|.* or more)$"):
         Sampling(**wrong)
 
 
-@pytest.mark.parametrize("temp", [1e-50, 1e-9, 1e9, float("inf")])
+@pytest.mark.parametrize("temp", [1e-50, 1e-9, 1e9, INF])
 def test_temperatures_at_the_ends(temp):
     logits, settings = torch.tensor([1.0, 1.0 + 2**-22, -3.0, 0.5]), OFF | dict(temp=temp)
     drawn = draw(logits, 400, **settings)
@@ -1283,7 +1351,7 @@ def test_the_penalty_looks_back_its_window(backend, window):
 
 @BACKENDS
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
-def test_logits_that_are_not_finite_are_minus_1(backend, bad):
+def test_logits_not_finite(backend, bad):
     logits = torch.randn(2500)
     logits[2000] = float(bad)
     for settings in (dict(), dict(top_k=0), dict(temp=0)):
@@ -1291,7 +1359,7 @@ def test_logits_that_are_not_finite_are_minus_1(backend, bad):
 
 
 @needs_triton
-def test_sampling_on_the_device_chooses_what_the_reference_does():
+def test_sampling_equals_the_reference():
     for _ in range(60):
         V = random.choice([17, 300, 3000])
         choices = dict(
@@ -1303,14 +1371,15 @@ def test_sampling_on_the_device_chooses_what_the_reference_does():
         choose_alike(torch.randn(V) * 3, tokens, random.choice([0, 1, 20, 50]), **settings)
     logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]  # parts with nothing to draw
     logits[high] = torch.tensor([1.0, 0.5, 0.7, 0.8])
-    assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in range(20)} == {*high}
+    assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in (0, 1, 3, 7)} == {*high}
 
 
 @needs_triton
 @pytest.mark.parametrize("kind", ["normal", "flat", "equal", "rounded", "one above the others", "near zero", "banned"])
-def test_sampling_divides_any_logits_among_programs(kind):
-    every = itertools.product((0, 5, 12, 65, 1099), (0.0, 1e-9, 0.5, 0.97, 1.0), (0, 0.05))  # in 5 or 12 parts
-    for top_k, top_p, min_p in random.sample([*every], 9):
+def test_sampling_divides_any_logits(kind):
+    every = itertools.product((0, 5, 12, 65, 1099), (0.0, 1e-9, 0.5, 0.97, 1.0), (0, 0.05), (1e-30, 0.7, 1e6))
+    alike = [(5, 1.0, 0, 1e6), (12, 1.0, 0, 1e6)]  # as few as there are parts, each as likely as the others
+    for top_k, top_p, min_p, temp in random.sample([*every], 7) + alike:
         logits = torch.randn(random.choice([1100, 3000])) * 3
         logits *= 0.01 if kind == "flat" else 0.0 if kind == "equal" else 1.0
         if kind == "rounded":
@@ -1323,13 +1392,13 @@ def test_sampling_divides_any_logits_among_programs(kind):
         elif kind == "banned":
             logits[:100] = BANNED
         tokens = torch.randint(0, len(logits), (64,), dtype=torch.int32)
-        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=random.choice([1e-30, 0.7, 1e6]), seed=SEED)
+        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=random.randrange(1 << 63))
         choose_alike(logits, tokens, 50, **settings, repeat_penalty=random.choice([1.0, 1.2]))
 
 
 @needs_triton
 @pytest.mark.parametrize("V", [100, 300, 3000, 5000])
-def test_sampling_on_the_device_keeps_equals_at_the_edge_together(V):
+def test_sampling_keeps_equals_at_the_edge(V):
     choices = (5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500)
     every = itertools.product(*choices)
     # the equals that top-k keeps count for top-p, too
@@ -1412,9 +1481,7 @@ def grouped_folder(tiny, tmp_path_factory) -> Path:
     pytest.param("grouped", "fp32", "triton", marks=needs_triton),
     pytest.param("int4", "bf16", "triton", marks=needs_triton),
 ])  # fmt: skip
-def test_a_model_in_a_format_is_the_model_with_its_weights_decoded(
-    grouped_folder, tmp_path, format, dtype, backend, monkeypatch
-):
+def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, monkeypatch):
     """In a prompt, with one token and with eight; and again when it is saved and loaded."""
     monkeypatch.setitem(FORMATS, "grouped", GROUPED)
     options = dict(device=DEVICE.type, backend=backend)
@@ -1441,11 +1508,8 @@ def test_a_model_in_a_format_is_the_model_with_its_weights_decoded(
 
 
 def with_dense_weights(model) -> None:
-    """Replace a model's matrices by the same decoded."""
-    for layer in model.weights.layers:
-        for name in ("wqkv", "wo", "w13", "w2"):
-            setattr(layer, name, dense(getattr(layer, name)))
-    model.weights.output = dense(model.weights.output)
+    for matrix in model.weights.matrices:
+        matrix.tensors, matrix.format, matrix.packed = (matrix.dense().float(),), None, None
 
 
 EVERY_CODE = torch.arange(256).to(torch.uint8).view(torch.int8)
@@ -1453,25 +1517,18 @@ EVERY_HALF = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float1
 
 
 @pytest.mark.parametrize("form", FLOATS_8)
-def test_all_codes_decode_and_all_halves_encode_to_the_nearest(form):
-    format, every = FORMATS[form], EVERY_HALF[torch.isfinite(EVERY_HALF)]
-    values = EVERY_CODE.view(format.dtype).double()  # as torch decodes them
+def test_8_bit_codes_decode_and_encode(form):
+    """As torch converts them; numbers beyond the largest become the largest."""
+    format, values = FORMATS[form], EVERY_CODE.view(FORMATS[form].dtype).float()
     finite = torch.isfinite(values)
-    assert format.floats(EVERY_CODE)[finite].double().equal(values[finite])
+    assert format.floats(EVERY_CODE)[finite].equal(values[finite])
     assert format.floats(EVERY_CODE)[~finite].isnan().all()
-    written = format.round(every)
-    got, positive = format.floats(written).double(), values[finite & (values >= 0)].sort().values
-    size = every.double().abs().clamp(max=format.largest)
-    distance = (size[:, None] - positive).abs()
-    nearest = distance.min(1).values
-    assert torch.equal((size - got.abs()).abs(), nearest)
-    ties = (distance == nearest[:, None]).sum(1) == 2
-    assert ties.any() and not (written[ties] & 1).any(), "a tie did not go to the even code"
-    assert torch.equal(got.sign()[got != 0], every.double().sign()[got != 0])
+    assert format.round(values[finite]).equal(EVERY_CODE[finite])
+    assert format.floats(format.round(torch.tensor([1e30, -INF]))).abs().eq(values[finite].max()).all()
 
 
 @pytest.mark.parametrize("form, bound", [("e4m3", 2.0**-4), ("e5m2", 2.0**-3)])
-def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
+def test_encoded_rows_lose_least(form, bound):
     format, weights = FORMATS[form], torch.randn(70, 300) * torch.logspace(-6, 6, 70)[:, None]
     weights[3] = 0
     near = format.decoded(format.encode(weights))
@@ -1481,13 +1538,13 @@ def test_encoded_rows_are_near_and_their_scale_loses_least(form, bound):
         tried = peak.clamp(min=1e-30) / format.top * 2**step
         other = format.decoded((format.round(weights / tried), tried))
         assert ((near - weights).square().sum(1) <= (other - weights).square().sum(1)).all()
-    for bad in (float("nan"), float("inf")):
+    for bad in (NAN, INF):
         with pytest.raises(ValueError, match="NaN or inf"):
             format.encode(torch.tensor([[1.0, bad]]))
 
 
 @pytest.mark.parametrize("form", FLOATS_8)
-def test_codes_and_scales_that_encode_never_writes_are_refused(form):
+def test_8_bit_codes_never_written_by_encode(form):
     """Those of the other format, too."""
     format, ones = FORMATS[form], torch.ones(1, 1)
     largest = {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
@@ -1534,7 +1591,7 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
 
 @needs_triton
 @pytest.mark.parametrize("peak", [1, 30, 36, 40, 150])
-def test_large_norm_weights_do_not_overflow_packed_products(peak):
+def test_large_norms_with_packed_products(peak):
     """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the worst case."""
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
         norm, x = torch.full((K,), float(peak)).half().to(DEVICE), torch.zeros(1, K)
@@ -1594,49 +1651,6 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
     assert torch.equal(attention.attention_ref(q.float(), *ours, pos, scratch), right)
 
 
-WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
-    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-))]  # fmt: skip
-
-
-@BACKENDS
-@pytest.mark.parametrize("kv_fp8", [False, True])
-def test_weights_that_are_not_finite_are_named(copy, kv_fp8, backend):
-    """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a masked one."""
-    spoiled = [*itertools.product(WEIGHTS, (NAN, INF, -INF))]
-    if backend == "triton":
-        spoiled = [(f"layers.0.self_attn.{x}_proj", bad) for x, bad in (("q", NAN), ("k", NAN), ("v", INF))]
-    sound = load_file(copy / "model.safetensors")
-    for name, bad in spoiled:
-        name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
-        tensors = sound | {name: sound[name].clone()}
-        tensors[name].view(-1)[5 + 3 * 64 * (sound[name].dim() - 1)] = bad
-        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-        model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
-        for prompt in ([3], [1, 3, 6]):
-            with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
-                greedy(model, prompt, 1)
-    with pytest.raises(ValueError, match=f"{name} in model.safetensors.*NaN or inf"):
-        load(copy, device="cpu", format="e4m3")
-
-
-@BACKENDS
-@pytest.mark.parametrize("kv_fp8", [False, True])
-def test_a_cache_that_is_not_finite_is_noticed(tiny, kv_fp8, backend):
-    model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
-    cache, prompt = KVCache(model), [1, 5, 6]
-    greedy(model, prompt, 0, cache)
-    for (which, bad), new in itertools.product((("k", NAN), ("v", INF)), ([7], [7, 8, 9])):
-        cache.truncate(len(prompt))
-        number = getattr(cache, which)[1][:, 1, 2]
-        before = number.clone()
-        number.fill_(0x7F if kv_fp8 else bad)
-        with pytest.raises(RuntimeError, match="not finite, although every weight is"):
-            greedy(model, [*prompt, *new], 1, cache)
-        number.copy_(before)
-
-
 @needs_gpu
 @pytest.mark.parametrize("accumulate", ["auto", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -1668,20 +1682,12 @@ def test_activations_and_normed_activations_as_codes():
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_caches_are_decoded_as_far_as_they_are_seen(dtype):
+def test_decoded_caches(dtype):
     caches = torch.arange(-128, 128, device=DEVICE).to(torch.int8).repeat(2, 2, 500, 1).view(2, 2, 4000, 32).unbind()
     pos = torch.tensor([1000], dtype=torch.int32, device=DEVICE)
     for codes, values in zip(caches, attention.decode_caches(*caches, pos, 17, dtype)):
         exact = attention.cached_ref(codes)[:, :1017].to(dtype)
         assert exact.isnan().any() and torch.equal(values[:, :1017].nan_to_num(7.0), exact.nan_to_num(7.0))
-
-
-def test_accumulate_reaches_the_ops(tiny, monkeypatch):
-    seen, norm = [], kernels.reference.rmsnorm_linear
-    monkeypatch.setattr(kernels.reference, "rmsnorm_linear", lambda *a: seen.append(a[-1]) or norm(*a))
-    for accumulate in ("auto", "fp32"):
-        logits_of(load(tiny, device="cpu", accumulate=accumulate), [1, 2, 3])
-    assert seen == ["auto", "fp32"]
 
 
 # ---- int4.py
@@ -1723,7 +1729,7 @@ def test_4_bits_lose_little(spread, bound):
         assert torch.allclose(INT4.decoded(INT4.encode(rows)), rows, rtol=1e-3)
 
 
-def test_4_bits_refuse_nan_and_what_encode_never_writes():
+def test_4_bit_codes_never_written_by_encode():
     codes, groups, row = INT4.encode(torch.randn(4, 64))
     for scale in (0.0, -1.0, NAN, INF):
         with pytest.raises(ValueError, match="scales"):
@@ -1772,42 +1778,7 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
 # ---- run.py: the command line
 
 
-def caller(main, monkeypatch, capfd, *flags):
-    """A program in this process: call(*arguments, stdin=bytes) -> exit code, stdout, stderr."""
-
-    def call(*arguments, stdin: bytes = b"") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            code = main([*flags, *map(str, arguments)])
-        except SystemExit as exit:
-            code = exit.code
-        return (code, *capfd.readouterr())
-
-    return call
-
-
-@pytest.fixture
-def cli(monkeypatch, capfd):
-    return caller(run.main, monkeypatch, capfd, "--device", "cpu")  # if nothing else is asked for
-
-
-def program(*arguments, **options) -> subprocess.Popen:
-    """Run the program in a process of its own."""
-    command = [sys.executable, str(HERE / "run.py"), "--device", "cpu", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-
-
-def in_shell(command: str, **options) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "HERE": str(HERE)}
-    options |= dict(env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    return subprocess.run(["bash", "-c", command], **options)
-
-
-def objects(out: str) -> list[dict]:
-    return [json.loads(line) for line in out.splitlines()]
-
-
-def test_text_goes_to_stdout_and_all_else_to_stderr(cli, tiny):
+def test_stdout_has_only_the_text(cli, tiny):
     flags = ("-m", tiny, "-p", "Once upon", "-n", 8, "--temp", 0, "--device", "auto")
     code, out, err = cli(*flags)
     assert code == 0 and out.startswith("Once upon") and out.endswith("\n") and len(out) > 10
@@ -1820,7 +1791,7 @@ def test_text_goes_to_stdout_and_all_else_to_stderr(cli, tiny):
     assert code == 0 and out == "Once upon\n" and "generated 0 tokens\n" in err and "tokens/s" not in err
 
 
-def test_prompt_from_file_and_from_standard_input_and_escapes(cli, tiny, tmp_path):
+def test_prompt_from_file_stdin_and_escapes(cli, tiny, tmp_path):
     file, flags = tmp_path / "prompt", ("-m", tiny, "-n", 4, "--temp", 0)
     prompt = 'a\nb\t"ż\\ \\d'
     file.write_text(prompt + "\n")
@@ -1829,8 +1800,7 @@ def test_prompt_from_file_and_from_standard_input_and_escapes(cli, tiny, tmp_pat
     for how in (["-f", file], ["--no-escape", "-p", prompt], []):
         assert cli(*flags, *how, stdin=prompt.encode() + b"\r\n")[1] == expected, how
     assert cli(*flags, "-p", "-", stdin=prompt.encode())[1] == expected
-    code, _, err = cli(*flags, "-p", r"a\xff")
-    assert code == 1 and "the text is not UTF-8" in err
+    assert_refused(cli(*flags, "-p", r"a\xff", "--quiet"), "the text is not UTF-8")
 
 
 def test_seed_repeats_the_text(cli, tiny):
@@ -1851,11 +1821,10 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert own == same and "sampling  " not in err
     assert "sampling  top-p 0.5 (" in run("--repeat-penalty", 1, "--temp", 0)[2]
     edit(copy / "generation_config.json", top_p=2)
-    code, _, err = run()
-    assert code == 1 and "generation_config.json: top_p is 2; it must be a number from 0 to 1" in err
+    assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
 
 
-def test_context_that_is_full_or_beyond_the_trained(cli, tiny):
+def test_context_full_or_beyond_the_trained(cli, tiny):
     for size, n, full, beyond in ((16, 15, True, False), (256, 1, False, False), (257, 1, False, True)):
         code, _, err = cli("-m", tiny, "-p", "Once", "-n", n, "-c", size, "--ignore-eos")
         assert code == 0 and ("context of 16 tokens is full" in err) == full
@@ -1877,6 +1846,18 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
     (none,) = objects(cli(*flags, "-n", 0, "-o", "jsonl")[1])
     assert none["text"] == "" and none["ended_by"] == "length"
     assert none["tokens_per_s"] is none["prompt_seconds"] is None
+
+
+def test_what_ends_a_text(cli, copy):
+    """An eos that the tokenizer does not flag as special has a text, but it is neither shown nor remembered."""
+    tokenizer = Tokenizer(copy)
+    ids = greedy(load(copy, device="cpu"), tokenizer.encode("Once"), 12)
+    end = max(set(ids), key=ids.index)  # the last to appear for the first time
+    edit(copy / "generation_config.json", eos_token_id=[2, end])
+    assert tokenizer.bytes_of(end) and ids.index(end) > 0
+    (text,) = objects(cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")[1])
+    assert text["text"] == b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)])).decode(errors="replace")
+    assert text["ended_by"] == "eos" and text["new_tokens"] == ids.index(end) + 1
 
 
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
@@ -1988,11 +1969,10 @@ def test_a_run_on_a_cpu_imports_no_triton(tiny):
     assert not re.search(r"\| +triton", shown.stderr)
 
 
-def test_a_machine_without_torch_is_one_line(tmp_path):
+def test_machine_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch')")
     shown = in_shell(f'PYTHONPATH="{tmp_path}:$HERE" "$PYTHON" -P "$HERE/run.py"', stdin=subprocess.DEVNULL)
-    assert shown.returncode == 1 and shown.stdout == "" and shown.stderr.count("\n") == 1, shown.stderr
-    assert shown.stderr.startswith("error: ") and "pip install -r requirements.txt" in shown.stderr
+    assert_refused((shown.returncode, shown.stdout, shown.stderr), "pip install -r requirements.txt")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -2028,13 +2008,12 @@ def test_closed_stdout_ends_quietly(tiny, flags):
     assert process.wait(PATIENCE) == 0 and process.stderr.read() == b""
 
 
-def test_lost_streams_do_not_end_a_good_run(tiny, tmp_path):
+def test_lost_streams(tiny, tmp_path):
     say = "import chat as c; c.use_safe_streams(); c.note('a note'); print('text'); print(c.sys.stderr.isatty())"
     for lost in ("2>&-", "2>/dev/full", "2> >(exit)", "<&- 2>&-"):
         done = in_shell(f'"$PYTHON" -c "{say}" {lost}', cwd=HERE)
         assert (done.returncode, done.stdout, done.stderr) == (0, "text\nFalse\n", ""), lost
-    (tmp_path / "link.py").symlink_to(HERE / "run.py")  # models/tales is looked for beside the program
-    done = in_shell('"$PYTHON" link.py -p Once -n 3 --device cpu --quiet >/dev/full', cwd=tmp_path)
+    done = in_shell('"$PYTHON" "$HERE/run.py" -p Once -n 3 --device cpu --quiet >/dev/full')
     assert done.returncode == 1 and done.stderr == "error: No space left on device\n"
     done = in_shell(f'"$PYTHON" "$HERE/run.py" -m "{tiny}" --save saved --fp8 --device cpu <&- >&- 2>&-', cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "saved" / "model.safetensors").is_file(), done
@@ -2084,7 +2063,7 @@ def test_prompt_cache_saves_evaluation(cli, tiny, tmp_path):
     assert sorted(tmp_path.iterdir()) == [file]
 
 
-def test_prompt_cache_is_rewritten_below_three_quarters(tiny_model, tmp_path):
+def test_prompt_cache_below_three_quarters(tiny_model, tmp_path):
     ids, cache = list(range(5, 45)), KVCache(tiny_model)
     tiny_model.prefill(ids, cache)
     for same, rewritten in ((30, False), (29, True)):
@@ -2106,19 +2085,6 @@ def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
     assert second[0]["evaluated_tokens"] == 1 and first[1]["evaluated_tokens"] == second[1]["evaluated_tokens"]
     (other,) = chat_objects(cli, tiny, "good day", flags=flags)
     assert other["evaluated_tokens"] < other["prompt_tokens"] / 2
-
-
-def spoil_file(change=lambda tensors: None, **metadata):
-    """Change the tensors of a safetensors file in place, and its metadata."""
-
-    def spoil(file: Path) -> None:
-        with safe_open(file, "pt") as f:
-            held = f.metadata() | {name.replace("_", "-"): value for name, value in metadata.items()}
-        tensors = load_file(file)
-        change(tensors)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, held)
-
-    return spoil
 
 
 OTHER_MODEL = "another model or other types"
@@ -2143,17 +2109,7 @@ def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, how):
     assert (file.read_bytes() if file.is_file() else None) == before, "it is left as it was"
 
 
-@pytest.fixture
-def hears_signals():
-    """SIGTERM and SIGHUP as a program usually has them, even where the tests' own parent ignores them (nohup)."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-    yield numbers
-    for number, handler in zip(numbers, before):
-        signal.signal(number, handler)
-
-
-def test_prompt_cache_is_written_whole_or_not_at_all(cli, tiny, tmp_path, monkeypatch, hears_signals):
+def test_prompt_cache_whole_or_not_at_all(cli, tiny, tmp_path, monkeypatch, hears_signals):
     flags = ("-m", tiny, "-p", "Once", "-n", 4, "--quiet", "--prompt-cache")
     assert_refused(cli(*flags, tmp_path / "none" / "cache"), "none: No such file or directory")
 
@@ -2242,7 +2198,7 @@ def test_chat_regen_of_white_space(tiny):
         assert tokenizer.chat_prompt(again, past=past).ids[: len(past.ids)] == past.ids
 
 
-def test_chat_read_waits_for_a_message_that_is_answered(cli, tiny, tmp_path):
+def test_chat_read_waits_for_a_message(cli, tiny, tmp_path):
     (tmp_path / "notes").write_bytes(b"good\r\nday,\rcrow!\n")
     read, notes = f"/read {tmp_path / 'notes'}", "good\nday,\ncrow!\n\n"
     lines = ["what?", read, "/regen", "fox " * 2000, "and?", read, "/clear", "why?", read, "/system Be kind.", "who?"]
@@ -2290,7 +2246,7 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
     assert f"template: {template} (given)" in one
 
 
-def test_chat_drops_its_oldest_turns_and_keeps_the_system_prompt(cli, tiny, fitted):
+def test_chat_drops_its_oldest_turns(cli, tiny, fitted):
     flags = ["--system", "Be kind.", "--chat-template", "llama2", "-c", 128]
     code, _, err = chat(cli, tiny, *["tell me a tale"] * 8, flags=flags)
     assert code == 0 and "dropped the oldest" in err and "error" not in err
@@ -2310,7 +2266,8 @@ def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
         assert len(kept) > 20 and before["text"].strip().endswith(kept) and len(prompt.ids) <= 50
 
 
-def test_chat_shortens_an_answer_by_more_than_the_space_before_it(tiny):
+def test_chat_shortens_an_answer(tiny):
+    """By more than the space before it."""
     chat = SimpleNamespace(session=SimpleNamespace(tokenizer=Tokenizer(tiny)))
     _, answer = Chat.shortened(chat, [{}, {"content": "\u4f60 good day"}], 1)
     assert answer["content"].strip() == "good day"
@@ -2326,7 +2283,7 @@ def test_quiet_is_quiet(cli, tiny):
 
 
 @pytest.mark.parametrize("width", [8, 20, 80])
-def test_words_are_not_cut_at_the_edge_of_the_screen(width, capsys, monkeypatch):
+def test_printer_does_not_cut_words(width, capsys, monkeypatch):
     """And control characters do not reach the terminal."""
     monkeypatch.setenv("COLUMNS", str(width))
     words = "fox Żółw good \U0001f422 e\u0301e\u0301".split()
@@ -2425,7 +2382,7 @@ def test_chat_at_a_terminal(tiny, tmp_path):
     assert messages == ["hello", "good\nday", "two \nlines", "/clear"] and history.parent.stat().st_mode & 0o077 == 0
 
 
-def test_chat_at_a_narrow_terminal_is_interrupted(tiny, tmp_path):
+def test_chat_at_a_narrow_terminal(tiny, tmp_path):
     """With the history of another run, one line of it cut off, and no colour."""
     (tmp_path / "fused-llama").mkdir()
     (tmp_path / "fused-llama" / "history").write_text('"good\\nday"\n"half\n"hello"\n')
@@ -2447,7 +2404,7 @@ def test_chat_at_a_narrow_terminal_is_interrupted(tiny, tmp_path):
 
 
 def test_bare_run_at_a_terminal_is_a_chat(tmp_path):
-    (tmp_path / "llama").symlink_to(HERE / "run.py")
+    (tmp_path / "llama").symlink_to(HERE / "run.py")  # models/tales is looked for beside the program
     person = Person("-n", 4, script=tmp_path / "llama", TERM="dumb")
     assert re.search(r"since\s+there\s+is\s+no\s+prompt", person.sees("> "))
     person.types("Tell me a tale\r", "> ")
@@ -2511,13 +2468,9 @@ def to_bin(folder: Path) -> None:
 
 def to_shards(folder: Path, suffix: str) -> None:
     tensors = load_file(folder / "model.safetensors")
-    stem, write = ("model", save_file) if suffix == "safetensors" else ("pytorch_model", torch.save)
-    files = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
-    weight_map = dict(zip(sorted(tensors), itertools.cycle(files)))
-    for file in files:
-        write({name: t for name, t in tensors.items() if weight_map[name] == file}, folder / file)
-    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "model.safetensors").unlink()
+    half = sum(t.nbytes for t in tensors.values()) * 2 // 3  # or a little more, since tensors stay whole
+    save_torch_state_dict(tensors, folder, max_shard_size=half, safe_serialization=suffix == "safetensors")
 
 
 def to_meta(folder: Path, shards: int) -> None:
@@ -2766,23 +2719,6 @@ def test_yarn_angles_equal_transformers(tmp_path, fields):
 # ---- checkpoint.py: untrusted files
 
 
-def spoil_config(**fields):
-    return lambda folder: edit(folder / "config.json", **fields)
-
-
-def spoil_tensors(change=lambda tensors: None, **metadata):
-    return lambda folder: spoil_file(change, **metadata)(folder / "model.safetensors")
-
-
-def put(name: str, make):
-    """Put a tensor in place of this one, made of it."""
-    return spoil_tensors(lambda t: t.update({name: make(t[name])}))
-
-
-def set_one(name: str, value: float):
-    return spoil_tensors(lambda t: t[name].view(-1)[7:8].fill_(value))
-
-
 def write(name: str, content: str | bytes):
     return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -2916,7 +2852,7 @@ SPOILED_8 = {  # the same for a saved model
     "codes of another format": (spoil_tensors(format="e5m2"), "has codes of NaN or infinity: save it again"),
     "nan code": (set_one(W13, 0x7F), f"{W13} has codes of NaN or infinity: save it again"),
     "zero scale": (set_one(f"{W13}.scale", 0), f"{W13} has scales that are not positive and finite"),
-    "nan norm": (set_one("norm.weight", float("nan")), "not finite", "norm.weight in model.safetensors holds NaN"),
+    "nan norm": (set_one("norm.weight", NAN), "not finite", "norm.weight in model.safetensors holds NaN"),
 }
 
 
@@ -2943,14 +2879,7 @@ def test_head_dim_that_the_kernels_cannot_run(cli, copy):
     assert cli("-m", copy, "-p", "Once", "-n", 2, "--device", "cpu")[0] == 0
 
 
-def fails(error: BaseException):
-    def fail(*_):
-        raise error
-
-    return fail
-
-
-def test_safetensors_that_are_cut_short_while_they_are_read(tmp_path):
+def test_safetensors_cut_short_while_read(tmp_path):
     """Whole, or some rows and columns, by one thread and by several."""
     file, whole = tmp_path / "x.safetensors", torch.randint(-1000, 1000, (3001, 3003)).half()
     tensors = {"small": whole[0].clone(), "large": whole}
@@ -2985,93 +2914,7 @@ def test_messages_are_one_line(copy):
         assert len(str(raised.value)) <= 500 and str(raised.value).isprintable(), raised.value
 
 
-def test_fuzz_finds_nothing():
-    flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}".split()
-    command = [sys.executable, HERE / "dev" / "fuzz.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
-    assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout, done.stdout + done.stderr
-
-
-def test_mutants_fit_the_program():
-    assert list(mutate.stale(mutate.MUTANTS)) == []
-    assert all(mutant.old != mutant.new and mutant.words for mutant in mutate.MUTANTS)
-
-
-WRONG = {  # a case that goes wrong: what the fuzzer says of it
-    "another exception": (lambda: {}["x"], "KeyError"),
-    "two lines": (fails(ValueError("a\nb")), "ValueError"),
-    "no message": (fails(ValueError()), "ValueError"),
-    "a warning": (lambda: warnings.warn("x", stacklevel=1), "UserWarning"),
-    "no end": (lambda: time.sleep(60), "not finished after 1 seconds"),
-    "death": (lambda: os.kill(os.getpid(), signal.SIGKILL), "the process died"),
-    "too much memory": (lambda: bytearray(3 << 30), "MemoryError"),
-    "a file elsewhere": (lambda: Path("/etc/hostname").read_bytes(), "opens /etc/hostname"),
-    "a program": (lambda: os.system("true"), "os.system"),
-}
-
-
-@pytest.mark.parametrize("how", WRONG)
-def test_fuzz_notices(how, monkeypatch):
-    act, expected = WRONG[how]
-
-    def kind(rng, bases, place):
-        fuzz.watched.folder = str(place)
-        act()
-
-    monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
-    outcomes, failures = fuzz.run_cases([SEED], {}, limit=1 if how == "no end" else PATIENCE)
-    assert len(failures) == sum(outcomes.values()) == 1 and expected in failures[SEED]
-
-
-def memory_needed(config: Config, dtype=torch.float32, device="cpu", ctx_size: int = 64, *options) -> list[float]:
-    """GB that check_memory counts: weights, cache, workspace."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError) as error:
-        patch.setattr("checkpoint.free_memory", lambda device: 0)
-        check_memory(config, dtype, torch.device(device), ctx_size, *options)
-    return [float(number) for number in re.findall(r"(?:weights|tokens|workspace) ([\d.]+) GB", str(error.value))]
-
-
-def test_memory_of_4_bits_on_a_cpu():
-    """Where torch has a product for them, the codes are there twice; the output matrix is in 8 bits, once."""
-    c = read_config_like(hidden_dim=1 << 22)
-    on_gpu, on_cpu = (memory_needed(c, torch.bfloat16, device, 64, INT4)[0] for device in ("cuda", "cpu"))
-    assert 1.9 < on_cpu / on_gpu < 2.2
-
-
-def test_memory_of_a_tied_embedding():
-    """A CPU keeps a bf16 model's matrices in fp16 or packed, so a tied embedding is stored twice."""
-    weights = lambda dtype, tied: memory_needed(read_config_like(tie_embeddings=tied, vocab_size=1 << 22), dtype)[0]
-    twice = weights(torch.float16, False)
-    assert weights(torch.bfloat16, True) == weights(torch.bfloat16, False) == twice != weights(torch.float16, True)
-
-
-def test_memory_of_a_format():
-    """In place of the matrices what the format stores, and beside them the largest, decoded, as without a format if the
-    file is quantised."""
-    config = read_config_like(dim=4096, n_layers=8, hidden_dim=16384, vocab_size=1 << 15)
-    plain, encoded, decoded = (
-        memory_needed(config, torch.float32, "cpu", 64, format, False, Ranks(), quantised)
-        for format, quantised in ((None, False), (E4M3, False), (None, True))
-    )
-    shapes = [*config.layer_matrices.values()] * 8 + [(1 << 15, 4096)]
-    less = sum(4 * N * K - E4M3.nbytes(N, K) for N, K in shapes)
-    assert plain[0] - encoded[0] == pytest.approx(less / 1e9, abs=0.02)
-    for workspace in (encoded[2], decoded[2]):
-        assert workspace - plain[2] == pytest.approx(4 * 2 * 16384 * 4096 / 1e9, abs=0.02)
-
-
-def test_memory_of_a_chunk():
-    """A chunk of a prompt times the whole context; a layer of an 8-bit cache decoded, for a launch and a capture."""
-    c = read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
-    short, long = (memory_needed(read_config_like(), ctx_size=size)[2] for size in (1 << 21, 1 << 22))
-    assert long - short == pytest.approx(512 * (1 << 21) / 1e9, abs=0.02)
-    needed = lambda kv_fp8: memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv_fp8)
-    (_, halves, room), (_, codes, larger) = needed(False), needed(True)
-    assert larger - room == pytest.approx(2 * 2 * 2 * c.kv_dim * 65536 / 1e9, abs=0.02)
-    assert codes == pytest.approx(halves / 2, abs=0.02)
-
-
-# ---- checkpoint.py: a model saved in 8 bits, memory
+# ---- checkpoint.py: saved models
 
 
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
@@ -3127,7 +2970,7 @@ def test_calibrated_model_loses_less(cli, tmp_path):
     names = run.DEFAULT_MODEL, tmp_path / "plain", tmp_path / "weighed"
     exact, *ours = (load(name, dtype="fp32", device="cpu") for name in names)
     tokens = Tokenizer(names[0]).encode("The king had three sons, and the youngest went away.")
-    right, plain, weighed = (model.forward(tokens, KVCache(model)) for model in (exact, *ours))
+    right, plain, weighed = (logits_of(model, tokens) for model in (exact, *ours))
     assert nmse(weighed, right) < nmse(plain, right)
     assert_refused(cli("--calibrate", text, "-p", "x"), "--calibrate is for --int4 with --save", code=2)
     for settings, said in ((dict(format="e4m3", calibrate="x"), "is for int4"), (dict(calibrate=" "), "is empty")):
@@ -3142,14 +2985,6 @@ def test_save_copies_nothing_from_outside(cli, copy, tmp_path):
     refused = cli("-m", copy, "--save", tmp_path / "saved", "--fp8")
     assert_refused(refused, "special_tokens_map.json is a link out of its folder")
     assert not (tmp_path / "saved").exists()
-
-
-def test_parents_tokenizer_is_for_metas_layout(copy):
-    (copy.parent / "tokenizer.model").write_bytes((copy / "tokenizer.model").read_bytes())
-    (copy / "tokenizer.model").rename(copy / "tokenizer.json")
-    assert tokenizer_file(copy) == copy / "tokenizer.json"
-    (copy / "config.json").rename(copy / "params.json")
-    assert tokenizer_file(copy) == copy.parent / "tokenizer.model"
 
 
 def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):
@@ -3188,10 +3023,61 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
     assert len(modes) == 1
 
 
-def test_saved_model_keeps_the_template_of_its_path(copy, tmp_path):
+def test_saved_model_keeps_its_template(copy, tmp_path):
     source = copy.rename(tmp_path / "Llama-2-7b-chat")
     saved = save(source, tmp_path / "new").parent
     assert find_template(source, {})[0] == find_template(saved, {})[0] == TEMPLATES["llama2"]
+
+
+# ---- checkpoint.py: memory
+
+
+def memory_needed(config: Config, dtype=torch.float32, device="cpu", ctx_size: int = 64, *options) -> list[float]:
+    """GB that check_memory counts: weights, cache, workspace."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError) as error:
+        patch.setattr("checkpoint.free_memory", lambda device: 0)
+        check_memory(config, dtype, torch.device(device), ctx_size, *options)
+    return [float(number) for number in re.findall(r"(?:weights|tokens|workspace) ([\d.]+) GB", str(error.value))]
+
+
+def test_memory_of_4_bits_on_a_cpu():
+    """Where torch has a product for them, the codes are there twice; the output matrix is in 8 bits, once."""
+    c = read_config_like(hidden_dim=1 << 22)
+    on_gpu, on_cpu = (memory_needed(c, torch.bfloat16, device, 64, INT4)[0] for device in ("cuda", "cpu"))
+    assert 1.9 < on_cpu / on_gpu < 2.2
+
+
+def test_memory_of_a_tied_embedding():
+    """A CPU keeps a bf16 model's matrices in fp16 or packed, so a tied embedding is stored twice."""
+    weights = lambda dtype, tied: memory_needed(read_config_like(tie_embeddings=tied, vocab_size=1 << 22), dtype)[0]
+    twice = weights(torch.float16, False)
+    assert weights(torch.bfloat16, True) == weights(torch.bfloat16, False) == twice != weights(torch.float16, True)
+
+
+def test_memory_of_a_format():
+    """In place of the matrices what the format stores, and beside them the largest, decoded, as without a format if the
+    file is quantised."""
+    config = read_config_like(dim=4096, n_layers=8, hidden_dim=16384, vocab_size=1 << 15)
+    plain, encoded, decoded = (
+        memory_needed(config, torch.float32, "cpu", 64, format, False, Ranks(), quantised)
+        for format, quantised in ((None, False), (E4M3, False), (None, True))
+    )
+    shapes = [*config.layer_matrices.values()] * 8 + [(1 << 15, 4096)]
+    less = sum(4 * N * K - E4M3.nbytes(N, K) for N, K in shapes)
+    assert plain[0] - encoded[0] == pytest.approx(less / 1e9, abs=0.02)
+    for workspace in (encoded[2], decoded[2]):
+        assert workspace - plain[2] == pytest.approx(4 * 2 * 16384 * 4096 / 1e9, abs=0.02)
+
+
+def test_memory_of_a_chunk():
+    """A chunk of a prompt times the whole context; a layer of an 8-bit cache decoded, for a launch and a capture."""
+    c = read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
+    short, long = (memory_needed(read_config_like(), ctx_size=size)[2] for size in (1 << 21, 1 << 22))
+    assert long - short == pytest.approx(512 * (1 << 21) / 1e9, abs=0.02)
+    needed = lambda kv_fp8: memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv_fp8)
+    (_, halves, room), (_, codes, larger) = needed(False), needed(True)
+    assert larger - room == pytest.approx(2 * 2 * 2 * c.kv_dim * 65536 / 1e9, abs=0.02)
+    assert codes == pytest.approx(halves / 2, abs=0.02)
 
 
 # ---- tokenizer.py
@@ -3214,6 +3100,14 @@ def test_tokenizer_round_trip(tiny):
     assert "".join(streamed(tokenizer, tokenizer.encode("time", bos=False))) == " time", "text goes on with its space"
 
 
+def test_parents_tokenizer_is_for_metas_layout(copy):
+    (copy.parent / "tokenizer.model").write_bytes((copy / "tokenizer.model").read_bytes())
+    (copy / "tokenizer.model").rename(copy / "tokenizer.json")
+    assert tokenizer_file(copy) == copy / "tokenizer.json"
+    (copy / "config.json").rename(copy / "params.json")
+    assert tokenizer_file(copy) == copy.parent / "tokenizer.model"
+
+
 @pytest.mark.parametrize("stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"], ["fox. It says"]])
 def test_stop_strings_across_tokens(tiny, stops):
     tokenizer, text = Tokenizer(tiny), "Once upon a time there was a fox. It said"
@@ -3233,22 +3127,29 @@ def test_continuation_takes_what_does_not_merge():
     assert encode_continuation("c", lambda text: [hash(text)]) == [hash("c")], "where all merge, as if alone"
 
 
-def test_what_ends_an_answer_is_not_part_of_it(cli, copy):
-    """An eos that the tokenizer does not flag as special has a text, but it is neither shown nor remembered."""
-    tokenizer = Tokenizer(copy)
-    ids = greedy(load(copy, device="cpu"), tokenizer.encode("Once"), 12)
-    end = max(set(ids), key=ids.index)  # the last to appear for the first time
-    edit(copy / "generation_config.json", eos_token_id=[2, end])
-    assert tokenizer.bytes_of(end) and ids.index(end) > 0
-    (text,) = objects(cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")[1])
-    assert text["text"] == b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)])).decode(errors="replace")
-    assert text["ended_by"] == "eos" and text["new_tokens"] == ids.index(end) + 1
+def test_half_surrogates_and_foreign_ids(tiny):
+    tokenizer = Tokenizer(tiny)
+    for act in (tokenizer.encode, lambda t: tokenizer.chat_prompt(conversation(t))):
+        with pytest.raises(ValueError, match="not UTF-8: it holds U\\+DC80 at 3"):
+            act("abc\udc80d")
+    assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
 
 
-def conversation(*texts: str, system: str = "") -> list[dict]:
-    """What the user and the assistant say in turn."""
-    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-    return ([{"role": "system", "content": system}] if system else []) + turns
+def test_bytes_that_make_no_character(tiny):
+    """As SentencePiece decodes."""
+    tokenizer = Tokenizer(tiny)
+    byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
+    for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
+        ids = [byte[b] for b in raw]
+        assert tokenizer.decode(ids) == "".join(streamed(tokenizer, ids)) == tokenizer.vocabulary.sp.decode(ids)
+
+
+def test_continuation_after_dots(tmp_path):
+    train_sentencepiece(tmp_path, "wait... and then... so... on.. \n" * 99, vocab_size=290)
+    tokenizer = Tokenizer(tmp_path)
+    assert len(tokenizer.vocabulary.sp.encode("...")) < 4, "dots do not merge"
+    for text in ("...", "..x", ".", "", " on", "so.."):
+        assert tokenizer.decode(tokenizer.encode("wait") + tokenizer.vocabulary.encode_after(text)) == "wait" + text
 
 
 TEXTS = {  # what our templates write, after bos, of a talk with and one without an answer
@@ -3318,13 +3219,13 @@ def test_half_typed_control_tokens(tiny):
         assert t.eos not in ids and "</s>" in t.decode(ids), (template, typed)
 
 
-def test_turn_ends_of_a_template_that_writes_no_answer(tiny):
+def test_turn_ends_without_an_answer(tiny):
     t = Tokenizer(tiny)
     t.chat_template = "{{ messages[-1]['content'] }}"
     assert t.turn_ends() == (set(), [])
 
 
-def test_added_tokens_and_bos_beside_a_tokenizer_model(copy):
+def test_added_tokens_and_bos(copy):
     size = Tokenizer(copy).vocabulary.size
     (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
     assert Tokenizer(copy).control["<|im_end|>"] == Tokenizer(copy, size + 1).control["<|im_end|>"] == size
@@ -3593,31 +3494,6 @@ def test_spoiled_tokenizer_json(tmp_path, how):
         Tokenizer(tmp_path, vocab_size=100)
 
 
-def test_half_of_a_surrogate_pair_is_refused_and_a_foreign_id_is_no_text(tiny):
-    tokenizer = Tokenizer(tiny)
-    for act in (tokenizer.encode, lambda t: tokenizer.chat_prompt(conversation(t))):
-        with pytest.raises(ValueError, match="not UTF-8: it holds U\\+DC80 at 3"):
-            act("abc\udc80d")
-    assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
-
-
-def test_each_byte_that_makes_no_character_is_one_replacement(tiny):
-    """As SentencePiece decodes."""
-    tokenizer = Tokenizer(tiny)
-    byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
-    for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
-        ids = [byte[b] for b in raw]
-        assert tokenizer.decode(ids) == "".join(streamed(tokenizer, ids)) == tokenizer.vocabulary.sp.decode(ids)
-
-
-def test_what_merges_with_a_dot_goes_on_whole(tmp_path):
-    train_sentencepiece(tmp_path, "wait... and then... so... on.. \n" * 99, vocab_size=290)
-    tokenizer = Tokenizer(tmp_path)
-    assert len(tokenizer.vocabulary.sp.encode("...")) < 4, "dots do not merge"
-    for text in ("...", "..x", ".", "", " on", "so.."):
-        assert tokenizer.decode(tokenizer.encode("wait") + tokenizer.vocabulary.encode_after(text)) == "wait" + text
-
-
 # ---- ggml.py and quants.py: files by llama.cpp's package gguf, whose decoding is the reference
 
 
@@ -3702,7 +3578,7 @@ def small_gguf(tmp_path_factory) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("number", QUANTS, ids=lambda number: QUANTS[number].name)
-def test_gguf_types_are_decoded_as_by_llama_cpp(number):
+def test_gguf_types_are_decoded(number):
     """Every bit. Scales that are not finite are refused."""
     kind, oracle = QUANTS[number], gguf.GGMLQuantizationType(number)
     assert (kind.block, kind.nbytes) == gguf.GGML_QUANT_SIZES[oracle] and kind.name == oracle.name
@@ -3711,7 +3587,7 @@ def test_gguf_types_are_decoded_as_by_llama_cpp(number):
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
     at = 208 if kind.name == "Q6_K" else 0
-    for bad in (float("nan"), float("inf")):
+    for bad in (NAN, INF):
         for half in range(HALVES.get(kind.name, 1)):
             spoiled = raw.clone()
             spoiled[1, at + 2 * half : at + 2 * half + 2] = torch.tensor([bad]).half().view(torch.uint8)
@@ -3732,7 +3608,7 @@ def assert_multiplied(w: Matrix, exact: torch.Tensor) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("format", [*quants.WITH_ZEROS.values(), quants.E4M3_128], ids=lambda format: format.name)
-def test_products_with_what_safetensors_hold(format):
+def test_products_with_safetensors_formats(format):
     N, K = 48, 768
     if format is quants.E4M3_128:
         codes, scale, zero = E4M3.round(torch.randn(N, K) * 100), torch.rand(N, K // 128) + 0.1, None
@@ -3749,7 +3625,7 @@ def test_products_with_what_safetensors_hold(format):
 
 @needs_triton
 @pytest.mark.parametrize("format", quants.HOLDS, ids=lambda format: format.name)
-def test_blocks_are_held_as_they_are(format):
+def test_products_with_gguf_formats(format):
     """Bit for bit what llama.cpp decodes."""
     for number in (n for n, kind in QUANTS.items() if kind.name in quants.HOLDS[format]):
         raw, w = random_blocks(number, 48, 768), format.empty(48, 768, DEVICE)
@@ -3768,14 +3644,14 @@ def test_blocks_are_held_as_they_are(format):
         ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
     ],
 )  # fmt: skip
-def test_the_smallest_format_that_holds_joined_matrices(kinds, columns, most_bits, name):
+def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a block."""
     types = {kind.name: kind for kind in QUANTS.values()}
     found = quants.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
     assert (found and found.name) == name
 
 
-def test_gguf_types_of_other_names_are_refused_by_name(tmp_path):
+def test_gguf_types_that_are_refused(tmp_path):
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     assert {number: name for number, name in known.items() if number not in ggml.TYPES} == ggml.OTHER_TYPES
     for number, name in ggml.OTHER_TYPES.items():
@@ -3966,7 +3842,7 @@ CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or amon
     "7 factors": ({"rope_freqs.weight": torch.ones(7)}, "7 factors of RoPE; a head_dim of 16 needs half as many"),
     "halves as factors": ({"rope_freqs.weight": torch.ones(8).half()}, "rope_freqs.weight is F16; it must be F32"),
     **{f"factors of {x}": ({"rope_freqs.weight": torch.tensor([1.0] * 7 + [x])}, "must be finite and above 0")
-       for x in (0.0, -1.0, float("nan"), float("inf"))},
+       for x in (0.0, -1.0, NAN, INF)},
 }  # fmt: skip
 
 
@@ -4217,7 +4093,7 @@ def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli):
     assert code == 0 and f"running   fp32{kept}" in err, err
 
 
-def test_a_joined_matrix_of_which_a_part_is_not_quantised_is_decoded(tiny, tmp_path):
+def test_joined_matrix_quantised_in_part(tiny, tmp_path):
     theirs = write_quantised(tmp_path, "AWQ", tiny)
     stem, tensors = "model.layers.0.self_attn.v_proj.", load_file(tmp_path / "model.safetensors")
     tensors = {name: t for name, t in tensors.items() if not name.startswith(stem)}
@@ -4244,7 +4120,7 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{PROJ}weight_scale")), "up_proj.weight_scale is missing"),
     **{f"{how}, a scale of {x}": (how, set_one(PROJ + key, x), "up_proj.", "has a scale that is NaN or infinite")
        for how, key in (("AWQ", "scales"), ("GPTQ", "scales"), ("W4A16", "weight_scale"))
-       for x in (float("nan"), float("inf"))},
+       for x in (NAN, INF)},
     "NaN codes": (
         "FP8, blocks", put(f"{PROJ}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "has codes of NaN"
     ),
@@ -4336,7 +4212,7 @@ def test_proposals_do_not_change_the_text(tiny, settings):
         assert way.passes + way.accepted <= max(len(expected) - 1, 0) + way.n  # an eos ends a pass early
 
 
-def test_draft_that_is_the_model_is_always_accepted(tiny, monkeypatch):
+def test_draft_of_the_same_model(tiny, monkeypatch):
     """Also after Ctrl-C while it reads a prompt: what it has kept of the text before is no part of the new one."""
     model = exact_model(tiny, ctx_size=128)
     draft, cache = always(Draft(4, copy_module.copy(model))), KVCache(model)
@@ -4350,7 +4226,7 @@ def test_draft_that_is_the_model_is_always_accepted(tiny, monkeypatch):
     assert draft.accepted == draft.proposed and draft.passes == 24
 
 
-def test_speculation_ends_in_the_middle_of_a_pass_and_goes_on(tiny):
+def test_speculation_ends_within_a_pass(tiny):
     model, prompt = exact_model(tiny, ctx_size=128), [1, 5, 6]
     for taken in range(1, 9):
         cache, draft = KVCache(model), always(Draft(4, model))
@@ -4362,7 +4238,7 @@ def test_speculation_ends_in_the_middle_of_a_pass_and_goes_on(tiny):
         assert timings.prompt_tokens == 3 and second == list(generate(model, turn, KVCache(model), 12, eos=[]))
 
 
-def test_lookup_proposes_what_followed_the_latest_and_longest_occurrence():
+def test_lookup_proposals():
     def proposed(*tokens: int, count: int = 4) -> list[int]:
         cache = SimpleNamespace(tokens=torch.tensor([*tokens, 6, 6]), pos=len(tokens) - 1)
         return Lookup(4).propose(cache, count)
@@ -4376,7 +4252,7 @@ def test_lookup_proposes_what_followed_the_latest_and_longest_occurrence():
 
 
 @pytest.mark.parametrize("cost", [1.02, 1.15, 1.5, 3.0])
-def test_proposals_that_fail_cost_at_most_3_percent(cost):
+def test_failed_proposals_cost_3_percent(cost):
     pacer = Pacer()
 
     def spend(accepted: int) -> float:
@@ -4396,7 +4272,7 @@ def on_device(*shape: int, value: int = 0) -> torch.Tensor:
 
 
 @needs_triton
-def test_lookup_on_the_device_proposes_what_the_reference_proposes():
+def test_lookup_on_the_device():
     cache = SimpleNamespace(tokens=on_device(64), device_pos=on_device(1), size=64)
     gpu = SimpleNamespace(cache=cache, turn=on_device(1, value=1), result=on_device(2, 2))
     for _ in range(20):
@@ -4427,7 +4303,7 @@ def test_proposals_are_accepted_on_the_device():
 
 
 @needs_triton
-def test_speculation_in_graphs_does_not_change_the_text(tiny, monkeypatch):
+def test_speculation_in_graphs(tiny, monkeypatch):
     """Without a GPU, what the graphs do is run directly, with the reference ops; capture and replay are not covered."""
     model = exact_model(tiny, ctx_size=40, device=DEVICE.type)
     prompt, other = [1, 5, 6, 7, 5, 6], other_model(model)
@@ -4490,11 +4366,7 @@ def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, l
         patch.setitem(FORMATS, "grouped", GROUPED)
         model = load(folder / name, dtype="fp32", device="cpu", **options | changed)
     ids = torch.arange(5, 17) * 7
-    with torch.inference_mode():
-        cache = KVCache(model)
-        logits = torch.cat([model.forward(part, cache) for part in ids.split([10, 1, 1])])
-    n = 2 if "backend" in options else 8
-    return logits, list(generate(model, ids.tolist(), n=n, sampling=Sampling(temp=0), eos=[]))
+    return logits_of(model, ids, 10, 1, 1), greedy(model, ids.tolist(), 2 if "backend" in options else 8)
 
 
 def free_port() -> str:
@@ -4508,7 +4380,6 @@ def run_rank(rank: int, folder: Path, size: int, port: str) -> None:
     of_all = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     of_all["TORCHELASTIC_RUN_ID"] = "as torchrun would"
     os.environ |= of_all | dict(RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
     ranks = Ranks.of_torchrun()
     cases = [case for case in PARALLEL if size == 2 or case not in ONLY_BY_TWO]
     torch.save({case: parallel_result(folder, case, ranks=ranks) for case in cases}, folder / f"{size}.{rank}")
@@ -4580,7 +4451,7 @@ def test_ranks_that_divide_256_columns_of_int4(tiny, tmp_path):
         part(load(tmp_path / "b", device="cpu"), 0).load()
 
 
-def test_memory_is_checked_for_each_rank(monkeypatch):
+def test_memory_of_each_rank(monkeypatch):
     whole, cpu = read_config_like(dim=512, n_layers=8, hidden_dim=4096, vocab_size=4096), torch.device("cpu")
     monkeypatch.setattr("checkpoint.free_memory", lambda device: 100_000_000)
     assert check_memory(whole.cut(4), torch.float32, cpu, 64) is None
@@ -4622,7 +4493,7 @@ def test_exchange_adds_and_gathers(format):
         for exchange, m in zip(exchanges, outputs):
             exchange.send("rmsnorm_linear", x, norm, m, 1e-5)
         for exchange, m in zip(exchanges, outputs):
-            ours = exchange.gather_received(m, torch.full((1, V), float("nan"), device=DEVICE))
+            ours = exchange.gather_received(m, torch.full((1, V), NAN, device=DEVICE))
             assert nmse(ours, exact) < ONE_UNIT[torch.float16]
             exchange.round_number += 1
 
@@ -4643,15 +4514,14 @@ def check_gpus(folder: Path) -> None:
     """What each of several processes does, with a GPU of its own. Errors are compared, not results: with e4m3 matrices
     a prompt's activations are rounded with a scale for each row, of which each rank has only a part."""
     ranks = Ranks.of_torchrun()
-    ids = (torch.arange(5, 47) * 7 % 290).to(DEVICE.type)
-    logits = lambda model: logits_of(model, ids, 40, 1, 1)
+    own = f"cuda:{ranks.local_rank}"
+    logits = lambda model: logits_of(model, torch.arange(5, 47) * 7 % 290, 40, 1, 1)
     for case in ("grouped queries", "one key/value head, bias, tied", "e4m3", "8-bit cache"):
         name, options = PARALLEL[case]
         for dtype in ("fp16", "bf16"):
-            own = f"cuda:{ranks.local_rank}" if DEVICE.type == "cuda" else "cpu"
             exact = logits(load(folder / name, dtype="fp32", device=own, backend="torch", format=options.get("format")))
             one = logits(load(folder / name, dtype=dtype, device=own, **options))
-            model = load(folder / name, dtype=dtype, device=DEVICE.type, ranks=ranks, **options)
+            model = load(folder / name, dtype=dtype, device="cuda", ranks=ranks, **options)
             for exchange in (model.exchange, None):
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(parallel, "make_exchange", lambda *_, exchange=exchange: exchange)
@@ -4659,9 +4529,8 @@ def check_gpus(folder: Path) -> None:
                 ours = logits(model)
                 assert torch.equal(ours, ranks.broadcast(lambda ours=ours: ours)), "ranks differ"
                 assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (case, dtype, exchange)
-    if DEVICE.type == "cuda":
-        assert model.exchange, "these GPUs do not reach each other's memory"
-        stress(ranks, model.device)
+    assert model.exchange, "these GPUs do not reach each other's memory"
+    stress(ranks, model.device)
     ranks.finish()
     os._exit(0)
 
@@ -4742,7 +4611,7 @@ def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["kept.1-of-2", "kept.2-of-2"]
 
 
-def test_torchrun_chat_takes_what_rank_0_renders_and_the_errors_of_all(tiny, tmp_path):
+def test_torchrun_chat(tiny, tmp_path):
     """The template asks for the time, which is another for each rank; and the second cannot write its prompt cache."""
     template = "{{ 'good day ' * (strftime_now('%H') | int + 1) }}{{ messages[-1]['content'] }}"
     template += "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
@@ -4866,7 +4735,7 @@ def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", vars(training.fused))
-def test_training_op_and_its_gradients_equal_autograd(op, dtype, guarded, monkeypatch):
+def test_training_op_equals_autograd(op, dtype, guarded, monkeypatch):
     monkeypatch.setattr(training, "CHUNK", 7)  # of linear_cross_entropy
     for arguments in training_cases(op, dtype):
         ours, upstream = differentiated(training.fused, op, arguments, dtype)
@@ -4882,7 +4751,7 @@ def test_training_op_and_its_gradients_equal_autograd(op, dtype, guarded, monkey
 
 
 @needs_triton
-def test_dropout_is_the_same_forward_and_backward():
+def test_dropout_forward_and_backward():
     x = torch.zeros(40, 250, device=DEVICE, requires_grad=True)
     branch, weight = torch.ones(40, 250, device=DEVICE, requires_grad=True), torch.ones(250, device=DEVICE)
     masks = []
@@ -4926,7 +4795,7 @@ def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
 
 
 @needs_triton
-def test_the_gradient_of_cross_entropy_is_where_the_logits_were():
+def test_cross_entropy_gradient_in_place():
     T, V = 5, 201
     buffer = torch.full((MARGIN + T * V + MARGIN,), GUARD, device=DEVICE)
     logits = buffer[MARGIN:-MARGIN].view(T, V).normal_().requires_grad_()
@@ -4940,7 +4809,7 @@ def test_the_gradient_of_cross_entropy_is_where_the_logits_were():
 
 @needs_triton
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_a_loss_without_a_gradient_computes_and_overwrites_none(mode, monkeypatch):
+def test_loss_without_a_gradient(mode, monkeypatch):
     monkeypatch.setattr(training, "_accumulate", lambda *arguments: pytest.fail("a gradient was computed"))
     wanted = mode is not torch.enable_grad  # by the tensors, though not there
     logits, targets = torch.randn(5, 201, device=DEVICE), torch.randint(0, 201, (5,), device=DEVICE)
@@ -4954,7 +4823,7 @@ def test_a_loss_without_a_gradient_computes_and_overwrites_none(mode, monkeypatc
 
 
 @needs_triton
-def test_linear_cross_entropy_of_bf16_with_weights_in_fp32():
+def test_linear_cross_entropy_of_two_types():
     x, w, targets = training_cases("linear_cross_entropy", torch.float32)[0]
     x, w = x.bfloat16().requires_grad_(), w.requires_grad_()
     loss = training.linear_cross_entropy(x, w, targets)
@@ -4966,9 +4835,9 @@ def test_linear_cross_entropy_of_bf16_with_weights_in_fp32():
 
 
 @needs_triton
-def test_cross_entropy_tells_of_what_is_not_finite_and_leaves_out_what_is_ignored():
+def test_cross_entropy_not_finite_or_ignored():
     V, rows = 201, training.cross_entropy_rows
-    for bad in (float("inf"), float("nan")):
+    for bad in (INF, NAN):
         logits, targets = torch.randn(4, V, device=DEVICE), torch.tensor([3, 7, training.IGNORE, 9], device=DEVICE)
         logits[1, 50] = bad
         assert rows(logits, targets).isfinite().tolist() == [True, False, True, True]
@@ -4976,14 +4845,14 @@ def test_cross_entropy_tells_of_what_is_not_finite_and_leaves_out_what_is_ignore
         targets[1] = training.IGNORE
         assert training.cross_entropy(logits, targets).isfinite()
     low, targets = torch.randn(2, V, device=DEVICE), torch.tensor([3, 8], device=DEVICE)
-    low[:, 5:] = float("-inf")
+    low[:, 5:] = -INF
     assert torch.allclose(rows(low, targets), torch.nn.functional.cross_entropy(low, targets, reduction="none"))
     for outside in (-1, V):
         assert rows(torch.randn(1, V, device=DEVICE), torch.tensor([outside], device=DEVICE)).isnan().all()
 
 
 @needs_triton
-def test_cross_entropy_does_not_depend_on_how_a_row_is_cut(monkeypatch, guarded):
+def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
     """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at any alignment."""
     cut, dtype = training._cross_entropy_launch, torch.bfloat16
     for V, (kept, at_once) in itertools.product((65, 640, 643), ((0, 4), (3, 1), (3, 4), (99, 1))):
@@ -5011,7 +4880,7 @@ def train(monkeypatch):
 
 
 @needs_triton
-def test_the_model_trains_the_same_with_either_table(train):
+def test_training_with_either_table(train):
     config = train.Config(vocab=300, dim=128, layers=2, kv_heads=1, hidden=192, context=16)
     tokens = torch.randint(0, 300, (2, 17), device=DEVICE)
     found = []
@@ -5026,7 +4895,7 @@ def test_the_model_trains_the_same_with_either_table(train):
 
 
 @needs_triton
-def test_a_training_step_is_counted_and_reported(train, monkeypatch, capsys):
+def test_training_profile(train, monkeypatch, capsys):
     import profile_step
 
     x, w, one = torch.randn(6, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE), torch.ones(6, 1, device=DEVICE)
@@ -5048,7 +4917,7 @@ def test_a_training_step_is_counted_and_reported(train, monkeypatch, capsys):
     assert len(set(parts)) == 5 and re.search(r"efficiency [\d.]+%", out) and "aten::mm" in out
 
 
-def test_joined_matrices_are_saved_and_updated_one_by_one(train):
+def test_joined_matrices_one_by_one(train):
     config = train.Config(vocab=30, dim=128, layers=1, kv_heads=1, hidden=192, context=16)
     state = train.Llama(config).state_dict()
     apart = train.split(state, config)
@@ -5065,10 +4934,81 @@ def test_joined_matrices_are_saved_and_updated_one_by_one(train):
     assert torch.allclose(joined, torch.cat(parts), atol=1e-6)
 
 
+# ---- launch.py
+
+
+@needs_triton
+def test_kernel_that_does_not_compile(monkeypatch):
+    """Each is loaded, too; its error is the user's."""
+    from triton.runtime._async_compile import active_mode
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def start(name: str, compiled) -> None:
+        submit = lambda grid: active_mode.get().submit(name, compiled, lambda kernel: None)
+        launch.start(SimpleNamespace(warmup=submit), (1,), torch.device("cpu"))
+
+    class Kernel:
+        run = property(lambda self: loaded.append(self))
+
+    loaded: list[Kernel] = []
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            launch.compile_kernels(lambda: start("a", lambda: 1 / 0), DEVICE)
+        launch.compile_kernels(lambda: [start(name, Kernel) for name in "abb"], DEVICE)
+    assert len(loaded) == 4 and active_mode.get() is None and not launch._only_compile.get()
+
+
+@needs_triton
+def test_launchers_refuse_strides():
+    """Strides are derived from shapes. All are launched here, but Hopper's for prompts, which attention guards."""
+    apart = torch.zeros(4, 8, 2, device=DEVICE)[..., 0]
+    for bad in (apart, (torch.zeros(4, device=DEVICE), apart)):
+        with pytest.raises(AssertionError, match="a tensor is not contiguous"):
+            launch.launch(kernels._swiglu_kernel, (1,), DEVICE, bad)
+    q, *rest = op_arguments("attention", torch.float16, (4, 2, 16), 3, 5)[0]
+    with pytest.raises(AssertionError):
+        attention.attention(torch.stack((q, q), -1)[..., 0], *rest)
+
+
+def test_launch_sizes_of_the_nearest_card(monkeypatch):
+    found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
+    assert found == ["a", "a", "b", "b", "c"]
+    products = itertools.product((8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008))
+    for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), products):
+        monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
+        for sizes in (launch.vector_sizes, launch.stream_sizes):
+            rows = sizes(DEVICE, bits, op, columns).rows
+            assert rows % 2 == 0 or sizes is launch.stream_sizes and op == "linear_add"  # others have pairs of rows
+        for tokens in (8, 16):
+            few = launch.few_sizes(DEVICE, bits, op, columns, tokens)
+            assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
+
+
+@needs_triton
+def test_tiles_fit_shared_memory(monkeypatch):
+    """Cards take the sizes of the nearest one below. Scales take up to a fifth as much as codes."""
+    for arch, kilobytes in ARCHITECTURES.items():
+        monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
+        for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 64)):
+            sizes = launch.stream_sizes(DEVICE, bits, op, columns)
+            block = kernels.stream_block(sizes.block, columns)
+            held = (sizes.stages - 1) * sizes.rows * -(-columns // block) * block * 1.2 * bits / 8
+            assert held < kilobytes * 1024, (arch, bits, op, columns)
+
+
+def test_launch_sizes_are_saved(tmp_path, monkeypatch):
+    launch.tables()
+    monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
+    launch.save_tables()
+    read = launch.tables.__wrapped__()
+    assert read == launch.tables() and (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
+
+
 # ---- bench.py
 
 
-def test_bench_cost_is_what_one_counts_by_hand(tiny_model):
+def test_bench_cost(tiny_model):
     c = read_config_like(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10)
     # 16-bit: Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
     assert bench.cost("rmsnorm_qkv_rope", c, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
@@ -5116,7 +5056,7 @@ def rows_of(result) -> list[dict]:
     return json.loads(out)
 
 
-def test_bench_speed_has_a_row_for_each_of_what_is_given(bench_cli, tiny, tiny_saved):
+def test_bench_speed_rows(bench_cli, tiny, tiny_saved):
     axes = ["-d", "0,5", "--dtype", "fp32,bf16", "--format", "none,e4m3", "--kv-fp8"]
     rows = rows_of(bench_cli("-m", tiny, *QUICK, *axes, "-o", "json"))
     tests = ("pp4", "pp4 @ d5", "tg2", "tg2 @ d5")
@@ -5131,7 +5071,7 @@ def test_bench_speed_has_a_row_for_each_of_what_is_given(bench_cli, tiny, tiny_s
     assert [(r["model"], r["format"], r["test"]) for r in rows] == expected
 
 
-def test_bench_prints_each_row_when_it_is_done(bench_cli, tiny, capfd, monkeypatch):
+def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
     shown, original = [], bench.throughput
 
     def rows(args):
@@ -5147,7 +5087,7 @@ def test_bench_prints_each_row_when_it_is_done(bench_cli, tiny, capfd, monkeypat
     assert re.search(r"tiny\S*: this takes at least \d+ (s|minutes)", notes), notes
 
 
-def test_bench_vs_transformers_measures_the_same_model(bench_cli, tiny, tiny_saved, monkeypatch):
+def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, monkeypatch):
     seconds = (0.9**i for i in itertools.count())  # each measurement is shorter than the one before
 
     def wall_times(run, *_) -> list[float]:
@@ -5167,7 +5107,7 @@ def test_bench_vs_transformers_measures_the_same_model(bench_cli, tiny, tiny_sav
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_bench_random_config_makes_all_tensors_of_a_layer(bench_cli, tmp_path, family):
+def test_bench_random_config(bench_cli, tmp_path, family):
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=70)
     getattr(transformers, f"{family}Config")(num_key_value_heads=2, head_dim=8, **sizes).save_pretrained(tmp_path)
     args = SimpleNamespace(device="cpu", backend="torch", kv_fp8=False, accumulate="auto", threads=1, cores=1)
@@ -5182,7 +5122,7 @@ def test_bench_random_config_makes_all_tensors_of_a_layer(bench_cli, tmp_path, f
     assert code == 0 and out.count("rmsnorm_qkv_rope") == 2, err
 
 
-def test_bench_shapes_have_the_published_number_of_weights():
+def test_bench_shapes_as_published():
     """The small ones tie their embedding, which counts once."""
     tied = {
         "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Qwen2.5-0.5B": 494_032_768,
@@ -5195,14 +5135,14 @@ def test_bench_shapes_have_the_published_number_of_weights():
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_bench_random_matrices_are_stored_as_their_format_says(form):
+def test_bench_random_matrices(form):
     format, c = FORMATS[form], read_config_like(dim=64, n_kv_heads=1, head_dim=16)
     layer = bench.random_weights(c, torch.float32, torch.float32, torch.device("cpu"), format, "torch").layers[0]
     assert layer.wqkv.shape == (96, 64) and layer.wqkv.nbytes == format.nbytes(96, 64)
     assert 0.018 < layer.wqkv.dense().std() < 0.022
 
 
-def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
+def test_bench_kernels_and_profile(bench_cli, tiny):
     code, out, err = bench_cli("-m", tiny, "-p", 4, "--device", "cpu", "--kernels", "-o", "jsonl")
     found = [row["op"] for row in objects(out)]
     assert code == 0 and "the Triton kernels need a GPU" in err
@@ -5213,7 +5153,7 @@ def test_bench_kernels_and_profile_name_what_they_measured(bench_cli, tiny):
     assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
 
 
-def test_bench_profile_charges_products_in_the_order_of_a_pass(tiny_model, monkeypatch):
+def test_bench_profile_rows(tiny_model, monkeypatch):
     monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
     monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
     step = ["_embedding_kernel"]
@@ -5242,7 +5182,7 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     assert_refused(bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original")
 
 
-def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tiny_model, tmp_path):
+def test_bench_limits(bench_cli, tiny, tiny_model, tmp_path):
     (tmp_path / "text").write_text("Once upon a time there was a cat.")
     flags = ("--limits", tmp_path / "text", "--dtype", "fp32", "-c", 64, "--device", "cpu", "-o", "json")
     rows = rows_of(bench_cli("-m", tiny, *flags))
@@ -5255,7 +5195,7 @@ def test_bench_limits_are_those_of_each_layer(bench_cli, tiny, tiny_model, tmp_p
         assert row["% of 65504"] == pytest.approx(100 * max(row[n] for n in ("x", "q", "k", "v", "q k", "h")) / 65504)
 
 
-def test_bench_uses_the_threads_that_suit_a_model(bench_cli, tiny, request):
+def test_bench_threads(bench_cli, tiny, request):
     request.addfinalizer(lambda: torch.set_num_threads(1))
     for given, name in (([], "CPU, 1 thread"), (["-t", "2"], "CPU, 2 threads")):
         torch.set_num_threads(2)
@@ -5270,7 +5210,7 @@ def test_bench_passes(bench_cli, tiny):
 
 
 @pytest.mark.parametrize("card", [90, 120])
-def test_bench_tune_saves_the_best_sizes(tiny, tmp_path, monkeypatch, card):
+def test_bench_tune(tiny, tmp_path, monkeypatch, card):
     """On a card that has entries, and on one that has used another's."""
     model = load(tiny, dtype="bf16", device="cpu")
     monkeypatch.setattr(launch, "TABLES_FILE", Path(shutil.copy(HERE / "launch.json", tmp_path)))
@@ -5297,9 +5237,9 @@ def test_bench_tune_saves_the_best_sizes(tiny, tmp_path, monkeypatch, card):
     assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], "other cards keep theirs"
 
 
-def test_bench_cells_show_the_digits_that_differ_and_note_more_than_a_ceiling(capsys):
+def test_bench_cells_and_percents(capsys):
     shown = {1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070", 5.4712: "5.47"}
-    shown |= {0.9998: "0.99980", 12345.6: "12,346", float("nan"): "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
+    shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
     for value, text in (shown | {7: "7", None: ""}).items():
         assert bench.cell(value) == text, value
     bench.note_disturbed.cache_clear()
@@ -5307,7 +5247,7 @@ def test_bench_cells_show_the_digits_that_differ_and_note_more_than_a_ceiling(ca
     assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
 
 
-def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_path):
+def test_bench_plot(bench_cli, tiny, tmp_path):
     record, picture = tmp_path / "record", tmp_path / "speed.svg"
     code, out, err = bench_cli("-m", tiny, *QUICK, "--format", "none,e4m3", "-o", "jsonl", "--plot", picture)
     assert code == 0 and "fused-llama, fp32" in picture.read_text() and "fused-llama, e4m3" in picture.read_text(), err
@@ -5326,7 +5266,7 @@ def test_bench_plot_draws_rows_of_a_run_and_of_a_record(bench_cli, tiny, tmp_pat
     assert "there is nothing to draw" in bench_cli(*draw)[2]
 
 
-def test_bench_picture_of_the_readme_is_drawn_from_its_record(bench_cli, tmp_path):
+def test_bench_picture_of_the_readme(bench_cli, tmp_path):
     assert bench_cli("--recorded", HERE / "figures/h200.jsonl", "--plot", tmp_path / "h200.svg") == (0, "", "")
     drawn, kept = ((folder / "h200.svg").read_text() for folder in (tmp_path, HERE / "figures"))
     texts = [re.findall(r">([^<>\n]+)</text>", picture) for picture in (drawn, kept)]
@@ -5361,6 +5301,47 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         "--recorded x --plot x.png -m a",
     ):  # fmt: skip
         assert_refused(bench_cli(*of_another_mode.split()), code=2)
+
+
+# ---- dev/
+
+
+def test_fuzz_finds_nothing():
+    flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}".split()
+    command = [sys.executable, HERE / "dev" / "fuzz.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout, done.stdout + done.stderr
+
+
+WRONG = {  # a case that goes wrong: what the fuzzer says of it
+    "another exception": (lambda: {}["x"], "KeyError"),
+    "two lines": (fails(ValueError("a\nb")), "ValueError"),
+    "no message": (fails(ValueError()), "ValueError"),
+    "a warning": (lambda: warnings.warn("x", stacklevel=1), "UserWarning"),
+    "no end": (lambda: time.sleep(60), "not finished after 1 seconds"),
+    "death": (lambda: os.kill(os.getpid(), signal.SIGKILL), "the process died"),
+    "too much memory": (lambda: bytearray(3 << 30), "MemoryError"),
+    "a file elsewhere": (lambda: Path("/etc/hostname").read_bytes(), "opens /etc/hostname"),
+    "a program": (lambda: os.system("true"), "os.system"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_fuzz_notices(how, monkeypatch):
+    act, expected = WRONG[how]
+
+    def kind(rng, bases, place):
+        fuzz.watched.folder = str(place)
+        act()
+
+    monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
+    outcomes, failures = fuzz.run_cases([SEED], {}, limit=1 if how == "no end" else PATIENCE)
+    assert len(failures) == sum(outcomes.values()) == 1 and expected in failures[SEED]
+
+
+def test_mutants_fit_the_program():
+    assert list(mutate.stale(mutate.MUTANTS)) == []
+    assert all(mutant.old != mutant.new and mutant.words for mutant in mutate.MUTANTS)
 
 
 # ---- README.md
