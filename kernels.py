@@ -992,7 +992,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
 
 def rmsnorm_swiglu_ref(x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto") -> Tensor:
     a, b = linear_ref(rmsnorm_ref(x, norm, eps), w13).view(x.shape[0], -1, 2).unbind(-1)
-    return functional.silu(a) * b
+    return functional.silu(a).mul_(b)
 
 
 @jit
