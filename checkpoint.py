@@ -1048,9 +1048,9 @@ def check_memory(
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
     them is allocated."""
     size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
+    if on_cpu and dtype != torch.float16 and c.tie_embeddings and not (format and format.at("output")):
+        weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, as kernels.prepacked makes it
     if on_cpu and dtype == torch.bfloat16:
-        if c.tie_embeddings and not (format and format.at("output")):
-            weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
         for name, shape in matrix_shapes(c).items():
             if (held := format and format.at(name)) and held.bits == 4:
                 weights += math.prod(shape) * 5 // 8  # the codes are there in torch's layout, too

@@ -79,9 +79,14 @@ def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
-    """A matrix in the layout that the backend's ops read fastest, for activations in dtype: for the reference ops on a
-    CPU, bf16 in oneDNN's blocked layout, one copy for both single tokens and prompts, and what a format has packed."""
-    if backend != "torch" or w.data.device.type != "cpu" or dtype != torch.bfloat16 or not multiplies_bf16():
+    """A matrix in the layout that the backend's ops read fastest, for activations in dtype. For the reference ops on a
+    CPU: fp32 with more rows than columns is stored column by column, since many short sums are slow; bf16 in oneDNN's
+    blocked layout, one copy for both single tokens and prompts; and what a format has packed."""
+    if backend != "torch" or w.data.device.type != "cpu":
+        return w
+    if w.data.dtype == torch.float32 and w.rows > w.columns:
+        return Matrix(w.data.t().contiguous().t())
+    if dtype != torch.bfloat16 or not multiplies_bf16():
         return w
     if w.format:
         return replace(w, packed=w.format.packed(w.tensors))

@@ -810,20 +810,24 @@ def test_launch_sizes_are_saved_as_they_are_read(tmp_path, monkeypatch):
     assert read == launch.tables() and (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
 
 
-@pytest.mark.parametrize("format", [None, INT4])
-def test_prepacked_matrices_are_the_same_matrices(format):
-    """As bf16 products on a CPU read them: a float matrix in oneDNN's layout, one in 4 bits in torch's own."""
-    w = Matrix(torch.randn(64, 256).bfloat16())
+@pytest.mark.parametrize("dtype, format", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, INT4)])
+def test_prepacked_matrices_are_the_same_matrices(dtype, format):
+    """As products on a CPU read them: fp32 column by column, bf16 in oneDNN's layout, one in 4 bits in torch's own."""
+    w = Matrix(torch.randn(320, 256).to(dtype))
     w = w.encoded(format) if format else w
-    packed = kernels.prepacked(w, "torch", torch.bfloat16)
+    packed = kernels.prepacked(w, "torch", dtype)
     assert torch.equal(packed.dense(), w.dense()) and packed.shape == w.shape and packed.nbytes == w.nbytes
-    for other in (("triton", torch.bfloat16), ("torch", torch.float32)):
-        assert kernels.prepacked(w, *other) is w
+    assert kernels.prepacked(w, "triton", dtype) is w
+    if dtype == torch.float32:
+        assert packed.data.stride() == (1, 320)
+    else:
+        assert kernels.prepacked(w, "torch", torch.float32) is w
     if format and kernels.multiplies_bf16():
         assert packed.packed
-    for x in (torch.randn(9, 256).bfloat16(), torch.randn(1, 256).bfloat16()):
-        exact = x.float() @ w.dense().float().t()
-        assert nmse(kernels.linear_ref(x, packed), exact) < (2 if format else 1) * ONE_UNIT[torch.bfloat16]
+    for T in (9, 1):
+        x = torch.randn(T, 256).to(dtype)
+        exact = x.double() @ w.dense().double().t()
+        assert nmse(kernels.linear_ref(x, packed), exact) < (2 if format else 1) * ONE_UNIT[dtype]
 
 
 def test_prompts_of_any_length_need_few_kernels_of_onednn(monkeypatch):
@@ -2904,10 +2908,11 @@ def test_memory_of_4_bits_on_a_cpu():
 
 
 def test_memory_of_a_tied_embedding():
-    """A CPU keeps a bf16 model's matrices in fp16 or packed, so a tied embedding is stored twice."""
+    """On a CPU it is stored twice, since the matrix has another type or layout, except in fp16."""
     weights = lambda dtype, tied: memory_needed(read_config_like(tie_embeddings=tied, vocab_size=1 << 22), dtype)[0]
     twice = weights(torch.float16, False)
     assert weights(torch.bfloat16, True) == weights(torch.bfloat16, False) == twice != weights(torch.float16, True)
+    assert weights(torch.float32, True) == weights(torch.float32, False)
 
 
 def test_memory_of_a_format():
