@@ -78,10 +78,13 @@ def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> tor
     return torch.float16 if slow and dtype == torch.bfloat16 else dtype
 
 
+SMALL = 2 << 20  # bytes of a bf16 matrix: up to here a token's product takes less time than oneDNN's preparations
+
+
 def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
     """A matrix in the layout that the backend's ops read fastest, for activations in dtype. For the reference ops on a
     CPU: fp32 with more rows than columns is stored column by column, since many short sums are slow; bf16 in oneDNN's
-    blocked layout, one copy for both single tokens and prompts; and what a format has packed."""
+    blocked layout, one copy for both single tokens and prompts, unless it is small; and what a format has packed."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
     if w.data.dtype == torch.float32 and w.rows > w.columns:
@@ -90,7 +93,10 @@ def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
         return w
     if w.format:
         return replace(w, packed=w.format.packed(w.tensors))
-    return Matrix(torch.ops.mkldnn._reorder_linear_weight(w.data)) if w.data.dtype == dtype else w
+    if w.data.dtype != dtype:
+        return w
+    blocked = torch.ops.mkldnn._reorder_linear_weight(w.data)
+    return replace(w, packed=(blocked,)) if w.nbytes <= SMALL else Matrix(blocked)
 
 
 MAX_PACKED = 128  # tokens: with more, torch's product of packed codes is slower than decoding them first
@@ -98,6 +104,10 @@ MAX_PACKED = 128  # tokens: with more, torch's product of packed codes is slower
 
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     """y = x W^T. x [T, K] -> [T, N]."""
+    if w.packed and not w.format:
+        if x.shape[0] == 1:
+            return _without_onednn(x, w)
+        w = Matrix(w.packed)
     if w.data.is_mkldnn:
         more = _padded_rows(x.shape[0]) - x.shape[0]
         x = functional.pad(x, (0, 0, 0, more)) if more else x
@@ -111,6 +121,16 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
         if w.format or x.dtype != torch.float16:
             return _cpu_vector_linear(x, w)
     return functional.linear(x, w.dense().to(x.dtype))
+
+
+def _without_onednn(x: Tensor, w: Matrix) -> Tensor:
+    """On a CPU, one token with a small bf16 matrix, by torch's own product (fp32 sums). Whatever the size, oneDNN's
+    takes 14 us before it begins, and three times that in a step, whose weights push its code out of the caches."""
+    torch.backends.mkldnn.enabled = False  # a global switch of torch's, on by default
+    try:
+        return functional.linear(x, w.data)
+    finally:
+        torch.backends.mkldnn.enabled = True
 
 
 def _padded_rows(T: int) -> int:

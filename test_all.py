@@ -810,9 +810,14 @@ def test_launch_sizes_are_saved_as_they_are_read(tmp_path, monkeypatch):
     assert read == launch.tables() and (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
 
 
-@pytest.mark.parametrize("dtype, format", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, INT4)])
-def test_prepacked_matrices_are_the_same_matrices(dtype, format):
-    """As products on a CPU read them: fp32 column by column, bf16 in oneDNN's layout, one in 4 bits in torch's own."""
+@pytest.mark.parametrize("dtype, format, small", [
+    (torch.float32, None, False), (torch.bfloat16, None, False), (torch.bfloat16, None, True),
+    (torch.bfloat16, INT4, False),
+])  # fmt: skip
+def test_prepacked_matrices_are_the_same_matrices(dtype, format, small, monkeypatch):
+    """As products on a CPU read them: fp32 column by column, bf16 in oneDNN's layout, a small matrix in both, one in 4
+    bits in torch's own."""
+    monkeypatch.setattr(kernels, "SMALL", 2 * 320 * 256 if small else 0)
     w = Matrix(torch.randn(320, 256).to(dtype))
     w = w.encoded(format) if format else w
     packed = kernels.prepacked(w, "torch", dtype)
@@ -822,12 +827,13 @@ def test_prepacked_matrices_are_the_same_matrices(dtype, format):
         assert packed.data.stride() == (1, 320)
     else:
         assert kernels.prepacked(w, "torch", torch.float32) is w
-    if format and kernels.multiplies_bf16():
-        assert packed.packed
+    if dtype == torch.bfloat16 and kernels.multiplies_bf16():
+        assert bool(packed.packed) == bool(format or small)
     for T in (9, 1):
         x = torch.randn(T, 256).to(dtype)
         exact = x.double() @ w.dense().double().t()
         assert nmse(kernels.linear_ref(x, packed), exact) < (2 if format else 1) * ONE_UNIT[dtype]
+    assert torch.backends.mkldnn.enabled
 
 
 def test_prompts_of_any_length_need_few_kernels_of_onednn(monkeypatch):
@@ -2913,6 +2919,14 @@ def test_memory_of_a_tied_embedding():
     twice = weights(torch.float16, False)
     assert weights(torch.bfloat16, True) == weights(torch.bfloat16, False) == twice != weights(torch.float16, True)
     assert weights(torch.float32, True) == weights(torch.float32, False)
+
+
+def test_memory_of_small_matrices_in_bf16():
+    """On a CPU they are there in two layouts."""
+    c = read_config_like(dim=512, n_layers=1000, n_heads=8, n_kv_heads=8, head_dim=64, hidden_dim=512)
+    twice, once = (memory_needed(c, dtype)[0] for dtype in (torch.bfloat16, torch.float16))
+    small = 2 * 1000 * sum(N * K for N, K in c.layer_matrices.values())
+    assert twice - once == pytest.approx(small / 1e9, abs=0.02)
 
 
 def test_memory_of_a_format():
