@@ -64,15 +64,16 @@ def attention_ref(
     G, length = H // KH, int(pos) + T
     # The heads of a group are rows of one product, so k and v are read once and are not expanded: with expanded keys
     # and a mask, torch's result is wrong for some lengths on a GPU (compare pytorch issue 191937)
-    q32 = q.float().view(T, KH, G, D).transpose(0, 1)
+    rows = q.float().view(T, KH, G, D).transpose(0, 1).reshape(KH, 1, T * G, D)
     k, v = (cached_ref(cache_[:, None, :length]) for cache_ in (k_cache, v_cache))
     mask = None
     if T > 1:
         mask = torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T).repeat_interleave(G, 0)
-    y = functional.scaled_dot_product_attention(q32.reshape(KH, 1, T * G, D), k, v, attn_mask=mask)
-    # torch mistakes a row of scores that are all NaN for a masked one, and returns 0
-    y = y.view(KH, T, G, D).addcmul_(q32, k[:, 0, length - T :, None], value=0)
-    return y.transpose(0, 1).reshape(T, H * D).to(q.dtype)
+    y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+    # torch mistakes a row of scores that are all NaN for a masked one, and returns 0: q is then NaN, or all keys are,
+    # with the first
+    y.addcmul_(rows, k[:, :, :1], value=0)
+    return y.view(KH, T, G * D).transpose(0, 1).reshape(T, H * D).to(q.dtype)
 
 
 @jit

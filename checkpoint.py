@@ -1053,12 +1053,15 @@ def check_memory(
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
     them is allocated."""
     size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
+    if on_cpu and dtype != torch.float16 and c.tie_embeddings and not (format and format.at("output")):
+        weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, as kernels.prepacked makes it
     if on_cpu and dtype == torch.bfloat16:
-        if c.tie_embeddings and not (format and format.at("output")):
-            weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, in fp16 or packed
         for name, shape in matrix_shapes(c).items():
-            if (held := format and format.at(name)) and held.bits == 4:
-                weights += math.prod(shape) * 5 // 8  # the codes are there in torch's layout, too
+            held, elements = format and format.at(name), math.prod(shape)
+            if held and held.bits == 4:
+                weights += elements * 5 // 8  # the codes are there in torch's layout, too
+            elif not held and size * elements <= kernels.SMALL:
+                weights += size * elements  # in both layouts
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size

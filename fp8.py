@@ -269,7 +269,7 @@ class Matrix:
     tensors: Tensors  # as the format says, or one tensor [N, K] in 16 or 32 bits (see kernels.prepacked)
     format: Format | None = None
     shape: tuple[int, int] | None = None  # [N, K]
-    packed: Tensors | None = None  # see Format.packed
+    packed: Tensors | None = None  # see Format.packed and kernels.prepacked
 
     def __post_init__(self) -> None:
         if isinstance(self.tensors, Tensor):

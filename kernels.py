@@ -78,14 +78,25 @@ def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> tor
     return torch.float16 if slow and dtype == torch.bfloat16 else dtype
 
 
+SMALL = 2 << 20  # bytes of a bf16 matrix: up to here a token's product takes less time than oneDNN's preparations
+
+
 def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
-    """A matrix in the layout that the backend's ops read fastest, for activations in dtype: for the reference ops on a
-    CPU, bf16 in oneDNN's blocked layout, one copy for both single tokens and prompts, and what a format has packed."""
-    if backend != "torch" or w.data.device.type != "cpu" or dtype != torch.bfloat16 or not multiplies_bf16():
+    """A matrix in the layout that the backend's ops read fastest, for activations in dtype. For the reference ops on a
+    CPU: fp32 with more rows than columns is stored column by column, since many short sums are slow; bf16 in oneDNN's
+    blocked layout, one copy for both single tokens and prompts, unless it is small; and what a format has packed."""
+    if backend != "torch" or w.data.device.type != "cpu":
+        return w
+    if w.data.dtype == torch.float32 and w.rows > w.columns:
+        return Matrix(w.data.t().contiguous().t())
+    if dtype != torch.bfloat16 or not multiplies_bf16():
         return w
     if w.format:
         return replace(w, packed=w.format.packed(w.tensors))
-    return Matrix(torch.ops.mkldnn._reorder_linear_weight(w.data)) if w.data.dtype == dtype else w
+    if w.data.dtype != dtype:
+        return w
+    blocked = torch.ops.mkldnn._reorder_linear_weight(w.data)
+    return replace(w, packed=(blocked,)) if w.nbytes <= SMALL else Matrix(blocked)
 
 
 MAX_PACKED = 128  # tokens: with more, torch's product of packed codes is slower than decoding them first
@@ -93,6 +104,10 @@ MAX_PACKED = 128  # tokens: with more, torch's product of packed codes is slower
 
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
     """y = x W^T. x [T, K] -> [T, N]."""
+    if w.packed and not w.format:
+        if x.shape[0] == 1:
+            return _without_onednn(x, w)
+        w = Matrix(w.packed)
     if w.data.is_mkldnn:
         more = _padded_rows(x.shape[0]) - x.shape[0]
         x = functional.pad(x, (0, 0, 0, more)) if more else x
@@ -106,6 +121,16 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
         if w.format or x.dtype != torch.float16:
             return _cpu_vector_linear(x, w)
     return functional.linear(x, w.dense().to(x.dtype))
+
+
+def _without_onednn(x: Tensor, w: Matrix) -> Tensor:
+    """On a CPU, one token with a small bf16 matrix, by torch's own product (fp32 sums). Whatever the size, oneDNN's
+    takes 14 us before it begins, and three times that in a step, whose weights push its code out of the caches."""
+    torch.backends.mkldnn.enabled = False  # a global switch of torch's, on by default
+    try:
+        return functional.linear(x, w.data)
+    finally:
+        torch.backends.mkldnn.enabled = True
 
 
 def _padded_rows(T: int) -> int:
@@ -693,7 +718,13 @@ def embedding(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
 # ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight. x [T, C], weight [C] -> [T, C]  (Zhang and Sennrich, 2019)
 
 
+ZERO = torch.zeros(())
+
+
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.is_cpu and x.numel() == weight.numel():  # one row, in two calls: torch's own function makes a dozen
+        rms = math.sqrt(float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 / x.numel() + eps)
+        return torch.addcmul(ZERO, x, weight, value=1 / max(rms, 1e-30))
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -998,7 +1029,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
 
 def rmsnorm_swiglu_ref(x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto") -> Tensor:
     a, b = linear_ref(rmsnorm_ref(x, norm, eps), w13).view(x.shape[0], -1, 2).unbind(-1)
-    return functional.silu(a) * b
+    return functional.silu(a).mul_(b)
 
 
 @jit

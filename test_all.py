@@ -1011,20 +1011,30 @@ def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
         check_attention(heads, T, start_pos, kv_fp8)
 
 
-@pytest.mark.parametrize("format", [None, INT4])
-def test_prepacked_matrices_are_the_same_matrices(format):
-    """As bf16 products on a CPU read them: a float matrix in oneDNN's layout, one in 4 bits in torch's own."""
-    w = Matrix(torch.randn(64, 256).bfloat16())
+@pytest.mark.parametrize("dtype, format, small", [
+    (torch.float32, None, False), (torch.bfloat16, None, False), (torch.bfloat16, None, True),
+    (torch.bfloat16, INT4, False),
+])  # fmt: skip
+def test_prepacked_matrices_are_the_same_matrices(dtype, format, small, monkeypatch):
+    """As products on a CPU read them: fp32 column by column, bf16 in oneDNN's layout, a small matrix in both, one in 4
+    bits in torch's own."""
+    monkeypatch.setattr(kernels, "SMALL", 2 * 320 * 256 if small else 0)
+    w = Matrix(torch.randn(320, 256).to(dtype))
     w = w.encoded(format) if format else w
-    packed = kernels.prepacked(w, "torch", torch.bfloat16)
+    packed = kernels.prepacked(w, "torch", dtype)
     assert torch.equal(packed.dense(), w.dense()) and packed.shape == w.shape and packed.nbytes == w.nbytes
-    for other in (("triton", torch.bfloat16), ("torch", torch.float32)):
-        assert kernels.prepacked(w, *other) is w
-    if format and kernels.multiplies_bf16():
-        assert packed.packed
-    for x in (torch.randn(9, 256).bfloat16(), torch.randn(1, 256).bfloat16()):
-        exact = x.float() @ w.dense().float().t()
-        assert nmse(kernels.linear_ref(x, packed), exact) < (2 if format else 1) * ONE_UNIT[torch.bfloat16]
+    assert kernels.prepacked(w, "triton", dtype) is w
+    if dtype == torch.float32:
+        assert packed.data.stride() == (1, 320)
+    else:
+        assert kernels.prepacked(w, "torch", torch.float32) is w
+    if dtype == torch.bfloat16 and kernels.multiplies_bf16():
+        assert bool(packed.packed) == bool(format or small)
+    for T in (9, 1):
+        x = torch.randn(T, 256).to(dtype)
+        exact = x.double() @ w.dense().double().t()
+        assert nmse(kernels.linear_ref(x, packed), exact) < (2 if format else 1) * ONE_UNIT[dtype]
+    assert torch.backends.mkldnn.enabled
 
 
 def test_prompts_need_few_onednn_kernels(monkeypatch):
@@ -3048,10 +3058,19 @@ def test_memory_of_4_bits_on_a_cpu():
 
 
 def test_memory_of_a_tied_embedding():
-    """A CPU keeps a bf16 model's matrices in fp16 or packed, so a tied embedding is stored twice."""
+    """On a CPU it is stored twice, since the matrix has another type or layout, except in fp16."""
     weights = lambda dtype, tied: memory_needed(read_config_like(tie_embeddings=tied, vocab_size=1 << 22), dtype)[0]
     twice = weights(torch.float16, False)
     assert weights(torch.bfloat16, True) == weights(torch.bfloat16, False) == twice != weights(torch.float16, True)
+    assert weights(torch.float32, True) == weights(torch.float32, False)
+
+
+def test_memory_of_small_matrices_in_bf16():
+    """On a CPU they are there in two layouts."""
+    c = read_config_like(dim=512, n_layers=1000, n_heads=8, n_kv_heads=8, head_dim=64, hidden_dim=512)
+    twice, once = (memory_needed(c, dtype)[0] for dtype in (torch.bfloat16, torch.float16))
+    small = 2 * 1000 * sum(N * K for N, K in c.layer_matrices.values())
+    assert twice - once == pytest.approx(small / 1e9, abs=0.02)
 
 
 def test_memory_of_a_format():
