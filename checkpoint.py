@@ -865,7 +865,7 @@ class Loader:
         return self.format.at(name).empty(*self.shapes[name], self.device)
 
     def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
-        """beside: given all but the layers from the second on, a context in which these are read."""
+        """beside: makes a context from the weights without the layers after the first, and these are read in it."""
         with self.bar:
             embedding = self.vector("tok_embeddings", [EMBEDDING])
             layers = [self.layer(0)]
@@ -1169,19 +1169,19 @@ def load(
     check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
     # Codes do not depend on --dtype
     stored = checkpoint.dtype if held and held is not as_stored else kernels.storage_dtype(backend, torch_dtype, on)
-    more = (backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
+    settings = (backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
 
     def compiling(weights: Weights) -> AbstractContextManager:
         if not warm_up or ranks.size > 1:
             return nullcontext()
-        model = Llama(replace(config, n_layers=1), weights, *more)
+        model = Llama(replace(config, n_layers=1), weights, *settings)
         return launch.compiling_kernels(lambda: warm_up(model), on) if model.uses_graphs else nullcontext()
 
     with torch.inference_mode():
         weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load(compiling)
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    return Llama(config, weights, *more)
+    return Llama(config, weights, *settings)
 
 
 # ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the other small files

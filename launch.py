@@ -28,8 +28,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache
 from pathlib import Path
-from threading import Event
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -93,16 +91,14 @@ def start(kernel, grid: tuple[int, ...], device: torch.device, *args, **constant
 _only_compile: ContextVar[bool] = ContextVar("only compile", default=False)
 
 
-def compile_kernels(run: Callable[[], object], device: torch.device, stop: Event | None = None) -> None:
+def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
     """Call `run` with `launch` compiling kernels instead of running them, and load these, all in threads: most of the
-    work is in LLVM, ptxas and the C compiler, outside of Python's lock. Once `stop` is set, no other is begun."""
+    work is in LLVM, ptxas and the C compiler, outside of Python's lock."""
 
     def compile_all() -> None:
         _only_compile.set(True)
         threads = ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,))
-        # Triton takes None for a kernel that it has not compiled yet. A cancelled future would block AsyncCompileMode
-        submit = lambda compile: threads.submit(lambda: None if stop and stop.is_set() else compile())
-        with threads, triton.AsyncCompileMode(SimpleNamespace(submit=submit)) as mode:
+        with threads, triton.AsyncCompileMode(threads) as mode:
             run()
             list(threads.map(lambda future: future.result().run, mode.future_kernels.values()))
 
@@ -111,16 +107,11 @@ def compile_kernels(run: Callable[[], object], device: torch.device, stop: Event
 
 @contextmanager
 def compiling_kernels(run: Callable[[], object], device: torch.device) -> Iterator[None]:
-    """compile_kernels in a thread, beside what is done in this context. It ends when both are done; if that fails, as
-    soon as no kernel is being compiled."""
-    stop = Event()
+    """compile_kernels in a thread, beside what is done in this context, which ends when both are done."""
     with ThreadPoolExecutor(1) as thread:
-        done = thread.submit(compile_kernels, run, device, stop)
-        try:
-            yield
-            done.result()
-        finally:
-            stop.set()
+        done = thread.submit(compile_kernels, run, device)
+        yield
+        done.result()
 
 
 class Scratch:
