@@ -273,23 +273,23 @@ def in_order(y0, y1, y2, y3):
 
 
 @jit
-def factors(scale, minimum):
+def factors_of(scale, minimum):
     """What codes at bits 0 and 4 are multiplied by, and what is added, as halves."""
     return (scale * 16777216.0).to(tl.float16), (scale * 1048576.0).to(tl.float16), minimum.to(tl.float16)  # 2^24, 2^20
 
 
 @jit
-def _factors(groups):
-    """The same from INT4's groups, whose scale times 2^24 has its bits in a half, too."""
+def _int4_factors(groups):
+    """The same from INT4's groups: the bits of a scale are those of a half that is 2^24 times as large."""
     by_0 = groups >> 2 & 0x3FC0 | 0x4000
     by_4, zero = (by_0 - 0x1000).to(tl.float16, bitcast=True), (groups & 0xFF).to(tl.float16, bitcast=True)
     return by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero
 
 
 @jit
-def run_values_asm(codes, found, ASM: tl.constexpr, REGISTERS: tl.constexpr):
+def run_values_asm(codes, factors, ASM: tl.constexpr, REGISTERS: tl.constexpr):
     """Halves [R, COLUMNS] from codes, a tuple of int16 [R, G, M], and their factors, by PTX of values_asm."""
-    args = codes + (found[0][:, :, None], found[1][:, :, None], found[2][:, :, None])
+    args = codes + (factors[0][:, :, None], factors[1][:, :, None], factors[2][:, :, None])
     halves: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
     y0, y1, y2, y3 = tl.inline_asm_elementwise(ASM, REGISTERS, args, dtype=halves, is_pure=True, pack=2)
     return in_order(y0, y1, y2, y3)
@@ -301,17 +301,17 @@ def values(tile):
     codes = halves_of(tile[0])
     if len(tile) == 3:
         scale, minimum = scale_and_minimum(tile[1:], 24, 6)
-        found = factors(scale, minimum)
+        factors = factors_of(scale, minimum)
     elif tile[1].dtype == tl.int16:
-        found = _factors(tile[1])
+        factors = _int4_factors(tile[1])
     else:
         scale, zero = _scale_and_zero(tile[1], 0)
-        found = factors(scale, scale * zero * -1048576.0)  # 2^20
+        factors = factors_of(scale, scale * zero * -1048576.0)  # 2^20
     if EMULATED:
         codes = in_order(codes & 15, codes >> 4 & 15, codes >> 8 & 15, codes >> 12 & 15)
-        return decoded(codes, found[0].to(tl.float32) * 2.0**-24, found[2].to(tl.float32))
+        return decoded(codes, factors[0].to(tl.float32) * 2.0**-24, factors[2].to(tl.float32))
     else:
-        return run_values_asm((codes,), found, _VALUES_ASM, _VALUES_REGISTERS)
+        return run_values_asm((codes,), factors, _VALUES_ASM, _VALUES_REGISTERS)
 
 
 def sums_asm(extract: list[str], total: str) -> str:

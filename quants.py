@@ -398,7 +398,7 @@ def _values6(tile):
         y2, y3 = (codes >> 8 & 15) | (high >> 2 & 48), (codes >> 12 & 15) | (high >> 6 & 48)
         return int4.decoded(int4.in_order(y0, y1, y2, y3), scale, minimum)
     else:
-        return int4.run_values_asm((codes, high), int4.factors(scale, minimum), _VALUES6_ASM, _VALUES6_REGISTERS)
+        return int4.run_values_asm((codes, high), int4.factors_of(scale, minimum), _VALUES6_ASM, _VALUES6_REGISTERS)
 
 
 @jit
