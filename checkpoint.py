@@ -865,7 +865,7 @@ class Loader:
         return self.format.at(name).empty(*self.shapes[name], self.device)
 
     def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
-        """beside: makes a context from the weights without the layers after the first, and these are read in it."""
+        """beside: given weights with one layer, makes a context in which the other layers are read."""
         with self.bar:
             embedding = self.vector("tok_embeddings", [EMBEDDING])
             layers = [self.layer(0)]
@@ -1054,13 +1054,13 @@ def check_memory(
     them is allocated."""
     size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
     if on_cpu and dtype != torch.float16 and c.tie_embeddings and not (format and format.at("output")):
-        weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding, as kernels.prepacked makes it
+        weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding
     if on_cpu and dtype == torch.bfloat16:
         for name, shape in matrix_shapes(c).items():
             held, elements = format and format.at(name), math.prod(shape)
             if held and held.bits == 4:
                 weights += elements * 5 // 8  # the codes are there in torch's layout, too
-            elif not held and size * elements <= kernels.SMALL:
+            elif not held and size * elements <= kernels.SMALL and kernels.multiplies_bf16():
                 weights += size * elements  # in both layouts
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
@@ -1138,8 +1138,8 @@ def load(
     most 4096. format: in which to keep the matrices, a name of kernels.FORMATS; what `save` wrote has its own. kv_fp8:
     keys and values in 8 bits. accumulate: "fp16" sums up a prompt's products in half precision, "fp32" even those
     of 8-bit floats in fp32. quiet: no progress bar. ranks: the processes that share the model, if several.
-    warm_up: called with a model of one layer, while the others are read, to compile the kernels that it launches; only
-    on a single GPU. Raises ValueError, OSError or MemoryError, in one line that says what to do.
+    warm_up: called with a model of one layer, while the others are read, to compile the kernels that it launches; on a
+    single GPU with the Triton kernels. Raises ValueError, OSError or MemoryError, in one line that says what to do.
     """
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:

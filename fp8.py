@@ -63,7 +63,7 @@ def load_elements(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.const
 @jit
 def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
     """For each EACH columns the element of w that belongs to them, where w has one for each GROUP of columns:
-    [R, COLUMNS / EACH], one to a thread, like the codes. Either k is a multiple of GROUP, or COLUMNS is EACH."""
+    [R, COLUMNS / EACH], one to a thread, like the codes. `start` is a multiple of GROUP, k of EACH."""
     offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
     mask = None
     if left is not None:

@@ -259,13 +259,6 @@ def halves_of(words):
 
 
 @jit
-def decoded(codes, scale, minimum):
-    """Codes [R, COLUMNS] times the scales of their groups [R, G], plus the minimums: floats, in the interpreter."""
-    in_groups = codes.to(tl.float32).reshape(scale.shape[0], scale.shape[1], codes.shape[1] // scale.shape[1])
-    return (in_groups * scale[:, :, None] + minimum[:, :, None]).reshape(codes.shape[0], codes.shape[1])
-
-
-@jit
 def in_order(y0, y1, y2, y3):
     """What the pairs 0 to 3 of each word stand for, [R, G, M] each, by columns: [R, 4 G M]."""
     y = tl.join(tl.join(y0, y1), tl.join(y2, y3)).permute(0, 1, 4, 3, 2)
@@ -296,6 +289,14 @@ def run_values_asm(codes, factors, ASM: tl.constexpr, REGISTERS: tl.constexpr):
 
 
 @jit
+def emulated_values(code0, code1, code2, code3, factors):
+    """The same in the interpreter, in floats, from the codes of the pairs 0 to 3 of each word."""
+    by_0, by_4 = factors[0].to(tl.float32)[:, :, None] * 2.0**-24, factors[1].to(tl.float32)[:, :, None] * 2.0**-20
+    added = factors[2].to(tl.float32)[:, :, None]
+    return in_order(code0 * by_0 + added, code1 * by_4 + added, code2 * by_0 + added, code3 * by_4 + added)
+
+
+@jit
 def values(tile):
     """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
     codes = halves_of(tile[0])
@@ -308,8 +309,7 @@ def values(tile):
         scale, zero = _scale_and_zero(tile[1], 0)
         factors = factors_of(scale, scale * zero * -1048576.0)  # 2^20
     if EMULATED:
-        codes = in_order(codes & 15, codes >> 4 & 15, codes >> 8 & 15, codes >> 12 & 15)
-        return decoded(codes, factors[0].to(tl.float32) * 2.0**-24, factors[2].to(tl.float32))
+        return emulated_values(codes & 15, codes >> 4 & 15, codes >> 8 & 15, codes >> 12 & 15, factors)
     else:
         return run_values_asm((codes,), factors, _VALUES_ASM, _VALUES_REGISTERS)
 

@@ -724,7 +724,7 @@ ZERO = torch.zeros(())
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cpu and x.numel() == weight.numel():  # one row, in two calls: torch's own function makes a dozen
         rms = math.sqrt(float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 / x.numel() + eps)
-        return torch.addcmul(ZERO, x, weight, value=1 / max(rms, 1e-30))
+        return torch.addcmul(ZERO, x, weight, value=1 / max(rms, 1e-30))  # eps may be 0
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 

@@ -333,8 +333,9 @@ class Llama:
 
     @torch.inference_mode()
     def warm_up(self, T: int, sampling: Sampling) -> None:
-        """Launch the kernels that `generate` does for a prompt of T tokens: for launch.compile_kernels."""
-        cache, T = KVCache(self), min(T, CHUNK[self.device.type])
+        """Launch the kernels that `generate` launches for a prompt of T tokens: for launch.compile_kernels."""
+        cache = KVCache(self)
+        T = min(T, cache.size, CHUNK[self.device.type])
         cache.sampler.set(sampling)
         self.step(self._padded(T, cache.size) or T, cache)
         choose_next(self, cache, cache.logits)

@@ -392,13 +392,13 @@ def _values6(tile):
     """Halves [R, COLUMNS]."""
     swapped = ((tile[1] & 0x00FF00FF) << 8) | ((tile[1] >> 8) & 0x00FF00FF)
     codes, high = int4.halves_of(tile[0]), int4.halves_of(tl.join(tile[1], swapped))
-    scale, minimum = _scales6(tile, 24)
+    factors = int4.factors_of(*_scales6(tile, 24))
     if EMULATED:
         y0, y1 = (codes & 15) | (high & 48), (codes >> 4 & 15) | (high >> 4 & 48)
         y2, y3 = (codes >> 8 & 15) | (high >> 2 & 48), (codes >> 12 & 15) | (high >> 6 & 48)
-        return int4.decoded(int4.in_order(y0, y1, y2, y3), scale, minimum)
+        return int4.emulated_values(y0, y1, y2, y3, factors)
     else:
-        return int4.run_values_asm((codes, high), int4.factors_of(scale, minimum), _VALUES6_ASM, _VALUES6_REGISTERS)
+        return int4.run_values_asm((codes, high), factors, _VALUES6_ASM, _VALUES6_REGISTERS)
 
 
 @jit
@@ -455,13 +455,14 @@ _VALUES_ASM = constexpr(f"{{ .reg .b32 p, q; {''.join(_PRODUCTS)} }}")
 def _values8(tile):
     """Halves [R, COLUMNS]."""
     scale, minimum = scale_and_minimum(tile[1:], 8, 0)
+    scale, minimum = scale.to(tl.float16)[:, :, None], minimum.to(tl.float16)[:, :, None]
+    codes = tile[0].reshape(scale.shape[0], scale.shape[1], tile[0].shape[1] // scale.shape[1])
     if EMULATED:
-        return int4.decoded(tile[0] ^ -128, scale, minimum)
+        y = (codes ^ -128).to(tl.float32) * scale.to(tl.float32) + minimum.to(tl.float32)
     else:
-        codes = tile[0].reshape(scale.shape[0], scale.shape[1], tile[0].shape[1] // scale.shape[1])
-        args = [codes, scale.to(tl.float16)[:, :, None], minimum.to(tl.float16)[:, :, None]]
-        halves = tl.inline_asm_elementwise(_VALUES_ASM, "=&r,=&r,r,r,r,r,r", args, tl.float16, is_pure=True, pack=4)
-        return halves.reshape(tile[0].shape)
+        args = [codes, scale, minimum]
+        y = tl.inline_asm_elementwise(_VALUES_ASM, "=&r,=&r,r,r,r,r,r", args, tl.float16, is_pure=True, pack=4)
+    return y.reshape(tile[0].shape)
 
 
 # The same for one token. A thread has 64 columns, as with 4 bits, and loads codes as int32, four to a word.

@@ -270,9 +270,7 @@ class Session:
         given = {name: value for name, value in flags.items() if value is not None}
         self.own_sampling = {name: value for name, value in checkpoint.sampling.items() if name not in given}
         self.sampling = Sampling(**self.own_sampling | given)
-        template = 0 if args.mode == "text" else 32  # tokens that it adds: a guess
-        length = len(self.tokenizer.encode(args.system + (prompt or ""))) + template or 1
-        self.model = self._load(checkpoint, warm_up=lambda model: model.warm_up(length, self.sampling))
+        self.model = self._load(checkpoint, warm_up=lambda model: self._warm_up(model, prompt))
         if not args.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
@@ -285,6 +283,11 @@ class Session:
         if self.prompt_cache:
             self.prompt_cache.restore(self.cache)
         self.load_seconds = time.perf_counter() - start
+
+    def _warm_up(self, model: Llama, prompt: str | None) -> None:
+        """Launch what the first prompt needs. How many tokens a chat template adds is a guess."""
+        length = len(self.tokenizer.encode(self.args.system + (prompt or "")))
+        model.warm_up(length + (0 if self.args.mode == "text" else 32) or 1, self.sampling)
 
     def _load(self, name: str | Checkpoint, **more) -> Llama:
         options = ("dtype", "device", "ctx_size", "backend", "format", "kv_fp8", "accumulate", "quiet")
