@@ -70,8 +70,8 @@ def attention_ref(
     if T > 1:
         mask = torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T).repeat_interleave(G, 0)
     y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    # torch mistakes a row of scores that are all NaN for a masked one, and returns 0: q is then NaN, or all keys are,
-    # with the first
+    # torch mistakes a row of scores that are all NaN for a masked one and returns 0. In such a row q is NaN or all keys
+    # are, the first among them
     y.addcmul_(rows, k[:, :, :1], value=0)
     return y.view(KH, T, G * D).transpose(0, 1).reshape(T, H * D).to(q.dtype)
 

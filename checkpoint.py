@@ -865,7 +865,7 @@ class Loader:
         return self.format.at(name).empty(*self.shapes[name], self.device)
 
     def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
-        """beside: given weights with one layer, makes a context in which the other layers are read."""
+        """beside: takes the weights with one layer, returns a context manager; the other layers are read inside it."""
         with self.bar:
             embedding = self.vector("tok_embeddings", [EMBEDDING])
             layers = [self.layer(0)]

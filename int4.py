@@ -273,7 +273,7 @@ def factors_of(scale, minimum):
 
 @jit
 def _int4_factors(groups):
-    """The same from INT4's groups: the bits of a scale are those of a half that is 2^24 times as large."""
+    """The same from INT4's groups: a scale's code, shifted, has the bits of a half that is 2^24 times as large."""
     by_0 = groups >> 2 & 0x3FC0 | 0x4000
     by_4, zero = (by_0 - 0x1000).to(tl.float16, bitcast=True), (groups & 0xFF).to(tl.float16, bitcast=True)
     return by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero

@@ -78,13 +78,13 @@ def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> tor
     return torch.float16 if slow and dtype == torch.bfloat16 else dtype
 
 
-SMALL = 2 << 20  # bytes of a bf16 matrix: up to here a token's product takes less time than oneDNN's preparations
+SMALL = 2 << 20  # bytes of a bf16 matrix: up to this size oneDNN's preparations take longer than a token's product
 
 
 def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
     """A matrix in the layout that the backend's ops read fastest, for activations in dtype. For the reference ops on a
     CPU: fp32 with more rows than columns is stored column by column, since many short sums are slow; bf16 in oneDNN's
-    blocked layout, one copy for both single tokens and prompts, unless it is small; and what a format has packed."""
+    blocked layout, for single tokens and prompts, and a small matrix as it was, too; and what a format has packed."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
     if w.data.dtype == torch.float32 and w.rows > w.columns:
@@ -124,8 +124,8 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _without_onednn(x: Tensor, w: Matrix) -> Tensor:
-    """On a CPU, one token with a small bf16 matrix, by torch's own product (fp32 sums). Whatever the size, oneDNN's
-    takes 14 us before it begins, and three times that in a step, whose weights push its code out of the caches."""
+    """On a CPU, one token with a small bf16 matrix, by torch's own product (fp32 sums). Whatever the size, oneDNN
+    needs 14 us before it starts, and three times that within a step, whose weights push its code out of the caches."""
     torch.backends.mkldnn.enabled = False  # a global switch of torch's, on by default
     try:
         return functional.linear(x, w.data)
@@ -496,7 +496,7 @@ def _load_tokens(
     x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same columns of the T rows of x, the last of them again where there are fewer: eight neighbours a thread."""
+    """The same columns of x, eight neighbours a thread. What pads the tokens is the last row again."""
     PARTS: tl.constexpr = E // 8
     i, e = tl.arange(0, TOKENS // 8 * SIZES.steps * PARTS * SIZES.warps * 32)[:, None], tl.arange(0, 8)[None, :]
     lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
@@ -718,7 +718,7 @@ def embedding(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
 # ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight. x [T, C], weight [C] -> [T, C]  (Zhang and Sennrich, 2019)
 
 
-ZERO = torch.zeros(())
+ZERO = torch.zeros(())  # added to by addcmul, which multiplies three factors and rounds once
 
 
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -107,7 +107,7 @@ def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
 
 @contextmanager
 def compiling_kernels(run: Callable[[], object], device: torch.device) -> Iterator[None]:
-    """compile_kernels in a thread, beside what is done in this context, which ends when both are done."""
+    """Run compile_kernels in a thread beside the body of the context, and wait for both."""
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(compile_kernels, run, device)
         yield
