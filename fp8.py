@@ -156,7 +156,7 @@ class Format:
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
     whole: int = 1  # a matrix of this many columns or more can only be cut at multiples of it, once it is stored
-    as_e4m3: bool = False  # whether a prompt's product may round it to E4M3, for 8-bit tensor cores
+    largest_value: float = 0.0  # that `values` gives, a power of two, if a prompt's product may round these to E4M3
 
     def at(self, name: str) -> Format:
         """The format of a model's matrix of this name, where some are to be kept in another."""
@@ -179,9 +179,23 @@ class Format:
         """Store what a checkpoint has quantised, quants.Blocks, as it is."""
         raise NotImplementedError
 
+    def weights(self, tensors: Tensors) -> Tensor:
+        """What is stored to float32 [N, K], columns in the order in which they are stored."""
+        raise NotImplementedError
+
+    def order(self, K: int, device: torch.device) -> Tensor | None:
+        """That order, int64 [K]; None: as they are."""
+
+    def ordered(self, t: Tensor) -> Tensor:
+        """[..., K], with its columns in the order in which weights are stored."""
+        order = self.order(t.shape[-1], t.device)
+        return t if order is None else t.gather(-1, order.expand(t.shape))
+
     def decoded(self, tensors: Tensors) -> Tensor:
         """What is stored to float32 [N, K]."""
-        raise NotImplementedError
+        stored = self.weights(tensors)
+        order = self.order(stored.shape[1], stored.device)
+        return stored if order is None else stored.index_select(1, order.argsort())
 
     def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
         """Raise ValueError for values that encode never produces; whole_rows: no columns were cut off."""
@@ -210,19 +224,14 @@ class Format:
 
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
         """W times a row of floats [K], of magnitudes up to 1, on a CPU: [N] in float16 or float32."""
-        parts = zip(*(t.split(512) for t in tensors))
-        return torch.cat([torch.mv(self.decoded(part), row) for part in parts])
+        row, parts = self.ordered(row), zip(*(t.split(512) for t in tensors))
+        return torch.cat([torch.mv(self.weights(part), row) for part in parts])
 
 
 def rotated(runs, turns):
     """Which run of eight columns is stored in the place of each: every `turns` runs are rotated, by one more from one
     thread (64 columns) to the next. Used in torch and in kernels."""
     return runs // turns * turns + (runs + runs // 8) % turns
-
-
-def ordered(t: Tensor, order: Tensor) -> Tensor:
-    """[..., K], with its runs of eight columns in the order [K / 8]."""
-    return t.unflatten(-1, (-1, 8)).index_select(-2, order).flatten(-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,31 +241,29 @@ class Grouped(Format):
 
     turns: int = 1  # runs of eight columns that are rotated among themselves, see rotated
 
-    def order(self, K: int, device: torch.device) -> Tensor:
+    def runs(self, K: int, device: torch.device) -> Tensor:
         """What `columns` is in kernels: the order in which runs of eight columns are stored, int64 [K / 8]."""
         return rotated(torch.arange(K // 8, device=device), self.turns)
 
+    def in_runs(self, t: Tensor) -> Tensor:
+        """[..., K], with its runs of eight columns in that order."""
+        return t.unflatten(-1, (-1, 8)).index_select(-2, self.runs(t.shape[-1], t.device)).flatten(-2)
+
+    def order(self, K: int, device: torch.device) -> Tensor:
+        return self.in_runs(torch.arange(K, device=device))
+
     def codes(self, tensors: Tensors) -> Tensor:
         """[N, K], as they are stored."""
-        return tensors[0]
+        raise NotImplementedError
 
     def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Scales and minimums of the groups, times the row's scale: float32 [N, groups]."""
         raise NotImplementedError
 
     def weights(self, tensors: Tensors) -> Tensor:
-        """float32 [N, K], as they are stored."""
         scale, minimum = self.scales(tensors)
         groups = self.codes(tensors).float().unflatten(1, (scale.shape[1], -1))
         return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
-
-    def decoded(self, tensors: Tensors) -> Tensor:
-        stored = self.weights(tensors)
-        return ordered(stored, self.order(stored.shape[1], stored.device).argsort())
-
-    def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
-        row, parts = ordered(row, self.order(len(row), row.device)), zip(*(t.split(512) for t in tensors))
-        return torch.cat([torch.mv(self.weights(part), row) for part in parts])
 
     def multiply(self, tensors: Tensors, factor: float) -> None:
         tensors[-1].mul_(factor)
@@ -375,7 +382,7 @@ class Float8(Format):
                 code[better[:, 0]] = written[better[:, 0]]
         return out
 
-    def decoded(self, tensors: Tensors) -> Tensor:
+    def weights(self, tensors: Tensors) -> Tensor:
         codes, scales = tensors
         return self.halves(codes).float().mul_(self.gain * scales)
 
@@ -610,49 +617,38 @@ def format_of(w: Matrix) -> Format:
 
 
 @jit
-def store_codes(y, factor, codes, scales, row, offs_k, K: tl.constexpr, ENCODE: tl.constexpr):
-    """Write a row of floats to codes [T, K], its largest magnitude as 448, and its scale, times factor, to
-    scales [T]."""
-    peak = tl.maximum(tl.max(tl.abs(y)), 1e-30)
-    tl.store(codes + row * K + offs_k, ENCODE(y * (448 / peak)), mask=offs_k < K)
-    tl.store(scales + row, peak * (factor / 448))
-
-
-@jit
 def _recode_kernel(
     w, out, scales, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, VALUES: tl.constexpr,
-    COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Decode one block of a row to the type of `out` or, where there are scales, a whole row to E4M3 codes and its
-    scale."""
+    """Decode a block of a row to the type of `out` or, where there are scales, to E4M3 codes and the row's scale."""
     gdc_launch_dependents(PDL)
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    gdc_wait(PDL)
     y = VALUES(LOAD(w, row * K + tl.arange(0, 1)[:, None], k, K - k, BLOCK, 8)).to(tl.float32)
     if COLUMNS is None:
         offs_k = k + tl.arange(0, BLOCK)[None, :]
     else:
         offs_k = COLUMNS(k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :], K)
         y = y.reshape(BLOCK // 8, 8)
-    factor = 1.0
+    scale = 1.0
     if ROW_SCALE is not None:
-        factor = ROW_SCALE(w, row, row >= 0)
+        scale = ROW_SCALE(w, row, row >= 0)
+    gdc_wait(PDL)
     if scales is None:
-        tl.store(out + row * K + offs_k, (y * factor).to(out.dtype.element_ty), mask=offs_k < K)
+        tl.store(out + row * K + offs_k, (y * scale).to(out.dtype.element_ty), mask=offs_k < K)
     else:
-        store_codes(y, factor, out, scales, row, offs_k, K, ENCODE)
+        tl.store(out + row * K + offs_k, ENCODE(y * (256.0 / LARGEST)), mask=offs_k < K)
+        tl.store(scales + row, scale * (LARGEST / 256.0))
 
 
 def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
     (N, K), device, format = w.shape, out.device, format_of(w)
-    block = triton.next_power_of_2(K)
-    if scales is None:
-        block = min(4096, block)
+    block = min(4096, triton.next_power_of_2(K))
     functions = dict(
         LOAD=format.load, VALUES=format.values, COLUMNS=format.columns, ROW_SCALE=format.row_scale,
-        ENCODE=E4M3.on(device).encode_tile,
+        ENCODE=E4M3.on(device).encode_tile, LARGEST=format.largest_value,
     )  # fmt: skip
-    grid, warps = (N, triton.cdiv(K, block)), min(16, max(1, block // 1024))
+    grid, warps = (N, triton.cdiv(K, block)), max(1, block // 1024)
     launch(_recode_kernel, grid, device, w.tensors, out, scales, K=K, BLOCK=block, **functions, warps=warps)
 
 
@@ -661,18 +657,6 @@ def decode_for(w: Matrix, x: Tensor) -> Tensor:
     out = x.new_empty(w.rows, w.columns)
     _recode(w, out, None)
     return out
-
-
-def empty_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Space for activations [T, K] as E4M3 codes, int8 [T, K], and one scale per row, float32 [T, 1]."""
-    return torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), 1, dtype=torch.float32)
-
-
-def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations as codes and scales."""
-    codes, scales = empty_codes(x)
-    _recode(Matrix(x), codes, scales)
-    return codes, scales
 
 
 @cache
@@ -690,7 +674,7 @@ def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
         return False
     own = isinstance(w.format, Float8)
     format = w.format if own else E4M3
-    return (own or w.format.as_e4m3 and accumulate != "fp32") and (
+    return (own or w.format.largest_value and accumulate != "fp32") and (
         format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
     )
 

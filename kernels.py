@@ -99,7 +99,7 @@ def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
     return replace(w, packed=(blocked,)) if w.nbytes <= SMALL else Matrix(blocked)
 
 
-MAX_PACKED = 128  # tokens: with more, torch's product of packed codes is slower than decoding them first
+MAX_PACKED = 48  # tokens: with more, torch's product of packed codes is slower than decoding them first
 
 
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
@@ -157,10 +157,11 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
     activations), the weights widened a block of rows at a time."""
     wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     x_wide, out = x.to(wide), x.new_empty(x.shape[0], w.rows)
-    single, block = torch.empty(512, w.columns), torch.empty(512, w.columns, dtype=wide)
+    if w.format:
+        x_wide = w.format.ordered(x_wide)
     for rows, columns in zip(w.parts(512), out.split(512, 1)):
-        block[: rows.rows] = single[: rows.rows].copy_(rows.dense())  # torch is slow from fp16 to bf16 directly
-        columns.copy_(functional.linear(x_wide, block[: rows.rows]))
+        weights = w.format.weights(rows.tensors) if w.format else rows.data.float()  # fp16 to bf16 is slow directly
+        columns.copy_(functional.linear(x_wide, weights.to(wide)))
     return out
 
 
@@ -685,9 +686,7 @@ def normed_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, accumulate: st
     if not fp8.on_tensor_cores(w, accumulate):
         y = rmsnorm(x, norm, eps)
         return _library_product(lambda: functional.linear(y, _dense(w, x)), accumulate)
-    codes, scales = fp8.empty_codes(x)
-    _launch_rmsnorm(x, norm, eps, codes, scales)
-    return fp8.tensor_core_linear(codes, scales, w, x.dtype, accumulate)
+    return fp8.tensor_core_linear(*encode_rows(x, norm, eps), w, x.dtype, accumulate)
 
 
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
@@ -732,18 +731,22 @@ def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rmsnorm_kernel(
     x, weight, out, scales, eps, C: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One row, to out in its type or, where there are scales, to both as codes."""
+    """One row, to out in its type or, where there are scales, to both as E4M3 codes, the largest magnitude as 448."""
     gdc_launch_dependents(PDL)
     offs_c = tl.arange(0, BLOCK)
-    weights = tl.load(weight + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
+    if weight is not None:
+        weights = tl.load(weight + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
     gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    values = tl.load(x + row * C + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
-    y = values * tl.rsqrt(tl.sum(values * values) / C + eps) * weights
+    y = tl.load(x + row * C + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
+    if weight is not None:
+        y = y * tl.rsqrt(tl.sum(y * y) / C + eps) * weights
     if scales is None:
         tl.store(out + row * C + offs_c, y.to(out.dtype.element_ty), mask=offs_c < C)
     else:
-        fp8.store_codes(y, 1.0, out, scales, row, offs_c, C, ENCODE)
+        peak = tl.maximum(tl.max(tl.abs(y)), 1e-30)
+        tl.store(out + row * C + offs_c, ENCODE(y * (448 / peak)), mask=offs_c < C)
+        tl.store(scales + row, peak / 448)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -752,9 +755,16 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _launch_rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None) -> None:
+def encode_rows(x: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
+    """x [T, C], normalised where there is a weight, as E4M3 codes, int8 [T, C], and scales, float32 [T, 1]."""
+    codes, scales = torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), 1, dtype=torch.float32)
+    _launch_rmsnorm(x, weight, eps, codes, scales)
+    return codes, scales
+
+
+def _launch_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, out: Tensor, scales: Tensor | None) -> None:
     T, C = x.shape
-    assert x.is_contiguous() and weight.shape == (C,), (x.shape, weight.shape)
+    assert x.is_contiguous() and (weight is None or weight.shape == (C,)), x.shape
     block = triton.next_power_of_2(C)
     sizes = dict(C=C, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=min(16, max(1, block // 512)))
     launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, scales, eps, **sizes)
@@ -1019,7 +1029,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
     ):
         return residual
     if fp8.on_tensor_cores(w, accumulate):
-        return residual.add_(fp8.tensor_core_linear(*fp8.encode_rows(x), w, x.dtype, accumulate))
+        return residual.add_(fp8.tensor_core_linear(*encode_rows(x), w, x.dtype, accumulate))
     return _library_product(lambda: residual.addmm_(x, _dense(w, x).t()), accumulate)
 
 

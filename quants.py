@@ -26,7 +26,6 @@ from fp8 import (
     as_floats,
     load_elements,
     load_groups,
-    ordered,
     row_scale,
     scale_and_minimum,
 )
@@ -239,7 +238,7 @@ class Held(Grouped):
             each = b.codes.shape[1] // self.part
             parts = [part.to(torch.int8).repeat_interleave(each // part.shape[1], 1) for part in b.parts]
             groups = [_joined(*parts).view(torch.int16), _joined(*groups).view(torch.int32)]
-        codes = self.stored(ordered(b.codes, self.order(b.codes.shape[1], b.codes.device)))
+        codes = self.stored(self.in_runs(b.codes))
         for place, value in zip(out, (*codes, *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
 
@@ -267,18 +266,21 @@ class Held6(Held):
 
     planes = {"codes": (torch.int32, 8), "high": (torch.int32, 16)}
 
+    def order(self, K: int, device: torch.device) -> Tensor:
+        return int4.in_words(super().order(K, device), 2)
+
     def codes(self, tensors: Tensors) -> Tensor:
         low, high, *_ = tensors
-        halves = high.view(torch.int16).unflatten(1, (-1, 1, 1, 2))
-        shifts = torch.tensor(SHIFTS, dtype=torch.int16, device=high.device).t()[..., None]  # [j, i, 1]
-        return int4.unpacked(low, 16) + ((halves >> shifts & 3) << 4).flatten(1) - 32
+        halves = high.view(torch.int16).unflatten(1, (-1, 1, 2, 1))
+        shifts = torch.tensor(SHIFTS, dtype=torch.int16, device=high.device)[:, None]  # [i, 1, j]
+        return int4.unpacked(low) + ((halves >> shifts & 3) << 4).flatten(1) - 32
 
     def stored(self, codes: Tensor) -> Tensors:
         codes = codes + 32
         upper, halves = (codes >> 4).to(torch.int16).unflatten(1, (-1, 4, 2, 2)), 0  # [N, K / 16, j, i, neighbours]
         for i, j in itertools.product(range(2), range(4)):
             halves |= upper[:, :, j, i] << SHIFTS[i][j]
-        return int4.packed(codes & 15, 16), halves.flatten(1).view(torch.int32)
+        return int4.packed(codes & 15, 2), halves.flatten(1).view(torch.int32)
 
 
 SHIFTS = ((4, 8, 6, 10), (12, 0, 14, 2))  # by word i and pair j
@@ -537,8 +539,7 @@ class Float8Groups(Grouped):
         return tensors[1], torch.zeros_like(tensors[1])
 
     def write(self, b: Blocks, out: Tensors) -> None:
-        codes = ordered(b.codes, self.order(b.codes.shape[1], b.codes.device))
-        fp8.Float8.write(self, b._replace(codes=codes), out)
+        fp8.Float8.write(self, b._replace(codes=self.in_runs(b.codes)), out)
 
 
 @jit
@@ -629,12 +630,6 @@ def _blocks4(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Bloc
     return Blocks(codes, each(scale.float()), zero=each(zero))
 
 
-def _nibbles_of(words: Tensor) -> Tensor:
-    """int32 [A, B] to int8 [A, 8 B], the lowest bits first."""
-    raw = words.contiguous().view(torch.uint8)
-    return torch.stack((raw & 15, raw >> 4), 2).flatten(1).view(torch.int8)
-
-
 def _gemm(group: int, N: int, K: int, codes: tuple[int, int]) -> dict:
     """What AWQ and GPTQ store."""
     G = max(1, K // group)
@@ -646,7 +641,7 @@ def awq(group: int) -> Layout:
     format = _held_in(group)
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
-        in_order = lambda t: _nibbles_of(t).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
+        in_order = lambda t: int4.nibbles(t).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
         return _blocks4(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
 
     return Layout("AWQ", format, lambda N, K: _gemm(group, N, K, (K, N // 8)), blocks, group)
@@ -661,14 +656,14 @@ def gptq(group: int, version_2: bool) -> Layout:
         return _gemm(group, N, K, (K // 8, N)) | {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
-        codes, zero = _nibbles_of(t["qweight"].t()), _nibbles_of(t["qzeros"]).t()
+        codes, zero = int4.nibbles(t["qweight"].t()), int4.nibbles(t["qzeros"]).t()
         check_order(t.get("g_idx"), codes.shape[1], zero.shape[1])
         if "bias" in t and t["bias"].any():
             raise ValueError("a bias, which this architecture does not have")
         if ((zero == 7).all() | (zero == 8).all()).item():
             zero = torch.full_like(zero, 8)
         elif not version_2:  # 1 was subtracted in whole words, so a zero point of 0 has borrowed from the next one
-            zero = _nibbles_of(t["qzeros"] + 0x11111111).t()
+            zero = int4.nibbles(t["qzeros"] + 0x11111111).t()
         return _blocks4(format, codes, t["scales"].t(), zero)
 
     return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"))
@@ -691,9 +686,9 @@ def packed(group: int, symmetric: bool) -> Layout:
         return found | zero | {"weight_g_idx": (INT32, [(K,)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
-        codes, scale = _nibbles_of(t["weight_packed"]), t["weight_scale"]
+        codes, scale = int4.nibbles(t["weight_packed"]), t["weight_scale"]
         check_order(t.get("weight_g_idx"), codes.shape[1], scale.shape[1])
-        zero = torch.full_like(scale, 8) if symmetric else _nibbles_of(t["weight_zero_point"].t()).t()
+        zero = torch.full_like(scale, 8) if symmetric else int4.nibbles(t["weight_zero_point"].t()).t()
         return _blocks4(format, codes, scale, zero)
 
     return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",))

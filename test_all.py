@@ -1119,7 +1119,7 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
         kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
     kernels.fused.rmsnorm_swiglu(new(1, 4096), new(4096), blank(66, 4096, INT4), 1e-5)
-    fp8._recode(blank(66, 4096, INT4), *fp8.empty_codes(new(66, 4096)))
+    fp8._recode(blank(66, 4096, INT4), new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32))
     for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
         for extra in (dict(bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
             run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, **extra)
@@ -1129,7 +1129,8 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
         exchange = parallel.Exchange([w, output], 0, [0, 0], new(2 * (C + V), dtype=torch.int64))
         exchange.linear_add(new(1, F), w, new(1, C))
         exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, new(1, 2 * V - 1, dtype=torch.float32))
-    kernels._launch_rmsnorm(new(3, 512), new(512), 1e-5, *fp8.encode_rows(new(3, 512)))
+    for norm in (None, new(512)):
+        kernels.encode_rows(new(3, 512), norm, 1e-5)
     for T, D in ((1, 128), (100, 128 if half else 64)):
         caches = [new(8, 500, D, dtype=torch.int8) for _ in range(2)]
         arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
@@ -1448,7 +1449,7 @@ class Grouped(fp8.Format):
         out[0].copy_((groups / out[1][..., None].float()).round().clamp(-127, 127).flatten(1))
         return out
 
-    def decoded(self, tensors):
+    def weights(self, tensors):
         codes, scales = tensors
         return (codes.float().unflatten(1, (-1, 32)) * scales[..., None].float()).flatten(1)
 
@@ -1661,16 +1662,24 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
 @needs_triton
 def test_activations_and_normed_activations_as_codes():
     x = randn(5, 300, dtype=torch.float16) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].half()
-    codes, scales = fp8.encode_rows(x)
+    codes, scales = kernels.encode_rows(x)
     peak = x.float().abs().amax(1, keepdim=True)
     assert torch.allclose(scales, peak / 448)
     assert torch.equal(codes, E4M3.round(x.float() * (448 / peak)))  # x / scales would round differently
     x, norm = x.float(), randn(300, dtype=torch.float32)
-    (codes, scales), exact = fp8.empty_codes(x), kernels.rmsnorm_ref(x, norm, 1e-5)
-    kernels._launch_rmsnorm(x, norm, 1e-5, codes, scales)
+    (codes, scales), exact = kernels.encode_rows(x, norm, 1e-5), kernels.rmsnorm_ref(x, norm, 1e-5)
     assert torch.allclose(scales, exact.abs().amax(1, keepdim=True) / 448)
     nearest = E4M3.floats(E4M3.round(exact / scales))
     assert nmse(E4M3.floats(codes), nearest) < 1e-5  # a value half-way between two codes may go to either
+
+
+@needs_triton
+@pytest.mark.parametrize("K", [96, 4448])
+def test_int4_recoded_as_e4m3(K):
+    w = int4_matrix(64, K)
+    recoded = E4M3.empty(64, K, w.data.device)
+    fp8._recode(w, *recoded)
+    assert nmse(E4M3.decoded(recoded), w.dense()) < 2.0**-10  # three bits of mantissa: 2^-8 / 12 to 2^-6 / 12
 
 
 @needs_triton
