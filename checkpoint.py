@@ -381,7 +381,7 @@ def gguf_parts(header: ggml.GGUF) -> list[Part]:
     """The tensors of a GGUF file or of a split one. Those of one dimension are never quantised."""
     parts = []
     for info in header.tensors.values():
-        kind = info.type if info.type.quantised and len(info.shape) == 2 else None
+        kind = info.type if info.type.block > 1 and len(info.shape) == 2 else None
         dtype = torch.float32 if kind else SAFETENSORS_TYPES.get(info.type.name)
         parts.append(Part(info.file, info.name, dtype, info.shape, info.offset, kind=kind))
     return parts
@@ -501,7 +501,9 @@ class Checkpoint:
             if layout := _quantisation(Fields(folder / "config.json")):
                 parts = self._gathered(layout, {part.name: part for part in parts})
         # RoPE rotates rows i and i + D / 2 of a head, not neighbours
-        self.halves = self.layout == "hugging_face" or bool(header) and header.architecture != "llama"
+        self.halves = self.layout == "hugging_face"
+        if header:
+            self.halves = header.metadata["general.architecture"] != "llama"
         expected = {name: (quants.FLOATS, shape) for name, shape in tensor_shapes(self.config, self.layout).items()}
         if self.format:
             expected = saved_tensors(self.config, self.format)

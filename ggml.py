@@ -65,12 +65,8 @@ class Type(NamedTuple):
     """How a tensor's values are stored."""
 
     name: str
-    block: int  # values in a block
+    block: int  # values in a block; more than 1 if they are quantised
     nbytes: int  # of a block
-
-    @property
-    def quantised(self) -> bool:
-        return self.block > 1
 
 
 TYPES = {  # by their numbers in files; llama.cpp makes Q5_0 of what was to be Q4_K where 256 does not divide a row
@@ -113,10 +109,6 @@ class GGUF:
     file: Path  # that the metadata comes from
     metadata: dict[str, Any]  # arrays: lists of strings, or numbers as memoryviews
     tensors: dict[str, TensorInfo]
-
-    @property
-    def architecture(self) -> str:  # Mistral's files say llama
-        return self.need("general.architecture", str)
 
     def get(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
         """A value of the metadata that must have a type; None, or the default, if there is none. Raises ValueError."""
@@ -258,10 +250,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 def config_json(gguf: GGUF) -> dict[str, Any]:
     """The model's configuration as a config.json would have it, whose reader checks its values. Raises ValueError."""
-    arch = gguf.architecture
-    if arch not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{gguf.file} is of the architecture {arch}, which is not supported (supported: {known})")
+    arch = gguf.choice("general.architecture", ARCHITECTURES)  # Mistral's files say llama
 
     def said(name: str) -> Any:
         value = gguf.metadata.get(f"{arch}.{name}")

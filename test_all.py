@@ -3504,7 +3504,7 @@ def test_spoiled_tokenizer_json(tmp_path, how):
 # ---- ggml.py and quants.py: files by llama.cpp's package gguf, whose decoding is the reference
 
 
-QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.quantised}
+QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
 HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}  # at the start of a block; others have one, Q6_K's is the last
 BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.model": "gpt2",
@@ -3828,7 +3828,7 @@ DAMAGED_GGUF = {
     ),
 }
 CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or among the tensors: what the line says
-    "another architecture": ({"general.architecture": "gemma3"}, "of the architecture gemma3, which is not supported"),
+    "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
     "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
     "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
     "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
