@@ -452,7 +452,7 @@ class Chat:
         if answered:
             self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
             ids = self.session.tokenizer.encode(answer.text, bos=False) if answer.ended_by == "stop" else answer.ids
-            self.past = prompt.answered(answer.text, ids)
+            self.past = Prompt(prompt.text, prompt.ids + ids, answer.text)
         self.blank_line()
         return answered
 

@@ -719,15 +719,11 @@ def find_checkpoint(name: str | Path) -> Path:
     name = str(name)
     if folder := local_checkpoint(name):
         return folder
-    import huggingface_hub
     from huggingface_hub import constants, errors
 
     repository, _, kind = name.partition(":")
     if found := _cached(repository, kind) or not kind and _cached(repository, "Q4_K_M"):
         return found
-    if huggingface_hub.is_offline_mode():
-        cache = f"the hub's cache {constants.HF_HUB_CACHE} does not hold all of it"
-        raise FileNotFoundError(f"no folder {name} here; {cache}, and HF_HUB_OFFLINE is set")
     try:
         return _download(repository, kind)
     except errors.GatedRepoError:

@@ -88,7 +88,7 @@ from model import BANNED, CHUNK, PADDED, Config, KVCache, Llama, Timings, captur
 from parallel import Ranks
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
-from tokenizer import TEMPLATES, TextStream, Tokenizer, encode_continuation, find_template, tokenizer_file
+from tokenizer import TEMPLATES, Prompt, TextStream, Tokenizer, encode_continuation, find_template, tokenizer_file
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HERE = Path(__file__).parent
@@ -2189,7 +2189,7 @@ def test_chat_regen_of_white_space(tiny):
     tokenizer, messages = Tokenizer(tiny, chat_template="llama2"), [{"role": "user", "content": "hello"}]
     prompt = tokenizer.chat_prompt(messages)
     for answer in (" \n ", "", "good day"):
-        past = prompt.answered(answer, tokenizer.encode(answer, bos=False))
+        past = Prompt(prompt.text, prompt.ids + tokenizer.encode(answer, bos=False), answer)
         assert tokenizer.chat_prompt(messages, past=past) == prompt, "the same question, not the answer continued"
         again = [*messages, {"role": "assistant", "content": answer}, *messages]
         assert tokenizer.chat_prompt(again, past=past).ids[: len(past.ids)] == past.ids
@@ -2676,7 +2676,12 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
     "gguf": (dict(files={"a.IQ4_0.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
     "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
     "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
-    "offline": ({}, "offline", "tiny", "no folder someone/tiny here; the hub's cache"),
+    "offline": (
+        {},
+        "offline",
+        "tiny",
+        "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`",
+    ),
     "not there": ({}, "not there", "tiny", "and the download from http://127.0.0.1:9 failed (Conn"),
 }
 
@@ -3443,7 +3448,7 @@ def test_answers_keep_their_tokens(tmp_path, family):
     prompt = t.chat_prompt(first)
     # Not the tokens that the whole text would have
     answer = [i for letter in "a tale" for i in t.vocabulary.encode_after(letter)]
-    again = t.chat_prompt(second, past=prompt.answered("a tale", answer))
+    again = t.chat_prompt(second, past=Prompt(prompt.text, prompt.ids + answer, "a tale"))
     if not again.text.startswith(prompt.text):
         assert "deepseek" in family, "which writes <think> before an answer, but not before a past one"
         return
@@ -3452,7 +3457,7 @@ def test_answers_keep_their_tokens(tmp_path, family):
     same = lambda ids: t.decode(ids).replace(" ", "")  # but for the space that this answer lacks
     assert same(again.ids) == same(t.apply_chat_template(second)) and ids == {end} <= set(t.control.values())
     assert stops == (["<|user|>"] if "zephyr" in family else [])
-    other = t.chat_prompt(second, past=prompt.answered("another", answer))
+    other = t.chat_prompt(second, past=Prompt(prompt.text, prompt.ids + answer, "another"))
     assert other.ids == t.apply_chat_template(second), "what was said is not what the conversation holds"
 
 
@@ -3938,7 +3943,7 @@ def test_gguf_sentencepiece(tmp_path):
     ours = tokenizer(4102, about, **more)
     assert ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"} and ours.control["<|im_start|>"] == 4096
     assert 4098 in ours.encode("so <think> hm") and 4097 not in ours.encode("<|im_end|>")
-    assert ours.decode([4097, *ours.encode("a b")]) == "a b" and not ours.adds_space
+    assert ours.decode([4097, *ours.encode("a b")]) == "a b" and not ours.vocabulary.adds_space
 
 
 WORD, REST = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -400,9 +400,6 @@ class Prompt:
     ids: list[int]
     answer: str = ""
 
-    def answered(self, answer: str, ids: list[int]) -> "Prompt":
-        return Prompt(self.text, self.ids + ids, answer)
-
 
 class Tokenizer:
     """A checkpoint's tokenizer.model or tokenizer.json, or what a GGUF file has of one, its control tokens and its chat
@@ -438,7 +435,6 @@ class Tokenizer:
         self._pattern, self._longest = any_of(self.control), max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
-        self.adds_space = self.vocabulary.adds_space
         tokens = {name: self.config.get(name) for name in NAMES}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
         self.named = self.vocabulary.named | {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -459,7 +455,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, without the space that some tokenizers put before a text."""
         text = _replaced(b"".join(map(self.bytes_of, ids)).decode(errors=self.vocabulary.utf8_errors))
-        return text.removeprefix(" ") if self.adds_space else text
+        return text.removeprefix(" ") if self.vocabulary.adds_space else text
 
     def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """A conversation ("role" and "content" of each message) to ids, up to where the model answers. Only the
@@ -562,7 +558,7 @@ class TextStream:
         """at_start: the text begins here, so that the leading space of the first token is not part of it."""
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
-        self.strip_space = at_start and tokenizer.adds_space
+        self.strip_space = at_start and tokenizer.vocabulary.adds_space
         self.stopped = False  # a stop string was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._held = ""
