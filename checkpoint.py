@@ -759,10 +759,7 @@ def _cached(name: str, kind: str) -> Path | None:
             huggingface_hub.snapshot_download(name, allow_patterns=[] if kind else wanted, local_files_only=True)
         )
         if kind:
-            found = pick_gguf([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], kind)
-            if not found:
-                return None
-            at = folder / found[0]
+            at = folder / pick_gguf([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], kind)[0]
         try:
             read_config(at)
         except ValueError:  # not supported: load says why
@@ -770,7 +767,7 @@ def _cached(name: str, kind: str) -> Path | None:
         Checkpoint(at)
         if at == folder:
             tokenizer_file(folder)
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return None
     return at
 

@@ -377,7 +377,7 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
         if 0 <= i < len(tokens):
             config[f"{name}_token"] = tokens[i]
     if kind == "llama":
-        file, add_bos = _sentencepiece(gguf, tokens, types, config), True
+        file, add_bos = _sentencepiece(gguf, tokens, types), True
         config["legacy"] = True  # text after a control token begins with a space, as in llama.cpp
     else:
         pre = PRE_TOKENIZERS[gguf.choice("tokenizer.ggml.pre", PRE_TOKENIZERS)]
@@ -415,7 +415,7 @@ def _byte_pairs(gguf: GGUF, tokens: list[str], types: list[int], pre: PreTokeniz
     }
 
 
-def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int], config: dict) -> bytes:
+def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> bytes:
     """The bytes of a tokenizer.model: protocol buffers, as in sentencepiece_model.proto."""
     scores = _for_each(tokens, gguf, "tokenizer.ggml.scores")
     unknown = gguf.get("tokenizer.ggml.unknown_token_id", int, 0)
@@ -425,9 +425,7 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int], config: dict
         _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind))
         for token, score, kind in zip(tokens, scores, kinds)
     ]
-    names = {45: "unk_token", 46: "bos_token", 47: "eos_token", 48: "pad_token"}  # fields of TrainerSpec
     trainer = _field(3, 2) + _field(35, int(BYTE in types))  # model_type: BPE; byte_fallback
-    trainer += b"".join(_field(i, config[name].encode()) for i, name in names.items() if name in config)
     normalizer = _field(1, b"identity")
     normalizer += _field(3, int(gguf.get("tokenizer.ggml.add_space_prefix", bool, True)))
     normalizer += _field(4, int(gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)))
