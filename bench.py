@@ -944,17 +944,6 @@ def own_table(model: Llama, kind: str) -> dict:
 # ---- perplexity
 
 
-def windows(count: int, ctx: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """The start and end of each window, and the first token that it counts, so that every token counts once."""
-    counted = 0
-    for start in range(0, count, stride):
-        end = min(start + ctx, count)
-        yield start, end, counted
-        counted = end
-        if end == count:
-            return
-
-
 def losses_of(targets: Tensor, logits: Tensor, other: Tensor | None = None) -> dict[str, Tensor]:
     """For each token the loss; with the logits of a second model also its loss, and how far their distributions differ.
     targets [T]: the actual next tokens; logits [T, V] in fp32."""
@@ -988,20 +977,20 @@ def perplexity(
     """Evaluate ids in windows of ctx tokens, every `stride`, each started with bos, and yield what losses_of finds,
     part by part. A window's input is bos and all its tokens but the last; each token counts in the first window with
     it."""
-    models = [m for m in (model, against) if m]
-    caches = [KVCache(m, ctx) for m in models]
-    chunk = CHUNK["cpu"]  # tokens at a time: the logits of a whole window would be large
-    for start, end, counted in windows(len(ids), ctx, stride):
-        inputs = torch.tensor([bos, *ids[start : end - 1]], device=model.device)
-        targets = torch.tensor(ids[start:end], device=model.device)
-        skip = counted - start
-        for kv in caches:
+    caches, end = [(m, KVCache(m, ctx)) for m in (model, against) if m], 0
+    for start in range(0, len(ids), stride):
+        counted, end = end, min(start + ctx, len(ids))
+        window, skip = [bos, *ids[start:end]], counted - start
+        for m, kv in caches:
             kv.truncate(0)
-        for part, goal in zip(inputs.split(chunk), targets.split(chunk)):
-            logits = [m.forward(part, kv) for m, kv in zip(models, caches)]
-            if skip < len(part):
-                yield losses_of(goal[skip:], *(found[skip:] for found in logits))
-            skip = max(skip - len(part), 0)
+            if skip:
+                m.prefill(window[:skip], kv)
+        tokens = torch.tensor(window[skip:], device=model.device)
+        # In parts: the logits of a whole window would be large
+        for part, goal in zip(tokens[:-1].split(CHUNK["cpu"]), tokens[1:].split(CHUNK["cpu"])):
+            yield losses_of(goal, *(m.forward(part, kv) for m, kv in caches))
+        if end == len(ids):
+            return
 
 
 def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, str, list[int]]:

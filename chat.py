@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import io
 import json
 import os
 import re
@@ -40,25 +39,15 @@ YOURS, PLAIN = "\001\033[1;32m\002", "\033[0m"  # typed text is bold green; \001
 # ---- standard streams
 
 
-class Lossy(io.FileIO):
-    """A file that drops what it cannot write."""
-
-    def write(self, data) -> int:
-        with suppress(OSError):
-            return super().write(data)
-        return len(data)
-
-
 def use_safe_streams() -> None:
-    """UTF-8 for stdin and stdout; /dev/null for a stream that is closed; a full disk or a closed pipe behind stderr
-    does not end a good run. Of several processes (parallel.py), only rank 0 reads and writes."""
+    """UTF-8, and /dev/null for a stream that is closed. Of several processes (parallel.py), only rank 0 reads and
+    writes."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None or not is_rank0():
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="strict")
-    if is_rank0():
-        sys.stderr = io.TextIOWrapper(Lossy(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
+    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def is_rank0() -> bool:
@@ -126,7 +115,10 @@ def note(text: str) -> None:
         under = [re.match(r"(\S+ )+ +|", line).end() * " " for line in text.split("\n")]
         fill = functools.partial(textwrap.fill, width=screen_width(), break_long_words=False, break_on_hyphens=False)
         text = "\n".join(fill(line, subsequent_indent=indent) for line, indent in zip(text.split("\n"), under))
-    print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # a full disk or a closed pipe behind it does not end a good run
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def show(text: str) -> None:
@@ -460,7 +452,7 @@ class Chat:
         if answered:
             self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
             ids = self.session.tokenizer.encode(answer.text, bos=False) if answer.ended_by == "stop" else answer.ids
-            self.past = prompt.answered(answer.text, ids)
+            self.past = Prompt(prompt.text, prompt.ids + ids, answer.text)
         self.blank_line()
         return answered
 

@@ -381,7 +381,7 @@ def gguf_parts(header: ggml.GGUF) -> list[Part]:
     """The tensors of a GGUF file or of a split one. Those of one dimension are never quantised."""
     parts = []
     for info in header.tensors.values():
-        kind = info.type if info.type.quantised and len(info.shape) == 2 else None
+        kind = info.type if info.type.block > 1 and len(info.shape) == 2 else None
         dtype = torch.float32 if kind else SAFETENSORS_TYPES.get(info.type.name)
         parts.append(Part(info.file, info.name, dtype, info.shape, info.offset, kind=kind))
     return parts
@@ -501,7 +501,9 @@ class Checkpoint:
             if layout := _quantisation(Fields(folder / "config.json")):
                 parts = self._gathered(layout, {part.name: part for part in parts})
         # RoPE rotates rows i and i + D / 2 of a head, not neighbours
-        self.halves = self.layout == "hugging_face" or bool(header) and header.architecture != "llama"
+        self.halves = self.layout == "hugging_face"
+        if header:
+            self.halves = header.metadata["general.architecture"] != "llama"
         expected = {name: (quants.FLOATS, shape) for name, shape in tensor_shapes(self.config, self.layout).items()}
         if self.format:
             expected = saved_tensors(self.config, self.format)
@@ -717,15 +719,11 @@ def find_checkpoint(name: str | Path) -> Path:
     name = str(name)
     if folder := local_checkpoint(name):
         return folder
-    import huggingface_hub
     from huggingface_hub import constants, errors
 
     repository, _, kind = name.partition(":")
     if found := _cached(repository, kind) or not kind and _cached(repository, "Q4_K_M"):
         return found
-    if huggingface_hub.is_offline_mode():
-        cache = f"the hub's cache {constants.HF_HUB_CACHE} does not hold all of it"
-        raise FileNotFoundError(f"no folder {name} here; {cache}, and HF_HUB_OFFLINE is set")
     try:
         return _download(repository, kind)
     except errors.GatedRepoError:
@@ -761,10 +759,7 @@ def _cached(name: str, kind: str) -> Path | None:
             huggingface_hub.snapshot_download(name, allow_patterns=[] if kind else wanted, local_files_only=True)
         )
         if kind:
-            found = pick_gguf([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], kind)
-            if not found:
-                return None
-            at = folder / found[0]
+            at = folder / pick_gguf([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], kind)[0]
         try:
             read_config(at)
         except ValueError:  # not supported: load says why
@@ -772,7 +767,7 @@ def _cached(name: str, kind: str) -> Path | None:
         Checkpoint(at)
         if at == folder:
             tokenizer_file(folder)
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return None
     return at
 

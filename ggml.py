@@ -65,12 +65,8 @@ class Type(NamedTuple):
     """How a tensor's values are stored."""
 
     name: str
-    block: int  # values in a block
+    block: int  # values in a block; more than 1 if they are quantised
     nbytes: int  # of a block
-
-    @property
-    def quantised(self) -> bool:
-        return self.block > 1
 
 
 TYPES = {  # by their numbers in files; llama.cpp makes Q5_0 of what was to be Q4_K where 256 does not divide a row
@@ -113,10 +109,6 @@ class GGUF:
     file: Path  # that the metadata comes from
     metadata: dict[str, Any]  # arrays: lists of strings, or numbers as memoryviews
     tensors: dict[str, TensorInfo]
-
-    @property
-    def architecture(self) -> str:  # Mistral's files say llama
-        return self.need("general.architecture", str)
 
     def get(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
         """A value of the metadata that must have a type; None, or the default, if there is none. Raises ValueError."""
@@ -258,10 +250,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 def config_json(gguf: GGUF) -> dict[str, Any]:
     """The model's configuration as a config.json would have it, whose reader checks its values. Raises ValueError."""
-    arch = gguf.architecture
-    if arch not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{gguf.file} is of the architecture {arch}, which is not supported (supported: {known})")
+    arch = gguf.choice("general.architecture", ARCHITECTURES)  # Mistral's files say llama
 
     def said(name: str) -> Any:
         value = gguf.metadata.get(f"{arch}.{name}")
@@ -388,7 +377,7 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
         if 0 <= i < len(tokens):
             config[f"{name}_token"] = tokens[i]
     if kind == "llama":
-        file, add_bos = _sentencepiece(gguf, tokens, types, config), True
+        file, add_bos = _sentencepiece(gguf, tokens, types), True
         config["legacy"] = True  # text after a control token begins with a space, as in llama.cpp
     else:
         pre = PRE_TOKENIZERS[gguf.choice("tokenizer.ggml.pre", PRE_TOKENIZERS)]
@@ -426,7 +415,7 @@ def _byte_pairs(gguf: GGUF, tokens: list[str], types: list[int], pre: PreTokeniz
     }
 
 
-def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int], config: dict) -> bytes:
+def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> bytes:
     """The bytes of a tokenizer.model: protocol buffers, as in sentencepiece_model.proto."""
     scores = _for_each(tokens, gguf, "tokenizer.ggml.scores")
     unknown = gguf.get("tokenizer.ggml.unknown_token_id", int, 0)
@@ -436,9 +425,7 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int], config: dict
         _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind))
         for token, score, kind in zip(tokens, scores, kinds)
     ]
-    names = {45: "unk_token", 46: "bos_token", 47: "eos_token", 48: "pad_token"}  # fields of TrainerSpec
     trainer = _field(3, 2) + _field(35, int(BYTE in types))  # model_type: BPE; byte_fallback
-    trainer += b"".join(_field(i, config[name].encode()) for i, name in names.items() if name in config)
     normalizer = _field(1, b"identity")
     normalizer += _field(3, int(gguf.get("tokenizer.ggml.add_space_prefix", bool, True)))
     normalizer += _field(4, int(gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)))

@@ -515,8 +515,6 @@ def complete(session: Session, prompt: str) -> None:
     """Print the prompt, once it is evaluated, and its continuation."""
     args, tokenizer = session.args, session.tokenizer
     ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
-    if not ids:
-        raise ValueError("the prompt is empty, and the tokenizer has no bos or eos to start from")
     printer = Printer("" if args.no_display_prompt else prompt)
     if session.answer(prompt, ids, printer, session.eos, args.stop, at_start=not prompt).ended_by == "interrupt":
         raise KeyboardInterrupt

@@ -223,6 +223,9 @@ class Vocabulary:
     control: dict[str, int]  # ids of the control tokens
     named: dict[str, str]  # some of these by name ("bos_token")
     adds_space: bool  # a text is encoded with a space before it
+    space_after_control: bool  # and so is what follows a control token
+    lstrip: Collection[str] = ()  # control tokens that take the white space before them
+    rstrip: Collection[str] = ()  # and after them
     utf8_errors: str  # how bytes that are not UTF-8 are decoded
 
     def encode(self, text: str) -> list[int]:
@@ -235,10 +238,23 @@ class Vocabulary:
                 ids += encode_continuation(text[begin:end], lambda part: self._encode(part)[0])
         return ids
 
-    def encode_after(self, text: str, encode: Callable[[str], list[int]] | None = None) -> list[int]:
+    def encode_after(self, text: str) -> list[int]:
         """Text that continues other text: without the space that some vocabularies put before a text."""
-        encode = encode or self.encode
-        return encode_continuation(text, encode) if self.adds_space and text else encode(text)
+        return encode_continuation(text, self.encode) if self.adds_space and text else self.encode(text)
+
+    def encode_chat(self, text: str, control: list[Span], after: bool) -> list[int]:
+        """A rendered conversation, or (after) the rest of one. control: spans of control tokens; what else looks like
+        one is text."""
+        ids, done, spaced, before = [], 0, not after, ""
+        for begin, end in [*control, (len(text), len(text))]:
+            part, token = text[done:begin], text[begin:end]
+            part = part.lstrip() if before in self.rstrip else part
+            part = part.rstrip() if token in self.lstrip else part
+            ids += self.encode(part) if spaced else self.encode_after(part)
+            if token:
+                ids.append(self.control[token])
+            done, spaced, before = end, self.space_after_control, token
+        return ids
 
 
 class SentencePiece(Vocabulary):
@@ -264,7 +280,7 @@ class SentencePiece(Vocabulary):
         self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
         ids = {"bos_token": self.sp.bos_id(), "eos_token": self.sp.eos_id(), "unk_token": self.sp.unk_id()}
         self.named = {name: pieces[i] for name, i in ids.items() if i >= 0}
-        self._space_after_control = bool(config.get("legacy", not config))  # as in Meta's own programs
+        self.space_after_control = bool(config.get("legacy", not config))  # as in Meta's own programs
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for: none for a control token or one beyond the vocabulary."""
@@ -282,18 +298,6 @@ class SentencePiece(Vocabulary):
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         """The ids of a text, and where the control tokens begin that the vocabulary itself finds in it."""
         return self.sp.encode(text), [mark.start() for mark in self._in_text.finditer(text)]
-
-    def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
-        """A rendered conversation, or (after) the rest of one. control: spans of control tokens; typed: look-alikes in
-        messages, encoded as text."""
-        ids, done, spaced = [], 0, not after
-        for begin, end in [*control, (len(text), len(text))]:
-            part = text[done:begin]
-            ids += self.encode(part) if spaced else self.encode_after(part)
-            if end > begin:
-                ids.append(self.control[text[begin:end]])
-            done, spaced = end, self._space_after_control
-        return ids
 
 
 def _added_tokens(folder: Path, config: dict) -> dict[str, int]:
@@ -323,6 +327,7 @@ class TokenizerJson(Vocabulary):
             self.control = {
                 text: i for i, text in self._added.items() if text in self._special or self.MARK.fullmatch(text)
             }
+            self.lstrip, self.rstrip = ({t["content"] for t in added if t[strip]} for strip in ("lstrip", "rstrip"))
             raw["added_tokens"] = [token | {"special": token["content"] in self.control} for token in added]
             kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))  # it may be composed of several
             self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
@@ -338,8 +343,10 @@ class TokenizerJson(Vocabulary):
         self.utf8_errors = "replace" if self._byte_level else "surrogateescape"  # U+FFFD per sequence or byte
         self._control_ids = set(self.control.values()) - {self._library.token_to_id(str(raw["model"].get("unk_token")))}
         self.named: dict[str, str] = {}
-        first = self._encode("a")[0]
+        first, after_control = (self._encode(text + "a")[0] for text in ("", next(iter(self.control), "")))
         self.adds_space = bool(first) and self.bytes_of(first[0]).startswith(b" ")
+        self.space_after_control = after_control[1:] == first
+        self._library.encode_special_tokens = True  # as text
 
     def bytes_of(self, token: int) -> bytes:
         if token in self._added:
@@ -359,33 +366,10 @@ class TokenizerJson(Vocabulary):
         text, whole = self._encode("a")[0], self._library.encode("a").ids
         return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text), [])
 
-    def _run(self, text: str, control: bool):
-        """The library's encoding of a text, in which control tokens are tokens or text."""
-        self._library.encode_special_tokens = not control
-        return self._library.encode(text, add_special_tokens=False)
-
-    def _control_in(self, encoding) -> list[Span]:
-        return [span for i, span in zip(encoding.ids, encoding.offsets) if i in self._control_ids]
-
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        encoding = self._run(text, control=False)
-        return encoding.ids, [begin for begin, end in self._control_in(encoding) if end - begin > 1]
-
-    def encode_chat(self, text: str, control: list[Span], typed: list[Span], after: bool) -> list[int]:
-        """As the library encodes it, except that `typed` spans are text, and so are control tokens that only the
-        library finds (it may normalise the text first)."""
-        encoding, own = self._run(text, control=True), {i for begin, end in control for i in range(begin, end)}
-        typed = sorted({*typed, *(span for span in self._control_in(encoding) if own.isdisjoint(range(*span)))})
-        if not typed and not after:
-            return encoding.ids
-        with_control = lambda part: self._run(part, control=True).ids
-        ids, done = [], 0
-        for begin, end in [*typed, (len(text), len(text))]:
-            part = text[done:begin]
-            ids += self.encode_after(part, with_control) if done or after else with_control(part)
-            ids += self.encode_after(text[max(begin, done) : end])
-            done = max(end, done)
-        return ids
+        encoding = self._library.encode(text, add_special_tokens=False)
+        found = zip(encoding.ids, encoding.offsets)
+        return encoding.ids, [begin for i, (begin, end) in found if i in self._control_ids and end - begin > 1]
 
 
 # GPT-2's alphabet: a character for each byte, visible ones of Latin-1 for themselves, the others from 256 on
@@ -415,9 +399,6 @@ class Prompt:
     text: str
     ids: list[int]
     answer: str = ""
-
-    def answered(self, answer: str, ids: list[int]) -> "Prompt":
-        return Prompt(self.text, self.ids + ids, answer)
 
 
 class Tokenizer:
@@ -454,7 +435,6 @@ class Tokenizer:
         self._pattern, self._longest = any_of(self.control), max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
-        self.adds_space = self.vocabulary.adds_space
         tokens = {name: self.config.get(name) for name in NAMES}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
         self.named = self.vocabulary.named | {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -475,7 +455,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, without the space that some tokenizers put before a text."""
         text = _replaced(b"".join(map(self.bytes_of, ids)).decode(errors=self.vocabulary.utf8_errors))
-        return text.removeprefix(" ") if self.adds_space else text
+        return text.removeprefix(" ") if self.vocabulary.adds_space else text
 
     def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """A conversation ("role" and "content" of each message) to ids, up to where the model answers. Only the
@@ -490,10 +470,10 @@ class Tokenizer:
     ) -> Prompt:
         """The same, with its text. If it continues `past`, an answered prompt, so do the ids: the tokens of an answer
         need not be those that its text would be encoded to, and what was evaluated can stay in the cache."""
-        text, control, typed = self._render(messages, add_generation_prompt)
+        text, control = self._render(messages, add_generation_prompt)
         start = self._end_of(past, text)
-        spans = [[(b - start, e - start) for b, e in where if b >= start] for where in (control, typed)]
-        ids = self.vocabulary.encode_chat(text[start:], *spans, after=start > 0)
+        control = [(begin - start, end - start) for begin, end in control if begin >= start]
+        ids = self.vocabulary.encode_chat(text[start:], control, after=start > 0)
         if start:
             ids = past.ids + ids
         if not ids:
@@ -514,7 +494,7 @@ class Tokenizer:
         tokens and, if the template has none for the roles, text."""
         first, answer, second = (secrets.token_hex(8) for _ in range(3))
         roles = {first: "user", answer: "assistant", second: "user"}
-        text, control, _ = self._render([{"role": role, "content": word} for word, role in roles.items()], False)
+        text, control = self._render([{"role": role, "content": word} for word, role in roles.items()], False)
         begin, end = text.find(answer) + len(answer), text.find(second)
         if not len(answer) <= begin <= end:  # it does not write one of them
             return set(), []
@@ -526,10 +506,10 @@ class Tokenizer:
         lines = any_of(tokens).sub("", gap).strip().splitlines()
         return ids, lines[:1]
 
-    def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span], list[Span]]:
-        """The text of a conversation, where the template wrote control tokens, and where text only looks like one.
+    def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where the template wrote control tokens.
 
-        A character that occurs nowhere else marks the latter in the messages: it is put before what looks like a
+        A character that occurs nowhere else marks what is typed: in messages it is put before what looks like a
         control token, or could become one together with what the template writes around the message. No mark stands
         in a token or after it, since templates look for "</think>" and strip what follows.
         """
@@ -540,10 +520,7 @@ class Tokenizer:
         variables = dict(messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None)
         parts = render(self.chat_template, **variables, **self.named).split(mark)
         marks, text = {*accumulate(map(len, parts[:-1]))}, "".join(parts)
-        control, typed = [], []
-        for begin, end in self._control_in(text):
-            (control if marks.isdisjoint(range(begin, end)) else typed).append((begin, end))
-        return text, control, typed
+        return text, [span for span in self._control_in(text) if marks.isdisjoint(range(*span))]
 
     def _marked(self, content: str, mark: str) -> str:
         start, end = len(content) - len(content.lstrip()), len(content.rstrip())
@@ -581,7 +558,7 @@ class TextStream:
         """at_start: the text begins here, so that the leading space of the first token is not part of it."""
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
-        self.strip_space = at_start and tokenizer.adds_space
+        self.strip_space = at_start and tokenizer.vocabulary.adds_space
         self.stopped = False  # a stop string was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._held = ""

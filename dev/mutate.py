@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant("tokenizer.py", "places.add(start)", "pass", "half_typed"),
     Mutant("tokenizer.py", 'utf8_errors = "replace" if', 'utf8_errors = "replace" if not', "tokenizer_json"),
     Mutant("tokenizer.py", "        if ids[: len(start)] == start:\n", "        if start:\n", "continuation_takes"),
-    Mutant("tokenizer.py", "isdisjoint(range(begin, end))", "isdisjoint(range(begin + 1, end))", "typed_control"),
+    Mutant("tokenizer.py", "isdisjoint(range(*span))", "isdisjoint(range(span[0] + 1, span[1]))", "typed_control"),
     Mutant("tokenizer.py", "trim_blocks=True, ", "", "template_has"),
     Mutant("run.py", "    if token in eos:", "    if False:", "what_ends"),
     Mutant("run.py", "4 * same < 3 * n", "4 * same < 2 * n", "three_quarters"),
