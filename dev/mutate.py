@@ -29,7 +29,7 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    Mutant("kernels.py", "tl.sum(values * values) / C + eps)", "tl.sum(values * values) / C)", "op_equals"),
+    Mutant("kernels.py", "tl.sum(y * y) / C + eps)", "tl.sum(y * y) / C)", "op_equals"),
     Mutant("kernels.py", "packed[j][1]) * packed[j][2]", "packed[j][1])", "products_with_4_bit"),
     Mutant("kernels.py", "return even * cos - odd * sin,", "return even * cos + odd * sin,", "op_equals"),
     Mutant("kernels.py", "mask_v = mask & (head >= SIZES.H + SIZES.KH)", "mask_v = mask & (head > 9)", "op_equals"),
