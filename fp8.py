@@ -156,7 +156,7 @@ class Format:
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
     whole: int = 1  # a matrix of this many columns or more can only be cut at multiples of it, once it is stored
-    largest_value: float = 0.0  # that `values` gives, a power of two, if a prompt's product may round these to E4M3
+    bound: float = 0.0  # of what `values` gives, a power of two; with one, a prompt's product may round that to E4M3
 
     def at(self, name: str) -> Format:
         """The format of a model's matrix of this name, where some are to be kept in another."""
@@ -619,7 +619,7 @@ def format_of(w: Matrix) -> Format:
 @jit
 def _recode_kernel(
     w, out, scales, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, VALUES: tl.constexpr,
-    COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Decode a block of a row to the type of `out` or, where there are scales, to E4M3 codes and the row's scale."""
     gdc_launch_dependents(PDL)
@@ -637,8 +637,8 @@ def _recode_kernel(
     if scales is None:
         tl.store(out + row * K + offs_k, (y * scale).to(out.dtype.element_ty), mask=offs_k < K)
     else:
-        tl.store(out + row * K + offs_k, ENCODE(y * (256.0 / LARGEST)), mask=offs_k < K)
-        tl.store(scales + row, scale * (LARGEST / 256.0))
+        tl.store(out + row * K + offs_k, ENCODE(y * (256.0 / BOUND)), mask=offs_k < K)
+        tl.store(scales + row, scale * (BOUND / 256.0))
 
 
 def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
@@ -646,7 +646,7 @@ def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
     block = min(4096, triton.next_power_of_2(K))
     functions = dict(
         LOAD=format.load, VALUES=format.values, COLUMNS=format.columns, ROW_SCALE=format.row_scale,
-        ENCODE=E4M3.on(device).encode_tile, LARGEST=format.largest_value,
+        ENCODE=E4M3.on(device).encode_tile, BOUND=format.bound,
     )  # fmt: skip
     grid, warps = (N, triton.cdiv(K, block)), max(1, block // 1024)
     launch(_recode_kernel, grid, device, w.tensors, out, scales, K=K, BLOCK=block, **functions, warps=warps)
@@ -674,7 +674,7 @@ def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
         return False
     own = isinstance(w.format, Float8)
     format = w.format if own else E4M3
-    return (own or w.format.largest_value and accumulate != "fp32") and (
+    return (own or w.format.bound and accumulate != "fp32") and (
         format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
     )
 

@@ -414,5 +414,5 @@ def _columns(places, K: tl.constexpr):
 KERNEL = dict(values=values, row_scale=row_scale, packed_sums=_packed_sums, sum_x=32, neighbours=64, peak=16384.0)
 INT4 = Int4(
     "int4", 4, load_32, packed_load=packed_load_32, columns=_columns, group=GROUP, whole=BLOCK,
-    largest_value=2.0**-4, **KERNEL,
+    bound=2.0**-4, **KERNEL,
 )  # fmt: skip
