@@ -156,7 +156,7 @@ class Format:
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
     whole: int = 1  # a matrix of this many columns or more can only be cut at multiples of it, once it is stored
-    bound: float = 0.0  # of what `values` gives, a power of two; with one, a prompt's product may round that to E4M3
+    bound: float = 0.0  # a power of two above all that `values` returns, if a prompt's product may round it to E4M3
 
     def at(self, name: str) -> Format:
         """The format of a model's matrix of this name, where some are to be kept in another."""
@@ -180,14 +180,14 @@ class Format:
         raise NotImplementedError
 
     def weights(self, tensors: Tensors) -> Tensor:
-        """What is stored to float32 [N, K], columns in the order in which they are stored."""
+        """The matrix as float32 [N, K], its columns in the order in which they are stored."""
         raise NotImplementedError
 
     def order(self, K: int, device: torch.device) -> Tensor | None:
-        """That order, int64 [K]; None: as they are."""
+        """The order in which the columns are stored, int64 [K]; None if they are stored as they come."""
 
     def ordered(self, t: Tensor) -> Tensor:
-        """[..., K], with its columns in the order in which weights are stored."""
+        """[..., K] with its columns in that order."""
         order = self.order(t.shape[-1], t.device)
         return t if order is None else t.gather(-1, order.expand(t.shape))
 
@@ -246,7 +246,7 @@ class Grouped(Format):
         return rotated(torch.arange(K // 8, device=device), self.turns)
 
     def in_runs(self, t: Tensor) -> Tensor:
-        """[..., K], with its runs of eight columns in that order."""
+        """[..., K] with its runs of eight columns in that order."""
         return t.unflatten(-1, (-1, 8)).index_select(-2, self.runs(t.shape[-1], t.device)).flatten(-2)
 
     def order(self, K: int, device: torch.device) -> Tensor:
@@ -633,7 +633,7 @@ def _recode_kernel(
     scale = 1.0
     if ROW_SCALE is not None:
         scale = ROW_SCALE(w, row, row >= 0)
-    gdc_wait(PDL)
+    gdc_wait(PDL)  # only now, since no kernel writes weights
     if scales is None:
         tl.store(out + row * K + offs_k, (y * scale).to(out.dtype.element_ty), mask=offs_k < K)
     else:
@@ -674,7 +674,7 @@ def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
         return False
     own = isinstance(w.format, Float8)
     format = w.format if own else E4M3
-    return (own or w.format.bound and accumulate != "fp32") and (
+    return (own or w.format.bound > 0 and accumulate != "fp32") and (
         format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
     )
 

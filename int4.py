@@ -113,27 +113,28 @@ class Int4(Codes4):
 
 
 def nibbles(words: Tensor) -> Tensor:
-    """int32 [A, B] to int8 [A, 8 B], the lowest bits first."""
+    """The 4-bit integers in int32 [A, B], lowest bits first: int8 [A, 8 B]."""
     raw = words.contiguous().view(torch.uint8)
     return torch.stack((raw & 15, raw >> 4), 2).flatten(1).view(torch.int8)
 
 
 def unpacked(words: Tensor) -> Tensor:
-    """The same, 8 B a multiple of 32. On a CPU as float32, by an operator for embeddings that is ten times as fast: it
-    takes rows of 32 codes with a scale and an offset, halves."""
+    """The same for words of whole groups of 32. On a CPU the result is float32, from torch's operator for quantised
+    embeddings, which is ten times as fast. Each of its rows is 32 codes, then a scale and an offset as halves."""
     if not words.is_cpu:
         return nibbles(words)
-    rows = functional.pad(words.view(-1, 4), (0, 1), value=0x3C00)  # 1.0 and 0.0
+    rows = functional.pad(words.view(-1, 4), (0, 1), value=0x3C00)  # the halves 1.0 and 0.0
     return torch.ops.quantized.embedding_bag_4bit_unpack(rows.view(torch.uint8)).view(len(words), -1)
 
 
 def in_words(columns: Tensor, words: int) -> Tensor:
-    """Columns [K] in the order of `unpacked`, where so many words hold 8 times as many columns."""
+    """Columns [K] in the order in which `unpacked` returns them: each group of 8 `words` columns is spread over its
+    words as described at the top of this file (four words; two in quants.Held6)."""
     return columns.view(-1, 4, words, 2).permute(0, 2, 3, 1).flatten()
 
 
 def packed(codes: Tensor, words: int = 4) -> Tensor:
-    """Codes [N, K] to words int32 [N, K / 8], of which so many hold 8 times as many columns."""
+    """Codes [N, K] to int32 [N, K / 8], each group of 8 `words` columns spread over its words likewise."""
     codes = codes.to(torch.int16).unflatten(1, (-1, 4, 2 * words))
     halves = codes[:, :, 0] | codes[:, :, 1] << 4 | codes[:, :, 2] << 8 | codes[:, :, 3] << 12
     return halves.flatten(1).view(torch.int32)
