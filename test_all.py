@@ -3068,11 +3068,13 @@ def test_memory_of_a_tied_embedding():
     assert weights(torch.float32, True) == weights(torch.float32, False)
 
 
-def test_memory_of_small_matrices_in_bf16():
-    """On a CPU they are there in two layouts."""
+@pytest.mark.parametrize("copies", [0, 1])
+def test_memory_of_small_matrices_in_bf16(copies, monkeypatch):
+    """They are there in two layouts on a CPU that multiplies bf16."""
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: bool(copies))
     c = read_config_like(dim=512, n_layers=1000, n_heads=8, n_kv_heads=8, head_dim=64, hidden_dim=512)
     twice, once = (memory_needed(c, dtype)[0] for dtype in (torch.bfloat16, torch.float16))
-    small = 2 * 1000 * sum(N * K for N, K in c.layer_matrices.values())
+    small = copies * 2 * 1000 * sum(N * K for N, K in c.layer_matrices.values())
     assert twice - once == pytest.approx(small / 1e9, abs=0.02)
 
 
