@@ -197,7 +197,7 @@ from checkpoint import (
     read_config,
 )
 from fp8 import Format, Matrix
-from kernels import FORMATS, prepacked, storage_dtype
+from kernels import FORMATS, cpu_product_dtype, prepacked, storage_dtype
 from launch import capability, jit, nearest, save_tables, tables, tl, triton
 from model import CHUNK, Config, KVCache, LayerWeights, Llama, Timings, Weights, captured, generate
 from parallel import Ranks
@@ -236,7 +236,7 @@ def random_weights(
             w = Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), held, shape)
         else:
             w = Matrix(torch.randn(shape, dtype=stored, device=device).mul_(0.02))
-        return prepacked(w, backend, stored)
+        return prepacked(w, backend, dtype)
 
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
     made = lambda name, shape: matrix(name, shape) if name in c.layer_matrices else ones(shape)
@@ -373,10 +373,12 @@ def percent(part: float, whole: float) -> float:
     return 100 * part / whole
 
 
-def prompt_dtype(model: Llama) -> torch.dtype:
-    """The type in which a prompt's matmuls are computed."""
-    on_tensor_cores = model.backend == "triton" and all(map(fp8.on_tensor_cores, model.weights.matrices))
-    return torch.float8_e4m3fn if on_tensor_cores else model.dtype
+def product_dtype(model: Llama, op: str = "wo", T: int = 2) -> torch.dtype:
+    """The type in which an op multiplies T tokens."""
+    if model.device.type == "cpu":
+        return cpu_product_dtype(model.dtype)
+    products = T > 1 and op in PRODUCTS and model.backend == "triton"
+    return torch.float8_e4m3fn if products and all(map(fp8.on_tensor_cores, model.weights.matrices)) else model.dtype
 
 
 # ---- what must be read and computed
@@ -532,7 +534,7 @@ def bound(model: Llama, test: Test) -> float:
     """Tokens a second at the ceiling: the product rate for a prompt, the read bandwidth for generation."""
     if test.kind == "pp":
         operations = prefill_operations(model.config, test.n, test.depth)
-        return product_ceiling(model.device, prompt_dtype(model)) * test.n / operations
+        return product_ceiling(model.device, product_dtype(model)) * test.n / operations
     return read_ceiling(model.device) / decode_bytes(model, test.depth + test.n / 2)
 
 
@@ -543,7 +545,7 @@ def throughput(args: argparse.Namespace) -> Iterator[Row]:
         start = time.perf_counter()
         model = open_model(args, dtype, max(longest, args.ctx_size or 0), form)
         loaded = time.perf_counter() - start
-        cache, device, as_type = KVCache(model), model.device, prompt_dtype(model)
+        cache, device, as_type = KVCache(model), model.device, product_dtype(model)
         if model.config.ranks > 1:
             note(f"running on {device}{args.ranks.described(model.exchange, device)}")
         note(f"loaded in {loaded:.2f} s")
@@ -736,7 +738,7 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
     moved, operations = cost(op, model.config, T, start_pos, dtype.itemsize, format, model.kv_dtype.itemsize)
     copies = op in ("rmsnorm", "rope")  # these write as much as they read
     memory = moved / (copy_ceiling(device) if copies else read_ceiling(device))
-    compute = operations / product_ceiling(device, prompt_dtype(model) if T > 1 and op in PRODUCTS else dtype)
+    compute = operations / product_ceiling(device, product_dtype(model, op, T))
     return {
         "op": op,
         "shape": shape_text(T, start_pos),
@@ -816,7 +818,7 @@ def profile_rows(
         tokens = 1 if op == "rmsnorm_linear" else T  # only the last token's logits are needed
         moved, operations = (len(times) * n for n in (cost(op, c, tokens, start_pos, **each) if op else (0.0, 0.0)))
         seconds = sum(times)
-        rate = product_ceiling(model.device, prompt_dtype(model) if tokens > 1 and op in PRODUCTS else model.dtype)
+        rate = product_ceiling(model.device, product_dtype(model, op, tokens))
         ideal += max(moved / read, operations / rate)
         row = {"kernel": name[:60], "ms": 1e3 * seconds, "% of time": 100 * seconds / total, "count": len(times)}
         lasted = seconds or math.inf  # rates are 0 where a kernel ran wholly beside others

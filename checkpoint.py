@@ -1016,13 +1016,11 @@ def check_choice(what: str, value: object, choices: Collection) -> None:
 
 
 def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """auto is the checkpoint's own, except for 16-bit types on a CPU: bf16 if it can multiply that, otherwise fp32."""
+    """auto is the checkpoint's own, but bf16 for fp16 on a CPU."""
     check_choice("dtype", name, ("auto", *DTYPES))
     if name != "auto":
         return DTYPES[name]
-    if device.type == "cuda" or stored == torch.float32:
-        return stored
-    return torch.bfloat16 if kernels.multiplies_bf16() else torch.float32
+    return torch.bfloat16 if device.type == "cpu" and stored == torch.float16 else stored
 
 
 def free_memory(device: torch.device) -> float:

@@ -70,6 +70,11 @@ def multiplies_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def cpu_product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a CPU's library multiplies a prompt's activations in dtype."""
+    return torch.bfloat16 if dtype == torch.bfloat16 and multiplies_bf16() else torch.float32
+
+
 def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The type in which a backend stores the matrices of a model in dtype. On a CPU without bf16 products the reference
     ops take fp16 even for bf16, since torch streams it twice as fast; bf16 weights fit exactly, except magnitudes under
@@ -89,10 +94,10 @@ def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
         return w
     if w.data.dtype == torch.float32 and w.rows > w.columns:
         return Matrix(w.data.t().contiguous().t())
+    if w.format and dtype == torch.bfloat16:
+        return replace(w, packed=w.format.packed(w.tensors))
     if dtype != torch.bfloat16 or not multiplies_bf16():
         return w
-    if w.format:
-        return replace(w, packed=w.format.packed(w.tensors))
     if w.data.dtype != dtype:
         return w
     blocked = torch.ops.mkldnn._reorder_linear_weight(w.data)
@@ -153,10 +158,10 @@ def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
-    """On a CPU, several tokens with fp16 weights or a format: the library's product in bf16 (fp32 for other
-    activations), the weights widened a block of rows at a time."""
-    wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    x_wide, out = x.to(wide), x.new_empty(x.shape[0], w.rows)
+    """On a CPU, several tokens with fp16 weights or a format: the library's product, a block of rows widened at a
+    time."""
+    wide, out = cpu_product_dtype(x.dtype), x.new_empty(x.shape[0], w.rows)
+    x_wide = x.to(wide)
     if w.format:
         x_wide = w.format.ordered(x_wide)
     for rows, columns in zip(w.parts(512), out.split(512, 1)):

@@ -1011,8 +1011,8 @@ def test_prepacked_matrices_are_the_same_matrices(dtype, format, small, monkeypa
         assert packed.data.stride() == (1, 320)
     else:
         assert kernels.prepacked(w, "torch", torch.float32) is w
-    if dtype == torch.bfloat16 and kernels.multiplies_bf16():
-        assert bool(packed.packed) == bool(format or small)
+    if dtype == torch.bfloat16:
+        assert bool(packed.packed) == bool(format or small and kernels.multiplies_bf16())
     for T in (9, 1):
         x = torch.randn(T, 256).to(dtype)
         exact = x.double() @ w.dense().double().t()
@@ -1499,6 +1499,21 @@ def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, mon
     assert again.checkpoint.format is FORMATS[format]
     for one, other in zip(ours.weights.matrices, again.weights.matrices):
         assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors))
+
+
+def test_cpu_without_bf16_products(grouped_folder, monkeypatch):
+    """bf16 is then stored as fp16, and prompts are multiplied in fp32. Matrices in 4 bits have torch's own product."""
+    types, product = set(), kernels.functional.linear
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(kernels.functional, "linear", lambda x, w: types.add(x.dtype) or product(x, w))
+    options = dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", format="int4")
+    exact, plain, in_4_bits = (load(grouped_folder, device="cpu", **given) for given in options)
+    assert {m.data.dtype for m in plain.weights.matrices} == {torch.float16}
+    assert all(bool(m.packed) == (m.format is INT4) for m in in_4_bits.weights.matrices)
+    prompts = torch.randint(3, 300, (8, 59))
+    right, ours, _ = (logits_of_prompts(model, prompts, 57, 1, 1) for model in (exact, plain, in_4_bits))
+    assert_close(ours, right, 0.05)
+    assert types == {torch.float32}
 
 
 def with_dense_weights(model) -> None:
