@@ -119,12 +119,12 @@ def nibbles(words: Tensor) -> Tensor:
 
 
 def unpacked(words: Tensor) -> Tensor:
-    """The same for words of whole groups of 32. On a CPU the result is float32, from torch's operator for quantised
-    embeddings, which is ten times as fast. Each of its rows is 32 codes, then a scale and an offset as halves."""
+    """The same; on a CPU as float32, by torch's operator for quantised embeddings, which is ten times as fast. It takes
+    a row's codes with a scale and an offset as halves behind them."""
     if not words.is_cpu:
         return nibbles(words)
-    rows = functional.pad(words.view(-1, 4), (0, 1), value=0x3C00)  # the halves 1.0 and 0.0
-    return torch.ops.quantized.embedding_bag_4bit_unpack(rows.view(torch.uint8)).view(len(words), -1)
+    rows = functional.pad(words, (0, 1), value=0x3C00)  # the halves 1.0 and 0.0
+    return torch.ops.quantized.embedding_bag_4bit_unpack(rows.view(torch.uint8))
 
 
 def in_words(columns: Tensor, words: int) -> Tensor:
