@@ -57,7 +57,7 @@ from safetensors.torch import load_file, save_file
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-if not ON_GPU and "COMPILE_FOR" not in os.environ:
+if not ON_GPU and "COMPILES" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is imported
 
 import attention
@@ -668,6 +668,25 @@ def test_what_is_compiled_while_a_model_is_loaded(tiny, monkeypatch, flags, expe
     assert seen == [(len(Tokenizer(tiny).encode(text)) + expected, Sampling(temp=0, seed=7))]
 
 
+def without_interpreter(call: str) -> str:
+    """What a call of a function of this file prints in a process of its own, where Triton compiles."""
+    environment = os.environ | {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def as_if_on(arch: int) -> None:
+    """In such a process, compile as if for a GPU of this architecture."""
+    from triton.runtime import driver
+
+    current = dict(device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", arch, 32))
+    driver.set_active(SimpleNamespace(**{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}))
+    for module in (launch, kernels, attention, sampling, fp8, training, parallel, speculation):
+        module.capability, module.processors = lambda device: arch, lambda device: 132
+
+
 LOADS = (  # family, tokens of the prompt, options of load, of Sampling
     ("gqa", 20, dict(), dict()),
     ("gqa", 100, dict(format="e4m3", kv_fp8=True), dict()),
@@ -684,7 +703,6 @@ LOADS = (  # family, tokens of the prompt, options of load, of Sampling
 def check_warm_up(folder: str) -> None:
     """That the kernels compiled while models are loaded are those that `generate` launches, as if on Hopper."""
     from triton import compiler
-    from triton.runtime import driver
 
     compiled, launched = set(), set()
 
@@ -700,12 +718,9 @@ def check_warm_up(folder: str) -> None:
         reset()
         return SimpleNamespace(replay=run, pool=lambda: None)
 
-    current = dict(device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", 90, 32))
-    driver.set_active(SimpleNamespace(**{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}))
+    as_if_on(90)
     compiler.compile = compile
     launch.INTERPRETED = True  # for load, which finds no GPU
-    for module in (launch, kernels, attention, sampling, fp8):
-        module.capability, module.processors = lambda device: 90, lambda device: 132
     torch.cuda.set_device = lambda device: None
     torch._scaled_mm = lambda x, w, *_, out_dtype, **__: torch.zeros(len(x), w.shape[1], dtype=out_dtype)
     sizes = dict(hidden_size=512, intermediate_size=768, max_position_embeddings=1024)
@@ -732,11 +747,7 @@ def check_warm_up(folder: str) -> None:
 
 @needs_triton
 def test_what_is_compiled_while_a_model_is_loaded_is_what_it_launches(tmp_path):
-    """In a process of its own, which has no interpreter."""
-    environment = os.environ | {"COMPILE_FOR": "90", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", f"import test_all; test_all.check_warm_up({str(tmp_path)!r})"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.split()) == (0, [str(len(LOADS))]), done.stderr[-3000:]
+    assert without_interpreter(f"check_warm_up({str(tmp_path)!r})") == f"{len(LOADS)}\n"
 
 
 def decode_in_graphs(monkeypatch, padded=()) -> None:
@@ -1076,15 +1087,8 @@ ARCHITECTURES = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes
 AS_80 = (86, 89)  # the PTX of training ops is that of 80 to the letter; for 86 all PTX is, so that fp16 stands for bf16
 
 
-def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
-    """All launches of the ops on shapes that reach every kernel: kernel, arguments, constants, warps, stages."""
-    recorded = []
-
-    def record(kernel, grid, device, *arguments, warps=4, stages=1, **constants):
-        recorded.append((kernel, arguments, constants | {"PDL": arch >= 90}, warps, stages))
-
-    for module in (launch, kernels, attention, sampling, fp8, training, parallel, speculation):
-        module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
+def launch_all(dtype: torch.dtype, arch: int) -> None:
+    """Launch the ops with shapes that reach every kernel."""
     kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
     kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
     several = launch.StreamSizes(2, 2048, 3, 3)  # rows, and blocks of a row
@@ -1139,6 +1143,8 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     attention.decode_caches(*caches, one, 100, dtype)
     if half:
         run_ops(["attention"], 100, accumulate="fp16")
+    if arch == 90:  # Hopper's own kernel for prompts
+        run_ops(["attention"], 512)
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
     changes = (dict(), dict(temp=0), dict(top_k=0, repeat_penalty=1.1), dict(top_k=1000), dict(top_p=1))
     for settings in (*changes, dict(top_k=0, top_p=1)):
@@ -1150,11 +1156,10 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     Lookup(4).enqueue_proposals(gpu, 5)
     speculation._OnGpu.accept(gpu, 5)
     if arch not in AS_80:
-        record_training(dtype)
-    return recorded
+        launch_training(dtype)
 
 
-def record_training(dtype: torch.dtype) -> None:
+def launch_training(dtype: torch.dtype) -> None:
     """Launch the training ops, with shapes of real models and with odd ones; with and without optional arguments."""
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
     count, targets = new(dtype=torch.int64), new(2, dtype=torch.int64)
@@ -1178,85 +1183,40 @@ def record_training(dtype: torch.dtype) -> None:
     training._scale(new(16, 48), new(1, dtype=torch.float32))
 
 
-def parts_of_source(kernel, arguments: tuple, constants: dict) -> tuple[dict, dict, dict]:
-    """What the compiler is told of a launch: its signature, its constants, what is aligned."""
-    from triton.runtime.jit import mangle_type
-
-    signature, constexprs, aligned = {}, {}, {}
-    values = dict(zip(kernel.arg_names, arguments)) | constants
-    for i, name in enumerate(kernel.arg_names):
-        value = values[name]
-        if value is None or kernel.params[i].is_constexpr:
-            signature[name], constexprs[(i,)] = "constexpr", value
-            continue
-        signature[name] = mangle_type(value)
-        parts = {(i, j): part for j, part in enumerate(value)} if isinstance(value, tuple) else {(i,): value}
-        pointers = [place for place, part in parts.items() if isinstance(part, torch.Tensor)]
-        aligned |= {place: [["tt.divisibility", 16]] for place in pointers}
-    return signature, constexprs, aligned
-
-
-def compile_kernel(arch: int, kernel, *parts: dict, **options) -> str:
-    """To machine code that fits into shared memory. -> PTX"""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    source = (GluonASTSource if kernel.is_gluon() else launch.triton.compiler.ASTSource)(kernel, *parts)
-    target = launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
-    compiled = launch.triton.compile(source, target=target, options=options)
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (kernel, parts, compiled.metadata.shared)
-    return compiled.asm["ptx"]
-
-
 def compile_kernels(arch: int) -> None:
-    """Compile all that is launched for an architecture."""
-    names, done = set(), set()
+    """Compile all that is launched for an architecture, to machine code that fits into shared memory."""
+    compiled = {}
+
+    def start(kernel, grid, device, *arguments, **constants) -> None:
+        binary, name = kernel.warmup(*arguments, grid=grid, **constants), kernel.__name__
+        ptx, shared, what = binary.asm["ptx"], binary.metadata.shared, (name, constants)
+        compiled[binary.hash] = name
+        assert binary.asm["cubin"] and shared <= ARCHITECTURES[arch] * 1024, (what, shared)
+        if name == "_hopper_attention_kernel":
+            assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+        else:
+            assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
+        if name == "_attention_kernel" and constants["FP16_SUMS"] and arch < 90:
+            assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, "no fp16 sums"
+
+    as_if_on(arch)
+    launch.start = hopper.start = start
     for dtype in (torch.float16, torch.bfloat16)[: 1 if arch == 86 else 2]:
-        for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
-            signature, constexprs, aligned = parts_of_source(kernel, arguments, constants)
-            key = (kernel.__name__, str(signature), str(constexprs), warps, stages)
-            if key in done:
-                continue
-            done.add(key)
-            names.add(kernel.__name__)
-            options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90, maxnreg=constants.get("maxnreg"))
-            ptx = compile_kernel(arch, kernel, signature, constexprs, aligned, **options)
-            assert ("griddepcontrol.wait" in ptx) == (arch >= 90), key
-            if constants.get("FP16_SUMS") and kernel.__name__ == "_attention_kernel" and arch < 90:
-                assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, "no fp16 sums"
-    if arch == 90:
-        compile_hopper()
-        names.add("_hopper_attention_kernel")
-    print(f"{len(done)} variants of {len(names)} kernels for sm_{arch}: {' '.join(sorted(names))}")
-
-
-def compile_hopper() -> None:
-    """The kernel for prompts, whose arguments are descriptors of tensors."""
-    for kind in (hopper.gl.float16, hopper.gl.bfloat16):
-        layout = lambda rows, kind=kind: hopper.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)
-        tiles = lambda rows, kind=kind, layout=layout: f"tensordesc<{kind}[{rows}, 128],{layout(rows)!r}>"
-        signature = dict(q=tiles(64), k=tiles(128), v=tiles(128), out=tiles(64), pos="*i32", T="i32", qk_scale="fp32")
-        signature |= dict.fromkeys(("S", "H", "G", "positions_at_once"), "i32")
-        sizes = dict(D=128, ROWS=hopper.ROWS, BLOCK_N=hopper.BLOCK_N, STAGES=2)
-        signature |= dict.fromkeys(sizes, "constexpr")
-        ptx = compile_kernel(90, hopper._hopper_attention_kernel, signature, sizes, num_warps=4)
-        assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+        launch_all(dtype, arch)
+    names = sorted({*compiled.values()})
+    print(f"{len(compiled)} variants of {len(names)} kernels for sm_{arch}: {' '.join(names)}")
 
 
 @needs_triton
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile(arch):
-    """In a process of its own, which has no interpreter."""
-    environment = os.environ | {"COMPILE_FOR": str(arch), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = without_interpreter(f"compile_kernels({arch})")
     files = ("kernels", "attention", "hopper", "sampling", "fp8", "int4", "parallel", "speculation")
     files += () if arch in AS_80 else ("training",)
     source = "".join((HERE / f"{file}.py").read_text() for file in files)
     every = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE))
     left_out = set() if arch == 90 else {"_hopper_attention_kernel"}
-    assert every - left_out == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
+    assert every - left_out == set(compiled.split(": ")[1].split()), "a kernel was not compiled"
 
 
 # ---- sampling.py
