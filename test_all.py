@@ -1280,13 +1280,8 @@ def test_settings_out_of_range(wrong):
 
 @pytest.mark.parametrize("temp", [1e-50, 1e-9, 1e9, INF])
 def test_temperatures_at_the_ends(temp):
-    logits, settings = torch.tensor([1.0, 1.0 + 2**-22, -3.0, 0.5]), OFF | dict(temp=temp)
-    drawn = draw(logits, 400, **settings)
+    drawn = draw(torch.tensor([1.0, 1.0 + 2**-22, -3.0, 0.5]), 400, **OFF | dict(temp=temp))
     assert drawn[1] == 1 if temp < 1 else (drawn - 0.25).abs().max() < 0.12  # 5 sigma of 400 draws
-    if launch.triton is not None:
-        for some in (logits, torch.zeros(3000)):  # all equal: more than are listed at a time
-            for seed in range(4):
-                choose_alike(some, NOTHING, 0, **settings | dict(top_k=3), seed=seed)
 
 
 @BACKENDS
@@ -1312,57 +1307,49 @@ def test_logits_not_finite(backend, bad):
         assert choose(logits, NOTHING, 0, kernels.BACKENDS[backend], **settings) == -1
 
 
+def few_above_equals(V: int, height: float, many: int) -> torch.Tensor:
+    logits, places = torch.full((V,), -5.0), torch.randperm(V)
+    logits[places[:7]], logits[places[7 : 7 + min(V - 10, many)]] = height + torch.rand(7), 1.0
+    return logits
+
+
+KINDS_OF_LOGITS = {
+    "normal": lambda V: 3 * torch.randn(V),
+    "flat": lambda V: 0.03 * torch.randn(V),
+    "equal": torch.zeros,
+    "rounded": lambda V: (3 * torch.randn(V)).round(),
+    # the others are in one bin, and more than are listed at a time
+    "one above the others": lambda V: (3e-5 * torch.randn(V)).index_fill(0, torch.tensor(7), 2.0),
+    "near zero": lambda V: 3 * torch.randn(V) * torch.rand(V) ** 20,
+    "banned": lambda V: (3 * torch.randn(V)).index_fill(0, torch.arange(V // 4), BANNED),
+    "few above equals": partial(few_above_equals, height=2.0, many=90),
+    "few above many equals": partial(few_above_equals, height=4.5, many=2500),
+}
+SAMPLING_VALUES = dict(
+    temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF), top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000),
+    top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5), repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
+)  # fmt: skip
+
+
 @needs_triton
-def test_sampling_equals_the_reference():
-    for _ in range(60):
-        V = random.choice([17, 300, 3000])
-        choices = dict(
-            temp=[0, 0.5, 0.8, 1.5], top_k=[0, 1, 5, 40, 100, 5000], top_p=[0.0, 0.5, 0.95, 1.0], min_p=[0, 0.05, 0.5],
-            repeat_penalty=[1.0, 1.3], repeat_last_n=[-1, 0, 7, 64], seed=[0, 1, SEED, 1 << 62],
-        )  # fmt: skip
-        settings = {name: random.choice(values) for name, values in choices.items()}
-        tokens = torch.randint(0, V, (64,), dtype=torch.int32)
-        choose_alike(torch.randn(V) * 3, tokens, random.choice([0, 1, 20, 50]), **settings)
-    logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]  # parts with nothing to draw
+@pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
+def test_sampling_equals_the_reference(kind):
+    # top-k of as many as there are parts, each as likely as the others; the equals that top-k keeps count for top-p
+    cases = [(V, dict(top_k=k, top_p=1.0, min_p=0, temp=1e6)) for V, k in ((1100, 5), (3000, 12))]
+    cases += [(V, dict(top_k=40, top_p=0.5, min_p=0, temp=1.5)) for V in (100, 300, 3000, 5000)]
+    for _ in range(13):
+        settings = {name: random.choice(values) for name, values in SAMPLING_VALUES.items()}
+        cases.append((random.choice((17, 300, 1100, 3000, 5000)), settings))
+    for V, settings in cases:
+        logits, tokens = KINDS_OF_LOGITS[kind](V), torch.randint(0, V, (64,), dtype=torch.int32)
+        choose_alike(logits, tokens, random.choice((0, 1, 20, 50)), **settings, seed=random.randrange(1 << 63))
+
+
+@needs_triton
+def test_sampling_skips_parts_with_nothing_to_draw():
+    logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]
     logits[high] = torch.tensor([1.0, 0.5, 0.7, 0.8])
     assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in (0, 1, 3, 7)} == {*high}
-
-
-@needs_triton
-@pytest.mark.parametrize("kind", ["normal", "flat", "equal", "rounded", "one above the others", "near zero", "banned"])
-def test_sampling_divides_any_logits(kind):
-    every = itertools.product((0, 5, 12, 65, 1099), (0.0, 1e-9, 0.5, 0.97, 1.0), (0, 0.05), (1e-30, 0.7, 1e6))
-    alike = [(5, 1.0, 0, 1e6), (12, 1.0, 0, 1e6)]  # as few as there are parts, each as likely as the others
-    for top_k, top_p, min_p, temp in random.sample([*every], 7) + alike:
-        logits = torch.randn(random.choice([1100, 3000])) * 3
-        logits *= 0.01 if kind == "flat" else 0.0 if kind == "equal" else 1.0
-        if kind == "rounded":
-            logits = logits.round()
-        elif kind == "one above the others":  # which are in one bin, and more than are listed at a time
-            logits = logits * 1e-5
-            logits[7] = 2.0
-        elif kind == "near zero":
-            logits *= torch.rand(len(logits)) ** 20
-        elif kind == "banned":
-            logits[:100] = BANNED
-        tokens = torch.randint(0, len(logits), (64,), dtype=torch.int32)
-        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=random.randrange(1 << 63))
-        choose_alike(logits, tokens, 50, **settings, repeat_penalty=random.choice([1.0, 1.2]))
-
-
-@needs_triton
-@pytest.mark.parametrize("V", [100, 300, 3000, 5000])
-def test_sampling_keeps_equals_at_the_edge(V):
-    choices = (5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500)
-    every = itertools.product(*choices)
-    # the equals that top-k keeps count for top-p, too
-    cases = [(40, 0.5, 0.0, 1.5, position, 4.5, 2500) for position in range(3)]
-    for top_k, top_p, min_p, temp, position, height, many in random.sample([*every], 8) + cases:
-        logits, few, many = torch.full((V,), -5.0), 7, min(V - 10, many)
-        places = torch.randperm(V)
-        logits[places[:few]], logits[places[few : few + many]] = height + torch.rand(few), 1.0
-        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=SEED)
-        choose_alike(logits, NOTHING, position, **settings)
 
 
 @needs_triton
