@@ -1834,7 +1834,8 @@ def test_flags_of_llama_cpp(cli, tiny, tmp_path):
 
 # usage and errors
 
-WRONG_USAGE = [  # and what the error says
+
+@pytest.mark.parametrize("main, flags, said", [
     (run.main, "-sys x -p a", "-sys needs --chat"),
     (run.main, "--chat -no-cnv", "-no-cnv cannot be used with --chat"),
     (run.main, "--save d --fp8 --prompt=a", "--prompt cannot be used with --save"),
@@ -1845,23 +1846,16 @@ WRONG_USAGE = [  # and what the error says
     (run.main, "-c 99999999", "-c/--ctx-size: 99999999: must be from 0 to 16,777,216 "),
     (run.main, "--seed 1e99", "-s/--seed: 1e99: must be a whole number "),
     (run.main, "-n -7", "--predict: -7: must be -2 or more "),
-    (run.main, "--temperature -p x", "--temp/--temperature: expected one argument "),
     (run.main, "-p", "-p/--prompt: expected one argument "),
-    (run.main, "--dtype fp64", "--dtype: invalid choice: 'fp64' (choose from "),
     (run.main, "--tmep 0", "unknown flag --tmep: did you mean --temp?"),
     (run.main, "--top_k 4", "unknown flag --top_k: did you mean --top-k?"),
-    (run.main, "-n5", "unknown flag -n5: did you mean -n? "),
+    (run.main, "-n5", "unknown flag -n5: did you mean -n? "),  # to argparse, -n with the value 5
     (bench.main, "text", "unexpected argument 'text' "),
-    (run.main, "-hx y", "unknown flag -hx"),  # to argparse, -h with the value x
     (run.main, "--mod x", "unknown flag --mod"),  # an abbreviation of --model
     (run.main, "text", "unexpected argument 'text': write -p 'text'"),
     (run.main, "-\x1b", "unknown flag -?"),
     (bench.main, "--stride 5", "--stride needs --perplexity"),
-    (bench.main, "-n x", "-n/--n-gen: x: must be a whole number"),
-]
-
-
-@pytest.mark.parametrize("main, flags, said", WRONG_USAGE)
+])  # fmt: skip
 def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     assert_refused(caller(main, monkeypatch, capfd)(*flags.split()), said, " (see --help)\n", code=2)
 
@@ -1878,8 +1872,6 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
     (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "the context holds 64"),
     (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
-    (["--chat", "-sys", "a\udcffb"], b"", "the text is not UTF-8"),
-    (["--chat", "-sysf", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     alone = [] if "--chat" in arguments else ["--no-display-prompt"]
@@ -2033,25 +2025,22 @@ def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
     assert other["evaluated_tokens"] < other["prompt_tokens"] / 2
 
 
-OTHER_MODEL = "another model or other types"
-REFUSED_CACHES = {  # what is wrong with it: what is done to it, and what the error says
-    "another model": (spoil_file(model="0"), OTHER_MODEL),
-    "another kind": (spoil_file(fused_llama="1"), "is not a prompt cache"),
-    "no cache": (lambda file: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", file), "is not a prompt cache"),
-    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a valid safetensors file"),
-    "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
-}
-
-
-@pytest.mark.parametrize("how", ["8-bit cache", "8-bit matrices", *REFUSED_CACHES])
-def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, how):
-    file, (spoil, text) = tmp_path / "cache", REFUSED_CACHES.get(how, (lambda file: None, OTHER_MODEL))
+@pytest.mark.parametrize("made_with, spoil, said", [
+    ("--kv-fp8", None, "another model or other types"),
+    ("--fp8", None, "another model or other types"),
+    ("", lambda file: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", file), "is not a prompt cache"),
+    ("", lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a valid safetensors file"),
+    ("", lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
+], ids=["8-bit cache", "8-bit matrices", "no cache", "cut", "a pipe"])  # fmt: skip
+def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, made_with, spoil, said):
+    file = tmp_path / "cache"
     flags = ("-m", tiny, "-p", "Once upon a time", "-n", 1, "--dtype", "fp32", "--quiet", "--prompt-cache", file)
-    made_with = {"8-bit cache": ["--kv-fp8"], "8-bit matrices": ["--fp8"]}.get(how, [])
-    assert cli(*flags, *made_with)[0] == cli(*flags, *made_with)[0] == 0
-    spoil(file)
+    for _ in range(2):
+        assert cli(*flags, *made_with.split())[0] == 0
+    if spoil:
+        spoil(file)
     before = file.read_bytes() if file.is_file() else None
-    assert_refused(cli(*flags), text)
+    assert_refused(cli(*flags), said)
     assert (file.read_bytes() if file.is_file() else None) == before, "it is left as it was"
 
 
@@ -2157,23 +2146,19 @@ def test_chat_read_waits_for_a_message(cli, tiny, tmp_path):
 
 def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
     template = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
-    files = dict(bad=b"ab\xff", long=b"x" * 100_000, dense=b"x" * 10_000)
-    files["t"] = template.encode() + b"{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for name, raw in files.items():
-        (tmp_path / name).write_bytes(raw)
+    (tmp_path / "t").write_text(template + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    (tmp_path / "long").write_text("x" * 10_000)
     said = {
         "tell me a tale " * 60: "context holds 64",
         "\udcff": "not UTF-8",
         "bad": "too bad",
-        "/system \udcff": "not UTF-8",
         "/system " + "tell me a tale " * 60: "prompt takes",
         "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
-        "/read ~nobody-of-this-name/notes": "No such file",
         "/read /dev/zero": "is not a file",
         f"/read {tmp_path / 'bad'}": "not UTF-8: byte 0xff at offset 2",
-        f"/read {tmp_path / 'long'}": "tokens; the context holds 64 (see -c)",
-        f"/read {tmp_path / 'dense'}": f"{tmp_path / 'dense'} takes ",
+        f"/read {tmp_path / 'long'}": f"{tmp_path / 'long'} takes ",
     }
     flags = ["-o", "jsonl", "-c", 64, "--quiet", "--chat-template", tmp_path / "t"]
     code, out, err = chat(cli, tiny, "hello", *said, "/regen", flags=flags)
