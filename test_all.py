@@ -1085,16 +1085,12 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
-    one, scratch = new(1, dtype=torch.int32), launch.Scratch(torch.device("cpu"))
-
-    def blank(N: int, K: int, format) -> Matrix:
-        stored = format.tensors(N, K).values() if format else [(dtype, (N, K))]
-        return Matrix(tuple(new(*shape, dtype=kind) for kind, shape in stored), format, (N, K))
+    one, scratch = new(1, dtype=torch.int32), launch.Scratch(DEVICE)
+    blank = lambda N, K, format: Matrix(format.empty(N, K, DEVICE) if format else new(N, K), format, (N, K))
 
     def run_ops(ops, T: int, heads=(8, 8, 128), format=None, **extra) -> None:
         for op in ops:
-            arguments = op_arguments(op, dtype, heads, T, 300, 500)[0]
-            arguments = [blank(*a.shape, format) if isinstance(a, Matrix) else a for a in arguments]
+            arguments = encoded(op_arguments(op, dtype, heads, T, 300, 500)[0], format)
             getattr(kernels.fused, op)(*arguments, **extra)
 
     for T in (1, 100, 3, 16, 60) if half else (1, 100):
@@ -1136,7 +1132,7 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
     changes = (dict(), dict(temp=0), dict(top_k=0, repeat_penalty=1.1), dict(top_k=1000), dict(top_p=1))
     for settings in (*changes, dict(top_k=0, top_p=1)):
-        sampler = Sampler(torch.device("cpu"), Sampling(**settings))
+        sampler = Sampler(DEVICE, Sampling(**settings))
         kernels.fused.sample(new(32000, dtype=torch.float32), *ids, one, sampler)
     kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
     cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
@@ -1472,23 +1468,18 @@ def test_encoded_rows_lose_least(form, bound):
 @pytest.mark.parametrize("form", FLOATS_8)
 def test_8_bit_codes_never_written_by_encode(form):
     """Those of the other format, too."""
-    format, ones = FORMATS[form], torch.ones(1, 1)
-    largest = {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
+    format, largest = FORMATS[form], {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
     for code, value in zip(EVERY_CODE, EVERY_CODE.view(format.dtype).float()):
-        codes = torch.tensor([[0] * 8 + [largest, int(code)]], dtype=torch.int8)
-        if value.isfinite() and code & 0x7F <= largest:
-            format.check((codes, ones))
-        else:
-            with pytest.raises(ValueError, match="codes of a format other" if value.isfinite() else "codes of NaN"):
-                format.check((codes, ones))
+        row, sound = torch.tensor([[0] * 8 + [largest, code]], dtype=torch.int8), code & 0x7F <= largest
+        said = "codes of a format other" if value.isfinite() else "codes of NaN"
+        with contextlib.nullcontext() if sound else pytest.raises(ValueError, match=said):
+            format.check((row, torch.ones(1, 1)))
     weights = torch.randn(50, 40) * 2.0 ** torch.randint(-126, 100, (50, 1))
     weights[7:9] = torch.tensor([[0], [1e-44]])
     for other in FLOATS_8.values():
-        if other is format:
+        said = f"codes of (a format other than {form}|NaN)"
+        with contextlib.nullcontext() if other is format else pytest.raises(ValueError, match=said):
             format.check(other.encode(weights))
-        else:
-            with pytest.raises(ValueError, match=f"codes of (a format other than {form}|NaN)"):
-                format.check(other.encode(weights))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -2003,10 +1994,6 @@ def test_prompt_cache_below_three_quarters(tiny_model, tmp_path):
         kept.tokens = ids[:same]
         kept.keep(ids, cache)
         assert kept.file.exists() == rewritten
-    restored = KVCache(tiny_model)
-    kept.restore(restored)
-    assert restored.tokens[: restored.pos].tolist() == ids
-    assert all(torch.equal(a[:, :40], b[:, :40]) for a, b in zip([*cache.k, *cache.v], [*restored.k, *restored.v]))
 
 
 def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
