@@ -361,6 +361,25 @@ def hears_signals():
         signal.signal(number, handler)
 
 
+def without_interpreter(call: str) -> str:
+    """What a call of a function of this file prints in a process of its own, where Triton compiles."""
+    environment = os.environ | {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def as_if_on(arch: int) -> None:
+    """In such a process, compile as if for a GPU of this architecture."""
+    from triton.runtime import driver
+
+    current = dict(device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", arch, 32))
+    driver.set_active(SimpleNamespace(**{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}))
+    for module in (launch, kernels, attention, sampling, fp8, training, parallel, speculation):
+        module.capability, module.processors = lambda device: arch, lambda device: 132
+
+
 # ---- model.py
 
 
@@ -405,7 +424,7 @@ def test_wrong_arguments_are_named(tiny, tmp_path, name, wrong):
         assert not [*tmp_path.iterdir()]
 
 
-def test_prompts_that_are_wrong_are_named(tiny, tiny_model):
+def test_wrong_prompts_are_named(tiny, tiny_model):
     V = tiny_model.config.vocab_size
     refused = [([1, bad, 5], f"the prompt contains the id {bad}; the model's are 0") for bad in (-1, V)]
     refused += [("text", "a prompt is a list of ids"), ([[1, 5]], "a prompt is a list of ids"), ([], "is empty")]
@@ -495,22 +514,16 @@ def test_no_step_sees_an_old_position(tiny, how):
         assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {cache.pos}"
 
 
-WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
-    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-))]  # fmt: skip
-
-
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_weights_not_finite(copy, kv_fp8, backend):
     """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a masked one."""
-    spoiled = [*itertools.product(WEIGHTS, (NAN, INF, -INF))]
-    if backend == "triton":
-        spoiled = [(f"layers.0.self_attn.{x}_proj", bad) for x, bad in (("q", NAN), ("k", NAN), ("v", INF))]
     sound = load_file(copy / "model.safetensors")
+    names = sorted((name for name in sound if "layers.1" not in name), reverse=True)  # the last is the output matrix
+    spoiled = itertools.product(names, (NAN, INF, -INF))
+    if backend == "triton":
+        spoiled = [(f"model.layers.0.self_attn.{x}_proj.weight", bad) for x, bad in zip("qkv", (NAN, NAN, INF))]
     for name, bad in spoiled:
-        name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
         tensors = sound | {name: sound[name].clone()}
         tensors[name].view(-1)[5 + 3 * 64 * (sound[name].dim() - 1)] = bad
         save_file(tensors, copy / "model.safetensors", {"format": "pt"})
@@ -621,7 +634,7 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
 
 
 @needs_triton
-def test_errors_of_loading_and_of_compiling_beside_it(monkeypatch):
+def test_errors_beside_a_warm_up(monkeypatch):
     from triton.runtime._async_compile import active_mode
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -636,14 +649,14 @@ def test_errors_of_loading_and_of_compiling_beside_it(monkeypatch):
 
 
 @BACKENDS
-def test_nothing_is_compiled_while_loading_without_a_gpu_or_without_triton(tiny, backend):
+def test_warm_up_needs_a_gpu_and_triton(tiny, backend):
     compiles = ON_GPU and backend == "triton"
     with pytest.raises(ZeroDivisionError) if compiles else contextlib.nullcontext():
         load(tiny, device=DEVICE.type, backend=backend, warm_up=lambda model: 1 / 0)
 
 
 @pytest.mark.parametrize("flags, text, more", [("-p fox", "fox", 0), ("--chat -p fox -sys crow", "crowfox", 32)])
-def test_what_is_compiled_while_a_model_is_loaded(cli, tiny, monkeypatch, flags, text, more):
+def test_warm_up_of_the_command_line(cli, tiny, monkeypatch, flags, text, more):
     """What the prompt and the sampling flags need."""
     seen = []
 
@@ -654,25 +667,6 @@ def test_what_is_compiled_while_a_model_is_loaded(cli, tiny, monkeypatch, flags,
     monkeypatch.setattr(run, "load", loaded)
     assert cli("-m", tiny, "-n", 1, "--temp", 0, "--seed", 7, *flags.split())[0] == 0
     assert seen == [(len(Tokenizer(tiny).encode(text)) + more, Sampling(temp=0, seed=7))]
-
-
-def without_interpreter(call: str) -> str:
-    """What a call of a function of this file prints in a process of its own, where Triton compiles."""
-    environment = os.environ | {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def as_if_on(arch: int) -> None:
-    """In such a process, compile as if for a GPU of this architecture."""
-    from triton.runtime import driver
-
-    current = dict(device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", arch, 32))
-    driver.set_active(SimpleNamespace(**{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}))
-    for module in (launch, kernels, attention, sampling, fp8, training, parallel, speculation):
-        module.capability, module.processors = lambda device: arch, lambda device: 132
 
 
 LOADS = (  # family, tokens of the prompt, options of load, of Sampling
@@ -734,7 +728,7 @@ def check_warm_up(folder: str) -> None:
 
 
 @needs_triton
-def test_what_is_compiled_while_a_model_is_loaded_is_what_it_launches(tmp_path):
+def test_warm_up_compiles_what_is_launched(tmp_path):
     assert without_interpreter(f"check_warm_up({str(tmp_path)!r})") == f"{len(LOADS)}\n"
 
 
@@ -1309,20 +1303,21 @@ KINDS_OF_LOGITS = {
     "few above equals": partial(few_above_equals, height=2.0, many=90),
     "few above many equals": partial(few_above_equals, height=4.5, many=2500),
 }
-SAMPLING_VALUES = dict(
-    temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF), top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000),
-    top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5), repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
-)  # fmt: skip
 
 
 @needs_triton
 @pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
 def test_sampling_equals_the_reference(kind):
+    choices = dict(
+        temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF), top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000),
+        top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5),
+        repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
+    )  # fmt: skip
     # top-k of as many as there are parts, each as likely as the others; the equals that top-k keeps count for top-p
     cases = [(V, dict(top_k=k, top_p=1.0, min_p=0, temp=1e6)) for V, k in ((1100, 5), (3000, 12))]
     cases += [(V, dict(top_k=40, top_p=0.5, min_p=0, temp=1.5)) for V in (100, 300, 3000, 5000)]
     for _ in range(13):
-        settings = {name: random.choice(values) for name, values in SAMPLING_VALUES.items()}
+        settings = {name: random.choice(values) for name, values in choices.items()}
         cases.append((random.choice((17, 300, 1100, 3000, 5000)), settings))
     for V, settings in cases:
         logits, tokens = KINDS_OF_LOGITS[kind](V), torch.randint(0, V, (64,), dtype=torch.int32)
@@ -1466,7 +1461,7 @@ def test_encoded_rows_lose_least(form, bound):
 
 
 @pytest.mark.parametrize("form", FLOATS_8)
-def test_8_bit_codes_never_written_by_encode(form):
+def test_8_bit_codes_that_encode_never_writes(form):
     """Those of the other format, too."""
     format, largest = FORMATS[form], {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
     for code, value in zip(EVERY_CODE, EVERY_CODE.view(format.dtype).float()):
@@ -1518,7 +1513,7 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
 
 @needs_triton
 @pytest.mark.parametrize("peak", [1, 30, 36, 40, 150])
-def test_large_norms_with_packed_products(peak):
+def test_packed_products_with_large_norms(peak):
     """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the worst case."""
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
         norm, x = torch.full((K,), float(peak)).half().to(DEVICE), torch.zeros(1, K)
@@ -1593,7 +1588,7 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
 
 
 @needs_triton
-def test_activations_and_normed_activations_as_codes():
+def test_activations_as_codes():
     x = randn(5, 300, dtype=torch.float16) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].half()
     codes, scales = kernels.encode_rows(x)
     peak = x.float().abs().amax(1, keepdim=True)
