@@ -374,6 +374,15 @@ def as_if_on(arch: int) -> None:
         module.capability, module.processors = lambda device: arch, lambda device: 132
 
 
+def decode_in_graphs(monkeypatch, padded=()) -> None:
+    """Without a GPU, as on one, but for what `captured` does; prompts are not captured."""
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    monkeypatch.setattr(Llama, "uses_graphs", True)
+    monkeypatch.setattr("model.PADDED", padded)
+    for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+
+
 # ---- model.py
 
 
@@ -546,36 +555,32 @@ def test_cache_not_finite(tiny, kv_fp8, backend):
 
 
 def test_a_padded_prompt_is_the_prompt(monkeypatch):
-    monkeypatch.setattr("model.captured", lambda run, *_: run())
-    model = load(run.DEFAULT_MODEL, device="cpu", dtype="fp32")
-    ids = torch.randint(3, model.config.vocab_size, (40,)).tolist()
+    """Its graph captured, then replayed."""
+    model, logits = load(run.DEFAULT_MODEL, device="cpu", dtype="fp32"), []
+    first, second = torch.randint(3, model.config.vocab_size, (40,)).tolist(), [5, 6]
     with torch.inference_mode():
         whole, padded = KVCache(model), KVCache(model)
-        model.prefill(ids, whole)
-        model.prefill(ids[:7], padded)
-        padded.append(torch.tensor(ids[7:], dtype=torch.int32))
+        for part in (first, second):
+            model.prefill(part, whole)
+            logits.append(whole.logits.clone())
+        model.prefill(first[:7], padded)
         model.weights.embedding = model.weights.embedding.clone()
         model.weights.embedding[0] = torch.nan  # what stands beyond the prompt counts for nothing, not even as 0 * NaN
-        model._padded_step(33, 64, padded)
-        assert padded.pos == int(padded.device_pos) == 40
-        assert nmse(padded.logits, whole.logits) < 1e-10
-        for cache in (whole, padded):
-            model.prefill([5, 6], cache)
-        assert nmse(padded.logits, whole.logits) < 1e-10
+        graph = lambda run, device, reset, pool: (run(), reset()) and SimpleNamespace(replay=run, pool=lambda: None)
+        monkeypatch.setattr("model.captured", graph)
+        decode_in_graphs(monkeypatch, padded=(64,))
+        for part, right, pos in zip((first[7:], second), logits, (40, 42)):
+            model.prefill(part, padded)
+            assert padded.pos == int(padded.device_pos) == pos and [*padded.prompt_graphs] == [64]
+            assert nmse(padded.logits, right) < 1e-10
 
 
 @pytest.mark.parametrize("work, lengths", [(2e11, [320, 320, None, None]), (0, [None, 320, None, None])])
-def test_prompts_are_padded_where_it_pays(tiny, monkeypatch, work, lengths):
+def test_prompts_are_padded_where_it_pays(tiny_model, monkeypatch, work, lengths):
     """Others are captured only at exactly one of the lengths; a single token never."""
-    model, seen = load(tiny, dtype="fp32", device="cpu"), []
-    monkeypatch.setattr("model.PADDED", (320,))
+    decode_in_graphs(monkeypatch, padded=(320,))
     monkeypatch.setattr("model.PADDED_WORK", work)
-    monkeypatch.setattr(type(model), "uses_graphs", True)
-    monkeypatch.setattr(type(model), "_padded_step", lambda self, T, length, cache: seen.append(length))
-    monkeypatch.setattr(type(model), "step", lambda self, T, cache: seen.append(None))
-    for T in (300, 320, 321, 1):
-        model.prefill([5] * T, KVCache(model, 400))
-    assert seen == lengths
+    assert [tiny_model._padded(T, room=400) for T in (300, 320, 321, 1)] == lengths
 
 
 @needs_gpu
@@ -724,15 +729,6 @@ def check_warm_up(folder: str) -> None:
 @needs_triton
 def test_warm_up_compiles_what_is_launched(tmp_path):
     assert without_interpreter(f"check_warm_up({str(tmp_path)!r})") == f"{len(LOADS)}\n"
-
-
-def decode_in_graphs(monkeypatch, padded=()) -> None:
-    """Without a GPU, as on one, but for what `captured` does; prompts are not captured."""
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
-    monkeypatch.setattr(Llama, "uses_graphs", True)
-    monkeypatch.setattr("model.PADDED", padded)
-    for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
 
 
 @needs_triton
@@ -1667,15 +1663,14 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
     """Several programs share a head, each with fewer rows than its vectors hold."""
     monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(2, 2048, 8, 3))
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
-    (H, KH, D, C), dtype = (3, 1, 48, 320), torch.float16
-    table, pos = torch.randn(9, D // 2, 2, device=DEVICE), torch.tensor([4], dtype=torch.int32, device=DEVICE)
+    N, C, D, dtype = 5 * 48, 320, 48, torch.float16
 
     def draw() -> tuple:
-        x, norm, caches = randn(1, C, dtype=dtype), randn(C, dtype=dtype), [randn(KH, 9, D, dtype=dtype) for _ in "kv"]
-        w = Matrix(torch.randn((H + 2 * KH) * D, C, device=DEVICE)).encoded(INT4)
-        return x, norm, w, table, *caches, pos, 1e-5, launch.Scratch(DEVICE)
+        arguments, _ = op_arguments("rmsnorm_qkv_rope", dtype, (3, 1, D), 1, 4)
+        w = Matrix(torch.randn(N, C, device=DEVICE)).encoded(INT4)
+        return randn(1, C, dtype=dtype), randn(C, dtype=dtype), w, *arguments[3:]
 
-    for extra in ((), (randn((H + 2 * KH) * D, dtype=dtype),), (None, randn(2, D, dtype=dtype))):
+    for extra in ((), (randn(N, dtype=dtype),), (None, randn(2, D, dtype=dtype))):
         draws = [(*draw(), *extra) for _ in range(8 if ON_GPU else 1)]
         equals_reference("rmsnorm_qkv_rope", draws, (4, 5), 4 * ONE_UNIT[dtype])
 
