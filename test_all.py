@@ -110,24 +110,22 @@ def interpreter():
     """Rounds to bf16 to the nearest, as a GPU does: Triton's truncates, with errors up to twice as large. And it takes
     a third of the time: it prepares Triton's language once, not at each call of a function, looks a type up once, and
     does not compute whether integers overflow, which Triton's interpreter does and then ignores."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as at_end:
-        if launch.triton and not ON_GPU:
-            from triton.runtime import interpreter
+    if launch.triton and not ON_GPU:
+        from triton.runtime import interpreter
 
-            convert, prepare = interpreter._convert_float, interpreter._patch_lang
-            builder, type_of = interpreter.interpreter_builder, functools.cache(interpreter._get_np_dtype)
+        convert, type_of = interpreter._convert_float, functools.cache(interpreter._get_np_dtype)
+        builder = interpreter.interpreter_builder
 
-            def rounded(x, source, target, mode):
-                if source.is_fp32() and target.is_bf16():
-                    return torch.tensor(x).bfloat16().view(torch.int16).numpy().view("uint16")
-                return convert(x, source, target, mode)
+        def rounded(x, source, target, mode):
+            if source.is_fp32() and target.is_bf16():
+                return torch.tensor(x).bfloat16().view(torch.int16).numpy().view("uint16")
+            return convert(x, source, target, mode)
 
-            at_end.callback(prepare(SimpleNamespace(__globals__=dict(tl=tl, core=tl.core))).restore)
-            patch.setattr(interpreter, "_convert_float", rounded)
-            patch.setattr(interpreter, "_get_np_dtype", lambda t: type_of(tl.uint64 if t.scalar.is_ptr() else t.scalar))
-            patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-            patch.setattr(interpreter, "_patch_lang", lambda fn: SimpleNamespace(restore=lambda: None))
-        yield
+        interpreter._convert_float = rounded
+        interpreter._get_np_dtype = lambda t: type_of(tl.uint64 if t.scalar.is_ptr() else t.scalar)
+        builder.options = replace(builder.options, sanitize_overflow=False)
+        interpreter._patch_lang(SimpleNamespace(__globals__=dict(tl=tl, core=tl.core)))
+        interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
 
 
 ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one ulp each
