@@ -57,7 +57,7 @@ from safetensors.torch import load_file, save_file
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-if not ON_GPU and "COMPILE_FOR" not in os.environ:
+if not ON_GPU and "COMPILES" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is imported
 
 import attention
@@ -110,24 +110,22 @@ def interpreter():
     """Rounds to bf16 to the nearest, as a GPU does: Triton's truncates, with errors up to twice as large. And it takes
     a third of the time: it prepares Triton's language once, not at each call of a function, looks a type up once, and
     does not compute whether integers overflow, which Triton's interpreter does and then ignores."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as at_end:
-        if launch.triton and not ON_GPU:
-            from triton.runtime import interpreter
+    if launch.triton and not ON_GPU:
+        from triton.runtime import interpreter
 
-            convert, prepare = interpreter._convert_float, interpreter._patch_lang
-            builder, type_of = interpreter.interpreter_builder, functools.cache(interpreter._get_np_dtype)
+        convert, type_of = interpreter._convert_float, functools.cache(interpreter._get_np_dtype)
+        builder = interpreter.interpreter_builder
 
-            def rounded(x, source, target, mode):
-                if source.is_fp32() and target.is_bf16():
-                    return torch.tensor(x).bfloat16().view(torch.int16).numpy().view("uint16")
-                return convert(x, source, target, mode)
+        def rounded(x, source, target, mode):
+            if source.is_fp32() and target.is_bf16():
+                return torch.tensor(x).bfloat16().view(torch.int16).numpy().view("uint16")
+            return convert(x, source, target, mode)
 
-            at_end.callback(prepare(SimpleNamespace(__globals__=dict(tl=tl, core=tl.core))).restore)
-            patch.setattr(interpreter, "_convert_float", rounded)
-            patch.setattr(interpreter, "_get_np_dtype", lambda t: type_of(tl.uint64 if t.scalar.is_ptr() else t.scalar))
-            patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-            patch.setattr(interpreter, "_patch_lang", lambda fn: SimpleNamespace(restore=lambda: None))
-        yield
+        interpreter._convert_float = rounded
+        interpreter._get_np_dtype = lambda t: type_of(tl.uint64 if t.scalar.is_ptr() else t.scalar)
+        builder.options = replace(builder.options, sanitize_overflow=False)
+        interpreter._patch_lang(SimpleNamespace(__globals__=dict(tl=tl, core=tl.core)))
+        interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
 
 
 ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one ulp each
@@ -171,16 +169,10 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
 def hugging_face_model(vocab_size: int = 300, model: str = "Llama", **shape):
     transformers.utils.logging.disable_progress_bar()
     fields = dict(
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=vocab_size,
-        max_position_embeddings=256,
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
         initializer_range=0.3,  # large enough that logits differ and attention is sharp
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    )  # fmt: skip
     config = getattr(transformers, f"{model}Config")(**fields | shape)
     model = getattr(transformers, f"{model}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
@@ -324,10 +316,11 @@ def conversation(*texts: str, system: str = "") -> list[dict]:
     return ([{"role": "system", "content": system}] if system else []) + turns
 
 
-def spoil_file(change=lambda tensors: None, **metadata):
-    """Change the tensors of a safetensors file in place, and its metadata."""
+def spoil_tensors(change=lambda tensors: None, **metadata):
+    """Change the tensors of a checkpoint in place, and the metadata of their file."""
 
-    def spoil(file: Path) -> None:
+    def spoil(folder: Path) -> None:
+        file = folder / "model.safetensors"
         with safe_open(file, "pt") as f:
             held = f.metadata() | {name.replace("_", "-"): value for name, value in metadata.items()}
         tensors = load_file(file)
@@ -339,10 +332,6 @@ def spoil_file(change=lambda tensors: None, **metadata):
 
 def spoil_config(**fields):
     return lambda folder: edit(folder / "config.json", **fields)
-
-
-def spoil_tensors(change=lambda tensors: None, **metadata):
-    return lambda folder: spoil_file(change, **metadata)(folder / "model.safetensors")
 
 
 def put(name: str, make):
@@ -362,6 +351,35 @@ def hears_signals():
     yield numbers
     for number, handler in zip(numbers, before):
         signal.signal(number, handler)
+
+
+def without_interpreter(call: str) -> None:
+    """Call a function of this file in a process of its own, where Triton compiles."""
+    environment = os.environ | {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
+    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def as_if_on(arch: int) -> None:
+    """In such a process, compile as if for a GPU of this architecture."""
+    from triton.runtime import driver
+
+    current = dict(device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", arch, 32))
+    driver.set_active(SimpleNamespace(**{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}))
+    for module in (launch, kernels, attention, sampling, fp8, training, parallel, speculation):
+        module.capability, module.processors = lambda device: arch, lambda device: 132
+
+
+def decode_in_graphs(monkeypatch, padded=()) -> None:
+    """Without a GPU, as on one; but graphs run what they would have captured. padded: lengths of prompts that do."""
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    monkeypatch.setattr(Llama, "uses_graphs", True)
+    monkeypatch.setattr("model.PADDED", padded)
+    graph = lambda run, device, reset, pool=None: (run(), reset()) and SimpleNamespace(replay=run, pool=lambda: None)
+    monkeypatch.setattr("model.captured", graph)
+    for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
 
 
 # ---- model.py
@@ -408,39 +426,32 @@ def test_wrong_arguments_are_named(tiny, tmp_path, name, wrong):
         assert not [*tmp_path.iterdir()]
 
 
-def test_prompts_that_are_wrong_are_named(tiny, tiny_model):
+def test_wrong_prompts_are_named(tiny, tiny_model):
     V = tiny_model.config.vocab_size
-    refused = [([1, bad, 5], f"the prompt contains the id {bad}; the model's are 0") for bad in (-1, V, 1 << 40)]
-    refused += [(bad, "a prompt is a list of ids: tokenizer.encode") for bad in ("text", ["text", "more"], [[1, 5]])]
+    refused = [([1, bad, 5], f"the prompt contains the id {bad}; the model's are 0") for bad in (-1, V)]
+    refused += [("text", "a prompt is a list of ids"), ([[1, 5]], "a prompt is a list of ids"), ([], "is empty")]
     for prompt, said in refused:
         for evaluate in (lambda p: greedy(tiny_model, p, 1), lambda p: tiny_model.forward(p, KVCache(tiny_model))):
             with pytest.raises((TypeError, ValueError), match=said):
                 evaluate(prompt)
-    for prompt, n, said in ((torch.tensor([1, 5]), 1, "a list of ids"), ([], 1, "is empty"), ([1], -3, "n is -3")):
-        with pytest.raises((TypeError, ValueError), match=said):
-            greedy(tiny_model, prompt, n)
+    with pytest.raises(ValueError, match="n is -3"):
+        greedy(tiny_model, [1], -3)
     for wrong in ("hi", [{"role": "user"}]):
         with pytest.raises(TypeError, match="a conversation is a list of dicts"):
             Tokenizer(tiny).apply_chat_template(wrong)
     assert len(repr(tiny_model)) < 2000, "it prints weights"
 
 
-def test_generation_ends(tiny):
-    model = load(tiny, dtype="fp32", device="cpu", ctx_size=12)
-    five = greedy(model, [1, 5], 5)
+def test_generation_ends_at_an_eos(tiny_model):
+    five = greedy(tiny_model, [1, 5], 5)
     assert len(five) == 5
-    assert greedy(model, [1, 5], 5, eos=[five[2]]) == five[: five.index(five[2]) + 1]
-    ignoring = greedy(model, [1, 5], 5, eos=[five[2]], ignore_eos=True)
-    assert five[2] not in ignoring and len(ignoring) == 5
-    every_but_7 = {*range(model.config.vocab_size)} - {7}
-    for settings in (Sampling(), Sampling(temp=1e6, top_k=0, top_p=1, min_p=0)):
-        assert list(generate(model, [1, 5], n=5, sampling=settings, eos=every_but_7, ignore_eos=True)) == [7] * 5
-    cache = KVCache(model)
-    greedy(model, [1, 5], 1, cache, eos=[-1], ignore_eos=True)
+    assert greedy(tiny_model, [1, 5], 5, eos=[five[2]]) == five[: five.index(five[2]) + 1]
+    every_but_7 = {*range(tiny_model.config.vocab_size)} - {7}
+    for settings in (Sampling(temp=0), Sampling(), Sampling(temp=1e6, top_k=0, top_p=1, min_p=0)):
+        assert list(generate(tiny_model, [1, 5], n=5, sampling=settings, eos=every_but_7, ignore_eos=True)) == [7] * 5
+    cache = KVCache(tiny_model)
+    greedy(tiny_model, [1, 5], 1, cache, eos=[-1], ignore_eos=True)
     assert cache.banned is None, "no eos is not the last id"
-    assert len(greedy(model, [1, 5], -1)) == 10
-    with pytest.raises(ValueError, match="13 tokens.*12"):
-        greedy(model, [1] * 13, 1)
 
 
 @BACKENDS
@@ -452,7 +463,7 @@ def test_context_to_its_last_slot(tiny, kv_fp8, backend):
         cache, prompt = KVCache(model, size), [5, 6][:size]
         assert greedy(model, prompt, -1, cache) == whole[: size - len(prompt)]
         assert cache.device_pos == cache.pos
-        with pytest.raises(ValueError, match=f"the context holds {size}"):
+        with pytest.raises(ValueError, match=f"has {size + 1} tokens; the context holds {size}"):
             greedy(model, [7] * (size + 1), -1, cache)
 
 
@@ -505,22 +516,16 @@ def test_no_step_sees_an_old_position(tiny, how):
         assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {cache.pos}"
 
 
-WEIGHTS = ["embed_tokens", "norm", "lm_head", *(f"layers.0.{name}" for name in (
-    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-))]  # fmt: skip
-
-
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_weights_not_finite(copy, kv_fp8, backend):
     """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a masked one."""
-    spoiled = [*itertools.product(WEIGHTS, (NAN, INF, -INF))]
-    if backend == "triton":
-        spoiled = [(f"layers.0.self_attn.{x}_proj", bad) for x, bad in (("q", NAN), ("k", NAN), ("v", INF))]
     sound = load_file(copy / "model.safetensors")
+    names = sorted((name for name in sound if "layers.1" not in name), reverse=True)  # the last is the output matrix
+    spoiled = itertools.product(names, (NAN, INF, -INF))
+    if backend == "triton":
+        spoiled = [(f"model.layers.0.self_attn.{x}_proj.weight", bad) for x, bad in zip("qkv", (NAN, NAN, INF))]
     for name, bad in spoiled:
-        name = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
         tensors = sound | {name: sound[name].clone()}
         tensors[name].view(-1)[5 + 3 * 64 * (sound[name].dim() - 1)] = bad
         save_file(tensors, copy / "model.safetensors", {"format": "pt"})
@@ -549,36 +554,30 @@ def test_cache_not_finite(tiny, kv_fp8, backend):
 
 
 def test_a_padded_prompt_is_the_prompt(monkeypatch):
-    monkeypatch.setattr("model.captured", lambda run, *_: run())
-    model = load(run.DEFAULT_MODEL, device="cpu", dtype="fp32")
-    ids = torch.randint(3, model.config.vocab_size, (40,)).tolist()
+    """Its graph captured, then replayed."""
+    model, logits = load(run.DEFAULT_MODEL, device="cpu", dtype="fp32"), []
+    first, second = torch.randint(3, model.config.vocab_size, (40,)).tolist(), [5, 6]
     with torch.inference_mode():
         whole, padded = KVCache(model), KVCache(model)
-        model.prefill(ids, whole)
-        model.prefill(ids[:7], padded)
-        padded.append(torch.tensor(ids[7:], dtype=torch.int32))
+        for part in (first, second):
+            model.prefill(part, whole)
+            logits.append(whole.logits.clone())
+        model.prefill(first[:7], padded)
         model.weights.embedding = model.weights.embedding.clone()
         model.weights.embedding[0] = torch.nan  # what stands beyond the prompt counts for nothing, not even as 0 * NaN
-        model._padded_step(33, 64, padded)
-        assert padded.pos == int(padded.device_pos) == 40
-        assert nmse(padded.logits, whole.logits) < 1e-10
-        for cache in (whole, padded):
-            model.prefill([5, 6], cache)
-        assert nmse(padded.logits, whole.logits) < 1e-10
+        decode_in_graphs(monkeypatch, padded=(64,))
+        for part, right, pos in zip((first[7:], second), logits, (40, 42)):
+            model.prefill(part, padded)
+            assert padded.pos == int(padded.device_pos) == pos and [*padded.prompt_graphs] == [64]
+            assert nmse(padded.logits, right) < 1e-10
 
 
 @pytest.mark.parametrize("work, lengths", [(2e11, [320, 320, None, None]), (0, [None, 320, None, None])])
-def test_prompts_are_padded_where_it_pays(tiny, monkeypatch, work, lengths):
+def test_prompts_are_padded_where_it_pays(tiny_model, monkeypatch, work, lengths):
     """Others are captured only at exactly one of the lengths; a single token never."""
-    model, seen = load(tiny, dtype="fp32", device="cpu"), []
-    monkeypatch.setattr("model.PADDED", (320,))
+    decode_in_graphs(monkeypatch, padded=(320,))
     monkeypatch.setattr("model.PADDED_WORK", work)
-    monkeypatch.setattr(type(model), "uses_graphs", True)
-    monkeypatch.setattr(type(model), "_padded_step", lambda self, T, length, cache: seen.append(length))
-    monkeypatch.setattr(type(model), "step", lambda self, T, cache: seen.append(None))
-    for T in (300, 320, 321, 1):
-        model.prefill([5] * T, KVCache(model, 400))
-    assert seen == lengths
+    assert [tiny_model._padded(T, room=400) for T in (300, 320, 321, 1)] == lengths
 
 
 @needs_gpu
@@ -631,61 +630,52 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
 
 
 @needs_triton
-def test_errors_of_loading_and_of_compiling_beside_it(monkeypatch):
-    from triton.runtime._async_compile import active_mode
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    kernel, compiled = SimpleNamespace(run=None), []
-    submit = lambda compile: lambda: active_mode.get().submit(compile, compile, compiled.append)
-    with pytest.raises(OSError, match="cut short"), launch.compiling_kernels(submit(lambda: kernel), DEVICE):
+def test_errors_beside_a_warm_up():
+    compiled = threading.Event()
+    compile = lambda: (time.sleep(0.1), compiled.set())
+    with pytest.raises(OSError, match="cut short"), launch.compiling_kernels(compile, DEVICE):
         raise OSError("cut short")
-    assert compiled == [kernel], "the compiler was not waited for"
-    with pytest.raises(ZeroDivisionError), launch.compiling_kernels(submit(lambda: 1 / 0), DEVICE):
+    assert compiled.is_set(), "the compiler was not waited for"
+    with pytest.raises(ZeroDivisionError), launch.compiling_kernels(lambda: 1 / 0, DEVICE):
         pass
-    assert active_mode.get() is None
 
 
 @BACKENDS
-def test_nothing_is_compiled_while_loading_without_a_gpu_or_without_triton(tiny, backend):
+def test_warm_up_needs_a_gpu_and_triton(tiny, backend):
     compiles = ON_GPU and backend == "triton"
     with pytest.raises(ZeroDivisionError) if compiles else contextlib.nullcontext():
         load(tiny, device=DEVICE.type, backend=backend, warm_up=lambda model: 1 / 0)
 
 
-@pytest.mark.parametrize("flags, expected", [("-p fox", 0), ("--chat -p fox -sys crow", 32)])
-def test_what_is_compiled_while_a_model_is_loaded(tiny, monkeypatch, flags, expected):
+@pytest.mark.parametrize("flags, text, more", [("-p fox", "fox", 0), ("--chat -p fox -sys crow", "crowfox", 32)])
+def test_warm_up_of_the_command_line(cli, tiny, monkeypatch, flags, text, more):
     """What the prompt and the sampling flags need."""
     seen = []
 
     def loaded(*arguments, warm_up, **options):
-        warm_up(SimpleNamespace(warm_up=lambda *seen_: seen.append(seen_)))
+        warm_up(SimpleNamespace(warm_up=lambda *needed: seen.append(needed)))
         return load(*arguments, **options)
 
     monkeypatch.setattr(run, "load", loaded)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    assert run.main(["-m", str(tiny), "-n", "1", "--temp", "0", "--seed", "7", "--quiet", *flags.split()]) == 0
-    text = "crowfox" if expected else "fox"
-    assert seen == [(len(Tokenizer(tiny).encode(text)) + expected, Sampling(temp=0, seed=7))]
-
-
-LOADS = (  # family, tokens of the prompt, options of load, of Sampling
-    ("gqa", 20, dict(), dict()),
-    ("gqa", 100, dict(format="e4m3", kv_fp8=True), dict()),
-    ("gqa", 300, dict(format="int4"), dict()),
-    ("mha", 500, dict(kv_fp8=True), dict()),
-    ("mha", 5, dict(format="e4m3"), dict()),
-    ("mha", 1, dict(format="int4"), dict()),
-    ("qwen 2.5", 9, dict(), dict(temp=0)),
-    ("qwen 3", 60, dict(format="int4"), dict(top_k=0, repeat_penalty=1.1)),
-    ("llama 3.2", 512, dict(format="e4m3", accumulate="fp32"), dict(top_p=1)),
-)
+    assert cli("-m", tiny, "-n", 1, "--temp", 0, "--seed", 7, *flags.split())[0] == 0
+    assert seen == [(len(Tokenizer(tiny).encode(text)) + more, Sampling(temp=0, seed=7))]
 
 
 def check_warm_up(folder: str) -> None:
     """That the kernels compiled while models are loaded are those that `generate` launches, as if on Hopper."""
     from triton import compiler
-    from triton.runtime import driver
 
+    loads = (  # family, tokens of the prompt, options of load, of Sampling
+        ("gqa", 20, dict(), dict()),
+        ("gqa", 100, dict(format="e4m3", kv_fp8=True), dict()),
+        ("gqa", 300, dict(format="int4"), dict()),
+        ("mha", 500, dict(kv_fp8=True), dict()),
+        ("mha", 5, dict(format="e4m3"), dict()),
+        ("mha", 1, dict(format="int4"), dict()),
+        ("qwen 2.5", 9, dict(), dict(temp=0)),
+        ("qwen 3", 60, dict(format="int4"), dict(top_k=0, repeat_penalty=1.1)),
+        ("llama 3.2", 512, dict(format="e4m3", accumulate="fp32"), dict(top_p=1)),
+    )
     compiled, launched = set(), set()
 
     def compile(source, options, **_) -> SimpleNamespace:
@@ -694,29 +684,19 @@ def check_warm_up(folder: str) -> None:
         run = lambda *_: launched.add(key)
         return SimpleNamespace(run=run, launch_metadata=lambda *_: None, function=None, packed_metadata=None)
 
-    def captured(run, device, reset, pool=None) -> SimpleNamespace:
-        launch.compile_kernels(run, device)
-        run()
-        reset()
-        return SimpleNamespace(replay=run, pool=lambda: None)
-
-    current = dict(device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", 90, 32))
-    driver.set_active(SimpleNamespace(**{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}))
+    as_if_on(90)
     compiler.compile = compile
     launch.INTERPRETED = True  # for load, which finds no GPU
-    for module in (launch, kernels, attention, sampling, fp8):
-        module.capability, module.processors = lambda device: 90, lambda device: 132
     torch.cuda.set_device = lambda device: None
     torch._scaled_mm = lambda x, w, *_, out_dtype, **__: torch.zeros(len(x), w.shape[1], dtype=out_dtype)
     sizes = dict(hidden_size=512, intermediate_size=768, max_position_embeddings=1024)
     modules = (kernels, attention, hopper, sampling, fp8)
-    for family, T, options, settings in LOADS:
+    for family, T, options, settings in loads:
         saved, s = Path(folder, family), Sampling(**settings)
         if not saved.exists():
             hugging_face_model(**FAMILIES[family] | sizes | dict(head_dim=128)).half().save_pretrained(saved)
         with pytest.MonkeyPatch.context() as patch:
             decode_in_graphs(patch, PADDED)
-            patch.setattr("model.captured", captured)
             for kernel in itertools.chain.from_iterable(vars(module).values() for module in modules):
                 getattr(kernel, "device_caches", {}).clear()
             compiled.clear()
@@ -727,43 +707,27 @@ def check_warm_up(folder: str) -> None:
             assert early and not launched
             list(generate(model, [5] * T, n=2, sampling=s, eos=[]))
             assert launched == early == compiled, (family, sorted(launched - early), sorted(early - launched))
-    print(len(LOADS))
 
 
 @needs_triton
-def test_what_is_compiled_while_a_model_is_loaded_is_what_it_launches(tmp_path):
-    """In a process of its own, which has no interpreter."""
-    environment = os.environ | {"COMPILE_FOR": "90", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", f"import test_all; test_all.check_warm_up({str(tmp_path)!r})"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.split()) == (0, [str(len(LOADS))]), done.stderr[-3000:]
-
-
-def decode_in_graphs(monkeypatch, padded=()) -> None:
-    """Without a GPU, as on one, but for what `captured` does; prompts are not captured."""
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
-    monkeypatch.setattr(Llama, "uses_graphs", True)
-    monkeypatch.setattr("model.PADDED", padded)
-    for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+def test_warm_up_compiles_what_is_launched(tmp_path):
+    without_interpreter(f"check_warm_up({str(tmp_path)!r})")
 
 
 @needs_triton
 def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
     """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read anew."""
-    recorded, captures = [], 0
+    recorded, captures = [], []
 
     def record(*arguments, **constants) -> None:
         recorded.append(functools.partial(launch.launch, *arguments, **constants))
         recorded[-1]()
 
     def captured(run, device, reset) -> SimpleNamespace:
-        nonlocal captures
-        captures += 1
         recorded.clear()
         run()
         reset()
-        launches = [*recorded]
+        captures.append(launches := [*recorded])
         return SimpleNamespace(replay=lambda: [launch() for launch in launches] + [model.step(1, cache)])
 
     model = load(tiny, dtype="fp32", device=DEVICE, backend="torch", ctx_size=64)
@@ -775,15 +739,15 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
     assert len({*map(tuple, expected)}) > 6
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=kernels.fused.sample))
     monkeypatch.setattr(sampling, "launch", record)
-    monkeypatch.setattr("model.captured", captured)
     decode_in_graphs(monkeypatch)
+    monkeypatch.setattr("model.captured", captured)
     assert [list(generate(model, [1, 5, 9], cache, 8, s, eos=[])) for s in every] == expected
-    assert captures == 1
+    assert len(captures) == 1
     for other in (Sampling(temp=0), Sampling(top_p=1), Sampling(top_k=100), Sampling(repeat_penalty=1.1)):
         list(generate(model, [1, 5, 9], cache, 1, other, eos=[]))
     list(generate(model, [1, 5, 9], KVCache(model), 1, other, eos=[]))
     list(generate(model, [1, 5, 9], cache, 1, other, eos=[3], ignore_eos=True))
-    assert captures == 7
+    assert len(captures) == 7
 
 
 # ---- kernels.py and attention.py: the op tables, and each op against its reference
@@ -1076,15 +1040,8 @@ ARCHITECTURES = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes
 AS_80 = (86, 89)  # the PTX of training ops is that of 80 to the letter; for 86 all PTX is, so that fp16 stands for bf16
 
 
-def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
-    """All launches of the ops on shapes that reach every kernel: kernel, arguments, constants, warps, stages."""
-    recorded = []
-
-    def record(kernel, grid, device, *arguments, warps=4, stages=1, **constants):
-        recorded.append((kernel, arguments, constants | {"PDL": arch >= 90}, warps, stages))
-
-    for module in (launch, kernels, attention, sampling, fp8, training, parallel, speculation):
-        module.launch, module.capability, module.processors = record, lambda device: arch, lambda device: 128
+def launch_all(dtype: torch.dtype, arch: int) -> None:
+    """Launch the ops with shapes that reach every kernel."""
     kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
     kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
     several = launch.StreamSizes(2, 2048, 3, 3)  # rows, and blocks of a row
@@ -1093,22 +1050,17 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
-    one, scratch = new(1, dtype=torch.int32), launch.Scratch(torch.device("cpu"))
-
-    def blank(N: int, K: int, format) -> Matrix:
-        stored = format.tensors(N, K).values() if format else [(dtype, (N, K))]
-        return Matrix(tuple(new(*shape, dtype=kind) for kind, shape in stored), format, (N, K))
+    one, scratch = new(1, dtype=torch.int32), launch.Scratch(DEVICE)
+    blank = lambda N, K, format: Matrix(format.empty(N, K, DEVICE) if format else new(N, K), format, (N, K))
 
     def run_ops(ops, T: int, heads=(8, 8, 128), format=None, **extra) -> None:
         for op in ops:
-            arguments = op_arguments(op, dtype, heads, T, 300, 500)[0]
-            arguments = [blank(*a.shape, format) if isinstance(a, Matrix) else a for a in arguments]
+            arguments = encoded(op_arguments(op, dtype, heads, T, 300, 500)[0], format)
             getattr(kernels.fused, op)(*arguments, **extra)
 
     for T in (1, 100, 3, 16, 60) if half else (1, 100):
         run_ops(OPS, T)
-    other_heads = [((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)]
-    for heads, T in other_heads if half else []:
+    for heads, T in (((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)) if half else ():
         run_ops(["attention"], T, heads)
     for T in (1, 3):
         run_ops(PRODUCTS if half else PRODUCTS[1::2], T, format=E4M3)
@@ -1139,10 +1091,12 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     attention.decode_caches(*caches, one, 100, dtype)
     if half:
         run_ops(["attention"], 100, accumulate="fp16")
+    if arch == 90:  # Hopper's own kernel for prompts
+        run_ops(["attention"], 512)
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
     changes = (dict(), dict(temp=0), dict(top_k=0, repeat_penalty=1.1), dict(top_k=1000), dict(top_p=1))
     for settings in (*changes, dict(top_k=0, top_p=1)):
-        sampler = Sampler(torch.device("cpu"), Sampling(**settings))
+        sampler = Sampler(DEVICE, Sampling(**settings))
         kernels.fused.sample(new(32000, dtype=torch.float32), *ids, one, sampler)
     kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
     cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
@@ -1150,113 +1104,57 @@ def record_launches(dtype: torch.dtype, arch: int) -> list[tuple]:
     Lookup(4).enqueue_proposals(gpu, 5)
     speculation._OnGpu.accept(gpu, 5)
     if arch not in AS_80:
-        record_training(dtype)
-    return recorded
+        launch_training(dtype)
 
 
-def record_training(dtype: torch.dtype) -> None:
-    """Launch the training ops, with shapes of real models and with odd ones; with and without optional arguments."""
-    new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
-    count, targets = new(dtype=torch.int64), new(2, dtype=torch.int64)
-    for V, kind in ((32000, dtype), (128256, torch.float32), (201, dtype)):
-        training.cross_entropy_rows(new(2, V, dtype=kind), targets, count)
-    training.cross_entropy_rows(new(2, 32000), targets, None)
-    for C, residual, seed in ((768, torch.float32, new(1, dtype=torch.int32)), (4096, dtype, None)):
-        x, y, weight = new(40, C, dtype=residual), new(40, C), new(C, dtype=torch.float32)
-        training.rmsnorm_forward(x, y, weight, 1e-5, dtype, seed, 0.1)
-        training.rmsnorm_backward(x, weight, y, x, 1e-5, dtype, seed, 0.1)
-    training.rmsnorm_forward(new(40, 72), None, new(72), 1e-5, dtype, None, 0.0)
-    training.rmsnorm_backward(new(40, 72), new(72), new(40, 72), None, 1e-5)
-    training.bias_backward(new(300, 2304))
+def launch_training(dtype: torch.dtype) -> None:
+    """Launch the training ops and their gradients, with shapes of real models and with odd ones; with and without
+    optional arguments."""
+    new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
+    ops, fp32, targets = training.fused, torch.float32, new(2, dtype=torch.int64)
+    outputs = [ops.linear(new(300, 16), new(2304, 16), new(2304)), *(ops.swiglu(new(16, 2 * F)) for F in (2112, 53))]
+    for V, kind in ((32000, dtype), (128256, fp32), (201, dtype)):
+        outputs.append(ops.cross_entropy(new(2, V, dtype=kind), targets))
+    for C, residual, p in ((768, fp32, 0.1), (4096, dtype, 0.0)):
+        outputs += ops.rmsnorm(new(40, C, dtype=residual), new(40, C), new(C, dtype=fp32), 1e-5, dtype, p)
+    outputs += ops.rmsnorm(new(40, 72), None, new(72), 1e-5, dtype)[1:]
     for D in (128, 24):
-        cos, heads = new(8, D // 2, dtype=torch.float32), [new(2, 8, count, D) for count in (4, 2, 2)]
-        training.rope_forward(new(2, 8, 8 * D), cos, cos, 4, 2)
-        training.rope_backward(*heads, cos, cos)
-    for F in (2112, 53):
-        training.swiglu_forward(new(16, 2 * F))
-        training.swiglu_backward(new(16, 2 * F), new(16, F))
-    training._scale(new(16, 48), new(1, dtype=torch.float32))
-
-
-def parts_of_source(kernel, arguments: tuple, constants: dict) -> tuple[dict, dict, dict]:
-    """What the compiler is told of a launch: its signature, its constants, what is aligned."""
-    from triton.runtime.jit import mangle_type
-
-    signature, constexprs, aligned = {}, {}, {}
-    values = dict(zip(kernel.arg_names, arguments)) | constants
-    for i, name in enumerate(kernel.arg_names):
-        value = values[name]
-        if value is None or kernel.params[i].is_constexpr:
-            signature[name], constexprs[(i,)] = "constexpr", value
-            continue
-        signature[name] = mangle_type(value)
-        parts = {(i, j): part for j, part in enumerate(value)} if isinstance(value, tuple) else {(i,): value}
-        pointers = [place for place, part in parts.items() if isinstance(part, torch.Tensor)]
-        aligned |= {place: [["tt.divisibility", 16]] for place in pointers}
-    return signature, constexprs, aligned
-
-
-def compile_kernel(arch: int, kernel, *parts: dict, **options) -> str:
-    """To machine code that fits into shared memory. -> PTX"""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    source = (GluonASTSource if kernel.is_gluon() else launch.triton.compiler.ASTSource)(kernel, *parts)
-    target = launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
-    compiled = launch.triton.compile(source, target=target, options=options)
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= ARCHITECTURES[arch] * 1024, (kernel, parts, compiled.metadata.shared)
-    return compiled.asm["ptx"]
+        outputs += ops.rope(new(2, 8, 8 * D), *[torch.zeros(8, D // 2)] * 2, 4, 2)
+    torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+    with torch.no_grad():
+        ops.cross_entropy(new(2, 32000), targets)
 
 
 def compile_kernels(arch: int) -> None:
-    """Compile all that is launched for an architecture."""
-    names, done = set(), set()
+    """Compile every kernel for an architecture, to machine code that fits into shared memory."""
+    compiled = set()
+
+    def start(kernel, grid, device, *arguments, **constants) -> None:
+        binary, name = kernel.warmup(*arguments, grid=grid, **constants), kernel.__name__
+        ptx, shared, what = binary.asm["ptx"], binary.metadata.shared, (name, constants)
+        compiled.add(name)
+        assert binary.asm["cubin"] and shared <= ARCHITECTURES[arch] * 1024, (what, shared)
+        if name == "_hopper_attention_kernel":
+            assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+        else:
+            assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
+        if name == "_attention_kernel" and constants["FP16_SUMS"] and arch < 90:
+            assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, "no fp16 sums"
+
+    as_if_on(arch)
+    launch.start = hopper.start = start
     for dtype in (torch.float16, torch.bfloat16)[: 1 if arch == 86 else 2]:
-        for kernel, arguments, constants, warps, stages in record_launches(dtype, arch):
-            signature, constexprs, aligned = parts_of_source(kernel, arguments, constants)
-            key = (kernel.__name__, str(signature), str(constexprs), warps, stages)
-            if key in done:
-                continue
-            done.add(key)
-            names.add(kernel.__name__)
-            options = dict(num_warps=warps, num_stages=stages, launch_pdl=arch >= 90, maxnreg=constants.get("maxnreg"))
-            ptx = compile_kernel(arch, kernel, signature, constexprs, aligned, **options)
-            assert ("griddepcontrol.wait" in ptx) == (arch >= 90), key
-            if constants.get("FP16_SUMS") and kernel.__name__ == "_attention_kernel" and arch < 90:
-                assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, "no fp16 sums"
-    if arch == 90:
-        compile_hopper()
-        names.add("_hopper_attention_kernel")
-    print(f"{len(done)} variants of {len(names)} kernels for sm_{arch}: {' '.join(sorted(names))}")
-
-
-def compile_hopper() -> None:
-    """The kernel for prompts, whose arguments are descriptors of tensors."""
-    for kind in (hopper.gl.float16, hopper.gl.bfloat16):
-        layout = lambda rows, kind=kind: hopper.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)
-        tiles = lambda rows, kind=kind, layout=layout: f"tensordesc<{kind}[{rows}, 128],{layout(rows)!r}>"
-        signature = dict(q=tiles(64), k=tiles(128), v=tiles(128), out=tiles(64), pos="*i32", T="i32", qk_scale="fp32")
-        signature |= dict.fromkeys(("S", "H", "G", "positions_at_once"), "i32")
-        sizes = dict(D=128, ROWS=hopper.ROWS, BLOCK_N=hopper.BLOCK_N, STAGES=2)
-        signature |= dict.fromkeys(sizes, "constexpr")
-        ptx = compile_kernel(90, hopper._hopper_attention_kernel, signature, sizes, num_warps=4)
-        assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+        launch_all(dtype, arch)
+    modules = (kernels, attention, sampling, fp8, int4, parallel, speculation)
+    modules += (() if arch in AS_80 else (training,)) + ((hopper,) if arch == 90 else ())
+    every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    assert compiled == every | {"few_attention_kernel"}, every ^ compiled
 
 
 @needs_triton
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile(arch):
-    """In a process of its own, which has no interpreter."""
-    environment = os.environ | {"COMPILE_FOR": str(arch), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", f"import test_all; test_all.compile_kernels({arch})"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    files = ("kernels", "attention", "hopper", "sampling", "fp8", "int4", "parallel", "speculation")
-    files += () if arch in AS_80 else ("training",)
-    source = "".join((HERE / f"{file}.py").read_text() for file in files)
-    every = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE))
-    left_out = set() if arch == 90 else {"_hopper_attention_kernel"}
-    assert every - left_out == set(done.stdout.split(": ")[1].split()), "a kernel was not compiled"
+    without_interpreter(f"compile_kernels({arch})")
 
 
 # ---- sampling.py
@@ -1320,13 +1218,8 @@ def test_settings_out_of_range(wrong):
 
 @pytest.mark.parametrize("temp", [1e-50, 1e-9, 1e9, INF])
 def test_temperatures_at_the_ends(temp):
-    logits, settings = torch.tensor([1.0, 1.0 + 2**-22, -3.0, 0.5]), OFF | dict(temp=temp)
-    drawn = draw(logits, 400, **settings)
+    drawn = draw(torch.tensor([1.0, 1.0 + 2**-22, -3.0, 0.5]), 400, **OFF | dict(temp=temp))
     assert drawn[1] == 1 if temp < 1 else (drawn - 0.25).abs().max() < 0.12  # 5 sigma of 400 draws
-    if launch.triton is not None:
-        for some in (logits, torch.zeros(3000)):  # all equal: more than are listed at a time
-            for seed in range(4):
-                choose_alike(some, NOTHING, 0, **settings | dict(top_k=3), seed=seed)
 
 
 @BACKENDS
@@ -1352,57 +1245,50 @@ def test_logits_not_finite(backend, bad):
         assert choose(logits, NOTHING, 0, kernels.BACKENDS[backend], **settings) == -1
 
 
+def few_above_equals(V: int, height: float, many: int) -> torch.Tensor:
+    logits, places = torch.full((V,), -5.0), torch.randperm(V)
+    logits[places[:7]], logits[places[7 : 7 + min(V - 10, many)]] = height + torch.rand(7), 1.0
+    return logits
+
+
+KINDS_OF_LOGITS = {
+    "normal": lambda V: 3 * torch.randn(V),
+    "flat": lambda V: 0.03 * torch.randn(V),
+    "equal": torch.zeros,
+    "rounded": lambda V: (3 * torch.randn(V)).round(),
+    # the others are in one bin, and more than are listed at a time
+    "one above the others": lambda V: (3e-5 * torch.randn(V)).index_fill(0, torch.tensor(7), 2.0),
+    "near zero": lambda V: 3 * torch.randn(V) * torch.rand(V) ** 20,
+    "banned": lambda V: (3 * torch.randn(V)).index_fill(0, torch.arange(V // 4), BANNED),
+    "few above equals": partial(few_above_equals, height=2.0, many=90),
+    "few above many equals": partial(few_above_equals, height=4.5, many=2500),
+}
+
+
 @needs_triton
-def test_sampling_equals_the_reference():
-    for _ in range(60):
-        V = random.choice([17, 300, 3000])
-        choices = dict(
-            temp=[0, 0.5, 0.8, 1.5], top_k=[0, 1, 5, 40, 100, 5000], top_p=[0.0, 0.5, 0.95, 1.0], min_p=[0, 0.05, 0.5],
-            repeat_penalty=[1.0, 1.3], repeat_last_n=[-1, 0, 7, 64], seed=[0, 1, SEED, 1 << 62],
-        )  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
+def test_sampling_equals_the_reference(kind):
+    choices = dict(
+        temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF), top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000),
+        top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5),
+        repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
+    )  # fmt: skip
+    # top-k of as many as there are parts, each as likely as the others; the equals that top-k keeps count for top-p
+    cases = [(V, dict(top_k=k, top_p=1.0, min_p=0, temp=1e6)) for V, k in ((1100, 5), (3000, 12))]
+    cases += [(V, dict(top_k=40, top_p=0.5, min_p=0, temp=1.5)) for V in (100, 300, 3000, 5000)]
+    for _ in range(13):
         settings = {name: random.choice(values) for name, values in choices.items()}
-        tokens = torch.randint(0, V, (64,), dtype=torch.int32)
-        choose_alike(torch.randn(V) * 3, tokens, random.choice([0, 1, 20, 50]), **settings)
-    logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]  # parts with nothing to draw
+        cases.append((random.choice((17, 300, 1100, 3000, 5000)), settings))
+    for V, settings in cases:
+        logits, tokens = KINDS_OF_LOGITS[kind](V), torch.randint(0, V, (64,), dtype=torch.int32)
+        choose_alike(logits, tokens, random.choice((0, 1, 20, 50)), **settings, seed=random.randrange(1 << 63))
+
+
+@needs_triton
+def test_sampling_skips_parts_with_nothing_to_draw():
+    logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]
     logits[high] = torch.tensor([1.0, 0.5, 0.7, 0.8])
     assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in (0, 1, 3, 7)} == {*high}
-
-
-@needs_triton
-@pytest.mark.parametrize("kind", ["normal", "flat", "equal", "rounded", "one above the others", "near zero", "banned"])
-def test_sampling_divides_any_logits(kind):
-    every = itertools.product((0, 5, 12, 65, 1099), (0.0, 1e-9, 0.5, 0.97, 1.0), (0, 0.05), (1e-30, 0.7, 1e6))
-    alike = [(5, 1.0, 0, 1e6), (12, 1.0, 0, 1e6)]  # as few as there are parts, each as likely as the others
-    for top_k, top_p, min_p, temp in random.sample([*every], 7) + alike:
-        logits = torch.randn(random.choice([1100, 3000])) * 3
-        logits *= 0.01 if kind == "flat" else 0.0 if kind == "equal" else 1.0
-        if kind == "rounded":
-            logits = logits.round()
-        elif kind == "one above the others":  # which are in one bin, and more than are listed at a time
-            logits = logits * 1e-5
-            logits[7] = 2.0
-        elif kind == "near zero":
-            logits *= torch.rand(len(logits)) ** 20
-        elif kind == "banned":
-            logits[:100] = BANNED
-        tokens = torch.randint(0, len(logits), (64,), dtype=torch.int32)
-        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=random.randrange(1 << 63))
-        choose_alike(logits, tokens, 50, **settings, repeat_penalty=random.choice([1.0, 1.2]))
-
-
-@needs_triton
-@pytest.mark.parametrize("V", [100, 300, 3000, 5000])
-def test_sampling_keeps_equals_at_the_edge(V):
-    choices = (5, 40, 64, 80), (0.5, 0.97, 1.0), (0.0, 0.05), (0.7, 1.5), range(9), (2.0, 4.5), (90, 2500)
-    every = itertools.product(*choices)
-    # the equals that top-k keeps count for top-p, too
-    cases = [(40, 0.5, 0.0, 1.5, position, 4.5, 2500) for position in range(3)]
-    for top_k, top_p, min_p, temp, position, height, many in random.sample([*every], 8) + cases:
-        logits, few, many = torch.full((V,), -5.0), 7, min(V - 10, many)
-        places = torch.randperm(V)
-        logits[places[:few]], logits[places[few : few + many]] = height + torch.rand(few), 1.0
-        settings = dict(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=SEED)
-        choose_alike(logits, NOTHING, position, **settings)
 
 
 @needs_triton
@@ -1424,12 +1310,8 @@ def test_rows_are_sampled_as_single_tokens_are():
 
 @launch.jit
 def _grouped_load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    offs_k = tl.arange(0, COLUMNS)[None, :]
-    mask = None
-    if left is not None:
-        mask = offs_k < left
-    codes = fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
-    return codes, fp8.stream(w[1] + (start + k + offs_k) // 32, mask)
+    scales = fp8.load_groups(w[1], start, k, left, COLUMNS, 1, 32)
+    return fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS), scales
 
 
 @launch.jit
@@ -1478,11 +1360,9 @@ def grouped_folder(tiny, tmp_path_factory) -> Path:
 def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, monkeypatch):
     """In a prompt, with one token and with eight; and again when it is saved and loaded."""
     monkeypatch.setitem(FORMATS, "grouped", GROUPED)
-    options = dict(device=DEVICE.type, backend=backend)
-    ours = load(grouped_folder, dtype=dtype, format=format, **options)
-    exact, plain = (
-        load(grouped_folder, dtype=d, format=format, device=DEVICE.type, backend="torch") for d in ("fp32", dtype)
-    )
+    loaded = partial(load, grouped_folder, format=format, device=DEVICE.type)
+    ours = loaded(dtype=dtype, backend=backend)
+    exact, plain = (loaded(dtype=d, backend="torch") for d in ("fp32", dtype))
     assert ours.weights.layers[0].w2.format is FORMATS[format]
     assert ours.weights.output.format is (E4M3 if format == "int4" else GROUPED)
     ours.accumulate = "fp32"  # otherwise a GPU decodes a prompt's weights in 4 bits to E4M3
@@ -1495,7 +1375,7 @@ def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, mon
     rounding = 1e-7 if format == "int4" else 1e-9  # on a CPU, a single token's activations are rounded to fp16
     assert nmse(by_ours, right) < 2 * nmse(by_torch, right) + rounding, "less exact than torch with the same weights"
     save(grouped_folder, tmp_path / "saved", format=format, device=DEVICE.type, quiet=True)
-    again = load(tmp_path / "saved", dtype=dtype, **options)
+    again = load(tmp_path / "saved", dtype=dtype, device=DEVICE.type, backend=backend)
     assert again.checkpoint.format is FORMATS[format]
     for one, other in zip(ours.weights.matrices, again.weights.matrices):
         assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors))
@@ -1547,34 +1427,36 @@ def test_encoded_rows_lose_least(form, bound):
         tried = peak.clamp(min=1e-30) / format.top * 2**step
         other = format.decoded((format.round(weights / tried), tried))
         assert ((near - weights).square().sum(1) <= (other - weights).square().sum(1)).all()
-    for bad in (NAN, INF):
-        with pytest.raises(ValueError, match="NaN or inf"):
-            format.encode(torch.tensor([[1.0, bad]]))
 
 
 @pytest.mark.parametrize("form", FLOATS_8)
-def test_8_bit_codes_never_written_by_encode(form):
+def test_8_bit_codes_that_encode_never_writes(form):
     """Those of the other format, too."""
-    format, ones = FORMATS[form], torch.ones(1, 1)
-    largest = {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
+    format, largest = FORMATS[form], {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
     for code, value in zip(EVERY_CODE, EVERY_CODE.view(format.dtype).float()):
-        codes = torch.tensor([[0] * 8 + [largest, int(code)]], dtype=torch.int8)
-        if value.isfinite() and code & 0x7F <= largest:
-            format.check((codes, ones))
-        else:
-            with pytest.raises(ValueError, match="codes of a format other" if value.isfinite() else "codes of NaN"):
-                format.check((codes, ones))
-    for scale in (0.0, -1.0, NAN, INF):
-        with pytest.raises(ValueError, match="scales"):
-            format.check((torch.zeros(2, 9, dtype=torch.int8), torch.tensor([[1.0], [scale]])))
+        row, sound = torch.tensor([[0] * 8 + [largest, code]], dtype=torch.int8), code & 0x7F <= largest
+        said = "codes of a format other" if value.isfinite() else "codes of NaN"
+        with contextlib.nullcontext() if sound else pytest.raises(ValueError, match=said):
+            format.check((row, torch.ones(1, 1)))
     weights = torch.randn(50, 40) * 2.0 ** torch.randint(-126, 100, (50, 1))
     weights[7:9] = torch.tensor([[0], [1e-44]])
     for other in FLOATS_8.values():
-        if other is format:
+        said = f"codes of (a format other than {form}|NaN)"
+        with contextlib.nullcontext() if other is format else pytest.raises(ValueError, match=said):
             format.check(other.encode(weights))
-        else:
-            with pytest.raises(ValueError, match=f"codes of (a format other than {form}|NaN)"):
-                format.check(other.encode(weights))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_encode_and_check_refuse_what_is_not_finite(form):
+    """And scales that are not positive."""
+    format, weights, third = FORMATS[form], torch.randn(4, 64), torch.tensor(2)
+    for bad in (NAN, INF):
+        with pytest.raises(ValueError, match="NaN or inf"):
+            format.encode(weights.index_fill(1, third, bad))
+    *codes, scales = format.encode(weights)
+    for bad in (0.0, -1.0, NAN, INF):
+        with pytest.raises(ValueError, match="scales that are not"):
+            format.check((*codes, scales.index_fill(0, third, bad)))
 
 
 @needs_triton
@@ -1600,7 +1482,7 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
 
 @needs_triton
 @pytest.mark.parametrize("peak", [1, 30, 36, 40, 150])
-def test_large_norms_with_packed_products(peak):
+def test_packed_products_with_large_norms(peak):
     """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the worst case."""
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
         norm, x = torch.full((K,), float(peak)).half().to(DEVICE), torch.zeros(1, K)
@@ -1675,7 +1557,7 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
 
 
 @needs_triton
-def test_activations_and_normed_activations_as_codes():
+def test_activations_as_codes():
     x = randn(5, 300, dtype=torch.float16) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].half()
     codes, scales = kernels.encode_rows(x)
     peak = x.float().abs().amax(1, keepdim=True)
@@ -1741,23 +1623,13 @@ def test_4_bits_lose_little(spread, bound):
     w = (w + 3 if spread == "far from zero" else w) * torch.logspace(-20, 20, 64)[:, None]
     tensors = INT4.encode(w)
     INT4.check(tensors)
+    with pytest.raises(ValueError, match="codes of a format other than int4"):
+        INT4.check((tensors[0], tensors[1] | 0xF0 << 8, tensors[2]))
     assert 8 * sum(t.nbytes for t in tensors) / w.numel() < 4.55
     lost = (INT4.decoded(tensors) - w).double().square().mean(1) / w.double().square().mean(1)
     assert lost.mean() < bound, lost.mean()
     for rows in (torch.zeros(2, 64), torch.full((2, 64), 3.0)):
         assert torch.allclose(INT4.decoded(INT4.encode(rows)), rows, rtol=1e-3)
-
-
-def test_4_bit_codes_never_written_by_encode():
-    codes, groups, row = INT4.encode(torch.randn(4, 64))
-    for scale in (0.0, -1.0, NAN, INF):
-        with pytest.raises(ValueError, match="scales"):
-            INT4.check((codes, groups, torch.full_like(row, scale)))
-    with pytest.raises(ValueError, match="codes of a format other than int4"):
-        INT4.check((codes, groups | 0xF0 << 8, row))
-    for bad in (NAN, INF):
-        with pytest.raises(ValueError, match="NaN or inf"):
-            INT4.encode(torch.full((1, 32), bad))
 
 
 @needs_triton
@@ -1785,15 +1657,14 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
     """Several programs share a head, each with fewer rows than its vectors hold."""
     monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(2, 2048, 8, 3))
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
-    (H, KH, D, C), dtype = (3, 1, 48, 320), torch.float16
-    table, pos = torch.randn(9, D // 2, 2, device=DEVICE), torch.tensor([4], dtype=torch.int32, device=DEVICE)
+    N, C, D, dtype = 5 * 48, 320, 48, torch.float16
 
     def draw() -> tuple:
-        x, norm, caches = randn(1, C, dtype=dtype), randn(C, dtype=dtype), [randn(KH, 9, D, dtype=dtype) for _ in "kv"]
-        w = Matrix(torch.randn((H + 2 * KH) * D, C, device=DEVICE)).encoded(INT4)
-        return x, norm, w, table, *caches, pos, 1e-5, launch.Scratch(DEVICE)
+        arguments, _ = op_arguments("rmsnorm_qkv_rope", dtype, (3, 1, D), 1, 4)
+        w = Matrix(torch.randn(N, C, device=DEVICE)).encoded(INT4)
+        return randn(1, C, dtype=dtype), randn(C, dtype=dtype), w, *arguments[3:]
 
-    for extra in ((), (randn((H + 2 * KH) * D, dtype=dtype),), (None, randn(2, D, dtype=dtype))):
+    for extra in ((), (randn(N, dtype=dtype),), (None, randn(2, D, dtype=dtype))):
         draws = [(*draw(), *extra) for _ in range(8 if ON_GPU else 1)]
         equals_reference("rmsnorm_qkv_rope", draws, (4, 5), 4 * ONE_UNIT[dtype])
 
@@ -1911,7 +1782,8 @@ def test_flags_of_llama_cpp(cli, tiny, tmp_path):
 
 # usage and errors
 
-WRONG_USAGE = [  # and what the error says
+
+@pytest.mark.parametrize("main, flags, said", [
     (run.main, "-sys x -p a", "-sys needs --chat"),
     (run.main, "--chat -no-cnv", "-no-cnv cannot be used with --chat"),
     (run.main, "--save d --fp8 --prompt=a", "--prompt cannot be used with --save"),
@@ -1922,23 +1794,15 @@ WRONG_USAGE = [  # and what the error says
     (run.main, "-c 99999999", "-c/--ctx-size: 99999999: must be from 0 to 16,777,216 "),
     (run.main, "--seed 1e99", "-s/--seed: 1e99: must be a whole number "),
     (run.main, "-n -7", "--predict: -7: must be -2 or more "),
-    (run.main, "--temperature -p x", "--temp/--temperature: expected one argument "),
     (run.main, "-p", "-p/--prompt: expected one argument "),
-    (run.main, "--dtype fp64", "--dtype: invalid choice: 'fp64' (choose from "),
     (run.main, "--tmep 0", "unknown flag --tmep: did you mean --temp?"),
     (run.main, "--top_k 4", "unknown flag --top_k: did you mean --top-k?"),
-    (run.main, "-n5", "unknown flag -n5: did you mean -n? "),
+    (run.main, "-n5", "unknown flag -n5: did you mean -n? "),  # to argparse, -n with the value 5
     (bench.main, "text", "unexpected argument 'text' "),
-    (run.main, "-hx y", "unknown flag -hx"),  # to argparse, -h with the value x
     (run.main, "--mod x", "unknown flag --mod"),  # an abbreviation of --model
     (run.main, "text", "unexpected argument 'text': write -p 'text'"),
     (run.main, "-\x1b", "unknown flag -?"),
-    (bench.main, "--stride 5", "--stride needs --perplexity"),
-    (bench.main, "-n x", "-n/--n-gen: x: must be a whole number"),
-]
-
-
-@pytest.mark.parametrize("main, flags, said", WRONG_USAGE)
+])  # fmt: skip
 def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     assert_refused(caller(main, monkeypatch, capfd)(*flags.split()), said, " (see --help)\n", code=2)
 
@@ -1955,8 +1819,6 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
     (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "the context holds 64"),
     (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
-    (["--chat", "-sys", "a\udcffb"], b"", "the text is not UTF-8"),
-    (["--chat", "-sysf", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     alone = [] if "--chat" in arguments else ["--no-display-prompt"]
@@ -2094,10 +1956,6 @@ def test_prompt_cache_below_three_quarters(tiny_model, tmp_path):
         kept.tokens = ids[:same]
         kept.keep(ids, cache)
         assert kept.file.exists() == rewritten
-    restored = KVCache(tiny_model)
-    kept.restore(restored)
-    assert restored.tokens[: restored.pos].tolist() == ids
-    assert all(torch.equal(a[:, :40], b[:, :40]) for a, b in zip([*cache.k, *cache.v], [*restored.k, *restored.v]))
 
 
 def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
@@ -2110,25 +1968,22 @@ def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
     assert other["evaluated_tokens"] < other["prompt_tokens"] / 2
 
 
-OTHER_MODEL = "another model or other types"
-REFUSED_CACHES = {  # what is wrong with it: what is done to it, and what the error says
-    "another model": (spoil_file(model="0"), OTHER_MODEL),
-    "another kind": (spoil_file(fused_llama="1"), "is not a prompt cache"),
-    "no cache": (lambda file: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", file), "is not a prompt cache"),
-    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a valid safetensors file"),
-    "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
-}
-
-
-@pytest.mark.parametrize("how", ["8-bit cache", "8-bit matrices", *REFUSED_CACHES])
-def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, how):
-    file, (spoil, text) = tmp_path / "cache", REFUSED_CACHES.get(how, (lambda file: None, OTHER_MODEL))
+@pytest.mark.parametrize("made_with, spoil, said", [
+    ("--kv-fp8", None, "another model or other types"),
+    ("--fp8", None, "another model or other types"),
+    ("", lambda file: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", file), "is not a prompt cache"),
+    ("", lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a valid safetensors file"),
+    ("", lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
+], ids=["8-bit cache", "8-bit matrices", "no cache", "cut", "a pipe"])  # fmt: skip
+def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, made_with, spoil, said):
+    file = tmp_path / "cache"
     flags = ("-m", tiny, "-p", "Once upon a time", "-n", 1, "--dtype", "fp32", "--quiet", "--prompt-cache", file)
-    made_with = {"8-bit cache": ["--kv-fp8"], "8-bit matrices": ["--fp8"]}.get(how, [])
-    assert cli(*flags, *made_with)[0] == cli(*flags, *made_with)[0] == 0
-    spoil(file)
+    for _ in range(2):
+        assert cli(*flags, *made_with.split())[0] == 0
+    if spoil:
+        spoil(file)
     before = file.read_bytes() if file.is_file() else None
-    assert_refused(cli(*flags), text)
+    assert_refused(cli(*flags), said)
     assert (file.read_bytes() if file.is_file() else None) == before, "it is left as it was"
 
 
@@ -2234,23 +2089,19 @@ def test_chat_read_waits_for_a_message(cli, tiny, tmp_path):
 
 def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
     template = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
-    files = dict(bad=b"ab\xff", long=b"x" * 100_000, dense=b"x" * 10_000)
-    files["t"] = template.encode() + b"{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for name, raw in files.items():
-        (tmp_path / name).write_bytes(raw)
+    (tmp_path / "t").write_text(template + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    (tmp_path / "long").write_text("x" * 10_000)
     said = {
         "tell me a tale " * 60: "context holds 64",
         "\udcff": "not UTF-8",
         "bad": "too bad",
-        "/system \udcff": "not UTF-8",
         "/system " + "tell me a tale " * 60: "prompt takes",
         "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
-        "/read ~nobody-of-this-name/notes": "No such file",
         "/read /dev/zero": "is not a file",
         f"/read {tmp_path / 'bad'}": "not UTF-8: byte 0xff at offset 2",
-        f"/read {tmp_path / 'long'}": "tokens; the context holds 64 (see -c)",
-        f"/read {tmp_path / 'dense'}": f"{tmp_path / 'dense'} takes ",
+        f"/read {tmp_path / 'long'}": f"{tmp_path / 'long'} takes ",
     }
     flags = ["-o", "jsonl", "-c", 64, "--quiet", "--chat-template", tmp_path / "t"]
     code, out, err = chat(cli, tiny, "hello", *said, "/regen", flags=flags)
