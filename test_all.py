@@ -3250,13 +3250,12 @@ CHAT_FAMILIES = {
         "byte level",
         ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
         "{{- bos_token }}\n{%- for m in messages %}\n    "
-        "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
-        " + m['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    "
+        "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}\n"
+        "{%- endfor %}\n{%- if add_generation_prompt %}\n    "
         "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n{%- endif %}\n",
     ),
     "mistral 7b v0.3": (
-        "pieces",
-        ["<s>", "</s>", "[INST]", "[/INST]"],
+        "pieces", ["<s>", "</s>", "[INST]", "[/INST]"],
         "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
         "{%- set messages = messages[1:] %}{%- endif %}{{- bos_token }}{%- for m in messages %}"
         "{%- if m['role'] == 'user' %}"
@@ -3265,16 +3264,12 @@ CHAT_FAMILIES = {
         "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}",
     ),
     "zephyr, tinyllama": (
-        "spaced pieces",
-        ["<s>", "</s>"],
-        "{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + m['content'] + eos_token }}\n"
-        "{% elif m['role'] == 'system' %}\n{{ '<|system|>\n' + m['content'] + eos_token }}\n"
-        "{% else %}\n{{ '<|assistant|>\n'  + m['content'] + eos_token }}\n{% endif %}\n"
+        "spaced pieces", ["<s>", "</s>"],
+        "{% for m in messages %}\n{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}\n"
         "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
     ),
     "qwen 3": (
-        "byte level",
-        ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"],
+        "byte level", ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"],
         "{%- for m in messages %}{%- set text = m['content'] %}"
         "{%- if m['role'] == 'assistant' and '</think>' in text %}"
         "{%- set text = text.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
@@ -3286,12 +3281,11 @@ CHAT_FAMILIES = {
         "byte level",
         ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"],
         "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}"
-        "{% elif m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
-        "{% elif m['role'] == 'assistant' %}"
+        "{% elif m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}{% else %}"
         "{{ '<｜Assistant｜>' + m['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}",
     ),
-}
+}  # fmt: skip
 
 
 def train_byte_pairs(pre_tokenizer, texts: list[str], alphabet: list[str], **model) -> dict:
@@ -3308,9 +3302,7 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
     kind, control, template = CHAT_FAMILIES[family]
     pre = tokenizers.pre_tokenizers
     if kind == "byte level":
-        words = pre.Split(tokenizers.Regex(r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
-        by_bytes = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-        raw = train_byte_pairs(by_bytes, [TEXT] * 20, pre.ByteLevel.alphabet())
+        raw = train_byte_pairs(pre.ByteLevel(add_prefix_space=False), [TEXT] * 20, pre.ByteLevel.alphabet())
     else:
         raw = train_byte_pairs(pre.Metaspace(prepend_scheme="first", split=True), [TEXT] * 20, [])
         vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *raw["model"]["vocab"]]
@@ -3325,13 +3317,13 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
         raw["pre_tokenizer"] = None
     t = tokenizers.Tokenizer.from_str(json.dumps(raw))
     for token in control:
-        special = "hink" not in token and "User" not in token
+        flags = dict(special="hink" not in token and "User" not in token, normalized=False)
         strips = dict(lstrip=token == "<|im_end|>", rstrip=token == "<|end_header_id|>")
-        t.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False, **strips)])
-    bos, eos = control[:2]
+        t.add_tokens([tokenizers.AddedToken(token, **flags, **strips)])
+    bos, eos, *_ = control
     if family != "qwen 3":
-        before = dict(special_tokens=[(bos, t.token_to_id(bos))])
-        t.post_processor = tokenizers.processors.TemplateProcessing(f"{bos} $A", **before)
+        ids = [(bos, t.token_to_id(bos))]
+        t.post_processor = tokenizers.processors.TemplateProcessing(f"{bos} $A", special_tokens=ids)
     t.save(str(folder / "tokenizer.json"))
     config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=bos, eos_token=eos, chat_template=template)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
