@@ -2810,7 +2810,6 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     ),
     "no weights": (remove("model.safetensors"), "holds no weights"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "is cut short, or no safetensors file"),
-    "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
     "wrong shape": (put(NORM, lambda t: t[:3]), f"{NORM} is [3], expected [64]"),
@@ -4216,14 +4215,11 @@ def test_failed_proposals_cost_3_percent(cost):
     assert all(spend(4) > 1 for _ in range(20))
 
 
-def on_device(*shape: int, value: int = 0) -> torch.Tensor:
-    return torch.full(shape, value, dtype=torch.int32, device=DEVICE)
-
-
 @needs_triton
 def test_lookup_on_the_device():
-    cache = SimpleNamespace(tokens=on_device(64), device_pos=on_device(1), size=64)
-    gpu = SimpleNamespace(cache=cache, turn=on_device(1, value=1), result=on_device(2, 2))
+    zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+    cache = SimpleNamespace(tokens=zeros(64), device_pos=zeros(1), size=64)
+    gpu = SimpleNamespace(cache=cache, turn=zeros(1) + 1, result=zeros(2, 2))
     for _ in range(20):
         length, lookup = random.randint(1, 50), Lookup(6)
         cache.tokens[:length] = torch.tensor(random.choices(range(random.choice([2, 3, 9])), k=length))
@@ -4234,21 +4230,6 @@ def test_lookup_on_the_device():
         assert bool(gpu.result[1, 1]) == bool(expected)
         assert cache.tokens[length : length + 6].tolist() == (expected or [0] * 6)
         assert (cache.tokens[length + 6 :] == -7).all()
-
-
-@needs_triton
-def test_proposals_are_accepted_on_the_device():
-    for T, accepted in [(n, k) for n in (1, 2, 5, 16) for k in range(n)]:
-        tokens, drawn, host_tokens = (on_device(40, value=-9) for _ in range(3))
-        drawn[8 : 8 + T] = tokens[8 : 8 + T] = torch.arange(50, 50 + T, dtype=torch.int32)
-        tokens[8 + accepted] = 3
-        cache = SimpleNamespace(tokens=tokens, host_tokens=host_tokens, device_pos=on_device(1, value=7 + T))
-        gpu = SimpleNamespace(cache=cache, drawn=drawn, turn=on_device(1, value=5))
-        gpu.rejected, gpu.result = on_device(1), on_device(2, 2)
-        speculation._OnGpu.accept(gpu, T)
-        assert gpu.rejected == T - 1 - accepted and gpu.turn == 6 and gpu.result[1, 0] == 8 + accepted
-        assert host_tokens[7 : 10 + accepted].tolist() == [-9, *range(50, 51 + accepted), -9]
-        assert tokens[8 + accepted] == 50 + accepted
 
 
 @needs_triton
@@ -4264,7 +4245,7 @@ def test_speculation_in_graphs(tiny, monkeypatch):
         decode_in_graphs(monkeypatch)
         capture = lambda run, _, reset: (run(), reset()) and SimpleNamespace(replay=run)
         monkeypatch.setattr(speculation, "captured", capture)
-    for way in (Lookup(3), Draft(3, model), Draft(2, other)):
+    for way in (Lookup(3), Draft(3, model), Draft(5, other)):
         toss = random.Random(SEED)
         way.pacer.ready = lambda toss=toss: toss.random() < 0.7
         assert list(generate(model, prompt, cache, **settings, decode=way.decode)) == plain
@@ -4721,26 +4702,22 @@ def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
     """Only the last program runs, on sparse files that begin with as much again: there an offset that wraps lands."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    T, F = (1 << 18) + 1, 8192
-
-    def zeros(name: str, columns: int) -> torch.Tensor:
-        size = T * columns
-        return torch.from_file(str(tmp_path / name), True, 2 * size, dtype=torch.float16)[size:].view(T, columns)
-
-    last = launch.triton.cdiv(T * F, training.ELEMENTS) - 1
-    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", (last, 0, 0)))
-    ab, dout, out, dab = zeros("ab", 2 * F), zeros("dout", F), zeros("out", F), zeros("dab", 2 * F)
+    T, F, BLOCK, half = (1 << 18) + 1, 8192, training.ELEMENTS, torch.float16
+    last = (T * F // BLOCK - 1, 0, 0)
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", last))
+    files = {"ab": 2 * F, "dout": F, "out": F, "dab": 2 * F}
+    ab, dout, out, dab = (
+        torch.from_file(str(tmp_path / name), True, 2 * T * N, dtype=half)[T * N :].view(T, N)
+        for name, N in files.items()
+    )
     ab[-1].normal_(), dout[-1].normal_()
-    shape = dict(F=F, BLOCK=training.ELEMENTS)
-    launch.launch(training._swiglu_forward_kernel, (1,), DEVICE, ab, out, T * F, **shape)
-    launch.launch(training._swiglu_backward_kernel, (1,), DEVICE, ab, dout, dab, T * F, **shape)
+    launch.launch(training._swiglu_forward_kernel, (1,), DEVICE, ab, out, T * F, F=F, BLOCK=BLOCK)
+    launch.launch(training._swiglu_backward_kernel, (1,), DEVICE, ab, dout, dab, T * F, F=F, BLOCK=BLOCK)
     exact = ab[-1].double().requires_grad_()
     right = training.swiglu_ref(exact)
     right.backward(dout[-1].double())
-    halves = zip(dab[-1].view(2, F), exact.grad.view(2, F))
-    for found, expected in ((out[-1], right.detach()), *halves):
-        part = slice(-training.ELEMENTS, None)
-        assert distance(found[part], expected[part]) < 2 * HALF_PLACE[torch.float16]
+    for found, expected in ((out[-1], right.detach()), *zip(dab[-1].view(2, F), exact.grad.view(2, F))):
+        assert distance(found[-BLOCK:], expected[-BLOCK:]) < 2 * HALF_PLACE[half]
 
 
 @needs_triton
@@ -5241,12 +5218,10 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
     ):  # fmt: skip
         assert_refused(bench_cli(*arguments.split()), text, code=2)
     for of_another_mode in (
-        "--vs transformers --perplexity x", "--vs llama.cpp", "-o csv", "--plot x.png --perplexity x",
-        "--plot x.png --kernels", "--plot x.gif", "--stride 4", "--against fp32", "--against fp32 --limits x",
+        "--vs transformers --perplexity x", "--plot x.png --kernels", "--plot x.gif", "--stride 4", "--against fp32",
         "--perplexity x --dtype fp32,bf16", "--limits x --dtype fp32 --dtype bf16", "--kernels --format none,e4m3",
-        "--kernels -n 4", "--kernels -r 4", "--kernels --accumulate fp32", "--profile -p 4,5", "--profile -o json",
-        "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels", "--recorded x",
-        "--recorded x --plot x.png -m a",
+        "--kernels -n 4", "--profile -p 4,5", "--profile -o json", "--kernels --profile", "--tune -p 4", "--passes 0",
+        "-m a -m b --kernels", "--recorded x", "--recorded x --plot x.png -m a",
     ):  # fmt: skip
         assert_refused(bench_cli(*of_another_mode.split()), code=2)
 
