@@ -2769,16 +2769,11 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "config is not JSON": (write("config.json", "{"), "config.json is not JSON"),
     "deep JSON": (write("config.json", "[" * 100_000), "config.json is not JSON"),
     "config lacks a field": (spoil_config(hidden_size=None), "config.json lacks the field hidden_size"),
-    **{
-        f"{name} {value!r}": (spoil_config(**{name: value}), f"{name} is {value!r}")
-        for name, value in dict(
-            num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN,
-            hidden_act="gelu", model_type="gpt2", tie_word_embeddings="false",
-        ).items()
-    },
+    **{f"{name} {value!r}": (spoil_config(**{name: value}), f"{name} is {value!r}") for name, value in dict(
+        num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN, hidden_act="gelu",
+        model_type="gpt2", tie_word_embeddings="false", sliding_window=64, dtype=["float32"],
+    ).items()},
     "uneven heads": (spoil_config(num_key_value_heads=3), "4 query heads cannot share 3"),
-    "sliding window": (spoil_config(sliding_window=64), "sliding_window is 64: a context of 256"),
-    "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
     "another rope": (spoil_config(rope_parameters={"rope_type": "dynamic"}), "rope_type is 'dynamic'"),
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
        for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
@@ -4050,18 +4045,19 @@ def test_joined_matrix_quantised_in_part(tiny, tmp_path):
     assert not ours.weights.layers[0].wqkv.format and ours.weights.layers[1].wqkv.format
 
 
+def said(how: str, **fields) -> tuple:
+    """A checkpoint of QUANTISED whose config.json says something else."""
+    return how, spoil_config(quantization_config=QUANTISED[how][0] | fields)
+
+
 PROJ = "model.layers.0.mlp.up_proj."
 BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
-    "3 bits": ("GPTQ", spoil_config(quantization_config=GPTQ | {"bits": 3}), "quantised as gptq with bits 3: take"),
-    "gemv": (
-        "AWQ", spoil_config(quantization_config=QUANTISED["AWQ"][0] | {"version": "gemv"}), "awq with version 'gemv'"
-    ),
+    "3 bits": (*said("GPTQ", bits=3), "quantised as gptq with bits 3: take"),
+    "gemv": (*said("AWQ", version="gemv"), "awq with version 'gemv'"),
     "act-order": ("GPTQ", put(f"{PROJ}g_idx", lambda t: t.flip(0)), f"{PROJ}weight has columns in act-order"),
     "bias": ("GPTQ", set_one(f"{PROJ}bias", 1), "up_proj.weight has a bias"),
-    "odd groups": ("GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 48}), "group_size is 48; it must be"),
-    "uneven groups": (
-        "GPTQ", spoil_config(quantization_config=GPTQ | {"group_size": 512}), "8 rows and group_size 512"
-    ),
+    "odd groups": (*said("GPTQ", group_size=48), "group_size is 48; it must be"),
+    "uneven groups": (*said("GPTQ", group_size=512), "8 rows and group_size 512"),
     "codes of another shape": ("GPTQ", put(f"{PROJ}qweight", lambda t: t[1:]), "is [15, 256], expected"),
     "codes of another type": ("AWQ", put(f"{PROJ}qweight", lambda t: t.float()), " in float32, expected"),
     "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{PROJ}weight_scale")), "up_proj.weight_scale is missing"),
@@ -4070,16 +4066,11 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "NaN codes": (
         "FP8, blocks", put(f"{PROJ}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "has codes of NaN"
     ),
-    "other blocks": (
-        "FP8, blocks", spoil_config(quantization_config=dict(quant_method="fp8", weight_block_size=[64, 64])),
-        "quantised as fp8 with weight_block_size [64, 64]",
-    ),
-    "8 bits": ("W4A16", spoil_config(quantization_config=PACKED(num_bits=8)), "pack-quantized with num_bits 8"),
-    **{f"by {name}": ("AWQ", spoil_config(quantization_config={"quant_method": name}), f"as {name}, which is not")
-       for name in ("exl2", "bitsandbytes")},  # those that README.md names
-    "int8": (
-        "AWQ", spoil_config(quantization_config=compressed_tensors("int-quantized")), "as int-quantized, which"
-    ),
+    "other blocks": (*said("FP8, blocks", weight_block_size=[64, 64]), "as fp8 with weight_block_size [64, 64]"),
+    "8 bits": (*said("W4A16", **PACKED(num_bits=8)), "pack-quantized with num_bits 8"),
+    "exl2": (*said("AWQ", quant_method="exl2"), "as exl2, which is not supported"),
+    "bitsandbytes": (*said("AWQ", quant_method="bitsandbytes"), "as bitsandbytes, which is not supported"),
+    "int8": (*said("W4A16", format="int-quantized"), "as int-quantized, which is not supported"),
 }  # fmt: skip
 
 
