@@ -4289,8 +4289,7 @@ def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, l
 
 
 def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         return str(free.getsockname()[1])
 
 
@@ -4326,9 +4325,7 @@ def parallel_folder(tiny, grouped_folder, tmp_path_factory) -> Path:
 
 def test_ranks_equal_one_process(parallel_folder):
     """2 and 4 processes, all forks of a single one, since every start takes seconds."""
-    command = [sys.executable, str(HERE / "test_all.py"), str(parallel_folder), "forks"]
-    on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=PATIENCE)
+    done = in_shell(f"CUDA_VISIBLE_DEVICES= $PYTHON $HERE/test_all.py {shlex.quote(str(parallel_folder))} forks")
     assert done.returncode == 0, done.stderr[-3000:]
     of_several = {size: [torch.load(parallel_folder / f"{size}.{rank}") for rank in range(size)] for size in (2, 4)}
     assert of_several[2][0].keys() == PARALLEL.keys() == of_several[4][0].keys() | ONLY_BY_TWO
@@ -5209,9 +5206,8 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
 
 
 def test_fuzz_finds_nothing():
-    flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}".split()
-    command = [sys.executable, HERE / "dev" / "fuzz.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}"
+    done = in_shell(f"TRITON_INTERPRET=0 $PYTHON $HERE/dev/fuzz.py {flags}")
     assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout, done.stdout + done.stderr
 
 
@@ -5303,13 +5299,11 @@ def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
         (tmp_path / part).mkdir()
         text = f"The Fox and the Crow\n{tale}The King of the Wood\n{tale.replace('fox', 'king')}"
         (tmp_path / part / "book.txt").write_text(text)
-    out, flags = tmp_path / "out", "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu "
-    flags += "--teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
-    command = [sys.executable, "models/tales/train.py", "--corpus", tmp_path, "--out", out, *flags.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    trained = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    flags = "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu"
+    flags += " --teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
+    trained = in_shell(f"$PYTHON $HERE/models/tales/train.py --corpus . --out out {flags}", cwd=tmp_path)
     assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
-    code, text, _ = cli("-m", out, "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
+    code, text, _ = cli("-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
     assert code == 0 and text.startswith("Once") and len(text) > 8
 
 
