@@ -3107,17 +3107,13 @@ def test_continuation_takes_what_does_not_merge():
     assert encode_continuation("c", lambda text: [hash(text)]) == [hash("c")], "where all merge, as if alone"
 
 
-def test_half_surrogates_and_foreign_ids(tiny):
+def test_ids_and_bytes_that_are_no_text(tiny):
+    """Bytes that make no character are decoded as SentencePiece does."""
     tokenizer = Tokenizer(tiny)
     for act in (tokenizer.encode, lambda t: tokenizer.chat_prompt(conversation(t))):
         with pytest.raises(ValueError, match="not UTF-8: it holds U\\+DC80 at 3"):
             act("abc\udc80d")
     assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
-
-
-def test_bytes_that_make_no_character(tiny):
-    """As SentencePiece decodes."""
-    tokenizer = Tokenizer(tiny)
     byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
     for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
         ids = [byte[b] for b in raw]
@@ -3331,6 +3327,7 @@ def random_text(length: int) -> str:
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_tokenizer_json_equals_transformers(tmp_path, family):
+    """Text, whole and in two parts, and conversations."""
     ours = Tokenizer(train_tokenizer_json(tmp_path, family))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for _ in range(200):
@@ -3349,19 +3346,12 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
     assert ours.decode(ours.encode(long, bos=False)) == long
     cut = ours.encode("a\U00010348", bos=False)  # a character of four tokens
     assert all(ours.decode(cut[:n]) == theirs.decode(cut[:n]) for n in range(1, len(cut))) and len(cut) > 4
-
-
-@pytest.mark.parametrize("family", CHAT_FAMILIES)
-def test_chat_templates_equal_transformers(tmp_path, family):
-    ours = Tokenizer(train_tokenizer_json(tmp_path, family))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     talks = [[random_text(12) for _ in range(random.choice([1, 3, 5]))] for _ in range(10)]
-    for texts in [*talks, ["hi", "<think>\nhm\n</think>\n\nhello", "again"]]:
-        for system in ("", "Be kind."):
-            messages = conversation(*texts, system=system)
-            for more in (True, False):
-                expected = theirs.apply_chat_template(messages, add_generation_prompt=more, return_dict=False)
-                assert ours.apply_chat_template(messages, more) == expected, messages
+    talks.append(["hi", "<think>\nhm\n</think>\n\nhello", "again"])
+    for texts, system, more in itertools.product(talks, ("", "Be kind."), (True, False)):
+        messages = conversation(*texts, system=system)
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=more, return_dict=False)
+        assert ours.apply_chat_template(messages, more) == expected, messages
 
 
 def test_template_has_what_transformers_gives(tmp_path):
@@ -3600,14 +3590,11 @@ def test_products_with_gguf_formats(format):
     assert_multiplied(w, exact)
 
 
-@pytest.mark.parametrize(
-    "kinds, columns, most_bits, name",
-    [
-        ("Q4_K", 512, 8, "q4_k"), ("Q5_K", 512, 8, "q6_k"), ("Q4_K Q6_K", 512, 8, "q6_k"), ("Q4_0 Q5_0", 96, 8, "q8_0"),
-        ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None), ("Q6_K", 384, 8, None),
-        ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kinds, columns, most_bits, name", [
+    ("Q4_K", 512, 8, "q4_k"), ("Q5_K", 512, 8, "q6_k"), ("Q4_K Q6_K", 512, 8, "q6_k"), ("Q4_0 Q5_0", 96, 8, "q8_0"),
+    ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None), ("Q6_K", 384, 8, None),
+    ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
+])  # fmt: skip
 def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a block."""
     types = {kind.name: kind for kind in QUANTS.values()}
