@@ -3499,30 +3499,28 @@ def dequantised(number: int, raw: torch.Tensor) -> torch.Tensor:
 
 
 def gguf_tensors(model, kinds=()) -> dict:
-    """A model's tensors as the converter writes them. kinds: numbers of the types that matrices have in turn, of random
-    blocks, whose values the model gets instead of its own."""
+    """A file's tensors: those of a model, but random blocks of the types with these numbers for matrices, in turn."""
     c, found, kinds = model.config, {}, itertools.cycle(kinds)
     names = gguf.get_tensor_name_map({arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[c.model_type], 99)
     for name, value in model.state_dict().items():
-        stored, number = value, next(kinds, None) if value.dim() == 2 else None
-        turned = re.search("([qk])_proj", name) if c.model_type == "llama" else None
-        heads = (c.num_attention_heads if turned[1] == "q" else c.num_key_value_heads) if turned else None
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        if number is not None:
-            stored = random_blocks(number, *value.shape)
-            values = dequantised(number, stored)
-            if turned:  # LlamaModel.permute, undone
-                values = values.view(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(value.shape)
-            value.copy_(values)
-        elif turned:
-            stored = value.view(heads, 2, -1, value.shape[1]).transpose(1, 2).reshape(value.shape)
-        found[names.get_name(name, (".weight", ".bias"))] = stored if number is None else (number, stored)
+        number = next(kinds, None) if value.dim() == 2 else None
+        stored = value if number is None else (number, random_blocks(number, *value.shape))
+        found[names.get_name(name, (".weight", ".bias"))] = stored
     if c.rope_parameters["rope_type"] == "llama3":  # the plain frequencies over those of transformers
         scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")[0]
         plain = c.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
         found["rope_freqs.weight"] = plain / scaled
     return found
+
+
+def read_gguf(model, file: Path) -> None:
+    """Give a model of transformers the weights that it reads from a file: with another order of the rows of q and k."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
+    model.load_state_dict(read["tensors"], strict=False)  # a tied output matrix is missing
 
 
 @pytest.fixture(scope="session")
@@ -3626,15 +3624,14 @@ def assert_two_ranks_have(model, layer) -> None:
 
 @pytest.mark.parametrize("family", ["llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3"])
 def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
-    """Of all types, mixed also among wq, wk and wv, whose decoded weights transformers is given; whole and by ranks, a
-    few rows at a time."""
+    """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
     monkeypatch.setattr(quants, "AT_ONCE", 3 * 256)
     fields = dict(hidden_size=256, intermediate_size=512, head_dim=64, eos_token_id=258, bos_token_id=None)
     theirs = hugging_face_model(259, **FAMILIES[family] | fields)
     kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)
     kinds.insert(3, 12)  # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
-    tensors = gguf_tensors(theirs, kinds)
-    file = write_gguf(tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, tensors)
+    file = write_gguf(tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, kinds))
+    read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
     assert ours.checkpoint.quantised == "Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
@@ -3653,10 +3650,11 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     metadata = gguf_metadata(theirs.config) | BYTES | {"tokenizer.chat_template": "{{ messages[0].content }}</s>"}
     for parameter in theirs.parameters():
         parameter.data = parameter.to(dtype).float()
-    theirs.save_pretrained(tmp_path / "original")
     tensors = gguf_tensors(theirs)
     tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in tensors.items()}  # norms and factors are in fp32
     file = write_gguf(tmp_path / "a.gguf", metadata, tensors)
+    read_gguf(theirs, file)
+    theirs.save_pretrained(tmp_path / "original")
     plain, options, ids = assert_equals_transformers(file, theirs), dict(dtype="fp32", device="cpu"), [*range(40)]
     assert plain.checkpoint.dtype == dtype and plain.checkpoint.quantised == ""
     encoded, original = (load(name, format="e4m3", **options) for name in (file, tmp_path / "original"))
@@ -3676,10 +3674,11 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     metadata = gguf_metadata(model.config) | sentencepiece_metadata(HERE / "models/tales/tokenizer.model")
     tensors = gguf_tensors(model, (2, 8))
     folder, part = Path(shutil.copytree(HERE / "models/tales", tmp_path / "decoded")), "parts/t-0000%d-of-00002.gguf"
-    model.save_pretrained(folder)
     for name in ("one", "parts"):
         (tmp_path / name).mkdir()
     file = write_gguf(tmp_path / "one/tales.gguf", metadata, tensors)
+    read_gguf(model, file)
+    model.save_pretrained(folder)
     for i in range(2):
         split = {"split.no": numpy.uint16(i), "split.count": numpy.uint16(2), "split.tensors.count": len(tensors)}
         about = metadata if i == 0 else {"general.architecture": "llama"}
