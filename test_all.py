@@ -4031,19 +4031,19 @@ def test_joined_matrix_quantised_in_part(tiny, tmp_path):
     assert not ours.weights.layers[0].wqkv.format and ours.weights.layers[1].wqkv.format
 
 
-def said(how: str, **fields) -> tuple:
+def config_with(how: str, **fields) -> tuple:
     """A checkpoint of QUANTISED whose config.json says something else."""
     return how, spoil_config(quantization_config=QUANTISED[how][0] | fields)
 
 
 PROJ = "model.layers.0.mlp.up_proj."
 BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
-    "3 bits": (*said("GPTQ", bits=3), "quantised as gptq with bits 3: take"),
-    "gemv": (*said("AWQ", version="gemv"), "awq with version 'gemv'"),
+    "3 bits": (*config_with("GPTQ", bits=3), "quantised as gptq with bits 3: take"),
+    "gemv": (*config_with("AWQ", version="gemv"), "awq with version 'gemv'"),
     "act-order": ("GPTQ", put(f"{PROJ}g_idx", lambda t: t.flip(0)), f"{PROJ}weight has columns in act-order"),
     "bias": ("GPTQ", set_one(f"{PROJ}bias", 1), "up_proj.weight has a bias"),
-    "odd groups": (*said("GPTQ", group_size=48), "group_size is 48; it must be"),
-    "uneven groups": (*said("GPTQ", group_size=512), "8 rows and group_size 512"),
+    "odd groups": (*config_with("GPTQ", group_size=48), "group_size is 48; it must be"),
+    "uneven groups": (*config_with("GPTQ", group_size=512), "8 rows and group_size 512"),
     "codes of another shape": ("GPTQ", put(f"{PROJ}qweight", lambda t: t[1:]), "is [15, 256], expected"),
     "codes of another type": ("AWQ", put(f"{PROJ}qweight", lambda t: t.float()), " in float32, expected"),
     "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{PROJ}weight_scale")), "up_proj.weight_scale is missing"),
@@ -4052,11 +4052,11 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "NaN codes": (
         "FP8, blocks", put(f"{PROJ}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "has codes of NaN"
     ),
-    "other blocks": (*said("FP8, blocks", weight_block_size=[64, 64]), "as fp8 with weight_block_size [64, 64]"),
-    "8 bits": (*said("W4A16", **PACKED(num_bits=8)), "pack-quantized with num_bits 8"),
-    "exl2": (*said("AWQ", quant_method="exl2"), "as exl2, which is not supported"),
-    "bitsandbytes": (*said("AWQ", quant_method="bitsandbytes"), "as bitsandbytes, which is not supported"),
-    "int8": (*said("W4A16", format="int-quantized"), "as int-quantized, which is not supported"),
+    "other blocks": (*config_with("FP8, blocks", weight_block_size=[64, 64]), "as fp8 with weight_block_size [64, 64]"),
+    "8 bits": (*config_with("W4A16", **PACKED(num_bits=8)), "pack-quantized with num_bits 8"),
+    "exl2": (*config_with("AWQ", quant_method="exl2"), "as exl2, which is not supported"),
+    "bitsandbytes": (*config_with("AWQ", quant_method="bitsandbytes"), "as bitsandbytes, which is not supported"),
+    "int8": (*config_with("W4A16", format="int-quantized"), "as int-quantized, which is not supported"),
 }  # fmt: skip
 
 
