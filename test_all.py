@@ -3288,22 +3288,18 @@ def train_byte_pairs(pre_tokenizer, texts: list[str], alphabet: list[str], **mod
 def train_tokenizer_json(folder: Path, family: str) -> Path:
     """A folder with a tokenizer.json of that family's kind, its control tokens and its template."""
     kind, control, template = CHAT_FAMILIES[family]
-    pre = tokenizers.pre_tokenizers
+    pre, normalizers = tokenizers.pre_tokenizers, tokenizers.normalizers
     if kind == "byte level":
         raw = train_byte_pairs(pre.ByteLevel(add_prefix_space=False), [TEXT] * 20, pre.ByteLevel.alphabet())
+        t = tokenizers.Tokenizer.from_str(json.dumps(raw))
     else:
-        raw = train_byte_pairs(pre.Metaspace(prepend_scheme="first", split=True), [TEXT] * 20, [])
-        vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *raw["model"]["vocab"]]
-        raw["model"] |= dict(vocab={piece: i for i, piece in enumerate(vocab)}, byte_fallback=True, unk_token="<unk>")
-        replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-        strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-        raw["decoder"] = dict(type="Sequence", decoders=[replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip])
-        raw["pre_tokenizer"]["split"] = False
+        pieces = train_byte_pairs(pre.Metaspace(prepend_scheme="first"), [TEXT] * 20, [])["model"]
+        vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *pieces["vocab"]]
+        ids, merges = {piece: i for i, piece in enumerate(vocab)}, [tuple(pair) for pair in pieces["merges"]]
+        t = transformers.LlamaTokenizer(ids, merges).backend_tokenizer
     if kind == "spaced pieces":  # from old tokenizers: a space before the text and after each control token
-        spaces = replace | {"pattern": {"String": " "}, "content": "▁"}
-        raw["normalizer"] = dict(type="Sequence", normalizers=[{"type": "Prepend", "prepend": "▁"}, spaces])
-        raw["pre_tokenizer"] = None
-    t = tokenizers.Tokenizer.from_str(json.dumps(raw))
+        t.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        t.pre_tokenizer = None
     for token in control:
         flags = dict(special="hink" not in token and "User" not in token, normalized=False)
         strips = dict(lstrip=token == "<|im_end|>", rstrip=token == "<|end_header_id|>")
