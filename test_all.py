@@ -2764,7 +2764,7 @@ ADDED = {"added_tokens_decoder": {"600": {"content": ["x"]}}}
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "attention_factor": 1.0}
 
-SPOILED = {  # how a checkpoint is corrupted: what the one-line error must contain
+SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what the one-line error must contain
     "no config": (remove("config.json"), "neither config.json nor params.json"),
     "config is not JSON": (write("config.json", "{"), "config.json is not JSON"),
     "deep JSON": (write("config.json", "[" * 100_000), "config.json is not JSON"),
@@ -2828,16 +2828,14 @@ SPOILED = {  # how a checkpoint is corrupted: what the one-line error must conta
     "plain pickle": (torch_file({"x": Bomb()}, lambda value, file: file.write_bytes(pickle.dumps(value))), UNSAFE),
     "cut torch file": (both(torch_file({}), lambda f: os.truncate(f / "pytorch_model.bin", 99)), UNSAFE),
     "compressed torch file": (torch_file(b"x" * 99, compressed), "(it is compressed)"),
+    "saved, another layout": (spoil_tensors(fused_llama="1"), "saved by another version of fused-llama, in the format"),
+    "saved, another format": (spoil_tensors(format="e3m4"), "of fused-llama, in the format 'e3m4': save it again"),
+    "saved, short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
+    "saved, matrix of floats": (put(W13, lambda t: t.half()), f"{W13} is [224, 64] in float16, expected [224, 64] in"),
+    "saved, nan code": (set_one(W13, 0x7F), f"{W13} has codes of NaN or infinity: save it again"),
+    "saved, zero scale": (set_one(f"{W13}.scale", 0), f"{W13} has scales that are not positive and finite"),
+    "saved, nan norm": (set_one("norm.weight", NAN), "not finite", "norm.weight in model.safetensors holds NaN"),
 }  # fmt: skip
-SPOILED_8 = {  # the same for a saved model
-    "another layout": (spoil_tensors(fused_llama="1"), "saved by another version of fused-llama, in the format"),
-    "another format": (spoil_tensors(format="e3m4"), "of fused-llama, in the format 'e3m4': save it again"),
-    "short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
-    "matrix of floats": (put(W13, lambda t: t.half()), f"{W13} is [224, 64] in float16, expected [224, 64] in int8"),
-    "nan code": (set_one(W13, 0x7F), f"{W13} has codes of NaN or infinity: save it again"),
-    "zero scale": (set_one(f"{W13}.scale", 0), f"{W13} has scales that are not positive and finite"),
-    "nan norm": (set_one("norm.weight", NAN), "not finite", "norm.weight in model.safetensors holds NaN"),
-}
 
 
 @pytest.fixture(scope="session")
@@ -2845,11 +2843,11 @@ def tiny_saved(tiny, tmp_path_factory) -> Path:
     return save(tiny, tmp_path_factory.mktemp("saved")).parent
 
 
-@pytest.mark.parametrize("how", [*SPOILED, *(f"saved, {how}" for how in SPOILED_8)])
+@pytest.mark.parametrize("how", SPOILED)
 def test_spoiled_checkpoint_is_one_line(cli, tiny, tiny_saved, how, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    folder = Path(shutil.copytree(tiny if how in SPOILED else tiny_saved, tmp_path / "folder" / "copy"))
-    spoil, *expected = SPOILED.get(how) or SPOILED_8[how.removeprefix("saved, ")]
+    folder = Path(shutil.copytree(tiny_saved if how.startswith("saved") else tiny, tmp_path / "folder" / "copy"))
+    spoil, *expected = SPOILED[how]
     spoil(folder)
     assert_refused(cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt"), *expected)
     assert not (tmp_path / "PICKLE_HAS_RUN").exists()
@@ -3659,8 +3657,7 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     saved = load(tmp_path / "saved", **options)
     assert saved.config.rope_scaling.factors and saved.config.eos_ids == (258, 257)
     assert_close(logits_of(saved, ids), logits_of(encoded, ids), 1e-6)
-    for text in ("Größe 🙂", "ab</s>"):
-        chat = [{"role": "user", "content": text}]
+    for chat in (conversation("Größe 🙂"), conversation("ab</s>")):
         assert Tokenizer(tmp_path / "saved").apply_chat_template(chat) == Tokenizer(file).apply_chat_template(chat)
 
 
@@ -3745,7 +3742,7 @@ def string(text: bytes) -> bytes:
 
 
 HUGE = 1 << 62
-DAMAGED_GGUF = {
+BAD_GGUF = {  # a file, or what is put into the metadata or among the tensors, None to leave it out: what the line says
     "empty": (b"", "is not a GGUF file"),
     "version 1": (by_hand(version=1), "has GGUF's version 1, which is not supported"),
     "count of tensors": (by_hand(counts=(HUGE, 0), data=b""), "cut off"),
@@ -3761,8 +3758,6 @@ DAMAGED_GGUF = {
     "beyond the end": (by_hand([(b"a", (1025,), 0, 0)]), "a lies outside it"),
     "overlap": (by_hand([(b"a", (1024,), 0, 0), (b"b", (1024,), 0, 0)]), "its tensors overlap"),
     "control characters": (by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m is unknown type 99, which is not supp"),
-}
-CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or among the tensors: what the line says
     "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
     "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
     "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
@@ -3783,20 +3778,16 @@ CHANGED_GGUF = {  # what is put into the metadata, None to leave it out, or amon
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", [*DAMAGED_GGUF, *CHANGED_GGUF])
+@pytest.mark.parametrize("how", BAD_GGUF)
 def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
-    file = tmp_path / "a.gguf"
-    if how in DAMAGED_GGUF:
-        raw, message = DAMAGED_GGUF[how]
-        file.write_bytes(raw)
+    file, (bad, message) = tmp_path / "a.gguf", BAD_GGUF[how]
+    if isinstance(bad, bytes):
+        file.write_bytes(bad)
     else:
-        changed, message = CHANGED_GGUF[how]
-        metadata, tensors = (dict(part) for part in small_gguf)
-        for name, value in changed.items():
-            part = tensors if name.endswith((".weight", ".bias")) else metadata
-            part[name] = value
-            if value is None:
-                del part[name]
+        metadata, tensors = (
+            {k: v for k, v in (part | bad).items() if v is not None and k.endswith(".weight") == of_tensors}
+            for part, of_tensors in zip(small_gguf, (False, True))
+        )
         write_gguf(file, metadata, tensors)
     assert_refused(cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), "a.gguf", message)
 
