@@ -3541,45 +3541,40 @@ def test_gguf_types_are_decoded(number):
                 quants.checked(quants.blocks(kind, spoiled))
 
 
-def assert_multiplied(w: Matrix, exact: torch.Tensor) -> None:
-    """The kernels' products with one token, a few and a prompt, and torch's own on a CPU."""
-    for T, dtype in ((1, torch.float16), (1, torch.bfloat16), (3, torch.float16), (20, torch.float16)):
-        x = randn(T, w.columns, dtype=dtype)
-        y = kernels.linear_add(x, w, torch.zeros(T, w.rows, dtype=dtype, device=DEVICE))
-        assert nmse(y, x.float() @ exact.t()) < 2 * ONE_UNIT[dtype], T
-    if packed := w.format.packed(tuple(t.cpu() for t in w.tensors)):
-        x = torch.randn(1, w.columns).bfloat16()
-        assert nmse(w.format.packed_linear(x, packed), x.float() @ exact.cpu().t()) < 2 * ONE_UNIT[torch.bfloat16]
-
-
-@needs_triton
-@pytest.mark.parametrize("format", [*quants.WITH_ZEROS.values(), quants.E4M3_128], ids=lambda format: format.name)
-def test_products_with_safetensors_formats(format):
-    N, K = 48, 768
+def stored_in(format, N: int, K: int):
+    """Blocks of each kind that a format holds, and what they stand for."""
+    if format in quants.HOLDS:
+        for number in (n for n, kind in QUANTS.items() if kind.name in quants.HOLDS[format]):
+            raw = random_blocks(number, N, K)
+            yield quants.blocks(QUANTS[number], raw.to(DEVICE)), dequantised(number, raw).to(DEVICE)
+        return
     if format is quants.E4M3_128:
         codes, scale, zero = E4M3.round(torch.randn(N, K) * 100), torch.rand(N, K // 128) + 0.1, None
-        exact = (E4M3.floats(codes).unflatten(1, (-1, 128)) * scale[..., None]).flatten(1)
+        values = (E4M3.floats(codes).unflatten(1, (-1, 128)) * scale[..., None]).flatten(1)
     else:
-        codes, scale, zero, exact = codes_of(N, K, format.group)
-    tensors = format.empty(N, K, DEVICE)
-    given = [None if t is None else t.to(DEVICE) for t in (codes.to(torch.int8), scale.float(), zero)]
-    format.write(quants.Blocks(*given[:2], zero=given[2]), tensors)
-    w = Matrix(tensors, format, (N, K))
-    assert torch.equal(w.dense().cpu(), exact)
-    assert_multiplied(w, exact.to(DEVICE))
+        codes, scale, zero, values = codes_of(N, K, format.group)
+    codes, scale, zero = (None if t is None else t.to(DEVICE) for t in (codes.to(torch.int8), scale.float(), zero))
+    yield quants.Blocks(codes, scale, zero=zero), values.to(DEVICE)
 
 
 @needs_triton
-@pytest.mark.parametrize("format", quants.HOLDS, ids=lambda format: format.name)
-def test_products_with_gguf_formats(format):
-    """Bit for bit what llama.cpp decodes."""
-    for number in (n for n, kind in QUANTS.items() if kind.name in quants.HOLDS[format]):
-        raw, w = random_blocks(number, 48, 768), format.empty(48, 768, DEVICE)
-        exact = dequantised(number, raw).to(DEVICE)
-        format.write(quants.blocks(QUANTS[number], raw.to(DEVICE)), w)
-        w = Matrix(w, format, (48, 768))
+@pytest.mark.parametrize(
+    "format", [*quants.HOLDS, *quants.WITH_ZEROS.values(), quants.E4M3_128], ids=lambda format: format.name
+)
+def test_products_with_gguf_and_safetensors_formats(format):
+    """Matrices bit for bit; the kernels' products with one token, a few and a prompt, and torch's own on a CPU."""
+    N, K = 48, 768
+    for blocks, exact in stored_in(format, N, K):
+        w = Matrix(format.empty(N, K, DEVICE), format, (N, K))
+        format.write(blocks, w.tensors)
         assert torch.equal(w.dense(), exact)
-    assert_multiplied(w, exact)
+    for T, dtype in ((1, torch.float16), (1, torch.bfloat16), (3, torch.float16), (20, torch.float16)):
+        x = randn(T, K, dtype=dtype)
+        y = kernels.linear_add(x, w, torch.zeros(T, N, dtype=dtype, device=DEVICE))
+        assert nmse(y, x.float() @ exact.t()) < 2 * ONE_UNIT[dtype], T
+    if packed := format.packed(tuple(t.cpu() for t in w.tensors)):
+        x = torch.randn(1, K).bfloat16()
+        assert nmse(format.packed_linear(x, packed), x.float() @ exact.cpu().t()) < 2 * ONE_UNIT[torch.bfloat16]
 
 
 @pytest.mark.parametrize("kinds, columns, most_bits, name", [
