@@ -2597,12 +2597,11 @@ def of_hub(folder: Path) -> dict[str, bytes]:
 def hub(tiny, tmp_path, monkeypatch):
     """A hub on the loopback address with the tiny checkpoint, and an empty cache."""
     Hub.files, Hub.asked, Hub.token = of_hub(tiny) | {"pytorch_model.bin": b"x" * 999}, [], None
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    set_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}", tmp_path / "cache")
-    yield Hub
-    server.shutdown()
-    server.server_close()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        set_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}", tmp_path / "cache")
+        yield Hub
+        server.shutdown()
 
 
 def set_hub(monkeypatch, endpoint: str, cache: Path, offline: bool = False) -> None:
@@ -2684,9 +2683,8 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
 }
 
 
-@pytest.mark.parametrize("how", HUB_REFUSALS)
-def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, how):
-    settings, state, name, expected = HUB_REFUSALS[how]
+@pytest.mark.parametrize("settings, state, name, expected", HUB_REFUSALS.values(), ids=HUB_REFUSALS)
+def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, settings, state, name, expected):
     for field, value in settings.items():
         setattr(hub, field, value)
     if state:
@@ -2697,14 +2695,12 @@ def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, how):
         assert cli("-m", "someone/tiny", "-p", "Once", "-n", 2)[0] == 0
 
 
-YARNS = [  # with a ramp within the frequencies, and beyond the last; as DeepSeek says it; with a scale of its own
+@pytest.mark.parametrize("fields", [
+    # with a ramp within the frequencies, and beyond the last; as DeepSeek says it; with a scale of its own
     *(dict(trained=trained, truncate=whole) for trained in (64, 4096, 1 << 17) for whole in (True, False)),
     dict(trained=32, factor=8.0, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.4),
     dict(trained=1000, factor=2.0, rope_theta=100.0, attention_factor=1.3, truncate=False),
-]
-
-
-@pytest.mark.parametrize("fields", YARNS, ids=str)
+], ids=str)  # fmt: skip
 def test_yarn_angles_equal_transformers(tmp_path, fields):
     rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0) | fields
     trained = rope["original_max_position_embeddings"] = rope.pop("trained")
@@ -3169,9 +3165,8 @@ REFUSED = {  # templates, and what is said of them
 }
 
 
-@pytest.mark.parametrize("how", REFUSED)
-def test_template_errors(cli, tiny, tmp_path, how):
-    text, expected = REFUSED[how]
+@pytest.mark.parametrize("text, expected", REFUSED.values(), ids=REFUSED)
+def test_template_errors(cli, tiny, tmp_path, text, expected):
     (tmp_path / "template").write_text(text)
     flags = ("--chat-template", tmp_path / "template", "--quiet", "-p", "hello")
     assert_refused(cli("-m", tiny, "--chat", *flags), expected)
@@ -3434,9 +3429,8 @@ SPOILED_JSON = {  # a change to tokenizer.json, and what is said of it
 }
 
 
-@pytest.mark.parametrize("how", SPOILED_JSON)
-def test_spoiled_tokenizer_json(tmp_path, how):
-    spoil, expected = SPOILED_JSON[how]
+@pytest.mark.parametrize("spoil, expected", SPOILED_JSON.values(), ids=SPOILED_JSON)
+def test_spoiled_tokenizer_json(tmp_path, spoil, expected):
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         spoil(raw)
     with pytest.raises(ValueError, match=expected):
