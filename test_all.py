@@ -3716,9 +3716,9 @@ def test_gguf_header_holds_every_type_of_value(tmp_path):
     assert all(info.offset % 4096 == 0 and info.nbytes == 4 * info.shape[0] for info in header.tensors.values())
 
 
-def by_hand(tensors=(), metadata=(), magic=b"GGUF", version=3, counts=None, data=b"\0" * 4096) -> bytes:
+def by_hand(tensors=(), metadata=(), version=3, counts=None, data=b"\0" * 4096) -> bytes:
     """A file. metadata: (key, type, bytes); tensors: (name, dims, type, offset)."""
-    header = magic + struct.pack("<IQQ", version, *counts or (len(tensors), len(metadata)))
+    header = b"GGUF" + struct.pack("<IQQ", version, *counts or (len(tensors), len(metadata)))
     for key, kind, value in metadata:
         header += string(key) + struct.pack("<I", kind) + value
     for name, dims, kind, offset in tensors:
