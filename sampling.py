@@ -13,8 +13,7 @@ holds what comes before each position. Both take the settings as a Sampler, whos
 
 To add a setting: a field of Sampling and its range; its number in _numbers, which kernels load by its place; what it
 does, in _choose_ref and in _sample_draw_kernel, or in _sample_filter_kernel if its threshold depends on more than the
-best logit; its flag in run.py, of the same name; its values in
-test_sampling_on_the_device_chooses_what_the_reference_does.
+best logit; its flag in run.py, of the same name; its values in test_sampling_equals_the_reference.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton

@@ -1127,7 +1127,7 @@ def launch_training(dtype: torch.dtype) -> None:
 
 def compile_kernels(arch: int) -> None:
     """Compile every kernel for an architecture, to machine code that fits into shared memory."""
-    compiled = set()
+    compiled, with_fp16_sums = set(), set()
 
     def start(kernel, grid, device, *arguments, **constants) -> None:
         binary, name = kernel.warmup(*arguments, grid=grid, **constants), kernel.__name__
@@ -1138,8 +1138,9 @@ def compile_kernels(arch: int) -> None:
             assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
         else:
             assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
-        if name == "_attention_kernel" and constants["FP16_SUMS"] and arch < 90:
-            assert "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, "no fp16 sums"
+        if constants.get("FP16_SUMS"):
+            with_fp16_sums.add(name)
+            assert arch >= 90 or "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, "no fp16 sums"
 
     as_if_on(arch)
     launch.start = hopper.start = start
@@ -1149,6 +1150,7 @@ def compile_kernels(arch: int) -> None:
     modules += (() if arch in AS_80 else (training,)) + ((hopper,) if arch == 90 else ())
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every | {"few_attention_kernel"}, every ^ compiled
+    assert with_fp16_sums == {"_attention_kernel"}
 
 
 @needs_triton
@@ -1971,11 +1973,14 @@ def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
 @pytest.mark.parametrize("made_with, spoil, said", [
     ("--kv-fp8", None, "another model or other types"),
     ("--fp8", None, "another model or other types"),
+    ("-m other", None, "another model or other types"),
     ("", lambda file: shutil.copyfile(run.DEFAULT_MODEL / "model.safetensors", file), "is not a prompt cache"),
     ("", lambda file: file.write_bytes(file.read_bytes()[:-9]), "not a valid safetensors file"),
     ("", lambda file: (file.unlink(), os.mkfifo(file)), "is not a file"),
-], ids=["8-bit cache", "8-bit matrices", "no cache", "cut", "a pipe"])  # fmt: skip
-def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, made_with, spoil, said):
+], ids=["8-bit cache", "8-bit matrices", "other weights", "no cache", "cut", "a pipe"])  # fmt: skip
+def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, monkeypatch, made_with, spoil, said):
+    monkeypatch.chdir(tmp_path)
+    put(DOWN, torch.neg)(Path(shutil.copytree(tiny, "other")))
     file = tmp_path / "cache"
     flags = ("-m", tiny, "-p", "Once upon a time", "-n", 1, "--dtype", "fp32", "--quiet", "--prompt-cache", file)
     for _ in range(2):
@@ -4911,19 +4916,6 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     assert_refused(bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original")
 
 
-def test_bench_limits(bench_cli, tiny, tiny_model, tmp_path):
-    (tmp_path / "text").write_text("Once upon a time there was a cat.")
-    flags = ("--limits", tmp_path / "text", "--dtype", "fp32", "-c", 64, "--device", "cpu", "-o", "json")
-    rows = rows_of(bench_cli("-m", tiny, *flags))
-    ids, cache = Tokenizer(tiny).encode("Once upon a time there was a cat."), KVCache(tiny_model)
-    tiny_model.prefill(ids[:-1], cache)
-    assert [row["layer"] for row in rows] == list(range(tiny_model.config.n_layers))
-    assert rows[0]["x"] >= tiny_model.weights.embedding[ids[:-1]].abs().max().item()
-    for row, k in zip(rows, cache.k):
-        assert row["k"] == pytest.approx(k[:, : cache.pos].abs().max().item(), rel=1e-4)
-        assert row["% of 65504"] == pytest.approx(100 * max(row[n] for n in ("x", "q", "k", "v", "q k", "h")) / 65504)
-
-
 def test_bench_threads(bench_cli, tiny, request):
     request.addfinalizer(lambda: torch.set_num_threads(1))
     for given, name in (([], "CPU, 1 thread"), (["-t", "2"], "CPU, 2 threads")):
@@ -5023,7 +5015,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         assert_refused(bench_cli(*arguments.split()), text, code=2)
     for of_another_mode in (
         "--vs transformers --perplexity x", "--plot x.png --kernels", "--plot x.gif", "--stride 4", "--against fp32",
-        "--perplexity x --dtype fp32,bf16", "--limits x --dtype fp32 --dtype bf16", "--kernels --format none,e4m3",
+        "--perplexity x --dtype fp32,bf16", "--kernels --format none,e4m3",
         "--kernels -n 4", "--profile -p 4,5", "--profile -o json", "--kernels --profile", "--tune -p 4", "--passes 0",
         "-m a -m b --kernels", "--recorded x", "--recorded x --plot x.png -m a",
     ):  # fmt: skip
