@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from chat import (
@@ -56,7 +55,7 @@ SHAPES = {  # dim, layers, heads, key/value heads, head_dim, hidden_dim, vocabul
 }
 PICTURES = (".png", ".svg", ".pdf")
 MODES = {"speed": "tokens per second"} | {
-    mode: f"--{mode}" for mode in ("kernels", "profile", "perplexity", "limits", "passes", "tune", "recorded")
+    mode: f"--{mode}" for mode in ("kernels", "profile", "perplexity", "passes", "tune", "recorded")
 }
 
 
@@ -97,26 +96,24 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--kernels", action="store_true", help="each op against its ceiling and against plain PyTorch")
     add("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
     add("--perplexity", metavar="FILE", help="perplexity of a text")
-    add("--limits", metavar="FILE",
-        help="how near a text's activations come to the largest fp16 number, layer by layer")
     add("--passes", type=numbers, metavar="T,...",
         help="what a pass of T tokens costs, relative to one of a single token")
     add("--tune", action="store_true", help="find launch sizes for this card and this model's shapes: into launch.json")
     add("--recorded", metavar="FILE", help="draw rows saved from -o jsonl; measures nothing")
 
-    add = parser.group("model", "speed kernels profile perplexity limits passes tune")
+    add = parser.group("model", "speed kernels profile perplexity passes tune")
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
         help=f"a checkpoint [models/tales], or random:SHAPE: {', '.join(SHAPES)}, tales, SHAPE:LAYERS or a config.json;"
         " repeated, it adds rows, and so do --dtype, --format, -p, -n and -d, which also take lists with commas")
-    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N", only="speed kernels profile perplexity limits",
-        help="context; with --perplexity and --limits the window [512]")
+    add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N", only="speed kernels profile perplexity",
+        help="context; with --perplexity the window [512]")
     add("--dtype", type=one_of("auto", *DTYPE_NAMES), action="extend", default=["auto"], metavar="TYPE",
         help="auto, fp32, fp16, bf16")
     add("--format", type=one_of("none", *FORMATS_8, "int4"), action="extend", default=["none"], metavar="FORMAT",
         help=f"of the matrices: none, {', '.join(FORMATS_8)}, int4")
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto",
-        help="sums of a prompt's products, as in run.py", only="speed profile perplexity limits passes")
+        help="sums of a prompt's products, as in run.py", only="speed profile perplexity passes")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
     add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="CPU threads [as in run.py]")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
@@ -135,7 +132,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--against", choices=DTYPE_NAMES, only="perplexity", help="compare with the unquantised model in this dtype")
 
     add = parser.group("output")
-    add("-o", "--output", choices=["md", "json", "jsonl"], default="md", only="speed kernels perplexity limits passes",
+    add("-o", "--output", choices=["md", "json", "jsonl"], default="md", only="speed kernels perplexity passes",
         help="form of the table")
     add("--plot", metavar="FILE.png", only="speed recorded",
         help=f"draw generation's tokens per second beside its bounds: {', '.join(PICTURES)} (matplotlib)")
@@ -185,7 +182,6 @@ from torch.nn import functional
 from tqdm import tqdm
 
 import fp8
-from attention import cached_ref
 from checkpoint import (
     DTYPES,
     check_accumulate,
@@ -995,22 +991,16 @@ def perplexity(
             return
 
 
-def open_with_text(args: argparse.Namespace, file: str) -> tuple[Llama, Tokenizer, str, list[int]]:
-    """The model and its tokenizer, the file's text and its tokens. Raises OSError, ValueError."""
-    with open(file, "rb") as f:
-        text = text_of(f, file, 1 << 30)
+def run_perplexity(args: argparse.Namespace) -> None:
+    with open(args.perplexity, "rb") as f:
+        text = text_of(f, args.perplexity, 1 << 30)
     if args.model.startswith("random:"):
         raise ValueError("a text needs a checkpoint with a tokenizer, not random weights")
     model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.format[0])
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
     if not ids:
-        raise ValueError(f"{file} is empty")
-    return model, tokenizer, text, ids
-
-
-def run_perplexity(args: argparse.Namespace) -> None:
-    model, tokenizer, text, ids = open_with_text(args, args.perplexity)
+        raise ValueError(f"{args.perplexity} is empty")
     if args.against and model.checkpoint.format:
         held = model.checkpoint.format.name
         raise ValueError(f"--against needs the original: {model.checkpoint.folder} holds {held} matrices")
@@ -1026,43 +1016,6 @@ def run_perplexity(args: argparse.Namespace) -> None:
     row = {"model": args.model, "dtype": args.dtype[0], "format": format_of(model), "kv fp8": args.kv_fp8}
     row |= {"against": args.against, "ctx": model.ctx_size, "stride": stride}
     show([row | quality(parts, len(text.encode()))], args.output)
-
-
-# ---- limits
-
-
-@torch.inference_mode()
-def run_limits(args: argparse.Namespace) -> None:
-    """Over a text, the largest magnitudes in each layer of what could overflow in half precision: x, the residual;
-    q, k, v, the sums q k; h before w2."""
-    model, tokenizer, _, ids = open_with_text(args, args.limits)
-    ops = model.ops
-    peaks: list[dict[str, float]] = [{} for _ in model.weights.layers]  # first the layer that is being evaluated
-
-    def record(**values: Tensor) -> None:
-        for name, seen in values.items():
-            peaks[0][name] = max(peaks[0].get(name, 0.0), seen.abs().max().item())
-
-    def rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others):
-        q = ops.rmsnorm_qkv_rope(x, norm, wqkv, rope, k_cache, v_cache, pos, *others)
-        KH, end = len(k_cache), int(pos) + len(x)
-        k, v = (cached_ref(kept[:, :end]) for kept in (k_cache, v_cache))
-        q_of_group = q.float().unflatten(1, (KH, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        record(x=x, q=q, k=k, v=v, **{"q k": q_of_group @ k.transpose(1, 2)})
-        return q
-
-    def rmsnorm_swiglu(x, *others):
-        h = ops.rmsnorm_swiglu(x, *others)
-        record(x=x, h=h)
-        peaks.append(peaks.pop(0))  # the next layer
-        return h
-
-    recording = {"rmsnorm_qkv_rope": rmsnorm_qkv_rope, "rmsnorm_swiglu": rmsnorm_swiglu}
-    model.ops = SimpleNamespace(**vars(ops) | recording)
-    for _ in perplexity(model, ids, tokenizer.bos, model.ctx_size, model.ctx_size):
-        pass
-    rows = [{"layer": i} | found | {"% of 65504": 100 * max(found.values()) / 65504} for i, found in enumerate(peaks)]
-    show(rows, args.output)
 
 
 # ---- the picture
@@ -1140,7 +1093,6 @@ RUNS = {
     "kernels": run_kernels,
     "profile": run_profile,
     "perplexity": run_perplexity,
-    "limits": run_limits,
     "passes": run_passes,
     "tune": run_tune,
     "recorded": lambda args: plot(read_rows(args.recorded), args.plot),
