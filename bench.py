@@ -232,7 +232,7 @@ def random_weights(
             w = Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), held, shape)
         else:
             w = Matrix(torch.randn(shape, dtype=stored, device=device).mul_(0.02))
-        return prepacked(w, backend, dtype)
+        return prepacked(w, backend, dtype, format)
 
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
     made = lambda name, shape: matrix(name, shape) if name in c.layer_matrices else ones(shape)

@@ -841,7 +841,7 @@ class Loader:
     stored: torch.dtype
     device: torch.device
     format: Format | None
-    backend: str = "torch"  # whose ops will read the matrices
+    backend: str = ""  # whose ops will read the matrices, if any will
     ranks: Ranks = Ranks()
     quiet: bool = False
     importance: dict[str, Tensor] | None = None  # importance_of the matrices' columns
@@ -926,7 +926,7 @@ class Loader:
             made = Matrix(torch.empty(self.shapes[name], dtype=self.stored, device=self.device))
             self.fill(made.data, infos, sources, columns)
         self.bar.update(made.nbytes)
-        return kernels.prepacked(made, self.backend, self.dtype)
+        return kernels.prepacked(made, self.backend, self.dtype, self.format)
 
     def fill(self, data: Tensor, infos: list[Stored], sources: list[Source], columns: slice) -> None:
         for (place,), source in zip(self.places((data,), infos), sources, strict=True):
@@ -1048,6 +1048,8 @@ def check_memory(
     size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
     if on_cpu and dtype != torch.float16 and c.tie_embeddings and not (format and format.at("output")):
         weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding
+    if on_cpu and format is kernels.INT4:
+        weights += size * c.output_rows * c.dim  # it is decoded, see prepacked
     if on_cpu and dtype == torch.bfloat16:
         for name, shape in matrix_shapes(c).items():
             held, elements = format and format.at(name), math.prod(shape)

@@ -86,12 +86,18 @@ def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> tor
 SMALL = 2 << 20  # bytes of a bf16 matrix: up to this size oneDNN's preparations take longer than a token's product
 
 
-def prepacked(w: Matrix, backend: str, dtype: torch.dtype) -> Matrix:
-    """A matrix in the layout that the backend's ops read fastest, for activations in dtype. For the reference ops on a
-    CPU: fp32 with more rows than columns is stored column by column, since many short sums are slow; bf16 in oneDNN's
-    blocked layout, for single tokens and prompts, and a small matrix as it was, too; and what a format has packed."""
+def prepacked(w: Matrix, backend: str, dtype: torch.dtype, format: Format | None = None) -> Matrix:
+    """A matrix of a model in `format` in the layout that the backend's ops read fastest, for activations in dtype. For
+    the reference ops on a CPU: fp32 with more rows than columns is stored column by column, since many short sums are
+    slow; bf16 in oneDNN's blocked layout, for single tokens and prompts, and a small matrix as it was, too; what a
+    format has packed; and decoded what INT4 keeps in 8 bits, since a CPU reads 16 bits faster than it decodes 8."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
+    if format is INT4 and w.format is not INT4:
+        dense = torch.empty(w.shape, dtype=storage_dtype(backend, dtype, w.data.device))
+        for part, rows in zip(w.parts(512), dense.split(512)):
+            rows.copy_(part.dense())
+        w = Matrix(dense)
     if w.data.dtype == torch.float32 and w.rows > w.columns:
         return Matrix(w.data.t().contiguous().t())
     if w.format and dtype == torch.bfloat16:
