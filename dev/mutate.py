@@ -36,6 +36,8 @@ MUTANTS = [
     Mutant("kernels.py", "x if norm is None else rmsnorm(x, norm, eps), w", "x, w", "products_do_not_depend"),
     Mutant("kernels.py", "if k + FEW.ahead * BLOCK < K:", "if k + FEW.ahead * BLOCK < 0:", "products_do_not_depend"),
     Mutant("kernels.py", "return y if ROW_SCALE is None else y * scales", "return y", "products_do_not_depend"),
+    Mutant("kernels.py", "torch.bfloat16 and multiplies_bf16() else", "torch.bfloat16 else", "without_bf16"),
+    Mutant("kernels.py", "if format is INT4 and w.format is not INT4:", "if False:", "model_in_a_format"),
     Mutant("attention.py", "[None, :] <= start_pos + offs_m", "[None, :] < start_pos + offs_m", "op_equals"),
     Mutant("attention.py", "n + offs_n < end, scores, float", "n + offs_n <= end, scores, float", "op_equals"),
     Mutant("attention.py", "new_max, row_sum * rescale +", "new_max, row_sum +", "attention_does_not_depend"),
