@@ -31,6 +31,7 @@ from fp8 import Format, Matrix, Tensors
 from ggml import open_regular, read_header
 from kernels import FORMATS
 from model import (
+    CACHES,
     CHUNK,
     CUT,
     EMBEDDING,
@@ -1015,11 +1016,14 @@ def check_choice(what: str, value: object, choices: Collection) -> None:
         raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
-def pick_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """auto is the checkpoint's own, but bf16 for fp16 on a CPU."""
+def pick_dtype(name: str, stored: torch.dtype, device: torch.device, elements: float = math.inf) -> torch.dtype:
+    """auto is the checkpoint's own; on a CPU bf16 for fp16, and fp32 for a model that fits into the caches of a CPU
+    without bf16 products."""
     check_choice("dtype", name, ("auto", *DTYPES))
     if name != "auto":
         return DTYPES[name]
+    if device.type == "cpu" and 4 * elements <= CACHES and not kernels.multiplies_bf16():
+        return torch.float32
     return torch.bfloat16 if device.type == "cpu" and stored == torch.float16 else stored
 
 
@@ -1149,7 +1153,7 @@ def load(
     if backend == "triton" and config.head_dim % 8:
         wrong = f"head_dim is {config.head_dim}; the kernels need a multiple of 8"
         raise ValueError(f"{folder}: {wrong}: use --backend torch")
-    torch_dtype = pick_dtype(dtype, checkpoint.dtype, on)
+    torch_dtype = pick_dtype(dtype, checkpoint.dtype, on, checkpoint.elements)
     ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
     if config.sliding_window and ctx_size > config.sliding_window:
         window = f"sliding_window is {config.sliding_window}"

@@ -21,6 +21,7 @@ from fp8 import Matrix, fit_norm
 from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
 
+CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
 CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
 # Prompt lengths that are captured as CUDA graphs. A prompt is padded to the next one as long as tokens times weights of
 # a layer stay below PADDED_WORK: up to there, launching the kernels takes the host longer than the GPU runs them
@@ -368,7 +369,7 @@ class Llama:
     def suits_one_thread(self) -> bool:
         """Whether one thread is best on a CPU: the matrices fit into the caches, where threads mostly wait for each
         other."""
-        return sum(m.nbytes for m in self.weights.matrices) <= 32 << 20
+        return sum(m.nbytes for m in self.weights.matrices) <= CACHES
 
     @property
     def kv_dtype(self) -> torch.dtype:

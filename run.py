@@ -54,8 +54,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub [models/tales, beside this program]")
     add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
         help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")
-    add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto",
-        help="auto: the checkpoint's; on a CPU bf16 for fp16")
+    add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto", help="auto: the checkpoint's; on a CPU bf16 or fp32")
     add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8,
         help="keep matrices as 8-bit floats; without a value: e4m3")
     add("--int4", action="store_true",

@@ -77,7 +77,7 @@ import speculation
 import training
 from chat import Chat, Printer
 from chat import columns as columns_of
-from checkpoint import Loader, check_groups, check_memory, load, parts_of, read_config, read_part, save
+from checkpoint import Loader, check_groups, check_memory, load, parts_of, pick_dtype, read_config, read_part, save
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
 from fp8 import E4M3, E5M2, Matrix
@@ -1385,9 +1385,12 @@ def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, mon
 
 
 def test_cpu_without_bf16_products(grouped_folder, monkeypatch):
-    """bf16 is then stored as fp16, and prompts are multiplied in fp32. Matrices in 4 bits have torch's own product."""
-    types, product = set(), kernels.functional.linear
+    """bf16 is then stored as fp16, and prompts are multiplied in fp32; matrices in 4 bits have torch's own product. A
+    model that fits into its caches runs in fp32."""
+    types, product, cpu = set(), kernels.functional.linear, torch.device("cpu")
     monkeypatch.setattr(kernels, "multiplies_bf16", lambda: False)
+    assert pick_dtype("auto", torch.bfloat16, cpu, 8e6) == torch.float32
+    assert pick_dtype("auto", torch.float16, cpu, 9e6) == pick_dtype("auto", torch.bfloat16, cpu) == torch.bfloat16
     monkeypatch.setattr(kernels.functional, "linear", lambda x, w: types.add(x.dtype) or product(x, w))
     options = dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", format="int4")
     exact, plain, in_4_bits = (load(grouped_folder, device="cpu", **given) for given in options)
