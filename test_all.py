@@ -428,14 +428,16 @@ def test_wrong_arguments_are_named(tiny, tmp_path, name, wrong):
 
 def test_wrong_prompts_are_named(tiny, tiny_model):
     V = tiny_model.config.vocab_size
-    refused = [([1, bad, 5], f"the prompt contains the id {bad}; the model's are 0") for bad in (-1, V)]
-    refused += [("text", "a prompt is a list of ids"), ([[1, 5]], "a prompt is a list of ids"), ([], "is empty")]
+    refused = [([1, bad, 5], f"the prompt contains the id {bad}; the model's are 0") for bad in (-1, V, 1 << 40)]
+    refused += [(bad, "a prompt is a list of ids: tokenizer.encode") for bad in ("text", ["text", "more"], [[1, 5]])]
+    refused.append(([], "is empty"))
     for prompt, said in refused:
         for evaluate in (lambda p: greedy(tiny_model, p, 1), lambda p: tiny_model.forward(p, KVCache(tiny_model))):
             with pytest.raises((TypeError, ValueError), match=said):
                 evaluate(prompt)
-    with pytest.raises(ValueError, match="n is -3"):
-        greedy(tiny_model, [1], -3)
+    for prompt, n, said in ((torch.tensor([1, 5]), 1, "a list of ids"), ([1], -3, "n is -3")):
+        with pytest.raises((TypeError, ValueError), match=said):
+            greedy(tiny_model, prompt, n)
     for wrong in ("hi", [{"role": "user"}]):
         with pytest.raises(TypeError, match="a conversation is a list of dicts"):
             Tokenizer(tiny).apply_chat_template(wrong)
@@ -1825,6 +1827,8 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
     (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "the context holds 64"),
     (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
+    (["--chat", "-sys", "a\udcffb"], b"", "the text is not UTF-8"),
+    (["--chat", "-sysf", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     alone = [] if "--chat" in arguments else ["--no-display-prompt"]
@@ -1962,6 +1966,10 @@ def test_prompt_cache_below_three_quarters(tiny_model, tmp_path):
         kept.tokens = ids[:same]
         kept.keep(ids, cache)
         assert kept.file.exists() == rewritten
+    restored = KVCache(tiny_model)
+    kept.restore(restored)
+    assert restored.tokens[: restored.pos].tolist() == ids
+    assert all(torch.equal(a[:, :40], b[:, :40]) for a, b in zip([*cache.k, *cache.v], [*restored.k, *restored.v]))
 
 
 def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
@@ -2105,9 +2113,11 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "tell me a tale " * 60: "context holds 64",
         "\udcff": "not UTF-8",
         "bad": "too bad",
+        "/system \udcff": "not UTF-8",
         "/system " + "tell me a tale " * 60: "prompt takes",
         "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
+        "/read ~nobody-of-this-name/notes": "No such file",
         "/read /dev/zero": "is not a file",
         f"/read {tmp_path / 'bad'}": "not UTF-8: byte 0xff at offset 2",
         f"/read {tmp_path / 'long'}": f"{tmp_path / 'long'} takes ",
@@ -2436,6 +2446,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
     asked: list[str]
     token: str | None
 
+    def log_message(self, *_) -> None:
+        pass
+
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.asked.append(f"{self.command} {path}")
@@ -2444,9 +2457,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         for name, value in (headers | {"Content-Length": str(len(data))}).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data if self.command == "GET" else b"")
+        if self.command == "GET":
+            self.wfile.write(data)
 
-    do_HEAD, log_message = do_GET, lambda *_: None
+    do_HEAD = do_GET
 
     def response(self, path: str) -> tuple[int, bytes, dict[str, str]]:
         if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
@@ -2642,13 +2656,18 @@ SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what th
     "config lacks a field": (spoil_config(hidden_size=None), "config.json lacks the field hidden_size"),
     **{f"{name} {value!r}": (spoil_config(**{name: value}), f"{name} is {value!r}") for name, value in dict(
         num_hidden_layers=-1, vocab_size=10**15, intermediate_size="many", rms_norm_eps=NAN, hidden_act="gelu",
-        model_type="gpt2", tie_word_embeddings="false", sliding_window=64, dtype=["float32"],
+        model_type="gpt2", tie_word_embeddings="false",
     ).items()},
     "uneven heads": (spoil_config(num_key_value_heads=3), "4 query heads cannot share 3"),
+    "sliding window": (spoil_config(sliding_window=64), "sliding_window is 64: a context of 256"),
+    "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
     "another rope": (spoil_config(rope_parameters={"rope_type": "dynamic"}), "rope_type is 'dynamic'"),
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
        for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
     "eos beyond the vocabulary": (spoil_config(eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]"),
+    "eos beyond it in generation_config.json": (
+        lambda f: edit(f / "generation_config.json", eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]",
+    ),
     "mlx": (spoil_config(quantization={"bits": 4}), "quantised for mlx: take the original"),
     "gguf beside a config": (lambda f: (f / "model.safetensors").rename(f / "x.gguf"), "x.gguf is not a GGUF file"),
     "adapter": (
@@ -2674,6 +2693,8 @@ SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what th
     ),
     "no weights": (remove("model.safetensors"), "holds no weights"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "is cut short, or no safetensors file"),
+    "too long": (lambda f: os.truncate(f / "model.safetensors", 1 << 20), "no safetensors file"),
+    "escape in a name": (spoil_tensors(lambda t: t.update({"\x1b]0;\x07\ny": torch.ones(1)})), "?]0;? y is unexpected"),
     "missing tensor": (spoil_tensors(lambda t: t.pop(DOWN)), f"{DOWN} is missing"),
     "unexpected tensor": (spoil_tensors(lambda t: t.update(extra=torch.ones(1))), "extra is unexpected"),
     "wrong shape": (put(NORM, lambda t: t[:3]), f"{NORM} is [3], expected [64]"),
@@ -2701,8 +2722,15 @@ SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what th
     "compressed torch file": (torch_file(b"x" * 99, compressed), "(it is compressed)"),
     "saved, another layout": (spoil_tensors(fused_llama="1"), "saved by another version of fused-llama, in the format"),
     "saved, another format": (spoil_tensors(format="e3m4"), "of fused-llama, in the format 'e3m4': save it again"),
+    "saved, missing scale": (spoil_tensors(lambda t: t.pop("output.scale")), "output.scale is missing"),
     "saved, short matrix": (put(W13, lambda t: t[:9]), f"{W13} is [9, 64], expected [224, 64]"),
-    "saved, matrix of floats": (put(W13, lambda t: t.half()), f"{W13} is [224, 64] in float16, expected [224, 64] in"),
+    "saved, another config": (
+        spoil_config(intermediate_size=1 << 20), "do not fit the config: layers.0.w13 is [224, 64]",
+    ),
+    "saved, matrix of floats": (
+        put(W13, lambda t: t.half()), f"{W13} is [224, 64] in float16, expected [224, 64] in int8",
+    ),
+    "saved, codes of another format": (spoil_tensors(format="e5m2"), "has codes of NaN or infinity: save it again"),
     "saved, nan code": (set_one(W13, 0x7F), f"{W13} has codes of NaN or infinity: save it again"),
     "saved, zero scale": (set_one(f"{W13}.scale", 0), f"{W13} has scales that are not positive and finite"),
     "saved, nan norm": (set_one("norm.weight", NAN), "not finite", "norm.weight in model.safetensors holds NaN"),
@@ -2806,9 +2834,9 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
             assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors)), "codes depend on the dtype"
         ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in (original, again))
         assert torch.equal(ours, theirs), "a saved model says something else"
-    flags, other = ("-p", "Once", "-n", 8), "e4m3" if form == "e5m2" else "e5m2"
-    code, _, err = cli("-m", saved, "--fp8", form, *flags)
-    assert code == 0 and f"with {form} matrices" in err
+    flags, other = ("-p", "Once", "-n", 8, "--temp", 0), "e4m3" if form == "e5m2" else "e5m2"
+    (_, text, _), (code, same, err) = cli("-m", copy, "--fp8", form, *flags), cli("-m", saved, "--fp8", form, *flags)
+    assert code == 0 and same == text and f"with {form} matrices" in err
     for refused, why in (
         (("--fp8", other, *flags), f"holds {form} matrices: for {other} ones, load the original"),
         (("--save", copy.parent / "again", "--fp8"), f"holds {form} matrices already: save from the original"),
@@ -2885,8 +2913,8 @@ def memory_needed(config: Config, dtype=torch.float32, device="cpu", ctx_size: i
 
 
 def test_memory_of_copies_on_a_cpu(monkeypatch):
-    """A tied embedding is stored twice, since the matrix has another type or layout, except in fp16; codes of 4 bits,
-    for torch's product, but not the output matrix, in 8 bits; small matrices, if it multiplies bf16."""
+    """These are stored twice: a tied embedding, since the matrix has another type or layout, except in fp16; codes of 4
+    bits, for torch's product; small matrices, if the CPU multiplies bf16."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     tied, apart = (read_config_like(tie_embeddings=tied, vocab_size=1 << 22) for tied in (True, False))
     needed = {(c, dtype): memory_needed(c, dtype)[0] for c in (tied, apart) for dtype in (bf16, fp16, fp32)}
@@ -2989,6 +3017,14 @@ def test_ids_and_bytes_that_are_no_text(tiny):
     for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
         ids = [byte[b] for b in raw]
         assert tokenizer.decode(ids) == "".join(streamed(tokenizer, ids)) == tokenizer.vocabulary.sp.decode(ids)
+
+
+def test_continuation_after_dots(tmp_path):
+    train_sentencepiece(tmp_path, "wait... and then... so... on.. \n" * 99, vocab_size=290)
+    tokenizer = Tokenizer(tmp_path)
+    assert len(tokenizer.vocabulary.sp.encode("...")) < 4, "dots do not merge"
+    for text in ("...", "..x", ".", "", " on", "so.."):
+        assert tokenizer.decode(tokenizer.encode("wait") + tokenizer.vocabulary.encode_after(text)) == "wait" + text
 
 
 TEXTS = {  # what our templates write, after bos, of a talk with and one without an answer
@@ -3610,29 +3646,40 @@ def string(text: bytes) -> bytes:
 HUGE = 1 << 62
 BAD_GGUF = {  # a file, or what is put into the metadata or among the tensors, None to leave it out: what the line says
     "empty": (b"", "is not a GGUF file"),
+    "a pointer of git-lfs": (POINTER.encode(), "is a git-lfs pointer"),
     "version 1": (by_hand(version=1), "has GGUF's version 1, which is not supported"),
+    "count of values": (by_hand(counts=(0, HUGE), data=b""), "cut off"),
     "count of tensors": (by_hand(counts=(HUGE, 0), data=b""), "cut off"),
     "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "a string lies outside it"),
     "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "an array lies outside it"),
     "count of strings": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 8, HUGE))]), "cut off"),
     "array of arrays": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 9, 1))]), "values of the unknown type 9"),
+    "unknown value": (by_hand(metadata=[(b"a", 13, b"")]), "values of the unknown type 13"),
     "not UTF-8": (by_hand(metadata=[(b"a", 8, string(b"\xff\xfe"))]), "can't decode"),
     "no dimensions": (by_hand([(b"a", (), 0, 0)]), "a has 0 dimensions"),
     "5 dimensions": (by_hand([(b"a", (1,) * 5, 0, 0)]), "a has 5 dimensions"),
     "a dimension of 0": (by_hand([(b"a", (32, 0), 0, 0)]), "has the shape"),
     "part of a block": (by_hand([(b"a", (48,), 8, 0)]), "has the shape [48], of type Q8_0"),
+    "dimensions that overflow": (by_hand([(b"a", (1 << 32, 1 << 32), 0, 0)]), "a lies outside it"),
     "beyond the end": (by_hand([(b"a", (1025,), 0, 0)]), "a lies outside it"),
     "overlap": (by_hand([(b"a", (1024,), 0, 0), (b"b", (1024,), 0, 0)]), "its tensors overlap"),
-    "control characters": (by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m is unknown type 99, which is not supp"),
+    "control characters": (
+        by_hand([(b"a\n\x1b[31m", (8,), 99, 0)]), "a ?[31m is unknown type 99, which is not supported"
+    ),
     "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
     "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
+    "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
+    "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
     "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
     "part of RoPE": ({"llama.rope.dimension_count": 8}, "rope.dimension_count differ: [16, 16, 8]"),
+    "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope_type is 'longrope', which is supported with"),
     "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "must have a number of 32 bits for each of the 259"),
     "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array, a value of the wrong type"),
+    "a token twice": ({"tokenizer.ggml.tokens": ["a"] * 259}, "is not a valid tokenizer"),
     "no pre-tokenizer": ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
     "another pre-tokenizer": ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking', which is not supported"),
     "another tokenizer": ({"tokenizer.ggml.model": "bert"}, "model is 'bert', which is not supported"),
+    "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 259}, "eos_token_id is [259, 257]; it must hold ids"),
     "no merges": ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
     "no embedding": ({"token_embd.weight": None}, "lacks the tensor token_embd.weight"),
     "quantised norm": ({"output_norm.weight": (8, torch.zeros(68, dtype=torch.uint8))}, "is [64] in another type"),
@@ -3900,15 +3947,16 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "codes of another shape": ("GPTQ", put(f"{PROJ}qweight", lambda t: t[1:]), "is [15, 256], expected"),
     "codes of another type": ("AWQ", put(f"{PROJ}qweight", lambda t: t.float()), " in float32, expected"),
     "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{PROJ}weight_scale")), "up_proj.weight_scale is missing"),
-    **{f"a scale of {x}": ("W4A16", set_one(f"{PROJ}weight_scale", x), "up_proj.weight has a scale that is NaN or inf")
+    **{f"{how}, a scale of {x}": (how, set_one(PROJ + key, x), "up_proj.", "has a scale that is NaN or infinite")
+       for how, key in (("AWQ", "scales"), ("GPTQ", "scales"), ("W4A16", "weight_scale"))
        for x in (NAN, INF)},
     "NaN codes": (
         "FP8, blocks", put(f"{PROJ}weight", lambda t: t.view(torch.int8).fill_(127).view(t.dtype)), "has codes of NaN"
     ),
     "other blocks": (*config_with("FP8, blocks", weight_block_size=[64, 64]), "as fp8 with weight_block_size [64, 64]"),
     "8 bits": (*config_with("W4A16", **PACKED(num_bits=8)), "pack-quantized with num_bits 8"),
-    "exl2": (*config_with("AWQ", quant_method="exl2"), "as exl2, which is not supported"),
-    "bitsandbytes": (*config_with("AWQ", quant_method="bitsandbytes"), "as bitsandbytes, which is not supported"),
+    **{name: (*config_with("AWQ", quant_method=name), f"as {name}, which is not supported")
+       for name in ("exl2", "exl3", "bitsandbytes", "hqq")},
     "int8": (*config_with("W4A16", format="int-quantized"), "as int-quantized, which is not supported"),
 }  # fmt: skip
 
@@ -4058,6 +4106,23 @@ def test_lookup_on_the_device():
         assert bool(gpu.result[1, 1]) == bool(expected)
         assert cache.tokens[length : length + 6].tolist() == (expected or [0] * 6)
         assert (cache.tokens[length + 6 :] == -7).all()
+
+
+@needs_triton
+def test_proposals_are_accepted_on_the_device():
+    filled = lambda value, *shape: torch.full(shape, value, dtype=torch.int32, device=DEVICE)
+    for T, accepted in [(n, k) for n in (1, 2, 5, 16) for k in range(n)]:
+        tokens, drawn, host_tokens = (filled(-9, 40) for _ in range(3))
+        drawn[8 : 8 + T] = tokens[8 : 8 + T] = torch.arange(50, 50 + T, dtype=torch.int32)
+        tokens[8 + accepted] = 3
+        cache = SimpleNamespace(tokens=tokens, host_tokens=host_tokens, device_pos=filled(7 + T, 1))
+        gpu = SimpleNamespace(
+            cache=cache, drawn=drawn, turn=filled(5, 1), rejected=filled(0, 1), result=filled(0, 2, 2)
+        )
+        speculation._OnGpu.accept(gpu, T)
+        assert gpu.rejected == T - 1 - accepted and gpu.turn == 6 and gpu.result[1, 0] == 8 + accepted
+        assert host_tokens[7 : 10 + accepted].tolist() == [-9, *range(50, 51 + accepted), -9]
+        assert tokens[8 + accepted] == 50 + accepted
 
 
 @needs_triton
@@ -5020,10 +5085,11 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
     ):  # fmt: skip
         assert_refused(bench_cli(*arguments.split()), text, code=2)
     for of_another_mode in (
-        "--vs transformers --perplexity x", "--plot x.png --kernels", "--plot x.gif", "--stride 4", "--against fp32",
-        "--perplexity x --dtype fp32,bf16", "--kernels --format none,e4m3",
-        "--kernels -n 4", "--profile -p 4,5", "--profile -o json", "--kernels --profile", "--tune -p 4", "--passes 0",
-        "-m a -m b --kernels", "--recorded x", "--recorded x --plot x.png -m a",
+        "--vs transformers --perplexity x", "--plot x.png --perplexity x", "--plot x.png --kernels", "--plot x.gif",
+        "--stride 4", "--against fp32", "--perplexity x --dtype fp32,bf16", "--kernels --format none,e4m3",
+        "--kernels -n 4", "--kernels -r 4", "--kernels --accumulate fp32", "--profile -p 4,5", "--profile -o json",
+        "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels", "--recorded x",
+        "--recorded x --plot x.png -m a",
     ):  # fmt: skip
         assert_refused(bench_cli(*of_another_mode.split()), code=2)
 
