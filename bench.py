@@ -370,7 +370,7 @@ def percent(part: float, whole: float) -> float:
 
 
 def product_dtype(model: Llama, op: str = "wo", T: int = 2) -> torch.dtype:
-    """The type in which an op multiplies T tokens."""
+    """The type in which an op multiplies T tokens; by default, a prompt's matmuls."""
     if model.device.type == "cpu":
         return cpu_product_dtype(model.dtype)
     products = T > 1 and op in PRODUCTS and model.backend == "triton"

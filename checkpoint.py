@@ -1017,8 +1017,8 @@ def check_choice(what: str, value: object, choices: Collection) -> None:
 
 
 def pick_dtype(name: str, stored: torch.dtype, device: torch.device, elements: float = math.inf) -> torch.dtype:
-    """auto is the checkpoint's own; on a CPU bf16 for fp16, and fp32 for a model that fits into the caches of a CPU
-    without bf16 products."""
+    """auto is the checkpoint's own type on a GPU. On a CPU it is fp32 for a checkpoint in fp32, and for one of so few
+    elements that it fits into the caches of a CPU without bf16 products; otherwise bf16."""
     check_choice("dtype", name, ("auto", *DTYPES))
     if name != "auto":
         return DTYPES[name]
@@ -1053,7 +1053,7 @@ def check_memory(
     if on_cpu and dtype != torch.float16 and c.tie_embeddings and not (format and format.at("output")):
         weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding
     if on_cpu and format is kernels.INT4:
-        weights += size * c.output_rows * c.dim  # it is decoded, see prepacked
+        weights += size * c.output_rows * c.dim  # the output matrix is decoded, see kernels.prepacked
     if on_cpu and dtype == torch.bfloat16:
         for name, shape in matrix_shapes(c).items():
             held, elements = format and format.at(name), math.prod(shape)

@@ -119,11 +119,11 @@ def nibbles(words: Tensor) -> Tensor:
 
 
 def unpacked(words: Tensor) -> Tensor:
-    """The same; on a CPU as float32, by torch's operator for quantised embeddings, which is ten times as fast. It takes
-    a row's codes with a scale and an offset as halves behind them."""
+    """The same, but float32 on a CPU, where torch's operator for quantised embeddings is ten times as fast. It expects
+    each row's codes to be followed by a scale and an offset, both halves."""
     if not words.is_cpu:
         return nibbles(words)
-    rows = functional.pad(words, (0, 1), value=0x3C00)  # the halves 1.0 and 0.0
+    rows = functional.pad(words, (0, 1), value=0x3C00)  # scale 1.0, offset 0.0
     return torch.ops.quantized.embedding_bag_4bit_unpack(rows.view(torch.uint8))
 
 

@@ -71,7 +71,7 @@ def multiplies_bf16() -> bool:
 
 
 def cpu_product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a CPU's library multiplies a prompt's activations in dtype."""
+    """The type in which a CPU multiplies a prompt whose activations are in dtype."""
     return torch.bfloat16 if dtype == torch.bfloat16 and multiplies_bf16() else torch.float32
 
 
@@ -87,10 +87,11 @@ SMALL = 2 << 20  # bytes of a bf16 matrix: up to this size oneDNN's preparations
 
 
 def prepacked(w: Matrix, backend: str, dtype: torch.dtype, format: Format | None = None) -> Matrix:
-    """A matrix of a model in `format` in the layout that the backend's ops read fastest, for activations in dtype. For
-    the reference ops on a CPU: fp32 with more rows than columns is stored column by column, since many short sums are
-    slow; bf16 in oneDNN's blocked layout, for single tokens and prompts, and a small matrix as it was, too; what a
-    format has packed; and decoded what INT4 keeps in 8 bits, since a CPU reads 16 bits faster than it decodes 8."""
+    """A matrix in the layout that the backend's ops read fastest, for activations in dtype. For the reference ops on a
+    CPU: fp32 with more rows than columns is stored column by column, since many short sums are slow; bf16 in oneDNN's
+    blocked layout, for single tokens and prompts, and a small matrix as it was, too; a matrix in a format together with
+    what that format packs for torch. format: the model's, if any. INT4 keeps the output matrix in 8 bits; here it is
+    decoded, because a CPU reads 16 bits faster than it decodes 8."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
     if format is INT4 and w.format is not INT4:
@@ -100,11 +101,11 @@ def prepacked(w: Matrix, backend: str, dtype: torch.dtype, format: Format | None
         w = Matrix(dense)
     if w.data.dtype == torch.float32 and w.rows > w.columns:
         return Matrix(w.data.t().contiguous().t())
-    if w.format and dtype == torch.bfloat16:
-        return replace(w, packed=w.format.packed(w.tensors))
-    if dtype != torch.bfloat16 or not multiplies_bf16():
+    if dtype != torch.bfloat16:
         return w
-    if w.data.dtype != dtype:
+    if w.format:
+        return replace(w, packed=w.format.packed(w.tensors))
+    if w.data.dtype != dtype or not multiplies_bf16():
         return w
     blocked = torch.ops.mkldnn._reorder_linear_weight(w.data)
     return replace(w, packed=(blocked,)) if w.nbytes <= SMALL else Matrix(blocked)
@@ -164,8 +165,8 @@ def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
-    """On a CPU, several tokens with fp16 weights or a format: the library's product, a block of rows widened at a
-    time."""
+    """On a CPU, several tokens with fp16 weights or a format: the library's product, with the weights converted a block
+    of rows at a time."""
     wide, out = cpu_product_dtype(x.dtype), x.new_empty(x.shape[0], w.rows)
     x_wide = x.to(wide)
     if w.format:
