@@ -1,15 +1,28 @@
-"""Attention on Hopper, in Gluon: Triton's lower level, where a kernel manages warps, layouts and shared memory. One
-kernel for a prompt (sm_90), one for a few query rows per key/value head: those of a few tokens, or of a single token
-whose heads share keys and values.
+"""Kernels for Hopper in Gluon: Triton's lower level, where a kernel manages warps, layouts and shared memory.
+
+Attention of a prompt (sm_90); attention of a few query rows per key/value head: those of a few tokens, or of a single
+token whose heads share keys and values; a prompt's product with INT4 (sm_90).
 """
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
-from launch import INTERPRETED, gdc_launch_dependents, gdc_wait, is_last, split_of, start, triton
+from launch import (
+    INTERPRETED,
+    constexpr,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_last,
+    launch,
+    processors,
+    split_of,
+    start,
+    triton,
+)
 
 if triton:
     from triton.experimental import gluon
@@ -32,7 +45,7 @@ else:  # nothing here is called
         return function or jit
 
 
-# ---- a prompt
+# ---- attention of a prompt
 #
 #      The ordinary kernel in attention.py reaches half of the product rate: its warps load, multiply and take the
 #      softmax in turn. Here they are specialised, as in FlashAttention-3 (Shah et al., 2024). Of a program's three warp
@@ -255,7 +268,7 @@ def prompt_attention(
     start(_hopper_attention_kernel, grid, q.device, *args, **sizes, num_warps=4)
 
 
-# ---- a few rows
+# ---- attention of a few rows
 #
 #      16 rows are one side of the tensor core instruction (mma.m16n8k16), the positions the other. Each warp takes 16
 #      positions at a time and has a softmax of its own over them, so that nothing passes between warps until the end.
@@ -432,3 +445,225 @@ def attends_few(q: Tensor, rows: int) -> bool:
     """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are as fast."""
     T, _, D = q.shape
     return gluon is not None and not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128
+
+
+# ---- a prompt's product with INT4
+#
+#      A program multiplies 2 x 64 rows of W by TOKENS tokens on 8-bit tensor cores, 256 columns at a time: a block of
+#      eight groups that int4.py interleaves. As in attention above, one group of warps loads, and two multiply. These
+#      decode W straight into the registers of the instruction, half a block while the product of the half before it is
+#      under way, so W in 8 bits never exists in memory. For each eighth of a block, 32 columns of x in their natural
+#      order, a thread needs columns 4 i to 4 i + 3 and those 16 further on, i from 0 to 3; thanks to the interleaving,
+#      these are all the columns in the words that it loads.
+
+BLOCK_K = 256  # columns in a block, in 32 words; in kernels these are literals
+MAX_TOKENS = 1024  # with more, decoding W once for all of them is faster
+
+
+def _decode_asm(shift: str) -> str:
+    """PTX that makes E4M3 codes of the 4-bit integers at bits 0 to 7 of both halves of $2 and $3, after this shift:
+    four of them in $0, from bits 0 to 3, and four in $1. As pairs of halves $4 has what integers at bit 0 are to be
+    multiplied by, $5 the same for bit 4, $6 what is to be added. A half rounded to its upper nine bits is the code of
+    256 times its value, but for the place of the sign (fp8.py)."""
+    lines = [f"{shift} m, $2, 8; {shift} n, $3, 8;" if shift else "mov.b32 m, $2; mov.b32 n, $3;"]
+    for out, mask in enumerate(("0x000f000f", "0x00f000f0")):
+        for word, pair in (("m", "a"), ("n", "b")):
+            lines.append(f"and.b32 v, {word}, {mask}; fma.rn.f16x2 v, v, ${4 + out}, $6;")
+            lines.append(f"shl.b32 {pair}, v, 1; add.u32 {pair}, {pair}, 0x00800080;")
+            lines.append(f"lop3.b32 {pair}, {pair}, v, 0x80008000, 0xd8;")  # the sign
+        lines.append(f"prmt.b32 ${out}, a, b, 0x7531;")
+    return f"{{ .reg .b32 m, n, v, a, b; {' '.join(lines)} }}"
+
+
+_DECODE_FIRST, _DECODE_SECOND = constexpr(_decode_asm("")), constexpr(_decode_asm("shr.u32"))
+# From what INT4 stores for a group to $4, $5 and $6 above: the scale times 2^24, the scale times 2^20, and the zero
+# point times minus the scale
+_FACTORS = constexpr(
+    "{ .reg .b32 zero; prmt.b32 zero, $3, 0, 0x4040; neg.f16x2 zero, zero; prmt.b32 $0, $3, 0, 0x1414;"
+    "shr.u32 $0, $0, 2; lop3.b32 $0, $0, 0x3fc03fc0, 0x40004000, 0xea; sub.u32 $1, $0, 0x10001000;"
+    "mul.rn.f16x2 $2, $1, zero; }"
+)
+
+
+@jit
+def _factors(groups):
+    kinds: gl.constexpr = (gl.int32, gl.int32, gl.int32)
+    groups = groups.to(gl.int32)
+    return gl.inline_asm_elementwise(_FACTORS, "=&r,=&r,=r,r", [groups], dtype=kinds, is_pure=True, pack=1)
+
+
+@jit
+def _decode(words, factors, ASM: gl.constexpr):
+    """Half a block of W, two quarters of its columns, four codes to an int32: two [64, 8, 2]."""
+    LAYOUT: gl.constexpr = factors[0].type.layout.parent
+    kinds: gl.constexpr = (gl.int32, gl.int32)
+    even, odd = gl.split(gl.reshape(words, [64, 8, 2, 2]))
+    args = [gl.convert_layout(even, LAYOUT), gl.convert_layout(odd, LAYOUT)]
+    args += [factors[0][:, :, None], factors[1][:, :, None], factors[2][:, :, None]]
+    return gl.inline_asm_elementwise(ASM, "=&r,=&r,r,r,r,r,r", args, dtype=kinds, is_pure=True, pack=1)
+
+
+@jit
+def _bytes_of(codes):
+    """int32 [64, 8, 2] to int8 [64, 8, 2, 4]. It is the same register."""
+    words = gl.reshape(gl.join(gl.join(codes, codes), gl.join(codes, codes)), [64, 8, 2, 4])
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.int8, is_pure=True, pack=4)
+
+
+@jit
+def _operand(codes, OPERAND: gl.constexpr):
+    """What _decode returns, as E4M3 [64, 128] in the order of x."""
+    y = gl.reshape(gl.join(_bytes_of(codes[0]), _bytes_of(codes[1])), [64, 4, 2, 8, 2])
+    y = gl.reshape(gl.permute(y, [0, 4, 2, 1, 3]), [64, 128])
+    return gl.convert_layout(y.to(gl.float8e4nv, bitcast=True), OPERAND)
+
+
+@jit
+def _tile_place(tile, T, TOKENS: gl.constexpr):
+    """First row of W and first token of a tile of the result: tiles of the same rows are neighbours."""
+    token_blocks = gl.cdiv(T, TOKENS)
+    return tile // token_blocks * 128, tile % token_blocks * TOKENS
+
+
+@jit
+def _load_words(words, x, w_tiles, full, tile, j, stage, T, TOKENS: gl.constexpr):
+    """Block j of W, for a tile of the result. `full` will wait for x, too."""
+    row = _tile_place(tile, T, TOKENS)[0]
+    mbarrier.expect(full.index(stage), 2 * words.block_type.nbytes + 2 * x.block_type.nbytes)
+    for group in gl.static_range(2):
+        place = [row + group * 64, j * 32]
+        tma.async_copy_global_to_shared(words, place, full.index(stage), w_tiles.index(2 * stage + group))
+
+
+@jit
+def _load_blocks(
+    words, x, w_tiles, x_tiles, full, empty, tiles, blocks, T, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """The group that loads."""
+    early = gl.minimum(STAGES, blocks)  # before the wait: the blocks of W for which there is space
+    for stage in range(early):
+        _load_words(words, x, w_tiles, full, gl.program_id(0), stage, stage, T, TOKENS)
+    gdc_wait(PDL)
+    i = 0  # blocks so far
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        token = _tile_place(tile, T, TOKENS)[1]
+        for j in range(blocks):
+            stage = i % STAGES
+            if i >= early:
+                mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+                _load_words(words, x, w_tiles, full, tile, j, stage, T, TOKENS)
+            for half in gl.static_range(2):
+                place = [token, j * 256 + half * 128]
+                tma.async_copy_global_to_shared(x, place, full.index(stage), x_tiles.index(2 * stage + half))
+            i += 1
+
+
+@jit
+def _multiply_blocks(
+    group, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, tiles, blocks, N, T,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One of the two groups that multiply."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
+    # Which rows and words a thread has, [64, 8 x 4]; the same in pairs of words, by groups [64, 8, 2]
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 4], [0, 16], [8, 0]], [[0, 2], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32]
+    )
+    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 4, 0], [8, 0, 0]], [[0, 0, 1], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [64, 8, 2],
+    )  # fmt: skip
+    out_tile = out_tiles.index(group)
+    i = 0  # blocks so far
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, token = _tile_place(tile, T, TOKENS)
+        row += group * 64
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
+        offs_g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
+        in_block = groups + gl.minimum(rows, N - 1).to(gl.int64)[:, None] * (blocks * 8) + offs_g[None, :]
+        factors = _factors(gl.load(in_block))
+        next_groups = gl.load(in_block + gl.minimum(1, blocks - 1) * 8)
+        mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+        words = w_tiles.index(2 * (i % STAGES) + group).load(WORDS)
+        codes = _decode(words, factors, _DECODE_FIRST)
+        acc = gl.zeros([64, TOKENS], gl.float32, ACC)
+        for j in range(blocks):
+            # Each product is started as soon as its half is decoded, and the next half is decoded meanwhile; after the
+            # last block that is the same one again
+            stage, after = i % STAGES, i + gl.where(j < blocks - 1, 1, 0)
+            x_tile = x_tiles.index(2 * stage).permute((1, 0))
+            acc = warpgroup_mma(_operand(codes, OPERAND), x_tile, acc, is_async=True)
+            codes = _decode(words, factors, _DECODE_SECOND)
+            x_tile = x_tiles.index(2 * stage + 1).permute((1, 0))
+            acc = warpgroup_mma(_operand(codes, OPERAND), x_tile, acc, is_async=True)
+            factors = _factors(next_groups)
+            next_groups = gl.load(in_block + gl.minimum(j + 2, blocks - 1) * 8)
+            mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
+            words = w_tiles.index(2 * (after % STAGES) + group).load(WORDS)
+            acc, words = warpgroup_mma_wait(1, deps=[acc, words])  # registers of the first half are free from here on
+            codes = _decode(words, factors, _DECODE_FIRST)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(stage), count=1)
+            i += 1
+        gdc_wait(PDL)
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, ACC))
+        tokens = token + gl.arange(0, TOKENS, gl.SliceLayout(0, ACC))
+        acc *= (gl.load(row_scales + rows, mask=rows < N, other=0.0) / 256)[:, None]
+        acc *= gl.load(x_scales + tokens, mask=tokens < T, other=0.0)[None, :]
+        tma.store_wait(0)  # for the tile before
+        out_tile.permute((1, 0)).store(acc.to(out.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [token, row], out_tile)
+    tma.store_wait(0)
+
+
+@jit(do_not_specialize=["tiles", "blocks", "N", "T"])
+def _int4_product_kernel(
+    words, groups, row_scales, x, x_scales, out, tiles, blocks, N, T, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents(PDL)
+    w_tiles = gl.allocate_shared_memory(words.dtype, [2 * STAGES, 64, 32], words.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, TOKENS, 128], x.layout)
+    out_tiles = gl.allocate_shared_memory(out.dtype, [2, TOKENS, 64], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    gl.warp_specialize(
+        [
+            (_multiply_blocks, (0, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty,
+                                tiles, blocks, N, T, TOKENS, STAGES, PDL)),
+            (_multiply_blocks, (1, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty,
+                                tiles, blocks, N, T, TOKENS, STAGES, PDL)),
+            (_load_blocks, (words, x, w_tiles, x_tiles, full, empty, tiles, blocks, T, TOKENS, STAGES, PDL)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def multiplies_int4(T: int, K: int) -> bool:
+    return gluon is not None and T <= MAX_TOKENS and K % BLOCK_K == 0
+
+
+def int4_linear(x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    """x W^T in out [T, N]. x [T, K] codes of E4M3 and their scales [T, 1]; tensors: what int4.INT4 stores for W."""
+    (T, N), (words, groups, row_scales), SMs = out.shape, tensors, processors(x.device)
+    tiles_of = lambda tokens: triton.cdiv(N, 128) * triton.cdiv(T, tokens)
+    # The most tokens to a tile that keep more than half of the SMs busy
+    tokens = next((n for n in (256, 128) if n < 2 * T and 2 * tiles_of(n) > SMs), 64)
+
+    def blocks(t: Tensor, block: list[int], kind) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+        return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
+
+    codes = blocks(x.view(torch.float8_e4m3fn), [tokens, BLOCK_K // 2], gl.float8e4nv)
+    result = blocks(out, [tokens, 64], getattr(gl, str(out.dtype).removeprefix("torch.")))
+    args = (blocks(words, [64, BLOCK_K // 8], gl.int32), groups, row_scales, codes, x_scales, result)
+    sizes, tiles = dict(TOKENS=tokens, STAGES=2 if tokens == 256 else 4), tiles_of(tokens)
+    launch(_int4_product_kernel, (min(tiles, SMs),), x.device, *args, tiles, x.shape[1] // BLOCK_K, N, T, **sizes)
+    return out

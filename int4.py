@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import hopper
 from fp8 import (
     E4M3,
     Format,
@@ -36,7 +37,7 @@ from fp8 import (
     scale_and_minimum,
     stream,
 )
-from launch import EMULATED, constexpr, jit, tl
+from launch import EMULATED, capability, constexpr, jit, tl
 
 GROUP = 32
 BLOCK = 256  # columns that eight groups share
@@ -103,6 +104,11 @@ class Int4(Codes4):
         _, groups, row = tensors
         scale = _scales(groups >> 8 & 0xFF) * row
         return scale, scale * (groups & 0xFF) / -16
+
+    def tensor_core_linear(self, codes: Tensor, scales: Tensor, tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
+        if capability(codes.device) != 90 or not hopper.multiplies_int4(*codes.shape):
+            return None
+        return hopper.int4_linear(codes, scales, tensors, scales.new_empty(len(codes), len(tensors[0]), dtype=dtype))
 
     def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
         _, groups, row = tensors

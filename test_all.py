@@ -367,7 +367,7 @@ def as_if_on(arch: int) -> None:
 
     current = dict(device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", arch, 32))
     driver.set_active(SimpleNamespace(**{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}))
-    for module in (launch, kernels, attention, sampling, fp8, training, parallel, speculation):
+    for module in (launch, kernels, attention, hopper, sampling, fp8, int4, training, parallel, speculation):
         module.capability, module.processors = lambda device: arch, lambda device: 132
 
 
@@ -1093,8 +1093,11 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     attention.decode_caches(*caches, one, 100, dtype)
     if half:
         run_ops(["attention"], 100, accumulate="fp16")
-    if arch == 90:  # Hopper's own kernel for prompts
+    if arch == 90:  # Hopper's own kernels for prompts
         run_ops(["attention"], 512)
+        for T, N in ((20, 16), (100, 9008), (600, 9008)):  # and for INT4: each number of tokens to a tile
+            w = blank(N, 1024, INT4)
+            hopper.int4_linear(new(T, 1024, dtype=torch.int8), new(T, 1, dtype=torch.float32), w.tensors, new(T, N))
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
     changes = (dict(), dict(temp=0), dict(top_k=0, repeat_penalty=1.1), dict(top_k=1000), dict(top_p=1))
     for settings in (*changes, dict(top_k=0, top_p=1)):
@@ -1136,9 +1139,9 @@ def compile_kernels(arch: int) -> None:
         ptx, shared, what = binary.asm["ptx"], binary.metadata.shared, (name, constants)
         compiled.add(name)
         assert binary.asm["cubin"] and shared <= ARCHITECTURES[arch] * 1024, (what, shared)
-        if name == "_hopper_attention_kernel":
+        if name in ("_hopper_attention_kernel", "_int4_product_kernel"):
             assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
-        else:
+        if name != "_hopper_attention_kernel":
             assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
         if constants.get("FP16_SUMS"):
             with_fp16_sums.add(name)
@@ -1658,6 +1661,25 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
         # weights are decoded to halves; a token's sums are halves, and its norm is not as large as fp8.fit_norm has it
         limit = (2e-4 if dtype == torch.bfloat16 else 5e-5) if T == 1 else 1e-6 + ONE_UNIT[dtype] * 8
         assert nmse(out, normed @ rows.t()) < limit, (N, K)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_hoppers_prompts_with_4_bit_matrices(dtype):
+    """Tiles of 64, 128 and 256 tokens, several to a program; rows and tokens that do not fill a tile."""
+    if launch.capability(DEVICE) != 90:
+        pytest.skip("not a Hopper")
+    shapes = (17, 48, 256), (64, 17008, 512), (100, 208, 768), (200, 9008, 1024), (300, 528, 2048), (513, 9008, 4096)
+    for T, N, K in shapes:
+        w, (codes, scales) = int4_matrix(N, K), kernels.encode_rows(randn(T, K, dtype=dtype))
+        out = torch.full((T + 1, N), NAN, dtype=dtype, device=DEVICE)
+        hopper.int4_linear(codes, scales, w.tensors, out[:T])
+        size = w.dense().square().mean(1).sqrt()
+        exact = (E4M3.floats(codes) * scales) @ (w.dense() / size[:, None]).t()
+        assert nmse(out[:T] / size, exact) < 2.0**-10, (T, N, K)  # W's codes have three bits of mantissa
+        assert out[T:].isnan().all()
+        chosen = fp8.tensor_core_linear(codes, scales, w, dtype, "auto")
+        assert torch.equal(chosen, out[:T])
 
 
 @needs_triton
