@@ -457,7 +457,7 @@ def attends_few(q: Tensor, rows: int) -> bool:
 #      these are all the columns in the words that it loads.
 
 BLOCK_K = 256  # columns in a block, in 32 words; in kernels these are literals
-MAX_TOKENS = 1024  # with more, decoding W once for all of them is faster
+MAX_TOKENS = 896  # with more, decoding W once for all of them is faster
 
 
 def _decode_asm(shift: str) -> str:
