@@ -40,6 +40,7 @@ from model import (
     OUTPUT,
     PADDED,
     Config,
+    Joined,
     KVCache,
     LayerWeights,
     Llama,
@@ -444,22 +445,21 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
 # ---- a checkpoint: the tensors of a folder
 
 
-def model_tensors(c: Config) -> list[tuple[Stored, int | None]]:
-    """The tensors that a model is loaded from, those of layers with the layer; always in the same order."""
-    layers = [(info, i) for i in range(c.n_layers) for info in c.layer_table]
+def model_tensors(c: Config) -> list[Joined]:
+    """The tensors of a model, always in the same order."""
+    layers = [t._replace(name=f"layers.{i}.{t.name}", layer=i) for i in range(c.n_layers) for t in c.layer_table]
     output = replace(EMBEDDING, field="output", dims=OUTPUT.dims) if c.tie_embeddings else OUTPUT
-    return [(EMBEDDING, None), *layers, (NORM, None), (output, None)]
+    return [Joined("tok_embeddings", (EMBEDDING,)), *layers, Joined("norm", (NORM,)), Joined("output", (output,))]
 
 
-def tensor_shapes(c: Config, layout: str = "meta") -> dict[str, tuple[int, ...]]:
-    """Their shapes, by the names of a layout, see Stored.name."""
-    return {info.name(layout, layer): info.shape(c) for info, layer in model_tensors(c)}
+def stored_tensors(c: Config, layout: str = "meta") -> dict[str, Stored]:
+    """What a checkpoint stores of them, by its names in a layout."""
+    return {row.name(layout, t.layer): row for t in model_tensors(c) for row in t.stored}
 
 
 def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
     """Shapes [N, K] of the matrices as the model holds them, all of which may be in a format."""
-    layers = {f"layers.{i}.{name}": shape for i in range(c.n_layers) for name, shape in c.layer_matrices.items()}
-    return layers | {"output": OUTPUT.shape(c)}
+    return {t.name: t.shape(c) for t in model_tensors(c) if t.matrix}
 
 
 def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -473,10 +473,7 @@ def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tu
 
 def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
     """Possible types and the shape of each tensor of a model saved in a format."""
-    tensors: dict = {info.meta: (quants.FLOATS, info.shape(c)) for info in (EMBEDDING, NORM)}
-    vectors = {name: shape for name, shape in c.layer_shapes.items() if name not in c.layer_matrices}
-    for i, (name, shape) in itertools.product(range(c.n_layers), vectors.items()):
-        tensors[f"layers.{i}.{name}.weight"] = (quants.FLOATS, shape)
+    tensors: dict = {f"{t.name}.weight": (quants.FLOATS, t.shape(c)) for t in model_tensors(c) if not t.matrix}
     for name, shape in matrix_shapes(c).items():
         tensors |= {n: ((dtype,), shape) for n, (dtype, shape) in stored_as(name, shape, format).items()}
     return tensors
@@ -505,7 +502,8 @@ class Checkpoint:
         self.halves = self.layout == "hugging_face"
         if header:
             self.halves = header.metadata["general.architecture"] != "llama"
-        expected = {name: (quants.FLOATS, shape) for name, shape in tensor_shapes(self.config, self.layout).items()}
+        stored = stored_tensors(self.config, self.layout)
+        expected = {name: (quants.FLOATS, row.shape(self.config)) for name, row in stored.items()}
         if self.format:
             expected = saved_tensors(self.config, self.format)
         self.shapes = {name: shape for name, (_, shape) in expected.items()}
@@ -526,9 +524,9 @@ class Checkpoint:
     def _gathered(self, layout: quants.Layout, found: dict[str, Part]) -> list[Part]:
         """The tensors of each matrix that is in the layout as one part; those of others as they are."""
         problems = []
-        for info, layer in model_tensors(self.config):
-            name, shape = info.name(self.layout, layer), info.shape(self.config)
-            wanted, stem = layout.tensors(*shape) if info.matrix else {}, name.removesuffix("weight")
+        for name, row in stored_tensors(self.config, self.layout).items():
+            shape, stem = row.shape(self.config), name.removesuffix("weight")
+            wanted = layout.tensors(*shape) if row.matrix else {}
             codes = found.get(stem + next(iter(wanted), "weight"))
             if not wanted or not codes or codes.name == name and codes.dtype in quants.FLOATS:
                 continue
@@ -571,7 +569,7 @@ class Checkpoint:
 
     @property
     def elements(self) -> int:
-        return sum(math.prod(shape) for shape in tensor_shapes(self.config).values())
+        return sum(math.prod(row.shape(self.config)) for row in stored_tensors(self.config).values())
 
     def read(self, device: torch.device, name: str, rows: slice, columns: slice = ALL) -> Tensor:
         """Read these rows and columns of a tensor. For a GPU it is in pinned memory, to be copied while the next one is
@@ -639,12 +637,12 @@ class Checkpoint:
         rank."""
         if not self.quantised:
             return None
-        shapes, kinds = matrix_shapes(c), {}
-        for info, layer in model_tensors(self.config):
-            name = info.field if layer is None else f"layers.{layer}.{info.field}"
-            if name in shapes:
-                kinds.setdefault(name, set()).add(self.parts[info.name(self.layout, layer)][0].kind)
-        return PerMatrix({n: quants.format_for(found, shapes[n][1], most_bits) for n, found in kinds.items()})
+        formats = PerMatrix()
+        for t in model_tensors(c):
+            if t.matrix:
+                kinds = {self.parts[row.name(self.layout, t.layer)][0].kind for row in t.stored}
+                formats[t.name] = quants.format_for(kinds, t.shape(c)[1], most_bits)
+        return formats
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
@@ -803,20 +801,19 @@ def _download(name: str, kind: str) -> Path:
 
 def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
     """Bytes of a model's weights. A tied output matrix that is in no format is the embedding itself."""
-    total = dtype.itemsize * sum(math.prod(info.shape(c)) for info, _ in model_tensors(c) if not info.matrix)
-    for name, shape in matrix_shapes(c).items():
-        if held := format and format.at(name):
-            total += held.nbytes(*shape)
-        elif name != "output" or not c.tie_embeddings:
-            total += dtype.itemsize * math.prod(shape)
+    total = 0
+    for t in model_tensors(c):
+        if held := t.matrix and format and format.at(t.name):
+            total += held.nbytes(*t.shape(c))
+        elif t.name != "output" or not c.tie_embeddings:
+            total += dtype.itemsize * math.prod(t.shape(c))
     return total
 
 
 def largest_read(c: Config) -> int:
     """Elements of the largest matrix that is read to be encoded: in whole rows, although some are cut by columns."""
-    cut = {info.field for info in LAYER if info.matrix and info.dims[1] in CUT}
-    sizes = [N * K * (c.ranks if name in cut else 1) for name, (N, K) in c.layer_matrices.items()]
-    return max(c.output_rows * c.dim, *sizes)
+    matrices = [t for t in model_tensors(c) if t.matrix]
+    return max(math.prod(t.shape(c)) * (c.ranks if t.stored[0].dims[1] in CUT else 1) for t in matrices)
 
 
 def check_groups(c: Config, format: Format | None) -> None:
@@ -863,25 +860,21 @@ class Loader:
     def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
         """beside: takes the weights with one layer, returns a context manager; the other layers are read inside it."""
         with self.bar:
-            embedding = self.vector("tok_embeddings", [EMBEDDING])
-            layers = [self.layer(0)]
-            norm = self.vector("norm", [NORM])
+            embedding, *layers, norm, output = model_tensors(self.whole)
+            layers = [list(tensors) for _, tensors in itertools.groupby(layers, lambda t: t.layer)]
+            table = self.vector(embedding)
             if self.config.tie_embeddings and not (self.format and self.format.at("output")):
-                tied = embedding[self.share("output_rows")].to(self.stored)
-                output = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
+                tied = table[self.share("output_rows")].to(self.stored)
+                last = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
             else:
-                output = self.matrix("output", [model_tensors(self.config)[-1][0]])
-            weights = Weights(embedding, layers, norm, output)
+                last = self.matrix(output)
+            weights = Weights(table, [self.layer(layers[0])], self.vector(norm), last)
             with beside(weights):
-                layers += [self.layer(i) for i in range(1, self.config.n_layers)]
+                weights.layers += [self.layer(tensors) for tensors in layers[1:]]
         return weights
 
-    def layer(self, i: int) -> LayerWeights:
-        fields = {}
-        for field, group in itertools.groupby(self.config.layer_table, lambda info: info.field):
-            infos = list(group)
-            fields[field] = (self.matrix if infos[0].matrix else self.vector)(f"layers.{i}.{field}", infos, i)
-        return LayerWeights(**fields)
+    def layer(self, tensors: list[Joined]) -> LayerWeights:
+        return LayerWeights(**{t.field: self.matrix(t) if t.matrix else self.vector(t) for t in tensors})
 
     def share(self, dim: str) -> slice:
         """What this rank has of one of the sizes of the whole model."""
@@ -892,94 +885,92 @@ class Loader:
         taken = share(count, self.ranks.rank, self.ranks.size)
         return slice(taken.start * size // count, taken.stop * size // count)
 
-    def sources(self, name: str, infos: list[Stored], layer: int | None) -> list[Source]:
+    def sources(self, t: Joined) -> list[Source]:
         """The checkpoint's tensors that make up one of the model's, and this rank's rows of each. In a saved model they
         have been joined."""
-        shares = [self.share(info.dims[0]) for info in infos]
+        shares = [self.share(row.dims[0]) for row in t.stored]
         if not self.checkpoint.format:
-            return [(info.name(self.checkpoint.layout, layer), rows) for info, rows in zip(infos, shares)]
-        if infos[0].field == "qk_norm":  # [2, D]
+            return [(row.name(self.checkpoint.layout, t.layer), rows) for row, rows in zip(t.stored, shares)]
+        if t.field == "qk_norm":  # [2, D]
             shares = [ALL]
-        elif infos[0].field == "w13":
+        elif t.field == "w13":
             shares = [slice(2 * shares[0].start, 2 * shares[0].stop)]
         else:
-            above = itertools.accumulate((info.shape(self.whole)[0] for info in infos), initial=0)
+            above = itertools.accumulate((row.shape(self.whole)[0] for row in t.stored), initial=0)
             shares = [slice(start + rows.start, start + rows.stop) for start, rows in zip(above, shares)]
-        return [(name if infos[0].matrix else f"{name}.weight", rows) for rows in shares]
+        return [(t.name if t.matrix else f"{t.name}.weight", rows) for rows in shares]
 
-    def vector(self, name: str, infos: list[Stored], layer: int | None = None) -> Tensor:
+    def vector(self, t: Joined) -> Tensor:
         """A norm, the embedding, or a vector that joins several of the checkpoint's."""
-        parts = [self.checkpoint.read(self.device, *source) for source in self.sources(name, infos, layer)]
+        parts = [self.checkpoint.read(self.device, *source) for source in self.sources(t)]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if infos[0].field == "qk_norm":
-            tensor = tensor.view(2, -1)
         self.bar.update(self.dtype.itemsize * tensor.numel())
-        return tensor.to(self.device, self.dtype, copy=True, non_blocking=True)
+        return tensor.view(t.shape(self.config)).to(self.device, self.dtype, copy=True, non_blocking=True)
 
-    def matrix(self, name: str, infos: list[Stored], layer: int | None = None) -> Matrix:
+    def matrix(self, t: Joined) -> Matrix:
         """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
-        columns, format = self.share(infos[0].dims[1]), self.format and self.format.at(name)
-        sources = self.sources(name, infos, layer)
+        columns, format = self.share(t.stored[0].dims[1]), self.format and self.format.at(t.name)
         if format:
             take = self.saved if self.checkpoint.format else self.encode if self.encodes else self.held
-            made = Matrix(take(format, name, infos, sources, columns), format, self.shapes[name])
+            made = Matrix(take(format, t, columns), format, self.shapes[t.name])
         else:
-            made = Matrix(torch.empty(self.shapes[name], dtype=self.stored, device=self.device))
-            self.fill(made.data, infos, sources, columns)
+            made = Matrix(torch.empty(self.shapes[t.name], dtype=self.stored, device=self.device))
+            self.fill(made.data, t, columns)
         self.bar.update(made.nbytes)
         return kernels.prepacked(made, self.backend, self.dtype, self.format)
 
-    def fill(self, data: Tensor, infos: list[Stored], sources: list[Source], columns: slice) -> None:
-        for (place,), source in zip(self.places((data,), infos), sources, strict=True):
+    def fill(self, data: Tensor, t: Joined, columns: slice) -> None:
+        for (place,), source in zip(self.places((data,), t), self.sources(t), strict=True):
             place.copy_(self.checkpoint.read(self.device, *source, columns), non_blocking=True)
 
-    def places(self, tensors: tuple[Tensor, ...], infos: list[Stored]) -> list[tuple[Tensor, ...]]:
+    def places(self, tensors: tuple[Tensor, ...], t: Joined) -> list[tuple[Tensor, ...]]:
         """The rows of a matrix where each of the checkpoint's belongs."""
-        if infos[0].field == "w13":
-            return [tuple(t[i::2] for t in tensors) for i in (0, 1)]
-        return list(zip(*(t.split([info.shape(self.config)[0] for info in infos]) for t in tensors)))
+        if t.field == "w13":
+            return [tuple(tensor[i::2] for tensor in tensors) for i in (0, 1)]
+        rows = [row.shape(self.config)[0] for row in t.stored]
+        return list(zip(*(tensor.split(rows) for tensor in tensors)))
 
-    def held(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
+    def held(self, format: Format, t: Joined, columns: slice) -> Tensors:
         """A matrix that the file has quantised, as it is."""
-        tensors = self.empty(name)
-        for place, (source, rows) in zip(self.places(tensors, infos), sources, strict=True):
+        tensors = self.empty(t.name)
+        for place, (source, rows) in zip(self.places(tensors, t), self.sources(t), strict=True):
             for at, blocks in self.checkpoint.blocks(self.device, source, rows, columns):
-                format.write(blocks, tuple(t[at] for t in place))
+                format.write(blocks, tuple(tensor[at] for tensor in place))
         return tensors
 
-    def encode(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
+    def encode(self, format: Format, t: Joined, columns: slice) -> Tensors:
         """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there are. Where the
         format cannot be cut, it is encoded from this rank's columns."""
-        tensors, N, K = self.encoded[name], self.shapes[name][0], infos[0].shape(self.whole)[1]
+        (N, part), K, tensors = self.shapes[t.name], t.shape(self.whole)[1], self.encoded[t.name]
         data = self.workspace[: N * K].view(N, K)
-        self.fill(data, infos, sources, ALL)
-        weigh = dict(importance=self.importance[name]) if self.importance and format is self.format else {}
+        self.fill(data, t, ALL)
+        weigh = dict(importance=self.importance[t.name]) if self.importance and format is self.format else {}
         try:
-            if data.shape == self.shapes[name] or not format.can_be_cut(K, self.shapes[name][1]):
+            if part == K or not format.can_be_cut(K, part):
                 return format.encode(data[:, columns], tensors, **weigh)
-            for part, whole in zip(tensors, format.encode(data)):
-                part.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
+            for tensor, whole in zip(tensors, format.encode(data)):
+                tensor.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
             return tensors
         except ValueError as error:
             raise ValueError(self.checkpoint.first_bad_tensor(self.stored) or str(error)) from None
 
-    def saved(self, format: Format, name: str, infos: list[Stored], sources: list[Source], columns: slice) -> Tensors:
+    def saved(self, format: Format, t: Joined, columns: slice) -> Tensors:
         """A matrix that the file has in its format."""
-        rows = [taken for _, taken in sources]
-        K, tensors = infos[0].shape(self.whole)[1], self.empty(name)
-        if not format.can_be_cut(K, self.shapes[name][1]):
-            what = f"{name} was saved in {format.name}, where its {K} columns"
+        (N, part), K, tensors = self.shapes[t.name], t.shape(self.whole)[1], self.empty(t.name)
+        rows = [taken for _, taken in self.sources(t)]
+        if not format.can_be_cut(K, part):
+            what = f"{t.name} was saved in {format.name}, where its {K} columns"
             raise ValueError(f"{what} cannot be divided among {self.ranks.size} processes: take the original")
-        for tensor, stored in zip(tensors, stored_as(name, self.shapes[name], self.format)):
+        for tensor, stored in zip(tensors, stored_as(t.name, (N, part), self.format)):
             M = self.checkpoint.shapes[stored][1:]
             for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):
-                part = self.checkpoint.read(self.device, stored, taken, *(stored_columns(columns, K, m) for m in M))
-                place.copy_(part.view(place.shape), non_blocking=True)
+                read = self.checkpoint.read(self.device, stored, taken, *(stored_columns(columns, K, m) for m in M))
+                place.copy_(read.view(place.shape), non_blocking=True)
         try:
-            format.check(tensors, whole_rows=self.shapes[name][1] == K)
+            format.check(tensors, whole_rows=part == K)
         except ValueError as error:
             file = self.checkpoint.folder / SAVED
-            raise ValueError(f"{file}: {name} has {error}: save it again from the original") from None
+            raise ValueError(f"{file}: {t.name} has {error}: save it again from the original") from None
         return tensors
 
 

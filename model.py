@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
+from itertools import groupby
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,25 +101,20 @@ class Config:
         return -(-self.vocab_size // self.ranks)
 
     @property
-    def layer_table(self) -> list[Stored]:
-        """The rows of LAYER that this model has: qkv_bias and qk_norm are flags of the config."""
-        return [info for info in LAYER if getattr(self, info.field, True)]
+    def layer_table(self) -> list[Joined]:
+        """The tensors of one layer that this model has: qkv_bias and qk_norm are flags of the config."""
+        rows = [row for row in LAYER if getattr(self, row.field, True)]
+        return [Joined(field, tuple(found)) for field, found in groupby(rows, lambda row: row.field)]
 
     @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors of one layer as the model holds them, by the names of LayerWeights."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for info in self.layer_table:
-            rows, *columns = info.shape(self)
-            above = shapes[info.field][0] if info.field in shapes else 0
-            shapes[info.field] = (above + rows, *columns)
-        return shapes | ({"qk_norm": (2, self.head_dim)} if self.qk_norm else {})
+        """Their shapes as the model holds them, by the names of LayerWeights."""
+        return {tensor.name: tensor.shape(self) for tensor in self.layer_table}
 
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
         """Those of them that may be stored in a format: shapes [N, K]."""
-        shapes = self.layer_shapes
-        return {info.field: shapes[info.field] for info in LAYER if info.matrix}
+        return {tensor.name: tensor.shape(self) for tensor in self.layer_table if tensor.matrix}
 
 
 # ---- weights
@@ -189,6 +185,27 @@ class Stored:
         LAYER."""
         prefix = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}[layout]
         return ("" if layer is None else f"{prefix}.{layer}.") + getattr(self, layout)
+
+
+class Joined(NamedTuple):
+    """A tensor of the model: one or several of the checkpoint's, joined."""
+
+    name: str
+    stored: tuple[Stored, ...]
+    layer: int | None = None
+
+    @property
+    def field(self) -> str:
+        return self.stored[0].field
+
+    @property
+    def matrix(self) -> bool:
+        return self.stored[0].matrix
+
+    def shape(self, c: Config) -> tuple[int, ...]:
+        if self.field == "qk_norm":
+            return 2, c.head_dim
+        return (sum(row.shape(c)[0] for row in self.stored), *self.stored[0].shape(c)[1:])
 
 
 LAYER = (

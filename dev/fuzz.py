@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 import run
-from checkpoint import find_checkpoint, load, read_config, tensor_shapes
+from checkpoint import find_checkpoint, load, read_config, stored_tensors
 from model import KVCache, generate
 from sampling import Sampling
 from tokenizer import TEMPLATES, TextStream, Tokenizer, one_line
@@ -76,7 +76,8 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps(dict(bos_token_id=1, eos_token_id=[2])))
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(add_bos_token=True, added_tokens_decoder={})))
-    tensors = {name: torch.randn(shape) for name, shape in tensor_shapes(read_config(folder), "hugging_face").items()}
+    c = read_config(folder)
+    tensors = {name: torch.randn(row.shape(c)) for name, row in stored_tensors(c, "hugging_face").items()}
     save_file(tensors, folder / "model.safetensors")
 
     def like(name: str, spared: str = "model.safetensors") -> Path:
@@ -89,7 +90,7 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     save_torch_state_dict(tensors, like("shards"), max_shard_size="64KB")
     meta = like("meta", "*onfig.json")
     (meta / "model.safetensors").unlink()
-    torch.save(dict(zip(tensor_shapes(read_config(folder)), tensors.values())), meta / "consolidated.00.pth")
+    torch.save(dict(zip(stored_tensors(c), tensors.values())), meta / "consolidated.00.pth")
     params = dict(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=-1, multiple_of=32, ffn_dim_multiplier=0.5)
     (meta / "params.json").write_text(json.dumps(params))
     output_of("-m", folder, "--save", home / "saved", "--fp8")
@@ -115,7 +116,7 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     )  # fmt: skip
     metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in sizes.items()}
     metadata |= sentencepiece_metadata(folder / "tokenizer.model")
-    tensors = dict(zip(tensor_shapes(read_config(folder), "gguf"), tensors.values()))
+    tensors = dict(zip(stored_tensors(c, "gguf"), tensors.values()))
     for i, (name, t) in enumerate(tensors.items()):
         kind = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0, None)[i % 3] if t.dim() == 2 else None
         tensors[name] = (int(kind), torch.from_numpy(gguf.quants.quantize(t.numpy(), kind))) if kind else t
