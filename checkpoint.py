@@ -44,7 +44,6 @@ from model import (
     KVCache,
     LayerWeights,
     Llama,
-    RopeScaling,
     Stored,
     Weights,
 )
@@ -117,9 +116,6 @@ def read_config(folder: Path) -> Config:
         raise ValueError(f"{folder}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
     if config.head_dim % 2:
         raise ValueError(f"{folder}: head_dim is {config.head_dim}; RoPE needs an even one")
-    if config.rope_scaling and len(factors := config.rope_scaling.factors) not in (0, config.head_dim // 2):
-        needs = f"a head_dim of {config.head_dim} needs half as many"
-        raise ValueError(f"{folder}: {len(factors)} factors of RoPE; {needs}")
     return config
 
 
@@ -154,7 +150,8 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
         f["sliding_window"] = None
     if family == "qwen3":
         f.setdefault("head_dim", 128)
-    theta, scaling = _rope(f, max_seq_len)
+    head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
+    theta, factors, gain = _rope(f, head_dim, max_seq_len)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
     bos_ids = _ids(generation, "bos_token_id", vocab_size) + _ids(f, "bos_token_id", vocab_size)
     eos_ids = _ids(generation, "eos_token_id", vocab_size) + _ids(f, "eos_token_id", vocab_size)
@@ -163,12 +160,13 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
         n_layers=f.number("num_hidden_layers", 1, 1024),
         n_heads=n_heads,
         n_kv_heads=f.number("num_key_value_heads", 1, 1024, n_heads),
-        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
+        head_dim=head_dim,
         hidden_dim=f.number("intermediate_size", 1, 1 << 20),
         vocab_size=vocab_size,
         norm_eps=f.number("rms_norm_eps", 0, 1, 1e-6, float),
         rope_theta=theta,
-        rope_scaling=scaling,
+        rope_factors=factors,
+        rope_gain=gain,
         max_seq_len=max_seq_len,
         sliding_window=f.number("sliding_window", 1, 1 << 24) if f.get("sliding_window") is not None else None,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
@@ -253,8 +251,9 @@ def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
-    """theta and scaling, from rope_parameters or from the older rope_scaling and rope_theta."""
+def _rope(f: Fields, D: int, max_seq_len: int) -> tuple[float, tuple[float, ...], float]:
+    """rope_theta, rope_factors and rope_gain of Config, from rope_parameters or from the older rope_scaling and
+    rope_theta: linear (Chen et al., 2023), llama3 (Meta, 2024), yarn or longrope (Ding et al., 2024)."""
     rope, older = f.sub("rope_parameters"), f.sub("rope_scaling")
     if rope and older and rope != older:
         raise ValueError(f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}")
@@ -264,48 +263,51 @@ def _rope(f: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
     rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
     rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
     if kind == "default":
-        return theta, None
-    if kind == "yarn":
-        return theta, _yarn(rope, max_seq_len)
+        return theta, (), 1.0
     if kind == "longrope":
-        return theta, RopeScaling("longrope", 1.0, factors=_longrope(rope))
-    factor = rope.number("factor", 1, 1e6, None, float)
-    if kind == "linear":
-        return theta, RopeScaling("linear", factor)
-    low, high = (rope.number(f"{name}_freq_factor", 1e-6, 1e6, None, float) for name in ("low", "high"))
-    original = rope.number("original_max_position_embeddings", 1, 1 << 24)
-    return theta, RopeScaling("llama3", factor, low, high, original)
+        return theta, _longrope(rope, D), 1.0
+    if kind == "yarn":
+        factor, part, gain = _yarn(rope, D, theta, max_seq_len)
+    else:
+        factor, part, gain = rope.number("factor", 1, 1e6, None, float), torch.ones(D // 2, dtype=torch.float64), 1.0
+    if kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
+        low, high = (rope.number(f"{name}_freq_factor", 1e-6, 1e6, None, float) for name in ("low", "high"))
+        original = rope.number("original_max_position_embeddings", 1, 1 << 24)
+        turns = original / (2 * math.pi) * theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+        part = 1 - ((turns - low) / (high - low)).clamp(0, 1)
+    return theta, tuple((1 / (1 - part + part / factor)).tolist()), gain
 
 
-def _yarn(rope: Fields, max_seq_len: int) -> RopeScaling:
-    """The scale of q and k (attention_factor) defaults to 1 + 0.1 log(factor), as in section 3.4 of the paper; mscale
-    and mscale_all_dim are DeepSeek's way to give it."""
+def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> tuple[float, Tensor, float]:
+    """As Peng et al., 2023: the factor, the part of each frequency that is divided by it, and the scale of q and k
+    (attention_factor). That is 1 + 0.1 log(factor) by default, as in section 3.4; mscale and mscale_all_dim are
+    DeepSeek's way to give it."""
     original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
     factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
+    fast, slow = rope.number("beta_fast", 1e-3, 1e6, 32, float), rope.number("beta_slow", 1e-3, 1e6, 1, float)
+    low, high = (math.log(original / (2 * math.pi * turns), theta) * D / 2 for turns in (fast, slow))
     rope.refuse_unless("truncate", True, False, None)
+    if rope.get("truncate") is not False:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, D - 1)
+    part = ((torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
     mscale, over_all = (rope.number(name, 0, 100, 0, float) for name in ("mscale", "mscale_all_dim"))
     if not (mscale and over_all):
         mscale, over_all = 1, 0
-    scale = (1 + 0.1 * mscale * math.log(factor)) / (1 + 0.1 * over_all * math.log(factor))
-    return RopeScaling(
-        "yarn",
-        factor,
-        original_max_seq_len=original,
-        beta_fast=rope.number("beta_fast", 1e-3, 1e6, 32, float),
-        beta_slow=rope.number("beta_slow", 1e-3, 1e6, 1, float),
-        attention_factor=rope.number("attention_factor", 1e-3, 1e3, scale, float),
-        truncate=rope.get("truncate") is not False,
-    )
+    gain = (1 + 0.1 * mscale * math.log(factor)) / (1 + 0.1 * over_all * math.log(factor))
+    return factor, part, rope.number("attention_factor", 1e-3, 1e3, gain, float)
 
 
-def _longrope(rope: Fields) -> tuple[float, ...]:
+def _longrope(rope: Fields, D: int) -> tuple[float, ...]:
     """What the frequencies are divided by: always by the same, as Llama 3.1's are in GGUF."""
     short, long, gain = (rope.get(name) for name in ("short_factor", "long_factor", "attention_factor"))
     if short != long or gain != 1:
         what = "which is supported with equal short_factor and long_factor and attention_factor 1 only"
         raise ValueError(f"{rope.file}: rope_type is 'longrope', {what}")
-    if not isinstance(short, list) or not all(type(x) is float and 0 < x < math.inf for x in short) or not short:
+    if not isinstance(short, list) or not all(type(x) is float and 0 < x < math.inf for x in short):
         raise ValueError(f"{rope.file}: the factors of RoPE are {short!r}; they must be finite and above 0")
+    if len(short) != D // 2:
+        raise ValueError(f"{rope.file}: {len(short)} factors of RoPE; a head_dim of {D} needs half as many")
     return tuple(short)
 
 

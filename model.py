@@ -33,23 +33,6 @@ PADDED, PADDED_WORK = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128)), 
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How the angles of RoPE are stretched for a longer context: "linear" (Chen et al., 2023), "yarn" (Peng et al.,
-    2023), "llama3" (Meta, 2024) or "longrope" (Ding et al., 2024)."""
-
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0  # llama3 only, as is the next
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
-    beta_fast: float = 32.0  # yarn only, as are the next three
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-    factors: tuple[float, ...] = ()  # longrope only: what each of the D/2 frequencies is divided by
-
-
-@dataclass(frozen=True)
 class Config:
     """What a checkpoint's config.json or params.json says, under Meta's names."""
 
@@ -62,7 +45,8 @@ class Config:
     vocab_size: int
     norm_eps: float
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_factors: tuple[float, ...] = ()  # by which the D/2 frequencies are divided for a longer context; empty: by 1
+    rope_gain: float = 1.0  # q and k are multiplied by it
     max_seq_len: int = 4096
     sliding_window: int | None = None  # how far back a token sees; not implemented, so the context must not be longer
     tie_embeddings: bool = False
@@ -429,29 +413,12 @@ def captured(
 
 
 def rope_table(config: Config, length: int) -> Tensor:
-    """[length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), scaled as the config says."""
-    D, scaling, gain = config.head_dim, config.rope_scaling, 1.0
-    freqs = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
-    if scaling and scaling.kind == "linear":
-        freqs = freqs / scaling.factor
-    if scaling and scaling.kind == "longrope":
-        freqs = freqs / torch.tensor(scaling.factors, dtype=torch.float64)
-    if scaling and scaling.kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
-        turns = scaling.original_max_seq_len * freqs / (2 * math.pi)
-        ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        keep = ramp.clamp(0, 1)
-        freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
-    if scaling and scaling.kind == "yarn":  # as llama3, with a ramp over i
-        where = lambda turns: math.log(scaling.original_max_seq_len / (2 * math.pi * turns), config.rope_theta) * D / 2
-        low, high = where(scaling.beta_fast), where(scaling.beta_slow)
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, D - 1)
-        divide = ((torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
-        freqs = (1 - divide) * freqs + divide * freqs / scaling.factor
-        gain = scaling.attention_factor
+    """[length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), divided and scaled as the config says."""
+    freqs = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+    if config.rope_factors:
+        freqs = freqs / torch.tensor(config.rope_factors, dtype=torch.float64)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), freqs)
-    return gain * torch.stack((angles.cos(), angles.sin()), -1).float()
+    return config.rope_gain * torch.stack((angles.cos(), angles.sin()), -1).float()
 
 
 class KVCache:

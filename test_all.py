@@ -3579,7 +3579,7 @@ def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     assert torch.equal(encoded.weights.layers[1].wqkv.tensors[0], original.weights.layers[1].wqkv.tensors[0])
     assert cli("-m", file, "--fp8", "--save", tmp_path / "saved", "--quiet")[:2] == (0, "")
     saved = load(tmp_path / "saved", **options)
-    assert saved.config.rope_scaling.factors and saved.config.eos_ids == (258, 257)
+    assert saved.config.rope_factors and saved.config.eos_ids == (258, 257)
     assert_close(logits_of(saved, ids), logits_of(encoded, ids), 1e-6)
     for chat in (conversation("Größe 🙂"), conversation("ab</s>")):
         assert Tokenizer(tmp_path / "saved").apply_chat_template(chat) == Tokenizer(file).apply_chat_template(chat)
@@ -3734,13 +3734,17 @@ def test_gguf_configuration(tmp_path, small_gguf):
     scaling = "llama.rope.scaling."
     eight = {f"{scaling}factor": numpy.float32(8)}
     of_yarn = eight | {f"{scaling}type": "yarn", f"{scaling}original_context_length": 64}
-    yarn = read(of_yarn).rope_scaling
-    assert (yarn.kind, yarn.factor, yarn.original_max_seq_len, yarn.beta_fast, yarn.beta_slow) == ("yarn", 8, 64, 32, 1)
-    halved = read(of_yarn | {f"{scaling}attn_factor": numpy.float32(0.5)}).rope_scaling
-    assert halved.attention_factor == pytest.approx(0.5 * yarn.attention_factor)
+    theirs = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=dict(
+        rope_type="yarn", rope_theta=5e5, factor=8.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1,
+    ))  # fmt: skip
+    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    yarn = read(of_yarn)
+    assert_close(5e5 ** -(torch.arange(8) / 8) / torch.tensor(yarn.rope_factors), freqs, 1e-6)
+    halved = read(of_yarn | {f"{scaling}attn_factor": numpy.float32(0.5)})
+    assert yarn.rope_gain == gain and halved.rope_gain == pytest.approx(0.5 * gain)
     for old in (eight, {"llama.rope.scale_linear": numpy.float32(8)}):
-        assert (read(old).rope_scaling.kind, read(old).rope_scaling.factor) == ("linear", 8)
-    assert read(eight | {f"{scaling}type": "none"}).rope_scaling is None
+        assert read(old).rope_factors == (8.0,) * 8 and read(old).rope_gain == 1
+    assert read(eight | {f"{scaling}type": "none"}).rope_factors == ()
     assert read({"llama.attention.sliding_window": 64}).sliding_window == 64 and read({}).sliding_window is None
     metadata = {k: v for k, v in metadata.items() if "head_count_kv" not in k and "freq_base" not in k}
     config = read({"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.bos_token_id": 3})
