@@ -485,15 +485,9 @@ class Chat:
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
 
-        def text_of_file() -> str:
-            file = os.path.expanduser(name)
-            if not name:
-                raise ValueError("/read needs the name of a file")
-            if os.path.exists(file) and not os.path.isfile(file):
-                raise ValueError(f"{name} is not a file")
-            return read_input(file)
-
-        text = self.ranks.broadcast(text_of_file)
+        if not name:
+            raise ValueError("/read needs the name of a file")
+        text = self.ranks.broadcast(lambda: read_input(os.path.expanduser(name)))
         text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
         to_read = f"{self.to_read}{text}\n\n"
         self.length_with(to_read, self.system, name)

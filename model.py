@@ -525,7 +525,7 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     decode: Callable[..., Iterator[int]] | None = None,
 ) -> Iterator[int]:
-    """Evaluate the prompt, then yield new tokens: at most n (-1: no limit), until an eos (yielded too) or a full
+    """Evaluate the prompt, then yield new tokens: at most n (below 0: no limit), until an eos (yielded too) or a full
     context.
 
     The beginning of the prompt that the cache already holds is not evaluated again. sampling: by default the model's.
@@ -534,8 +534,6 @@ def generate(
     longer than the cache, RuntimeError when the logits are not finite.
     """
     model.check(prompt)
-    if n < -1:
-        raise ValueError(f"n is {n}; it must be a number of tokens, or -1 for no limit")
     cache, V = cache or KVCache(model), model.config.vocab_size
     eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]  # a tokenizer without one says -1
     cache.sampler.set(sampling or model.sampling)

@@ -339,7 +339,6 @@ class Session:
         is the prompt. Ctrl-C ends it early, and it says so. at_start: the output begins a text."""
         answer, text, token = Answer(len(ids)), TextStream(self.tokenizer, at_start, stops), None
         jsonl = self.args.output == "jsonl"
-        n = max(self.args.n_predict, -1)  # -2 is the same as -1: both end at an eos or a full context
 
         def add(piece: str) -> None:
             answer.text += piece
@@ -347,7 +346,7 @@ class Session:
                 printer.write(piece)
 
         try:
-            for token in self._generate(ids, n, eos, answer.timings):
+            for token in self._generate(ids, eos, answer.timings):
                 if token in eos:  # generate ends by itself; some files do not flag it special, so that it has a text
                     continue
                 answer.ids.append(token)
@@ -360,7 +359,7 @@ class Session:
             elif token in eos:
                 answer.ended_by = "eos"
             else:
-                answer.ended_by = "length" if answer.timings.new_tokens == n else "context"
+                answer.ended_by = "length" if answer.timings.new_tokens == self.args.n_predict else "context"
         except KeyboardInterrupt:
             pass
         finally:
@@ -373,7 +372,7 @@ class Session:
             self.note(f"note: the context of {self.cache.size} tokens is full (see -c)")
         return answer
 
-    def _generate(self, ids: list[int], n: int, eos: Collection[int], timings: Timings) -> Iterator[int]:
+    def _generate(self, ids: list[int], eos: Collection[int], timings: Timings) -> Iterator[int]:
         """model.generate, with a progress bar for a long prompt; the first prompt goes into the prompt cache."""
         hidden = self.args.quiet or None  # None: if stderr is no terminal
         bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)
@@ -389,7 +388,7 @@ class Session:
                         self.note(f"note: {first.file} holds {len(ids) - total} of the prompt's {len(ids)} tokens")
                     first.keep(ids, self.cache)
 
-        settings = (n, self.sampling, eos, self.args.ignore_eos, timings, progress)
+        settings = (self.args.n_predict, self.sampling, eos, self.args.ignore_eos, timings, progress)
         decode = self.speculation.decode if self.speculation else None
         with bar:
             yield from generate(self.model, ids, self.cache, *settings, decode=decode)

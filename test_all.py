@@ -435,9 +435,8 @@ def test_wrong_prompts_are_named(tiny, tiny_model):
         for evaluate in (lambda p: greedy(tiny_model, p, 1), lambda p: tiny_model.forward(p, KVCache(tiny_model))):
             with pytest.raises((TypeError, ValueError), match=said):
                 evaluate(prompt)
-    for prompt, n, said in ((torch.tensor([1, 5]), 1, "a list of ids"), ([1], -3, "n is -3")):
-        with pytest.raises((TypeError, ValueError), match=said):
-            greedy(tiny_model, prompt, n)
+    with pytest.raises(TypeError, match="a list of ids"):
+        greedy(tiny_model, torch.tensor([1, 5]), 1)
     for wrong in ("hi", [{"role": "user"}]):
         with pytest.raises(TypeError, match="a conversation is a list of dicts"):
             Tokenizer(tiny).apply_chat_template(wrong)
@@ -2140,7 +2139,8 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
         "/read ~nobody-of-this-name/notes": "No such file",
-        "/read /dev/zero": "is not a file",
+        "/read /dev/zero": "/dev/zero has more than 64,000,000 bytes",
+        "/read .": ".: Is a directory",
         f"/read {tmp_path / 'bad'}": "not UTF-8: byte 0xff at offset 2",
         f"/read {tmp_path / 'long'}": f"{tmp_path / 'long'} takes ",
     }
@@ -2730,7 +2730,7 @@ SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what th
         "norm.weight is [64] + [65], expected [64]",
     ),
     "one of Meta's shards": (lambda f: [to_meta(f, 2), (f / PTH).unlink()], "expected [350, 64]"),
-    "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors, which is missing"),
+    "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors: No such file"),
     "index that leaves the folder": (write(INDEX, '{"weight_map": {"a": "../x"}}'), "not a file of its own folder"),
     "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
     **{f"torch file, {name}": (torch_file(content), UNSAFE) for name, content in {
