@@ -639,12 +639,9 @@ class Checkpoint:
         rank."""
         if not self.quantised:
             return None
-        formats = PerMatrix()
-        for t in model_tensors(c):
-            if t.matrix:
-                kinds = {self.parts[row.name(self.layout, t.layer)][0].kind for row in t.stored}
-                formats[t.name] = quants.format_for(kinds, t.shape(c)[1], most_bits)
-        return formats
+        kinds_of = lambda t: {self.parts[row.name(self.layout, t.layer)][0].kind for row in t.stored}
+        matrices = [t for t in model_tensors(c) if t.matrix]
+        return PerMatrix({t.name: quants.format_for(kinds_of(t), t.shape(c)[1], most_bits) for t in matrices})
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
@@ -750,13 +747,11 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
 def _cached(name: str, kind: str) -> Path | None:
     """A repository's folder in the hub's cache, if it holds all files that the checkpoint needs by its own account: the
     cache does not know what it lacks if another program or an older version made it."""
-    import huggingface_hub
+    from huggingface_hub import is_offline_mode, snapshot_download
 
-    wanted = SMALL_FILES[:2] if huggingface_hub.is_offline_mode() else SMALL_FILES  # offline, what is cached must do
+    wanted = SMALL_FILES[:2] if is_offline_mode() else SMALL_FILES  # offline, what is cached must do
     try:
-        at = folder = Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=[] if kind else wanted, local_files_only=True)
-        )
+        at = folder = Path(snapshot_download(name, allow_patterns=[] if kind else wanted, local_files_only=True))
         if kind:
             at = folder / pick_gguf([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], kind)[0]
         try:
@@ -773,26 +768,25 @@ def _cached(name: str, kind: str) -> Path | None:
 
 def _download(name: str, kind: str) -> Path:
     """Download what this program reads of a repository to the hub's cache, except for files that are there already."""
-    import huggingface_hub
-    from huggingface_hub import constants, utils
+    from huggingface_hub import HfApi, constants, snapshot_download, utils
 
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
     utils.logging.set_verbosity_error()
-    names = [file.rfilename for file in huggingface_hub.HfApi().model_info(name).siblings]
+    names = [file.rfilename for file in HfApi().model_info(name).siblings]
     kinds = [[file for file in names if re.fullmatch(pattern, file)] for pattern in WEIGHTS]
     gguf = [] if any(kinds) and not kind else pick_gguf(names, kind)
     if not gguf and (kind or not any(kinds)):
         usual = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
         raise ValueError(f"{name} holds {f'no GGUF file of the kind {kind}' if kind else usual}")
-    files = gguf or [file for file in SMALL_FILES if file in names] + next(filter(None, kinds))
-    planned = huggingface_hub.snapshot_download(name, allow_patterns=files, dry_run=True)
+    files = gguf or SMALL_FILES + next(filter(None, kinds))
+    planned = snapshot_download(name, allow_patterns=files, dry_run=True)
     need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
     cache = Path(constants.HF_HUB_CACHE)
     place = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
     if need > (free := shutil.disk_usage(place).free / 1e9):
         raise ValueError(f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)")
-    folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+    folder = Path(snapshot_download(name, allow_patterns=files))
     return folder / gguf[0] if gguf else folder
 
 
@@ -849,13 +843,10 @@ class Loader:
         self.shapes = matrix_shapes(self.config)
         self.encodes = bool(self.format and not self.checkpoint.format and not self.checkpoint.quantised)
         if self.encodes:  # allocate what stays first, to avoid fragmentation
-            self.encoded = {name: self.empty(name) for name in self.shapes}
+            self.encoded = {n: self.format.at(n).empty(*shape, self.device) for n, shape in self.shapes.items()}
             self.workspace = torch.empty(largest_read(self.config), dtype=self.stored, device=self.device)
         total, hidden = weight_bytes(self.config, self.dtype, self.format), self.quiet or None  # None: if no terminal
         self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
-
-    def empty(self, name: str) -> Tensors:
-        return self.format.at(name).empty(*self.shapes[name], self.device)
 
     def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
         """beside: takes the weights with one layer, returns a context manager; the other layers are read inside it."""
@@ -932,7 +923,7 @@ class Loader:
 
     def held(self, format: Format, t: Joined, columns: slice) -> Tensors:
         """A matrix that the file has quantised, as it is."""
-        tensors = self.empty(t.name)
+        tensors = format.empty(*self.shapes[t.name], self.device)
         for place, (source, rows) in zip(self.places(tensors, t), self.sources(t), strict=True):
             for at, blocks in self.checkpoint.blocks(self.device, source, rows, columns):
                 format.write(blocks, tuple(tensor[at] for tensor in place))
@@ -956,8 +947,8 @@ class Loader:
 
     def saved(self, format: Format, t: Joined, columns: slice) -> Tensors:
         """A matrix that the file has in its format."""
-        (N, part), K, tensors = self.shapes[t.name], t.shape(self.whole)[1], self.empty(t.name)
-        rows = [taken for _, taken in self.sources(t)]
+        (N, part), K, rows = self.shapes[t.name], t.shape(self.whole)[1], [taken for _, taken in self.sources(t)]
+        tensors = format.empty(N, part, self.device)
         if not format.can_be_cut(K, part):
             what = f"{t.name} was saved in {format.name}, where its {K} columns"
             raise ValueError(f"{what} cannot be divided among {self.ranks.size} processes: take the original")
@@ -1041,17 +1032,14 @@ def check_memory(
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
     them is allocated."""
     size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
-    if on_cpu and dtype != torch.float16 and c.tie_embeddings and not (format and format.at("output")):
-        weights += size * c.output_rows * c.dim  # the matrix is a copy of the embedding
-    if on_cpu and format is kernels.INT4:
-        weights += size * c.output_rows * c.dim  # the output matrix is decoded, see kernels.prepacked
-    if on_cpu and dtype == torch.bfloat16:
-        for name, shape in matrix_shapes(c).items():
-            held, elements = format and format.at(name), math.prod(shape)
-            if held and held.bits == 4:
-                weights += elements * 5 // 8  # the codes are there in torch's layout, too
-            elif not held and size * elements <= kernels.SMALL and kernels.multiplies_bf16():
-                weights += size * elements  # in both layouts
+    for name, shape in matrix_shapes(c).items() if on_cpu else ():  # what kernels.prepacked adds
+        held, elements = format and format.at(name), math.prod(shape)
+        if name == "output" and (format is kernels.INT4 or c.tie_embeddings and not held and dtype != torch.float16):
+            weights += size * elements  # decoded, or a copy of the embedding
+        if dtype == torch.bfloat16 and held and held.bits == 4:
+            weights += elements * 5 // 8  # the codes are there in torch's layout, too
+        if dtype == torch.bfloat16 and not held and size * elements <= kernels.SMALL and kernels.multiplies_bf16():
+            weights += size * elements  # in both layouts
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
