@@ -40,8 +40,7 @@ YOURS, PLAIN = "\001\033[1;32m\002", "\033[0m"  # typed text is bold green; \001
 
 
 def use_safe_streams() -> None:
-    """UTF-8, and /dev/null for a stream that is closed. Of several processes (parallel.py), only rank 0 reads and
-    writes."""
+    """UTF-8, and /dev/null for a stream that is closed. Of several ranks (parallel.py), only the first has any."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None or not is_rank0():
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -127,8 +126,7 @@ def show(text: str) -> None:
 
 
 def error_line(error: Exception) -> str:
-    """An error's message as one printable line; for an OSError about a file, the file and the reason, without the
-    errno."""
+    """An error's message as one printable line; of an OSError, the file, if any, and the reason, without the errno."""
     said = str(error)
     if isinstance(error, OSError) and error.strerror:
         said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -303,8 +301,7 @@ class Printer:
 
 
 class Reader:
-    """Reads messages from standard input; at a terminal with line editing, pastes as one message, and a persistent
-    history."""
+    """Reads messages from standard input; at a terminal with line editing, whole pastes, and a persistent history."""
 
     def __init__(self):
         sys.stdin.reconfigure(errors="surrogateescape")  # one bad byte costs its message, not the conversation
@@ -326,8 +323,7 @@ class Reader:
                         readline.add_history(json.loads(line))
 
     def read(self) -> str:
-        """A message: one line, or several if they are pasted or continued by a backslash. Raises EOFError at the
-        end."""
+        """A message: a line, or several if pasted or continued by a backslash. Raises EOFError at the end."""
         lines = [self._line("> ")]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
@@ -441,8 +437,7 @@ class Chat:
         return True
 
     def answer(self, message: str) -> bool:
-        """Print the model's answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is
-        one."""
+        """Print the answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is one."""
         prompt = self.fit(message)
         self.blank_line()
         answer = self.session.answer(message, prompt.ids, self.printer, self.eos, self.stops, at_start=True)
@@ -522,8 +517,7 @@ class Chat:
         return [message, answer | {"content": text}] if 0 < len(text) < len(answer["content"]) else []
 
     def length_with(self, message: str, system: list[dict], name: str) -> int:
-        """How many tokens a first message takes with a system prompt. Raises ValueError if the context does not hold
-        them."""
+        """How many tokens a first message takes with a system prompt. Raises ValueError if the context is smaller."""
         length = len(self.render([*system, {"role": "user", "content": message}]).ids)
         if length > self.session.cache.size:
             raise ValueError(f"{name} takes {length} tokens; the context holds {self.session.cache.size} (see -c)")

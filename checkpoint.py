@@ -101,8 +101,7 @@ class Fields(dict):
 
 @one_line_errors()
 def read_config(folder: Path) -> Config:
-    """The configuration of a Hugging Face folder (config.json), of Meta's own (params.json) or of a GGUF file. Raises
-    OSError or ValueError."""
+    """The configuration in config.json, in Meta's params.json or in a GGUF file. Raises OSError or ValueError."""
     if folder.is_file():
         config = _hugging_face_config(Fields(folder, ggml.config_json(read_header(folder))), Fields(folder, {}))
     elif (folder / "config.json").is_file():
@@ -179,8 +178,7 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
 
 
 def _quantisation(f: Fields) -> quants.Layout | None:
-    """How the safetensors of a folder have matrices quantised, by the config.json. Raises ValueError for ways that
-    other programs alone can read."""
+    """How the safetensors of a folder have matrices quantised, by the config.json. Raises ValueError for other ways."""
     if f.get("quantization"):
         raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
     q = f.sub("quantization_config")
@@ -635,8 +633,7 @@ class Checkpoint:
             raise ValueError(f"{part.file}: {name} has {error}") from None
 
     def held_formats(self, c: Config, most_bits: int) -> "PerMatrix | None":
-        """The formats that hold the matrices as they are in the file; None if none is quantised. c: the config of a
-        rank."""
+        """The formats that hold a rank's matrices as they are in the file; None if none is quantised."""
         if not self.quantised:
             return None
         kinds_of = lambda t: {self.parts[row.name(self.layout, t.layer)][0].kind for row in t.stored}
@@ -877,8 +874,7 @@ class Loader:
         return slice(taken.start * size // count, taken.stop * size // count)
 
     def sources(self, t: Joined) -> list[Source]:
-        """The checkpoint's tensors that make up one of the model's, and this rank's rows of each. In a saved model they
-        have been joined."""
+        """The checkpoint's tensors that make up one of the model's (a saved one has joined them), and a rank's rows."""
         shares = [self.share(row.dims[0]) for row in t.stored]
         if not self.checkpoint.format:
             return [(row.name(self.checkpoint.layout, t.layer), rows) for row, rows in zip(t.stored, shares)]
@@ -1066,8 +1062,7 @@ def check_memory(
 
 
 def pick_backend(name: str, device: torch.device) -> str:
-    """Whose ops run the model: "torch" (the reference ops) or "triton" (the fused ones, the default on a GPU). Raises
-    ValueError."""
+    """Whose ops run the model: "torch" (reference) or "triton" (fused, the default on a GPU). Raises ValueError."""
     check_choice("backend", name, ("auto", "torch", "triton"))
     if name == "torch" or name == "auto" and device.type == "cpu":
         return "torch"

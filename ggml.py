@@ -227,8 +227,7 @@ def _read_part(file: Path) -> GGUF:
 
 
 def read_header(file: Path) -> GGUF:
-    """The header of a GGUF file; any part of a split one (NAME-00001-of-00003.gguf) stands for all. Raises OSError or
-    ValueError."""
+    """A file's header; any part of a split one (A-00001-of-00003.gguf) stands for all. Raises OSError, ValueError."""
     found = _read_part(file)
     count = found.get("split.count", int, 1)
     if count <= 1:

@@ -66,8 +66,7 @@ class Config:
         return self.n_kv_heads * self.head_dim
 
     def cut(self, ranks: int) -> Config:
-        """The config of one of several ranks (parallel.py). Raises ValueError if the model cannot be divided among so
-        many."""
+        """The config of one of several ranks (parallel.py). Raises ValueError if so many cannot share the model."""
         if ranks == 1:
             return self
         evenly = f"evenly among {ranks} processes"
@@ -165,8 +164,7 @@ class Stored:
         return tuple(getattr(c, dim) for dim in self.dims)
 
     def name(self, layout: str, layer: int | None = None) -> str:
-        """Its name in one of the three layouts, "meta", "hugging_face" or "gguf"; layer: which one, if it is in
-        LAYER."""
+        """Its name in a layout, "meta", "hugging_face" or "gguf"; layer: which one, if it is in LAYER."""
         prefix = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}[layout]
         return ("" if layer is None else f"{prefix}.{layer}.") + getattr(self, layout)
 
@@ -368,8 +366,7 @@ class Llama:
 
     @property
     def suits_one_thread(self) -> bool:
-        """Whether one thread is best on a CPU: the matrices fit into the caches, where threads mostly wait for each
-        other."""
+        """Whether one thread is best on a CPU: for matrices in its caches, threads mostly wait for each other."""
         return sum(m.nbytes for m in self.weights.matrices) <= CACHES
 
     @property

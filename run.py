@@ -192,8 +192,7 @@ ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\":
 
 
 def unescaped(text: str) -> str:
-    """Replace llama.cpp's escapes (common.cpp, string_process_escapes) by what they stand for; other backslashes
-    stay."""
+    """llama.cpp's escapes (common.cpp, string_process_escapes) as what they stand for; other backslashes stay."""
     replaced = lambda match: ESCAPES.get(match[1]) or bytes.fromhex(match[1][1:].decode())
     return os.fsdecode(re.sub(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})", replaced, os.fsencode(text)))
 
@@ -439,8 +438,7 @@ class PromptCache:
         self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
 
     def restore(self, cache: KVCache) -> None:
-        """Fill an empty cache from the file, if there is one. Raises ValueError for one that was not made for this
-        model."""
+        """Fill an empty cache from the file, if there is one. Raises ValueError for one of another model."""
         held = self._read() if self.file.exists() else {"tokens": torch.empty(0, dtype=torch.int32)}
         tokens = held["tokens"][: cache.size]
         # One rank's file may be newer than another's, or missing

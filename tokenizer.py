@@ -32,8 +32,7 @@ Span = tuple[int, int]  # of characters: start, end
 
 
 def local_checkpoint(name: str) -> Path | None:
-    """The folder of a checkpoint, or its GGUF file; None for what may be a repository "owner/name" of the hub. Raises
-    FileNotFoundError or ValueError."""
+    """A checkpoint's folder or GGUF file; None for what may be "owner/name" on the hub. Raises OSError, ValueError."""
     folder = Path(os.path.expanduser(name))  # as it is if there is no such user
     if folder.is_dir() or folder.suffix == ".gguf" and folder.exists():
         return find_gguf(folder) or folder
@@ -167,8 +166,7 @@ def render(template: str, **variables) -> str:
 
 @functools.cache
 def compiled(template: str):
-    """The template in the environment that transformers gives it (utils/chat_template_utils.py): Jinja's immutable
-    sandbox."""
+    """The template in Jinja's immutable sandbox, set up as by transformers (utils/chat_template_utils.py)."""
     from datetime import datetime
 
     import jinja2.ext
@@ -382,8 +380,7 @@ BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, 
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.model or tokenizer.json in the folder or, in Meta's layout, tokenizer.model in its parent. Raises
-    FileNotFoundError."""
+    """tokenizer.model or tokenizer.json of a folder; Meta's may have the former in its parent. Raises OSError."""
     meta = [] if (folder / "config.json").is_file() else [folder.parent / "tokenizer.model"]
     for file in folder / "tokenizer.model", *meta, folder / "tokenizer.json":
         if file.is_file():
@@ -402,8 +399,7 @@ class Prompt:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.model or tokenizer.json, or what a GGUF file has of one, its control tokens and its chat
-    template."""
+    """A checkpoint's tokenizer.model or tokenizer.json, or GGUF's, its control tokens and its chat template."""
 
     @one_line_errors()
     def __init__(
