@@ -35,7 +35,6 @@ from model import (
     CHUNK,
     CUT,
     EMBEDDING,
-    LAYER,
     NORM,
     OUTPUT,
     PADDED,
@@ -498,11 +497,10 @@ class Checkpoint:
             self.layout = "hugging_face"
             if layout := _quantisation(Fields(folder / "config.json")):
                 parts = self._gathered(layout, {part.name: part for part in parts})
-        # RoPE rotates rows i and i + D / 2 of a head, not neighbours
-        self.halves = self.layout == "hugging_face"
-        if header:
-            self.halves = header.metadata["general.architecture"] != "llama"
         stored = stored_tensors(self.config, self.layout)
+        # In these, RoPE rotates rows i and i + D / 2 of a head, not neighbours
+        halves = header.metadata["general.architecture"] != "llama" if header else self.layout == "hugging_face"
+        self.in_halves = {name for name, row in stored.items() if row.rotated and halves}
         expected = {name: (quants.FLOATS, row.shape(self.config)) for name, row in stored.items()}
         if self.format:
             expected = saved_tensors(self.config, self.format)
@@ -586,7 +584,7 @@ class Checkpoint:
                 index = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
                 pieces.append(read_part(part, gpu and len(parts) == 1, index))
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-        if gpu and tensor.dim() == 2 and name.endswith(ROTATED):  # a CPU takes longer to permute it than to read it
+        if gpu and tensor.dim() == 2 and name in self.in_halves:  # a CPU takes longer to permute it than to read it
             tensor = tensor.to(device, non_blocking=True)
         tensor = self.in_pairs(name, tensor)
         if gpu:
@@ -595,7 +593,7 @@ class Checkpoint:
 
     def in_pairs(self, name: str, rows: Tensor) -> Tensor:
         """The rows of q and k in Meta's order, those of others as they are."""
-        if not self.halves or not name.endswith(ROTATED):
+        if name not in self.in_halves:
             return rows
         return rows.view(-1, 2, self.config.head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
@@ -654,7 +652,6 @@ class Checkpoint:
         return None
 
 
-ROTATED = tuple(name for info in LAYER if info.rotated for name in (info.hugging_face, info.gguf))
 NOT_NEEDED = (  # what the config says, too, and scales of activations, which are not rounded here
     "rotary_emb.inv_freq", "rope.freqs", ggml.ROPE_FACTORS, ".input_scale", ".k_scale", ".v_scale", ".weight_shape",
 )  # fmt: skip
