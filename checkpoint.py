@@ -574,9 +574,12 @@ class Checkpoint:
         read, or already on its way there; for a CPU, floats are in fp32, as torch is slow at converting between 16-bit
         types. The rows of q and k, always whole heads, are put into Meta's RoPE convention, interleaved pairs."""
         parts, axis, gpu = self.parts[name], self._axis(name), device.type == "cuda"
-        if parts[0].kind:
-            return self._decoded(device, name, rows)[:, columns]
         spans = [range(size)[taken] for size, taken in zip(self.shapes[name], (rows, columns))]
+        if parts[0].kind:
+            values = torch.empty(len(spans[0]), self.shapes[name][1], device=device)
+            for at, some in self.blocks(device, name, rows):
+                values[at] = quants.decoded(parts[0].kind, some)
+            return values[:, columns]
         size, pieces = parts[0].shape[axis], []
         for i, part in enumerate(parts if size < self.shapes[name][axis] else parts[:1]):
             start, stop = max(spans[axis].start - i * size, 0), min(spans[axis].stop - i * size, size)
@@ -596,14 +599,6 @@ class Checkpoint:
         if name not in self.in_halves:
             return rows
         return rows.view(-1, 2, self.config.head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-    def _decoded(self, device: torch.device, name: str, rows: slice) -> Tensor:
-        """Rows of a quantised tensor: float32."""
-        N, K = self.shapes[name]
-        values = torch.empty(len(range(N)[rows]), K, device=device)
-        for at, some in self.blocks(device, name, rows):
-            values[at] = quants.decoded(self.parts[name][0].kind, some)
-        return values
 
     def blocks(
         self, device: torch.device, name: str, rows: slice, columns: slice = ALL

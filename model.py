@@ -133,17 +133,6 @@ class Weights:
         names = sorted({m.format.name for m in self.matrices if m.format})
         return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
-    @property
-    def normed(self) -> list[tuple[Tensor, Matrix]]:
-        """Each norm, with the matrix that multiplies what it normalised."""
-        pairs = [(layer.attention_norm, layer.wqkv) for layer in self.layers]
-        return [*pairs, *((layer.ffn_norm, layer.w13) for layer in self.layers), (self.norm, self.output)]
-
-    @property
-    def over_ranks(self) -> list[Matrix]:
-        """The matrices whose products are summed or gathered over the ranks."""
-        return [m for layer in self.layers for m in (layer.wo, layer.w2)] + [self.output]
-
 
 @dataclass(frozen=True)
 class Stored:
@@ -240,12 +229,15 @@ class Llama:
 
     @torch.inference_mode()
     def __post_init__(self) -> None:
-        self.ops = kernels.BACKENDS[self.backend]
+        self.ops, w = kernels.BACKENDS[self.backend], self.weights
         if self.ranks.size > 1:
-            self.ops, self.exchange = self.ranks.cut_ops(self.ops, self.weights.over_ranks, self.backend, self.device)
+            matrices = [m for layer in w.layers for m in (layer.wo, layer.w2)] + [w.output]
+            self.ops, self.exchange = self.ranks.cut_ops(self.ops, matrices, self.backend, self.device)
         if self.backend == "triton":
-            for norm, w in self.weights.normed:
-                fit_norm(norm, w)
+            for layer in w.layers:
+                fit_norm(layer.attention_norm, layer.wqkv)
+                fit_norm(layer.ffn_norm, layer.w13)
+            fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
         """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or has an id that the model
