@@ -169,30 +169,19 @@ def compiled(template: str):
     """The template in Jinja's immutable sandbox, set up as by transformers (utils/chat_template_utils.py)."""
     from datetime import datetime
 
-    import jinja2.ext
+    import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what the assistant says, for training; here only its content is rendered."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            lineno = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, **options):
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    # {% generation %} marks what the assistant says, for training; here it is a block without an effect
+    template = re.sub(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})", r"\1with\2", template)
     return environment.from_string(template)
 
 
