@@ -808,9 +808,6 @@ def check_groups(c: Config, format: Format | None) -> None:
             raise ValueError(f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}")
 
 
-Source = tuple[str, slice]  # a tensor of a checkpoint, and some of its rows
-
-
 @dataclass
 class Loader:
     """Brings one tensor after another from the files to its place on the device: matrices in the type `stored`, or
@@ -865,7 +862,7 @@ class Loader:
         taken = share(count, self.ranks.rank, self.ranks.size)
         return slice(taken.start * size // count, taken.stop * size // count)
 
-    def sources(self, t: Joined) -> list[Source]:
+    def sources(self, t: Joined) -> list[tuple[str, slice]]:
         """The checkpoint's tensors that make up one of the model's (a saved one has joined them), and a rank's rows."""
         shares = [self.share(row.dims[0]) for row in t.stored]
         if not self.checkpoint.format:

@@ -208,7 +208,7 @@ class Vocabulary:
     size: int  # of the vocabulary itself
     size_with_added: int  # tokens
     control: dict[str, int]  # ids of the control tokens
-    named: dict[str, str]  # some of these by name ("bos_token")
+    named: dict[str, str] = {}  # some of these by name ("bos_token"), where the file says it
     adds_space: bool  # a text is encoded with a space before it
     space_after_control: bool  # and so is what follows a control token
     lstrip: Collection[str] = ()  # control tokens that take the white space before them
@@ -329,7 +329,6 @@ class TokenizerJson(Vocabulary):
         self._byte_level = "ByteLevel" in kinds
         self.utf8_errors = "replace" if self._byte_level else "surrogateescape"  # U+FFFD per sequence or byte
         self._control_ids = set(self.control.values()) - {self._library.token_to_id(str(raw["model"].get("unk_token")))}
-        self.named: dict[str, str] = {}
         first, after_control = (self._encode(text + "a")[0] for text in ("", next(iter(self.control), "")))
         self.adds_space = bool(first) and self.bytes_of(first[0]).startswith(b" ")
         self.space_after_control = after_control[1:] == first
