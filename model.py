@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from itertools import groupby
@@ -20,7 +20,6 @@ from torch import Tensor
 import kernels
 from fp8 import Matrix, fit_norm
 from launch import Scratch, compile_kernels
-from parallel import Exchange, Ranks
 from sampling import Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
@@ -221,16 +220,16 @@ class Llama:
     checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
     kv_fp8: bool = False  # keys and values in 8 bits
     accumulate: str = "auto"  # how a prompt's products are summed, see kernels.py
-    ranks: Ranks = Ranks()  # the processes that share it
+    ranks: Any = None  # the parallel.Ranks that share it, if several
     sampling: Sampling = Sampling()  # the checkpoint's own
     ops: SimpleNamespace = field(init=False, repr=False)
-    exchange: Exchange | None = field(init=False, default=None, repr=False)  # for one token's sums over ranks
+    exchange: Any = field(init=False, default=None, repr=False)  # parallel.Exchange, for one token's sums over ranks
     _graph: tuple = field(default=(None, None), repr=False)  # the last captured decode step: its key, its graph
 
     @torch.inference_mode()
     def __post_init__(self) -> None:
         self.ops, w = kernels.BACKENDS[self.backend], self.weights
-        if self.ranks.size > 1:
+        if self.ranks and self.ranks.size > 1:
             matrices = [m for layer in w.layers for m in (layer.wo, layer.w2)] + [w.output]
             self.ops, self.exchange = self.ranks.cut_ops(self.ops, matrices, self.backend, self.device)
         if self.backend == "triton":
@@ -535,7 +534,8 @@ def generate(
     n = min(n, cache.size - cache.pos) if n >= 0 else cache.size - cache.pos
     timings.prompt_tokens += len(prompt) - reused
     decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
-    with model.ranks.stopping_together(), closing(decode(model, cache, n)) as tokens:
+    stopping = model.ranks.stopping_together() if model.ranks else nullcontext()
+    with stopping, closing(decode(model, cache, n)) as tokens:
         for i, token in enumerate(tokens):
             timings.add(time.perf_counter() - start, first=i == 0)
             start = time.perf_counter()
