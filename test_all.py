@@ -1092,9 +1092,9 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     attention.decode_caches(*caches, one, 100, dtype)
     if half:
         run_ops(["attention"], 100, accumulate="fp16")
-    if arch == 90:  # Hopper's own kernels for prompts
+    if arch == 90:  # Hopper's own kernels for prompts: attention, the product with INT4
         run_ops(["attention"], 512)
-        for T, N in ((20, 16), (100, 9008), (600, 9008)):  # and for INT4: each number of tokens to a tile
+        for T, N in ((20, 16), (100, 9008), (600, 9008))[: 3 if half else 1]:  # tiles of 64, 128 and 256 tokens
             w = blank(N, 1024, INT4)
             hopper.int4_linear(new(T, 1024, dtype=torch.int8), new(T, 1, dtype=torch.float32), w.tensors, new(T, N))
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
