@@ -224,7 +224,7 @@ class Format:
 
     def tensor_core_linear(self, codes: Tensor, scales: Tensor, tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
         """x W^T on 8-bit tensor cores, x [T, K] in E4M3, by a kernel of the format's own; None if it has none for such
-        shapes or this GPU."""
+        shapes, this type or this GPU."""
 
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
         """W times a row of floats [K], of magnitudes up to 1, on a CPU: [N] in float16 or float32."""

@@ -243,6 +243,12 @@ def _hopper_attention_kernel(
     )  # fmt: skip
 
 
+def _in_tiles(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """x [M, N], to be copied in such blocks."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, f"int{8 * x.itemsize}"))  # the size decides
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
 def attends_prompt(q: Tensor) -> bool:
     """Whether the kernel is meant for such heads, and the prompt is long enough to gain from it."""
     return gluon is not None and len(q) >= 512 and q.shape[2] == HEAD_DIM and q.itemsize == 2
@@ -254,14 +260,8 @@ def prompt_attention(
     """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T, H D].
     positions_at_once: how many positions of one key/value head take up attention.SHARED_KEYS."""
     (T, H, D), (KH, S, _) = q.shape, k_cache.shape
-    kind = getattr(gl, str(q.dtype).removeprefix("torch."))
-
-    def tiles(x: Tensor, rows: int, columns: int, block: int) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for([block, D], kind)
-        return TensorDescriptor(x, [rows, columns], [columns, 1], [block, D], layout)
-
-    keys, values = (tiles(cache, KH * S, D, BLOCK_N) for cache in (k_cache, v_cache))
-    descriptors = (tiles(q, T, H * D, ROWS), keys, values, tiles(out, T, H * D, ROWS))
+    keys, values = (_in_tiles(cache.view(KH * S, D), [BLOCK_N, D]) for cache in (k_cache, v_cache))
+    descriptors = (_in_tiles(q.view(T, H * D), [ROWS, D]), keys, values, _in_tiles(out, [ROWS, D]))
     grid, sizes = (triton.cdiv(T, 2 * ROWS) * H,), dict(D=D, ROWS=ROWS, BLOCK_N=BLOCK_N, STAGES=2)
     qk_scale = math.log2(math.e) / math.sqrt(D)
     args = (*descriptors, pos, T, qk_scale, S, H, H // KH, positions_at_once)
@@ -452,20 +452,19 @@ def attends_few(q: Tensor, rows: int) -> bool:
 #      A program multiplies 2 x 64 rows of W by TOKENS tokens on 8-bit tensor cores, 256 columns at a time: a block of
 #      eight groups that int4.py interleaves. As in attention above, one group of warps loads, and two multiply. These
 #      decode W straight into the registers of the instruction, half a block while the product of the half before it is
-#      under way, so W in 8 bits never exists in memory. For each eighth of a block, 32 columns of x in their natural
-#      order, a thread needs columns 4 i to 4 i + 3 and those 16 further on, i from 0 to 3; thanks to the interleaving,
-#      these are all the columns in the words that it loads.
+#      under way, so W in 8 bits never exists in memory. Of each 32 columns, thread i of four needs columns 4 i to
+#      4 i + 3 and 4 i + 16 to 4 i + 19; thanks to the interleaving, its words hold exactly these.
 
 BLOCK_K = 256  # columns in a block, in 32 words; in kernels these are literals
 MAX_TOKENS = 896  # with more, decoding W once for all of them is faster
 
 
-def _decode_asm(shift: str) -> str:
-    """PTX that makes E4M3 codes of the 4-bit integers at bits 0 to 7 of both halves of $2 and $3, after this shift:
-    four of them in $0, from bits 0 to 3, and four in $1. As pairs of halves $4 has what integers at bit 0 are to be
+def _decode_asm(shift: int) -> str:
+    """PTX that makes E4M3 codes of 4-bit integers in both halves of $2 and $3: of four of them, at bits `shift` to
+    `shift` + 3, in $0, of those above in $1. As pairs of halves $4 has what integers at bit 0 are to be
     multiplied by, $5 the same for bit 4, $6 what is to be added. A half rounded to its upper nine bits is the code of
     256 times its value, but for the place of the sign (fp8.py)."""
-    lines = [f"{shift} m, $2, 8; {shift} n, $3, 8;" if shift else "mov.b32 m, $2; mov.b32 n, $3;"]
+    lines = [f"shr.u32 m, $2, {shift}; shr.u32 n, $3, {shift};"]
     for out, mask in enumerate(("0x000f000f", "0x00f000f0")):
         for word, pair in (("m", "a"), ("n", "b")):
             lines.append(f"and.b32 v, {word}, {mask}; fma.rn.f16x2 v, v, ${4 + out}, $6;")
@@ -475,9 +474,9 @@ def _decode_asm(shift: str) -> str:
     return f"{{ .reg .b32 m, n, v, a, b; {' '.join(lines)} }}"
 
 
-_DECODE_FIRST, _DECODE_SECOND = constexpr(_decode_asm("")), constexpr(_decode_asm("shr.u32"))
-# From what INT4 stores for a group to $4, $5 and $6 above: the scale times 2^24, the scale times 2^20, and the zero
-# point times minus the scale
+_DECODE_FIRST, _DECODE_SECOND = constexpr(_decode_asm(0)), constexpr(_decode_asm(8))
+# int4._int4_factors on pairs of equal halves: from what INT4 stores for a group to $4, $5 and $6 above, the scale times
+# 2^24, the scale times 2^20, and minus the scale times the zero point
 _FACTORS = constexpr(
     "{ .reg .b32 zero; prmt.b32 zero, $3, 0, 0x4040; neg.f16x2 zero, zero; prmt.b32 $0, $3, 0, 0x1414;"
     "shr.u32 $0, $0, 2; lop3.b32 $0, $0, 0x3fc03fc0, 0x40004000, 0xea; sub.u32 $1, $0, 0x10001000;"
@@ -590,8 +589,8 @@ def _multiply_blocks(
         codes = _decode(words, factors, _DECODE_FIRST)
         acc = gl.zeros([64, TOKENS], gl.float32, ACC)
         for j in range(blocks):
-            # Each product is started as soon as its half is decoded, and the next half is decoded meanwhile; after the
-            # last block that is the same one again
+            # Each product is started as soon as its half is decoded, and meanwhile, as far as ptxas lets it, the next
+            # half is decoded; in the last block that is the same block again, for nothing
             stage, after = i % STAGES, i + gl.where(j < blocks - 1, 1, 0)
             x_tile = x_tiles.index(2 * stage).permute((1, 0))
             acc = warpgroup_mma(_operand(codes, OPERAND), x_tile, acc, is_async=True)
@@ -602,12 +601,14 @@ def _multiply_blocks(
             next_groups = gl.load(in_block + gl.minimum(j + 2, blocks - 1) * 8)
             mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
             words = w_tiles.index(2 * (after % STAGES) + group).load(WORDS)
-            acc, words = warpgroup_mma_wait(1, deps=[acc, words])  # registers of the first half are free from here on
+            # Registers of the first half are free from here on. The words go through the wait, so that nothing is
+            # decoded into these registers before it (triton issue 9433)
+            acc, words = warpgroup_mma_wait(1, deps=[acc, words])
             codes = _decode(words, factors, _DECODE_FIRST)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
             i += 1
-        gdc_wait(PDL)
+        gdc_wait(PDL)  # for x_scales and out: the group that loads has waited before it loaded x
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, ACC))
         tokens = token + gl.arange(0, TOKENS, gl.SliceLayout(0, ACC))
         acc *= (gl.load(row_scales + rows, mask=rows < N, other=0.0) / 256)[:, None]
@@ -646,24 +647,20 @@ def _int4_product_kernel(
     )  # fmt: skip
 
 
-def multiplies_int4(T: int, K: int) -> bool:
-    return gluon is not None and T <= MAX_TOKENS and K % BLOCK_K == 0
+def multiplies_int4(T: int, K: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel is meant for T tokens, K columns and a result in dtype; N must be a multiple of 8."""
+    return gluon is not None and T <= MAX_TOKENS and K % BLOCK_K == 0 and dtype.itemsize == 2
 
 
 def int4_linear(x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: Tensor) -> Tensor:
     """x W^T in out [T, N]. x [T, K] codes of E4M3 and their scales [T, 1]; tensors: what int4.INT4 stores for W."""
     (T, N), (words, groups, row_scales), SMs = out.shape, tensors, processors(x.device)
     tiles_of = lambda tokens: triton.cdiv(N, 128) * triton.cdiv(T, tokens)
-    # The most tokens to a tile that keep more than half of the SMs busy
+    # The most tokens to a tile that fill more than half of it and keep more than half of the SMs busy
     tokens = next((n for n in (256, 128) if n < 2 * T and 2 * tiles_of(n) > SMs), 64)
 
-    def blocks(t: Tensor, block: list[int], kind) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-        return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
-
-    codes = blocks(x.view(torch.float8_e4m3fn), [tokens, BLOCK_K // 2], gl.float8e4nv)
-    result = blocks(out, [tokens, 64], getattr(gl, str(out.dtype).removeprefix("torch.")))
-    args = (blocks(words, [64, BLOCK_K // 8], gl.int32), groups, row_scales, codes, x_scales, result)
+    codes, result = _in_tiles(x.view(torch.float8_e4m3fn), [tokens, BLOCK_K // 2]), _in_tiles(out, [tokens, 64])
+    args = (_in_tiles(words, [64, BLOCK_K // 8]), groups, row_scales, codes, x_scales, result)
     sizes, tiles = dict(TOKENS=tokens, STAGES=2 if tokens == 256 else 4), tiles_of(tokens)
     launch(_int4_product_kernel, (min(tiles, SMs),), x.device, *args, tiles, x.shape[1] // BLOCK_K, N, T, **sizes)
     return out

@@ -106,7 +106,7 @@ class Int4(Codes4):
         return scale, scale * (groups & 0xFF) / -16
 
     def tensor_core_linear(self, codes: Tensor, scales: Tensor, tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
-        if capability(codes.device) != 90 or not hopper.multiplies_int4(*codes.shape):
+        if capability(codes.device) != 90 or not hopper.multiplies_int4(*codes.shape, dtype):
             return None
         return hopper.int4_linear(codes, scales, tensors, scales.new_empty(len(codes), len(tensors[0]), dtype=dtype))
 

@@ -1662,23 +1662,61 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
         assert nmse(out, normed @ rows.t()) < limit, (N, K)
 
 
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_hoppers_prompts_with_4_bit_matrices(dtype):
-    """Tiles of 64, 128 and 256 tokens, several to a program; rows and tokens that do not fill a tile."""
+def test_prompts_for_hoppers_own_kernel(monkeypatch):
+    """It is not meant for fp32, for columns beyond a whole block, or for many tokens."""
+    monkeypatch.setattr(int4, "capability", lambda device: 90)
+    monkeypatch.setattr(hopper, "gluon", True)
+    monkeypatch.setattr(hopper, "int4_linear", lambda *_: "multiplied")
+    half, w = torch.float16, int4_matrix(16, 512)
+    chosen = lambda T, K, dtype: INT4.tensor_core_linear(torch.empty(T, K), torch.empty(T, 1), w.tensors, dtype)
+    assert chosen(896, 512, half) == chosen(17, 512, torch.bfloat16) == "multiplied"
+    assert chosen(100, 512, torch.float32) is chosen(100, 96, half) is chosen(897, 512, half) is None
+
+
+def needs_hopper() -> None:
     if launch.capability(DEVICE) != 90:
         pytest.skip("not a Hopper")
-    shapes = (17, 48, 256), (64, 17008, 512), (100, 208, 768), (200, 9008, 1024), (300, 528, 2048), (513, 9008, 4096)
-    for T, N, K in shapes:
-        w, (codes, scales) = int4_matrix(N, K), kernels.encode_rows(randn(T, K, dtype=dtype))
-        out = torch.full((T + 1, N), NAN, dtype=dtype, device=DEVICE)
-        hopper.int4_linear(codes, scales, w.tensors, out[:T])
-        size = w.dense().square().mean(1).sqrt()
-        exact = (E4M3.floats(codes) * scales) @ (w.dense() / size[:, None]).t()
-        assert nmse(out[:T] / size, exact) < 2.0**-10, (T, N, K)  # W's codes have three bits of mantissa
-        assert out[T:].isnan().all()
-        chosen = fp8.tensor_core_linear(codes, scales, w, dtype, "auto")
-        assert torch.equal(chosen, out[:T])
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("T, N, K, tokens", [
+    (17, 48, 256, 64), (64, 17008, 1280, 64), (300, 528, 2048, 64), (100, 17008, 1280, 128), (200, 9008, 768, 256),
+    (513, 9008, 2304, 256),
+])  # fmt: skip
+def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch):
+    """Tiles of every size; several to a program, whose blocks begin at each stage of the buffer; rows and tokens that
+    do not fill a tile."""
+    needs_hopper()
+    tiles, run = [], hopper.launch
+    monkeypatch.setattr(hopper, "launch", lambda *args, **sizes: (tiles.append(sizes["TOKENS"]), run(*args, **sizes)))
+    w, (codes, scales) = int4_matrix(N, K), kernels.encode_rows(randn(T, K, dtype=dtype))
+    out = torch.full((T + 1, N), NAN, dtype=dtype, device=DEVICE)
+    hopper.int4_linear(codes, scales, w.tensors, out[:T])
+    size = w.dense().square().mean(1).sqrt()
+    exact = (E4M3.floats(codes) * scales) @ (w.dense() / size[:, None]).t()
+    assert nmse(out[:T] / size, exact) < 2.0**-10  # W's codes have three bits of mantissa
+    assert out[T:].isnan().all() and tiles == [tokens]
+    assert torch.equal(fp8.tensor_core_linear(codes, scales, w, dtype, "auto"), out[:T])
+
+
+@needs_gpu
+def test_hoppers_codes_of_4_bit_matrices():
+    """The identity times W: every code is what its formula says, rounded to a half and then, ties away from zero, to
+    E4M3."""
+    needs_hopper()
+    words = torch.randint(-(1 << 31), 1 << 31, (256, 32), device=DEVICE).int()
+    groups = torch.randint(0, 0xF0, (256, 8), device=DEVICE) << 8 | torch.randint(0, 256, (256, 8), device=DEVICE)
+    w = (words, groups.to(torch.int16), torch.ones(256, 1, device=DEVICE))
+    scale, zero = int4._scales(groups >> 8).double(), groups & 0xFF
+    factor, added = scale[..., None], (scale * zero / -16).half()[..., None]
+    codes = INT4.codes(w).unflatten(1, (8, 32))
+    halves = (codes * factor + added).half().flatten(1).view(torch.int16).int()
+    rounded = (halves & 0x7FFF) + 0x40 >> 7 | halves >> 8 & 0x80
+    exact = E4M3.floats(rounded.to(torch.int8))[:, INT4.order(256, DEVICE).argsort()] / 256
+    out = torch.empty(256, 256, dtype=torch.float16, device=DEVICE)
+    hopper.int4_linear(E4M3.round(torch.eye(256, device=DEVICE)), torch.ones(256, 1, device=DEVICE), w, out)
+    assert torch.equal(out.t().float(), exact)
 
 
 @needs_triton
