@@ -70,19 +70,18 @@ class Test(NamedTuple):
         return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
 
 
-def numbers(text: str) -> list[int]:
-    """An argparse type: a number, or several with commas."""
-    return [within(int, 0, 1 << 24)(part) for part in text.split(",")]
+def several(kind: Callable[[str], object]) -> Callable[[str], list]:
+    """An argparse type: one value of a type, or several with commas."""
+    return lambda text: [kind(part) for part in text.split(",")]
 
 
-def one_of(*allowed: str) -> Callable[[str], list[str]]:
-    def names(text: str) -> list[str]:
-        for part in text.split(","):
-            if part not in allowed:
-                raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(allowed)}")
-        return text.split(",")
+def one_of(*allowed: str) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
+        return text
 
-    return names
+    return name
 
 
 def mode_of(args: argparse.Namespace) -> str:
@@ -96,7 +95,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--kernels", action="store_true", help="each op against its ceiling and against plain PyTorch")
     add("--profile", action="store_true", help="one decode step and one prefill, kernel by kernel")
     add("--perplexity", metavar="FILE", help="perplexity of a text")
-    add("--passes", type=numbers, metavar="T,...",
+    add("--passes", type=several(within(int, 1, 1 << 24)), metavar="T,...",
         help="what a pass of T tokens costs, relative to one of a single token")
     add("--tune", action="store_true", help="find launch sizes for this card and this model's shapes: into launch.json")
     add("--recorded", metavar="FILE", help="draw rows saved from -o jsonl; measures nothing")
@@ -107,10 +106,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         " repeated, it adds rows, and so do --dtype, --format, -p, -n and -d, which also take lists with commas")
     add("-c", "--ctx-size", type=within(int, 1, 1 << 24), metavar="N", only="speed kernels profile perplexity",
         help="context; with --perplexity the window [512]")
-    add("--dtype", type=one_of("auto", *DTYPE_NAMES), action="extend", default=["auto"], metavar="TYPE",
+    add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"], metavar="TYPE",
         help="auto, fp32, fp16, bf16")
-    add("--format", type=one_of("none", *FORMATS_8, "int4"), action="extend", default=["none"], metavar="FORMAT",
-        help=f"of the matrices: none, {', '.join(FORMATS_8)}, int4")
+    add("--format", type=several(one_of("none", *FORMATS_8, "int4")), action="extend", default=["none"],
+        metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMATS_8)}, int4")
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto",
         help="sums of a prompt's products, as in run.py", only="speed profile perplexity passes")
@@ -118,7 +117,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="CPU threads [as in run.py]")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
 
-    add = parser.group("tests", "speed")
+    add, numbers = parser.group("tests", "speed"), several(within(int, 0, 1 << 24))
     add("-p", "--n-prompt", type=numbers, action="extend", default=[512], metavar="N", only="speed kernels profile",
         help="tokens of a prompt; 0 leaves the test out [512]")
     add("-n", "--n-gen", type=numbers, action="extend", default=[128], metavar="N",
@@ -146,8 +145,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for flag in {"speed": (), "kernels": ("-m", "--dtype", "--format")}.get(args.mode, lists):
         if len(lists[flag]) > 1:
             parser.error(f"{MODES[args.mode]} takes one {flag}")
-    if args.passes and not all(args.passes):
-        parser.error("--passes 0: a pass has at least one token")
     if args.perplexity and args.stride and args.stride > (args.ctx_size or 512):
         parser.error(f"--stride {args.stride} skips text between windows of {args.ctx_size or 512}")
     if args.recorded and not args.plot:
@@ -182,16 +179,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 import fp8
-from checkpoint import (
-    DTYPES,
-    check_accumulate,
-    check_memory,
-    load,
-    pick_backend,
-    pick_device,
-    pick_dtype,
-    read_config,
-)
+from checkpoint import DTYPES, check_accumulate, check_memory, load, pick_backend, pick_device, pick_dtype, read_config
 from fp8 import Format, Matrix
 from kernels import FORMATS, cpu_product_dtype, prepacked, storage_dtype
 from launch import capability, jit, nearest, save_tables, tables, tl, triton
@@ -357,15 +345,13 @@ def product_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * size**3 / statistics.median(wall_times(product, device, warmup=2))
 
 
-@cache
-def note_disturbed() -> None:
-    note("note: more than 100% of a ceiling: the weights fit into a cache, or measuring the ceiling was disturbed")
+note_once = cache(note)
 
 
 def percent(part: float, whole: float) -> float:
     """How much of a ceiling is reached. Says so where that is more than all of it."""
     if part > whole:
-        note_disturbed()
+        note_once("note: more than 100% of a ceiling: the weights fit into a cache, or measuring it was disturbed")
     return 100 * part / whole
 
 

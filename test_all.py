@@ -5098,7 +5098,7 @@ def test_bench_cells_and_percents(capsys):
     shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
     for value, text in (shown | {7: "7", None: ""}).items():
         assert bench.cell(value) == text, value
-    bench.note_disturbed.cache_clear()
+    bench.note_once.cache_clear()
     assert [bench.percent(x, 2) for x in (1, 3, 3)] == [50, 150, 150]
     assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
 
