@@ -230,10 +230,11 @@ def random_weights(
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
 
 
-def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str = "none") -> Llama:
-    """A checkpoint, or random weights for a name like random:7b. On a CPU, sets how many threads torch uses for it."""
+def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
+    """A checkpoint, or random weights for a name like random:7b, with room for ctx_size tokens. On a CPU, sets how many
+    threads torch uses for it."""
     opened = random_model if args.model.startswith("random:") else open_checkpoint
-    model = opened(args, dtype, ctx_size, format)
+    model = opened(args, dtype, max(ctx_size, args.ctx_size or 0), format)
     threads = args.threads or (1 if model.suits_one_thread else args.cores)
     if model.device.type == "cpu" and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -520,45 +521,42 @@ def bound(model: Llama, test: Test) -> float:
     return read_ceiling(model.device) / decode_bytes(model, test.depth + test.n / 2)
 
 
-def throughput(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of the default table: prompts, then generation, at each depth, for each dtype and format."""
-    longest = max(test.depth + test.n for test in args.tests) + 1
-    for dtype, form in itertools.product(args.dtype, args.format):
-        start = time.perf_counter()
-        model = open_model(args, dtype, max(longest, args.ctx_size or 0), form)
-        loaded = time.perf_counter() - start
-        cache, device, as_type = KVCache(model), model.device, product_dtype(model)
-        if model.config.ranks > 1:
-            note(f"running on {device}{args.ranks.described(model.exchange, device)}")
-        note(f"loaded in {loaded:.2f} s")
-        if device.type == "cpu":
-            seconds = (args.repetitions + 1) * sum(test.n / bound(model, test) for test in args.tests)
-            if seconds > 5:
-                note(f"{args.model}: this takes at least {seconds:.0f} s, at the speed of memory and arithmetic")
-        name = next(name for name, held in DTYPES.items() if held == model.dtype)
-        size, kv = model.config.ranks * decode_bytes(model, 0) / 1e9, "e4m3" if model.kv_fp8 else name
-        about = (args.model, size, model.backend, device_name(device, args.ranks), name, format_of(model), kv)
-        for test in args.tests:
-            measure = prompt_speeds if test.kind == "pp" else generation_speeds
-            mean, std = spread(measure(model, cache, test, args.repetitions))
-            yield Row(*about, str(test), mean, std, percent(mean, bound(model, test)))
-        read, product = read_ceiling(device) / 1e9, product_ceiling(device, as_type) / 1e12
-        note(f"ceilings: read {read:.1f} GB/s, {str(as_type).removeprefix('torch.')} product {product:.2f} TFLOP/s")
-        del model, cache
-        release()
+def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]:
+    """The rows of one model: prompts, then generation, at each depth."""
+    start = time.perf_counter()
+    model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, form)
+    loaded = time.perf_counter() - start
+    cache, device, as_type = KVCache(model), model.device, product_dtype(model)
+    if model.config.ranks > 1:
+        note(f"running on {device}{args.ranks.described(model.exchange, device)}")
+    note(f"loaded in {loaded:.2f} s")
+    if device.type == "cpu":
+        seconds = (args.repetitions + 1) * sum(test.n / bound(model, test) for test in args.tests)
+        if seconds > 5:
+            note(f"{args.model}: this takes at least {seconds:.0f} s, at the speed of memory and arithmetic")
+    name = next(name for name, held in DTYPES.items() if held == model.dtype)
+    size, kv = model.config.ranks * decode_bytes(model, 0) / 1e9, "e4m3" if model.kv_fp8 else name
+    about = (args.model, size, model.backend, device_name(device, args.ranks), name, format_of(model), kv)
+    for test in args.tests:
+        measure = prompt_speeds if test.kind == "pp" else generation_speeds
+        mean, std = spread(measure(model, cache, test, args.repetitions))
+        yield Row(*about, str(test), mean, std, percent(mean, bound(model, test)))
+    read, product = read_ceiling(device) / 1e9, product_ceiling(device, as_type) / 1e12
+    note(f"ceilings: read {read:.1f} GB/s, {str(as_type).removeprefix('torch.')} product {product:.2f} TFLOP/s")
 
 
 def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of each model, and after them those of transformers."""
-    for name in args.models:
-        args.model = name
-        plain: dict[str, list[Row]] = defaultdict(list)  # by dtype; transformers has no format like ours
-        for row in throughput(args):
-            yield row
-            if row.format == "none":
-                plain[row.dtype].append(row)
-        for ours in plain.values() if args.vs else ():
-            yield from transformers_rows(args, ours)
+    """The rows of the default table: each model in each dtype and format, and after those of a dtype transformers'."""
+    for model, dtype in itertools.product(args.models, args.dtype):
+        args.model, plain = model, []  # transformers has no format like ours
+        for form in args.format:
+            for row in throughput(args, dtype, form):
+                yield row
+                if row.format == "none":
+                    plain.append(row)
+            release()
+        if args.vs and plain:
+            yield from transformers_rows(args, plain)
             release()
 
 
@@ -738,8 +736,7 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
 @torch.inference_mode()
 def run_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
-    longest = max(T + start_pos for T, start_pos in shapes)
-    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, longest), args.format[0])
+    model = open_model(args, args.dtype[0], max(map(sum, shapes)), args.format[0])
     note_reference(args, model)
     later = {"op": [*PRODUCTS], "shape": [shape_text(*shape) for shape in shapes], "bound by": ["arithmetic"]}
     show((row for shape in shapes for row in kernel_rows(model, *shape)), args.output, later)
@@ -813,7 +810,7 @@ def profile_rows(
 @torch.inference_mode()
 def run_profile(args: argparse.Namespace) -> None:
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
-    model = open_model(args, args.dtype[0], max(args.ctx_size or 0, start_pos + T + 8), args.format[0])
+    model = open_model(args, args.dtype[0], start_pos + T + 8, args.format[0])
     note_reference(args, model)
     tokens = torch.randint(3, model.config.vocab_size, (start_pos + T,)).tolist()
     cache = KVCache(model)

@@ -4947,8 +4947,8 @@ def test_bench_speed_rows(bench_cli, tiny, tiny_saved):
 def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
     shown, original = [], bench.throughput
 
-    def rows(args):
-        for row in original(args):
+    def rows(*args):
+        for row in original(*args):
             yield row
             shown.append(capfd.readouterr())
 
@@ -4983,9 +4983,9 @@ def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, monkeypatch):
 def test_bench_random_config(bench_cli, tmp_path, family):
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=70)
     getattr(transformers, f"{family}Config")(num_key_value_heads=2, head_dim=8, **sizes).save_pretrained(tmp_path)
-    args = SimpleNamespace(device="cpu", backend="torch", kv_fp8=False, accumulate="auto", threads=1, cores=1)
+    args = bench.parse_args(["--device", "cpu", "-t", "1"])
     args.model, args.ranks = f"random:{tmp_path / 'config.json'}:2", parallel.Ranks()
-    model = bench.open_model(args, "fp32", 16)
+    model = bench.open_model(args, "fp32", 16, "none")
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
     assert len(model.weights.layers) == 2 and layer == model.config.layer_shapes.keys()
     assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
