@@ -370,32 +370,29 @@ LAYER_PRODUCTS = ("rmsnorm_qkv_rope", "wo", "rmsnorm_swiglu", "w2")
 PRODUCTS = (*LAYER_PRODUCTS, "rmsnorm_linear")
 
 
-def cost(
-    op: str, c: Config, T: int, start_pos: int = 0, size: int = 2, format: Format | None = None, kv_size: int = 2
-) -> tuple[float, float]:
+def cost(op: str, model: Llama, T: int, start_pos: int = 0) -> tuple[float, float]:
     """Bytes that one launch of an op must move and operations that it must do, for T tokens after start_pos others:
-    every input is read once, every output written once, and a multiply-add counts as two operations. size: bytes an
-    element; kv_size: bytes an element of the cache; format: of the matrices, if any."""
-    C, F, V, q, kv = c.dim, c.hidden_dim, c.output_rows, c.q_dim, c.kv_dim
+    every input is read once, every output written once, and a multiply-add counts as two operations. Where layers have
+    matrices in different formats, the mean of their bytes counts."""
+    c, w, size = model.config, model.weights, model.dtype.itemsize
+    C, V, q, kv = c.dim, c.output_rows, c.q_dim, c.kv_dim
 
-    def matrix(rows: int, columns: int) -> float:
-        stored = format and format.at("output" if op == "rmsnorm_linear" else op)
-        return float(stored.nbytes(rows, columns) if stored else size * rows * columns)
-
-    def product(rows: int, columns: int, extra: float) -> tuple[float, float]:
-        return matrix(rows, columns) + size * (T * columns + extra), 2.0 * T * rows * columns
+    def product(name: str, extra: float) -> tuple[float, float]:
+        matrices = [w.output] if name == "output" else [getattr(layer, name) for layer in w.layers]
+        N, K = matrices[0].shape
+        return statistics.fmean(m.nbytes for m in matrices) + size * (T * K + extra), 2.0 * T * N * K
 
     seen = T * start_pos + T * (T + 1) / 2  # keys seen by all tokens together
     return {
         "embedding": (size * 2.0 * T * C, 0.0),
         "rmsnorm": (size * (2.0 * T * C + C), 4.0 * T * C),
         "rope": (size * 2.0 * T * q + 4.0 * T * c.head_dim, 3.0 * T * q),
-        "rmsnorm_qkv_rope": product(q + 2 * kv, C, C + T * (q + 2 * kv)),
-        "attention": (size * 2.0 * T * q + kv_size * 2.0 * (start_pos + T) * kv, 4.0 * q * seen),
-        "wo": product(C, q, 2 * T * C),
-        "rmsnorm_swiglu": product(2 * F, C, C + T * F),
-        "w2": product(C, F, 2 * T * C),
-        "rmsnorm_linear": (matrix(V, C) + size * (C + T * C) + 4.0 * T * V, 2.0 * T * V * C),
+        "rmsnorm_qkv_rope": product("wqkv", C + T * (q + 2 * kv)),
+        "attention": (size * 2.0 * T * q + model.kv_dtype.itemsize * 2.0 * (start_pos + T) * kv, 4.0 * q * seen),
+        "wo": product("wo", 2 * T * C),
+        "rmsnorm_swiglu": product("w13", C + T * c.hidden_dim),
+        "w2": product("w2", 2 * T * C),
+        "rmsnorm_linear": product("output", C + T * V * 4 / size),  # logits are in fp32
         "sample": (4.0 * V, 2.0 * V),
     }[op]
 
@@ -406,10 +403,10 @@ def decode_bytes(model: Llama, length: float) -> float:
     return matrices + 2.0 * c.n_layers * c.kv_dim * length * model.kv_dtype.itemsize
 
 
-def prefill_operations(c: Config, T: int, start_pos: int = 0) -> float:
+def prefill_operations(model: Llama, T: int, start_pos: int = 0) -> float:
     """Operations for T tokens after start_pos others, with the logits of the last one only."""
-    layer = sum(cost(op, c, T, start_pos)[1] for op in (*LAYER_PRODUCTS, "attention"))
-    return c.n_layers * layer + cost("rmsnorm_linear", c, 1)[1]
+    layer = sum(cost(op, model, T, start_pos)[1] for op in (*LAYER_PRODUCTS, "attention"))
+    return model.config.n_layers * layer + cost("rmsnorm_linear", model, 1)[1]
 
 
 # ---- tables
@@ -516,8 +513,8 @@ def generation_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int
 def bound(model: Llama, test: Test) -> float:
     """Tokens a second at the ceiling: the product rate for a prompt, the read bandwidth for generation."""
     if test.kind == "pp":
-        operations = prefill_operations(model.config, test.n, test.depth)
-        return product_ceiling(model.device, product_dtype(model)) * test.n / operations
+        rate = product_ceiling(model.device, product_dtype(model))
+        return rate * test.n / prefill_operations(model, test.n, test.depth)
     return read_ceiling(model.device) / decode_bytes(model, test.depth + test.n / 2)
 
 
@@ -711,11 +708,11 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
     """Microseconds of an op on several sets of data, on the device, by the wall clock and in plain PyTorch, and its
     share of the ceiling that binds. The sets are several times the size of the L2, so that memory is measured and not
     the cache."""
-    device, dtype, format = model.device, model.dtype, model.weights.layers[0].wqkv.format
+    device = model.device
     each = lambda run: device_time(lambda: [run(*some) for some in data], model) / len(data)
     seconds, plain_seconds = each(ours), each(plain)
     wall = statistics.median(wall_times(lambda: ours(*data[0]), device, 10))
-    moved, operations = cost(op, model.config, T, start_pos, dtype.itemsize, format, model.kv_dtype.itemsize)
+    moved, operations = cost(op, model, T, start_pos)
     copies = op in ("rmsnorm", "rope")  # these write as much as they read
     memory = moved / (copy_ceiling(device) if copies else read_ceiling(device))
     compute = operations / product_ceiling(device, product_dtype(model, op, T))
@@ -778,10 +775,8 @@ def profile_rows(
     come in the order of a forward pass; if there are more or fewer than it has, they stay without an op. A kernel that
     starts while its predecessor is running (programmatic dependent launch) is charged only with the time by which it
     outlasts it: rows and gaps add up to the whole."""
-    c = model.config
-    each = dict(size=model.dtype.itemsize, format=model.weights.layers[0].wqkv.format, kv_size=model.kv_dtype.itemsize)
     ops = [next((op for op, pattern in OPS.items() if re.search(pattern, name)), None) for name, _, _ in events]
-    products = [*LAYER_PRODUCTS * c.n_layers, "rmsnorm_linear"]
+    products = [*LAYER_PRODUCTS * model.config.n_layers, "rmsnorm_linear"]
     ordered = iter(products if ops.count("product") == len(products) else ())
     spent: dict[tuple, list[float]] = defaultdict(list)
     gaps, clock = 0.0, events[0][1]
@@ -795,7 +790,7 @@ def profile_rows(
     rows, ideal = [], 0.0
     for (name, op), times in spent.items():
         tokens = 1 if op == "rmsnorm_linear" else T  # only the last token's logits are needed
-        moved, operations = (len(times) * n for n in (cost(op, c, tokens, start_pos, **each) if op else (0.0, 0.0)))
+        moved, operations = (len(times) * n for n in (cost(op, model, tokens, start_pos) if op else (0.0, 0.0)))
         seconds = sum(times)
         rate = product_ceiling(model.device, product_dtype(model, op, tokens))
         ideal += max(moved / read, operations / rate)

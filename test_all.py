@@ -4884,14 +4884,24 @@ def test_launch_sizes_are_saved(tmp_path, monkeypatch):
 
 def test_bench_cost(tiny_model):
     c = read_config_like(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10)
-    # 16-bit: Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
-    assert bench.cost("rmsnorm_qkv_rope", c, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
+    cpu = torch.device("cpu")
+
+    def model_in(dtype: torch.dtype, format=None) -> Llama:
+        return Llama(c, bench.random_weights(c, dtype, dtype, cpu, format, "torch"), "torch", cpu, dtype, 16)
+
+    halves, in_8_bits = model_in(torch.float16), model_in(torch.float16, E4M3)
+    # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
+    assert bench.cost("rmsnorm_qkv_rope", halves, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
     # 3 tokens after 5: they see 6 + 7 + 8 = 21 keys; 8 cached positions of 2 heads of 2, for keys and for values
-    assert bench.cost("attention", c, 3, 5) == (2 * (3 * 8 * 2 + 2 * 8 * 4), 4 * 8 * 21)
-    assert bench.cost("rmsnorm_swiglu", c, 2, size=4) == (4 * (24 * 8 + 2 * 8 + 8 + 2 * 12), 2 * 2 * 24 * 8)
-    assert bench.cost("w2", c, 1, format=E4M3) == (8 * 12 + 4 * 8 + 2 * (12 + 8 + 8), 2 * 8 * 12)
+    assert bench.cost("attention", halves, 3, 5) == (2 * (3 * 8 * 2 + 2 * 8 * 4), 4 * 8 * 21)
+    swiglu = bench.cost("rmsnorm_swiglu", model_in(torch.float32), 2)
+    assert swiglu == (4 * (24 * 8 + 2 * 8 + 8 + 2 * 12), 2 * 2 * 24 * 8)
+    assert bench.cost("w2", in_8_bits, 1) == (8 * 12 + 4 * 8 + 2 * (12 + 8 + 8), 2 * 8 * 12)
+    in_8_bits.weights.layers[1].w2 = halves.weights.layers[1].w2
+    assert bench.cost("w2", in_8_bits, 1)[0] == (8 * 12 + 4 * 8 + 2 * 8 * 12) / 2 + 2 * (12 + 8 + 8)
+    assert bench.cost("rmsnorm_linear", halves, 1)[0] == 2 * (10 * 8 + 8 + 8) + 4 * 10
     layer = 2 * 16 * 8 + 4 * 8 * 1 + 2 * 8 * 8 + 2 * 24 * 8 + 2 * 8 * 12
-    assert bench.prefill_operations(c, 1) == 2 * layer + 2 * 10 * 8
+    assert bench.prefill_operations(halves, 1) == 2 * layer + 2 * 10 * 8
     # a decode step reads all matrices, and keys and values of 2 layers, 2 heads of 16
     matrices = sum(matrix.nbytes for matrix in tiny_model.weights.matrices)
     assert [bench.decode_bytes(tiny_model, depth) - matrices for depth in (0, 10)] == [0, 4 * 2 * 2 * 10 * 2 * 16]
@@ -5038,7 +5048,7 @@ def test_bench_profile_rows(tiny_model, monkeypatch):
     assert counts == products | {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_best_kernel": 1}
     assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
-    moved = 2 * bench.cost("w2", tiny_model.config, 1, size=4)[0]
+    moved = 2 * bench.cost("w2", tiny_model, 1)[0]
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
 
 
