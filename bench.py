@@ -626,10 +626,6 @@ def peer(row: Row, backend: str, speeds: list[float]) -> Row:
 # ---- kernels, each against its ceiling and against plain PyTorch
 
 
-def shape_text(T: int, start_pos: int) -> str:
-    return f"T {T}, {start_pos} before"
-
-
 def plain_rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
@@ -718,7 +714,8 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
     compute = operations / product_ceiling(device, product_dtype(model, op, T))
     return {
         "op": op,
-        "shape": shape_text(T, start_pos),
+        "tokens": T,
+        "depth": start_pos,
         "us": 1e6 * seconds,
         "wall us": 1e6 * wall,
         "MB": moved / 1e6,
@@ -735,8 +732,8 @@ def run_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
     model = open_model(args, args.dtype[0], max(map(sum, shapes)), args.format[0])
     note_reference(args, model)
-    later = {"op": [*PRODUCTS], "shape": [shape_text(*shape) for shape in shapes], "bound by": ["arithmetic"]}
-    show((row for shape in shapes for row in kernel_rows(model, *shape)), args.output, later)
+    rows = (row for shape in shapes for row in kernel_rows(model, *shape))
+    show(rows, args.output, later={"op": [*PRODUCTS], "bound by": ["arithmetic"]})
 
 
 def note_reference(args: argparse.Namespace, model: Llama) -> None:
