@@ -117,7 +117,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("-t", "--threads", type=within(int, 1, 4096), metavar="N", help="CPU threads [as in run.py]")
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help="auto: triton on a GPU, torch on a CPU")
 
-    add, numbers = parser.group("tests", "speed"), several(within(int, 0, 1 << 24))
+    add = parser.group("tests", "speed")
+    numbers = several(within(int, 0, 1 << 24))
     add("-p", "--n-prompt", type=numbers, action="extend", default=[512], metavar="N", only="speed kernels profile",
         help="tokens of a prompt; 0 leaves the test out [512]")
     add("-n", "--n-gen", type=numbers, action="extend", default=[128], metavar="N",
@@ -545,7 +546,8 @@ def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]
 def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of the default table: each model in each dtype and format, and after those of a dtype transformers'."""
     for model, dtype in itertools.product(args.models, args.dtype):
-        args.model, plain = model, []  # transformers has no format like ours
+        args.model = model
+        plain = []  # transformers has no format like ours
         for form in args.format:
             for row in throughput(args, dtype, form):
                 yield row
@@ -848,7 +850,7 @@ def run_passes(args: argparse.Namespace) -> None:
 # ---- launch sizes
 
 
-def vector_candidates(bits: int, columns: int) -> Iterator[list[int]]:
+def vector_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
     """launch.VectorSizes worth trying: at least eight neighbours per thread, and enough weights per thread to hide the
     latency of memory, but not too many."""
     for rows, block, warps in itertools.product((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16)):
@@ -857,14 +859,15 @@ def vector_candidates(bits: int, columns: int) -> Iterator[list[int]]:
             yield [rows, block, warps]
 
 
-def stream_candidates(bits: int, columns: int) -> Iterator[list[int]]:
-    """launch.StreamSizes likewise."""
+def stream_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
+    """launch.StreamSizes likewise. Only linear_add does without pairs of rows."""
+    rows_of_tile = (1, 2, 4, 8) if op == "linear_add" else (2, 4, 8)
     blocks = [block for block in (2048, 4096, 8192, 16384) if columns <= 3 * block and block < max(2 * columns, 4096)]
-    for rows, block, warps, stages in itertools.product((1, 2, 4, 8), blocks, (6, 8, 12, 16), (3, 4, 6)):
+    for rows, block, warps, stages in itertools.product(rows_of_tile, blocks, (6, 8, 12, 16), (3, 4, 6)):
         yield [rows, block, max(1, warps // (block // 2048)), stages]
 
 
-def few_candidates(bits: int, columns: int) -> Iterator[list[int] | None]:
+def few_candidates(op: str, bits: int, columns: int) -> Iterator[list[int] | None]:
     """launch.FewSizes likewise: up to 64 registers a thread for the tiles of W in flight. None is the library."""
     yield None
     for rows, warps, steps, lanes, ahead in itertools.product((16, 32), (4, 8), (1, 2, 4), (4, 8), (1, 2, 4)):
@@ -894,9 +897,7 @@ def run_tune(args: argparse.Namespace) -> None:
         print(f"T = {T}, as it is: {1e6 * pass_seconds(model, cache, T, 64):.1f} us")
         for op, w in products:
             sizes, found = table.setdefault(op, dict(table["default"])), []
-            for candidate in candidates(w.bits, w.columns):
-                if candidate and candidate[0] == 1 and op != "linear_add":
-                    continue  # the other ops need pairs of rows
+            for candidate in candidates(op, w.bits, w.columns):
                 sizes[w.columns] = candidate
                 with suppress(triton.OutOfResources):  # more shared memory than the card has
                     found.append((pass_seconds(model, cache, T, 64), candidate))
