@@ -234,6 +234,8 @@ def random_weights(
 def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
     """A checkpoint, or random weights for a name like random:7b, with room for ctx_size tokens. On a CPU, sets how many
     threads torch uses for it."""
+    gc.collect()  # frees a model that was measured before
+    torch.cuda.empty_cache()
     opened = random_model if args.model.startswith("random:") else open_checkpoint
     model = opened(args, dtype, max(ctx_size, args.ctx_size or 0), format)
     threads = args.threads or (1 if model.suits_one_thread else args.cores)
@@ -245,9 +247,12 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str)
 
 
 def open_checkpoint(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
-    """The checkpoint of the command line; format "none" keeps the matrices as they are."""
+    """The checkpoint of the command line; format "none" keeps the matrices as they are. Sets args.folder, which
+    transformers reads without asking the hub."""
     flags = {name: getattr(args, name) for name in ("device", "backend", "kv_fp8", "accumulate", "ranks")}
-    return load(args.model, dtype=dtype, ctx_size=ctx_size, format=None if format == "none" else format, **flags)
+    model = load(args.model, dtype=dtype, ctx_size=ctx_size, format=None if format == "none" else format, **flags)
+    args.folder = model.checkpoint.folder
+    return model
 
 
 def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str) -> Llama:
@@ -260,11 +265,6 @@ def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: st
     with torch.inference_mode():
         weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, held, backend)
     return Llama(config, weights, backend, device, as_dtype, ctx_size, None, args.kv_fp8, args.accumulate, args.ranks)
-
-
-def release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 # ---- time
@@ -553,10 +553,8 @@ def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
                 yield row
                 if row.format == "none":
                     plain.append(row)
-            release()
         if args.vs and plain:
             yield from transformers_rows(args, plain)
-            release()
 
 
 def run_speed(args: argparse.Namespace) -> None:
@@ -576,7 +574,7 @@ def transformers_model(args: argparse.Namespace, dtype: torch.dtype, device: tor
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not args.model.startswith("random:"):
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+        return AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype).to(device).eval()
     c = random_config(args.model)
     family = "qwen2" if c.qkv_bias else "qwen3" if c.qk_norm else "llama"
     heads = dict(num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim)
@@ -1085,8 +1083,6 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     args.cores = torch.get_num_threads()
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.vs:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers would ask the hub
     RUNS[args.mode](args)
     return 0
 

@@ -4970,7 +4970,7 @@ def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
     assert re.search(r"tiny\S*: this takes at least \d+ (s|minutes)", notes), notes
 
 
-def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, monkeypatch):
+def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, hub, monkeypatch):
     seconds = (0.9**i for i in itertools.count())  # each measurement is shorter than the one before
 
     def wall_times(run, *_) -> list[float]:
@@ -4987,6 +4987,12 @@ def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, monkeypatch):
     assert [(r["dtype"], r["test"], r["backend"]) for r in theirs] == expected, "beside what it did not run"
     rows = rows_of(bench_cli("-m", tiny_saved, *QUICK, "-o", "json", "--vs", "transformers"))
     assert [(r["format"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, "it cannot read this model"
+    asked = []
+    for _ in range(2):
+        rows = rows_of(bench_cli("-m", "someone/tiny", *QUICK, "-o", "json", "--vs", "transformers"))
+        asked.append(len(hub.asked))
+    assert [r["backend"] for r in rows[2:]] == ["transformers", *names["tg2"]]
+    assert asked[0] == asked[1] > 0, "downloaded, and then the hub is not asked again"
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
