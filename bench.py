@@ -243,6 +243,9 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str)
         torch.set_num_threads(threads)
         for ceiling in (read_ceiling, copy_ceiling, product_ceiling):
             ceiling.cache_clear()
+    if args.mode in ("kernels", "profile") and model.backend == "torch":
+        on = device_name(model.device, args.ranks)
+        note(f"note: this measures torch's ops on {on}; the Triton kernels need a GPU")
     return model
 
 
@@ -731,15 +734,8 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
 def run_kernels(args: argparse.Namespace) -> None:
     shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
     model = open_model(args, args.dtype[0], max(map(sum, shapes)), args.format[0])
-    note_reference(args, model)
     rows = (row for shape in shapes for row in kernel_rows(model, *shape))
     show(rows, args.output, later={"op": [*PRODUCTS], "bound by": ["arithmetic"]})
-
-
-def note_reference(args: argparse.Namespace, model: Llama) -> None:
-    if model.backend == "torch":
-        on = device_name(model.device, args.ranks)
-        note(f"note: this measures torch's ops on {on}; the Triton kernels need a GPU")
 
 
 # ---- profile
@@ -803,7 +799,6 @@ def profile_rows(
 def run_profile(args: argparse.Namespace) -> None:
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
     model = open_model(args, args.dtype[0], start_pos + T + 8, args.format[0])
-    note_reference(args, model)
     tokens = torch.randint(3, model.config.vocab_size, (start_pos + T,)).tolist()
     cache = KVCache(model)
     model.prefill(tokens[:start_pos], cache)
