@@ -875,11 +875,10 @@ def run_tune(args: argparse.Namespace) -> None:
     model = open_model(args, args.dtype[0], 256, args.format[0])
     if not model.uses_graphs:
         raise ValueError("--tune times the Triton kernels on a GPU")
-    cache, layer, output = KVCache(model), model.weights.layers[0], model.weights.output
+    cache, layer = KVCache(model), model.weights.layers[0]
     products = [("rmsnorm_qkv_rope", layer.wqkv), ("linear_add", layer.wo), ("rmsnorm_swiglu", layer.w13)]
-    products.append(("linear_add", layer.w2))
-    if output.format is layer.wqkv.format:
-        products.append(("rmsnorm_linear", output))
+    products += [("linear_add", layer.w2), ("rmsnorm_linear", model.weights.output)]
+    products = [(op, w) for op, w in products if w.format is layer.wqkv.format]  # whose tables these are
     for _ in range(20):
         pass_seconds(model, cache, 1, 64)  # a GPU that was idle is slower at first
     streams = layer.wqkv.format and layer.wqkv.format.packed_load

@@ -5084,8 +5084,10 @@ def test_bench_passes(bench_cli, tiny):
 
 @pytest.mark.parametrize("card", [90, 120])
 def test_bench_tune(tiny, tmp_path, monkeypatch, card):
-    """On a card that has entries, and on one that has used another's."""
-    model = load(tiny, dtype="bf16", device="cpu")
+    """On a card that has entries, and on one that has used another's. A matrix in another format has other tables."""
+    model = load(tiny, dtype="fp16", device="cpu")
+    layer = model.weights.layers[0]
+    layer.w2 = layer.w2.encoded(E4M3)
     monkeypatch.setattr(launch, "TABLES_FILE", Path(shutil.copy(HERE / "launch.json", tmp_path)))
     monkeypatch.setattr(launch, "tables", functools.cache(launch.tables.__wrapped__))
     monkeypatch.setattr(bench, "tables", launch.tables)
@@ -5105,8 +5107,9 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
     launch.tables.cache_clear()  # what it wrote
     vector, few = (launch.tables()[kind][card][16] for kind in best)
     for matrix, op in (("wqkv", "rmsnorm_qkv_rope"), ("wo", "linear_add"), ("w13", "rmsnorm_swiglu")):
-        columns = getattr(model.weights.layers[0], matrix).columns
+        columns = getattr(layer, matrix).columns
         assert vector[op][columns] == best["vector"] and few[8][op][columns] == few[16][op][columns] == best["few"]
+    assert layer.w2.columns not in vector["linear_add"]
     assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], "other cards keep theirs"
 
 
