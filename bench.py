@@ -208,9 +208,7 @@ def random_config(spec: str) -> Config:
     return dataclasses.replace(config, n_layers=int(layers)) if layers else config
 
 
-def random_weights(
-    c: Config, dtype: torch.dtype, stored: torch.dtype, device: torch.device, format: Format | None, backend: str
-) -> Weights:
+def random_weights(c: Config, dtype: torch.dtype, device: torch.device, format: Format | None, backend: str) -> Weights:
     """Weights of a configuration, made on the device: norms and biases are ones; matrices are normally distributed, as
     large as those that training starts from. In a format 64 rows repeat, since encoding takes long on a CPU."""
 
@@ -220,6 +218,7 @@ def random_weights(
             block = held.encode(torch.randn(min(rows, 64), columns, device=device).mul_(0.02))
             w = Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), held, shape)
         else:
+            stored = storage_dtype(backend, dtype, device)
             w = Matrix(torch.randn(shape, dtype=stored, device=device).mul_(0.02))
         return prepacked(w, backend, dtype, format)
 
@@ -266,7 +265,7 @@ def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: st
     check_accumulate(args.accumulate, backend, device, as_dtype)
     check_memory(config, as_dtype, device, ctx_size, held, args.kv_fp8, args.ranks)
     with torch.inference_mode():
-        weights = random_weights(config, as_dtype, storage_dtype(backend, as_dtype, device), device, held, backend)
+        weights = random_weights(config, as_dtype, device, held, backend)
     return Llama(config, weights, backend, device, as_dtype, ctx_size, None, args.kv_fp8, args.accumulate, args.ranks)
 
 

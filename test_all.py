@@ -4887,7 +4887,7 @@ def test_bench_cost(tiny_model):
     cpu = torch.device("cpu")
 
     def model_in(dtype: torch.dtype, format=None) -> Llama:
-        return Llama(c, bench.random_weights(c, dtype, dtype, cpu, format, "torch"), "torch", cpu, dtype, 16)
+        return Llama(c, bench.random_weights(c, dtype, cpu, format, "torch"), "torch", cpu, dtype, 16)
 
     halves, in_8_bits = model_in(torch.float16), model_in(torch.float16, E4M3)
     # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
@@ -5028,7 +5028,7 @@ def test_bench_shapes_as_published():
 @pytest.mark.parametrize("form", FORMATS)
 def test_bench_random_matrices(form):
     format, c = FORMATS[form], read_config_like(dim=64, n_kv_heads=1, head_dim=16)
-    layer = bench.random_weights(c, torch.float32, torch.float32, torch.device("cpu"), format, "torch").layers[0]
+    layer = bench.random_weights(c, torch.float32, torch.device("cpu"), format, "torch").layers[0]
     assert layer.wqkv.shape == (96, 64) and layer.wqkv.nbytes == format.nbytes(96, 64)
     assert 0.018 < layer.wqkv.dense().std() < 0.022
 
