@@ -159,10 +159,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                     local_checkpoint(model)
             if args.plot and not os.access(args.plot if os.path.exists(args.plot) else Path(args.plot).parent, os.W_OK):
                 raise ValueError(f"--plot {args.plot} cannot be written there")
-    args.n_prompt, args.n_gen = ([n for n in ns if n] for ns in (args.n_prompt, args.n_gen))  # 0 leaves the test out
     counts = {"pp": args.n_prompt, "tg": args.n_gen}
-    args.tests = [Test(kind, n, depth) for kind, ns in counts.items() for depth in args.depth for n in ns]
-    if not (args.n_prompt if args.mode == "profile" else args.tests):
+    args.tests = [Test(kind, n, depth) for kind, ns in counts.items() for depth in args.depth for n in ns if n]
+    if not args.tests or args.mode == "profile" and args.n_prompt == [0]:
         parser.error("-p 0 leaves nothing to measure")
     args.models = args.models or [str(DEFAULT_MODEL)]
     args.model = args.models[0]
@@ -731,7 +730,7 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
 
 @torch.inference_mode()
 def run_kernels(args: argparse.Namespace) -> None:
-    shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for T in args.n_prompt for d in args.depth]
+    shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for kind, T, d in args.tests if kind == "pp"]
     model = open_model(args, args.dtype[0], max(map(sum, shapes)), args.format[0])
     rows = (row for shape in shapes for row in kernel_rows(model, *shape))
     show(rows, args.output, later={"op": [*PRODUCTS], "bound by": ["arithmetic"]})
