@@ -730,7 +730,8 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
 
 @torch.inference_mode()
 def run_kernels(args: argparse.Namespace) -> None:
-    shapes = [(1, max(d, 100)) for d in args.depth] + [(T, d) for kind, T, d in args.tests if kind == "pp"]
+    shapes = [(1, depth) for depth in sorted({max(d, 100) for d in args.depth})]
+    shapes += [(T, d) for kind, T, d in args.tests if kind == "pp"]
     model = open_model(args, args.dtype[0], max(map(sum, shapes)), args.format[0])
     rows = (row for shape in shapes for row in kernel_rows(model, *shape))
     show(rows, args.output, later={"op": [*PRODUCTS], "bound by": ["arithmetic"]})

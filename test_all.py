@@ -5007,9 +5007,10 @@ def test_bench_random_config(bench_cli, tmp_path, family):
     assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
     theirs = bench.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
-    code, out, err = bench_cli("-m", args.model, "--kernels", "-p", 4, "--device", "cpu", "-o", "jsonl")
+    code, out, err = bench_cli("-m", args.model, *"--kernels -p 4 -d 0,7 --device cpu -o jsonl".split())
     prompt = "rmsnorm rope rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
-    expected = [(op, 1, 100) for op in (*prompt, "rmsnorm_linear", "sample")] + [(op, 4, 0) for op in prompt]
+    expected = [(op, 1, 100) for op in (*prompt, "rmsnorm_linear", "sample")]
+    expected += [(op, 4, depth) for depth in (0, 7) for op in prompt]
     assert code == 0 and [(row["op"], row["tokens"], row["depth"]) for row in objects(out)] == expected, err
 
 
