@@ -702,13 +702,11 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
 
 
 def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: Callable, plain: Callable) -> dict:
-    """Microseconds of an op on several sets of data, on the device, by the wall clock and in plain PyTorch, and its
-    share of the ceiling that binds. The sets are several times the size of the L2, so that memory is measured and not
-    the cache."""
+    """Microseconds of an op on several sets of data, on the device and in plain PyTorch, and its share of the ceiling
+    that binds. The sets are several times the size of the L2, so that memory is measured and not the cache."""
     device = model.device
     each = lambda run: device_time(lambda: [run(*some) for some in data], model) / len(data)
     seconds, plain_seconds = each(ours), each(plain)
-    wall = statistics.median(wall_times(lambda: ours(*data[0]), device, 10))
     moved, operations = cost(op, model, T, start_pos)
     copies = op in ("rmsnorm", "rope")  # these write as much as they read
     memory = moved / (copy_ceiling(device) if copies else read_ceiling(device))
@@ -718,7 +716,6 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
         "tokens": T,
         "depth": start_pos,
         "us": 1e6 * seconds,
-        "wall us": 1e6 * wall,
         "MB": moved / 1e6,
         "GFLOP": operations / 1e9,
         "bound by": "memory" if memory > compute else "arithmetic",
