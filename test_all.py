@@ -377,7 +377,8 @@ def decode_in_graphs(monkeypatch, padded=()) -> None:
     monkeypatch.setattr(Llama, "uses_graphs", True)
     monkeypatch.setattr("model.PADDED", padded)
     graph = lambda run, device, reset, pool=None: (run(), reset()) and SimpleNamespace(replay=run, pool=lambda: None)
-    monkeypatch.setattr("model.captured", graph)
+    for module in ("model", "speculation"):
+        monkeypatch.setattr(f"{module}.captured", graph)
     for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
 
@@ -4200,8 +4201,6 @@ def test_speculation_in_graphs(tiny, monkeypatch):
     plain_longer = list(generate(model, longer, n=9, **settings))
     if DEVICE.type == "cpu":
         decode_in_graphs(monkeypatch)
-        capture = lambda run, _, reset: (run(), reset()) and SimpleNamespace(replay=run)
-        monkeypatch.setattr(speculation, "captured", capture)
     for way in (Lookup(3), Draft(3, model), Draft(5, other)):
         toss = random.Random(SEED)
         way.pacer.ready = lambda toss=toss: toss.random() < 0.7
