@@ -51,7 +51,7 @@ def stream(pointers, mask):
 
 
 @jit
-def load_elements(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def load_elements(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr = 1):
     """The `load` of a format whose first tensor has an element for each weight."""
     offs_k = tl.arange(0, COLUMNS)[None, :]
     mask = None
@@ -122,11 +122,11 @@ def plain_values(tile):
 class Format:
     """A way to store a matrix W [N, K]. Kernels receive the stored tensors as a tuple w, and these functions:
 
-    load(w, start, k, left, COLUMNS, NEIGHBOURS)
+    load(w, start, k, left, COLUMNS, NEIGHBOURS, GROUP)
                                a tile as stored, COLUMNS weights of each of its rows. start [R, 1]: where these begin
                                in W, as if that were stored row by row; k: the first column, a number or [R, 1]; left:
                                how many columns there are from there on, None if enough; NEIGHBOURS: how many a thread
-                               should have, if possible
+                               should have, if possible; GROUP: `group` below
     values(tile)               what it stands for, before row_scale: halves or floats [R, COLUMNS]
     row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
     packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none.
@@ -137,7 +137,7 @@ class Format:
 
     With groups, one token runs in kernels._stream_kernel:
 
-    packed_load(w, start, k, left, COLUMNS)
+    packed_load(w, start, k, left, COLUMNS, GROUP)
                                like load: int32 tensors [1, M], of which a thread has what 64 weights need
     packed_sums(tile, x, sums) float32 [1, COLUMNS / 64]: x as words of two halves [COLUMNS / 2], or floats [COLUMNS] in
                                the interpreter; the sums of each sum_x of them [COLUMNS / sum_x]
@@ -622,13 +622,14 @@ def format_of(w: Matrix) -> Format:
 
 @jit
 def _recode_kernel(
-    w, out, scales, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, VALUES: tl.constexpr,
-    COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
+    w, out, scales, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr,
+    VALUES: tl.constexpr, COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, BOUND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Decode a block of a row to the type of `out` or, where there are scales, to E4M3 codes and the row's scale."""
     gdc_launch_dependents(PDL)
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    y = VALUES(LOAD(w, row * K + tl.arange(0, 1)[:, None], k, K - k, BLOCK, 8)).to(tl.float32)
+    y = VALUES(LOAD(w, row * K + tl.arange(0, 1)[:, None], k, K - k, BLOCK, 8, GROUP)).to(tl.float32)
     if COLUMNS is None:
         offs_k = k + tl.arange(0, BLOCK)[None, :]
     else:
@@ -649,8 +650,8 @@ def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
     (N, K), device, format = w.shape, out.device, format_of(w)
     block = min(4096, triton.next_power_of_2(K))
     functions = dict(
-        LOAD=format.load, VALUES=format.values, COLUMNS=format.columns, ROW_SCALE=format.row_scale,
-        ENCODE=E4M3.on(device).encode_tile, BOUND=format.bound,
+        LOAD=format.load, GROUP=format.group, VALUES=format.values, COLUMNS=format.columns,
+        ROW_SCALE=format.row_scale, ENCODE=E4M3.on(device).encode_tile, BOUND=format.bound,
     )  # fmt: skip
     grid, warps = (N, triton.cdiv(K, block)), max(1, block // 1024)
     launch(_recode_kernel, grid, device, w.tensors, out, scales, K=K, BLOCK=block, **functions, warps=warps)

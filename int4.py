@@ -32,6 +32,7 @@ from fp8 import (
     Tensors,
     as_floats,
     half_at,
+    load_elements,
     load_groups,
     row_scale,
     scale_and_minimum,
@@ -225,17 +226,27 @@ def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COU
 
 
 @jit
-def load_codes(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr = 8):
-    """Codes, EACH to an int32: [R, COLUMNS / (4 EACH), 4], four neighbours to a thread."""
+def load_codes(w, start, k, left, COLUMNS: tl.constexpr):
+    """Codes of 4 or 8 bits, EACH to an int32: [R, COLUMNS / (4 EACH), 4], four neighbours to a thread."""
+    EACH: tl.constexpr = 4 if w[0].dtype.element_ty == tl.int8 else 8
     return load_words(w[0], start, k, left, COLUMNS, EACH, 4).reshape(start.shape[0], COLUMNS // (4 * EACH), 4)
 
 
 @jit
-def load_32(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Codes, and what groups of 32 have [R, COLUMNS / 32] in the tensors between codes and row: one or two."""
-    tile = (load_codes(w, start, k, left, COLUMNS), load_groups(w[1], start, k, left, COLUMNS, 32, 32))
+def load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
+    """Codes of 4 or 8 bits, and what their groups have in the tensors between codes and row: one, or two, of which the
+    first may have an element for each 32 columns."""
+    if w[0].dtype.element_ty == tl.int8:
+        tile = (load_elements(w, start, k, left, COLUMNS, NEIGHBOURS),)
+        EACH: tl.constexpr = NEIGHBOURS
+    else:
+        tile = (load_codes(w, start, k, left, COLUMNS),)
+        EACH: tl.constexpr = 32
     if len(w) == 4:
-        tile += (load_groups(w[2], start, k, left, COLUMNS, 32, 32),)
+        tile += (load_groups(w[1], start, k, left, COLUMNS, EACH, 32),)
+        tile += (load_groups(w[2], start, k, left, COLUMNS, EACH, GROUP),)
+    else:
+        tile += (load_groups(w[1], start, k, left, COLUMNS, EACH, GROUP),)
     return tile
 
 
@@ -368,9 +379,12 @@ def split_4(x):
 
 
 @jit
-def packed_groups(w, start, k, left, COLUMNS: tl.constexpr):
-    """What groups of 32 have in 16 or 32 bits of w, two to a thread: [R, COLUMNS / 32]."""
-    if w.dtype.element_ty.primitive_bitwidth == 16:
+def packed_groups(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """For each 32 columns the element of w, 16 or 32 bits, that belongs to them, two to a thread: [R, COLUMNS / 32]."""
+    if GROUP > 32:  # a multiple of 64, which a thread has: both are the same
+        one = load_groups(w, start, k, left, COLUMNS, 64, GROUP)
+        return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
+    elif w.dtype.element_ty.primitive_bitwidth == 16:
         both = load_groups(w.to(tl.pointer_type(tl.int32)), start, k, left, COLUMNS, 64, 64)
         return halves_of(both).to(w.dtype.element_ty, bitcast=True)
     else:
@@ -378,11 +392,13 @@ def packed_groups(w, start, k, left, COLUMNS: tl.constexpr):
 
 
 @jit
-def packed_load_32(w, start, k, left, COLUMNS: tl.constexpr):
+def packed_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """The same for one token."""
-    tile = (load_codes(w, start, k, left, COLUMNS), packed_groups(w[1], start, k, left, COLUMNS))
+    tile = (load_codes(w, start, k, left, COLUMNS),)
     if len(w) == 4:
-        tile += (packed_groups(w[2], start, k, left, COLUMNS),)
+        tile += (packed_groups(w[1], start, k, left, COLUMNS, 32), packed_groups(w[2], start, k, left, COLUMNS, GROUP))
+    else:
+        tile += (packed_groups(w[1], start, k, left, COLUMNS, GROUP),)
     return tile
 
 
@@ -417,9 +433,11 @@ def _columns(places, K: tl.constexpr):
     return columns if K % 256 == 0 else tl.where(places < K // 256 * 256, columns, places)
 
 
-# What formats of 4-bit codes share, but for their two ways to load
-KERNEL = dict(values=values, row_scale=row_scale, packed_sums=_packed_sums, sum_x=32, neighbours=64, peak=16384.0)
+# What formats of 4-bit codes share
+KERNEL = dict(
+    values=values, row_scale=row_scale, packed_load=packed_load, packed_sums=_packed_sums, sum_x=32, neighbours=64,
+    peak=16384.0,
+)  # fmt: skip
 INT4 = Int4(
-    "int4", 4, load_32, packed_load=packed_load_32, columns=_columns, group=GROUP, whole=BLOCK,
-    bound=2.0**-4, **KERNEL,
+    "int4", 4, load, columns=_columns, group=GROUP, whole=BLOCK, bound=2.0**-4, **KERNEL,
 )  # fmt: skip

@@ -178,14 +178,14 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
 
 
 @jit
-def _load_tile(w, rows, k, N, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr):
+def _load_tile(w, rows, k, N, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr):
     """BLOCK columns of W[rows] from column k on. A thread gets eight neighbours, as many as it has of a 16-bit x:
     otherwise 8-bit tiles would go through shared memory to meet x."""
     start = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
     if K % BLOCK == 0:
-        return LOAD(w, start, k, None, BLOCK, 8)
+        return LOAD(w, start, k, None, BLOCK, 8, GROUP)
     else:
-        return LOAD(w, start, k, K - k, BLOCK, 8)
+        return LOAD(w, start, k, K - k, BLOCK, 8, GROUP)
 
 
 @jit
@@ -234,8 +234,8 @@ def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
 @jit
 def _vector_kernel(
     x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOAD: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, PACKED_SUMS: tl.constexpr, PEAK: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
+    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, PACKED_SUMS: tl.constexpr,
+    PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: rmsnorm(x) W^T, or x W^T where norm is None, for ROWS rows of W, read BLOCK columns at a time. The
@@ -249,7 +249,7 @@ def _vector_kernel(
         ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
     rows = row + tl.arange(0, ROWS)
     # Before the wait: fetch the first tiles of what no kernel writes
-    w_tile = _load_tile(w, rows, 0, N, K, BLOCK, LOAD)
+    w_tile = _load_tile(w, rows, 0, N, K, BLOCK, LOAD, GROUP)
     offs_k = tl.arange(0, BLOCK)[None, :]
     if norm is not None:
         norm_tile = _load_vector(norm, 0, offs_k, K, BLOCK, COLUMNS)
@@ -265,7 +265,7 @@ def _vector_kernel(
         # The next tile of W is in flight while this one is multiplied
         w_now = w_tile
         if k + BLOCK < K:
-            w_tile = _load_tile(w, rows, k + BLOCK, N, K, BLOCK, LOAD)
+            w_tile = _load_tile(w, rows, k + BLOCK, N, K, BLOCK, LOAD, GROUP)
         x_now = x_tile if k == 0 else _load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
         if k > 0 and PACKED_SUMS is None and norm is not None:
             squares += x_now.to(tl.float32) * x_now.to(tl.float32)
@@ -385,8 +385,8 @@ def _packed_x(
 @jit
 def _stream_kernel(
     x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, COLUMNS: tl.constexpr, PACKED_SUMS: tl.constexpr,
-    SUMS: tl.constexpr, PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    PACKED_SUMS: tl.constexpr, SUMS: tl.constexpr, PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same as _vector_kernel. A program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of
@@ -418,7 +418,7 @@ def _stream_kernel(
         for r in tl.static_range(0, ROWS, EACH):
             start = tl.minimum(row + i * ROWS + r + tl.arange(0, EACH), N - 1).to(tl.int64)[:, None] * K
             for k in tl.static_range(0, K, BLOCK):
-                w_tiles += (LOAD(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK),)
+                w_tiles += (LOAD(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, GROUP),)
         if i == 0:
             gdc_wait(PDL)
             if ADDED is not None:
@@ -471,7 +471,8 @@ MAX_FEW = 16  # tokens
 
 @jit
 def _load_few_weights(
-    w, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr, LOAD: tl.constexpr
+    w, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr, LOAD: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """SIZES.rows rows of W from `row` on, SIZES.warps * SIZES.steps * 64 bytes of each from column k on, E weights a
     thread. A warp loads SIZES.lanes * 16 neighbouring bytes of a row at a time; with more than 4 lanes the compiler
@@ -484,9 +485,9 @@ def _load_few_weights(
     col = k + (warp * SIZES.steps + register // (SIDES * GROUPS) * SIDES) * (4 * E) + lane % SIZES.lanes * E
     start = tl.minimum(rows, N - 1).to(tl.int64) * K
     if k + SIZES.warps * SIZES.steps * 4 * E <= K:
-        return LOAD(w, start, col, None, E, E)
+        return LOAD(w, start, col, None, E, E, GROUP)
     else:
-        return LOAD(w, start, col, K - col, E, E)
+        return LOAD(w, start, col, K - col, E, E, GROUP)
 
 
 @jit
@@ -533,17 +534,23 @@ def _tokens_operand(tile, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.const
 
 
 @jit
-def _few_product(
-    x, w, row, T, N, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
-    LOAD: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, PDL: tl.constexpr,
+def _few_kernel(
+    x, w, T, args, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
+    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x W[row : row + FEW.rows]^T for T tokens: float32 [FEW.rows, TOKENS]."""
+    """T tokens: x W^T for FEW.rows rows of W. See _vector_kernel for the epilogue."""
+    gdc_launch_dependents(PDL)
+    row = tl.program_id(0) * FEW.rows
+    ready = None
+    if PREPARE is not None:
+        ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
     BLOCK: tl.constexpr = FEW.warps * FEW.steps * 4 * E
     # Before the wait: the first tiles of W, and the scales
     w_tiles = ()
     for k in tl.static_range(0, FEW.ahead * BLOCK, BLOCK):
         if k < K:
-            w_tiles = w_tiles + (_load_few_weights(w, row, k, N, K, E, FEW, LOAD),)
+            w_tiles = w_tiles + (_load_few_weights(w, row, k, N, K, E, FEW, LOAD, GROUP),)
     if ROW_SCALE is not None:
         rows = row + tl.arange(0, FEW.rows)[:, None]
         scales = ROW_SCALE(w, rows, rows < N)
@@ -553,7 +560,7 @@ def _few_product(
         w_tile = w_tiles[0]
         w_tiles = w_tiles[1:]
         if k + FEW.ahead * BLOCK < K:
-            w_tiles = w_tiles + (_load_few_weights(w, row, k + FEW.ahead * BLOCK, N, K, E, FEW, LOAD),)
+            w_tiles = w_tiles + (_load_few_weights(w, row, k + FEW.ahead * BLOCK, N, K, E, FEW, LOAD, GROUP),)
         x_tile = _load_tokens(x, k, T, K, TOKENS, E, FEW, COLUMNS)
         a = _weights_operand(VALUES(w_tile).to(x_tile.dtype), FEW)
         b = _tokens_operand(x_tile, TOKENS, E, FEW)
@@ -562,22 +569,8 @@ def _few_product(
         else:
             acc = tl.dot(a, b, acc)
     y = tl.sum(acc, 0)
-    return y if ROW_SCALE is None else y * scales
-
-
-@jit
-def _few_kernel(
-    x, w, T, args, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
-    LOAD: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The same for T tokens."""
-    gdc_launch_dependents(PDL)
-    row = tl.program_id(0) * FEW.rows
-    ready = None
-    if PREPARE is not None:
-        ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
-    y = _few_product(x, w, row, T, N, K, TOKENS, E, FEW, LOAD, VALUES, COLUMNS, ROW_SCALE, PDL)
+    if ROW_SCALE is not None:
+        y *= scales
     if ADDED is not None:
         rows, t = places(row, FEW.rows, TOKENS)
         y += tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0).to(tl.float32)
@@ -622,7 +615,8 @@ def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
 def _functions(w: Matrix, epilogue: Epilogue) -> dict:
     """What the kernels of products are compiled for: the functions of a format and of an epilogue."""
     format = fp8.format_of(w)
-    found = dict(LOAD=format.load, VALUES=format.values, ROW_SCALE=format.row_scale, COLUMNS=format.columns)
+    found = dict(LOAD=format.load, GROUP=format.group, VALUES=format.values, COLUMNS=format.columns)
+    found |= dict(ROW_SCALE=format.row_scale)
     return found | dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
 
 

@@ -24,7 +24,6 @@ from fp8 import (
     Shapes,
     Tensors,
     as_floats,
-    load_elements,
     load_groups,
     row_scale,
     scale_and_minimum,
@@ -292,58 +291,19 @@ def _joined(low: Tensor, high: Tensor) -> Tensor:
 
 
 @jit
-def _load_64(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    return int4.load_codes(w, start, k, left, COLUMNS), load_groups(w[1], start, k, left, COLUMNS, 32, 64)
-
-
-@jit
-def _load_128(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    return int4.load_codes(w, start, k, left, COLUMNS), load_groups(w[1], start, k, left, COLUMNS, 32, 128)
-
-
-@jit
-def _load_parts(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    both = load_groups(w[2], start, k, left, COLUMNS, 32, 256)
-    return int4.load_32(w[:2], start, k, left, COLUMNS, NEIGHBOURS) + (both,)
-
-
-# The same for one token, where a thread has two groups of 32
-
-
-@jit
-def _shared(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr):
-    """An element of w for each GROUP columns, a multiple of 64, to what groups of 32 or 16 (EACH) have:
-    [R, COLUMNS / EACH]."""
-    one = load_groups(w, start, k, left, COLUMNS, 64, GROUP)
-    two = tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
-    return two if EACH == 32 else tl.join(two, two).reshape(one.shape[0], COLUMNS // 16)
-
-
-@jit
-def _packed_load_64(w, start, k, left, COLUMNS: tl.constexpr):
-    return int4.load_codes(w, start, k, left, COLUMNS), _shared(w[1], start, k, left, COLUMNS, 64, 32)
-
-
-@jit
-def _packed_load_128(w, start, k, left, COLUMNS: tl.constexpr):
-    return int4.load_codes(w, start, k, left, COLUMNS), _shared(w[1], start, k, left, COLUMNS, 128, 32)
-
-
-@jit
-def _packed_load_parts(w, start, k, left, COLUMNS: tl.constexpr):
-    return int4.packed_load_32(w[:2], start, k, left, COLUMNS) + (_shared(w[2], start, k, left, COLUMNS, 256, 32),)
+def _load_parts(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
+    """As int4.load, but in the order in which this was measured."""
+    scales = load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
+    return int4.load(w[:2], start, k, left, COLUMNS, NEIGHBOURS, 32) + (scales,)
 
 
 _held4 = partial(Held4, bits=4, unit=2.0**-24, columns=_rotated_4, turns=4, **int4.KERNEL)
-Q4_0 = _held4("q4_0", load=int4.load_32, packed_load=int4.packed_load_32, group=32, middle=8)
-Q4_1 = _held4("q4_1", load=int4.load_32, packed_load=int4.packed_load_32, group=32, form="minimum")
-Q4_K = _held4("q4_k", load=_load_parts, packed_load=_packed_load_parts, group=256, form="parts", part=32, unit=2.0**-30)
+Q4_0 = _held4("q4_0", load=int4.load, group=32, middle=8)
+Q4_1 = _held4("q4_1", load=int4.load, group=32, form="minimum")
+Q4_K = _held4("q4_k", load=_load_parts, group=256, form="parts", part=32, unit=2.0**-30)
 WITH_ZEROS = {  # by columns in a group
-    group: _held4(f"4-bit (groups of {group})", load=load, packed_load=packed_load, group=group, form="zero")
-    for group, load, packed_load in (
-        (32, int4.load_32, int4.packed_load_32), (64, _load_64, _packed_load_64), (128, _load_128, _packed_load_128)
-    )
-}  # fmt: skip
+    group: _held4(f"4-bit (groups of {group})", load=int4.load, group=group, form="zero") for group in (32, 64, 128)
+}
 
 
 @jit
@@ -375,11 +335,11 @@ _PACKED6_REGISTERS = constexpr("=&r" + 12 * ",r")
 
 
 @jit
-def _load6(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def _load6(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
     codes = int4.load_codes(w, start, k, left, COLUMNS).reshape(start.shape[0], COLUMNS // 16, 2)
     high = load_groups(w[1], start, k, left, COLUMNS, 16, 16)
     parts = load_groups(w[2], start, k, left, COLUMNS, 16, 16)
-    return codes, high, parts, load_groups(w[3], start, k, left, COLUMNS, 16, 256)
+    return codes, high, parts, load_groups(w[3], start, k, left, COLUMNS, 16, GROUP)
 
 
 @jit
@@ -404,11 +364,12 @@ def _values6(tile):
 
 
 @jit
-def _packed_load6(w, start, k, left, COLUMNS: tl.constexpr):
+def _packed_load6(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     codes = int4.load_codes(w, start, k, left, COLUMNS).reshape(start.shape[0], COLUMNS // 16, 2)
     high = int4.load_words(w[1], start, k, left, COLUMNS, 16, 4)
     parts = int4.halves_of(int4.load_words(w[2], start, k, left, COLUMNS, 32, 2))
-    return codes, high, parts, _shared(w[3], start, k, left, COLUMNS, 256, 16)
+    scale = int4.packed_groups(w[3], start, k, left, COLUMNS, GROUP)
+    return codes, high, parts, tl.join(scale, scale).reshape(scale.shape[0], COLUMNS // 16)
 
 
 @jit
@@ -432,15 +393,6 @@ Q6_K = Held6(
 
 
 # The same with int8 codes. A thread has 8 or 16 neighbours, and loads the scale of their group.
-
-
-@jit
-def _load8(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
-    tile = (codes, load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, 32))
-    if len(w) == 4:
-        tile += (load_groups(w[2], start, k, left, COLUMNS, NEIGHBOURS, 32),)
-    return tile
 
 
 # Two of four codes as halves p: with 0x64 above it, a byte stands for 1024 more; 1024 + 128 are subtracted
@@ -468,14 +420,6 @@ def _values8(tile):
 
 
 # The same for one token. A thread has 64 columns, as with 4 bits, and loads codes as int32, four to a word.
-
-
-@jit
-def _packed_load8(w, start, k, left, COLUMNS: tl.constexpr):
-    tile = (int4.load_codes(w, start, k, left, COLUMNS, 4), int4.packed_groups(w[1], start, k, left, COLUMNS))
-    if len(w) == 4:
-        tile += (int4.packed_groups(w[2], start, k, left, COLUMNS),)
-    return tile
 
 
 @jit
@@ -508,7 +452,7 @@ def _packed_sums8(tile, x, sum_x):
 
 KERNEL = dict(columns=_rotated_4, turns=4, neighbours=64)
 _held8 = partial(
-    Held, bits=8, load=_load8, packed_load=_packed_load8, values=_values8, row_scale=row_scale,
+    Held, bits=8, load=int4.load, packed_load=int4.packed_load, values=_values8, row_scale=row_scale,
     packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL,
 )  # fmt: skip
 Q8_0 = _held8("q8_0")
@@ -543,12 +487,6 @@ class Float8Groups(Grouped):
 
 
 @jit
-def _load_e4m3(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
-    return codes, load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, 128)
-
-
-@jit
 def _scaled(values, scale):
     """Values [R, COLUMNS] times the scales of their groups [R, G]: floats."""
     groups = values.to(tl.float32).reshape(values.shape[0], scale.shape[1], values.shape[1] // scale.shape[1])
@@ -561,8 +499,8 @@ def _values_e4m3(tile):
 
 
 @jit
-def _packed_load_e4m3(w, start, k, left, COLUMNS: tl.constexpr):
-    return int4.load_codes(w, start, k, left, COLUMNS, 4), load_groups(w[1], start, k, left, COLUMNS, 64, 128)
+def _packed_load_e4m3(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    return int4.load_codes(w, start, k, left, COLUMNS), load_groups(w[1], start, k, left, COLUMNS, 64, GROUP)
 
 
 _E4M3_ASM, _NATIVE_ASM = (constexpr(fp8.words_asm(*halves)) for halves in (fp8.E4M3_HALVES, fp8.NATIVE_HALVES))
@@ -585,7 +523,7 @@ def _sums_native(tile, x, sum_x):
 
 E4M3_128, E4M3_128_NATIVE = (
     Float8Groups(
-        "e4m3 (groups of 128)", 8, _load_e4m3, values, None, sums, packed_load=_packed_load_e4m3, group=128, **KERNEL
+        "e4m3 (groups of 128)", 8, int4.load, values, None, sums, packed_load=_packed_load_e4m3, group=128, **KERNEL
     )
     for values, sums in ((_values_e4m3, _sums_e4m3), (_values_native, _sums_native))
 )

@@ -1316,8 +1316,8 @@ def test_rows_are_sampled_as_single_tokens_are():
 
 
 @launch.jit
-def _grouped_load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    scales = fp8.load_groups(w[1], start, k, left, COLUMNS, 1, 32)
+def _grouped_load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
+    scales = fp8.load_groups(w[1], start, k, left, COLUMNS, 1, GROUP)
     return fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS), scales
 
 

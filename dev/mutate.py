@@ -35,7 +35,9 @@ MUTANTS = [
     Mutant("kernels.py", "mask_v = mask & (head >= SIZES.H + SIZES.KH)", "mask_v = mask & (head > 9)", "op_equals"),
     Mutant("kernels.py", "x if norm is None else rmsnorm(x, norm, eps), w", "x, w", "products_do_not_depend"),
     Mutant("kernels.py", "if k + FEW.ahead * BLOCK < K:", "if k + FEW.ahead * BLOCK < 0:", "products_do_not_depend"),
-    Mutant("kernels.py", "return y if ROW_SCALE is None else y * scales", "return y", "products_do_not_depend"),
+    Mutant(
+        "kernels.py", "(acc, 0)\n    if ROW_SCALE is not None:", "(acc, 0)\n    if False:", "products_do_not_depend"
+    ),
     Mutant("kernels.py", "torch.bfloat16 and multiplies_bf16() else", "torch.bfloat16 else", "without_bf16"),
     Mutant("kernels.py", "if format is INT4 and w.format is not INT4:", "if False:", "model_in_a_format"),
     Mutant("attention.py", "[None, :] <= start_pos + offs_m", "[None, :] < start_pos + offs_m", "op_equals"),
@@ -70,7 +72,7 @@ MUTANTS = [
     Mutant("checkpoint.py", "(-1, 2, self.config.head_dim // 2,", "(-1, self.config.head_dim // 2, 2,", "transformers"),
     Mutant("quants.py", "[0, 4, 1, 5, 2, 6, 3, 7]", "[0, 2, 4, 6, 1, 3, 5, 7]", "safetensors_equal"),
     Mutant("quants.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
-    Mutant("quants.py", "left, COLUMNS, 32, 64)", "left, COLUMNS, 32, 32)", "safetensors_formats"),
+    Mutant("int4.py", "COLUMNS, EACH, GROUP),)\n    return", "COLUMNS, EACH, 32),)\n    return", "safetensors_formats"),
     Mutant("quants.py", "and columns % format.group == 0", "and columns % 32 == 0", "gguf_models"),
     Mutant("checkpoint.py", "workspace += copies * size * largest_read(c)", "workspace += 0", "memory_of"),
     Mutant("checkpoint.py", 'f.number("rms_norm_eps", 0, 1, 1e-6', 'f.number("rms_norm_eps", 0, 1, 1e-5', "default"),
