@@ -32,6 +32,7 @@ from launch import (
     jit,
     launch,
     processors,
+    rows_of_program,
     saturated,
     split_of,
     split_sizes,
@@ -123,17 +124,6 @@ SHARED_KEYS = 16 << 20  # bytes of keys and values that programs running at the 
 
 
 @jit
-def _rows_of_program(pid, blocks, heads_at_once, H: tl.constexpr):
-    """The block of rows and the head of a program. Programs start in the order of pid: a few heads at a time, whose
-    keys and values stay in the L2, and among these the last rows of all heads first, since they see the most keys and
-    take longest."""
-    first = pid // (blocks * heads_at_once) * heads_at_once
-    heads = tl.minimum(heads_at_once, H - first)
-    rest = pid - first * blocks
-    return blocks - 1 - rest // heads, first + rest % heads
-
-
-@jit
 def _attention_kernel(
     q, k_cache, v_cache, out, pos, T, qk_scale, v_scale,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
@@ -144,7 +134,7 @@ def _attention_kernel(
     gdc_launch_dependents(PDL)
     start_pos = tl.load(pos)
     heads_at_once = tl.maximum(POSITIONS_AT_ONCE // (start_pos + T), 1) * G
-    pid_m, head = _rows_of_program(tl.program_id(0), tl.cdiv(T, BLOCK_M), heads_at_once, H)
+    pid_m, head = rows_of_program(tl.program_id(0), tl.cdiv(T, BLOCK_M), heads_at_once, H)
     offs_m, offs_d, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     k_head = k_cache + (head // G).to(tl.int64) * S * D
     v_head = v_cache + (head // G).to(tl.int64) * S * D

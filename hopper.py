@@ -19,6 +19,7 @@ from launch import (
     is_last,
     launch,
     processors,
+    rows_of_program,
     split_of,
     start,
     triton,
@@ -69,17 +70,14 @@ ROWS, BLOCK_N, HEAD_DIM = 64, 128, 128  # rows of q of each of the two groups, k
 
 @jit
 def _place(pos, T, H, G, positions_at_once, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """First row, head, cached positions and number of key blocks of this program; programs are ordered as in
-    attention._rows_of_program."""
-    pid, row_blocks = gl.program_id(0), (T + BLOCK_M - 1) // BLOCK_M
+    """First row, head, cached positions and number of key blocks of this program."""
+    pid, row_blocks = gl.program_id(0), gl.cdiv(T, BLOCK_M)
     start_pos = gl.load(pos)
     heads_at_once = gl.maximum(positions_at_once // (start_pos + T), 1) * G
-    first = pid // (row_blocks * heads_at_once) * heads_at_once
-    heads = gl.minimum(heads_at_once, H - first)
-    rest = pid - first * row_blocks
-    row = (row_blocks - 1 - rest // heads) * BLOCK_M
+    block, head = rows_of_program(pid, row_blocks, heads_at_once, H)
+    row = block * BLOCK_M
     end = start_pos + gl.minimum(T, row + BLOCK_M)
-    return row, first + rest % heads, start_pos, (end + BLOCK_N - 1) // BLOCK_N
+    return row, head, start_pos, gl.cdiv(end, BLOCK_N)
 
 
 @jit

@@ -171,6 +171,17 @@ def split_of(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: 
     return tl.cdiv(length, size), split * size, tl.minimum(split * size + size, length)
 
 
+@jit
+def rows_of_program(pid, blocks, heads_at_once, H):
+    """A prompt's block of rows and the head of a program. Programs start in the order of pid: a few heads at a time,
+    whose keys and values stay in the L2, and among these the last rows of all heads first, since they see the most keys
+    and take longest."""
+    first = pid // (blocks * heads_at_once) * heads_at_once
+    heads = tl.minimum(heads_at_once, H - first)
+    rest = pid - first * blocks
+    return blocks - 1 - rest // heads, first + rest % heads
+
+
 # ---- launch sizes: launch.json, which `bench.py --tune` writes for another card
 
 
@@ -228,13 +239,8 @@ def tables() -> dict[str, Any]:
     split     query rows per key/value head: SplitSizes
     few_rows  SplitSizes of hopper.py's kernel for a few rows, whose tiles are 16 positions a warp
     """
-
-    def with_numbers(value):
-        if not isinstance(value, dict):
-            return value
-        return {int(key) if key.isdecimal() else key: with_numbers(v) for key, v in value.items()}
-
-    return with_numbers(json.loads(TABLES_FILE.read_text()))
+    with_numbers = lambda table: {int(key) if key.isdecimal() else key: value for key, value in table.items()}
+    return json.loads(TABLES_FILE.read_text(), object_hook=with_numbers)
 
 
 def save_tables() -> None:
