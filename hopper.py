@@ -46,14 +46,20 @@ else:  # nothing here is called
         return function or jit
 
 
+def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """x [rows, columns] in blocks, for TMA, Hopper's unit for copying whole tiles."""
+    kind = {1: gl.int8, 2: gl.int16, 4: gl.int32}[x.itemsize]
+    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, kind))
+
+
 # ---- attention of a prompt
 #
 #      The ordinary kernel in attention.py reaches half of the product rate: its warps load, multiply and take the
 #      softmax in turn. Here they are specialised, as in FlashAttention-3 (Shah et al., 2024). Of a program's three warp
 #      groups
 #
-#      - one loads: it copies tiles of q, k and v into shared memory (by TMA, Hopper's unit for copying whole tiles) as
-#        buffers become free, and has few registers;
+#      - one loads: it copies tiles of q, k and v into shared memory (by TMA) as buffers become free, and has few
+#        registers;
 #      - two multiply: 64 rows of q each. The products run asynchronously: a block's q k^T is started together with the
 #        p v of the block before, which is still under way while the block's softmax is computed.
 #
@@ -241,12 +247,6 @@ def _hopper_attention_kernel(
     )  # fmt: skip
 
 
-def _in_tiles(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """x [M, N], to be copied in such blocks."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, f"int{8 * x.itemsize}"))  # the size decides
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
 def attends_prompt(q: Tensor) -> bool:
     """Whether the kernel is meant for such heads, and the prompt is long enough to gain from it."""
     return gluon is not None and len(q) >= 512 and q.shape[2] == HEAD_DIM and q.itemsize == 2
@@ -258,11 +258,11 @@ def prompt_attention(
     """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T, H D].
     positions_at_once: how many positions of one key/value head take up attention.SHARED_KEYS."""
     (T, H, D), (KH, S, _) = q.shape, k_cache.shape
-    keys, values = (_in_tiles(cache.view(KH * S, D), [BLOCK_N, D]) for cache in (k_cache, v_cache))
-    descriptors = (_in_tiles(q.view(T, H * D), [ROWS, D]), keys, values, _in_tiles(out, [ROWS, D]))
+    queries, result = (descriptor(t.view(T, H * D), [ROWS, D]) for t in (q, out))
+    keys, values = (descriptor(cache.view(KH * S, D), [BLOCK_N, D]) for cache in (k_cache, v_cache))
     grid, sizes = (triton.cdiv(T, 2 * ROWS) * H,), dict(D=D, ROWS=ROWS, BLOCK_N=BLOCK_N, STAGES=2)
     qk_scale = math.log2(math.e) / math.sqrt(D)
-    args = (*descriptors, pos, T, qk_scale, S, H, H // KH, positions_at_once)
+    args = (queries, keys, values, result, pos, T, qk_scale, S, H, H // KH, positions_at_once)
     start(_hopper_attention_kernel, grid, q.device, *args, **sizes, num_warps=4)
 
 
@@ -656,9 +656,9 @@ def int4_linear(x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: T
     tiles_of = lambda tokens: triton.cdiv(N, 128) * triton.cdiv(T, tokens)
     # The most tokens to a tile that fill more than half of it and keep more than half of the SMs busy
     tokens = next((n for n in (256, 128) if n < 2 * T and 2 * tiles_of(n) > SMs), 64)
-
-    codes, result = _in_tiles(x.view(torch.float8_e4m3fn), [tokens, BLOCK_K // 2]), _in_tiles(out, [tokens, 64])
-    args = (_in_tiles(words, [64, BLOCK_K // 8]), groups, row_scales, codes, x_scales, result)
+    codes = descriptor(x.view(torch.float8_e4m3fn), [tokens, BLOCK_K // 2])
+    in_blocks, result = descriptor(words, [64, BLOCK_K // 8]), descriptor(out, [tokens, 64])
+    args = (in_blocks, groups, row_scales, codes, x_scales, result)
     sizes, tiles = dict(TOKENS=tokens, STAGES=2 if tokens == 256 else 4), tiles_of(tokens)
     launch(_int4_product_kernel, (min(tiles, SMs),), x.device, *args, tiles, x.shape[1] // BLOCK_K, N, T, **sizes)
     return out
