@@ -6,8 +6,6 @@ q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
 Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt. On Hopper, hopper.py
 has one for a few, up to 64 tokens and 128 rows, and one for long prompts. All keep a running softmax in base 2, with
 the factor log2(e) folded into qk_scale (online softmax: Milakov and Gimelshein, 2018).
-
-An int8 cache holds E4M3 codes without a scale: magnitudes up to 448, three mantissa bits from 0.016 up.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -312,9 +310,7 @@ def attention(
     assert all(t.is_contiguous() for t in tensors) and D % 8 == 0, [t.shape for t in tensors]
     out, rows = q.new_empty(T, H * D), T * H // KH
     few_rows = few_rows_sizes(q.device) if rows > 1 and hopper.attends_few(q, rows) else None
-    if rows == 1:
-        _launch_single(q, k_cache, v_cache, out, pos, scratch)
-    elif few_rows:
+    if few_rows:
         _launch_few_rows(q, k_cache, v_cache, out, pos, scratch, few_rows)
     elif rows <= SPLIT_ROWS:
         _launch_split(q, k_cache, v_cache, out, pos, scratch)
@@ -344,28 +340,20 @@ def _split_scratch(scratch: Scratch, groups: int, D: int, splits: int, rows: int
     return partial, ends, scratch.zeros("splits done", groups, dtype=torch.int32)
 
 
-def _launch_single(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch) -> None:
-    (KH, _, D), (scales, constants) = k_cache.shape, _cache_constants(q, k_cache)
-    sizes = split_sizes(q.device, 1)
-    splits, block = _splits(sizes, q.device, KH), sizes.block if D <= 128 else max(sizes.block // 2, 1)
-    merge = min(splits, max(1, 4096 // constants["BLOCK_D"]))
-    constants |= dict(SPLITS=splits, MERGE=merge, BLOCK_N=block, LEAST=max(block, sizes.least))
-    args = (q, k_cache, v_cache, out, *_split_scratch(scratch, KH, D, splits, 1), pos)
-    launch(_single_attention_kernel, (KH, splits), q.device, *args, *scales, **constants, warps=sizes.warps)
-
-
 def _launch_split(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch) -> None:
     (T, H, _), (KH, _, D), (scales, constants) = q.shape, k_cache.shape, _cache_constants(q, k_cache)
     rows = T * H // KH
-    sizes = split_sizes(q.device, rows)
-    splits, rows = _splits(sizes, q.device, KH), triton.next_power_of_2(rows)
-    block_m = max(16, rows)  # tl.dot needs 16 rows
-    block_n = sizes.block if D <= 128 else max(sizes.block // 2, 16)
-    merge = min(splits, max(1, 4096 // (rows * constants["BLOCK_D"])))
-    constants |= dict(SPLITS=splits, MERGE=merge, LEAST=max(block_n, sizes.least), G=H // KH)
-    constants |= dict(BLOCK_M=block_m, ROWS=rows, BLOCK_N=block_n, warps=sizes.warps, stages=sizes.stages)
-    args = (q, k_cache, v_cache, out, *_split_scratch(scratch, KH, D, splits, block_m), pos, T)
-    launch(_split_attention_kernel, (KH, splits), q.device, *args, *scales, **constants)
+    sizes, least = split_sizes(q.device, rows), 1 if rows == 1 else 16  # of tl.dot's operands
+    splits, padded = _splits(sizes, q.device, KH), triton.next_power_of_2(rows)
+    block_m, block_n = max(padded, least), sizes.block if D <= 128 else max(sizes.block // 2, least)
+    merge = min(splits, max(1, 4096 // (padded * constants["BLOCK_D"])))
+    constants |= dict(SPLITS=splits, MERGE=merge, BLOCK_N=block_n, LEAST=max(block_n, sizes.least), warps=sizes.warps)
+    args = (q, k_cache, v_cache, out, *_split_scratch(scratch, KH, D, splits, block_m), pos)
+    if rows == 1:
+        launch(_single_attention_kernel, (KH, splits), q.device, *args, *scales, **constants)
+    else:
+        constants |= dict(G=H // KH, BLOCK_M=block_m, ROWS=padded, stages=sizes.stages)
+        launch(_split_attention_kernel, (KH, splits), q.device, *args, T, *scales, **constants)
 
 
 def _launch_few_rows(
