@@ -44,19 +44,14 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # of these, by name
 @jit
 def stream(pointers, mask):
     """Load what is read once and need not stay in the caches; zero where the mask is off (None: on everywhere)."""
-    if mask is None:
-        return tl.load(pointers, eviction_policy="evict_first")
-    else:
-        return tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
+    return tl.load(pointers, mask=mask, other=None if mask is None else 0, eviction_policy="evict_first")
 
 
 @jit
 def load_elements(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr = 1):
     """The `load` of a format whose first tensor has an element for each weight."""
     offs_k = tl.arange(0, COLUMNS)[None, :]
-    mask = None
-    if left is not None:
-        mask = offs_k < left
+    mask = None if left is None else offs_k < left
     return stream(w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS]), mask)
 
 
@@ -65,9 +60,7 @@ def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GR
     """For each EACH columns the element of w that belongs to them, where w has one for each GROUP of columns:
     [R, COLUMNS / EACH], one to a thread, like the codes. `start` is a multiple of GROUP, k of EACH."""
     offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
-    mask = None
-    if left is not None:
-        mask = offs_k < left
+    mask = None if left is None else offs_k < left
     return stream(w + start // GROUP + tl.max_contiguous((k + offs_k) // GROUP, [1, 1]), mask)
 
 
@@ -657,8 +650,10 @@ def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
     launch(_recode_kernel, grid, device, w.tensors, out, scales, K=K, BLOCK=block, **functions, warps=warps)
 
 
-def decode_for(w: Matrix, x: Tensor) -> Tensor:
-    """W [N, K] decoded to the type of x, on a GPU."""
+def dense_for(w: Matrix, x: Tensor) -> Tensor:
+    """W [N, K] in the type of x, on a GPU."""
+    if not w.format:
+        return w.data
     out = x.new_empty(w.rows, w.columns)
     _recode(w, out, None)
     return out

@@ -218,9 +218,7 @@ def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr):
     """What w stores, as int32 words of EACH columns: [R, COLUMNS / EACH], COUNT neighbours to a thread."""
     word = tl.arange(0, COLUMNS // EACH)[None, :]
-    mask = None
-    if left is not None:
-        mask = word // COUNT * (COUNT * EACH) < left
+    mask = None if left is None else word // COUNT * (COUNT * EACH) < left
     words = w.to(tl.pointer_type(tl.int32)) + start // EACH + (k // EACH + word)
     return stream(tl.max_contiguous(words, [1, COUNT]), mask)
 

@@ -182,10 +182,7 @@ def _load_tile(w, rows, k, N, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.con
     """BLOCK columns of W[rows] from column k on. A thread gets eight neighbours, as many as it has of a 16-bit x:
     otherwise 8-bit tiles would go through shared memory to meet x."""
     start = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
-    if K % BLOCK == 0:
-        return LOAD(w, start, k, None, BLOCK, 8, GROUP)
-    else:
-        return LOAD(w, start, k, K - k, BLOCK, 8, GROUP)
+    return LOAD(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, GROUP)
 
 
 @jit
@@ -484,10 +481,8 @@ def _load_few_weights(
     rows = row + register // SIDES % GROUPS * 8 + register % SIDES * (8 // SIDES) + lane // SIZES.lanes
     col = k + (warp * SIZES.steps + register // (SIDES * GROUPS) * SIDES) * (4 * E) + lane % SIZES.lanes * E
     start = tl.minimum(rows, N - 1).to(tl.int64) * K
-    if k + SIZES.warps * SIZES.steps * 4 * E <= K:
-        return LOAD(w, start, col, None, E, E, GROUP)
-    else:
-        return LOAD(w, start, col, K - col, E, E, GROUP)
+    left = None if k + SIZES.warps * SIZES.steps * 4 * E <= K else K - col
+    return LOAD(w, start, col, left, E, E, GROUP)
 
 
 @jit
@@ -682,16 +677,11 @@ def _library_product(product, accumulate: str) -> Tensor:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
 
 
-def _dense(w: Matrix, x: Tensor) -> Tensor:
-    """W [N, K] in the type of x."""
-    return w.data if w.format is None else fp8.decode_for(w, x)
-
-
 def normed_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, accumulate: str) -> Tensor:
     """rmsnorm(x) W^T by the library, for T > 1."""
     if not fp8.on_tensor_cores(w, accumulate):
         y = rmsnorm(x, norm, eps)
-        return _library_product(lambda: functional.linear(y, _dense(w, x)), accumulate)
+        return _library_product(lambda: functional.linear(y, fp8.dense_for(w, x)), accumulate)
     return fp8.tensor_core_linear(*encode_rows(x, norm, eps), w, x.dtype, accumulate)
 
 
@@ -1036,7 +1026,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
         return residual
     if fp8.on_tensor_cores(w, accumulate):
         return residual.add_(fp8.tensor_core_linear(*encode_rows(x), w, x.dtype, accumulate))
-    return _library_product(lambda: residual.addmm_(x, _dense(w, x).t()), accumulate)
+    return _library_product(lambda: residual.addmm_(x, fp8.dense_for(w, x).t()), accumulate)
 
 
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T. x [T, C] -> [T, F]  (Shazeer, 2020)
