@@ -23,21 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import fp8
 import hopper
-from fp8 import (
-    E4M3,
-    Format,
-    Grouped,
-    Shapes,
-    Tensors,
-    as_floats,
-    half_at,
-    load_elements,
-    load_groups,
-    row_scale,
-    scale_and_minimum,
-    stream,
-)
+from fp8 import E4M3, Format, Grouped, Shapes, Tensors
 from launch import EMULATED, capability, constexpr, jit, tl
 
 GROUP = 32
@@ -220,7 +208,7 @@ def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COU
     word = tl.arange(0, COLUMNS // EACH)[None, :]
     mask = None if left is None else word // COUNT * (COUNT * EACH) < left
     words = w.to(tl.pointer_type(tl.int32)) + start // EACH + (k // EACH + word)
-    return stream(tl.max_contiguous(words, [1, COUNT]), mask)
+    return fp8.stream(tl.max_contiguous(words, [1, COUNT]), mask)
 
 
 @jit
@@ -235,16 +223,16 @@ def load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GRO
     """Codes of 4 or 8 bits, and what their groups have in the tensors between codes and row: one, or two, of which the
     first may have an element for each 32 columns."""
     if w[0].dtype.element_ty == tl.int8:
-        tile = (load_elements(w, start, k, left, COLUMNS, NEIGHBOURS),)
+        tile = (fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS),)
         EACH: tl.constexpr = NEIGHBOURS
     else:
         tile = (load_codes(w, start, k, left, COLUMNS),)
         EACH: tl.constexpr = 32
     if len(w) == 4:
-        tile += (load_groups(w[1], start, k, left, COLUMNS, EACH, 32),)
-        tile += (load_groups(w[2], start, k, left, COLUMNS, EACH, GROUP),)
+        tile += (fp8.load_groups(w[1], start, k, left, COLUMNS, EACH, 32),)
+        tile += (fp8.load_groups(w[2], start, k, left, COLUMNS, EACH, GROUP),)
     else:
-        tile += (load_groups(w[1], start, k, left, COLUMNS, EACH, GROUP),)
+        tile += (fp8.load_groups(w[1], start, k, left, COLUMNS, EACH, GROUP),)
     return tile
 
 
@@ -255,7 +243,7 @@ def _scale_and_zero(groups, EXPONENT: tl.constexpr):
     if groups.dtype == tl.float16:
         return groups.to(tl.float32) * (2.0 ** (EXPONENT - 24)), 128 * 2.0**-24
     elif groups.dtype == tl.int32:
-        return half_at(groups >> 16, 24 - EXPONENT), half_at(groups, 0)
+        return fp8.half_at(groups >> 16, 24 - EXPONENT), fp8.half_at(groups, 0)
     else:
         bits = groups.to(tl.int32)
         scale = (((bits & 0xFF00) << 11) + ((127 - 23 + EXPONENT) << 23)).to(tl.float32, bitcast=True)
@@ -334,7 +322,7 @@ def values(tile):
     """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
     codes = halves_of(tile[0])
     if len(tile) == 3:
-        scale, minimum = scale_and_minimum(tile[1:], 24, 6)
+        scale, minimum = fp8.scale_and_minimum(tile[1:], 24, 6)
         factors = factors_of(scale, minimum)
     elif tile[1].dtype == tl.int16:
         factors = _int4_factors(tile[1])
@@ -380,10 +368,10 @@ def split_4(x):
 def packed_groups(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """For each 32 columns the element of w, 16 or 32 bits, that belongs to them, two to a thread: [R, COLUMNS / 32]."""
     if GROUP > 32:  # a multiple of 64, which a thread has: both are the same
-        one = load_groups(w, start, k, left, COLUMNS, 64, GROUP)
+        one = fp8.load_groups(w, start, k, left, COLUMNS, 64, GROUP)
         return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
     elif w.dtype.element_ty.primitive_bitwidth == 16:
-        both = load_groups(w.to(tl.pointer_type(tl.int32)), start, k, left, COLUMNS, 64, 64)
+        both = fp8.load_groups(w.to(tl.pointer_type(tl.int32)), start, k, left, COLUMNS, 64, 64)
         return halves_of(both).to(w.dtype.element_ty, bitcast=True)
     else:
         return load_words(w, start, k, left, COLUMNS, 32, 2)
@@ -413,11 +401,11 @@ def _packed_sums(tile, x, sum_x):
         asm_args = [words, x0, x1, x2, x3]
         sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, asm_args, dtype=tl.int8, is_pure=True, pack=4)
         if len(tile) == 3:
-            scale, minimum = scale_and_minimum(tile[1:], 24, 6)
-            sums = scale * 1048576.0 * as_floats(sums) + minimum * sum_x
+            scale, minimum = fp8.scale_and_minimum(tile[1:], 24, 6)
+            sums = scale * 1048576.0 * fp8.as_floats(sums) + minimum * sum_x
         else:
             scale, zero = _scale_and_zero(tile[1], 20)
-            sums = scale * (as_floats(sums) - zero * sum_x)
+            sums = scale * (fp8.as_floats(sums) - zero * sum_x)
     return tl.sum(sums.reshape(R, G // 2, 2), 2)
 
 
@@ -433,7 +421,7 @@ def _columns(places, K: tl.constexpr):
 
 # What formats of 4-bit codes share
 KERNEL = dict(
-    values=values, row_scale=row_scale, packed_load=packed_load, packed_sums=_packed_sums, sum_x=32, neighbours=64,
+    values=values, row_scale=fp8.row_scale, packed_load=packed_load, packed_sums=_packed_sums, sum_x=32, neighbours=64,
     peak=16384.0,
 )  # fmt: skip
 INT4 = Int4(

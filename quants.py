@@ -18,16 +18,7 @@ from torch import Tensor
 import fp8
 import ggml
 import int4
-from fp8 import (
-    Format,
-    Grouped,
-    Shapes,
-    Tensors,
-    as_floats,
-    load_groups,
-    row_scale,
-    scale_and_minimum,
-)
+from fp8 import Format, Grouped, Shapes, Tensors
 from launch import EMULATED, constexpr, jit, tl
 
 AT_ONCE = 1 << 20  # weights decoded at a time: what a CPU's caches hold takes half the time
@@ -293,7 +284,7 @@ def _joined(low: Tensor, high: Tensor) -> Tensor:
 @jit
 def _load_parts(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
     """As int4.load, but in the order in which this was measured."""
-    scales = load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
+    scales = fp8.load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
     return int4.load(w[:2], start, k, left, COLUMNS, NEIGHBOURS, 32) + (scales,)
 
 
@@ -337,15 +328,15 @@ _PACKED6_REGISTERS = constexpr("=&r" + 12 * ",r")
 @jit
 def _load6(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
     codes = int4.load_codes(w, start, k, left, COLUMNS).reshape(start.shape[0], COLUMNS // 16, 2)
-    high = load_groups(w[1], start, k, left, COLUMNS, 16, 16)
-    parts = load_groups(w[2], start, k, left, COLUMNS, 16, 16)
-    return codes, high, parts, load_groups(w[3], start, k, left, COLUMNS, 16, GROUP)
+    high = fp8.load_groups(w[1], start, k, left, COLUMNS, 16, 16)
+    parts = fp8.load_groups(w[2], start, k, left, COLUMNS, 16, 16)
+    return codes, high, parts, fp8.load_groups(w[3], start, k, left, COLUMNS, 16, GROUP)
 
 
 @jit
 def _scales6(tile, EXPONENT: tl.constexpr):
     """What a code is multiplied by, and what is added: [R, COLUMNS / 16]."""
-    scale, minimum = scale_and_minimum(tile[2:], EXPONENT, 7)
+    scale, minimum = fp8.scale_and_minimum(tile[2:], EXPONENT, 7)
     return scale, minimum - 32 * scale
 
 
@@ -387,7 +378,7 @@ def _packed_sums6(tile, x, sum_x):
 
 
 Q6_K = Held6(
-    "q6_k", 6, _load6, _values6, row_scale, _packed_sums6, packed_load=_packed_load6, columns=_rotated_2, turns=2,
+    "q6_k", 6, _load6, _values6, fp8.row_scale, _packed_sums6, packed_load=_packed_load6, columns=_rotated_2, turns=2,
     neighbours=64, peak=16384.0, group=256, form="parts", part=16, unit=2.0**-31,
 )  # fmt: skip
 
@@ -408,7 +399,7 @@ _VALUES_ASM = constexpr(f"{{ .reg .b32 p, q; {''.join(_PRODUCTS)} }}")
 @jit
 def _values8(tile):
     """Halves [R, COLUMNS]."""
-    scale, minimum = scale_and_minimum(tile[1:], 8, 0)
+    scale, minimum = fp8.scale_and_minimum(tile[1:], 8, 0)
     scale, minimum = scale.to(tl.float16)[:, :, None], minimum.to(tl.float16)[:, :, None]
     codes = tile[0].reshape(scale.shape[0], scale.shape[1], tile[0].shape[1] // scale.shape[1])
     if EMULATED:
@@ -431,7 +422,8 @@ def _sums_of_16(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
     else:
         first, last = tl.split(x.reshape(words.shape[1], 4, 2))
         args = [words, first[None], last[None]]
-        return as_floats(tl.inline_asm_elementwise(ASM, fp8.WORDS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4))
+        sums = tl.inline_asm_elementwise(ASM, fp8.WORDS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4)
+        return fp8.as_floats(sums)
 
 
 @jit
@@ -442,7 +434,7 @@ def _signed(codes):
 @jit
 def _packed_sums8(tile, x, sum_x):
     """Products with x, added up by 64 columns: float32 [R, COLUMNS / 64]."""
-    scale, minimum = scale_and_minimum(tile[1:], 8, 0)
+    scale, minimum = fp8.scale_and_minimum(tile[1:], 8, 0)
     EACH: tl.constexpr = tile[0].shape[1] // scale.shape[1]
     sums = scale * _by(_sums_of_16(tile[0], x, _signed, _SUMS_ASM), EACH)
     if len(tile) == 3:
@@ -452,7 +444,7 @@ def _packed_sums8(tile, x, sum_x):
 
 KERNEL = dict(columns=_rotated_4, turns=4, neighbours=64)
 _held8 = partial(
-    Held, bits=8, load=int4.load, packed_load=int4.packed_load, values=_values8, row_scale=row_scale,
+    Held, bits=8, load=int4.load, packed_load=int4.packed_load, values=_values8, row_scale=fp8.row_scale,
     packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL,
 )  # fmt: skip
 Q8_0 = _held8("q8_0")
@@ -500,7 +492,7 @@ def _values_e4m3(tile):
 
 @jit
 def _packed_load_e4m3(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    return int4.load_codes(w, start, k, left, COLUMNS), load_groups(w[1], start, k, left, COLUMNS, 64, GROUP)
+    return int4.load_codes(w, start, k, left, COLUMNS), fp8.load_groups(w[1], start, k, left, COLUMNS, 64, GROUP)
 
 
 _E4M3_ASM, _NATIVE_ASM = (constexpr(fp8.words_asm(*halves)) for halves in (fp8.E4M3_HALVES, fp8.NATIVE_HALVES))
