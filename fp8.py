@@ -201,6 +201,11 @@ class Format:
         """The format as kernels on this device decode it."""
         return self
 
+    def functions(self) -> dict[str, Any]:
+        """What every kernel that reads a matrix is compiled for."""
+        loads = dict(LOAD=self.load, GROUP=self.group, COLUMNS=self.columns)
+        return loads | dict(VALUES=self.values, ROW_SCALE=self.row_scale)
+
     def can_be_cut(self, K: int, part: int) -> bool:
         """Whether what is stored of K columns can be cut into parts of so many."""
         return part == K or self.whole > K or part % self.whole == 0
@@ -642,10 +647,7 @@ def _recode_kernel(
 def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
     (N, K), device, format = w.shape, out.device, format_of(w)
     block = min(4096, triton.next_power_of_2(K))
-    functions = dict(
-        LOAD=format.load, GROUP=format.group, VALUES=format.values, COLUMNS=format.columns,
-        ROW_SCALE=format.row_scale, ENCODE=E4M3.on(device).encode_tile, BOUND=format.bound,
-    )  # fmt: skip
+    functions = format.functions() | dict(ENCODE=E4M3.on(device).encode_tile, BOUND=format.bound)
     grid, warps = (N, triton.cdiv(K, block)), max(1, block // 1024)
     launch(_recode_kernel, grid, device, w.tensors, out, scales, K=K, BLOCK=block, **functions, warps=warps)
 

@@ -15,9 +15,8 @@ launch to launch; it belongs to the cache.
 
 The file ends with two matching tables. `reference` (--backend torch) holds the functions whose names end in _ref, and
 runs on any torch device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs on CUDA, and on
-CPU tensors when TRITON_INTERPRET=1. To add an op: write its block, enter it in both tables, and add its arguments to
-`op_arguments` in test_all.py; README.md has an example. A product that launch.json does not name has its default sizes.
-bench.py measures what its `cost` and `kernel_rows` list.
+CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. A product that launch.json does not name has
+its default sizes.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -609,10 +608,8 @@ def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
 
 def _functions(w: Matrix, epilogue: Epilogue) -> dict:
     """What the kernels of products are compiled for: the functions of a format and of an epilogue."""
-    format = fp8.format_of(w)
-    found = dict(LOAD=format.load, GROUP=format.group, VALUES=format.values, COLUMNS=format.columns)
-    found |= dict(ROW_SCALE=format.row_scale)
-    return found | dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
+    own = dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
+    return fp8.format_of(w).functions() | own
 
 
 def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> None:
