@@ -283,7 +283,7 @@ def _joined(low: Tensor, high: Tensor) -> Tensor:
 
 @jit
 def _load_parts(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
-    """As int4.load, but in the order in which this was measured."""
+    """As int4.load, but the scales of 256 columns first, as this was measured."""
     scales = fp8.load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
     return int4.load(w[:2], start, k, left, COLUMNS, NEIGHBOURS, 32) + (scales,)
 
@@ -383,8 +383,8 @@ Q6_K = Held6(
 )  # fmt: skip
 
 
-# The same with int8 codes. A thread has 8 or 16 neighbours, and loads the scale of their group.
-
+# The same with int8 codes. A thread has 8 or 16 neighbours and the scale of their group; for one token it has 64
+# columns, as with 4 bits, and loads codes as int32, four to a word.
 
 # Two of four codes as halves p: with 0x64 above it, a byte stands for 1024 more; 1024 + 128 are subtracted
 _HALVES = "mov.b32 q, 0x64806480; prmt.b32 p, SOURCE, 0x64646464, ORDER; sub.f16x2 p, p, q; "
@@ -408,9 +408,6 @@ def _values8(tile):
         args = [codes, scale, minimum]
         y = tl.inline_asm_elementwise(_VALUES_ASM, "=&r,=&r,r,r,r,r,r", args, tl.float16, is_pure=True, pack=4)
     return y.reshape(tile[0].shape)
-
-
-# The same for one token. A thread has 64 columns, as with 4 bits, and loads codes as int32, four to a word.
 
 
 @jit
