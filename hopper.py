@@ -458,10 +458,10 @@ MAX_TOKENS = 896  # with more, decoding W once for all of them is faster
 
 
 def _decode_asm(shift: int) -> str:
-    """PTX that makes E4M3 codes of 4-bit integers in both halves of $2 and $3: of four of them, at bits `shift` to
-    `shift` + 3, in $0, of those above in $1. As pairs of halves $4 has what integers at bit 0 are to be
-    multiplied by, $5 the same for bit 4, $6 what is to be added. A half rounded to its upper nine bits is the code of
-    256 times its value, but for the place of the sign (fp8.py)."""
+    """PTX that makes E4M3 codes of 4-bit integers in both halves of $2 and $3: in $0 four codes of those at bits
+    `shift` to `shift` + 3, in $1 of those above. As pairs of halves $4 has what integers at bit 0 are to be multiplied
+    by, $5 the same for bit 4, $6 what is to be added. A half rounded to its upper nine bits is the code of 256 times
+    its value, but for the place of the sign (fp8.py)."""
     lines = [f"shr.u32 m, $2, {shift}; shr.u32 n, $3, {shift};"]
     for out, mask in enumerate(("0x000f000f", "0x00f000f0")):
         for word, pair in (("m", "a"), ("n", "b")):
@@ -657,8 +657,8 @@ def int4_linear(x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: T
     # The most tokens to a tile that fill more than half of it and keep more than half of the SMs busy
     tokens = next((n for n in (256, 128) if n < 2 * T and 2 * tiles_of(n) > SMs), 64)
     codes = descriptor(x.view(torch.float8_e4m3fn), [tokens, BLOCK_K // 2])
-    in_blocks, result = descriptor(words, [64, BLOCK_K // 8]), descriptor(out, [tokens, 64])
-    args = (in_blocks, groups, row_scales, codes, x_scales, result)
+    weights, result = descriptor(words, [64, BLOCK_K // 8]), descriptor(out, [tokens, 64])
+    args = (weights, groups, row_scales, codes, x_scales, result)
     sizes, tiles = dict(TOKENS=tokens, STAGES=2 if tokens == 256 else 4), tiles_of(tokens)
     launch(_int4_product_kernel, (min(tiles, SMs),), x.device, *args, tiles, x.shape[1] // BLOCK_K, N, T, **sizes)
     return out
