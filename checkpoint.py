@@ -680,6 +680,8 @@ def _indexed_files(index: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or not name.endswith((".safetensors", ".bin")):
             raise ValueError(f"{index} names {name!r}, which is not a file of its own folder")
+        if not (index.parent / name).is_file():
+            raise FileNotFoundError(f"{index} names {name}, which is missing")
     return [index.parent / name for name in names]
 
 

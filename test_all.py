@@ -2769,7 +2769,7 @@ SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what th
         "norm.weight is [64] + [65], expected [64]",
     ),
     "one of Meta's shards": (lambda f: [to_meta(f, 2), (f / PTH).unlink()], "expected [350, 64]"),
-    "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors: No such file"),
+    "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors, which is missing"),
     "index that leaves the folder": (write(INDEX, '{"weight_map": {"a": "../x"}}'), "not a file of its own folder"),
     "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
     **{f"torch file, {name}": (torch_file(content), UNSAFE) for name, content in {
