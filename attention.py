@@ -343,7 +343,7 @@ def _split_scratch(scratch: Scratch, groups: int, D: int, splits: int, rows: int
 def _launch_split(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch) -> None:
     (T, H, _), (KH, _, D), (scales, constants) = q.shape, k_cache.shape, _cache_constants(q, k_cache)
     rows = T * H // KH
-    sizes, least = split_sizes(q.device, rows), 1 if rows == 1 else 16  # of tl.dot's operands
+    sizes, least = split_sizes(q.device, rows), 1 if rows == 1 else 16  # rows and positions: tl.dot needs 16 of each
     splits, padded = _splits(sizes, q.device, KH), triton.next_power_of_2(rows)
     block_m, block_n = max(padded, least), sizes.block if D <= 128 else max(sizes.block // 2, least)
     merge = min(splits, max(1, 4096 // (padded * constants["BLOCK_D"])))
