@@ -558,8 +558,8 @@ def _load_blocks(
 
 @jit
 def _multiply_blocks(
-    group, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, tiles, blocks, N, T,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    group, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added, tiles, blocks, N, T,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
@@ -573,7 +573,7 @@ def _multiply_blocks(
         [[16, 0, 0], [32, 0, 0]], [], [64, 8, 2],
     )  # fmt: skip
     out_tile = out_tiles.index(group)
-    i = 0  # blocks so far
+    i, phase = 0, 0  # blocks so far; which tile of `out` is awaited
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, token = _tile_place(tile, T, TOKENS)
         row += group * 64
@@ -582,6 +582,11 @@ def _multiply_blocks(
         in_block = groups + gl.minimum(rows, N - 1).to(gl.int64)[:, None] * (blocks * 8) + offs_g[None, :]
         factors = _factors(gl.load(in_block))
         next_groups = gl.load(in_block + gl.minimum(1, blocks - 1) * 8)
+        gdc_wait(PDL)  # for x_scales and out: the group that loads has waited before it loaded x
+        if ADD:
+            tma.store_wait(0)  # for the tile before
+            mbarrier.expect(added.index(group), out.block_type.nbytes)
+            tma.async_copy_global_to_shared(out, [token, row], added.index(group), out_tile)
         mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
         words = w_tiles.index(2 * (i % STAGES) + group).load(WORDS)
         codes = _decode(words, factors, _DECODE_FIRST)
@@ -606,12 +611,16 @@ def _multiply_blocks(
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
             i += 1
-        gdc_wait(PDL)  # for x_scales and out: the group that loads has waited before it loaded x
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, ACC))
         tokens = token + gl.arange(0, TOKENS, gl.SliceLayout(0, ACC))
         acc *= (gl.load(row_scales + rows, mask=rows < N, other=0.0) / 256)[:, None]
         acc *= gl.load(x_scales + tokens, mask=tokens < T, other=0.0)[None, :]
-        tma.store_wait(0)  # for the tile before
+        if ADD:
+            mbarrier.wait(added.index(group), phase)
+            phase ^= 1
+            acc += out_tile.permute((1, 0)).load(ACC).to(gl.float32)
+        else:
+            tma.store_wait(0)
         out_tile.permute((1, 0)).store(acc.to(out.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [token, row], out_tile)
@@ -621,7 +630,7 @@ def _multiply_blocks(
 @jit(do_not_specialize=["tiles", "blocks", "N", "T"])
 def _int4_product_kernel(
     words, groups, row_scales, x, x_scales, out, tiles, blocks, N, T, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents(PDL)
     w_tiles = gl.allocate_shared_memory(words.dtype, [2 * STAGES, 64, 32], words.layout)
@@ -629,15 +638,18 @@ def _int4_product_kernel(
     out_tiles = gl.allocate_shared_memory(out.dtype, [2, TOKENS, 64], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
+    for group in gl.static_range(2):
+        mbarrier.init(added.index(group), count=1)
     gl.warp_specialize(
         [
-            (_multiply_blocks, (0, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty,
-                                tiles, blocks, N, T, TOKENS, STAGES, PDL)),
-            (_multiply_blocks, (1, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty,
-                                tiles, blocks, N, T, TOKENS, STAGES, PDL)),
+            (_multiply_blocks, (0, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added,
+                                tiles, blocks, N, T, TOKENS, STAGES, ADD, PDL)),
+            (_multiply_blocks, (1, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added,
+                                tiles, blocks, N, T, TOKENS, STAGES, ADD, PDL)),
             (_load_blocks, (words, x, w_tiles, x_tiles, full, empty, tiles, blocks, T, TOKENS, STAGES, PDL)),
         ],
         [4, 1],
@@ -650,8 +662,9 @@ def multiplies_int4(T: int, K: int, dtype: torch.dtype) -> bool:
     return gluon is not None and T <= MAX_TOKENS and K % BLOCK_K == 0 and dtype.itemsize == 2
 
 
-def int4_linear(x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """x W^T in out [T, N]. x [T, K] codes of E4M3 and their scales [T, 1]; tensors: what int4.INT4 stores for W."""
+def int4_linear(x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: Tensor, add: bool = False) -> Tensor:
+    """x W^T in out [T, N], or added to it. x [T, K] codes of E4M3 and their scales [T, 1]; tensors: what int4.INT4
+    stores for W."""
     (T, N), (words, groups, row_scales), SMs = out.shape, tensors, processors(x.device)
     tiles_of = lambda tokens: triton.cdiv(N, 128) * triton.cdiv(T, tokens)
     # The most tokens to a tile that fill more than half of it and keep more than half of the SMs busy
@@ -659,6 +672,6 @@ def int4_linear(x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: T
     codes = descriptor(x.view(torch.float8_e4m3fn), [tokens, BLOCK_K // 2])
     weights, result = descriptor(words, [64, BLOCK_K // 8]), descriptor(out, [tokens, 64])
     args = (weights, groups, row_scales, codes, x_scales, result)
-    sizes, tiles = dict(TOKENS=tokens, STAGES=2 if tokens == 256 else 4), tiles_of(tokens)
+    sizes, tiles = dict(TOKENS=tokens, STAGES=2 if tokens == 256 else 4, ADD=add), tiles_of(tokens)
     launch(_int4_product_kernel, (min(tiles, SMs),), x.device, *args, tiles, x.shape[1] // BLOCK_K, N, T, **sizes)
     return out

@@ -94,10 +94,13 @@ class Int4(Codes4):
         scale = _scales(groups >> 8 & 0xFF) * row
         return scale, scale * (groups & 0xFF) / -16
 
-    def tensor_core_linear(self, codes: Tensor, scales: Tensor, tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
+    def tensor_core_linear(
+        self, codes: Tensor, scales: Tensor, tensors: Tensors, dtype: torch.dtype, residual: Tensor | None
+    ) -> Tensor | None:
         if capability(codes.device) != 90 or not hopper.multiplies_int4(*codes.shape, dtype):
             return None
-        return hopper.int4_linear(codes, scales, tensors, scales.new_empty(len(codes), len(tensors[0]), dtype=dtype))
+        out = scales.new_empty(len(codes), len(tensors[0]), dtype=dtype) if residual is None else residual
+        return hopper.int4_linear(codes, scales, tensors, out, add=residual is not None)
 
     def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
         _, groups, row = tensors

@@ -1022,7 +1022,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
     ):
         return residual
     if fp8.on_tensor_cores(w, accumulate):
-        return residual.add_(fp8.tensor_core_linear(*encode_rows(x), w, x.dtype, accumulate))
+        return fp8.tensor_core_linear(*encode_rows(x), w, x.dtype, accumulate, residual)
     return _library_product(lambda: residual.addmm_(x, fp8.dense_for(w, x).t()), accumulate)
 
 

@@ -1097,7 +1097,9 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         run_ops(["attention"], 512)
         for T, N in ((20, 16), (100, 9008), (600, 9008))[: 3 if half else 1]:  # tiles of 64, 128 and 256 tokens
             w = blank(N, 1024, INT4)
-            hopper.int4_linear(new(T, 1024, dtype=torch.int8), new(T, 1, dtype=torch.float32), w.tensors, new(T, N))
+            x, out = (new(T, 1024, dtype=torch.int8), new(T, 1, dtype=torch.float32)), new(T, N)
+            for add in (False, True):
+                hopper.int4_linear(*x, w.tensors, out, add)
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
     changes = (dict(), dict(temp=0), dict(top_k=0, repeat_penalty=1.1), dict(top_k=1000), dict(top_p=1))
     for settings in (*changes, dict(top_k=0, top_p=1)):
@@ -1667,9 +1669,9 @@ def test_prompts_for_hoppers_own_kernel(monkeypatch):
     """It is not meant for fp32, for columns beyond a whole block, or for many tokens."""
     monkeypatch.setattr(int4, "capability", lambda device: 90)
     monkeypatch.setattr(hopper, "gluon", True)
-    monkeypatch.setattr(hopper, "int4_linear", lambda *_: "multiplied")
+    monkeypatch.setattr(hopper, "int4_linear", lambda *_, **__: "multiplied")
     half, w = torch.float16, int4_matrix(16, 512)
-    chosen = lambda T, K, dtype: INT4.tensor_core_linear(torch.empty(T, K), torch.empty(T, 1), w.tensors, dtype)
+    chosen = lambda T, K, dtype: INT4.tensor_core_linear(torch.empty(T, K), torch.empty(T, 1), w.tensors, dtype, None)
     assert chosen(896, 512, half) == chosen(17, 512, torch.bfloat16) == "multiplied"
     assert chosen(100, 512, torch.float32) is chosen(100, 96, half) is chosen(897, 512, half) is None
 
@@ -1699,6 +1701,10 @@ def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch
     assert nmse(out[:T] / size, exact) < 2.0**-10  # W's codes have three bits of mantissa
     assert out[T:].isnan().all() and tiles == [tokens]
     assert torch.equal(fp8.tensor_core_linear(codes, scales, w, dtype, "auto"), out[:T])
+    residual = randn(T, N, dtype=dtype)
+    hopper.int4_linear(codes, scales, w.tensors, out[:T].copy_(residual), add=True)
+    assert nmse(out[:T] / size, residual / size + exact) < 2.0**-10 and out[T:].isnan().all()
+    assert torch.equal(fp8.tensor_core_linear(codes, scales, w, dtype, "auto", residual), out[:T])
 
 
 @needs_gpu
