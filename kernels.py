@@ -315,15 +315,28 @@ def _join_eighths(t):
 
 
 @jit
-def _words(tile, SQUARED: tl.constexpr):
-    """Halves [P, 8], or their squares, as words of two neighbours [P, 4]; in the interpreter as floats [P, 8]."""
+def _words(tile):
+    """Halves [P, 8] as words of two neighbours [P, 4]; in the interpreter as floats [P, 8]."""
     if EMULATED:
-        x = tile.to(tl.float16).to(tl.float32)
-        return x * x if SQUARED else x
-    else:  # an instruction for two neighbours also makes the compiler keep them in one register
-        ASM: tl.constexpr = "mul.rn.f16x2 $0, $1, $1;" if SQUARED else "mov.b32 $0, $1;"
-        x = tl.inline_asm_elementwise(ASM, "=r,r", [tile.to(tl.float16)], tl.float16, is_pure=True, pack=2)
+        return tile.to(tl.float32)
+    else:  # an instruction for two neighbours makes the compiler keep them in one register
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tl.float16, is_pure=True, pack=2)
         return fp8.pairs(*tl.split(x.reshape(x.shape[0], 4, 2)))
+
+
+@jit
+def _squares(words):
+    """Sums of the squares of eight halves each, the even and the odd ones in half precision: [P, 4] to float32 [P]."""
+    if EMULATED:
+        return tl.sum(words * words, 1)
+    else:
+        ASM: tl.constexpr = (
+            "{ .reg .b16 a, b; .reg .b32 s; .reg .f32 f; mul.rn.f16x2 s, $1, $1; fma.rn.f16x2 s, $2, $2, s;"
+            "fma.rn.f16x2 s, $3, $3, s; fma.rn.f16x2 s, $4, $4, s;"
+            "mov.b32 {a, b}, s; cvt.f32.f16 $0, a; cvt.f32.f16 f, b; add.f32 $0, $0, f; }"
+        )
+        sums = tl.inline_asm_elementwise(ASM, "=&r,r,r,r,r", [words], tl.int8, is_pure=True, pack=4)
+        return tl.sum(fp8.as_floats(sums.reshape(sums.shape[0], 1, 4)), 1)
 
 
 @jit
@@ -332,16 +345,17 @@ def _add_words(a, b):
 
 
 @jit
-def _sums(words, EACH: tl.constexpr, HALVES: tl.constexpr):
-    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. HALVES:
-    in half precision, even and odd ones separately, up to the last addition."""
-    groups = words.reshape(words.shape[0] * 64 // EACH, words.shape[1] * EACH // 64)
+def _sums(words, EACH: tl.constexpr):
+    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. Of each
+    four, the even ones and the odd ones are added in half precision, which makes a token's step 3% shorter."""
+    P: tl.constexpr = words.shape[0]
+    fours = words.reshape(16 * P, words.shape[1] // 16)
     if EMULATED:
-        return tl.sum(groups, 1)
+        sums = tl.sum(fours, 1)
     else:
-        if HALVES:
-            groups = tl.reduce(groups, 1, _add_words, keep_dims=True)
-        return tl.sum(fp8.half_at(groups, 0) + fp8.half_at(groups >> 16, 0), 1)
+        pairs = tl.reduce(fours, 1, _add_words, keep_dims=True)
+        sums = tl.sum(fp8.half_at(pairs, 0) + fp8.half_at(pairs >> 16, 0), 1)
+    return tl.sum(sums.reshape(64 * P // EACH, EACH // 4), 1)
 
 
 @jit
@@ -350,10 +364,10 @@ def _packed_x(
     PEAK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK places of x, times the norm's weights. Each 64 are scaled by a power of two of their own. Returns a tuple
-    of words, their sums by SUMS places and the factors that undo the scaling; and the sums of x's squares by 64, for
-    which `inverse` stands in where there is no norm. Magnitudes stay below PEAK, as long as no norm weight is above
+    of words, their sums by SUMS places and the factors that undo the scaling; and the sums of x's squares by 64, if
+    there is a norm. Magnitudes stay below PEAK, as long as no norm weight is above
     fp8.NORM_LIMIT."""
-    tiles, words, squares = _load_eighths(x, k, K, BLOCK, COLUMNS), (), ()
+    tiles, words, squares = _load_eighths(x, k, K, BLOCK, COLUMNS), (), tl.zeros([BLOCK // 64], tl.float32)
     peak = tl.abs(tiles[0])
     for i in tl.static_range(1, 8):
         peak = tl.maximum(peak, tl.abs(tiles[i]))
@@ -366,16 +380,12 @@ def _packed_x(
     for i in tl.static_range(0, 8):
         tile = tiles[i] * power.to(tiles[i].dtype)[:, None]
         if norm_tiles is not None:
-            squares += (_words(tile, True),)
+            squares += _squares(_words(tile.to(tl.float16)))
             tile *= norm_tiles[i].to(tile.dtype) * LIFT
-        words += (_words(tile, False),)
+        words += (_words(tile.to(tl.float16)),)
     joined = _join_eighths(words)
-    packed = joined.reshape(joined.shape[0] * joined.shape[1]), _sums(joined, SUMS, False), inverse[None, :] / LIFT
-    if norm_tiles is None:
-        return packed, inverse
-    else:
-        by_eight = _sums(_join_eighths(squares), 8, True).reshape(joined.shape[0], 8)
-        return packed, tl.sum(by_eight, 1) * inverse * inverse
+    packed = joined.reshape(joined.shape[0] * joined.shape[1]), _sums(joined, SUMS), inverse[None, :] / LIFT
+    return packed, squares * inverse * inverse
 
 
 @jit
