@@ -561,7 +561,7 @@ def _multiply_blocks(
     group, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added, tiles, blocks, N, T,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups that multiply."""
+    """One of the two groups that multiply. To add to `out`, it copies a tile of that while it multiplies."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     # Which rows and words a thread has, [64, 8 x 4]; the same in pairs of words, by groups [64, 8, 2]

@@ -347,7 +347,7 @@ def _add_words(a, b):
 @jit
 def _sums(words, EACH: tl.constexpr):
     """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. Of each
-    four, the even ones and the odd ones are added in half precision, which makes a token's step 3% shorter."""
+    four, the even ones and the odd ones are added in half precision: a token of 1.1B then takes 4% less."""
     P: tl.constexpr = words.shape[0]
     fours = words.reshape(16 * P, words.shape[1] // 16)
     if EMULATED:
@@ -365,8 +365,7 @@ def _packed_x(
 ):  # fmt: skip
     """BLOCK places of x, times the norm's weights. Each 64 are scaled by a power of two of their own. Returns a tuple
     of words, their sums by SUMS places and the factors that undo the scaling; and the sums of x's squares by 64, if
-    there is a norm. Magnitudes stay below PEAK, as long as no norm weight is above
-    fp8.NORM_LIMIT."""
+    there is a norm. Magnitudes stay below PEAK, as long as no norm weight is above fp8.NORM_LIMIT."""
     tiles, words, squares = _load_eighths(x, k, K, BLOCK, COLUMNS), (), tl.zeros([BLOCK // 64], tl.float32)
     peak = tl.abs(tiles[0])
     for i in tl.static_range(1, 8):
