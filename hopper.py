@@ -561,7 +561,8 @@ def _multiply_blocks(
     group, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added, tiles, blocks, N, T,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups that multiply. To add to `out`, it copies a tile of that while it multiplies."""
+    """One of the two groups that multiply. To add to `out`, it has the tile of that copied into shared memory
+    while it multiplies."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     # Which rows and words a thread has, [64, 8 x 4]; the same in pairs of words, by groups [64, 8, 2]
@@ -582,7 +583,7 @@ def _multiply_blocks(
         in_block = groups + gl.minimum(rows, N - 1).to(gl.int64)[:, None] * (blocks * 8) + offs_g[None, :]
         factors = _factors(gl.load(in_block))
         next_groups = gl.load(in_block + gl.minimum(1, blocks - 1) * 8)
-        gdc_wait(PDL)  # for x_scales and out: the group that loads has waited before it loaded x
+        gdc_wait(PDL)  # for x_scales and out; the group that loads waits itself before it loads x
         if ADD:
             tma.store_wait(0)  # for the tile before
             mbarrier.expect(added.index(group), out.block_type.nbytes)
@@ -620,7 +621,7 @@ def _multiply_blocks(
             phase ^= 1
             acc += out_tile.permute((1, 0)).load(ACC).to(gl.float32)
         else:
-            tma.store_wait(0)
+            tma.store_wait(0)  # for the tile before
         out_tile.permute((1, 0)).store(acc.to(out.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [token, row], out_tile)

@@ -365,13 +365,13 @@ def _packed_x(
 ):  # fmt: skip
     """BLOCK places of x, times the norm's weights. Each 64 are scaled by a power of two of their own. Returns a tuple
     of words, their sums by SUMS places and the factors that undo the scaling; and the sums of x's squares by 64, if
-    there is a norm. Magnitudes stay below PEAK, as long as no norm weight is above fp8.NORM_LIMIT."""
+    there is a norm, otherwise zeros. Magnitudes stay below PEAK, as long as no norm weight is above fp8.NORM_LIMIT."""
     tiles, words, squares = _load_eighths(x, k, K, BLOCK, COLUMNS), (), tl.zeros([BLOCK // 64], tl.float32)
     peak = tl.abs(tiles[0])
     for i in tl.static_range(1, 8):
         peak = tl.maximum(peak, tl.abs(tiles[i]))
     exponent = tl.minimum(tl.max(peak, 1).to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000, 0x7C000000)
-    TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32  # at most 32, so that squares fit a half
+    TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32  # at most 32: four squares fit a half
     LIFT: tl.constexpr = 1.0 if norm_tiles is None else max(PEAK / 1024, 1.0)  # so that products use all of its range
     power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)  # 1 / 2^exponent
     power = tl.minimum(power, 65536 / TOP) * (TOP / 2)

@@ -1565,8 +1565,9 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
     w = w.encoded(FORMATS[form])
     if not fp8.on_tensor_cores(w):
         pytest.skip("this GPU has none")
-    y = kernels.linear_add(x, w, torch.zeros(80, 512, dtype=dtype, device=DEVICE), accumulate)
-    assert 0 < nmse(y, x.float() @ dense(w).data.t()) < 2.0**-10
+    residual = randn(80, 512, dtype=dtype)
+    y = kernels.linear_add(x, w, added := residual.clone(), accumulate)
+    assert y is added and 0 < nmse(y, residual.float() + x.float() @ dense(w).data.t()) < 2.0**-10
 
 
 @needs_triton
@@ -1669,11 +1670,15 @@ def test_prompts_for_hoppers_own_kernel(monkeypatch):
     """It is not meant for fp32, for columns beyond a whole block, or for many tokens."""
     monkeypatch.setattr(int4, "capability", lambda device: 90)
     monkeypatch.setattr(hopper, "gluon", True)
-    monkeypatch.setattr(hopper, "int4_linear", lambda *_, **__: "multiplied")
+    monkeypatch.setattr(hopper, "int4_linear", lambda codes, scales, tensors, out, add: (out.dtype, *out.shape, add))
     half, w = torch.float16, int4_matrix(16, 512)
-    chosen = lambda T, K, dtype: INT4.tensor_core_linear(torch.empty(T, K), torch.empty(T, 1), w.tensors, dtype, None)
-    assert chosen(896, 512, half) == chosen(17, 512, torch.bfloat16) == "multiplied"
+    codes = lambda T, K: (torch.empty(T, K), torch.empty(T, 1), w.tensors)
+    chosen = lambda T, K, dtype: INT4.tensor_core_linear(*codes(T, K), dtype, None)
+    assert chosen(896, 512, half) == (half, 896, 16, False) and chosen(17, 512, torch.bfloat16)
     assert chosen(100, 512, torch.float32) is chosen(100, 96, half) is chosen(897, 512, half) is None
+    residual = torch.zeros(20, 16, dtype=half)
+    monkeypatch.setattr(hopper, "int4_linear", lambda codes, scales, tensors, out, add: out is residual and add)
+    assert INT4.tensor_core_linear(*codes(20, 512), half, residual)
 
 
 def needs_hopper() -> None:
@@ -1685,7 +1690,7 @@ def needs_hopper() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("T, N, K, tokens", [
     (17, 48, 256, 64), (64, 17008, 1280, 64), (300, 528, 2048, 64), (100, 17008, 1280, 128), (200, 9008, 768, 256),
-    (513, 9008, 2304, 256),
+    (513, 9008, 2304, 256), (896, 12304, 256, 256),
 ])  # fmt: skip
 def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch):
     """Tiles of every size; several to a program, whose blocks begin at each stage of the buffer; rows and tokens that
@@ -1693,7 +1698,8 @@ def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch
     needs_hopper()
     tiles, run = [], hopper.launch
     monkeypatch.setattr(hopper, "launch", lambda *args, **sizes: (tiles.append(sizes["TOKENS"]), run(*args, **sizes)))
-    w, (codes, scales) = int4_matrix(N, K), kernels.encode_rows(randn(T, K, dtype=dtype))
+    w, x = int4_matrix(N, K), randn(T, K, dtype=dtype)
+    codes, scales = kernels.encode_rows(x)
     out = torch.full((T + 1, N), NAN, dtype=dtype, device=DEVICE)
     hopper.int4_linear(codes, scales, w.tensors, out[:T])
     size = w.dense().square().mean(1).sqrt()
@@ -1701,10 +1707,11 @@ def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch
     assert nmse(out[:T] / size, exact) < 2.0**-10  # W's codes have three bits of mantissa
     assert out[T:].isnan().all() and tiles == [tokens]
     assert torch.equal(fp8.tensor_core_linear(codes, scales, w, dtype, "auto"), out[:T])
-    residual = randn(T, N, dtype=dtype)
+    residual = out[:T].flip(0)  # as large as the product
     hopper.int4_linear(codes, scales, w.tensors, out[:T].copy_(residual), add=True)
     assert nmse(out[:T] / size, residual / size + exact) < 2.0**-10 and out[T:].isnan().all()
-    assert torch.equal(fp8.tensor_core_linear(codes, scales, w, dtype, "auto", residual), out[:T])
+    y = kernels.linear_add(x, w, residual)
+    assert y is residual and torch.equal(y, out[:T])
 
 
 @needs_gpu
@@ -4853,7 +4860,7 @@ def test_launchers_refuse_strides():
 def test_launch_sizes_of_the_nearest_card(monkeypatch):
     found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
     assert found == ["a", "a", "b", "b", "c"]
-    products = itertools.product((8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008))
+    products = itertools.product((4, 6, 8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008))
     for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), products):
         monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
         for sizes in (launch.vector_sizes, launch.stream_sizes):
