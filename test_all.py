@@ -134,6 +134,8 @@ FLOATS_8 = {"e4m3": E4M3, "e5m2": E5M2}
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and values not finite on purpose
 needs_triton = pytest.mark.skipif(launch.triton is None, reason="Triton exists on Linux only")
 needs_gpu = pytest.mark.skipif(not ON_GPU or launch.triton is None, reason="only a GPU has graphs and tensor cores")
+not_hopper = "not ON_GPU or launch.triton is None or launch.capability(DEVICE) != 90"  # evaluated as a test starts
+needs_hopper = pytest.mark.skipif(not_hopper, reason="not a Hopper")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
 
@@ -1676,12 +1678,7 @@ def test_prompts_for_hoppers_own_kernel(monkeypatch):
     assert chosen(100, 512, torch.float32) is chosen(100, 96, half) is chosen(897, 512, half) is None
 
 
-def needs_hopper() -> None:
-    if launch.capability(DEVICE) != 90:
-        pytest.skip("not a Hopper")
-
-
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("T, N, K, tokens", [
     (17, 48, 256, 64), (64, 17008, 1280, 64), (300, 528, 2048, 64), (100, 17008, 1280, 128), (200, 9008, 768, 256),
@@ -1690,7 +1687,6 @@ def needs_hopper() -> None:
 def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch):
     """Tiles of every size; several to a program, whose blocks begin at each stage of the buffer; rows and tokens that
     do not fill a tile."""
-    needs_hopper()
     tiles, run = [], hopper.launch
     monkeypatch.setattr(hopper, "launch", lambda *args, **sizes: (tiles.append(sizes["TOKENS"]), run(*args, **sizes)))
     w, (codes, scales) = int4_matrix(N, K), kernels.encode_rows(randn(T, K, dtype=dtype))
@@ -1707,11 +1703,10 @@ def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch
     assert torch.equal(fp8.tensor_core_linear(codes, scales, w, dtype, "auto", residual), out[:T])
 
 
-@needs_gpu
+@needs_hopper
 def test_hoppers_codes_of_4_bit_matrices():
     """The identity times W: every code is what its formula says, rounded to a half and then, ties away from zero, to
     E4M3."""
-    needs_hopper()
     words = torch.randint(-(1 << 31), 1 << 31, (256, 32), device=DEVICE).int()
     groups = torch.randint(0, 0xF0, (256, 8), device=DEVICE) << 8 | torch.randint(0, 256, (256, 8), device=DEVICE)
     w = (words, groups.to(torch.int16), torch.ones(256, 1, device=DEVICE))
