@@ -88,7 +88,7 @@ from model import BANNED, CHUNK, PADDED, Config, KVCache, Llama, Timings, captur
 from parallel import Ranks
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
-from tokenizer import TEMPLATES, Prompt, TextStream, Tokenizer, encode_continuation, find_template, tokenizer_file
+from tokenizer import TEMPLATES, Prompt, TextStream, Tokenizer, encode_continuation, find_template
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HERE = Path(__file__).parent
@@ -2741,7 +2741,9 @@ SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what th
     "a link out": (link_out("config.json"), "config.json is a link out of its folder"),
     "weights that are a link out": (both(torch_file({}), link_out("pytorch_model.bin")), "a link out of its folder"),
     "git-lfs weights": (write("model.safetensors", POINTER), "model.safetensors is a git-lfs pointer", "git lfs pull"),
-    "no tokenizer": (remove("tokenizer.model"), "holds no tokenizer.model"),
+    "a tokenizer beside it": (  # which is where Meta's layout has it
+        lambda f: (f / "tokenizer.model").rename(f.parent / "tokenizer.model"), "holds no tokenizer.model",
+    ),
     "broken tokenizer": (write("tokenizer.model", b"x" * 99), "is not a SentencePiece model"),
     "empty tokenizer": (write("tokenizer.model", b""), "is not a SentencePiece model"),
     "a piece that is not UTF-8": (
@@ -2881,6 +2883,7 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     if layout:
         LAYOUTS[layout](copy)
         (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
+        (copy / "tokenizer.json").touch()  # the other comes first
     code, out, err = cli("-m", copy, "--save", saved, "--fp8", form)
     assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
     assert sorted(f for f in copy.parent.iterdir() if f.is_dir()) == [copy, saved]
@@ -3039,14 +3042,6 @@ def test_tokenizer_round_trip(tiny):
         assert tokenizer.decode(tokenizer.encode("so.") + tokenizer.vocabulary.encode_after(text)) == f"so.{text}"
     assert tokenizer.encode("x")[0] == tokenizer.bos
     assert "".join(streamed(tokenizer, tokenizer.encode("time", bos=False))) == " time", "text goes on with its space"
-
-
-def test_parents_tokenizer_is_for_metas_layout(copy):
-    (copy.parent / "tokenizer.model").write_bytes((copy / "tokenizer.model").read_bytes())
-    (copy / "tokenizer.model").rename(copy / "tokenizer.json")
-    assert tokenizer_file(copy) == copy / "tokenizer.json"
-    (copy / "config.json").rename(copy / "params.json")
-    assert tokenizer_file(copy) == copy.parent / "tokenizer.model"
 
 
 @pytest.mark.parametrize("stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"], ["fox. It says"]])
