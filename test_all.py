@@ -2144,16 +2144,6 @@ def test_chat_regen(cli, tiny):
     assert second["evaluated_tokens"] == 1 and third["prompt_tokens"] < 2 * second["prompt_tokens"] + 12 + 12
 
 
-def test_chat_regen_of_white_space(tiny):
-    tokenizer, messages = Tokenizer(tiny, chat_template="llama2"), [{"role": "user", "content": "hello"}]
-    prompt = tokenizer.chat_prompt(messages)
-    for answer in (" \n ", "", "good day"):
-        past = Prompt(prompt.text, prompt.ids + tokenizer.encode(answer, bos=False), answer)
-        assert tokenizer.chat_prompt(messages, past=past) == prompt, "the same question, not the answer continued"
-        again = [*messages, {"role": "assistant", "content": answer}, *messages]
-        assert tokenizer.chat_prompt(again, past=past).ids[: len(past.ids)] == past.ids
-
-
 def test_chat_read_waits_for_a_message(cli, tiny, tmp_path):
     (tmp_path / "notes").write_bytes(b"good\r\nday,\rcrow!\n")
     read, notes = f"/read {tmp_path / 'notes'}", "good\nday,\ncrow!\n\n"
@@ -3341,20 +3331,22 @@ def test_answers_keep_their_tokens(tmp_path, family):
     """A conversation goes on after the very tokens of an answer, and the template says which token ended it."""
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
     ids, stops = t.turn_ends()
-    first, second = conversation("tell me"), conversation("tell me", "a tale", "go on")
-    prompt = t.chat_prompt(first)
-    # Not the tokens that the whole text would have
-    answer = [i for letter in "a tale" for i in t.vocabulary.encode_after(letter)]
-    again = t.chat_prompt(second, past=Prompt(prompt.text, prompt.ids + answer, "a tale"))
-    if not again.text.startswith(prompt.text):
-        assert "deepseek" in family, "which writes <think> before an answer, but not before a past one"
-        return
-    assert again.ids[: len(prompt.ids) + len(answer)] == prompt.ids + answer, (again.ids, prompt.ids, answer)
-    end = again.ids[len(prompt.ids) + len(answer)]
+    prompt = t.chat_prompt(conversation("tell me"))
+    for answer in (" \n ", "", "a tale"):
+        # Not the tokens that the whole text would have
+        letters = [i for letter in answer for i in t.vocabulary.encode_after(letter)]
+        past, second = Prompt(prompt.text, prompt.ids + letters, answer), conversation("tell me", answer, "go on")
+        assert t.chat_prompt(conversation("tell me"), past=past) == prompt, "the answer is continued, not given again"
+        again = t.chat_prompt(second, past=past)
+        if not again.text.startswith(prompt.text):
+            assert "deepseek" in family, "which writes <think> before an answer, but not before a past one"
+            return
+        assert again.ids[: len(past.ids)] == past.ids, (again.ids, past)
+    end = again.ids[len(past.ids)]
     same = lambda ids: t.decode(ids).replace(" ", "")  # but for the space that this answer lacks
     assert same(again.ids) == same(t.apply_chat_template(second)) and ids == {end} <= set(t.control.values())
     assert stops == (["<|user|>"] if "zephyr" in family else [])
-    other = t.chat_prompt(second, past=Prompt(prompt.text, prompt.ids + answer, "another"))
+    other = t.chat_prompt(second, past=replace(past, answer="another"))
     assert other.ids == t.apply_chat_template(second), "what was said is not what the conversation holds"
 
 
