@@ -914,15 +914,15 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
         equals_reference(op, [encoded(arguments, format)], written, limit)
 
 
-def check_attention(heads: tuple[int, int, int], T: int, before: int, kv_fp8: bool = False, runs: int = 1) -> None:
+def check_attention(heads: tuple, T: int, before: int, kv_fp8=False, runs=1, dtype=torch.float16) -> None:
     """It equals its reference, whatever comes after the T tokens; and again with what that left in scratch."""
-    q, *caches, pos, scratch = op_arguments("attention", torch.float16, heads, T, before)[0]
+    q, *caches, pos, scratch = op_arguments("attention", dtype, heads, T, before)[0]
     caches = [E4M3.round(cache) if kv_fp8 else cache for cache in caches]
     for cache in caches:
         cache[:, before + T :] = 0x7F if kv_fp8 else torch.nan
-    exact = attention.attention_ref(q.float(), *map(attention.cached_ref, caches), pos, scratch)
+    exact = attention.attention_ref(q.float(), *caches, pos, scratch)
     for _ in range(runs):
-        assert nmse(attention.attention(q, *caches, pos, scratch), exact) < ONE_UNIT[torch.float16], (T, before)
+        assert nmse(attention.attention(q, *caches, pos, scratch), exact) < ONE_UNIT[dtype], (T, before)
 
 
 @needs_triton
@@ -1551,10 +1551,7 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
         rounded = 2 * torch.finfo(dtype).eps * size[:, 40 : 40 + T].max()  # before rope, where terms may cancel
         assert (off <= 2.0**-3 * size + 2.0**-9 + rounded).all(), "more than the next code"
         assert (off[:, 40 : 40 + T] > 0).double().mean() < 0.2
-    q, _, _, pos, scratch = op_arguments("attention", dtype, heads, T, 40)[0]
-    right = attention.attention_ref(q.float(), *map(floats, ours), pos, scratch)
-    assert nmse(kernels.fused.attention(q, *ours, pos, scratch), right) < ONE_UNIT[dtype]
-    assert torch.equal(attention.attention_ref(q.float(), *ours, pos, scratch), right)
+    check_attention(heads, T, 40, kv_fp8=True, dtype=dtype)
 
 
 @needs_gpu
