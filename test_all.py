@@ -1287,6 +1287,7 @@ def test_sampling_equals_the_reference(kind):
     # top-k of as many as there are parts, each as likely as the others; the equals that top-k keeps count for top-p
     cases = [(V, dict(top_k=k, top_p=1.0, min_p=0, temp=1e6)) for V, k in ((1100, 5), (3000, 12))]
     cases += [(V, dict(top_k=40, top_p=0.5, min_p=0, temp=1.5)) for V in (100, 300, 3000, 5000)]
+    cases += [(5000, OFF | dict(temp=0))] * 2  # the largest, from several parts
     for _ in range(13):
         settings = {name: random.choice(values) for name, values in choices.items()}
         cases.append((random.choice((17, 300, 1100, 3000, 5000)), settings))
@@ -3352,6 +3353,8 @@ def test_answers_keep_their_tokens(tmp_path, family):
     assert stops == (["<|user|>"] if "zephyr" in family else [])
     other = t.chat_prompt(second, past=replace(past, answer="another"))
     assert other.ids == t.apply_chat_template(second), "what was said is not what the conversation holds"
+    past = Prompt("ask:", [1], " a tale")
+    assert [t._end_of(past, "ask:" + then) for then in ("\n a tale.", " so: a tale.", " the crow")] == [12, 0, 0]
 
 
 def test_control_token_in_the_vocabulary(tmp_path):
