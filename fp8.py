@@ -224,7 +224,7 @@ class Format:
         self, codes: Tensor, scales: Tensor, tensors: Tensors, dtype: torch.dtype, residual: Tensor | None
     ) -> Tensor | None:
         """x W^T on 8-bit tensor cores, x [T, K] in E4M3, by a kernel of the format's own, added in place to the
-        residual, if there is one; None if it has none for such shapes, this type or this GPU."""
+        residual if there is one; None if the format has no kernel for such shapes, this type or this GPU."""
 
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
         """W times a row of floats [K], of magnitudes up to 1, on a CPU: [N] in float16 or float32."""
@@ -687,7 +687,7 @@ def tensor_core_linear(
     codes: Tensor, scales: Tensor, w: Matrix, dtype: torch.dtype, accumulate: str, residual: Tensor | None = None
 ) -> Tensor:
     """x W^T on 8-bit tensor cores, x given as codes and scales: [T, K] -> [T, N], in dtype where the library supports
-    that. With a residual, it is added to that, in place.
+    that. With a residual, the product is added to it in place.
 
     Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, unless the sums are moved to fp32
     registers every few products (accumulate "fp32"), which costs a tenth of the speed. The error, a mean square of 2e-6

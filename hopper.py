@@ -561,8 +561,8 @@ def _multiply_blocks(
     group, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added, tiles, blocks, N, T,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups that multiply. To add to `out`, it has the tile of that copied into shared memory
-    while it multiplies."""
+    """One of the two groups that multiply. To add to `out`, it copies the tile of `out` into shared memory
+    meanwhile."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     # Which rows and words a thread has, [64, 8 x 4]; the same in pairs of words, by groups [64, 8, 2]
@@ -574,7 +574,7 @@ def _multiply_blocks(
         [[16, 0, 0], [32, 0, 0]], [], [64, 8, 2],
     )  # fmt: skip
     out_tile = out_tiles.index(group)
-    i, phase = 0, 0  # blocks so far; which tile of `out` is awaited
+    i, phase = 0, 0  # blocks so far; the phase of `added`
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, token = _tile_place(tile, T, TOKENS)
         row += group * 64

@@ -346,8 +346,8 @@ def _add_words(a, b):
 
 @jit
 def _sums(words, EACH: tl.constexpr):
-    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. Of each
-    four, the even ones and the odd ones are added in half precision: a token of 1.1B then takes 4% less."""
+    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. Within
+    each four, the even ones and the odd ones are added in half precision, which saves 4% of a step of 1.1B."""
     P: tl.constexpr = words.shape[0]
     fours = words.reshape(16 * P, words.shape[1] // 16)
     if EMULATED:
