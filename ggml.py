@@ -341,9 +341,13 @@ LLAMA3 = ENDINGS + WORD + r"\p{L}+|\p{N}{1,3}" + SIGNS + r"[\r\n]*" + SPACES
 QWEN2 = LLAMA3.replace("{1,3}", "")
 TEKKEN = f"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*" + r"|\p{N}" + SIGNS + r"[\r\n/]*" + SPACES
 PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer((QWEN2,), nfc=True)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True),
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), PreTokenizer((QWEN2,), nfc=True)),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
+    "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
     "smollm": PreTokenizer((r"\p{N}", GPT2)),
     "gpt-2": PreTokenizer((GPT2,)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),

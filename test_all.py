@@ -3815,7 +3815,10 @@ WORD, REST = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LLAMA_3 = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"
 TEKKEN = rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{REST}"
-SPLITS = {"llama-bpe": LLAMA_3, "qwen2": LLAMA_3.replace("{1,3}", ""), "tekken": TEKKEN, "smollm": None, "gpt-2": None}
+SPLITS = {
+    "llama-bpe": [LLAMA_3], "qwen2": [LLAMA_3.replace("{1,3}", "")], "tekken": [TEKKEN], "smollm": None, "gpt-2": None,
+    "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -3824,8 +3827,8 @@ def test_gguf_byte_pairs(name, tmp_path):
     always = name in ("llama-bpe", "tekken")  # ignore merges, and add bos unless the file says otherwise
     pre = tokenizers.pre_tokenizers
     byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
-    first = pre.Split(tokenizers.Regex(SPLITS[name]), "isolated") if SPLITS[name] else pre.Digits(True)
-    splits = byte_level if name == "gpt-2" else pre.Sequence([first, byte_level])
+    first = [pre.Split(tokenizers.Regex(pattern), "isolated") for pattern in SPLITS[name] or ()] or [pre.Digits(True)]
+    splits = byte_level if name == "gpt-2" else pre.Sequence([*first, byte_level])
     raw = train_byte_pairs(splits, GGUF_TEXTS * 3, pre.ByteLevel.alphabet(), ignore_merges=always)
     merges = raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"]
     own = tokenizers.Tokenizer.from_str(json.dumps(raw))
