@@ -410,14 +410,14 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
             arguments = encoded(op_arguments(op, dtype, heads, T, 300, 500)[0], format)
             getattr(kernels.fused, op)(*arguments, **extra)
 
-    for T in (1, 100, 3, 16, 60) if half else (1, 100):
+    for T in (1, 100, 3, 13, 60) if half else (1, 100):
         run_ops(OPS, T)
     for heads, T in (((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)) if half else ():
         run_ops(["attention"], T, heads)
     for T in (1, 3):
         run_ops(PRODUCTS if half else PRODUCTS[1::2], T, format=E4M3)
         run_ops(["linear_add"], T, format=E5M2)
-    for T in (16, 60) if half else ():
+    for T in (13, 60) if half else ():
         run_ops(["linear_add"], T, format=E4M3)
     forms = (INT4, GROUPED, *quants.FORMATS) if arch in (80, 90) else (INT4, quants.E4M3_128)  # no other instructions
     for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
@@ -435,7 +435,7 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, new(1, 2 * V - 1, dtype=torch.float32))
     for norm in (None, new(512)):
         kernels.encode_rows(new(3, 512), norm, 1e-5)
-    for T, D in ((1, 128), (100, 128 if half else 64)):
+    for T, D in ((1, 128), (100, 64)):
         caches = [new(8, 500, D, dtype=torch.int8) for _ in range(2)]
         arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
         kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *caches, *arguments[6:])
