@@ -511,9 +511,10 @@ def compile_kernels(arch: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_kernels_compile(arch):
-    without_interpreter(f"compile_kernels({arch})")
+def test_kernels_compile():
+    """In as many processes as there are cores, while another worker of pytest runs other tests."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda arch: without_interpreter(f"compile_kernels({arch})"), ARCHITECTURES))
 
 
 # ---- model.py
