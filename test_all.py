@@ -435,7 +435,7 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, new(1, 2 * V - 1, dtype=torch.float32))
     for norm in (None, new(512)):
         kernels.encode_rows(new(3, 512), norm, 1e-5)
-    for T, D in ((1, 128), (100, 64)):
+    for T, D in ((1, 128), (100, 128 if half else 64)):
         caches = [new(8, 500, D, dtype=torch.int8) for _ in range(2)]
         arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
         kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *caches, *arguments[6:])
