@@ -347,7 +347,7 @@ PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), PreTokenizer((QWEN2,), nfc=True)),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
-    "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")),
     "smollm": PreTokenizer((r"\p{N}", GPT2)),
     "gpt-2": PreTokenizer((GPT2,)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
