@@ -161,7 +161,8 @@ def _attention_kernel(
 
 # Few rows make for few programs, too few to read the cache at full speed, so its positions are split among programs,
 # each of which ends with a softmax over its own part: maximum, sum and unnormalised result of each row. The last
-# program to finish merges them (launch.is_last).
+# program to finish merges them (launch.is_last). With few positions some programs have none. These end without waiting
+# for the kernel before, since their registers keep the next kernel from starting.
 
 
 @jit
@@ -210,12 +211,12 @@ def _split_attention_kernel(
     # Before the wait: the part of the first block that earlier steps have cached
     start_pos = tl.load(pos)
     used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
-    offs_s = start + offs_n
-    mask_old, mask_new = offs_s < tl.minimum(end, start_pos), (offs_s >= start_pos) & (offs_s < end)
-    k = _load_cached(k_head, offs_s, offs_d, mask_old, D)
-    v = _load_cached(v_head, offs_s, offs_d, mask_old, D)
-    gdc_wait(PDL)
     if split < used:
+        offs_s = start + offs_n
+        mask_old, mask_new = offs_s < tl.minimum(end, start_pos), (offs_s >= start_pos) & (offs_s < end)
+        k = _load_cached(k_head, offs_s, offs_d, mask_old, D)
+        v = _load_cached(v_head, offs_s, offs_d, mask_old, D)
+        gdc_wait(PDL)
         mask_q = (rows[:, None] < T * G) & (offs_d[None, :] < D)
         offs_q = (t[:, None] * H + head * G + g[:, None]) * D + offs_d[None, :]
         q_tile = tl.load(q + offs_q, mask=mask_q, other=0.0)
@@ -261,11 +262,11 @@ def _single_attention_kernel(
     # Before the wait: the part of the first block that earlier steps have cached
     start_pos = tl.load(pos)
     used, start, end = split_of(start_pos + 1, split, SPLITS, BLOCK_N, LEAST)
-    mask_old, mask_new = start + offs_n < tl.minimum(end, start_pos), start + offs_n == start_pos
-    k = _load_cached(k_head + start * D, offs_n, offs_d, mask_old, D)
-    v = _load_cached(v_head + start * D, offs_n, offs_d, mask_old, D)
-    gdc_wait(PDL)
     if split < used:
+        mask_old, mask_new = start + offs_n < tl.minimum(end, start_pos), start + offs_n == start_pos
+        k = _load_cached(k_head + start * D, offs_n, offs_d, mask_old, D)
+        v = _load_cached(v_head + start * D, offs_n, offs_d, mask_old, D)
+        gdc_wait(PDL)
         q_row = tl.load(q + head * D + offs_d, mask=offs_d < D, other=0.0).to(tl.float32) * qk_scale
         k += _load_cached(k_head + start * D, offs_n, offs_d, mask_new, D)
         v += _load_cached(v_head + start * D, offs_n, offs_d, mask_new, D)

@@ -374,10 +374,10 @@ def few_attention_kernel(
     # Before the wait: the part of the first block that earlier steps have cached
     start_pos = gl.load(pos)
     used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
-    k = _load_keys(k_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, KEYS)
-    v = _load_values(v_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, EV)
-    gdc_wait(PDL)
     if split < used:
+        k = _load_keys(k_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, KEYS)
+        v = _load_values(v_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, EV)
+        gdc_wait(PDL)
         warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
         row = top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None] + warp * 0
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
