@@ -175,22 +175,22 @@ class Held(Grouped):
     scale    half [N, K / group]
     zero     int32 [N, K / group]: the scale, a half, above the zero point in sixteenths
     minimum  scale and minimum, halves [N, K / group]
-    parts    int16 [N, K / part]: the minimum's byte above the scale's; int32 [N, K / group]: their halves, likewise
+    parts    int16 [N, K / 32]: the minimum's byte above the scale's; int32 [N, K / group]: their halves, likewise. If
+             the minimum's half is 0, its byte is that of the scale of the last 16 columns
 
     A row's halves are multiplied by a power of two so that the largest is at least 2^14: of those that were halves in
     the file, none loses a bit. Kernels multiply them by `unit`, so that decoded weights fit halves, too."""
 
     form: str = "scale"
-    part: int = 0
     unit: float = 1.0
-    middle: int = 0  # the code that stands for 0, of the form "scale"
+    middle: int = 0  # the code that stands for 0 where there is no minimum
 
     planes = {"codes": (torch.int8, 1)}  # tensors of codes: type, columns of an element
 
     def tensors(self, N: int, K: int) -> Shapes:
         found = {name: (dtype, (N, K // columns)) for name, (dtype, columns) in self.planes.items()}
         if self.form == "parts":
-            found["parts"] = torch.int16, (N, K // self.part)
+            found["parts"] = torch.int16, (N, K // 32)
         found["scale"] = torch.int32 if self.form in ("zero", "parts") else torch.float16, (N, K // self.group)
         if self.form == "minimum":
             found["minimum"] = found["scale"]
@@ -225,10 +225,14 @@ class Held(Grouped):
         elif self.form == "zero":
             groups = [_joined((b.zero.to(torch.int16) * 16).view(torch.float16), groups[0]).view(torch.int32)]
         elif self.form == "parts":
-            each = b.codes.shape[1] // self.part
-            parts = [part.to(torch.int8).repeat_interleave(each // part.shape[1], 1) for part in b.parts]
-            groups = [_joined(*parts).view(torch.int16), _joined(*groups).view(torch.int32)]
-        codes = self.stored(self.in_runs(b.codes))
+            first, second = (part.to(torch.int8) for part in b.parts)
+            if b.minimum is None:
+                first, second = first[:, ::2], first[:, 1::2]
+            else:
+                second = torch.where(_spread(minimum == 0, first.shape[1]), first, second)
+            groups = [_joined(first, second).view(torch.int16), _joined(*groups).view(torch.int32)]
+        codes = b.codes + self.middle * _spread(minimum == 0, b.codes.shape[1]) if self.middle else b.codes
+        codes = self.stored(self.in_runs(codes))
         for place, value in zip(out, (*codes, *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
 
@@ -240,12 +244,12 @@ class Held4(int4.Codes4, Held):
     planes = {"codes": (torch.int32, 8)}
 
     def stored(self, codes: Tensor) -> Tensors:
-        return (int4.packed(codes + self.middle),)
+        return (int4.packed(codes),)
 
 
 @dataclass(frozen=True, eq=False)
 class Held6(Held):
-    """The same with codes of 6 bits, 32 more than what they stand for, in two tensors:
+    """The same with codes of 6 bits in two tensors:
 
     codes  int32 [N, K / 8], the lower 4 bits: word i of the two for 16 columns has pair j, columns 4 j + 2 i and
            4 j + 2 i + 1, at bits 4 j and 16 + 4 j
@@ -263,10 +267,15 @@ class Held6(Held):
         low, high, *_ = tensors
         halves = high.view(torch.int16).unflatten(1, (-1, 1, 2, 1))
         shifts = torch.tensor(SHIFTS, dtype=torch.int16, device=high.device)[:, None]  # [i, 1, j]
-        return int4.unpacked(low) + ((halves >> shifts & 3) << 4).flatten(1) - 32
+        codes = int4.unpacked(low) + ((halves >> shifts & 3) << 4).flatten(1)
+        return codes - self.middle * _spread(tensors[3] & 0x7FFF0000 == 0, codes.shape[1])
+
+    def scales(self, tensors: Tensors) -> Tensors:
+        *_, parts, halves, row = tensors
+        last = torch.where(_spread(halves & 0x7FFF0000 == 0, parts.shape[1]), parts >> 8, parts)
+        return super().scales((_joined(parts, last), halves, row))
 
     def stored(self, codes: Tensor) -> Tensors:
-        codes = codes + 32
         upper, halves = (codes >> 4).to(torch.int16).unflatten(1, (-1, 4, 2, 2)), 0  # [N, K / 16, j, i, neighbours]
         for i, j in itertools.product(range(2), range(4)):
             halves |= upper[:, :, j, i] << SHIFTS[i][j]
@@ -274,6 +283,11 @@ class Held6(Held):
 
 
 SHIFTS = ((4, 8, 6, 10), (12, 0, 14, 2))  # by word i and pair j
+
+
+def _spread(groups: Tensor, columns: int) -> Tensor:
+    """What groups have, for each of so many columns: [N, G] to [N, columns]."""
+    return groups.repeat_interleave(columns // groups.shape[1], 1)
 
 
 def _joined(low: Tensor, high: Tensor) -> Tensor:
@@ -291,7 +305,7 @@ def _load_parts(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constex
 _held4 = partial(Held4, bits=4, unit=2.0**-24, columns=_rotated_4, turns=4, **int4.KERNEL)
 Q4_0 = _held4("q4_0", load=int4.load, group=32, middle=8)
 Q4_1 = _held4("q4_1", load=int4.load, group=32, form="minimum")
-Q4_K = _held4("q4_k", load=_load_parts, group=256, form="parts", part=32, unit=2.0**-30)
+Q4_K = _held4("q4_k", load=_load_parts, group=256, form="parts", unit=2.0**-30)
 WITH_ZEROS = {  # by columns in a group
     group: _held4(f"4-bit (groups of {group})", load=int4.load, group=group, form="zero") for group in (32, 64, 128)
 }
@@ -326,18 +340,26 @@ _PACKED6_REGISTERS = constexpr("=&r" + 12 * ",r")
 
 
 @jit
+def _halved(parts, halves):
+    """What 32 columns have, for each 16: [R, M] -> [R, 2 M]."""
+    last = tl.where(halves & 0x7FFF0000 == 0, parts >> 8, parts)
+    shape: tl.constexpr = [parts.shape[0], 2 * parts.shape[1]]
+    return tl.join(parts, last).reshape(shape), tl.join(halves, halves).reshape(shape)
+
+
+@jit
 def _load6(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
     codes = int4.load_codes(w, start, k, left, COLUMNS).reshape(start.shape[0], COLUMNS // 16, 2)
     high = fp8.load_groups(w[1], start, k, left, COLUMNS, 16, 16)
-    parts = fp8.load_groups(w[2], start, k, left, COLUMNS, 16, 16)
-    return codes, high, parts, fp8.load_groups(w[3], start, k, left, COLUMNS, 16, GROUP)
+    parts = fp8.load_groups(w[2], start, k, left, COLUMNS, 32, 32)
+    return (codes, high) + _halved(parts, fp8.load_groups(w[3], start, k, left, COLUMNS, 32, GROUP))
 
 
 @jit
 def _scales6(tile, EXPONENT: tl.constexpr):
     """What a code is multiplied by, and what is added: [R, COLUMNS / 16]."""
     scale, minimum = fp8.scale_and_minimum(tile[2:], EXPONENT, 7)
-    return scale, minimum - 32 * scale
+    return scale, tl.where(tile[3] & 0x7FFF0000 == 0, -32 * scale, minimum)
 
 
 @jit
@@ -358,9 +380,9 @@ def _values6(tile):
 def _packed_load6(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     codes = int4.load_codes(w, start, k, left, COLUMNS).reshape(start.shape[0], COLUMNS // 16, 2)
     high = int4.load_words(w[1], start, k, left, COLUMNS, 16, 4)
-    parts = int4.halves_of(int4.load_words(w[2], start, k, left, COLUMNS, 32, 2))
+    parts = int4.packed_groups(w[2], start, k, left, COLUMNS, 32)
     scale = int4.packed_groups(w[3], start, k, left, COLUMNS, GROUP)
-    return codes, high, parts, tl.join(scale, scale).reshape(scale.shape[0], COLUMNS // 16)
+    return (codes, high) + _halved(parts, scale)
 
 
 @jit
@@ -379,7 +401,7 @@ def _packed_sums6(tile, x, sum_x):
 
 Q6_K = Held6(
     "q6_k", 6, _load6, _values6, fp8.row_scale, _packed_sums6, packed_load=_packed_load6, columns=_rotated_2, turns=2,
-    neighbours=64, peak=16384.0, group=256, form="parts", part=16, unit=2.0**-31,
+    neighbours=64, peak=16384.0, group=256, form="parts", middle=32, unit=2.0**-31,
 )  # fmt: skip
 
 
