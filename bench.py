@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import re
 import statistics
 import sys
@@ -30,13 +29,11 @@ from chat import (
     device_name_of,
     exit_code,
     import_torch,
-    is_rank0,
     note,
     text_of,
     use_safe_streams,
     within,
 )
-from tokenizer import local_checkpoint
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -53,9 +50,8 @@ SHAPES = {  # dim, layers, heads, key/value heads, head_dim, hidden_dim, vocabul
     "SmolLM2-135M": (576, 30, 9, 3, 64, 1536, 49152),
     "SmolLM2-360M": (960, 32, 15, 5, 64, 2560, 49152),
 }
-PICTURES = (".png", ".svg", ".pdf")
 MODES = {"speed": "tokens per second"} | {
-    mode: f"--{mode}" for mode in ("kernels", "profile", "perplexity", "passes", "tune", "recorded")
+    mode: f"--{mode}" for mode in ("kernels", "profile", "perplexity", "passes", "tune", "plot")
 }
 
 
@@ -98,7 +94,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--passes", type=several(within(int, 1, 1 << 24)), metavar="T,...",
         help="what a pass of T tokens costs, relative to one of a single token")
     add("--tune", action="store_true", help="find launch sizes for this card and this model's shapes: into launch.json")
-    add("--recorded", metavar="FILE", help="draw rows saved from -o jsonl; measures nothing")
+    add("--plot", nargs=2, metavar=("ROWS", "PICTURE"),
+        help="draw rows saved from -o jsonl: generation beside its bounds, as png, svg or pdf (matplotlib)")
 
     add = parser.group("model", "speed kernels profile perplexity passes tune")
     add("-m", "--model", action="append", dest="models", default=[], metavar="MODEL",
@@ -134,8 +131,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.group("output")
     add("-o", "--output", choices=["md", "json", "jsonl"], default="md", only="speed kernels perplexity passes",
         help="form of the table")
-    add("--plot", metavar="FILE.png", only="speed recorded",
-        help=f"draw generation's tokens per second beside its bounds: {', '.join(PICTURES)} (matplotlib)")
     add("--debug", action="store_true", help="print errors with their traceback")
     # fmt: on
 
@@ -148,17 +143,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"{MODES[args.mode]} takes one {flag}")
     if args.perplexity and args.stride and args.stride > (args.ctx_size or 512):
         parser.error(f"--stride {args.stride} skips text between windows of {args.ctx_size or 512}")
-    if args.recorded and not args.plot:
-        parser.error("--recorded needs --plot")
-    if args.plot and Path(args.plot).suffix not in PICTURES:
-        parser.error(f"--plot writes {', '.join(PICTURES)}, not {args.plot}")
-    if is_rank0():
-        with parser.failing():
-            for model in args.models:
-                if not model.startswith("random:"):
-                    local_checkpoint(model)
-            if args.plot and not os.access(args.plot if os.path.exists(args.plot) else Path(args.plot).parent, os.W_OK):
-                raise ValueError(f"--plot {args.plot} cannot be written there")
+    parser.find(model for model in args.models if not model.startswith("random:"))
     counts = {"pp": args.n_prompt, "tg": args.n_gen}
     args.tests = [Test(kind, n, depth) for kind, ns in counts.items() for depth in args.depth for n in ns if n]
     if not args.tests or args.mode == "profile" and args.n_prompt == [0]:
@@ -222,9 +207,9 @@ def random_weights(c: Config, dtype: torch.dtype, device: torch.device, format: 
         return prepacked(w, backend, dtype, format)
 
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
-    made = lambda name, shape: matrix(name, shape) if name in c.layer_matrices else ones(shape)
+    made = lambda tensor: matrix(tensor.name, tensor.shape(c)) if tensor.matrix else ones(tensor.shape(c))
     bar = tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None)
-    layers = [LayerWeights(**{name: made(name, shape) for name, shape in c.layer_shapes.items()}) for _ in bar]
+    layers = [LayerWeights(**{tensor.name: made(tensor) for tensor in c.layer_table}) for _ in bar]
     embedding = torch.randn(c.vocab_size, c.dim, dtype=dtype, device=device).mul_(0.02)
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
 
@@ -424,30 +409,22 @@ def cell(value: object) -> str:
     return f"{value:,.{2 if distance == 0 else min(max(2, 1 - math.floor(math.log10(distance))), 9)}f}"
 
 
-def lines(rows: Iterable[dict], form: str = "md", later: dict[str, list[str]] | None = None) -> Iterator[str]:
-    """Rows with the same keys as md or jsonl, each as soon as it is known, or as json, which is one value. later: texts
-    that a column will hold and that may be wider than its first; a list needs none."""
+def show(rows: Iterable[dict], form: str = "md", later: dict[str, list[str]] | None = None) -> None:
+    """Print rows with the same keys as md or jsonl, each as soon as it is known, or as json, which is one value. later:
+    texts that a column will hold and that may be wider than its first; a list needs none."""
     if form != "md":
-        yield from map(json.dumps, rows) if form == "jsonl" else [json.dumps(list(rows), indent=1)]
+        for text in map(json.dumps, rows) if form == "jsonl" else [json.dumps(list(rows), indent=1)]:
+            print(text, flush=True)
         return
     later = later or {name: [cell(row[name]) for row in rows] for name in rows[0]}
-    line = lambda texts: "| " + " | ".join(text.ljust(width) for text, width in zip(texts, widths)) + " |"
+    line = lambda texts: print("|", " | ".join(map(str.ljust, texts, widths)), "|", flush=True)
     for i, row in enumerate(rows):
         cells = {name: cell(value) for name, value in row.items()}
         if i == 0:
             widths = [max(map(len, [name, text, *later.get(name, [])])) for name, text in cells.items()]
-            yield line(cells)
-            yield line("-" * width for width in widths)
-        yield line(cells.values())
-
-
-def markdown(rows: list[dict]) -> str:
-    return "\n".join(lines(rows))
-
-
-def show(rows: Iterable[dict], form: str, later: dict[str, list[str]] | None = None) -> None:
-    for text in lines(rows, form, later):
-        print(text, flush=True)
+            line(cells)
+            line("-" * width for width in widths)
+        line(cells.values())
 
 
 # ---- tokens per second
@@ -526,9 +503,7 @@ def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]
     model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, form)
     loaded = time.perf_counter() - start
     cache, device, as_type = KVCache(model), model.device, product_dtype(model)
-    if model.config.ranks > 1:
-        note(f"running on {device}{args.ranks.described(model.exchange, device)}")
-    note(f"loaded in {loaded:.2f} s")
+    note(f"loaded in {loaded:.2f} s on {device}{args.ranks.described(model.exchange, device)}")
     if device.type == "cpu":
         seconds = (args.repetitions + 1) * sum(test.n / bound(model, test) for test in args.tests)
         if seconds > 5:
@@ -559,12 +534,9 @@ def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    found, rows = itertools.tee(speed_rows(args))
     peers = ["transformers, static cache"] if args.vs else []
     later = {"model": args.models, "test": list(map(str, args.tests)), "backend": peers}
-    show(map(dataclasses.asdict, found), args.output, later)
-    if args.plot:
-        plot(list(rows), args.plot)
+    show(map(dataclasses.asdict, speed_rows(args)), args.output, later)
 
 
 # ---- transformers, on the same machine in the same run
@@ -807,7 +779,9 @@ def run_profile(args: argparse.Namespace) -> None:
     on = f"{model.backend} ops on {device_name(model.device, args.ranks)}"
     for title, run, count, past in (("decode step", step, 1, start_pos), ("prefill", prefill, T, 0)):
         rows, ms, gaps, ideal = profile_rows(profiled(run, model.device), model, count, past)
-        print(f"\n{title}, T {count}, {past} before, {on}\n\n{markdown(rows)}\n")
+        print(f"\n{title}, T {count}, {past} before, {on}\n")
+        show(rows)
+        print()
         print(f"gaps between kernels take {gaps:.3f} ms of {ms:.3f}; every kernel at its own ceiling would take "
               f"{ideal:.3f}: overall efficiency {100 * ideal / ms:.1f}%")  # fmt: skip
 
@@ -906,18 +880,6 @@ def own_table(model: Llama, kind: str) -> dict:
 # ---- perplexity
 
 
-def losses_of(targets: Tensor, logits: Tensor, other: Tensor | None = None) -> dict[str, Tensor]:
-    """For each token the loss; with the logits of a second model also its loss, and how far their distributions differ.
-    targets [T]: the actual next tokens; logits [T, V] in fp32."""
-    found = {"loss": functional.cross_entropy(logits, targets, reduction="none").cpu()}
-    if other is not None:
-        p, q = other.log_softmax(-1), logits.log_softmax(-1)
-        found["other_loss"] = functional.cross_entropy(other, targets, reduction="none").cpu()
-        found["kl"] = (p.exp() * (p - q)).sum(-1).cpu()
-        found["same_top"] = (logits.argmax(-1) == other.argmax(-1)).cpu()
-    return found
-
-
 def quality(parts: list[dict[str, Tensor]], text_bytes: int) -> dict:
     """Perplexity with its standard error, bits per byte of a text of so many bytes, and the comparison."""
     all_of = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]}
@@ -936,9 +898,9 @@ def quality(parts: list[dict[str, Tensor]], text_bytes: int) -> dict:
 def perplexity(
     model: Llama, ids: list[int], bos: int, ctx: int, stride: int, against: Llama | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Evaluate ids in windows of ctx tokens, every `stride`, each started with bos, and yield what losses_of finds,
-    part by part. A window's input is bos and all its tokens but the last; each token counts in the first window with
-    it."""
+    """Evaluate ids in windows of ctx tokens, every `stride`, each started with bos, and yield, part by part, each
+    token's loss; with a second model also its loss, and how far their distributions differ. A window's input is bos and
+    all its tokens but the last; each token counts in the first window with it."""
     caches, end = [(m, KVCache(m, ctx)) for m in (model, against) if m], 0
     for start in range(0, len(ids), stride):
         counted, end = end, min(start + ctx, len(ids))
@@ -950,7 +912,14 @@ def perplexity(
         tokens = torch.tensor(window[skip:], device=model.device)
         # In parts: the logits of a whole window would be large
         for part, goal in zip(tokens[:-1].split(CHUNK["cpu"]), tokens[1:].split(CHUNK["cpu"])):
-            yield losses_of(goal, *(m.forward(part, kv) for m, kv in caches))
+            logs = [m.forward(part, kv).log_softmax(-1) for m, kv in caches]
+            loss, *other_loss = (functional.nll_loss(log, goal, reduction="none").cpu() for log in logs)
+            found = {"loss": loss}
+            if against:
+                q, p = logs
+                found |= {"other_loss": other_loss[0], "kl": (p.exp() * (p - q)).sum(-1).cpu()}
+                found["same_top"] = (p.argmax(-1) == q.argmax(-1)).cpu()
+            yield found
         if end == len(ids):
             return
 
@@ -1059,7 +1028,7 @@ RUNS = {
     "perplexity": run_perplexity,
     "passes": run_passes,
     "tune": run_tune,
-    "recorded": lambda args: plot(read_rows(args.recorded), args.plot),
+    "plot": lambda args: plot(read_rows(args.plot[0]), args.plot[1]),
 }
 
 
@@ -1067,9 +1036,8 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     args.ranks = ranks
     if args.vs and ranks.size > 1:
         raise ValueError(f"--vs compares with a program that runs in one process, not in {ranks.size}")
-    for flag, given, package in (("--vs", args.vs, "transformers"), ("--plot", args.plot, "matplotlib")):
-        if given and importlib.util.find_spec(package) is None:  # said before anything is measured
-            raise ValueError(f"{flag} needs a package that is not installed: {package}")
+    if args.vs and importlib.util.find_spec(args.vs) is None:  # said before anything is measured
+        raise ValueError(f"--vs needs a package that is not installed: {args.vs}")
     args.cores = torch.get_num_threads()
     if args.threads:
         torch.set_num_threads(args.threads)

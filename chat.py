@@ -17,7 +17,7 @@ import textwrap
 import time
 import traceback
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ try:
 except ImportError:  # some builds of Python lack it: lines are then read without editing
     readline = None
 
-from tokenizer import Prompt, one_line, text_of
+from tokenizer import Prompt, local_checkpoint, one_line, text_of
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
 HISTORY = 1000  # messages that the arrow keys reach
@@ -202,11 +202,16 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.7)
         return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else "")
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Exit with 1 and one line where something is not there."""
+    def find(self, models: Iterable[str | None], files: Iterable[str | None] = ()) -> None:
+        """Exit with 1 and one line where one of those given is not there. Ranks other than 0 may lack what only it
+        reads."""
+        if not is_rank0():
+            return
         try:
-            yield
+            for model in filter(None, models):
+                local_checkpoint(model)
+            for file in filter(None, files):
+                os.stat(file)
         except (OSError, ValueError) as error:
             self.exit(1, f"error: {error_line(error)}\n")
 

@@ -89,16 +89,6 @@ class Config:
         rows = [row for row in LAYER if getattr(self, row.field, True)]
         return [Joined(field, tuple(found)) for field, found in groupby(rows, lambda row: row.field)]
 
-    @property
-    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Their shapes as the model holds them, by the names of LayerWeights."""
-        return {tensor.name: tensor.shape(self) for tensor in self.layer_table}
-
-    @property
-    def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """Those of them that may be stored in a format: shapes [N, K]."""
-        return {tensor.name: tensor.shape(self) for tensor in self.layer_table if tensor.matrix}
-
 
 # ---- weights
 
@@ -301,9 +291,10 @@ class Llama:
 
     def _padded(self, T: int, room: int) -> int | None:
         """The length to which a prompt of T tokens is padded; None if it is not captured as a CUDA graph."""
-        layer_weights = sum(map(math.prod, self.config.layer_matrices.values()))
+        c = self.config
+        layer_weights = sum(math.prod(tensor.shape(c)) for tensor in c.layer_table if tensor.matrix)
         fits = (n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PADDED_WORK))
-        return next(fits, None) if self.uses_graphs and self.config.ranks == 1 and T > 1 else None
+        return next(fits, None) if self.uses_graphs and c.ranks == 1 and T > 1 else None
 
     def _padded_step(self, T: int, length: int, cache: KVCache) -> None:
         """`step` for T tokens, padded to `length` with copies of the last one. What is cached for the padding lies

@@ -31,14 +31,13 @@ from chat import (
     ending_cleanly,
     exit_code,
     import_torch,
-    is_rank0,
     note,
     read_input,
     show,
     use_safe_streams,
     within,
 )
-from tokenizer import TEMPLATES, local_checkpoint
+from tokenizer import TEMPLATES
 
 # ---- the command line: before torch is imported, which takes seconds
 
@@ -151,15 +150,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.escape:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
-    if is_rank0():  # others may lack what only it reads
-        with parser.failing():
-            for model in filter(None, (args.model, args.draft)):
-                local_checkpoint(model)
-            folder = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
-            for file in filter(None, (args.file, args.system_file, args.calibrate)):
-                os.stat(file)
-            if folder:
-                os.scandir(folder).close()
+    folder = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
+    parser.find([args.model, args.draft], [args.file, args.system_file, args.calibrate, folder])
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args

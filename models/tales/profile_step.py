@@ -162,4 +162,7 @@ def report(parts, device):
     ideal = sum(i for _, i in kinds.values())
     share = f"efficiency {100 * ideal / total:.1f}%"
     closing = f"{1e3 * total:.2f} ms of kernels; each at its own ceiling {1e3 * ideal:.2f} ms: {share}"
-    return "\n\n".join((bench.markdown(rows), bench.markdown(sums), bench.markdown(spans), closing))
+    for table in (rows, sums, spans):
+        bench.show(table)
+        print()
+    print(closing)

@@ -574,7 +574,7 @@ def profile(args):
         "optimiser": lambda: update(model, optims, lr),
     }
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {x.numel()} tokens, {args.kernels} kernels\n")
-    print(report(parts, torch.device(args.device)))
+    report(parts, torch.device(args.device))
 
 
 def main():
