@@ -669,7 +669,7 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
         output = lambda: ops.rmsnorm_linear(x, w.norm, w.output, eps, logits)
         plain_output = lambda: functional.linear(plain_rmsnorm(x, w.norm, eps), dense(w.output)).float()
         yield case("rmsnorm_linear", [()] * 4, output, plain_output)
-        sample = lambda: ops.sample(logits[0], KV.tokens, KV.host_tokens, pos, sampler)
+        sample = lambda: ops.sample(logits, KV.tokens, KV.host_tokens, pos, sampler)
         yield case("sample", [()] * 4, sample, lambda: torch.multinomial(logits[0].topk(40).values.softmax(0), 1))
 
 

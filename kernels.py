@@ -52,7 +52,7 @@ from launch import (
     triton,
     vector_sizes,
 )
-from sampling import sample, sample_ref, sample_rows, sample_rows_ref
+from sampling import sample, sample_ref
 
 # ---- products: y = x W^T, of one token, of a few, or of a prompt
 #
@@ -1118,7 +1118,6 @@ reference = SimpleNamespace(
     rmsnorm_swiglu=rmsnorm_swiglu_ref,
     rmsnorm_linear=rmsnorm_linear_ref,
     sample=sample_ref,
-    sample_rows=sample_rows_ref,
 )
 
 fused = SimpleNamespace(
@@ -1131,7 +1130,6 @@ fused = SimpleNamespace(
     rmsnorm_swiglu=rmsnorm_swiglu,
     rmsnorm_linear=rmsnorm_linear,
     sample=sample,
-    sample_rows=sample_rows,
 )
 
 BACKENDS = {"torch": reference, "triton": fused}

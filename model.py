@@ -540,11 +540,13 @@ def generate(
 BANNED = -1e9  # a logit that no temperature of up to a million draws; finite, since others are an error
 
 
-def choose_next(model: Llama, cache: KVCache, logits: Tensor) -> None:
-    """Sample the token at cache.pos, into cache.tokens and cache.host_tokens. logits [V] may be overwritten."""
+def choose_next(model: Llama, cache: KVCache, logits: Tensor, drawn: Tensor | None = None) -> None:
+    """Sample the token at cache.pos from logits [V], or those up to it from [T, V], into `drawn`, by default
+    cache.host_tokens, and a single one also into cache.tokens. logits may be overwritten."""
     if cache.banned is not None:
-        logits.index_fill_(0, cache.banned, BANNED)
-    model.ops.sample(logits, cache.tokens, cache.host_tokens, cache.device_pos, cache.sampler)
+        logits.index_fill_(-1, cache.banned, BANNED)
+    drawn = cache.host_tokens if drawn is None else drawn
+    model.ops.sample(logits.view(-1, model.config.vocab_size), cache.tokens, drawn, cache.device_pos, cache.sampler)
 
 
 def sample_next(model: Llama, cache: KVCache, logits: Tensor) -> int:

@@ -5,11 +5,10 @@ The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p,
 inverts the cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device. Each filter
 keeps the tokens at or above one threshold, so ties at the edge stay together.
 
-The op `sample` reads logits float32 [V], which it may overwrite, and writes the token to tokens[pos] and
-host_tokens[pos] (both int32 [S]). The host reads the latter, which is pinned memory with a GPU; where the logits are
-not finite, host_tokens gets -1 and tokens 0. `sample_rows` reads logits [T, V] of the T tokens before pos, and writes
-to `drawn` (int32, -1 where they are not finite) the token chosen to follow each of them, up to drawn[pos]; `tokens`
-holds what comes before each position. Both take the settings as a Sampler, whose numbers are on the device.
+The op `sample` reads logits float32 [T, V] of the T tokens before pos, which it may overwrite, and writes to `drawn`
+(int32, -1 where they are not finite) the token chosen to follow each of them, up to drawn[pos]. `tokens`, int32 [S],
+holds what comes before each position; with a single row its token goes there, too, with 0 for -1. The settings come as
+a Sampler, whose numbers are on the device.
 
 To add a setting: a field of Sampling and its range; its number in _numbers, which kernels load by its place; what it
 does, in _choose_ref and in _sample_draw_kernel, or in _sample_filter_kernel if its threshold depends on more than the
@@ -93,11 +92,11 @@ def uniform(seed: int, index: int) -> float:
     return ((z ^ (z >> 31)) >> 40) / (1 << 24)
 
 
-def sample_ref(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, sampler: Sampler) -> None:
-    position = int(pos)
-    token = _choose_ref(logits, tokens, position, sampler.s)
-    tokens[position] = max(token, 0)
-    host_tokens[position] = token
+def sample_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
+    for row, position in zip(logits, range(int(pos) - len(logits) + 1, int(pos) + 1)):
+        drawn[position] = _choose_ref(row, tokens, position, sampler.s)
+    if len(logits) == 1:
+        tokens[position] = drawn[position].clamp(min=0)
 
 
 def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> int:
@@ -123,11 +122,6 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
     kept = (logits >= floor).nonzero()[:, 0]
     sums = ((logits[kept] - best) / max(s.temp, COLDEST)).exp().double().cumsum(0)
     return int(kept[torch.searchsorted(sums, uniform(s.seed, position) * sums[-1], right=True)])
-
-
-def sample_rows_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
-    for row, position in zip(logits, range(int(pos) - len(logits) + 1, int(pos) + 1)):
-        drawn[position] = _choose_ref(row, tokens, position, sampler.s)
 
 
 # There are at most four launches. Each divides the vocabulary into parts, one a program, and the last program to finish
@@ -389,25 +383,14 @@ def _sample_draw_kernel(
         _store_token(chosen_tokens, drawn, position, token, bad)
 
 
-def sample(logits: Tensor, tokens: Tensor, host_tokens: Tensor, pos: Tensor, sampler: Sampler) -> None:
-    _launch_sample(logits.view(1, -1), tokens, tokens, host_tokens, pos, sampler)
-
-
-def sample_rows(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
-    _launch_sample(logits, tokens, None, drawn, pos, sampler)
-
-
 def _block(V: int) -> int:
     """How many logits a part has."""
     return max(MIN_BLOCK, triton.next_power_of_2(V) // MAX_PARTS)
 
 
-def _launch_sample(
-    logits: Tensor, tokens: Tensor, chosen_tokens: Tensor | None, drawn: Tensor, pos: Tensor, sampler: Sampler
-) -> None:
-    """tokens: what came before; chosen_tokens: where a choice becomes a token; drawn: where it is reported, -1
-    included."""
+def sample(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
     rows, V = logits.shape
+    chosen_tokens = tokens if rows == 1 else None
     on, zeros, numbers = sampler.switches(V, len(tokens)), sampler.scratch.zeros, sampler.numbers
     parts = triton.next_power_of_2(triton.cdiv(V, _block(V)))
     extremes, arrived = zeros("extremes", rows, 2, parts), zeros("parts done", rows, dtype=torch.int32)

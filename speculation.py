@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl
-from model import BANNED, KVCache, Llama, captured, choose_next, sample_next
+from model import KVCache, Llama, captured, choose_next, sample_next
 
 MAX_PROPOSALS = 15  # per pass
 LONGEST, SHORTEST = 4, 2  # how many of the last tokens are looked up: the longest run of them that occurred before
@@ -189,12 +189,9 @@ class _OnGpu:
 
     def run(self, T: int) -> None:
         self.propose(self, T)
-        c, rows = self.cache, self.model.evaluate(T, self.cache)
-        if c.banned is not None:
-            rows.index_fill_(1, c.banned, BANNED)
-        self.model.ops.sample_rows(rows, c.tokens, self.drawn, c.device_pos, c.sampler)
+        choose_next(self.model, self.cache, self.model.evaluate(T, self.cache), self.drawn)
         self.accept(T)
-        c.device_pos -= self.rejected
+        self.cache.device_pos -= self.rejected
 
     def accept(self, T: int) -> None:
         c = self.cache

@@ -454,8 +454,8 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     changes = (dict(), dict(temp=0), dict(top_k=0, repeat_penalty=1.1), dict(top_k=1000), dict(top_p=1))
     for settings in (*changes, dict(top_k=0, top_p=1)):
         sampler = Sampler(DEVICE, Sampling(**settings))
-        kernels.fused.sample(new(32000, dtype=torch.float32), *ids, one, sampler)
-    kernels.fused.sample_rows(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
+        kernels.fused.sample(new(1, 32000, dtype=torch.float32), *ids, one, sampler)
+    kernels.fused.sample(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
     cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
     gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32))
     Lookup(4).enqueue_proposals(gpu, 5)
@@ -1166,7 +1166,7 @@ def choose(logits: torch.Tensor, tokens: torch.Tensor, position: int, ops=kernel
     device = DEVICE if ops is kernels.fused else torch.device("cpu")
     tokens, pos = tokens.to(device, copy=True), torch.tensor([position], dtype=torch.int32, device=device)
     host_tokens, sampler = tokens.clone(), Sampler(device, Sampling(**settings))
-    ops.sample(logits.to(device, copy=True), tokens, host_tokens, pos, sampler)
+    ops.sample(logits[None].to(device, copy=True), tokens, host_tokens, pos, sampler)
     chosen = int(host_tokens[position])
     assert tokens[position] == chosen or chosen == -1 and tokens[position] == 0
     return chosen
@@ -1297,8 +1297,8 @@ def test_rows_are_sampled_as_single_tokens_are():
         logits[3, 7] = torch.nan
         drawn, expected = (torch.full((40,), -5, dtype=torch.int32, device=DEVICE) for _ in range(2))
         pos, sampler = torch.tensor([30], dtype=torch.int32, device=DEVICE), Sampler(DEVICE, settings)
-        kernels.fused.sample_rows(logits.clone(), tokens, drawn, pos, sampler)
-        kernels.reference.sample_rows(logits, tokens, expected, pos, sampler)
+        kernels.fused.sample(logits.clone(), tokens, drawn, pos, sampler)
+        kernels.reference.sample(logits, tokens, expected, pos, sampler)
         assert drawn.tolist() == expected.tolist() and drawn[29] == -1
 
 
