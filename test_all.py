@@ -4718,8 +4718,8 @@ def test_training_profile(train, monkeypatch, capsys):
     x, w, one = torch.randn(6, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE), torch.ones(6, 1, device=DEVICE)
     with profile_step.Counting() as counted:
         torch.mm(x, w.t())
-        training.swiglu_forward(x)
-        training.rope_forward(x[None], one, one, 2, 1)
+        training.fused.swiglu(x)
+        training.fused.rope(x[None], one, one, 2, 1)
         training.cross_entropy_rows(x, torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.tensor(6, device=DEVICE))
     assert counted.operations["aten::mm"] == 2 * 6 * 8 * 5 and counted.bytes["aten::mm"] == 4 * (6 * 8 + 5 * 8 + 6 * 5)
     assert counted.bytes["_swiglu_forward_kernel"] == 4 * (48 + 24)

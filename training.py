@@ -1,7 +1,7 @@
 """The ops that only training needs, forward and backward, modelled on llm.c's training kernels (its pull request 378).
 
-An op is one block: formula and shapes, a reference in plain torch that autograd differentiates, the Triton kernels,
-their launchers, and a thin `torch.autograd.Function`. The file ends with two tables of the same names and signatures:
+An op is one block: formula and shapes, a reference in plain torch that autograd differentiates, the Triton kernels, and
+the `torch.autograd.Function` that launches them. The file ends with two tables of the same names and signatures:
 `reference` runs on any torch device, is what `torch.compile` gets, and is the oracle in tests; `fused` runs on CUDA,
 and on CPU tensors when TRITON_INTERPRET=1. models/tales/train.py trains with either.
 
@@ -193,48 +193,20 @@ def _row_tile(C: int, elements: int, least: int) -> dict[str, int]:
     return dict(ROWS=max(1, elements * 32 * warps // block), BLOCK=block, warps=warps)
 
 
-def rmsnorm_forward(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, seed: Tensor | None, p: float
-) -> tuple[Tensor, Tensor]:
-    """-> total, y. `seed`, one int32, determines what dropout drops with probability p; None: no dropout."""
-    C = x.shape[-1]
-    T, cut = x.numel() // C, _row_tile(C, 32, least=2)
-    assert x.is_contiguous() and weight.shape == (C,) and x.numel() < 1 << 32, (x.shape, weight.shape)
-    assert branch is None or branch.is_contiguous() and branch.shape == x.shape, (x.shape, branch.shape)
-    total, y = x if branch is None else torch.empty_like(x), x.new_empty(*x.shape, dtype=dtype)
-    grid = (triton.cdiv(T, cut["ROWS"]),)
-    launch(_rmsnorm_forward_kernel, grid, x.device, x, branch, weight, seed, total, y, T, eps, p, C=C, **cut)
-    return total, y
-
-
-def rmsnorm_backward(
-    total: Tensor, weight: Tensor, dy: Tensor, dtotal: Tensor | None, eps: float,
-    branch: torch.dtype | None = None, seed: Tensor | None = None, p: float = 0.0,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """-> the gradients of x, of the branch, whose type is `branch`, and of weight. dtotal: that of total, if any."""
-    C = total.shape[-1]
-    elements = 16 if C <= 2048 else 8
-    stages = 2 if C <= 2048 and dtotal is not None and total.element_size() == 4 else 3
-    T, cut = total.numel() // C, _row_tile(C, elements, least=4)
-    assert dy.is_contiguous() and dy.shape == total.shape, (dy.shape, total.shape)
-    assert dtotal is None or dtotal.is_contiguous() and dtotal.shape == total.shape, (dtotal.shape, total.shape)
-    programs = min(triton.cdiv(T, cut["ROWS"]), max(1, 256 // elements // cut["warps"]) * processors(total.device))
-    dx, partial = torch.empty_like(total), total.new_empty(programs, C, dtype=torch.float32)
-    own = branch is not None and (branch != total.dtype or seed is not None)  # else the branch's gradient is that of x
-    dbranch = total.new_empty(*total.shape, dtype=branch) if own else None
-    args = (total, weight, dy, dtotal, seed, dx, dbranch, partial, T, eps, p)
-    launch(_rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, STAGES=stages, **cut)
-    shared = dx if branch is not None else None
-    return dx, dbranch if own else shared, _sum_partials(partial)
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, p: float
     ) -> tuple[Tensor, Tensor]:
+        C = x.shape[-1]
+        T, cut = x.numel() // C, _row_tile(C, 32, least=2)
+        assert x.is_contiguous() and weight.shape == (C,) and x.numel() < 1 << 32, (x.shape, weight.shape)
+        assert branch is None or branch.is_contiguous() and branch.shape == x.shape, (x.shape, branch.shape)
+        # Determines what dropout drops
         seed = torch.randint(1 << 31, (1,), dtype=torch.int32, device=x.device) if p and branch is not None else None
-        total, y = rmsnorm_forward(x, branch, weight, eps, dtype, seed, p)
+        total, y = x if branch is None else torch.empty_like(x), x.new_empty(*x.shape, dtype=dtype)
+        grid = (triton.cdiv(T, cut["ROWS"]),)
+        launch(_rmsnorm_forward_kernel, grid, x.device, x, branch, weight, seed, total, y, T, eps, p, C=C, **cut)
         ctx.save_for_backward(total, weight, seed)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.p, ctx.branch = eps, p, None if branch is None else branch.dtype
@@ -244,10 +216,20 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dy: Tensor) -> tuple:
         total, weight, seed = ctx.saved_tensors
+        C, branch = total.shape[-1], ctx.branch
         dy = torch.zeros_like(total) if dy is None else dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()
-        dx, dbranch, dweight = rmsnorm_backward(total, weight, dy, dtotal, ctx.eps, ctx.branch, seed, ctx.p)
-        return dx, dbranch, dweight.to(weight.dtype), None, None, None
+        elements = 16 if C <= 2048 else 8
+        stages = 2 if C <= 2048 and dtotal is not None and total.element_size() == 4 else 3
+        T, cut = total.numel() // C, _row_tile(C, elements, least=4)
+        programs = min(triton.cdiv(T, cut["ROWS"]), max(1, 256 // elements // cut["warps"]) * processors(total.device))
+        dx, partial = torch.empty_like(total), total.new_empty(programs, C, dtype=torch.float32)
+        own = branch is not None and (branch != total.dtype or seed is not None)  # else its gradient is that of x
+        dbranch = total.new_empty(*total.shape, dtype=branch) if own else None
+        args = (total, weight, dy, dtotal, seed, dx, dbranch, partial, T, ctx.eps, ctx.p)
+        launch(_rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, STAGES=stages, **cut)
+        shared = dx if branch is not None else None
+        return dx, dbranch if own else shared, _sum_partials(partial).to(weight.dtype), None, None, None
 
 
 def rmsnorm(
@@ -330,39 +312,29 @@ def _rope_tile(rows: int, D: int) -> tuple[tuple[int], dict[str, int]]:
     return (triton.cdiv(rows, cut["ROWS"]),), cut
 
 
-def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Rotate q and k of qkv in place."""
-    B, S, N = qkv.shape
-    D, turned = N // (heads + 2 * kv_heads), heads + kv_heads
-    assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous(), qkv.shape
-    assert cos.shape == sin.shape and cos.shape[0] >= S and 2 * cos.shape[1] == D, (cos.shape, qkv.shape)
-    grid, cut = _rope_tile(B * S * turned, D)
-    cut |= dict(HEADS=turned + kv_heads, TURNED=turned)
-    launch(_rope_forward_kernel, grid, qkv.device, qkv, cos, sin, B * S, S, **cut)
-    return qkv
-
-
-def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """-> the gradient of qkv, [B, S, (H + 2 KH) D]."""
-    (B, S, H, D), KH = dq.shape, dk.shape[2]
-    assert dq.is_contiguous() and dk.is_contiguous() and dv.is_contiguous(), (dq.stride(), dk.stride(), dv.stride())
-    dqkv = dq.new_empty(B, S, (H + 2 * KH) * D)
-    grid, cut = _rope_tile(B * S * (H + 2 * KH), D)
-    launch(_rope_backward_kernel, grid, dq.device, dq, dk, dv, cos, sin, dqkv, B * S, S, H=H, KH=KH, **cut)
-    return dqkv
-
-
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple:
+        qkv = qkv.detach()
+        B, S, N = qkv.shape
+        D, turned = N // (heads + 2 * kv_heads), heads + kv_heads
+        assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous(), qkv.shape
+        assert cos.shape == sin.shape and cos.shape[0] >= S and 2 * cos.shape[1] == D, (cos.shape, qkv.shape)
+        grid, cut = _rope_tile(B * S * turned, D)
+        cut |= dict(HEADS=turned + kv_heads, TURNED=turned)
+        launch(_rope_forward_kernel, grid, qkv.device, qkv, cos, sin, B * S, S, **cut)
         ctx.save_for_backward(cos, sin)
-        turned = rope_forward(qkv.detach(), cos, sin, heads, kv_heads).unflatten(-1, (heads + 2 * kv_heads, -1))
-        return turned.split((heads, kv_heads, kv_heads), 2)
+        return qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
-        dqkv = rope_backward(dq.contiguous(), dk.contiguous(), dv.contiguous(), *ctx.saved_tensors)
+        (B, S, H, D), KH = dq.shape, dk.shape[2]
+        cos, sin = ctx.saved_tensors
+        dqkv = dq.new_empty(B, S, (H + 2 * KH) * D)
+        grid, cut = _rope_tile(B * S * (H + 2 * KH), D)
+        args = (dq.contiguous(), dk.contiguous(), dv.contiguous(), cos, sin, dqkv, B * S, S)
+        launch(_rope_backward_kernel, grid, dq.device, *args, H=H, KH=KH, **cut)
         return dqkv, None, None, None, None
 
 
@@ -412,32 +384,23 @@ def _swiglu_backward_kernel(ab, dout, dab, count, F: tl.constexpr, BLOCK: tl.con
 ELEMENTS = 1024  # per program
 
 
-def swiglu_forward(ab: Tensor) -> Tensor:
-    assert ab.is_contiguous() and ab.shape[-1] % 2 == 0, ab.shape
-    out = ab.new_empty(*ab.shape[:-1], ab.shape[-1] // 2)
-    grid = (triton.cdiv(out.numel(), ELEMENTS),)
-    launch(_swiglu_forward_kernel, grid, ab.device, ab, out, out.numel(), F=out.shape[-1], BLOCK=ELEMENTS)
-    return out
-
-
-def swiglu_backward(ab: Tensor, dout: Tensor) -> Tensor:
-    """-> the gradient of ab."""
-    assert ab.is_contiguous() and dout.is_contiguous() and ab.numel() == 2 * dout.numel(), (ab.shape, dout.shape)
-    dab, grid = torch.empty_like(ab), (triton.cdiv(dout.numel(), ELEMENTS),)
-    launch(_swiglu_backward_kernel, grid, ab.device, ab, dout, dab, dout.numel(), F=dout.shape[-1], BLOCK=ELEMENTS)
-    return dab
-
-
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ab: Tensor) -> Tensor:
+        assert ab.is_contiguous() and ab.shape[-1] % 2 == 0, ab.shape
+        out = ab.new_empty(*ab.shape[:-1], ab.shape[-1] // 2)
+        grid = (triton.cdiv(out.numel(), ELEMENTS),)
+        launch(_swiglu_forward_kernel, grid, ab.device, ab, out, out.numel(), F=out.shape[-1], BLOCK=ELEMENTS)
         ctx.save_for_backward(ab)
-        return swiglu_forward(ab)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor) -> Tensor:
-        return swiglu_backward(*ctx.saved_tensors, dout.contiguous())
+        (ab,), dout = ctx.saved_tensors, dout.contiguous()
+        dab, grid = torch.empty_like(ab), (triton.cdiv(dout.numel(), ELEMENTS),)
+        launch(_swiglu_backward_kernel, grid, ab.device, ab, dout, dab, dout.numel(), F=dout.shape[-1], BLOCK=ELEMENTS)
+        return dab
 
 
 def swiglu(ab: Tensor) -> Tensor:
