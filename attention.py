@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import hopper
-from fp8 import E4M3, e4m3_encode
+from fp8 import E4M3, e4m3_encode, plain_values
 from launch import (
     EMULATED,
     Scratch,
@@ -86,11 +86,6 @@ def _load_cached(cache, offs_n, offs_d, mask_n, D: tl.constexpr):
 
 
 @jit
-def _decoded(tile, DECODE: tl.constexpr):
-    return tile if DECODE is None else DECODE(tile)
-
-
-@jit
 def _dot(a, b, FP16_SUMS: tl.constexpr):
     """a b in fp32; fp32 operands are not rounded to TF32."""
     if EMULATED:  # the interpreter's own bf16 products are wrong
@@ -107,7 +102,7 @@ def _attend(
     """Add one block of keys and values, as cached, to the running softmax of the rows of q. row_max is the maximum of q
     k^T before scaling, so that scaling a score and subtracting the maximum are one instruction. mask: None where every
     row sees the whole block."""
-    k, v = _decoded(k, DECODE).to(q.dtype), _decoded(v, DECODE).to(q.dtype)
+    k, v = DECODE(k).to(q.dtype), DECODE(v).to(q.dtype)
     scores = _dot(q, tl.trans(k), FP16_SUMS)
     if mask is not None:
         scores = tl.where(mask, scores, float("-inf"))
@@ -278,12 +273,12 @@ def _single_attention_kernel(
             k_now, v_now, n_next = k, v, n + BLOCK_N
             k = _load_cached(k_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
             v = _load_cached(v_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
-            scores = tl.sum(_decoded(k_now, DECODE).to(tl.float32) * q_row[None, :], 1)
+            scores = tl.sum(DECODE(k_now).to(tl.float32) * q_row[None, :], 1)
             scores = tl.where(n + offs_n < end, scores, float("-inf"))
             new_max = tl.maximum(tl.maximum(row_max, scores), -1e30)  # finite, so that an absent position adds nothing
             p, rescale = tl.exp2(scores - new_max), tl.exp2(row_max - new_max)
             row_sum = row_sum * rescale + p
-            acc = acc * rescale[:, None] + p[:, None] * _decoded(v_now, DECODE).to(tl.float32)
+            acc = acc * rescale[:, None] + p[:, None] * DECODE(v_now).to(tl.float32)
             row_max = new_max
         # Merge the BLOCK_N softmaxes
         peak = tl.max(row_max, 0)
@@ -326,7 +321,7 @@ def _cache_constants(q: Tensor, k_cache: Tensor) -> tuple[tuple[float, float], d
     format = E4M3.on(q.device) if k_cache.dtype == torch.int8 else None
     gain = format.gain if format else 1.0  # of decoded keys, and of decoded values
     block_d = max(16, triton.next_power_of_2(D))
-    constants = dict(S=S, H=H, D=D, BLOCK_D=block_d, DECODE=format.values_nan if format else None)
+    constants = dict(S=S, H=H, D=D, BLOCK_D=block_d, DECODE=format.values_nan if format else plain_values)
     return (gain * math.log2(math.e) / math.sqrt(D), gain), constants
 
 

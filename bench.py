@@ -373,7 +373,6 @@ def cost(op: str, model: Llama, T: int, start_pos: int = 0) -> tuple[float, floa
     return {
         "embedding": (size * 2.0 * T * C, 0.0),
         "rmsnorm": (size * (2.0 * T * C + C), 4.0 * T * C),
-        "rope": (size * 2.0 * T * q + 4.0 * T * c.head_dim, 3.0 * T * q),
         "rmsnorm_qkv_rope": product("wqkv", C + T * (q + 2 * kv)),
         "attention": (size * 2.0 * T * q + model.kv_dtype.itemsize * 2.0 * (start_pos + T) * kv, 4.0 * q * seen),
         "wo": product("wo", 2 * T * C),
@@ -623,7 +622,6 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     plain_kv = torch.zeros(kv_shape, device=device, dtype=dtype) if model.kv_fp8 else (KV.k, KV.v)
     layers = list(zip(w.layers, KV.k, KV.v, *plain_kv))
     copies = [(torch.randn_like(x),) for _ in range(max(1, min(64, (256 << 20) // x.nbytes)))]
-    heads = [(torch.randn_like(q),) for _ in copies]
 
     @cache
     def dense(m: Matrix) -> Tensor:  # in the model's dtype, whatever it is stored in
@@ -652,7 +650,6 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     case = partial(kernel_row, model, T, start_pos)
     norm = w.layers[0].ffn_norm
     yield case("rmsnorm", copies, lambda a: ops.rmsnorm(a, norm, eps), lambda a: plain_rmsnorm(a, norm, eps))
-    yield case("rope", heads, lambda a: ops.rope(a, KV.rope, pos), lambda a: plain_rope(a, cos, sin))
     qkv = lambda l, k, v, *_: ops.rmsnorm_qkv_rope(
         x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, scratch, l.qkv_bias, l.qk_norm
     )
@@ -680,7 +677,7 @@ def kernel_row(model: Llama, T: int, start_pos: int, op: str, data: list, ours: 
     each = lambda run: device_time(lambda: [run(*some) for some in data], model) / len(data)
     seconds, plain_seconds = each(ours), each(plain)
     moved, operations = cost(op, model, T, start_pos)
-    copies = op in ("rmsnorm", "rope")  # these write as much as they read
+    copies = op == "rmsnorm"  # writes as much as it reads
     memory = moved / (copy_ceiling(device) if copies else read_ceiling(device))
     compute = operations / product_ceiling(device, product_dtype(model, op, T))
     return {

@@ -630,11 +630,8 @@ def _recode_kernel(
     gdc_launch_dependents(PDL)
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     y = VALUES(LOAD(w, row * K + tl.arange(0, 1)[:, None], k, K - k, BLOCK, 8, GROUP)).to(tl.float32)
-    if COLUMNS is None:
-        offs_k = k + tl.arange(0, BLOCK)[None, :]
-    else:
-        offs_k = COLUMNS(k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :], K)
-        y = y.reshape(BLOCK // 8, 8)
+    y = y.reshape(BLOCK // 8, 8)
+    offs_k = columns_of(k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :], K, COLUMNS)
     scale = 1.0
     if ROW_SCALE is not None:
         scale = ROW_SCALE(w, row, row >= 0)

@@ -396,10 +396,8 @@ def few_attention_kernel(
             k_now, v_now = k, v
             k = _load_keys(k_head, n + BLOCK_N, start, end, D, BLOCK_D, W, KEYS)
             v = _load_values(v_head, n + BLOCK_N, start, end, D, BLOCK_D, W, EV)
-            k_tile = (k_now if DECODE is None else DECODE(k_now)).to(q_tile.dtype)
-            v_tile = _values_operand(
-                (v_now if DECODE is None else DECODE(v_now)).to(q_tile.dtype), BLOCK_D, W, EV, VALUES
-            )
+            k_tile = DECODE(k_now).to(q_tile.dtype)
+            v_tile = _values_operand(DECODE(v_now).to(q_tile.dtype), BLOCK_D, W, EV, VALUES)
             scores = mma_v2(q_tile, k_tile, gl.zeros([W, 16, 16], gl.float32, MMA))
             scores = gl.where((n + own <= last) & (n + own < end), scores, float("-inf"))
             new_max = gl.maximum(row_max, gl.max(scores, 2))

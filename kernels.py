@@ -671,9 +671,17 @@ def _padded_tokens(T: int) -> int:
     return 8 if T <= 8 else MAX_FEW
 
 
-def _library_product(product, accumulate: str) -> Tensor:
-    """A product by the library, which sums in half precision if that is asked for: GeForce tensor cores then multiply
-    fp16 twice as fast. What overflows becomes inf, and here 65504."""
+def library_product(
+    x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, residual: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; added in place to the residual, if there is
+    one. In half precision, if that is asked for, GeForce tensor cores multiply fp16 twice as fast; sums that overflow
+    become inf, and here 65504."""
+    if fp8.on_tensor_cores(w, accumulate):
+        return fp8.tensor_core_linear(*encode_rows(x, norm, eps), w, x.dtype, accumulate, residual)
+    x = x if norm is None else rmsnorm(x, norm, eps)
+    dense = fp8.dense_for(w, x)
+    product = lambda: functional.linear(x, dense) if residual is None else residual.addmm_(x, dense.t())
     if accumulate != "fp16":
         return product()
     torch.backends.cuda.matmul.allow_fp16_accumulation = True  # a global switch of torch's, off by default
@@ -681,14 +689,6 @@ def _library_product(product, accumulate: str) -> Tensor:
         return product().clamp_(-65504.0, 65504.0)
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
-
-
-def normed_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, accumulate: str) -> Tensor:
-    """rmsnorm(x) W^T by the library, for T > 1."""
-    if not fp8.on_tensor_cores(w, accumulate):
-        y = rmsnorm(x, norm, eps)
-        return _library_product(lambda: functional.linear(y, fp8.dense_for(w, x)), accumulate)
-    return fp8.tensor_core_linear(*encode_rows(x, norm, eps), w, x.dtype, accumulate)
 
 
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
@@ -822,31 +822,23 @@ def _rope_kernel(
     offs_q = (t * H + heads[:, None]).to(tl.int64) * D + offs_d[None, :]
     new_q = saturated(rotated, FP16_SUMS).to(q.dtype.element_ty)
     tl.store(q + offs_q, new_q, mask=mask & (heads[:, None] < H))
-    if KH > 0:
-        kv_head = (heads - H).to(tl.int64)[:, None]
-        kept = saturated(tl.where(kv_head < KH, rotated, values), FP16_SUMS)
-        kept = kept.to(k_cache.dtype.element_ty) if ENCODE is None else ENCODE(kept)
-        offs_k = (kv_head * S + position) * D + offs_d[None, :]
-        offs_v = ((kv_head - KH) * S + position) * D + offs_d[None, :]
-        tl.store(k_cache + offs_k, kept, mask=mask & (kv_head >= 0) & (kv_head < KH))
-        tl.store(v_cache + offs_v, kept, mask=mask & (kv_head >= KH))
-
-
-def rope(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
-    H, D = x.shape[1:]
-    out = torch.empty_like(x)
-    _launch_rope(x, None, table, None, None, out, pos, S=0, H=H, KH=0, D=D)
-    return out
+    kv_head = (heads - H).to(tl.int64)[:, None]
+    kept = saturated(tl.where(kv_head < KH, rotated, values), FP16_SUMS)
+    kept = kept.to(k_cache.dtype.element_ty) if ENCODE is None else ENCODE(kept)
+    offs_k = (kv_head * S + position) * D + offs_d[None, :]
+    offs_v = ((kv_head - KH) * S + position) * D + offs_d[None, :]
+    tl.store(k_cache + offs_k, kept, mask=mask & (kv_head >= 0) & (kv_head < KH))
+    tl.store(v_cache + offs_v, kept, mask=mask & (kv_head >= KH))
 
 
 def _launch_rope(
-    x: Tensor, bias: Tensor | None, table: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, q: Tensor,
+    x: Tensor, bias: Tensor | None, table: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor,
     pos: Tensor, S: int, H: int, KH: int, D: int, accumulate: str = "auto",
 ) -> None:  # fmt: skip
     assert x.is_contiguous() and D % 2 == 0, (x.shape, D)
     block_d, args = triton.next_power_of_2(D), (x, bias, table, k_cache, v_cache, q, pos)
     heads = max(1, min(triton.next_power_of_2(H + 2 * KH), 2048 // block_d))
-    encode = E4M3.on(x.device).encode_tile if k_cache is not None and k_cache.dtype == torch.int8 else None
+    encode = E4M3.on(x.device).encode_tile if k_cache.dtype == torch.int8 else None
     constants = dict(S=S, H=H, KH=KH, D=D, HEADS=heads, BLOCK_D=block_d, ENCODE=encode)
     grid, warps = (x.shape[0], triton.cdiv(H + 2 * KH, heads)), max(1, heads * block_d // 256)
     launch(_rope_kernel, grid, x.device, *args, **constants, FP16_SUMS=accumulate == "fp16", warps=warps)
@@ -995,7 +987,7 @@ def rmsnorm_qkv_rope(
         epilogue = Epilogue(_store_linear, (qkv,), prepare=_prepare_rows)
     done = launch_product(op, x, norm, wqkv, eps, epilogue)
     if not done:
-        qkv = normed_linear(x, norm, wqkv, eps, accumulate)
+        qkv = library_product(x, norm, wqkv, eps, accumulate)
     if not done or epilogue.store is _store_linear:
         if qk_norm is not None:
             grid, block = (T, H + KH), triton.next_power_of_2(D)
@@ -1030,9 +1022,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
         "linear_add", x, None, w, 0.0, Epilogue(_store_linear, (residual,), prepare=_prepare_rows, added=0)
     ):
         return residual
-    if fp8.on_tensor_cores(w, accumulate):
-        return fp8.tensor_core_linear(*encode_rows(x), w, x.dtype, accumulate, residual)
-    return _library_product(lambda: residual.addmm_(x, fp8.dense_for(w, x).t()), accumulate)
+    return library_product(x, None, w, 0.0, accumulate, residual)
 
 
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T. x [T, C] -> [T, F]  (Shazeer, 2020)
@@ -1082,7 +1072,7 @@ def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate:
     if not launch_product(
         "rmsnorm_swiglu", x, norm, w13, eps, Epilogue(_store_swiglu, (out,), prepare=_prepare_halves)
     ):
-        ab = normed_linear(x, norm, w13, eps, accumulate)
+        ab = library_product(x, norm, w13, eps, accumulate)
         fp16_sums = accumulate == "fp16"
         launch(_swiglu_kernel, (T, triton.cdiv(F, 1024)), x.device, ab, out, F, BLOCK=1024, FP16_SUMS=fp16_sums)
     return out
@@ -1103,7 +1093,7 @@ def rmsnorm_linear(
     assert out.shape == (x.shape[0], w.rows) and out.is_contiguous(), (out.shape, w.shape)
     if launch_product("rmsnorm_linear", x, norm, w, eps, Epilogue(_store_linear, (out,), prepare=_prepare_rows)):
         return out
-    return out.copy_(normed_linear(x, norm, w, eps, accumulate))
+    return out.copy_(library_product(x, norm, w, eps, accumulate))
 
 
 # ---- the two tables, and their names for --backend; the formats of matrices, by name
@@ -1111,7 +1101,6 @@ def rmsnorm_linear(
 reference = SimpleNamespace(
     embedding=embedding_ref,
     rmsnorm=rmsnorm_ref,
-    rope=rope_ref,
     rmsnorm_qkv_rope=rmsnorm_qkv_rope_ref,
     attention=attention_ref,
     linear_add=linear_add_ref,
@@ -1123,7 +1112,6 @@ reference = SimpleNamespace(
 fused = SimpleNamespace(
     embedding=embedding,
     rmsnorm=rmsnorm,
-    rope=rope,
     rmsnorm_qkv_rope=rmsnorm_qkv_rope,
     attention=attention,
     linear_add=linear_add,

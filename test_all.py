@@ -945,7 +945,6 @@ def op_arguments(op: str, dtype: torch.dtype, heads: tuple, T: int, before: int,
     return {
         "embedding": lambda: ((tokens, pos, T, randn(V, C, dtype=dtype)), ()),
         "rmsnorm": lambda: ((x, norm, eps), ()),
-        "rope": lambda: ((randn(T, H, D, dtype=dtype), table, pos), ()),
         "rmsnorm_qkv_rope": lambda: ((x, norm, matrix((H + 2 * KH) * D, C), table, *cache, pos, eps, scratch), (4, 5)),
         "attention": lambda: ((randn(T, H, D, dtype=dtype), *cache, pos, scratch), ()),
         "linear_add": lambda: ((randn(T, F, dtype=dtype), matrix(C, F), randn(T, C, dtype=dtype)), (2,)),
@@ -4940,7 +4939,7 @@ def test_bench_random_config(bench_cli, tmp_path, family):
     theirs = bench.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
     code, out, err = bench_cli("-m", args.model, *"--kernels -p 4 -d 0,7 --device cpu -o jsonl".split())
-    prompt = "rmsnorm rope rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
+    prompt = "rmsnorm rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
     expected = [(op, 1, 100) for op in (*prompt, "rmsnorm_linear", "sample")]
     expected += [(op, 4, depth) for depth in (0, 7) for op in prompt]
     assert code == 0 and [(row["op"], row["tokens"], row["depth"]) for row in objects(out)] == expected, err
