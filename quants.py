@@ -175,8 +175,8 @@ class Held(Grouped):
     scale    half [N, K / group]
     zero     int32 [N, K / group]: the scale, a half, above the zero point in sixteenths
     minimum  scale and minimum, halves [N, K / group]
-    parts    int16 [N, K / 32]: the minimum's byte above the scale's; int32 [N, K / group]: their halves, likewise. If
-             the minimum's half is 0, its byte is that of the scale of the last 16 columns
+    parts    int16 [N, K / 32]: the minimum's byte above the scale's; int32 [N, K / group]: their halves, likewise.
+             Where there is no minimum, which its half of 0 says, its byte is a second scale, for the last 16 columns
 
     A row's halves are multiplied by a power of two so that the largest is at least 2^14: of those that were halves in
     the file, none loses a bit. Kernels multiply them by `unit`, so that decoded weights fit halves, too."""
@@ -220,6 +220,7 @@ class Held(Grouped):
         peak = torch.maximum(b.scale.abs(), minimum.abs()).amax(1, keepdim=True).clamp(min=1e-30)
         up = 2.0**14 / (peak.view(torch.int32) & 0x7F800000).view(torch.float32)  # a power of two
         groups = [(b.scale * up).half(), (minimum * up).half()]
+        without = groups[1] == 0
         if self.form == "scale":
             groups.pop()
         elif self.form == "zero":
@@ -229,9 +230,9 @@ class Held(Grouped):
             if b.minimum is None:
                 first, second = first[:, ::2], first[:, 1::2]
             else:
-                second = torch.where(_spread(minimum == 0, first.shape[1]), first, second)
+                second = torch.where(_spread(without, first.shape[1]), first, second)
             groups = [_joined(first, second).view(torch.int16), _joined(*groups).view(torch.int32)]
-        codes = b.codes + self.middle * _spread(minimum == 0, b.codes.shape[1]) if self.middle else b.codes
+        codes = b.codes + self.middle * _spread(without, b.codes.shape[1]) if self.middle else b.codes
         codes = self.stored(self.in_runs(codes))
         for place, value in zip(out, (*codes, *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
