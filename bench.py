@@ -1033,8 +1033,9 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     args.ranks = ranks
     if args.vs and ranks.size > 1:
         raise ValueError(f"--vs compares with a program that runs in one process, not in {ranks.size}")
-    if args.vs and importlib.util.find_spec(args.vs) is None:  # said before anything is measured
-        raise ValueError(f"--vs needs a package that is not installed: {args.vs}")
+    for flag, given, package in (("--vs", args.vs, "transformers"), ("--plot", args.plot, "matplotlib")):
+        if given and importlib.util.find_spec(package) is None:  # said before anything is measured
+            raise ValueError(f"{flag} needs a package that is not installed: {package}")
     args.cores = torch.get_num_threads()
     if args.threads:
         torch.set_num_threads(args.threads)

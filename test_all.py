@@ -5073,6 +5073,10 @@ def test_bench_plot(bench_cli, tiny, tmp_path):
     for text in ("{", "[]", "null", '{"test": "tg2"}', out.replace("tokens_per_s", "x")):
         record.write_text(text)
         assert_refused(bench_cli(*draw), "not a row printed by bench.py -o jsonl")
+    record.write_text(out)
+    assert_refused(bench_cli("--plot", record, tmp_path / "none" / "x.png"), "x.png: No such file or directory")
+    assert_refused(bench_cli("--plot", record, tmp_path / "x.xyz"), "Format 'xyz' is not supported")
+    assert_refused(bench_cli("--plot", tmp_path / "none", picture), "none: No such file or directory")
     record.write_text("")
     assert "there is nothing to draw" in bench_cli(*draw)[2]
 
@@ -5089,9 +5093,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)  # packages that are not there
     for arguments, text in (
         (["-m", tiny, "--vs", "transformers"], "--vs needs a package"),
-        (["--plot", HERE / "figures/h200.jsonl", tmp_path / "none" / "x.png"], "No such file or directory"),
-        (["--plot", HERE / "figures/h200.jsonl", tmp_path / "x.xyz"], "xyz"),
-        (["--plot", tmp_path / "none", "x.png"], "none"),
+        (["--plot", HERE / "figures/h200.jsonl", "x.png"], "--plot needs a package that is not installed: matplotlib"),
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
         (["-m", "nowhere"], "no folder nowhere here"),
