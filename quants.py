@@ -176,7 +176,7 @@ class Held(Grouped):
     zero     int32 [N, K / group]: the scale, a half, above the zero point in sixteenths
     minimum  scale and minimum, halves [N, K / group]
     parts    int16 [N, K / 32]: the minimum's byte above the scale's; int32 [N, K / group]: their halves, likewise.
-             Where there is no minimum, which its half of 0 says, its byte is a second scale, for the last 16 columns
+             If the minimum's half is 0, there is none, and its byte is the scale of the last 16 columns
 
     A row's halves are multiplied by a power of two so that the largest is at least 2^14: of those that were halves in
     the file, none loses a bit. Kernels multiply them by `unit`, so that decoded weights fit halves, too."""
@@ -220,7 +220,7 @@ class Held(Grouped):
         peak = torch.maximum(b.scale.abs(), minimum.abs()).amax(1, keepdim=True).clamp(min=1e-30)
         up = 2.0**14 / (peak.view(torch.int32) & 0x7F800000).view(torch.float32)  # a power of two
         groups = [(b.scale * up).half(), (minimum * up).half()]
-        without = groups[1] == 0
+        no_minimum = groups[1] == 0
         if self.form == "scale":
             groups.pop()
         elif self.form == "zero":
@@ -230,9 +230,9 @@ class Held(Grouped):
             if b.minimum is None:
                 first, second = first[:, ::2], first[:, 1::2]
             else:
-                second = torch.where(_spread(without, first.shape[1]), first, second)
+                second = torch.where(_spread(no_minimum, first.shape[1]), first, second)
             groups = [_joined(first, second).view(torch.int16), _joined(*groups).view(torch.int32)]
-        codes = b.codes + self.middle * _spread(without, b.codes.shape[1]) if self.middle else b.codes
+        codes = b.codes + self.middle * _spread(no_minimum, b.codes.shape[1]) if self.middle else b.codes
         codes = self.stored(self.in_runs(codes))
         for place, value in zip(out, (*codes, *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
@@ -269,12 +269,16 @@ class Held6(Held):
         halves = high.view(torch.int16).unflatten(1, (-1, 1, 2, 1))
         shifts = torch.tensor(SHIFTS, dtype=torch.int16, device=high.device)[:, None]  # [i, 1, j]
         codes = int4.unpacked(low) + ((halves >> shifts & 3) << 4).flatten(1)
-        return codes - self.middle * _spread(tensors[3] & 0x7FFF0000 == 0, codes.shape[1])
+        return codes - self.middle * self.no_minimum(tensors, codes.shape[1])
 
     def scales(self, tensors: Tensors) -> Tensors:
         *_, parts, halves, row = tensors
-        last = torch.where(_spread(halves & 0x7FFF0000 == 0, parts.shape[1]), parts >> 8, parts)
+        last = torch.where(self.no_minimum(tensors, parts.shape[1]), parts >> 8, parts)
         return super().scales((_joined(parts, last), halves, row))
+
+    def no_minimum(self, tensors: Tensors, columns: int) -> Tensor:
+        """Which of so many columns belong to groups whose minimum is 0, of either sign: bool [N, columns]."""
+        return _spread(tensors[3] & 0x7FFF0000 == 0, columns)
 
     def stored(self, codes: Tensor) -> Tensors:
         upper, halves = (codes >> 4).to(torch.int16).unflatten(1, (-1, 4, 2, 2)), 0  # [N, K / 16, j, i, neighbours]
@@ -287,7 +291,7 @@ SHIFTS = ((4, 8, 6, 10), (12, 0, 14, 2))  # by word i and pair j
 
 
 def _spread(groups: Tensor, columns: int) -> Tensor:
-    """What groups have, for each of so many columns: [N, G] to [N, columns]."""
+    """Repeat what each group has for all of its columns: [N, G] to [N, columns]."""
     return groups.repeat_interleave(columns // groups.shape[1], 1)
 
 
@@ -342,7 +346,7 @@ _PACKED6_REGISTERS = constexpr("=&r" + 12 * ",r")
 
 @jit
 def _halved(parts, halves):
-    """What 32 columns have, for each 16: [R, M] -> [R, 2 M]."""
+    """Scale's part and halves for each 16 columns, from what is stored for each 32: [R, M] -> [R, 2 M]."""
     last = tl.where(halves & 0x7FFF0000 == 0, parts >> 8, parts)
     shape: tl.constexpr = [parts.shape[0], 2 * parts.shape[1]]
     return tl.join(parts, last).reshape(shape), tl.join(halves, halves).reshape(shape)
