@@ -156,8 +156,8 @@ def _attention_kernel(
 
 # Few rows make for few programs, too few to read the cache at full speed, so its positions are split among programs,
 # each of which ends with a softmax over its own part: maximum, sum and unnormalised result of each row. The last
-# program to finish merges them (launch.is_last). With few positions some programs have none: they end at once, since as
-# long as they waited, their registers would keep the next kernel from starting.
+# program to finish merges them (launch.is_last). In a short context some programs get no positions. They exit without
+# waiting: the registers that they would hold meanwhile are needed by the next kernel, which starts early.
 
 
 @jit

@@ -203,7 +203,7 @@ class Parser(argparse.ArgumentParser):
         return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else "")
 
     def find(self, models: Iterable[str | None], files: Iterable[str | None] = ()) -> None:
-        """Exit with 1 and one line where one of those given is not there. Ranks other than 0 may lack what only it
+        """Exit with 1 and one line if a model or a file is missing. Only rank 0 looks: others may lack what only it
         reads."""
         if not is_rank0():
             return

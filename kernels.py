@@ -675,8 +675,8 @@ def library_product(
     x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, residual: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; added in place to the residual, if there is
-    one. In half precision, if that is asked for, GeForce tensor cores multiply fp16 twice as fast; sums that overflow
-    become inf, and here 65504."""
+    one. accumulate="fp16" sums in half precision, which is twice as fast on GeForce tensor cores; a sum that overflows
+    is inf in the library, and 65504 here."""
     if fp8.on_tensor_cores(w, accumulate):
         return fp8.tensor_core_linear(*encode_rows(x, norm, eps), w, x.dtype, accumulate, residual)
     x = x if norm is None else rmsnorm(x, norm, eps)

@@ -6,8 +6,8 @@ kernel here calls `gdc_launch_dependents` first, so that the next one is launche
 `gdc_wait`, which returns when the kernel before has ended and its writes are visible. Between the two a kernel may do
 whatever depends on no other kernel: compute offsets, load its first tile of weights. The rules that keep this correct:
 
-- every kernel launched this way waits, in one program or more, so "the kernel before has ended" includes all the
-  kernels before that one;
+- every kernel launched this way waits, in at least one of its programs, so "the kernel before has ended" includes all
+  the kernels before that one;
 - before the wait a kernel reads only what no kernel launched this way writes in the same step (weights, tables,
   sampling settings, `pos`, the keys and values of earlier steps), and it writes nothing; parallel.py explains its
   exceptions;

@@ -7,8 +7,8 @@ keeps the tokens at or above one threshold, so ties at the edge stay together.
 
 The op `sample` reads logits float32 [T, V] of the T tokens before pos, which it may overwrite, and writes to `drawn`
 (int32, -1 where they are not finite) the token chosen to follow each of them, up to drawn[pos]. `tokens`, int32 [S],
-holds what comes before each position; with a single row its token goes there, too, with 0 for -1. The settings come as
-a Sampler, whose numbers are on the device.
+holds what comes before each position; the token of a single row is written there, too, as 0 if it is -1. The settings
+come as a Sampler, whose numbers are on the device.
 
 To add a setting: a field of Sampling and its range; its number in _numbers, which kernels load by its place; what it
 does, in _choose_ref and in _sample_draw_kernel, or in _sample_filter_kernel if its threshold depends on more than the

@@ -202,7 +202,7 @@ class _RMSNorm(torch.autograd.Function):
         T, cut = x.numel() // C, _row_tile(C, 32, least=2)
         assert x.is_contiguous() and weight.shape == (C,) and x.numel() < 1 << 32, (x.shape, weight.shape)
         assert branch is None or branch.is_contiguous() and branch.shape == x.shape, (x.shape, branch.shape)
-        # Determines what dropout drops
+        # The kernels derive from the seed what dropout drops
         seed = torch.randint(1 << 31, (1,), dtype=torch.int32, device=x.device) if p and branch is not None else None
         total, y = x if branch is None else torch.empty_like(x), x.new_empty(*x.shape, dtype=dtype)
         grid = (triton.cdiv(T, cut["ROWS"]),)
