@@ -42,7 +42,6 @@ from launch import (
     few_sizes,
     gdc_launch_dependents,
     gdc_wait,
-    is_last,
     jit,
     launch,
     processors,
@@ -240,9 +239,7 @@ def _vector_kernel(
     use."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * ROWS
-    ready = None
-    if PREPARE is not None:
-        ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
+    ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
     rows = row + tl.arange(0, ROWS)
     # Before the wait: fetch the first tiles of what no kernel writes
     w_tile = _load_tile(w, rows, 0, N, K, BLOCK, LOAD, GROUP)
@@ -402,9 +399,7 @@ def _stream_kernel(
     end = tl.minimum(row + ROWS * TILES, N)
     COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))
     offs = tl.arange(0, COUNT)
-    ready = None
-    if PREPARE is not None:
-        ready = PREPARE(args, row, 1, end, COUNT, 1, SIZES)
+    ready = PREPARE(args, row, 1, end, COUNT, 1, SIZES)
     if ROW_SCALE is not None:
         scales = ROW_SCALE(w, row + offs, row + offs < end)
     norm_tiles, packed = (), ()
@@ -545,9 +540,7 @@ def _few_kernel(
     """T tokens: x W^T for FEW.rows rows of W. See _vector_kernel for the epilogue."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * FEW.rows
-    ready = None
-    if PREPARE is not None:
-        ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
+    ready = PREPARE(args, row, T, N, FEW.rows, TOKENS, SIZES)
     BLOCK: tl.constexpr = FEW.warps * FEW.steps * 4 * E
     # Before the wait: the first tiles of W, and the scales
     w_tiles = ()
@@ -593,12 +586,11 @@ class Epilogue(NamedTuple):
     """What an op does with a product: kernel functions, and their own arguments and sizes. y is [ROWS, TOKENS], or
     [ROWS] with one token."""
 
+    prepare: object  # (args, row, T, N, ROWS, TOKENS, SIZES) -> ready: what need not wait
     store: object  # (args, y, ready, row, T, N, ROWS, TOKENS, SIZES)
     args: tuple  # tensors
     sizes: tuple = ()  # a NamedTuple of ints
-    prepare: object = None  # (args, row, T, N, ROWS, TOKENS, SIZES) -> ready: what need not wait
     added: int | None = None  # which of args is added to y: [N] with one token, [T, N] with a few
-    within: int = 0  # no program's rows cross a multiple of this
 
 
 def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> bool:
@@ -627,11 +619,11 @@ def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
     constants = _functions(w, epilogue) | dict(N=w.rows, K=K, PACKED_SUMS=format.packed_sums, PEAK=format.peak)
     packs = K % format.neighbours == 0 and x.element_size() == 2 and x.data_ptr() % 16 == 0
     if packs and format.packed_load:
-        _launch_stream(op, x.device, args, w, epilogue.within, constants)
+        _launch_stream(op, x.device, args, w, constants)
         return
     sizes = vector_sizes(x.device, w.bits, op, K)
     least = 32 * format.neighbours  # columns that a warp takes at once
-    rows, block = math.gcd(sizes.rows, epilogue.within), min(sizes.block, max(least, triton.next_power_of_2(K)))
+    rows, block = sizes.rows, min(sizes.block, max(least, triton.next_power_of_2(K)))
     warps = min(sizes.warps, max(1, block // least))
     if not packs or block < least * warps:
         constants["PACKED_SUMS"] = None
@@ -646,12 +638,10 @@ def stream_block(block: int, columns: int) -> int:
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 
 
-def _launch_stream(op: str, device: torch.device, args: tuple, w: Matrix, within: int, constants: dict) -> None:
+def _launch_stream(op: str, device: torch.device, args: tuple, w: Matrix, constants: dict) -> None:
     sizes = stream_sizes(device, w.bits, op, w.columns)
-    rows, block = math.gcd(sizes.rows, within), stream_block(sizes.block, w.columns)
+    rows, block = sizes.rows, stream_block(sizes.block, w.columns)
     tiles = min(32, triton.cdiv(w.rows, rows * processors(device) * sizes.programs))
-    if within:  # as many tiles as divide it
-        tiles = math.gcd(1 << tiles.bit_length() - 1, within // rows)
     del constants["VALUES"]
     constants |= dict(LOAD=w.format.packed_load, SUMS=w.format.sum_x, ROWS=rows, TILES=tiles, BLOCK=block)
     grid, warps = (triton.cdiv(w.rows, rows * tiles),), block // 2048
@@ -783,26 +773,19 @@ def rope_ref(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
 
 
 @jit
-def _load_angle(table, position, pair, mask, HALF_D: tl.constexpr):
-    """Cosine and sine for a pair at a position; no rotation where the mask is off."""
-    offs = (position * HALF_D + pair) * 2
-    return tl.load(table + offs, mask=mask, other=1.0), tl.load(table + offs + 1, mask=mask, other=0.0)
-
-
-@jit
 def _rotate(even, odd, cos, sin):
     return even * cos - odd * sin, even * sin + odd * cos
 
 
 @jit
 def _rope_kernel(
-    x, bias, table, k_cache, v_cache, q, pos,
+    x, bias, qk_norm, eps, table, k_cache, v_cache, q, pos,
     S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
     ENCODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of one token's heads, x [T, H + 2 KH, D]: the first H are rotated into q, the next KH into the cache of
-    keys; the last KH are copied into the cache of values. Heads are read and written whole, 16 bytes a thread; pairs
-    are split in registers."""
+    """HEADS of one token's heads, x [T, H + 2 KH, D]: the first H are normalised, if there is qk_norm, and rotated into
+    q, the next KH likewise into the cache of keys; the last KH are copied into the cache of values. Heads are read and
+    written whole, 16 bytes a thread; pairs are split in registers."""
     gdc_launch_dependents(PDL)
     t = tl.program_id(0)
     heads, offs_d = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
@@ -816,7 +799,12 @@ def _rope_kernel(
     values = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         values += tl.load(bias + heads[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(values, [HEADS, BLOCK_D // 2, 2]))
+    turned = values
+    if qk_norm is not None:
+        weight = qk_norm + tl.where(heads < H, 0, D)[:, None] + offs_d[None, :]
+        weights = tl.load(weight, mask=offs_d[None, :] < D, other=0.0).to(tl.float32)
+        turned = values * tl.rsqrt(tl.sum(values * values, 1) / D + eps)[:, None] * weights
+    even, odd = tl.split(tl.reshape(turned, [HEADS, BLOCK_D // 2, 2]))
     even, odd = _rotate(even, odd, cos, sin)
     rotated = tl.reshape(tl.join(even, odd), [HEADS, BLOCK_D])
     offs_q = (t * H + heads[:, None]).to(tl.int64) * D + offs_d[None, :]
@@ -829,19 +817,6 @@ def _rope_kernel(
     offs_v = ((kv_head - KH) * S + position) * D + offs_d[None, :]
     tl.store(k_cache + offs_k, kept, mask=mask & (kv_head >= 0) & (kv_head < KH))
     tl.store(v_cache + offs_v, kept, mask=mask & (kv_head >= KH))
-
-
-def _launch_rope(
-    x: Tensor, bias: Tensor | None, table: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor,
-    pos: Tensor, S: int, H: int, KH: int, D: int, accumulate: str = "auto",
-) -> None:  # fmt: skip
-    assert x.is_contiguous() and D % 2 == 0, (x.shape, D)
-    block_d, args = triton.next_power_of_2(D), (x, bias, table, k_cache, v_cache, q, pos)
-    heads = max(1, min(triton.next_power_of_2(H + 2 * KH), 2048 // block_d))
-    encode = E4M3.on(x.device).encode_tile if k_cache.dtype == torch.int8 else None
-    constants = dict(S=S, H=H, KH=KH, D=D, HEADS=heads, BLOCK_D=block_d, ENCODE=encode)
-    grid, warps = (x.shape[0], triton.cdiv(H + 2 * KH, heads)), max(1, heads * block_d // 256)
-    launch(_rope_kernel, grid, x.device, *args, **constants, FP16_SUMS=accumulate == "fp16", warps=warps)
 
 
 # ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q, k rotated by rope; k, v into the cache at pos
@@ -880,8 +855,30 @@ class Heads(NamedTuple):
 
 
 @jit
-def _store_heads(args, even, odd, t, position, head, pair, mask, SIZES: tl.constexpr):
-    """Store pairs where their head belongs: in q [T, H, D], or in the caches [KH, S, D] at position."""
+def _pairs_of(row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """Token, head and pair of each pair of rows, and which of them exist."""
+    pairs, t = places(row // 2, ROWS // 2, TOKENS)
+    return t, pairs // (SIZES.D // 2), pairs % (SIZES.D // 2), (pairs < N // 2) & (t < T)
+
+
+@jit
+def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """Positions and angles. `pos` moves only between steps."""
+    t, head, pair, mask = _pairs_of(row, T, N, ROWS, TOKENS, SIZES)
+    position = tl.load(args[4]) + t
+    mask = mask & (head < SIZES.H + SIZES.KH)
+    angle = args[3] + (position * (SIZES.D // 2) + pair) * 2
+    return position, tl.load(angle, mask=mask, other=1.0), tl.load(angle + 1, mask=mask, other=0.0)
+
+
+@jit
+def _store_rope(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the caches [KH, S, D] at
+    position. args: q, caches, table, pos."""
+    position, cos, sin = ready
+    t, head, pair, mask = _pairs_of(row, T, N, ROWS, TOKENS, SIZES)
+    even, odd = _even_and_odd(y, ROWS, TOKENS)
+    even, odd = _rotate(even, odd, cos, sin)
     q, k_cache, v_cache = args[0], args[1], args[2]
     HALF_D: tl.constexpr = SIZES.D // 2
     offs_q = ((t * SIZES.H + head) * HALF_D + pair) * 2
@@ -899,73 +896,6 @@ def _store_heads(args, even, odd, t, position, head, pair, mask, SIZES: tl.const
     tl.store(v_cache + offs_v + 1, to_cache(odd, v_cache), mask=mask_v)
 
 
-@jit
-def _pairs_of(row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Token, head and pair of each pair of rows, and which of them exist."""
-    pairs, t = places(row // 2, ROWS // 2, TOKENS)
-    return t, pairs // (SIZES.D // 2), pairs % (SIZES.D // 2), (pairs < N // 2) & (t < T)
-
-
-@jit
-def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Positions and angles. `pos` moves only between steps."""
-    t, head, pair, mask = _pairs_of(row, T, N, ROWS, TOKENS, SIZES)
-    position = tl.load(args[4]) + t
-    cos, sin = _load_angle(args[3], position, pair, mask & (head < SIZES.H + SIZES.KH), SIZES.D // 2)
-    return position, cos, sin
-
-
-@jit
-def _store_rope(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Rotate q and k, store q, k and v. args: q, caches, table, pos."""
-    position, cos, sin = ready
-    t, head, pair, mask = _pairs_of(row, T, N, ROWS, TOKENS, SIZES)
-    even, odd = _even_and_odd(y, ROWS, TOKENS)
-    even, odd = _rotate(even, odd, cos, sin)
-    _store_heads(args, even, odd, t, position, head, pair, mask, SIZES)
-
-
-@jit
-def _store_normed_heads(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The same for one token where q and k are normalised. args: also qk_norm, and scratch for rows and counters. A
-    head's norm needs all its rows, which several programs compute: each leaves its own, and the last one does the
-    rest."""
-    HALF_D: tl.constexpr = SIZES.D // 2
-    BLOCK: tl.constexpr = triton.next_power_of_2(HALF_D)
-    qk_norm, qkv, arrived, eps = args[5], args[6], args[7], args[8]
-    head = row // SIZES.D
-    rows = row + tl.arange(0, ROWS)
-    tl.store(qkv + rows, y, mask=rows < N)
-    if is_last(arrived + head, SIZES.D // tl.minimum(ROWS, N - row)):
-        pair = tl.arange(0, BLOCK)
-        mask, offs = pair < HALF_D, (head * HALF_D + pair) * 2
-        even = tl.load(qkv + offs, mask=mask, other=0.0, cache_modifier=".cg")
-        odd = tl.load(qkv + offs + 1, mask=mask, other=0.0, cache_modifier=".cg")
-        if head < SIZES.H + SIZES.KH:
-            factor = tl.rsqrt((tl.sum(even * even) + tl.sum(odd * odd)) / SIZES.D + eps)
-            weight = qk_norm + tl.where(head < SIZES.H, 0, SIZES.D) + pair * 2
-            even *= factor * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
-            odd *= factor * tl.load(weight + 1, mask=mask, other=0.0).to(tl.float32)
-        position = tl.load(args[4])
-        cos, sin = _load_angle(args[3], position, pair, mask & (head < SIZES.H + SIZES.KH), HALF_D)
-        even, odd = _rotate(even, odd, cos, sin)
-        _store_heads(args, even, odd, 0, position, head, pair, mask, SIZES)
-
-
-@jit
-def _head_norm_kernel(qkv, qk_norm, eps, H, heads, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Normalise one head of q or k of one prompt token in place. qkv [T, heads, D]"""
-    gdc_launch_dependents(PDL)
-    t, head, offs_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
-    mask = offs_d < D
-    weight = tl.load(qk_norm + tl.where(head < H, 0, D) + offs_d, mask=mask, other=0.0).to(tl.float32)
-    gdc_wait(PDL)
-    row = qkv + (t * heads + head) * D
-    values = tl.load(row + offs_d, mask=mask, other=0.0).to(tl.float32)
-    y = values * tl.rsqrt(tl.sum(values * values) / D + eps) * weight
-    tl.store(row + offs_d, y.to(qkv.dtype.element_ty), mask=mask)
-
-
 def rmsnorm_qkv_rope(
     x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float,
     scratch: Scratch, bias: Tensor | None = None, qk_norm: Tensor | None = None, accumulate: str = "auto",
@@ -974,25 +904,22 @@ def rmsnorm_qkv_rope(
     H = wqkv.rows // D - 2 * KH
     assert bias is None or qk_norm is None, "no model has both"
     q, sizes = x.new_empty(T, H, D), Heads(S, H, KH, D)
-    args = (q, k_cache, v_cache, table, pos)
-    if T == 1 and qk_norm is not None:
-        rows = scratch.zeros("heads", wqkv.rows)
-        arrived = scratch.zeros("heads done", H + 2 * KH, dtype=torch.int32)
-        epilogue = Epilogue(_store_normed_heads, (*args, qk_norm, rows, arrived, eps), sizes, within=D)
-    elif T == 1 or bias is None and qk_norm is None:
+    args, qkv = (q, k_cache, v_cache, table, pos), None
+    if qk_norm is None and (T == 1 or bias is None):
         added = () if bias is None else (bias,)
-        epilogue = Epilogue(_store_rope, (*args, *added), sizes, _prepare_rope, len(args) if added else None)
+        epilogue = Epilogue(_prepare_rope, _store_rope, (*args, *added), sizes, len(args) if added else None)
     else:
-        qkv = x.new_empty(T, wqkv.rows)
-        epilogue = Epilogue(_store_linear, (qkv,), prepare=_prepare_rows)
-    done = launch_product(op, x, norm, wqkv, eps, epilogue)
-    if not done:
+        qkv = x.new_empty(T, wqkv.rows, dtype=torch.float32)
+        epilogue = Epilogue(_prepare_rows, _store_linear, (qkv,))
+    if not launch_product(op, x, norm, wqkv, eps, epilogue):
         qkv = library_product(x, norm, wqkv, eps, accumulate)
-    if not done or epilogue.store is _store_linear:
-        if qk_norm is not None:
-            grid, block = (T, H + KH), triton.next_power_of_2(D)
-            launch(_head_norm_kernel, grid, x.device, qkv, qk_norm, eps, H, H + 2 * KH, D=D, BLOCK=block, warps=1)
-        _launch_rope(qkv, bias, table, k_cache, v_cache, q, pos, **sizes._asdict(), accumulate=accumulate)
+    if qkv is not None:
+        args, block_d = (qkv, bias, qk_norm, eps, table, k_cache, v_cache, q, pos), triton.next_power_of_2(D)
+        heads = max(1, min(triton.next_power_of_2(H + 2 * KH), 2048 // block_d))
+        encode = E4M3.on(x.device).encode_tile if k_cache.dtype == torch.int8 else None
+        constants = dict(HEADS=heads, BLOCK_D=block_d, ENCODE=encode, FP16_SUMS=accumulate == "fp16")
+        grid, warps = (T, triton.cdiv(H + 2 * KH, heads)), max(1, heads * block_d // 256)
+        launch(_rope_kernel, grid, x.device, *args, **sizes._asdict(), **constants, warps=warps)
     return q
 
 
@@ -1018,9 +945,7 @@ def _store_linear(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.cons
 
 def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto") -> Tensor:
     assert residual.shape == (x.shape[0], w.rows) and residual.is_contiguous(), (residual.shape, w.shape)
-    if launch_product(
-        "linear_add", x, None, w, 0.0, Epilogue(_store_linear, (residual,), prepare=_prepare_rows, added=0)
-    ):
+    if launch_product("linear_add", x, None, w, 0.0, Epilogue(_prepare_rows, _store_linear, (residual,), added=0)):
         return residual
     return library_product(x, None, w, 0.0, accumulate, residual)
 
@@ -1069,9 +994,7 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
 def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto") -> Tensor:
     T, F = x.shape[0], w13.rows // 2
     out = x.new_empty(T, F)
-    if not launch_product(
-        "rmsnorm_swiglu", x, norm, w13, eps, Epilogue(_store_swiglu, (out,), prepare=_prepare_halves)
-    ):
+    if not launch_product("rmsnorm_swiglu", x, norm, w13, eps, Epilogue(_prepare_halves, _store_swiglu, (out,))):
         ab = library_product(x, norm, w13, eps, accumulate)
         fp16_sums = accumulate == "fp16"
         launch(_swiglu_kernel, (T, triton.cdiv(F, 1024)), x.device, ab, out, F, BLOCK=1024, FP16_SUMS=fp16_sums)
@@ -1091,7 +1014,7 @@ def rmsnorm_linear(
     x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto"
 ) -> Tensor:  # fmt: skip
     assert out.shape == (x.shape[0], w.rows) and out.is_contiguous(), (out.shape, w.shape)
-    if launch_product("rmsnorm_linear", x, norm, w, eps, Epilogue(_store_linear, (out,), prepare=_prepare_rows)):
+    if launch_product("rmsnorm_linear", x, norm, w, eps, Epilogue(_prepare_rows, _store_linear, (out,))):
         return out
     return out.copy_(library_product(x, norm, w, eps, accumulate))
 

@@ -294,7 +294,7 @@ class Exchange:
 
     def send(self, op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float) -> None:
         args, sizes = (self.slots[w][0], self.round_number), Peers(self.ranks, self.lanes)
-        kernels.launch_product(op, x, norm, w, eps, kernels.Epilogue(_store_entries, args, sizes, _prepare_entries))
+        kernels.launch_product(op, x, norm, w, eps, kernels.Epilogue(_prepare_entries, _store_entries, args, sizes))
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps

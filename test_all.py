@@ -1131,8 +1131,9 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     pos = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     y = kernels.fused.attention(q, k, v, pos, launch.Scratch(DEVICE), "fp16")
     assert torch.isfinite(y).all() and (y[8:] > 890).all()
-    table, qkv = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE), full((T, 3 * H * D), 65504.0)
-    kernels._launch_rope(qkv, qkv[0].clone(), table, k, v, q, pos, 128, H, H, D, "fp16")
+    table, scratch = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE), launch.Scratch(DEVICE)
+    x, w, bias = full((T, 64), 1.0), Matrix(full((3 * H * D, 64), 65504 / 64)), full((3 * H * D,), 65504.0)
+    kernels.fused.rmsnorm_qkv_rope(x, x[0].clone(), w, table, k, v, pos, 0.0, scratch, bias, accumulate="fp16")
     assert all(torch.isfinite(cache[:, :T]).all() and cache[:, :T].max() == 65504 for cache in (k, v))
     for value, expected in ((60000.0, 65504.0), (NAN, NAN)):
         ab, out = full((T, 128), value), full((T, 64), 0.0)
