@@ -1,9 +1,11 @@
 """How the next token is chosen: the settings, the reference in plain torch, the Triton kernels. A new sampler touches
 this file and the command line.
 
-The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. The draw
-inverts the cumulative distribution at uniform(seed, pos), so a seed gives the same text on every device. Each filter
-keeps the tokens at or above one threshold, so ties at the edge stay together.
+The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. Each filter
+keeps the tokens at or above one threshold, so ties at the edge stay together. To draw, a Gumbel variate is added to
+each logit divided by the temperature, and the largest sum wins, which happens with the token's probability (Gumbel-max
+trick: Gumbel, 1954). The variates depend on seed, position and token alone, so a seed gives the same text on every
+device, and a draft model mostly draws what the model itself will (Daliri, Musco and Suresh, 2024).
 
 The op `sample` reads logits float32 [T, V] of the T tokens before pos, which it may overwrite, and writes to `drawn`
 (int32, -1 where they are not finite) the token chosen to follow each of them, up to drawn[pos]. `tokens`, int32 [S],
@@ -11,8 +13,8 @@ holds what comes before each position; the token of a single row is written ther
 come as a Sampler, whose numbers are on the device.
 
 To add a setting: a field of Sampling and its range; its number in _numbers, which kernels load by its place; what it
-does, in _choose_ref and in _sample_draw_kernel, or in _sample_filter_kernel if its threshold depends on more than the
-best logit; its flag in run.py, of the same name; its values in test_sampling_equals_the_reference.
+does, in _choose_ref and in _sample_draw_kernel; its flag in run.py, of the same name; its values in
+test_sampling_equals_the_reference.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -82,14 +84,17 @@ class Sampler:
         return on | dict(COUNTED=not cuts or s.top_k > triton.cdiv(V, _block(V)))
 
 
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 24 random bits, from a seed and a position: SplitMix64's output function (Vigna,
-    2015)."""
-    mask = (1 << 64) - 1
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-    return ((z ^ (z >> 31)) >> 40) / (1 << 24)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # SplitMix64's constants (Vigna, 2015), as torch's signed integers
+MIX = (30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))
+
+
+def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:
+    """Independent Gumbel variates for tokens: -log(-log(1 - u)), u from the upper bits of SplitMix64's output."""
+    z = ((position << 32) + ids + 1) * GOLDEN + seed
+    for shift, factor in MIX:
+        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+    u = ((z >> 24 & (1 << 40) - 1) + 0.5) / (1 << 40)
+    return -(-(-u).log1p()).log()
 
 
 def sample_ref(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
@@ -120,18 +125,17 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
     if s.min_p > 0:
         floor = max(floor, best + math.log(s.min_p))
     kept = (logits >= floor).nonzero()[:, 0]
-    sums = ((logits[kept] - best) / max(s.temp, COLDEST)).exp().double().cumsum(0)
-    return int(kept[torch.searchsorted(sums, uniform(s.seed, position) * sums[-1], right=True)])
+    scores = (logits[kept] - best) / max(s.temp, COLDEST) + gumbel(s.seed, position, kept)
+    return int(kept[scores.argmax()])
 
 
-# There are at most four launches. Each divides the vocabulary into parts, one a program, and the last program to finish
-# merges what the others found:
+# There are at most three launches. Each divides the vocabulary into parts, one a program:
 #
 # best    penalise; find the best and the lowest logit of each part; if greedy, choose, and that is all
 # count   with top-k or top-p: add up tokens and probabilities in bins, by how far a logit is below the best
-# filter  with top-k or top-p: running sums over the bins tell in which of them the two thresholds lie; list the logits
-#         from one to the other, a few hundred unless many are equal, and find the thresholds among these
-# draw    add up what is kept of each part; draw a part, then a token of it
+# draw    with top-k or top-p: running sums over the bins tell in which of them the two thresholds lie; list the logits
+#         from one to the other, a few hundred unless many are equal. Draw one of the tokens that are certainly kept. The
+#         last program to finish finds the thresholds among the listed logits, and draws among these, too
 #
 # With a top-k of at most the number of parts, counting is left out: the k-th largest of the parts' best logits has k
 # logits at or above it, so that top-k's threshold is no lower. All of these are listed; there are seldom many more.
@@ -144,14 +148,42 @@ BINS = 2048
 MIN_BLOCK, MAX_PARTS = 256, 128  # the fewest logits of a part and the most parts; powers of 2
 DEPTH = constexpr(32.0)  # how far below the best logit the bins reach; the last one holds whatever is lower
 CHUNK = constexpr(1024)  # how many of the listed logits are read at a time
+LAST_ID = constexpr(0x7FFFFFFF)
+INF_RANK = constexpr(0xFF800000)  # the upper bits of _best_of's number where the score is inf
 
 
 @jit
-def _uniform(seed, index):
-    z = (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + seed.to(tl.uint64)
+def _gumbel(seed, position, ids):
+    z = ((position.to(tl.uint64) << 32) + ids.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15 + seed.to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return ((z ^ (z >> 31)) >> 40).to(tl.float32) / 16777216.0
+    u = ((z >> 24).to(tl.float32) + 0.5) / (1 << 40)
+    log1p = tl.where(u < 1 / 32, -u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4))), tl.log(1 - u))  # of -u
+    return -tl.log(-log1p)
+
+
+@jit
+def _best_of(scores, ids, mask):
+    """The highest score and its token, the first of equals, as one number that orders like the scores; its lowest 31
+    bits are LAST_ID minus the token. 0 where the mask is off."""
+    bits = scores.to(tl.int32, bitcast=True)
+    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + (1 << 31)
+    return tl.max(tl.where(mask, (rank << 31) + (LAST_ID - ids), 0), 0)
+
+
+@jit
+def _draw(l, ids, mask, best, bad, temp, seed, position):
+    """The token that is drawn, in the same form; of a score of inf if a logit is not finite."""
+    return _best_of(tl.where(bad, float("inf"), (l - best) / temp + _gumbel(seed, position, ids)), ids, mask)
+
+
+@jit
+def _store_token(best, chosen_tokens, drawn, position):
+    """Store the token of _best_of's number; if its score is inf, -1, and 0 as the next one's input."""
+    token = tl.where(best >> 31 == INF_RANK, -1, LAST_ID - (best & LAST_ID)).to(tl.int32)
+    if chosen_tokens is not None:
+        tl.store(chosen_tokens + position, tl.maximum(token, 0))
+    tl.store(drawn + position, token)
 
 
 @jit
@@ -191,9 +223,9 @@ def _sum_before(sums, index, place):
 
 
 @jit
-def _load_chunk(listed, start, count):
+def _load_chunk(listed, start, count, other):
     offs = start + tl.arange(0, CHUNK)
-    return tl.load(listed + offs, mask=offs < count, other=float("-inf"), cache_modifier=".cg")
+    return tl.load(listed + offs, mask=offs < count, other=other, cache_modifier=".cg")
 
 
 @jit
@@ -203,7 +235,7 @@ def _split(l, listed, count, floor, best, UNIT: tl.constexpr):
     kept, lowest, highest = tl.full([], 0, tl.int64), float("inf"), float("-inf")
     for start in range(0, count, CHUNK):
         if count > CHUNK:
-            l = _load_chunk(listed, start, count)
+            l = _load_chunk(listed, start, count, float("-inf"))
         above = l >= floor
         kept += tl.sum(tl.where(above, _weights(l, best, UNIT), 0), 0)
         lowest = tl.minimum(lowest, tl.min(tl.where(above, l, float("inf")), 0))
@@ -226,37 +258,17 @@ def _threshold(l, listed, count, target, low, best, UNIT: tl.constexpr):
 
 
 @jit
-def _chances(l, best, floor, temp):
-    """Probabilities by which tokens are drawn, relative to the best one's."""
-    return tl.where(l >= floor, tl.exp((l - best) / temp), 0.0).to(tl.float64)
-
-
-@jit
-def _first_beyond(target, sums, chances, index):
-    """The first index whose running sum is beyond the target, but none without a chance."""
-    last = tl.max(tl.where(chances > 0, index, 0), 0)
-    return tl.min(tl.where((sums > target) & (chances > 0), index, last), 0)
-
-
-@jit
-def _store_token(chosen_tokens, drawn, position, token, bad):
-    if chosen_tokens is not None:
-        tl.store(chosen_tokens + position, tl.where(bad, 0, token).to(tl.int32))
-    tl.store(drawn + position, tl.where(bad, -1, token).to(tl.int32))
-
-
-@jit
 def _sample_best_kernel(
-    logits, extremes, arrived, tokens, chosen_tokens, drawn, pos, numbers, GREEDY: tl.constexpr, WINDOW: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    logits, extremes, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers, GREEDY: tl.constexpr,
+    WINDOW: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Penalise recent tokens; find each part's best logit (inf if one is not finite) and lowest or, if greedy, the
-    first id of the best: extremes [rows, 2, PARTS]. Axis 1 of the grid is the rows of logits here and below."""
+    """Penalise recent tokens; find each part's best logit (inf if one is not finite) and lowest, extremes [rows, 2,
+    PARTS]; if greedy, choose the best of all. Axis 1 of the grid is the rows of logits here and below."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     logits += row * V
     extremes += row * 2 * PARTS
-    ids, parts = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    ids = part * BLOCK + tl.arange(0, BLOCK)
     penalty, window = tl.load(numbers + 4), tl.load(numbers + 5)
     gdc_wait(PDL)
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
@@ -269,19 +281,13 @@ def _sample_best_kernel(
         tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mask_recent)
         tl.debug_barrier()
     l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    bad = (ids < V) & ((l != l) | (tl.abs(l) == float("inf")))
-    best = tl.max(tl.where(bad, float("inf"), l), 0)
-    tl.store(extremes + part, best)
+    l = tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), float("inf"), l)
     if GREEDY:
-        first = tl.min(tl.where(l == best, ids, V), 0)
-        tl.store(extremes + PARTS + part, first.to(tl.float32, bitcast=True))
+        tl.atomic_max(winner + row, _best_of(l, ids, ids < V), sem="relaxed")
         if is_last(arrived + row, PARTS):
-            bests = tl.load(extremes + parts, cache_modifier=".cg")
-            firsts = tl.load(extremes + PARTS + parts, cache_modifier=".cg").to(tl.int32, bitcast=True)
-            best = tl.max(bests, 0)
-            token = tl.min(tl.where(bests == best, firsts, V), 0)
-            _store_token(chosen_tokens, drawn, position, token, best == float("inf"))
+            _store_token(tl.atomic_xchg(winner + row, 0), chosen_tokens, drawn, position)
     else:
+        tl.store(extremes + part, tl.max(l, 0))
         tl.store(extremes + PARTS + part, tl.min(tl.where(ids < V, l, float("inf")), 0))
 
 
@@ -308,79 +314,71 @@ def _sample_count_kernel(
 
 
 @jit
-def _sample_filter_kernel(
-    logits, extremes, bins, listed, counts, floors, arrived, numbers, COUNTED: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, BINS: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write to floors [rows] the lowest logit that top-k and top-p keep, and empty the bins. listed [rows, V] and
-    counts [rows]: the logits of the bins in which the thresholds may lie, or all that _load_part leaves."""
-    gdc_launch_dependents(PDL)
-    part, row = tl.program_id(0), tl.program_id(1)
-    bins += row * BINS
-    listed += row * V
-    counts += row
-    top_k, top_p = tl.load(numbers + 1).to(tl.int64), tl.load(numbers + 2).to(tl.float64)
-    gdc_wait(PDL)
-    l, best, lowest, _ = _load_part(logits, extremes, part, None if COUNTED else top_k, V, BLOCK, PARTS)
-    mask, tokens_above, mass_above = l > float("-inf"), 0, 0
-    if COUNTED:
-        bin, every = _bin(l, best, lowest, BINS), tl.arange(0, BINS)
-        sums = tl.cumsum(tl.load(bins + every), 0)
-        tokens, masses = (sums >> SHIFT) & ((1 << (64 - SHIFT)) - 1), sums & ((1 << SHIFT) - 1)
-        last = tl.sum((tokens < top_k).to(tl.int32), 0) if TOP_K else BINS
-        first = last
-        if TOP_P:
-            total = _sum_before(masses, every, last)  # with top-k a lower bound: it keeps some of bin `last`, too
-            first = tl.sum((masses < (top_p * total).to(tl.int64)).to(tl.int32), 0)
-        mask = mask & (bin >= first) & (bin <= (last if TOP_K else first))
-        tokens_above, mass_above = _sum_before(tokens, every, first), _sum_before(masses, every, first)
-    nth = tl.cumsum(mask.to(tl.int32), 0)
-    tl.store(listed + tl.atomic_add(counts, tl.max(nth, 0), sem="relaxed") + nth - 1, l, mask=mask)
-    if is_last(arrived + row, PARTS):
-        count = tl.load(counts, cache_modifier=".cg")
-        chunk, floor = _load_chunk(listed, 0, count), lowest
-        if TOP_K:
-            floor = _threshold(chunk, listed, count, top_k - tokens_above, lowest, best, None)
-        if TOP_P:
-            if TOP_K:  # now the total is known
-                total = mass_above + _split(chunk, listed, count, floor, best, UNIT)[0]
-            target = (top_p * total).to(tl.int64) - mass_above
-            floor = _threshold(chunk, listed, count, target, floor, best, UNIT)
-        tl.store(floors + row, floor)
-        tl.store(counts, 0)
-        if COUNTED:
-            tl.store(bins + every, tl.zeros([BINS], tl.int64))
-
-
-@jit
 def _sample_draw_kernel(
-    logits, extremes, floors, masses, arrived, chosen_tokens, drawn, pos, seed, numbers,
-    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    logits, extremes, bins, listed, listed_ids, counts, winner, arrived, chosen_tokens, drawn, pos, seed, numbers,
+    COUNTED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
+    BINS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the chances of each part's tokens, masses [rows, PARTS]; draw a part, and a token of this part. Without
-    floors, neither top-k nor top-p is on."""
+    """Draw a token, and empty the bins. listed and listed_ids [rows, V], counts [rows]: the logits of the bins in which
+    the thresholds of top-k and top-p may lie, or all that _load_part leaves. winner [rows]: the best of what is
+    certainly kept, see _best_of."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
-    masses += row * PARTS
-    temp, log_min_p, seed = tl.load(numbers), tl.load(numbers + 3), tl.load(seed)
+    temp, top_k, top_p = tl.load(numbers), tl.load(numbers + 1).to(tl.int64), tl.load(numbers + 2).to(tl.float64)
+    log_min_p, seed, ids = tl.load(numbers + 3), tl.load(seed), part * BLOCK + tl.arange(0, BLOCK)
     gdc_wait(PDL)
-    l, best, lowest, bad = _load_part(logits, extremes, part, None, V, BLOCK, PARTS)
-    floor = lowest if floors is None else tl.load(floors + row)
-    floor = tl.maximum(floor, best + log_min_p)
-    tl.store(masses + part, tl.sum(_chances(l, best, floor, temp), 0))
+    position = tl.load(pos) - tl.num_programs(1) + 1 + row
+    l, best, lowest, bad = _load_part(logits, extremes, part, top_k if TOP_K and not COUNTED else None, V, BLOCK, PARTS)
+    kept, tokens_above, mass_above = l > float("-inf"), 0, 0
+    if TOP_K or TOP_P:
+        bins += row * BINS
+        listed += row * V
+        listed_ids += row * V
+        counts += row
+        mask, kept = kept, None
+        if COUNTED:
+            bin, every = _bin(l, best, lowest, BINS), tl.arange(0, BINS)
+            sums = tl.cumsum(tl.load(bins + every), 0)
+            tokens, masses = (sums >> SHIFT) & ((1 << (64 - SHIFT)) - 1), sums & ((1 << SHIFT) - 1)
+            last = tl.sum((tokens < top_k).to(tl.int32), 0) if TOP_K else BINS
+            first = last
+            if TOP_P:
+                total = _sum_before(masses, every, last)  # with top-k a lower bound: it keeps some of bin `last`, too
+                first = tl.sum((masses < (top_p * total).to(tl.int64)).to(tl.int32), 0)
+            kept = mask & (bin < first)
+            mask = mask & (bin >= first) & (bin <= (last if TOP_K else first))
+            tokens_above, mass_above = _sum_before(tokens, every, first), _sum_before(masses, every, first)
+        offs = tl.cumsum(mask.to(tl.int32), 0)
+        offs += tl.atomic_add(counts, tl.max(offs, 0), sem="relaxed") - 1
+        tl.store(listed + offs, l, mask=mask)
+        tl.store(listed_ids + offs, ids, mask=mask)
+    floor = best + log_min_p
+    if kept is not None:
+        drawn_best = _draw(l, ids, kept & (l >= floor), best, bad, temp, seed, position)
+        tl.atomic_max(winner + row, drawn_best, sem="relaxed")
     if is_last(arrived + row, PARTS):
-        position = tl.load(pos) - tl.num_programs(1) + 1 + row
-        parts = tl.arange(0, PARTS)
-        mass = tl.load(masses + parts, cache_modifier=".cg")
-        sums = tl.cumsum(mass, 0)
-        target = _uniform(seed, position) * tl.max(sums, 0)
-        part = _first_beyond(target, sums, mass, parts)
-        l, best, lowest, bad = _load_part(logits, extremes, part, None, V, BLOCK, PARTS)
-        p = _chances(l, best, floor, temp)
-        cdf = _sum_before(sums, parts, part) + tl.cumsum(p, 0)
-        token = part * BLOCK + _first_beyond(target, cdf, p, tl.arange(0, BLOCK))
-        _store_token(chosen_tokens, drawn, position, token, bad)
+        drawn_best = tl.atomic_xchg(winner + row, 0)
+        if TOP_K or TOP_P:
+            count, threshold = tl.load(counts, cache_modifier=".cg"), lowest
+            chunk, chunk_ids = _load_chunk(listed, 0, count, float("-inf")), _load_chunk(listed_ids, 0, count, 0)
+            if TOP_K:
+                threshold = _threshold(chunk, listed, count, top_k - tokens_above, lowest, best, None)
+            if TOP_P:
+                if TOP_K:  # now the total is known
+                    total = mass_above + _split(chunk, listed, count, threshold, best, UNIT)[0]
+                target = (top_p * total).to(tl.int64) - mass_above
+                threshold = _threshold(chunk, listed, count, target, threshold, best, UNIT)
+            floor = tl.maximum(floor, threshold)
+            for start in range(0, count, CHUNK):
+                if count > CHUNK:
+                    chunk = _load_chunk(listed, start, count, float("-inf"))
+                    chunk_ids = _load_chunk(listed_ids, start, count, 0)
+                better = _draw(chunk, chunk_ids, chunk >= floor, best, bad, temp, seed, position)
+                drawn_best = tl.maximum(drawn_best, better)
+            tl.store(counts, 0)
+            if COUNTED:
+                tl.store(bins + every, tl.zeros([BINS], tl.int64))
+        _store_token(drawn_best, chosen_tokens, drawn, position)
 
 
 def _block(V: int) -> int:
@@ -397,19 +395,19 @@ def sample(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: 
 
     def run(kernel, *args, **constants) -> None:
         sizes = dict(V=V, BLOCK=_block(V), PARTS=parts)
-        launch(kernel, (parts, rows), logits.device, logits, extremes, *args, **constants, **sizes)
+        launch(kernel, (parts, rows), logits.device, logits, extremes, *args, **constants, **sizes, warps=8)
 
-    args = (arrived, tokens, chosen_tokens, drawn, pos, numbers)
+    winner = zeros("winner", rows, dtype=torch.int64)
+    args = (winner, arrived, tokens, chosen_tokens, drawn, pos, numbers)
     run(_sample_best_kernel, *args, GREEDY=on["GREEDY"], WINDOW=on["WINDOW"])
     if on["GREEDY"]:
         return
-    floors = None
+    lists, shift = (None,) * 4, 64 - V.bit_length()
+    filters = dict(TOP_K=on["TOP_K"], TOP_P=on["TOP_P"], SHIFT=shift, UNIT=2.0 ** (2 * shift - 64), BINS=BINS)
     if on["TOP_K"] or on["TOP_P"]:
         bins, counts = zeros("bins", rows, BINS, dtype=torch.int64), zeros("counts", rows, dtype=torch.int32)
-        listed, floors, shift = zeros("listed", rows, V), zeros("floors", rows), 64 - V.bit_length()
-        filters = dict(TOP_K=on["TOP_K"], TOP_P=on["TOP_P"], SHIFT=shift, UNIT=2.0 ** (2 * shift - 64), BINS=BINS)
+        lists = (bins, zeros("listed", rows, V), zeros("listed ids", rows, V, dtype=torch.int32), counts)
         if on["COUNTED"]:
             run(_sample_count_kernel, bins, **filters)
-        run(_sample_filter_kernel, bins, listed, counts, floors, arrived, numbers, COUNTED=on["COUNTED"], **filters)
-    masses = zeros("masses", rows, parts, dtype=torch.float64)
-    run(_sample_draw_kernel, floors, masses, arrived, chosen_tokens, drawn, pos, sampler.seed, numbers)
+    args = (*lists, winner, arrived, chosen_tokens, drawn, pos, sampler.seed, numbers)
+    run(_sample_draw_kernel, *args, COUNTED=on["COUNTED"], **filters)

@@ -1285,7 +1285,7 @@ def test_sampling_equals_the_reference(kind):
 def test_sampling_skips_parts_with_nothing_to_draw():
     logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]
     logits[high] = torch.tensor([1.0, 0.5, 0.7, 0.8])
-    assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in (0, 1, 3, 7)} == {*high}
+    assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in range(12)} == {*high}
 
 
 def test_rows_are_sampled_as_single_tokens_are():
