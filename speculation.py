@@ -2,7 +2,7 @@
 kept as far as they are what is sampled anyway.
 
 The text does not change, except for rounding, since sums are added in another order. Each position is sampled as
-always, from its own logits with its own random number; a proposal is accepted if it equals what was sampled, and the
+always, from its own logits with its own random numbers; a proposal is accepted if it equals what was sampled, and the
 first that does not ends the pass. Lookup and Draft are two ways to propose.
 
 A pass with proposals takes longer than one of a single token. If too few are accepted to make up for that, decoding
