@@ -134,8 +134,8 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
 # best    penalise; find the best and the lowest logit of each part; if greedy, choose, and that is all
 # count   with top-k or top-p: add up tokens and probabilities in bins, by how far a logit is below the best
 # draw    with top-k or top-p: running sums over the bins tell in which of them the two thresholds lie; list the logits
-#         from one to the other, a few hundred unless many are equal. Draw one of the tokens that are certainly kept. The
-#         last program to finish finds the thresholds among the listed logits, and draws among these, too
+#         from one to the other, a few hundred unless many are equal. Draw among the tokens above these, which are
+#         certainly kept. The last program to finish finds the thresholds, and draws among the listed tokens, too
 #
 # With a top-k of at most the number of parts, counting is left out: the k-th largest of the parts' best logits has k
 # logits at or above it, so that top-k's threshold is no lower. All of these are listed; there are seldom many more.
