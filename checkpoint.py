@@ -461,21 +461,15 @@ def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
     return {t.name: t.shape(c) for t in model_tensors(c) if t.matrix}
 
 
-def stored_as(name: str, shape: tuple[int, int], format: Format) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Names, types and shapes of what a saved model has for a matrix: its codes under its own name; a single column
-    is a vector."""
-    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for key, (dtype, (rows, columns)) in format.at(name).tensors(*shape).items():
-        found[f"{name}.{key}" if found else name] = (dtype, (rows, columns) if columns > 1 else (rows,))
+def saved_as(t: Joined, c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
+    """What a model saved in a format has for a tensor, by name: possible types and the shape. The codes of a matrix
+    have its own name, and a single column is a vector."""
+    if not t.matrix:
+        return {f"{t.name}.weight": (quants.FLOATS, t.shape(c))}
+    found: dict = {}
+    for key, (dtype, (rows, columns)) in format.at(t.name).tensors(*t.shape(c)).items():
+        found[f"{t.name}.{key}" if found else t.name] = ((dtype,), (rows, columns) if columns > 1 else (rows,))
     return found
-
-
-def saved_tensors(c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
-    """Possible types and the shape of each tensor of a model saved in a format."""
-    tensors: dict = {f"{t.name}.weight": (quants.FLOATS, t.shape(c)) for t in model_tensors(c) if not t.matrix}
-    for name, shape in matrix_shapes(c).items():
-        tensors |= {n: ((dtype,), shape) for n, (dtype, shape) in stored_as(name, shape, format).items()}
-    return tensors
 
 
 class PerMatrix(dict):
@@ -503,7 +497,9 @@ class Checkpoint:
         self.in_halves = {name for name, row in stored.items() if row.rotated and halves}
         expected = {name: (quants.FLOATS, row.shape(self.config)) for name, row in stored.items()}
         if self.format:
-            expected = saved_tensors(self.config, self.format)
+            expected = {}
+            for t in model_tensors(self.config):
+                expected |= saved_as(t, self.config, self.format)
         self.shapes = {name: shape for name, (_, shape) in expected.items()}
         tied = {OUTPUT.name(self.layout)} if self.config.tie_embeddings else set()
         self.parts: dict[str, list[Part]] = {}
@@ -939,7 +935,7 @@ class Loader:
         if not format.can_be_cut(K, part):
             what = f"{t.name} was saved in {format.name}, where its {K} columns"
             raise ValueError(f"{what} cannot be divided among {self.ranks.size} processes: take the original")
-        for tensor, stored in zip(tensors, stored_as(t.name, (N, part), self.format)):
+        for tensor, stored in zip(tensors, saved_as(t, self.config, self.format)):
             M = self.checkpoint.shapes[stored][1:]
             for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):
                 read = self.checkpoint.read(self.device, stored, taken, *(stored_columns(columns, K, m) for m in M))
@@ -1242,7 +1238,7 @@ def save(
         with torch.inference_mode():
             loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet, importance=importance)
             weights = loader.load()
-        save_file(_saved(weights), made / SAVED, {"fused-llama": LAYOUT, "format": format})
+        save_file(_saved(config, weights, held), made / SAVED, {"fused-llama": LAYOUT, "format": format})
         (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library makes it readable for the owner alone
         made.rename(to)
     return to / SAVED
@@ -1265,14 +1261,12 @@ def _copy_what_is_small(folder: Path, to: Path, tokenizer: Tokenizer) -> None:
         (to / "chat_template.jinja").write_text(tokenizer.chat_template)
 
 
-def _saved(w: Weights) -> dict[str, Tensor]:
-    """The tensors on the CPU, by the names of saved_tensors."""
-    layers = {f"layers.{i}.{name}": value for i, layer in enumerate(w.layers) for name, value in vars(layer).items()}
-    tensors = {EMBEDDING.meta: w.embedding.cpu(), NORM.meta: w.norm.cpu()}
-    for name, value in (layers | {"output": w.output}).items():
-        if isinstance(value, Matrix):
-            stored = stored_as(name, value.shape, value.format)
-            tensors |= {n: t.cpu().view(shape) for (n, (_, shape)), t in zip(stored.items(), value.tensors)}
-        elif value is not None:
-            tensors[f"{name}.weight"] = value.cpu()
+def _saved(c: Config, w: Weights, format: Format) -> dict[str, Tensor]:
+    """The tensors on the CPU, by the names of saved_as."""
+    tensors = {}
+    for t in model_tensors(c):
+        held = getattr(w if t.layer is None else w.layers[t.layer], t.field)
+        values = held.tensors if t.matrix else (held,)
+        for (name, (_, shape)), value in zip(saved_as(t, c, format).items(), values, strict=True):
+            tensors[name] = value.cpu().view(shape)
     return tensors
