@@ -427,12 +427,9 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
     else:  # all of some rows
         length, starts = len(index[0]) * row, [index[0].start * row]
     flat = torch.empty(math.prod(map(len, index)), dtype=part.dtype, pin_memory=pinned)
-    to, pieces = memoryview(flat.view(torch.uint8).numpy()), []
-    for start in starts:
-        for offset in range(start, start + length, CHUNK_BYTES):
-            count = min(CHUNK_BYTES, start + length - offset)
-            pieces.append((to[:count], part.offset + offset))
-            to = to[count:]
+    lines = flat.view(torch.uint8).numpy().reshape(len(starts), length)
+    chunks = range(0, length, CHUNK_BYTES)
+    pieces = [(to[k : k + CHUNK_BYTES], part.offset + at + k) for to, at in zip(lines, starts) for k in chunks]
     with open_regular(part.file) as f, ThreadPoolExecutor(READERS) as pool:
         read = lambda share: sum(os.preadv(f.fileno(), [piece], offset) for piece, offset in share)
         count = sum(pool.map(read, [pieces[i::READERS] for i in range(READERS)]))
