@@ -1167,12 +1167,12 @@ PRODUCTS = {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear"
 def importance_of(model: Llama, tokens: list[int]) -> dict[str, Tensor]:
     """By the name of each matrix [N, K], the sum of squares of what it is multiplied with while the model reads a text:
     float32 [K], as in llama.cpp's importance matrix."""
-    squares, sums, ops = [], {}, model.ops
+    ops, sums = model.ops, {}
 
     def watched(op: Callable, normed: bool) -> Callable:
         def run(x: Tensor, *rest) -> Tensor:
-            seen = kernels.rmsnorm_ref(x, rest[0], model.config.norm_eps) if normed else x
-            squares.append(seen.float().square().sum(0))
+            seen, w = (kernels.rmsnorm_ref(x, rest[0], model.config.norm_eps), rest[1]) if normed else (x, rest[0])
+            sums[w] = sums.get(w, 0) + seen.float().square().sum(0)
             return op(x, *rest)
 
         return run
@@ -1181,12 +1181,9 @@ def importance_of(model: Llama, tokens: list[int]) -> dict[str, Tensor]:
     model.ops = SimpleNamespace(**vars(ops) | products)
     for part in torch.tensor(tokens).split(min(1024, model.ctx_size)):
         model.forward(part, KVCache(model, len(part)))
-        for name, square in zip(matrix_shapes(model.config), squares, strict=True):
-            sums[name] = sums.get(name, 0) + square
-        squares.clear()
     if not all(torch.isfinite(total).all() for total in sums.values()):
         raise ValueError("the activations overflow: calibrate with --dtype bf16 or fp32")
-    return sums
+    return {name: sums[w] for name, w in zip(matrix_shapes(model.config), model.weights.matrices)}
 
 
 @one_line_errors()
