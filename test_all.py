@@ -3783,13 +3783,11 @@ def test_gguf_byte_pairs(name, tmp_path):
         own.normalizer = tokenizers.normalizers.NFC()
     own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
     own.add_tokens(["<think>", "~x~"])
-    kinds = {own.token_to_id(token): 3 for token in ("<|im_end|>", "<|endoftext|>")}
-    kinds |= {own.token_to_id(token): 4 for token in ("<think>", "~x~")}
-    size = own.get_vocab_size()
+    kinds, size = {"<|im_end|>": 3, "<|endoftext|>": 3, "<think>": 4, "~x~": 4}, own.get_vocab_size()
     metadata = {"general.architecture": "llama"} | BYTES | {
         "tokenizer.ggml.pre": name,
         "tokenizer.ggml.tokens": [*map(own.id_to_token, range(size)), "[PAD]"],
-        "tokenizer.ggml.token_type": [kinds.get(i, 1) for i in range(size)] + [5],
+        "tokenizer.ggml.token_type": [kinds.get(own.id_to_token(i), 1) for i in range(size)] + [5],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
         "tokenizer.ggml.bos_token_id": own.token_to_id("<|endoftext|>"),
         "tokenizer.ggml.eos_token_id": own.token_to_id("<|im_end|>"),
@@ -3803,10 +3801,10 @@ def test_gguf_byte_pairs(name, tmp_path):
     assert ours.control.keys() == {"<|im_end|>", "<|endoftext|>", "<think>"}
     assert ours.bytes_of(own.token_to_id("~x~")) == b"~x~" and ours.bytes_of(size) == b""
     assert (own.token_to_id("Ġupon") in ours.encode("Once upon")) == always
-    for said in (None, True, False):
-        about = metadata if said is None else metadata | {"tokenizer.ggml.add_bos_token": said}
-        file = write_gguf(tmp_path / "b.gguf", about, {})
-        assert (Tokenizer(file).encode("ab")[0] == ours.bos) == (always if said is None else said)
+    assert (ours.encode("ab")[0] == ours.bos) == always
+    for said in (True, False):
+        file = write_gguf(tmp_path / "b.gguf", metadata | {"tokenizer.ggml.add_bos_token": said}, {})
+        assert (Tokenizer(file).encode("ab")[0] == ours.bos) == said
 
 
 # ---- quants.py: quantised safetensors, packed as their formats' documents say
@@ -3883,8 +3881,8 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
 }  # fmt: skip
 
 
-def write_quantised(folder: Path, how: str, tiny: Path):
-    """A checkpoint, and the model of transformers with the weights that it stands for."""
+def write_quantised(folder: Path, how: str):
+    """A checkpoint in place of the tiny one; returns the model of transformers with the weights that it stands for."""
     about, pack, _ = QUANTISED[how]
     theirs = hugging_face_model(350, num_key_value_heads=2, hidden_size=128, intermediate_size=256).half()
     theirs.save_pretrained(folder)
@@ -3896,15 +3894,14 @@ def write_quantised(folder: Path, how: str, tiny: Path):
         weights[name].copy_(values)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit(folder / "config.json", quantization_config=about)
-    shutil.copy(tiny / "tokenizer.model", folder)
     return theirs
 
 
 @pytest.mark.parametrize("how", QUANTISED)
-def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli):
+def test_quantised_safetensors_equal_transformers(copy, cli, how):
     """Matrices bit for bit, also as ranks have them; no second loss."""
-    theirs, format = write_quantised(tmp_path, how, tiny), QUANTISED[how][2]
-    ours, exact = assert_equals_transformers(tmp_path, theirs), theirs.model.layers[1]
+    theirs, format = write_quantised(copy, how), QUANTISED[how][2]
+    ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1]
     weights = loaded(ours)
     layer, on_cpu = weights.layers[1], None if format is quants.E4M3_128 else format  # which is slow there
     assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {format} and not weights.output.format
@@ -3914,19 +3911,19 @@ def test_quantised_safetensors_equal_transformers(how, tiny, tmp_path, cli):
     if format.group <= 64:
         assert_two_ranks_have(ours, layer)
     name = how.partition(",")[0].partition(" ")[0]
-    assert_refused(cli("-m", tmp_path, "--int4", "-p", "a"), f"its matrices are {name}, and int4 would lose precision")
-    code, _, err = cli("-m", tmp_path, "-n", 3, "-p", "Once", "--ignore-eos", "--dtype", "fp32")
+    assert_refused(cli("-m", copy, "--int4", "-p", "a"), f"its matrices are {name}, and int4 would lose precision")
+    code, _, err = cli("-m", copy, "-n", 3, "-p", "Once", "--ignore-eos", "--dtype", "fp32")
     kept = f" with {format.name} matrices ({name} in the file" if on_cpu else f" (decoded from {name})"
     assert code == 0 and f"running   fp32{kept}" in err, err
 
 
-def test_joined_matrix_quantised_in_part(tiny, tmp_path):
-    theirs = write_quantised(tmp_path, "AWQ", tiny)
-    stem, tensors = "model.layers.0.self_attn.v_proj.", load_file(tmp_path / "model.safetensors")
+def test_joined_matrix_quantised_in_part(copy):
+    theirs = write_quantised(copy, "AWQ")
+    stem, tensors = "model.layers.0.self_attn.v_proj.", load_file(copy / "model.safetensors")
     tensors = {name: t for name, t in tensors.items() if not name.startswith(stem)}
     weight = theirs.model.layers[0].self_attn.v_proj.weight.data
-    save_file(tensors | {f"{stem}weight": weight.contiguous()}, tmp_path / "model.safetensors")
-    ours = assert_equals_transformers(tmp_path, theirs)
+    save_file(tensors | {f"{stem}weight": weight.contiguous()}, copy / "model.safetensors")
+    ours = assert_equals_transformers(copy, theirs)
     assert not ours.weights.layers[0].wqkv.format and ours.weights.layers[1].wqkv.format
 
 
@@ -3961,11 +3958,11 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
 
 
 @pytest.mark.parametrize("case", BAD_QUANTISED)
-def test_bad_quantised_safetensors_are_one_line(cli, tiny, tmp_path, case):
+def test_bad_quantised_safetensors_are_one_line(cli, copy, case):
     how, spoil, *said = BAD_QUANTISED[case]
-    write_quantised(tmp_path, how, tiny)
-    spoil(tmp_path)
-    assert_refused(cli("-m", tmp_path, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), *said)
+    write_quantised(copy, how)
+    spoil(copy)
+    assert_refused(cli("-m", copy, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), *said)
 
 
 # ---- speculation.py
@@ -4246,18 +4243,17 @@ def test_ranks_that_do_not_divide_a_model(tiny):
         check_groups(read_config_like().cut(2), GROUPED)
 
 
-def test_ranks_that_divide_256_columns_of_int4(tiny, tmp_path):
+def test_ranks_that_divide_256_columns_of_int4(copy):
     """Each rank encodes its own columns; what was encoded as a whole cannot be divided."""
-    hugging_face_model(301, **FAMILIES["gqa"] | dict(intermediate_size=320)).save_pretrained(tmp_path / "a")
-    shutil.copy(tiny / "tokenizer.model", tmp_path / "a")
-    model = load(tmp_path / "a", device="cpu", dtype="fp32")
+    hugging_face_model(301, **FAMILIES["gqa"] | dict(intermediate_size=320)).save_pretrained(copy)
+    model = load(copy, device="cpu", dtype="fp32")
     for rank, columns in enumerate(model.weights.layers[0].w2.data.split(160, 1)):
         w2 = loaded(model, INT4, Ranks(rank, 2)).layers[0].w2
         assert torch.equal(w2.dense(), Matrix(columns).encoded(INT4).dense())
-    save(tmp_path / "a", tmp_path / "b", format="int4", device="cpu")
+    saved = load(save(copy, copy.parent / "saved", format="int4", device="cpu").parent, device="cpu")
     error = "layers.0.w2 was saved in int4, where its 320 columns cannot be divided among 2 processes"
     with pytest.raises(ValueError, match=error):
-        loaded(load(tmp_path / "b", device="cpu"), INT4, Ranks(0, 2))
+        loaded(saved, INT4, Ranks(0, 2))
 
 
 def test_memory_of_each_rank(monkeypatch):
