@@ -71,12 +71,15 @@ def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
 #      It is written for heads of dimension 128 and 16-bit caches; an 8-bit cache is decoded for it, a layer at a time.
 #      With heads of dimension 64 the ordinary kernel is as fast (BENCHMARKS.md).
 
-ROWS, BLOCK_N, HEAD_DIM = 64, 128, 128  # rows of q of each of the two groups, keys in a block
+ROWS, BLOCK_N, HEAD_DIM = constexpr(64), constexpr(128), constexpr(128)  # rows of q of a group, keys in a block
+STAGES = constexpr(2)  # buffers for blocks of keys, and for blocks of values
 
 
 @jit
-def _place(pos, T, H, G, positions_at_once, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _place(prompt):
     """First row, head, cached positions and number of key blocks of this program."""
+    pos, T, H, G, positions_at_once = prompt
+    BLOCK_M: gl.constexpr = 2 * ROWS
     pid, row_blocks = gl.program_id(0), gl.cdiv(T, BLOCK_M)
     start_pos = gl.load(pos)
     heads_at_once = gl.maximum(positions_at_once // (start_pos + T), 1) * G
@@ -87,15 +90,14 @@ def _place(pos, T, H, G, positions_at_once, BLOCK_M: gl.constexpr, BLOCK_N: gl.c
 
 
 @jit
-def _load(
-    q, k, v, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, pos, T, S, H, G, positions_at_once,
-    D: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G):
     """The group that loads."""
-    row, head, start_pos, blocks = _place(pos, T, H, G, positions_at_once, 2 * ROWS, BLOCK_N)
+    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = keys_and_values
+    row, head, _, blocks = _place(prompt)
     for group in gl.static_range(2):
         mbarrier.expect(q_full.index(group), q.block_type.nbytes)
-        tma.async_copy_global_to_shared(q, [row + group * ROWS, head * D], q_full.index(group), q_tiles.index(group))
+        offs_q = [row + group * ROWS, head * HEAD_DIM]
+        tma.async_copy_global_to_shared(q, offs_q, q_full.index(group), q_tiles.index(group))
     for j in range(blocks):
         stage, phase, n = j % STAGES, (j // STAGES) & 1, head // G * S + (blocks - 1 - j) * BLOCK_N
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -107,13 +109,11 @@ def _load(
 
 
 @jit
-def _softmax(
-    scores, row_max, row_sum, last, n, qk_scale, BLOCK_N: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _softmax(scores, row_max, row_sum, last, n, qk_scale, MASK: gl.constexpr):
     """Add scores to the running softmax: returns their weights, the maximum, the sum, and the factor to rescale the
     result so far. last: the last position that each row sees."""
     if MASK:
-        offs_n = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        offs_n = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
         scores = gl.where(offs_n[None, :] <= last[:, None], scores, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(scores, 1))
     p = gl.exp2(scores * qk_scale - (new_max * qk_scale)[:, None])
@@ -122,32 +122,30 @@ def _softmax(
 
 
 @jit
-def _clear_rows(tile, first, ROWS: gl.constexpr):
+def _clear_rows(tile, first):
     """Set a tile's rows to zero from `first` on."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     values = tile.load(LAYOUT)
     tile.store(gl.where(rows[:, None] < first, values, gl.zeros_like(values)))
     fence_async_shared()
 
 
 @jit
-def _step(
-    j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    SCORES: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
+def _step(j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, MASK: gl.constexpr):
     """Block j: its q k^T and the p v of the block before are started together, and its softmax overlaps the latter."""
+    ACC: gl.constexpr = acc.type.layout
+    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = keys_and_values
     k, v = j % STAGES, (j - 1) % STAGES
     mbarrier.wait(k_full.index(k), (j // STAGES) & 1)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, row_max.type.layout.parent)
     scores = warpgroup_mma(q, k_tiles.index(k).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v), ((j - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_tiles.index(v), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(k), count=1)
     n = (blocks - 1 - j) * BLOCK_N
-    p_next, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N, MASK, SCORES)
+    p_next, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, MASK)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(v_empty.index(v), count=1)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
@@ -155,22 +153,19 @@ def _step(
 
 
 @jit
-def _multiply(
-    group, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, v_clear,
-    pos, T, qk_scale, H, G, positions_at_once,
-    D: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, qk_scale):
     """One of the two groups that multiply."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    row, head, start_pos, blocks = _place(pos, T, H, G, positions_at_once, 2 * ROWS, BLOCK_N)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    k_tiles, k_full, k_empty, v_tiles, v_full, _ = keys_and_values
+    row, head, start_pos, blocks = _place(prompt)
     row += group * ROWS
     last = start_pos + row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     masked = blocks - (start_pos + row + 1) // BLOCK_N  # blocks that some row does not see whole
     # Finite: the first block may be beyond all rows
     row_max = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
     row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-    acc = gl.zeros([ROWS, D], gl.float32, ACC)
+    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, ACC)
     q = q_tiles.index(group)
     # The first block, which has no p v before it
     mbarrier.wait(q_full.index(group), 0)
@@ -179,27 +174,21 @@ def _multiply(
     scores = warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False)
     mbarrier.arrive(k_empty.index(0), count=1)
     n = (blocks - 1) * BLOCK_N
-    p, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, BLOCK_N, True, SCORES)
+    p, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, True)
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
     # Values past the end get weight 0, but 0 * NaN is NaN: the first group zeroes them, the other waits for it
     if blocks * BLOCK_N > start_pos + T:
         if group == 0:
             mbarrier.wait(v_full.index(0), 0)
-            _clear_rows(v_tiles.index(0), start_pos + T - n, BLOCK_N)
+            _clear_rows(v_tiles.index(0), start_pos + T - n)
             mbarrier.arrive(v_clear, count=1)
         mbarrier.wait(v_clear, 0)
     # The other blocks on the diagonal
     for j in range(1, masked):
-        p, acc, row_max, row_sum = _step(
-            j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            ROWS, BLOCK_N, STAGES, True, SCORES, ACC,
-        )  # fmt: skip
+        p, acc, row_max, row_sum = _step(j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, True)
     # The blocks that every row sees whole
     for j in range(gl.maximum(masked, 1), blocks):
-        p, acc, row_max, row_sum = _step(
-            j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            ROWS, BLOCK_N, STAGES, False, SCORES, ACC,
-        )  # fmt: skip
+        p, acc, row_max, row_sum = _step(j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, False)
     # The last p v; the result is written out through q's buffer, which nothing reads any more
     v = (blocks - 1) % STAGES
     mbarrier.wait(v_full.index(v), ((blocks - 1) // STAGES) & 1)
@@ -207,18 +196,15 @@ def _multiply(
     acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, ACC))[:, None]
     q.store(acc.to(q.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, [row, head * D], q)
+    tma.async_copy_shared_to_global(out, [row, head * HEAD_DIM], q)
     tma.store_wait(0)
 
 
 @jit(do_not_specialize=["T", "S", "H", "G", "positions_at_once"])
-def _hopper_attention_kernel(
-    q, k, v, out, pos, T, qk_scale, S, H, G, positions_at_once,
-    D: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    q_tiles = gl.allocate_shared_memory(q.dtype, [2, ROWS, D], q.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, D], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, D], v.layout)
+def _hopper_attention_kernel(q, k, v, out, pos, T, qk_scale, S, H, G, positions_at_once):
+    q_tiles = gl.allocate_shared_memory(q.dtype, [2, ROWS, HEAD_DIM], q.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -233,18 +219,17 @@ def _hopper_attention_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
+    keys_and_values = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
+    prompt = (pos, T, H, G, positions_at_once)
     gl.warp_specialize(
         [
-            (_multiply, (0, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, v_clear, pos, T,
-                         qk_scale, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
-            (_multiply, (1, out, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, v_clear, pos, T,
-                         qk_scale, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
-            (_load, (q, k, v, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, pos, T,
-                     S, H, G, positions_at_once, D, ROWS, BLOCK_N, STAGES)),
+            (_multiply, (0, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, qk_scale)),
+            (_multiply, (1, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, qk_scale)),
+            (_load, (q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G)),
         ],
         [4, 1],  # warps of the second and the third group
         [240, 24],  # and their registers per thread; the first group has what is left, 240
-    )  # fmt: skip
+    )
 
 
 def attends_prompt(q: Tensor) -> bool:
@@ -258,12 +243,11 @@ def prompt_attention(
     """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T, H D].
     positions_at_once: how many positions of one key/value head take up attention.SHARED_KEYS."""
     (T, H, D), (KH, S, _) = q.shape, k_cache.shape
-    queries, result = (descriptor(t.view(T, H * D), [ROWS, D]) for t in (q, out))
-    keys, values = (descriptor(cache.view(KH * S, D), [BLOCK_N, D]) for cache in (k_cache, v_cache))
-    grid, sizes = (triton.cdiv(T, 2 * ROWS) * H,), dict(D=D, ROWS=ROWS, BLOCK_N=BLOCK_N, STAGES=2)
-    qk_scale = math.log2(math.e) / math.sqrt(D)
+    queries, result = (descriptor(t.view(T, H * D), [ROWS.value, D]) for t in (q, out))
+    keys, values = (descriptor(cache.view(KH * S, D), [BLOCK_N.value, D]) for cache in (k_cache, v_cache))
+    grid, qk_scale = (triton.cdiv(T, 2 * ROWS.value) * H,), math.log2(math.e) / math.sqrt(D)
     args = (queries, keys, values, result, pos, T, qk_scale, S, H, H // KH, positions_at_once)
-    start(_hopper_attention_kernel, grid, q.device, *args, **sizes, num_warps=4)
+    start(_hopper_attention_kernel, grid, q.device, *args, num_warps=4)
 
 
 # ---- attention of a few rows
