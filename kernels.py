@@ -176,14 +176,6 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
 
 
 @jit
-def _load_tile(w, rows, k, N, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr):
-    """BLOCK columns of W[rows] from column k on. A thread gets eight neighbours, as many as it has of a 16-bit x:
-    otherwise 8-bit tiles would go through shared memory to meet x."""
-    start = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
-    return LOAD(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, 8, GROUP)
-
-
-@jit
 def _load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """x for the weights in places k + offs_k. In fp32 in the interpreter, whose own bf16 products are wrong."""
     pointers = x + fp8.columns_of(k + offs_k, K, COLUMNS)
@@ -241,8 +233,10 @@ def _vector_kernel(
     row = tl.program_id(0) * ROWS
     ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
     rows = row + tl.arange(0, ROWS)
-    # Before the wait: fetch the first tiles of what no kernel writes
-    w_tile = _load_tile(w, rows, 0, N, K, BLOCK, LOAD, GROUP)
+    # Before the wait: fetch the first tiles of what no kernel writes. A thread gets eight neighbours of W, as many as
+    # of a 16-bit x: otherwise 8-bit tiles would go through shared memory to meet x
+    start = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
+    w_tile = LOAD(w, start, 0, None if K % BLOCK == 0 else K, BLOCK, 8, GROUP)
     offs_k = tl.arange(0, BLOCK)[None, :]
     if norm is not None:
         norm_tile = _load_vector(norm, 0, offs_k, K, BLOCK, COLUMNS)
@@ -258,7 +252,7 @@ def _vector_kernel(
         # The next tile of W is in flight while this one is multiplied
         w_now = w_tile
         if k + BLOCK < K:
-            w_tile = _load_tile(w, rows, k + BLOCK, N, K, BLOCK, LOAD, GROUP)
+            w_tile = LOAD(w, start, k + BLOCK, None if K % BLOCK == 0 else K - k - BLOCK, BLOCK, 8, GROUP)
         x_now = x_tile if k == 0 else _load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
         if k > 0 and PACKED_SUMS is None and norm is not None:
             squares += x_now.to(tl.float32) * x_now.to(tl.float32)
@@ -504,11 +498,12 @@ def _weights_operand(tile, SIZES: tl.constexpr):
 
 
 @jit
-def _load_tokens(
+def _tokens_operand(
     x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same columns of x, eight neighbours a thread. What pads the tokens is the last row again."""
+    """The same columns of x as [warps, columns of a warp, tokens], loaded with eight neighbours a thread. What pads the
+    tokens is the last row again."""
     PARTS: tl.constexpr = E // 8
     i, e = tl.arange(0, TOKENS // 8 * SIZES.steps * PARTS * SIZES.warps * 32)[:, None], tl.arange(0, 8)[None, :]
     lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
@@ -518,14 +513,9 @@ def _load_tokens(
     cols = fp8.columns_of(places, K, COLUMNS)
     pointers = x + tl.minimum(t, T - 1) * K + cols
     if k + SIZES.warps * SIZES.steps * 4 * E <= K:
-        return tl.load(pointers, eviction_policy="evict_last")
+        tile = tl.load(pointers, eviction_policy="evict_last")
     else:
-        return tl.load(pointers, mask=places < K, other=0.0, eviction_policy="evict_last")
-
-
-@jit
-def _tokens_operand(tile, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr):
-    """A tile of x as [warps, columns of a warp, tokens]."""
+        tile = tl.load(pointers, mask=places < K, other=0.0, eviction_policy="evict_last")
     tile = tile.reshape(TOKENS // 8, SIZES.steps, E // 8, SIZES.warps, 8, 4, 2, 2, 2)
     tile = tile.permute(3, 1, 2, 6, 7, 5, 8, 0, 4) if E == 8 else tile.permute(3, 1, 2, 7, 5, 6, 8, 0, 4)
     return tile.reshape(SIZES.warps, SIZES.steps * 4 * E, TOKENS)
@@ -557,9 +547,8 @@ def _few_kernel(
         w_tiles = w_tiles[1:]
         if k + FEW.ahead * BLOCK < K:
             w_tiles = w_tiles + (_load_few_weights(w, row, k + FEW.ahead * BLOCK, N, K, E, FEW, LOAD, GROUP),)
-        x_tile = _load_tokens(x, k, T, K, TOKENS, E, FEW, COLUMNS)
-        a = _weights_operand(VALUES(w_tile).to(x_tile.dtype), FEW)
-        b = _tokens_operand(x_tile, TOKENS, E, FEW)
+        b = _tokens_operand(x, k, T, K, TOKENS, E, FEW, COLUMNS)
+        a = _weights_operand(VALUES(w_tile).to(b.dtype), FEW)
         if EMULATED:  # the interpreter's own bf16 products are wrong
             acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
         else:
