@@ -365,13 +365,14 @@ def _launch_few_rows(
 
 
 def _launch_prompt(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, fp16_sums: bool) -> None:
-    (T, H, D), KH, (scales, constants) = q.shape, k_cache.shape[0], _cache_constants(q, k_cache)
+    (T, H, D), KH = q.shape, k_cache.shape[0]
     on_hopper = capability(q.device) == 90 and hopper.attends_prompt(q) and not fp16_sums
     if on_hopper and k_cache.dtype == torch.int8:
         k_cache, v_cache = decode_caches(k_cache, v_cache, pos, T, q.dtype)
     positions_at_once = SHARED_KEYS // (2 * D * k_cache.element_size())
+    scales, constants = _cache_constants(q, k_cache)
     if on_hopper:
-        hopper.prompt_attention(q, k_cache, v_cache, out, pos, positions_at_once)
+        hopper.prompt_attention(q, k_cache, v_cache, out, pos, scales[0], positions_at_once)
         return
     # within the 99 KB of shared memory that the smallest cards have
     block_m, block_n, stages = (64, 32, 2) if D > 128 else (128 if T > 64 else 64, 64, 3)

@@ -6,8 +6,6 @@ token whose heads share keys and values; a prompt's product with INT4 (sm_90).
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -238,14 +236,14 @@ def attends_prompt(q: Tensor) -> bool:
 
 
 def prompt_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, positions_at_once: int
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, qk_scale: float, positions_at_once: int
 ) -> None:
     """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T, H D].
     positions_at_once: how many positions of one key/value head take up attention.SHARED_KEYS."""
     (T, H, D), (KH, S, _) = q.shape, k_cache.shape
     queries, result = (descriptor(t.view(T, H * D), [ROWS.value, D]) for t in (q, out))
     keys, values = (descriptor(cache.view(KH * S, D), [BLOCK_N.value, D]) for cache in (k_cache, v_cache))
-    grid, qk_scale = (triton.cdiv(T, 2 * ROWS.value) * H,), math.log2(math.e) / math.sqrt(D)
+    grid = (triton.cdiv(T, 2 * ROWS.value) * H,)
     args = (queries, keys, values, result, pos, T, qk_scale, S, H, H // KH, positions_at_once)
     start(_hopper_attention_kernel, grid, q.device, *args, num_warps=4)
 

@@ -863,7 +863,7 @@ def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZ
 @jit
 def _store_rope(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the caches [KH, S, D] at
-    position. args: q, caches, table, pos."""
+    position. args: q, caches, table, pos, bias."""
     position, cos, sin = ready
     t, head, pair, mask = _pairs_of(row, T, N, ROWS, TOKENS, SIZES)
     even, odd = _even_and_odd(y, ROWS, TOKENS)
@@ -892,11 +892,10 @@ def rmsnorm_qkv_rope(
     (KH, S, D), T, op = k_cache.shape, x.shape[0], "rmsnorm_qkv_rope"
     H = wqkv.rows // D - 2 * KH
     assert bias is None or qk_norm is None, "no model has both"
-    q, sizes = x.new_empty(T, H, D), Heads(S, H, KH, D)
-    args, qkv = (q, k_cache, v_cache, table, pos), None
+    q, sizes, qkv = x.new_empty(T, H, D), Heads(S, H, KH, D), None
     if qk_norm is None and (T == 1 or bias is None):
-        added = () if bias is None else (bias,)
-        epilogue = Epilogue(_prepare_rope, _store_rope, (*args, *added), sizes, len(args) if added else None)
+        args = (q, k_cache, v_cache, table, pos, bias)
+        epilogue = Epilogue(_prepare_rope, _store_rope, args, sizes, added=None if bias is None else len(args) - 1)
     else:
         qkv = x.new_empty(T, wqkv.rows, dtype=torch.float32)
         epilogue = Epilogue(_prepare_rows, _store_linear, (qkv,))
