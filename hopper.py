@@ -38,7 +38,6 @@ if triton:
 
     jit = gluon.jit
 else:  # nothing here is called
-    gluon = None
 
     def jit(function=None, **options):
         return function or jit
@@ -232,7 +231,7 @@ def _hopper_attention_kernel(q, k, v, out, pos, T, qk_scale, S, H, G, positions_
 
 def attends_prompt(q: Tensor) -> bool:
     """Whether the kernel is meant for such heads, and the prompt is long enough to gain from it."""
-    return gluon is not None and len(q) >= 512 and q.shape[2] == HEAD_DIM and q.itemsize == 2
+    return len(q) >= 512 and q.shape[2] == HEAD_DIM and q.itemsize == 2
 
 
 def prompt_attention(
@@ -260,7 +259,7 @@ def prompt_attention(
 #        DotOperandLayout.
 #      - Values: neighbouring elements of each of four positions, since here the sum is over positions, four a thread.
 #        Neighbours are columns of the results of different instructions, so column n of the result is not column n of
-#        the head: `_head_column` says which it is.
+#        the head: offs_d says which it is.
 
 FEW_M = 16  # rows of a program
 
@@ -290,12 +289,6 @@ def _values_operand(tile, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexp
     """[W, 16, BLOCK_D]: every element stays in its thread."""
     tile = gl.permute(gl.reshape(tile, [BLOCK_D // (8 * E), 2, 2, W, 8, 4, E]), [3, 1, 5, 2, 0, 6, 4])
     return gl.convert_layout(gl.reshape(tile, [W, 16, BLOCK_D]), VALUES)
-
-
-@jit
-def _head_column(n, E: gl.constexpr):
-    """The column of the head that is in column n of the result."""
-    return n // (8 * E) * (8 * E) + n % 8 * E + n // 8 % E
 
 
 @jit
@@ -400,7 +393,7 @@ def few_attention_kernel(
         )
         y = gl.sum(gl.convert_layout(acc, ALL) * weight[:, :, None], 0) * v_scale
         row, column = top + gl.arange(0, 16, gl.SliceLayout(1, Y)), gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
-        offs_d = _head_column(column, EV)[None, :]
+        offs_d = (column // (8 * EV) * (8 * EV) + column % 8 * EV + column // 8 % EV)[None, :]
         offs = (row // G * H + head * G + row % G)[:, None] * D + offs_d
         mask_row = row < T * G
         if used > 1:
@@ -422,7 +415,7 @@ def few_attention_kernel(
 def attends_few(q: Tensor, rows: int) -> bool:
     """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are as fast."""
     T, _, D = q.shape
-    return gluon is not None and not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128
+    return not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128
 
 
 # ---- a prompt's product with INT4
@@ -640,7 +633,7 @@ def _int4_product_kernel(
 
 def multiplies_int4(T: int, K: int, dtype: torch.dtype) -> bool:
     """Whether the kernel is meant for T tokens, K columns and a result in dtype; N must be a multiple of 8."""
-    return gluon is not None and T <= MAX_TOKENS and K % BLOCK_K == 0 and dtype.itemsize == 2
+    return T <= MAX_TOKENS and K % BLOCK_K == 0 and dtype.itemsize == 2
 
 
 def int4_linear(x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: Tensor, add: bool = False) -> Tensor:

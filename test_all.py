@@ -1628,7 +1628,6 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
 def test_prompts_for_hoppers_own_kernel(monkeypatch):
     """It is not meant for fp32, for columns beyond a whole block, or for many tokens."""
     monkeypatch.setattr(int4, "capability", lambda device: 90)
-    monkeypatch.setattr(hopper, "gluon", True)
     monkeypatch.setattr(hopper, "int4_linear", lambda codes, scales, tensors, out, add: (out.dtype, *out.shape, add))
     half, w = torch.float16, int4_matrix(16, 512)
     codes = lambda T, K: (torch.empty(T, K), torch.empty(T, 1), w.tensors)
