@@ -207,16 +207,15 @@ def _receive(pointers, mask, number):
 
 
 class Peers(NamedTuple):
-    """The sizes of the epilogue that sends: ranks, and the next power of two."""
+    """The sizes of the epilogue that sends."""
 
     ranks: int
-    lanes: int
 
 
 @jit
 def _prepare_entries(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """This round's number, and where each rank's memory begins; neither changes within a step."""
-    ranks = tl.arange(0, SIZES.lanes)
+    ranks = tl.arange(0, triton.next_power_of_2(SIZES.ranks))
     slots = tl.load(args[0] + ranks, mask=ranks < SIZES.ranks, other=0).to(tl.pointer_type(tl.int64))
     return _number(args[1]), slots
 
@@ -226,21 +225,20 @@ def _store_entries(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.con
     """An epilogue: y [ROWS] written as entries to every rank. args: addresses, one a rank, and the round's
     number."""
     number, slots = ready
-    rows, ranks = row + tl.arange(0, ROWS), tl.arange(0, SIZES.lanes)
+    rows, ranks = row + tl.arange(0, ROWS), tl.arange(0, triton.next_power_of_2(SIZES.ranks))
     entries = number | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     mask = (ranks[:, None] < SIZES.ranks) & (rows[None, :] < N)
-    pointers = slots[:, None] + rows[None, :]
-    tl.store(pointers, tl.broadcast_to(entries[None, :], [SIZES.lanes, ROWS]), mask=mask)
+    tl.store(slots[:, None] + rows[None, :], entries[None, :], mask=mask)
 
 
 @jit
 def _add_received_kernel(
-    entries, round_number, residual, N: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+    entries, round_number, residual, N: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """residual += the sum of what the ranks sent. entries [RANKS, N], residual [N]"""
     gdc_launch_dependents(PDL)
-    offs_n, ranks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, LANES)
+    offs_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     mask = (ranks[:, None] < RANKS) & (offs_n[None, :] < N)
     values = _receive(entries + ranks[:, None] * N + offs_n[None, :], mask, _number(round_number))
     gdc_wait(PDL)  # for the residual's writer
@@ -269,7 +267,7 @@ class Exchange:
     def __init__(self, matrices: list[Matrix], rank: int, buffers: list[int], entries: Tensor):
         """matrices: those whose products are exchanged, in the same order on all ranks. buffers: the address of each
         rank's entries, int64 [ranks * rows of all matrices] and zero; `entries` are this rank's."""
-        self.ranks, self.lanes, self.slots, start = len(buffers), triton.next_power_of_2(len(buffers)), {}, 0
+        self.ranks, self.slots, start = len(buffers), {}, 0
         self.round_number = torch.ones(1, dtype=torch.int32, device=entries.device)
         for w in matrices:
             addresses = [buffer + 8 * (start + rank * w.rows) for buffer in buffers]
@@ -293,13 +291,13 @@ class Exchange:
         return out
 
     def send(self, op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float) -> None:
-        args, sizes = (self.slots[w][0], self.round_number), Peers(self.ranks, self.lanes)
+        args, sizes = (self.slots[w][0], self.round_number), Peers(self.ranks)
         kernels.launch_product(op, x, norm, w, eps, kernels.Epilogue(_prepare_entries, _store_entries, args, sizes))
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps
         args = (self.slots[w][1], self.round_number, residual)
-        sizes = dict(N=w.rows, RANKS=self.ranks, LANES=self.lanes, BLOCK=block, warps=1)
+        sizes = dict(N=w.rows, RANKS=self.ranks, BLOCK=block, warps=1)
         launch(_add_received_kernel, (triton.cdiv(w.rows, block),), residual.device, *args, **sizes)
         return residual
 
