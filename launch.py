@@ -23,6 +23,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -246,14 +247,8 @@ def tables() -> dict[str, Any]:
 
 def save_tables() -> None:
     """Write the tables, as bench.py --tune has changed them: a line for each op."""
-
-    def text(value, indent: str = "") -> str:
-        if not isinstance(value, dict) or not any(isinstance(v, dict) for v in value.values()):
-            return json.dumps(value)
-        inner = ",\n".join(f'{indent} "{key}": {text(v, indent + " ")}' for key, v in value.items())
-        return f"{{\n{inner}\n{indent}}}"
-
-    TABLES_FILE.write_text(text(tables()) + "\n")
+    on_one_line = lambda innermost: json.dumps(json.loads(innermost[0]))
+    TABLES_FILE.write_text(re.sub(r"{[^{}]*}", on_one_line, json.dumps(tables(), indent=1)) + "\n")
 
 
 def nearest(table: dict, key: int):
