@@ -87,7 +87,12 @@ class Speculation:
         passes = self._graphs if model.uses_graphs else self._passes
         try:
             yield sample_next(model, cache, cache.logits)
-            for new in passes(model, cache, last):
+            for proposed, new, seconds in passes(model, cache, last):
+                accepted = new - read - 1
+                self.pacer.record(proposed, accepted, seconds)
+                self.passes += 1
+                self.proposed += proposed
+                self.accepted += accepted
                 while read < new:
                     read += 1
                     yield int(cache.host_tokens[read])
@@ -99,15 +104,10 @@ class Speculation:
         rate = 1 + self.accepted / self.passes if self.passes else 0
         return f"proposals {self.passes} passes, {rate:.2f} tokens a pass; {share} proposals accepted\n"
 
-    def _record(self, proposed: int, accepted: int, seconds: float) -> None:
-        self.pacer.record(proposed, accepted, seconds)
-        self.passes += 1
-        self.proposed += proposed
-        self.accepted += accepted
-
-    def _passes(self, model: Llama, cache: KVCache, last: int) -> Iterator[int]:
+    def _passes(self, model: Llama, cache: KVCache, last: int) -> Iterator[tuple[int, int, float]]:
         """Until the token at `last` is sampled: evaluate the token at cache.pos and some proposals, move cache.pos to
-        the last token that is sampled, the first that was not proposed, and yield it."""
+        the last token that is sampled, the first that was not proposed. Yields the number of proposals, that position,
+        and the seconds."""
         while cache.pos < last:
             start, first, room = time.perf_counter(), cache.pos, last - cache.pos - 1
             proposals = self.propose(cache, min(self.n, room)) if room and self.pacer.ready() else []
@@ -118,10 +118,9 @@ class Speculation:
                 if sample_next(model, cache, row) != proposal:
                     break
                 cache.advance(1)
-            self._record(len(proposals), cache.pos - first - 1, time.perf_counter() - start)
-            yield cache.pos
+            yield len(proposals), cache.pos, time.perf_counter() - start
 
-    def _graphs(self, model: Llama, cache: KVCache, last: int) -> Iterator[int]:
+    def _graphs(self, model: Llama, cache: KVCache, last: int) -> Iterator[tuple[int, int, float]]:
         """The same with a CUDA graph per pass, which proposes, evaluates, samples at each position, counts what is
         accepted, and advances. The host is one pass behind: while it reads the result of one, the GPU runs the next, so
         it knows only the highest position that the GPU may have reached. With that bound it never overshoots `last`."""
@@ -144,10 +143,8 @@ class Speculation:
                     self.catch_up(cache, read)
                 caught_up = several
                 gpu.launch(T, read)
-            T, new, seconds = gpu.collect()
-            self._record(T - 1, new - read - 1, seconds)
-            read = new
-            yield read
+            T, read, seconds = gpu.collect()
+            yield T - 1, read, seconds
 
 
 @jit
