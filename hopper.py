@@ -131,11 +131,12 @@ def _clear_rows(tile, first):
 @jit
 def _step(j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, MASK: gl.constexpr):
     """Block j: its q k^T and the p v of the block before are started together, and its softmax overlaps the latter."""
+    SCORES: gl.constexpr = row_max.type.layout.parent
     ACC: gl.constexpr = acc.type.layout
     k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = keys_and_values
     k, v = j % STAGES, (j - 1) % STAGES
     mbarrier.wait(k_full.index(k), (j // STAGES) & 1)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, row_max.type.layout.parent)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     scores = warpgroup_mma(q, k_tiles.index(k).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v), ((j - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_tiles.index(v), acc, is_async=True)
