@@ -4704,8 +4704,10 @@ def test_joined_matrices_one_by_one(train):
     state = train.Llama(config).state_dict()
     apart = train.split(state, config)
     assert apart["layers.0.self_attn.k_proj.weight"].shape == (64, 128) and "layers.0.mlp.up_proj.weight" in apart
-    whole = train.join(apart, state)
-    assert whole.keys() == state.keys() and all(torch.equal(whole[name], value) for name, value in state.items())
+    for whole, parts in train.JOINED.items():
+        values = [apart.pop(f"layers.0.{part}.weight") for part in parts]
+        assert torch.equal(torch.cat(values), state.pop(f"layers.0.{whole}.weight"))
+    assert apart.keys() == state.keys() and all(torch.equal(apart[name], value) for name, value in state.items())
     joined = torch.nn.Parameter(torch.randn(24, 8))
     parts = [torch.nn.Parameter(part.clone()) for part in joined.detach().split((16, 8))]
     joined.grad = torch.randn(24, 8)

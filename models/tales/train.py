@@ -22,6 +22,7 @@ import time
 from bisect import bisect
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -364,27 +365,32 @@ def evaluate(model, data):
     return nats / math.log(2) / data.n_bytes, math.exp(nats / len(tokens))
 
 
-def teach(i, folder, data, args):
+def new_teacher(vocab, args):
+    shape = shaped(vocab, args.teacher_dim, args.teacher_layers, 1, args.context)
+    return Llama(shape, KERNELS[args.kernels], TEACHER.dropout)
+
+
+def teach(i, file, data, args):
     """Train a teacher and save it: run in a process of its own, and on a GPU of its own if there are enough."""
     seed, plan = args.seed + 1 + i, replace(TEACHER, epochs=args.teacher_epochs)
     torch.manual_seed(seed)
     if args.device == "cuda":
         torch.cuda.set_device(i % torch.cuda.device_count())
-    shape = shaped(data.sp.vocab_size(), args.teacher_dim, args.teacher_layers, 1, args.context)
-    model = Llama(shape, KERNELS[args.kernels], plan.dropout)
-    save(fit(f"teacher {i + 1}", model, [], plan, data, args, seed), folder / str(i))
+    model = new_teacher(data.sp.vocab_size(), args)
+    torch.save(rounded(fit(f"teacher {i + 1}", model, [], plan, data, args, seed)), file)
 
 
 def taught(data, args):
     """The teachers, trained side by side."""
+    teachers = [new_teacher(data.sp.vocab_size(), args).eval().requires_grad_(False) for _ in range(args.teachers)]
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+        files = [Path(folder, str(i)) for i in range(args.teachers)]
         with ProcessPoolExecutor(max(1, args.teachers), context) as pool:
-            jobs = [pool.submit(teach, i, Path(folder), data, args) for i in range(args.teachers)]
-            for job in jobs:
-                job.result()
-        taught = [load(Path(folder) / str(i), KERNELS[args.kernels]) for i in range(args.teachers)]
-        return [teacher.to(args.device).requires_grad_(False) for teacher in taught]
+            list(pool.map(teach, range(args.teachers), files, repeat(data), repeat(args)))
+        for teacher, file in zip(teachers, files):
+            teacher.load_state_dict(torch.load(file))
+    return [teacher.to(args.device) for teacher in teachers]
 
 
 # ---------------------------------------------------------------- the folder
@@ -404,10 +410,15 @@ def shaped(vocab, dim, layers, sharing, context):
     return Config(vocab, dim, layers, dim // 64 // sharing, dim * 11 // 4 // 64 * 64, context)
 
 
+def rounded(model):
+    """A model's state in fp16, as it is saved."""
+    return {name: value.half().cpu() for name, value in model.state_dict().items()}
+
+
 def save(model, folder):
-    """Write everything but tokenizer.model, rounded to fp16."""
+    """Write everything but tokenizer.model."""
     c = model.config
-    state = {f"model.{k}": v.half().cpu().contiguous() for k, v in split(model.state_dict(), c).items()}
+    state = {f"model.{name}": value for name, value in split(rounded(model), c).items()}
     config = dict(
         architectures=["LlamaForCausalLM"],
         model_type="llama",
@@ -451,31 +462,12 @@ def split(state, config):
     parts = {}
     for name, value in state.items():
         joined = next((j for j in JOINED if j in name), None)
-        values = value.split(config.rows(joined)) if joined else [value]
-        parts |= {
-            name.replace(joined, part) if joined else name: v for part, v in zip(JOINED.get(joined, [name]), values)
-        }
+        if joined:
+            values = value.split(config.rows(joined))
+            parts |= {name.replace(joined, part): v for part, v in zip(JOINED[joined], values)}
+        else:
+            parts[name] = value
     return parts
-
-
-def join(state, names):
-    """The inverse of `split`: a state with these names."""
-    whole = {}
-    for name in names:
-        joined = next((j for j in JOINED if j in name), None)
-        parts = [name.replace(joined, part) for part in JOINED[joined]] if joined else [name]
-        whole[name] = torch.cat([state[part] for part in parts])
-    return whole
-
-
-def load(folder, ops):
-    """A model that `save` wrote."""
-    j = json.loads((folder / "config.json").read_text())
-    keys = "vocab_size hidden_size num_hidden_layers num_key_value_heads intermediate_size max_position_embeddings"
-    model = Llama(Config(*(j[key] for key in keys.split())), ops)
-    state = safetensors.torch.load_file(folder / "model.safetensors")
-    model.load_state_dict(join({k.removeprefix("model."): v.float() for k, v in state.items()}, model.state_dict()))
-    return model.eval()
 
 
 # ---------------------------------------------------------------- the command
@@ -551,8 +543,7 @@ def profile(args):
     from profile_step import report
 
     torch.manual_seed(args.seed)
-    shape = shaped(args.vocab, args.teacher_dim, args.teacher_layers, 1, args.context)
-    model = Llama(shape, KERNELS[args.kernels], TEACHER.dropout).to(args.device)
+    model = new_teacher(args.vocab, args).to(args.device)
     tokens = torch.randint(args.vocab, (args.batch, args.context + 1), device=args.device)
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     optims, gpu = optimizers(model, TEACHER), args.device == "cuda"
@@ -587,8 +578,8 @@ def main():
     shape = shaped(data.sp.vocab_size(), args.dim, args.layers, 2, args.context)
     model = Llama(shape, KERNELS[args.kernels], plan.dropout)
     save(fit("student", model, teachers, plan, data, args, args.seed), args.out)
-    saved = load(args.out, KERNELS[args.kernels]).to(args.device)  # rounded to fp16
-    bits, perplexity = evaluate(saved, data)
+    model.load_state_dict(rounded(model))  # what is judged is what was saved
+    bits, perplexity = evaluate(model, data)
     print(
         f"{sum(p.numel() for p in model.parameters())} parameters, held out: {bits:.4f} bits per byte, "
         f"perplexity {perplexity:.2f} per token, {time.time() - began:.0f} s in all"
