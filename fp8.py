@@ -25,17 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launch import (
-    EMULATED,
-    capability,
-    constexpr,
-    gdc_launch_dependents,
-    gdc_wait,
-    jit,
-    launch,
-    tl,
-    triton,
-)
+from launch import EMULATED, capability, constexpr, gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 Tensors = tuple[Tensor, ...]  # what a format stores for a matrix, codes first
 Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # of these, by name
