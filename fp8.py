@@ -112,8 +112,8 @@ class Format:
                                should have, if possible; GROUP: `group` below
     values(tile)               what it stands for, before row_scale: halves or floats [R, COLUMNS]
     row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
-    packed_sums(tile, x)       products with halves x, partly added up [R, ...], see below; None: there are none.
-                               With groups, see the end
+    packed_asm                 PTX for products with halves x, eight neighbours added up, see packed_sums below; None:
+                               there is none
 
     columns(places, K)         the columns whose weights are stored in these places of a row; runs of eight columns stay
                                together. None: all are in order
@@ -131,11 +131,12 @@ class Format:
     load: Callable
     values: Callable
     row_scale: Callable | None = None
-    packed_sums: Callable | None = None
+    packed_asm: str | None = None
     columns: Callable | None = None
     packed_load: Callable | None = None
+    packed_sums: Callable | None = None
     sum_x: int = 16  # see packed_sums
-    neighbours: int = 8  # weights that one thread must have for packed_sums
+    neighbours: int = 8  # weights that one thread must have for packed products
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
     group: int = 1  # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
     whole: int = 1  # a matrix of this many columns or more can only be cut at multiples of it, once it is stored
@@ -430,7 +431,7 @@ NORM_LIMIT = 30.0
 def fit_norm(norm: Tensor, w: Matrix) -> None:
     """Move a power of two from norm weights into the matrix, which is exact, so that the largest weight is between half
     the limit and the limit: packed products neither overflow nor lose small numbers."""
-    peak = norm.abs().max().item() if w.format and w.format.packed_sums else 0.0
+    peak = norm.abs().max().item() if w.format and (w.format.packed_asm or w.format.packed_sums) else 0.0
     if 0.0 < peak < math.inf:
         factor = 2.0 ** math.ceil(math.log2(peak / NORM_LIMIT))
         norm.div_(factor)
@@ -505,16 +506,9 @@ def _e5m2_values(codes):
 
 
 # a permutation of bytes puts each code above a zero byte
-_E5M2_ASM = constexpr(packed_asm("prmt.b32 p, SOURCE, 0, 0x1404;", "prmt.b32 p, SOURCE, 0, 0x3424;"))
-
-
-@jit
-def _e5m2_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, _e5m2_values, _E5M2_ASM)
-
-
+_E5M2_HALVES = [f"prmt.b32 p, SOURCE, 0, {order};" for order in ("0x1404", "0x3424")]
 E5M2 = Float8(
-    "e5m2", 8, load_elements, _e5m2_values, row_scale, _e5m2_packed_sums,
+    "e5m2", 8, load_elements, _e5m2_values, row_scale, packed_asm(*_E5M2_HALVES),
     dtype=torch.float8_e5m2, not_finite=0x7C, top=1.75, move_bits=_e5m2_bits, values_nan=_e5m2_values,
 )  # fmt: skip
 
@@ -544,12 +538,6 @@ def _e4m3_row_scale(w, rows, mask):
 # as for E5M2, then the bits under the sign move one place to the right
 _UNDER_SIGN = "shr.u32 q, p, 1; and.b32 q, q, 0x3f803f80; and.b32 p, p, 0x80008000; or.b32 p, p, q;"
 E4M3_HALVES = [f"prmt.b32 p, SOURCE, 0, {order}; {_UNDER_SIGN}" for order in ("0x1404", "0x3424")]
-_E4M3_ASM = constexpr(packed_asm(*E4M3_HALVES))
-
-
-@jit
-def _e4m3_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, e4m3_values, _E4M3_ASM)
 
 
 @jit
@@ -566,7 +554,7 @@ def e4m3_encode(x):
 
 
 E4M3 = Float8(
-    "e4m3", 8, load_elements, e4m3_values, _e4m3_row_scale, _e4m3_packed_sums,
+    "e4m3", 8, load_elements, e4m3_values, _e4m3_row_scale, packed_asm(*E4M3_HALVES),
     gain=256.0, move_bits=_e4m3_bits, values_nan=_e4m3_values_nan, encode_tile=e4m3_encode,
 )  # fmt: skip
 
@@ -586,17 +574,9 @@ def _native_encode(x):
 
 
 NATIVE_HALVES = [f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4m3x2 p, {half};" for half in "ab"]
-_NATIVE_ASM = constexpr(packed_asm(*NATIVE_HALVES))
-
-
-@jit
-def _native_packed_sums(w_tile, x_tile):
-    return packed_sums(w_tile, x_tile, native_values, _NATIVE_ASM)
-
-
 E4M3_NATIVE = replace(
     E4M3, gain=1.0, values=native_values, values_nan=native_values, row_scale=row_scale,
-    packed_sums=_native_packed_sums, encode_tile=_native_encode, tensor_cores=True,
+    packed_asm=packed_asm(*NATIVE_HALVES), encode_tile=_native_encode, tensor_cores=True,
 )  # fmt: skip
 
 PLAIN = Format("none", 16, load_elements, plain_values)

@@ -221,7 +221,7 @@ def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
 @jit
 def _vector_kernel(
     x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, PACKED_SUMS: tl.constexpr,
+    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, PACKED_ASM: tl.constexpr,
     PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +244,7 @@ def _vector_kernel(
     if ADDED is not None:
         added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
     x_tile = _load_vector(x, 0, offs_k, K, BLOCK, COLUMNS)
-    if PACKED_SUMS is not None:
+    if PACKED_ASM is not None:
         power, inv_rms = _range_of(x, x_tile, norm, eps, offs_k, K, BLOCK, COLUMNS, PEAK)
     elif norm is not None:
         squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
@@ -254,23 +254,23 @@ def _vector_kernel(
         if k + BLOCK < K:
             w_tile = LOAD(w, start, k + BLOCK, None if K % BLOCK == 0 else K - k - BLOCK, BLOCK, 8, GROUP)
         x_now = x_tile if k == 0 else _load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
-        if k > 0 and PACKED_SUMS is None and norm is not None:
+        if k > 0 and PACKED_ASM is None and norm is not None:
             squares += x_now.to(tl.float32) * x_now.to(tl.float32)
-        x_now = x_now.to(tl.float32) if PACKED_SUMS is None else x_now * power.to(x_now.dtype)
+        x_now = x_now.to(tl.float32) if PACKED_ASM is None else x_now * power.to(x_now.dtype)
         if norm is not None:
             x_now *= norm_tile.to(x_now.dtype)
             if k + BLOCK < K:
                 norm_tile = _load_vector(norm, k + BLOCK, offs_k, K, BLOCK, COLUMNS)
-        if PACKED_SUMS is None:
+        if PACKED_ASM is None:
             sums = VALUES(w_now).to(tl.float32) * x_now
         else:
-            sums = PACKED_SUMS(w_now, x_now.to(tl.float16))
+            sums = fp8.packed_sums(w_now, x_now.to(tl.float16), VALUES, PACKED_ASM)
         if k == 0:
             acc = sums
         else:
             acc += sums
     y = tl.sum(acc, 1)
-    if PACKED_SUMS is not None:
+    if PACKED_ASM is not None:
         y *= inv_rms / power
     elif norm is not None:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
@@ -605,7 +605,7 @@ def _functions(w: Matrix, epilogue: Epilogue) -> dict:
 def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> None:
     assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
     K, format, args = w.columns, fp8.format_of(w), (x, norm, w.tensors, eps, epilogue.args)
-    constants = _functions(w, epilogue) | dict(N=w.rows, K=K, PACKED_SUMS=format.packed_sums, PEAK=format.peak)
+    constants = _functions(w, epilogue) | dict(N=w.rows, K=K, PEAK=format.peak)
     packs = K % format.neighbours == 0 and x.element_size() == 2 and x.data_ptr() % 16 == 0
     if packs and format.packed_load:
         _launch_stream(op, x.device, args, w, constants)
@@ -614,9 +614,8 @@ def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
     least = 32 * format.neighbours  # columns that a warp takes at once
     rows, block = sizes.rows, min(sizes.block, max(least, triton.next_power_of_2(K)))
     warps = min(sizes.warps, max(1, block // least))
-    if not packs or block < least * warps:
-        constants["PACKED_SUMS"] = None
-    constants |= dict(ROWS=rows, BLOCK=block, warps=warps)
+    asm = format.packed_asm if packs and block >= least * warps else None
+    constants |= dict(PACKED_ASM=asm, ROWS=rows, BLOCK=block, warps=warps)
     launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants)
 
 
@@ -628,11 +627,12 @@ def stream_block(block: int, columns: int) -> int:
 
 
 def _launch_stream(op: str, device: torch.device, args: tuple, w: Matrix, constants: dict) -> None:
-    sizes = stream_sizes(device, w.bits, op, w.columns)
+    sizes, format = stream_sizes(device, w.bits, op, w.columns), fp8.format_of(w)
     rows, block = sizes.rows, stream_block(sizes.block, w.columns)
     tiles = min(32, triton.cdiv(w.rows, rows * processors(device) * sizes.programs))
     del constants["VALUES"]
-    constants |= dict(LOAD=w.format.packed_load, SUMS=w.format.sum_x, ROWS=rows, TILES=tiles, BLOCK=block)
+    constants |= dict(LOAD=format.packed_load, PACKED_SUMS=format.packed_sums, SUMS=format.sum_x)
+    constants |= dict(ROWS=rows, TILES=tiles, BLOCK=block)
     grid, warps = (triton.cdiv(w.rows, rows * tiles),), block // 2048
     launch(_stream_kernel, grid, device, *args, **constants, STAGES=sizes.stages, warps=warps)
 

@@ -8,7 +8,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -405,8 +405,8 @@ def _packed_sums6(tile, x, sum_x):
 
 
 Q6_K = Held6(
-    "q6_k", 6, _load6, _values6, fp8.row_scale, _packed_sums6, packed_load=_packed_load6, columns=_rotated_2, turns=2,
-    neighbours=64, peak=16384.0, group=256, form="parts", middle=32, unit=2.0**-31,
+    "q6_k", 6, _load6, _values6, fp8.row_scale, packed_load=_packed_load6, packed_sums=_packed_sums6,
+    columns=_rotated_2, turns=2, neighbours=64, peak=16384.0, group=256, form="parts", middle=32, unit=2.0**-31,
 )  # fmt: skip
 
 
@@ -537,12 +537,11 @@ def _sums_native(tile, x, sum_x):
     return _by(_sums_of_16(tile[0], x, fp8.native_values, _NATIVE_ASM), 4) * tile[1]
 
 
-E4M3_128, E4M3_128_NATIVE = (
-    Float8Groups(
-        "e4m3 (groups of 128)", 8, int4.load, values, None, sums, packed_load=_packed_load_e4m3, group=128, **KERNEL
-    )
-    for values, sums in ((_values_e4m3, _sums_e4m3), (_values_native, _sums_native))
-)
+E4M3_128 = Float8Groups(
+    "e4m3 (groups of 128)", 8, int4.load, _values_e4m3, packed_load=_packed_load_e4m3, packed_sums=_sums_e4m3,
+    group=128, **KERNEL,
+)  # fmt: skip
+E4M3_128_NATIVE = replace(E4M3_128, values=_values_native, packed_sums=_sums_native)
 
 
 # ---- layouts of safetensors
