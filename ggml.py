@@ -444,8 +444,6 @@ def _field(number: int, value: int | bytes) -> bytes:
 
 def _varint(value: int) -> bytes:
     """Seven bits a byte, the lowest first; the top bit says that more follow."""
-    found = bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*found, value])
+    if value < 128:
+        return bytes([value])
+    return bytes([value & 127 | 128]) + _varint(value >> 7)
