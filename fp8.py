@@ -185,8 +185,8 @@ class Format:
         """Raise ValueError for values that encode never produces; whole_rows: no columns were cut off."""
 
     def multiply(self, tensors: Tensors, factor: float) -> None:
-        """Multiply the matrix by a power of two, in place."""
-        raise NotImplementedError
+        """Multiply the matrix by a power of two, in place: by means of the last tensor, its scales."""
+        tensors[-1].mul_(factor)
 
     def on(self, device: torch.device) -> Format:
         """The format as kernels on this device decode it."""
@@ -260,9 +260,6 @@ class Grouped(Format):
         groups = self.codes(tensors).float().unflatten(1, (scale.shape[1], -1))
         return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
 
-    def multiply(self, tensors: Tensors, factor: float) -> None:
-        tensors[-1].mul_(factor)
-
 
 @dataclass(eq=False)
 class Matrix:
@@ -329,11 +326,6 @@ class Float8(Format):
     move_bits: Callable | None = None  # int16 codes to the bits of halves, in place
     values_nan: Callable | None = None  # as `values`, where NaN codes may occur, as in a cache
     encode_tile: Callable | None = None  # floats to codes in a kernel, as e4m3_encode does
-    tensor_cores: bool = False  # whether torch itself multiplies it on tensor cores, see _cublas_scales_rows
-
-    @property
-    def largest(self) -> float:
-        return torch.finfo(self.dtype).max
 
     def on(self, device: torch.device) -> Float8:
         return E4M3_NATIVE if self is E4M3 and capability(device) >= 89 else self
@@ -343,7 +335,8 @@ class Float8(Format):
 
     def round(self, x: Tensor) -> Tensor:
         """The nearest codes (ties to even) as int8; magnitudes beyond the largest become the largest."""
-        return x.float().clamp(-self.largest, self.largest).to(self.dtype).view(torch.int8)
+        largest = torch.finfo(self.dtype).max
+        return x.float().clamp(-largest, largest).to(self.dtype).view(torch.int8)
 
     def halves(self, codes: Tensor, space: Tensor | None = None) -> Tensor:
         """int8 codes to float16, exactly their values divided by the gain; in int16 space of that shape, if given."""
@@ -399,9 +392,6 @@ class Float8(Format):
         low = low if whole_rows else 0
         if not ((largest >= low) & (largest <= high) | (largest == 0) | (scales < 2e-30)).all():
             raise ValueError(f"codes of a format other than {self.name}")
-
-    def multiply(self, tensors: Tensors, factor: float) -> None:
-        tensors[1].mul_(factor)
 
     def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
         """Codes are decoded a block of rows at a time, so that the halves stay in the CPU's cache."""
@@ -576,7 +566,7 @@ def _native_encode(x):
 NATIVE_HALVES = [f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4m3x2 p, {half};" for half in "ab"]
 E4M3_NATIVE = replace(
     E4M3, gain=1.0, values=native_values, values_nan=native_values, row_scale=row_scale,
-    packed_asm=packed_asm(*NATIVE_HALVES), encode_tile=_native_encode, tensor_cores=True,
+    packed_asm=packed_asm(*NATIVE_HALVES), encode_tile=_native_encode,
 )  # fmt: skip
 
 PLAIN = Format("none", 16, load_elements, plain_values)
@@ -643,11 +633,10 @@ def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
     unless `accumulate` asks for the most precise sums."""
     if not w.format or w.rows % 16 or w.columns % 16:
         return False
-    own = isinstance(w.format, Float8)
-    format = w.format if own else E4M3
-    return (own or w.format.bound > 0 and accumulate != "fp32") and (
-        format.on(w.data.device).tensor_cores or _cublas_scales_rows(w.data.device)
-    )
+    device, own = w.data.device, isinstance(w.format, Float8)
+    if not own and (w.format.bound == 0 or accumulate == "fp32"):
+        return False
+    return (w.format if own else E4M3).on(device) is E4M3_NATIVE or _cublas_scales_rows(device)
 
 
 def tensor_core_linear(

@@ -1316,9 +1316,6 @@ class Grouped(fp8.Format):
         codes, scales = tensors
         return (codes.float().unflatten(1, (-1, 32)) * scales[..., None].float()).flatten(1)
 
-    def multiply(self, tensors, factor):
-        tensors[1].mul_(factor)
-
 
 GROUPED = Grouped("grouped", 8, _grouped_load, _grouped_values, group=32)
 

@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant("int4.py", 'return E4M3 if name == "output" else self', "return self", "model_in_a_format"),
     Mutant("int4.py", "for step in (-1, 0, 1):", "for step in (1,):", "4_bits_lose"),
     Mutant("int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
-    Mutant("fp8.py", ".clamp(-self.largest, self.largest)", ".clamp(-self.largest, 2 * self.largest)", "encode"),
+    Mutant("fp8.py", ".clamp(-largest, largest)", ".clamp(-largest, 2 * largest)", "encode"),
     Mutant("fp8.py", "magnitudes.amax() >= self.not_finite", "magnitudes.amax() > self.not_finite", "finite"),
     Mutant("sampling.py", "(back < window)", "(back <= window)", "penalty"),
     Mutant("sampling.py", '((l != l) | (tl.abs(l) == float("inf")))', "(l != l)", "not_finite"),
