@@ -666,9 +666,6 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
     return Layout("FP8", E4M3_128 if in_blocks else fp8.E4M3, tensors, blocks, 128 if in_blocks else -1)
 
 
-FORMATS = (*HOLDS, *WITH_ZEROS.values(), E4M3_128)  # all but those of kernels.py
-
-
 def format_for(kinds: set[ggml.Type | Layout | None], columns: int, most_bits: int = 8) -> Format | None:
     """The smallest format that holds matrices of all of these types of ggml, or of this layout, exactly, side by side
     and cut to so many columns; None if there is none."""

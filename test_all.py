@@ -418,7 +418,7 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         run_ops(["linear_add"], T, format=E5M2)
     for T in (13, 60) if half else ():
         run_ops(["linear_add"], T, format=E4M3)
-    forms = (INT4, GROUPED, *quants.FORMATS) if arch in (80, 90) else (INT4, quants.E4M3_128)  # no other instructions
+    forms = (INT4, GROUPED, *HELD) if arch in (80, 90) else (INT4, quants.E4M3_128)  # no other instructions
     for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
         kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
     kernels.fused.rmsnorm_swiglu(new(1, 4096), new(4096), blank(66, 4096, INT4), 1e-5)
@@ -3353,6 +3353,7 @@ def test_spoiled_tokenizer_json(tmp_path, spoil, expected):
 
 
 QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
+HELD = (*quants.HOLDS, *quants.WITH_ZEROS.values(), quants.E4M3_128)  # the formats of quants.py
 HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}  # at the start of a block; others have one, Q6_K's is the last
 BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.model": "gpt2",
@@ -3464,9 +3465,7 @@ def stored_in(format, N: int, K: int):
     yield quants.Blocks(codes, scale, zero=zero), values.to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    "format", [*quants.HOLDS, *quants.WITH_ZEROS.values(), quants.E4M3_128], ids=lambda format: format.name
-)
+@pytest.mark.parametrize("format", HELD, ids=lambda format: format.name)
 def test_products_with_gguf_and_safetensors_formats(format):
     """Matrices bit for bit; the kernels' products with one token, a few and a prompt, and torch's own on a CPU."""
     N, K = 48, 768
