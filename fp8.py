@@ -471,13 +471,18 @@ def packed_sums(w_tile, x_tile, VALUES: tl.constexpr, ASM: tl.constexpr):
 
 
 @jit
+def split_4(x):
+    """[A, B, 4] to four times [A, B]."""
+    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@jit
 def as_floats(bytes_):
     """Four int8 [A, B, 4], the bytes of a float: [A, B]. Joining them costs nothing: they are in one register."""
-    even, odd = tl.split(
-        bytes_.reshape(bytes_.shape[0], bytes_.shape[1], 2, 2).to(tl.uint8, bitcast=True).to(tl.uint32)
-    )
-    b0, b2 = tl.split(even)
-    b1, b3 = tl.split(odd)
+    b0, b1, b2, b3 = split_4(bytes_.to(tl.uint8, bitcast=True).to(tl.uint32))
     return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
 
 

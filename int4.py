@@ -276,10 +276,7 @@ _VALUES_ASM, _VALUES_REGISTERS = constexpr(values_asm(_extract("$4"), 5)), const
 def halves_of(words):
     """int32 [..., M] to the int16 that they consist of [..., 2 M], the lower one first."""
     both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    if len(words.shape) == 2:
-        return both.reshape(words.shape[0], 2 * words.shape[1])
-    else:
-        return both.reshape(words.shape[0], words.shape[1], 2 * words.shape[2])
+    return both.reshape(words.shape[:-1] + (2 * words.shape[-1],))
 
 
 @jit
@@ -359,15 +356,6 @@ _PACKED_REGISTERS = constexpr("=&r" + 20 * ",r")
 
 
 @jit
-def split_4(x):
-    """[A, M, 4] to four times [1, A, M]."""
-    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0[None], x1[None], x2[None], x3[None]
-
-
-@jit
 def packed_groups(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """For each 32 columns the element of w, 16 or 32 bits, that belongs to them, two to a thread: [R, COLUMNS / 32]."""
     if GROUP > 32:  # a multiple of 64, which a thread has: both are the same
@@ -400,9 +388,8 @@ def _packed_sums(tile, x, sum_x):
     if EMULATED:
         sums = tl.sum((values(tile).to(tl.float32) * x[None, :]).reshape(R, G, 32), 2)
     else:
-        x0, x1, x2, x3 = split_4(x.reshape(G, 4, 4).permute(0, 2, 1))
-        asm_args = [words, x0, x1, x2, x3]
-        sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, asm_args, dtype=tl.int8, is_pure=True, pack=4)
+        args = (words,) + fp8.split_4(x.reshape(G, 4, 4).permute(0, 2, 1))
+        sums = tl.inline_asm_elementwise(_PACKED_ASM, _PACKED_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4)
         if len(tile) == 3:
             scale, minimum = fp8.scale_and_minimum(tile[1:], 24, 6)
             sums = scale * 1048576.0 * fp8.as_floats(sums) + minimum * sum_x

@@ -397,7 +397,7 @@ def _packed_sums6(tile, x, sum_x):
     if EMULATED:
         return _by(_values6(tile) * x[None, :], 64)
     else:
-        args = (words, tl.join(high, high)) + int4.split_4(x.reshape(words.shape[1], 4, 2).permute(0, 2, 1))
+        args = (words, tl.join(high, high)) + fp8.split_4(x.reshape(words.shape[1], 4, 2).permute(0, 2, 1))
         sums = tl.inline_asm_elementwise(_PACKED6_ASM, _PACKED6_REGISTERS, args, dtype=tl.float16, is_pure=True, pack=2)
         sums = fp8.pairs(*tl.split(sums)).to(tl.float32, bitcast=True)
         scale, minimum = _scales6(tile, 4)
