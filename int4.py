@@ -322,8 +322,7 @@ def values(tile):
     """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
     codes = halves_of(tile[0])
     if len(tile) == 3:
-        scale, minimum = fp8.scale_and_minimum(tile[1:], 24, 6)
-        factors = factors_of(scale, minimum)
+        factors = factors_of(*fp8.scale_and_minimum(tile[1:], 24, 6))
     elif tile[1].dtype == tl.int16:
         factors = _int4_factors(tile[1])
     else:
