@@ -90,9 +90,9 @@ def scale_and_minimum(groups, EXPONENT: tl.constexpr, PRODUCT: tl.constexpr):
 
 
 @jit
-def row_scale(w, rows, mask):
-    """The `row_scale` of a format whose last tensor has it."""
-    return tl.load(w[len(w) - 1] + rows, mask=mask, other=0.0)
+def row_scale(w, rows, mask, GAIN: tl.constexpr):
+    """What sums over rows of W are multiplied by, see Format.gain."""
+    return tl.load(w[len(w) - 1] + rows, mask=mask, other=0.0) * GAIN
 
 
 @jit
@@ -110,8 +110,9 @@ class Format:
                                in W, as if that were stored row by row; k: the first column, a number or [R, 1]; left:
                                how many columns there are from there on, None if enough; NEIGHBOURS: how many a thread
                                should have, if possible; GROUP: `group` below
-    values(tile)               what it stands for, before row_scale: halves or floats [R, COLUMNS]
-    row_scale(w, rows, mask)   what sums over rows of W are multiplied by; None: nothing
+    values(tile)               what it stands for, before `gain` and the row's scale: halves or floats [R, COLUMNS]
+    gain                       what all values are multiplied by, beside the scale of their row, an element of the last
+                               tensor; None: rows have no scale
     packed_asm                 PTX for products with halves x, eight neighbours added up, see packed_sums below; None:
                                there is none
 
@@ -130,7 +131,7 @@ class Format:
     bits: int  # per weight: launch sizes are listed by it
     load: Callable
     values: Callable
-    row_scale: Callable | None = None
+    gain: float | None = None
     packed_asm: str | None = None
     columns: Callable | None = None
     packed_load: Callable | None = None
@@ -194,8 +195,7 @@ class Format:
 
     def functions(self) -> dict[str, Any]:
         """What every kernel that reads a matrix is compiled for."""
-        loads = dict(LOAD=self.load, GROUP=self.group, COLUMNS=self.columns)
-        return loads | dict(VALUES=self.values, ROW_SCALE=self.row_scale)
+        return dict(LOAD=self.load, GROUP=self.group, COLUMNS=self.columns, VALUES=self.values, GAIN=self.gain)
 
     def can_be_cut(self, K: int, part: int) -> bool:
         """Whether what is stored of K columns can be cut into parts of so many."""
@@ -321,7 +321,6 @@ class Float8(Format):
 
     dtype: torch.dtype = torch.float8_e4m3fn  # torch's type of the same bits
     not_finite: int = 0x7F  # from here up, a code without its sign means NaN or infinity
-    gain: float = 1.0  # what decoded halves are to be multiplied by
     top: float = 448.0  # a row's largest magnitude after scaling; its bits as those of a half are 1.75 in both formats
     move_bits: Callable | None = None  # int16 codes to the bits of halves, in place
     values_nan: Callable | None = None  # as `values`, where NaN codes may occur, as in a cache
@@ -503,7 +502,7 @@ def _e5m2_values(codes):
 # a permutation of bytes puts each code above a zero byte
 _E5M2_HALVES = [f"prmt.b32 p, SOURCE, 0, {order};" for order in ("0x1404", "0x3424")]
 E5M2 = Float8(
-    "e5m2", 8, load_elements, _e5m2_values, row_scale, packed_asm(*_E5M2_HALVES),
+    "e5m2", 8, load_elements, _e5m2_values, gain=1.0, packed_asm=packed_asm(*_E5M2_HALVES),
     dtype=torch.float8_e5m2, not_finite=0x7C, top=1.75, move_bits=_e5m2_bits, values_nan=_e5m2_values,
 )  # fmt: skip
 
@@ -525,11 +524,6 @@ def _e4m3_values_nan(codes):
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), e4m3_values(codes)).to(tl.float16)
 
 
-@jit
-def _e4m3_row_scale(w, rows, mask):
-    return row_scale(w, rows, mask) * 256.0
-
-
 # as for E5M2, then the bits under the sign move one place to the right
 _UNDER_SIGN = "shr.u32 q, p, 1; and.b32 q, q, 0x3f803f80; and.b32 p, p, 0x80008000; or.b32 p, p, q;"
 E4M3_HALVES = [f"prmt.b32 p, SOURCE, 0, {order}; {_UNDER_SIGN}" for order in ("0x1404", "0x3424")]
@@ -549,8 +543,8 @@ def e4m3_encode(x):
 
 
 E4M3 = Float8(
-    "e4m3", 8, load_elements, e4m3_values, _e4m3_row_scale, packed_asm(*E4M3_HALVES),
-    gain=256.0, move_bits=_e4m3_bits, values_nan=_e4m3_values_nan, encode_tile=e4m3_encode,
+    "e4m3", 8, load_elements, e4m3_values, gain=256.0, packed_asm=packed_asm(*E4M3_HALVES),
+    move_bits=_e4m3_bits, values_nan=_e4m3_values_nan, encode_tile=e4m3_encode,
 )  # fmt: skip
 
 
@@ -570,8 +564,8 @@ def _native_encode(x):
 
 NATIVE_HALVES = [f"mov.b32 {{a, b}}, SOURCE; cvt.rn.f16x2.e4m3x2 p, {half};" for half in "ab"]
 E4M3_NATIVE = replace(
-    E4M3, gain=1.0, values=native_values, values_nan=native_values, row_scale=row_scale,
-    packed_asm=packed_asm(*NATIVE_HALVES), encode_tile=_native_encode,
+    E4M3, gain=1.0, values=native_values, values_nan=native_values, packed_asm=packed_asm(*NATIVE_HALVES),
+    encode_tile=_native_encode,
 )  # fmt: skip
 
 PLAIN = Format("none", 16, load_elements, plain_values)
@@ -588,7 +582,7 @@ def format_of(w: Matrix) -> Format:
 @jit
 def _recode_kernel(
     w, out, scales, K: tl.constexpr, BLOCK: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr,
-    VALUES: tl.constexpr, COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr, ENCODE: tl.constexpr, BOUND: tl.constexpr,
+    VALUES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr, ENCODE: tl.constexpr, BOUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Decode a block of a row to the type of `out` or, where there are scales, to E4M3 codes and the row's scale."""
@@ -598,8 +592,8 @@ def _recode_kernel(
     y = y.reshape(BLOCK // 8, 8)
     offs_k = columns_of(k + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :], K, COLUMNS)
     scale = 1.0
-    if ROW_SCALE is not None:
-        scale = ROW_SCALE(w, row, row >= 0)
+    if GAIN is not None:
+        scale = row_scale(w, row, row >= 0, GAIN)
     gdc_wait(PDL)  # only now, since no kernel writes weights
     if scales is None:
         tl.store(out + row * K + offs_k, (y * scale).to(out.dtype.element_ty), mask=offs_k < K)

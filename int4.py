@@ -410,7 +410,6 @@ def _columns(places, K: tl.constexpr):
 
 # What formats of 4-bit codes share
 KERNEL = dict(
-    values=values, row_scale=fp8.row_scale, packed_load=packed_load, packed_sums=_packed_sums, sum_x=32, neighbours=64,
-    peak=16384.0,
-)  # fmt: skip
+    values=values, gain=1.0, packed_load=packed_load, packed_sums=_packed_sums, sum_x=32, neighbours=64, peak=16384.0
+)
 INT4 = Int4("int4", 4, load, columns=_columns, group=GROUP, whole=BLOCK, bound=2.0**-4, **KERNEL)

@@ -222,7 +222,7 @@ def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
 def _vector_kernel(
     x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, PACKED_ASM: tl.constexpr,
-    PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
+    PEAK: tl.constexpr, GAIN: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: rmsnorm(x) W^T, or x W^T where norm is None, for ROWS rows of W, read BLOCK columns at a time. The
@@ -274,8 +274,8 @@ def _vector_kernel(
         y *= inv_rms / power
     elif norm is not None:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if ROW_SCALE is not None:
-        y *= ROW_SCALE(w, rows, rows < N)
+    if GAIN is not None:
+        y *= fp8.row_scale(w, rows, rows < N, GAIN)
     if ADDED is not None:
         y = added + y
     STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
@@ -382,7 +382,7 @@ def _packed_x(
 def _stream_kernel(
     x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    PACKED_SUMS: tl.constexpr, SUMS: tl.constexpr, PEAK: tl.constexpr, ROW_SCALE: tl.constexpr,
+    PACKED_SUMS: tl.constexpr, SUMS: tl.constexpr, PEAK: tl.constexpr, GAIN: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same as _vector_kernel. A program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of
@@ -394,8 +394,8 @@ def _stream_kernel(
     COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))
     offs = tl.arange(0, COUNT)
     ready = PREPARE(args, row, 1, end, COUNT, 1, SIZES)
-    if ROW_SCALE is not None:
-        scales = ROW_SCALE(w, row + offs, row + offs < end)
+    if GAIN is not None:
+        scales = fp8.row_scale(w, row + offs, row + offs < end, GAIN)
     norm_tiles, packed = (), ()
     for k in tl.static_range(0, K, BLOCK):
         if norm is not None:
@@ -434,7 +434,7 @@ def _stream_kernel(
     y = tl.sum(sums, 0)
     if norm is not None:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if ROW_SCALE is not None:
+    if GAIN is not None:
         y *= scales
     if ADDED is not None:
         y += added
@@ -524,7 +524,7 @@ def _tokens_operand(
 @jit
 def _few_kernel(
     x, w, T, args, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """T tokens: x W^T for FEW.rows rows of W. See _vector_kernel for the epilogue."""
@@ -537,9 +537,9 @@ def _few_kernel(
     for k in tl.static_range(0, FEW.ahead * BLOCK, BLOCK):
         if k < K:
             w_tiles = w_tiles + (_load_few_weights(w, row, k, N, K, E, FEW, LOAD, GROUP),)
-    if ROW_SCALE is not None:
+    if GAIN is not None:
         rows = row + tl.arange(0, FEW.rows)[:, None]
-        scales = ROW_SCALE(w, rows, rows < N)
+        scales = fp8.row_scale(w, rows, rows < N, GAIN)
     gdc_wait(PDL)
     acc = tl.full([FEW.warps, FEW.rows, TOKENS], 0.0, tl.float32)
     for k in tl.static_range(0, K, BLOCK):
@@ -554,7 +554,7 @@ def _few_kernel(
         else:
             acc = tl.dot(a, b, acc)
     y = tl.sum(acc, 0)
-    if ROW_SCALE is not None:
+    if GAIN is not None:
         y *= scales
     if ADDED is not None:
         rows, t = places(row, FEW.rows, TOKENS)

@@ -405,7 +405,7 @@ def _packed_sums6(tile, x, sum_x):
 
 
 Q6_K = Held6(
-    "q6_k", 6, _load6, _values6, fp8.row_scale, packed_load=_packed_load6, packed_sums=_packed_sums6,
+    "q6_k", 6, _load6, _values6, gain=1.0, packed_load=_packed_load6, packed_sums=_packed_sums6,
     columns=_rotated_2, turns=2, neighbours=64, peak=16384.0, group=256, form="parts", middle=32, unit=2.0**-31,
 )  # fmt: skip
 
@@ -468,7 +468,7 @@ def _packed_sums8(tile, x, sum_x):
 
 KERNEL = dict(columns=_rotated_4, turns=4, neighbours=64)
 _held8 = partial(
-    Held, bits=8, load=int4.load, packed_load=int4.packed_load, values=_values8, row_scale=fp8.row_scale,
+    Held, bits=8, load=int4.load, packed_load=int4.packed_load, values=_values8, gain=1.0,
     packed_sums=_packed_sums8, group=32, unit=2.0**-8, **KERNEL,
 )  # fmt: skip
 Q8_0 = _held8("q8_0")
