@@ -35,9 +35,7 @@ MUTANTS = [
     Mutant("kernels.py", "mask_v = mask & (head >= SIZES.H + SIZES.KH)", "mask_v = mask & (head > 9)", "op_equals"),
     Mutant("kernels.py", "x if norm is None else rmsnorm(x, norm, eps), w", "x, w", "products_do_not_depend"),
     Mutant("kernels.py", "if k + FEW.ahead * BLOCK < K:", "if k + FEW.ahead * BLOCK < 0:", "products_do_not_depend"),
-    Mutant(
-        "kernels.py", "(acc, 0)\n    if GAIN is not None:", "(acc, 0)\n    if False:", "products_do_not_depend"
-    ),
+    Mutant("kernels.py", "(acc, 0)\n    if GAIN is not None:", "(acc, 0)\n    if False:", "products_do_not_depend"),
     Mutant("kernels.py", "torch.bfloat16 and multiplies_bf16() else", "torch.bfloat16 else", "without_bf16"),
     Mutant("kernels.py", "if format is INT4 and w.format is not INT4:", "if False:", "model_in_a_format"),
     Mutant("attention.py", "[None, :] <= start_pos + offs_m", "[None, :] < start_pos + offs_m", "op_equals"),
