@@ -96,9 +96,7 @@ def _dot(a, b, FP16_SUMS: tl.constexpr):
 
 
 @jit
-def _attend(
-    q, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE: tl.constexpr, FP16_SUMS: tl.constexpr
-):  # fmt: skip
+def _attend(q, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE: tl.constexpr, FP16_SUMS: tl.constexpr):
     """Add one block of keys and values, as cached, to the running softmax of the rows of q. row_max is the maximum of q
     k^T before scaling, so that scaling a score and subtracting the maximum are one instruction. mask: None where every
     row sees the whole block."""

@@ -992,15 +992,11 @@ def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate:
 # ---- rmsnorm_linear: out = rmsnorm(x) W^T. x [T, C], W [V, C], out float32 [T, V], the logits -> out
 
 
-def rmsnorm_linear_ref(
-    x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto"
-) -> Tensor:  # fmt: skip
+def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto") -> Tensor:
     return out.copy_(linear_ref(rmsnorm_ref(x, norm, eps), w))
 
 
-def rmsnorm_linear(
-    x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto"
-) -> Tensor:  # fmt: skip
+def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto") -> Tensor:
     assert out.shape == (x.shape[0], w.rows) and out.is_contiguous(), (out.shape, w.shape)
     if launch_product("rmsnorm_linear", x, norm, w, eps, Epilogue(_prepare_rows, _store_linear, (out,))):
         return out
