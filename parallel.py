@@ -18,6 +18,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -114,10 +115,16 @@ class Ranks:
         if self.size == 1:
             return error
         sys.stderr = sys.__stderr__
+        if "gloo/transport" in str(error):
+            # Perhaps Ctrl-C ended it, and reaches this one a moment later; what torchrun sends meanwhile can wait
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(0.2)
+            error = RuntimeError("another process has ended")
         with suppress(Exception):  # torchrun, which keeps the store, may have gone
             if self._store.add("failures", 1) > 1:
                 return None
-        return RuntimeError("another process has ended") if "gloo/transport" in str(error) else error
+        return error
 
     # The ops
 
