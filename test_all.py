@@ -387,8 +387,7 @@ def decode_in_graphs(monkeypatch, padded=()) -> None:
 # ---- kernels: compiled for every architecture, with no GPU present; first, since it takes longest
 
 
-ARCHITECTURES = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes of shared memory that a program may use
-AS_80 = (86, 89)  # the PTX of training ops is that of 80 to the letter; for 86 all PTX is, so that fp16 stands for bf16
+ARCHITECTURES = {80: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes of shared memory that a program may use
 
 
 def launch_all(dtype: torch.dtype, arch: int) -> None:
@@ -409,8 +408,10 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
             arguments = encoded(op_arguments(op, dtype, heads, T, 300, 500)[0], format)
             getattr(kernels.fused, op)(*arguments, **extra)
 
-    for T in (1, 100, 3, 13, 60) if half else (1, 100):
+    for T in (1, 100, 3) if half else (1, 100):
         run_ops(OPS, T)
+    for T in (13, 60) if half else ():
+        run_ops(["attention", "linear_add"], T)
     for heads, T in (((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)) if half else ():
         run_ops(["attention"], T, heads)
     for T in (1, 3):
@@ -459,8 +460,7 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32))
     Lookup(4).enqueue_proposals(gpu, 5)
     speculation._OnGpu.accept(gpu, 5)
-    if arch not in AS_80:
-        launch_training(dtype)
+    launch_training(dtype)
 
 
 def launch_training(dtype: torch.dtype) -> None:
@@ -482,14 +482,22 @@ def launch_training(dtype: torch.dtype) -> None:
 
 
 def compile_kernels(arch: int) -> None:
-    """Compile every kernel for an architecture, to machine code that fits into shared memory."""
+    """Compile every kernel for an architecture, to machine code that fits into shared memory. 86 assembles the PTX of
+    80, as Triton would compile for it; so does 89, except where its instructions for 8-bit floats are used."""
+    from triton import knobs
+
     compiled, with_fp16_sums = set(), set()
 
     def start(kernel, grid, device, *arguments, **constants) -> None:
+        if arch == 89 and not re.search("native|e5m2", str(constants)):
+            return
         binary, name = kernel.warmup(*arguments, grid=grid, **constants), kernel.__name__
         ptx, shared, what = binary.asm["ptx"], binary.metadata.shared, (name, constants)
         compiled.add(name)
         assert binary.asm["cubin"] and shared <= ARCHITECTURES[arch] * 1024, (what, shared)
+        if arch == 80:
+            assemble = [knobs.nvidia.ptxas.path, "--gpu-name=sm_86", "-o", os.devnull, "-"]
+            subprocess.run(assemble, input=ptx.encode(), check=True)
         if name in ("_hopper_attention_kernel", "_int4_product_kernel"):
             assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
         if name != "_hopper_attention_kernel":
@@ -500,10 +508,12 @@ def compile_kernels(arch: int) -> None:
 
     as_if_on(arch)
     launch.start = hopper.start = start
-    for dtype in (torch.float16, torch.bfloat16)[: 1 if arch == 86 else 2]:
+    for dtype in (torch.float16, torch.bfloat16):
         launch_all(dtype, arch)
-    modules = (kernels, attention, sampling, fp8, int4, parallel, speculation)
-    modules += (() if arch in AS_80 else (training,)) + ((hopper,) if arch == 90 else ())
+    if arch == 89:
+        return
+    modules = (kernels, attention, sampling, fp8, int4, parallel, speculation, training)
+    modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every | {"few_attention_kernel"}, every ^ compiled
     assert with_fp16_sums == {"_attention_kernel"}
@@ -1268,7 +1278,7 @@ def test_sampling_equals_the_reference(kind):
 
 
 def test_sampling_skips_parts_with_nothing_to_draw():
-    logits, high = torch.randn(40_000) - 30, [5, 17_000, 20_000, 39_000]
+    logits, high = torch.randn(4_000) - 30, [5, 1700, 2000, 3900]
     logits[high] = torch.tensor([1.0, 0.5, 0.7, 0.8])
     assert {choose_alike(logits, NOTHING, 3, **OFF, seed=seed) for seed in range(12)} == {*high}
 
