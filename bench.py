@@ -709,7 +709,7 @@ OPS = {  # the op of a kernel: the first whose pattern occurs in its name
     "attention": "attention",
     "sample": "sample",
     "embedding": "embedding",
-    "product": "_vector_kernel|_stream_kernel|_few_kernel|linear|gemm|nvjet|cutlass|mm|mv",
+    "product": "_vector_kernel|_stream_kernel|_few_kernel|_product_kernel|linear|gemm|nvjet|cutlass|mm|mv",
     "rmsnorm": "^_rmsnorm_kernel$",
 }
 

@@ -40,7 +40,7 @@ YOURS, PLAIN = "\001\033[1;32m\002", "\033[0m"  # typed text is bold green; \001
 
 
 def use_safe_streams() -> None:
-    """UTF-8, and /dev/null for a stream that is closed. Of several ranks (parallel.py), only the first has any."""
+    """Make the standard streams UTF-8. One that is closed becomes /dev/null; so do all of any rank but the first."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None or not is_rank0():
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -388,7 +388,7 @@ class Chat:
 
     def run(self, message: str | None, single: bool) -> int:
         """Answer the one message, or one after another until the input ends; return the exit code."""
-        # Whether Ctrl-C ends only an answer; with several processes, torchrun ends them all
+        # Whether Ctrl-C ends the answer but not the chat; with several processes, torchrun ends them all
         self.stays = self.reader.interactive and not single and self.ranks.size == 1
         if single:
             with suppress(EOFError):

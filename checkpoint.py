@@ -117,7 +117,7 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-INSTEAD = "take the original, which --fp8 and --int4 make 8 and 4 bits of, or a GGUF file"
+INSTEAD = "take the original model, with --fp8 or --int4 if you like, or a GGUF file"
 
 
 def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
@@ -296,7 +296,8 @@ def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> tuple[float, 
 
 
 def _longrope(rope: Fields, D: int) -> tuple[float, ...]:
-    """What the frequencies are divided by: always by the same, as Llama 3.1's are in GGUF."""
+    """The factors that divide the frequencies. Only the same ones for short and long texts are supported, which is how
+    GGUF files of Llama 3.1 are read."""
     short, long, gain = (rope.get(name) for name in ("short_factor", "long_factor", "attention_factor"))
     if short != long or gain != 1:
         what = "which is supported with equal short_factor and long_factor and attention_factor 1 only"
@@ -640,7 +641,7 @@ class Checkpoint:
         return None
 
 
-NOT_NEEDED = (  # what the config says, too, and scales of activations, which are not rounded here
+NOT_NEEDED = (  # repeated in the config, or scales of activations, which are not rounded here
     "rotary_emb.inv_freq", "rope.freqs", ggml.ROPE_FACTORS, ".input_scale", ".k_scale", ".v_scale", ".weight_shape",
 )  # fmt: skip
 
@@ -733,7 +734,7 @@ def _cached(name: str, kind: str) -> Path | None:
     cache does not know what it lacks if another program or an older version made it."""
     from huggingface_hub import is_offline_mode, snapshot_download
 
-    wanted = SMALL_FILES[:2] if is_offline_mode() else SMALL_FILES  # offline, what is cached must do
+    wanted = SMALL_FILES[:2] if is_offline_mode() else SMALL_FILES  # offline, make do with what is cached
     try:
         at = folder = Path(snapshot_download(name, allow_patterns=[] if kind else wanted, local_files_only=True))
         if kind:
@@ -805,9 +806,9 @@ def check_groups(c: Config, format: Format | None) -> None:
 
 @dataclass
 class Loader:
-    """Brings one tensor after another from the files to its place on the device: matrices in the type `stored`, or
-    encoded in a format, or unchanged if the file already has them in one; all else in dtype (the norms are small, and a
-    token reads only one row of the embedding). With several ranks, each loads its part of every matrix."""
+    """Loads the tensors one by one: matrices in the type `stored`, encoded in a format, or as they are if the file has
+    them in one; all else in dtype (the norms are small, and a token reads only one row of the embedding). With several
+    ranks, each loads its part of every matrix."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -1023,7 +1024,7 @@ def check_memory(
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    copies = 1 if on_cpu else 2  # of what is decoded, since the graphs of prompts have their own memory
+    copies = 1 if on_cpu else 2  # of decoded matrices: the graphs of prompts have memory of their own
     if not on_cpu:
         workspace += min(ctx_size, PADDED[-1]) * size * widest
     if format:  # the largest matrix
@@ -1093,10 +1094,10 @@ def load(
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None is that, but at
     most 4096. format: in which to keep the matrices, a name of kernels.FORMATS; what `save` wrote has its own. kv_fp8:
-    keys and values in 8 bits. accumulate: "fp16" sums up a prompt's products in half precision, "fp32" even those
-    of 8-bit floats in fp32. quiet: no progress bar. ranks: the processes that share the model, if several.
-    warm_up: called with a model of one layer, while the others are read, to compile the kernels that it launches; on a
-    single GPU with the Triton kernels. Raises ValueError, OSError or MemoryError, in one line that says what to do.
+    keys and values in 8 bits. accumulate: how a prompt's products are summed, see kernels.py. quiet: no progress bar.
+    ranks: the processes that share the model, if several. warm_up: called with a model of one layer, while the others
+    are read, to compile the kernels that it launches; on a single GPU with the Triton kernels. Raises
+    ValueError, OSError or MemoryError, in one line that says what to do.
     """
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:

@@ -119,7 +119,7 @@ class Format:
     columns(places, K)         the columns whose weights are stored in these places of a row; runs of eight columns stay
                                together. None: all are in order
 
-    With groups, one token runs in kernels._stream_kernel:
+    With these, one token runs in kernels._stream_kernel:
 
     packed_load(w, start, k, left, COLUMNS, GROUP)
                                like load: int32 tensors [1, M], of which a thread has what 64 weights need

@@ -1,5 +1,5 @@
-"""GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer, put as the files of a
-Hugging Face folder would.
+"""GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer, translated into the files
+of a Hugging Face folder.
 
 A file is a header (metadata and a table of tensors, in little-endian order) and, aligned, the tensors' bytes. Nothing
 in it is trusted: counts, sizes and offsets are checked against the file's size before memory is taken. Sources: ggml's
@@ -69,7 +69,7 @@ class Type(NamedTuple):
     nbytes: int  # of a block
 
 
-TYPES = {  # by their numbers in files; llama.cpp makes Q5_0 of what was to be Q4_K where 256 does not divide a row
+TYPES = {  # by their numbers in files; llama.cpp takes Q5_0 instead of Q4_K for rows that are no multiple of 256
     0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2),
     2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24),
     8: Type("Q8_0", 32, 34), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176), 14: Type("Q6_K", 256, 210),

@@ -568,7 +568,7 @@ def _multiply_blocks(
         acc = gl.zeros([64, TOKENS], gl.float32, ACC)
         for j in range(blocks):
             # Each product is started as soon as its half is decoded, and meanwhile, as far as ptxas lets it, the next
-            # half is decoded; in the last block that is the same block again, for nothing
+            # half is decoded; the last round decodes its own block again, and nothing uses that
             stage, after = i % STAGES, i + gl.where(j < blocks - 1, 1, 0)
             x_tile = x_tiles.index(2 * stage).permute((1, 0))
             acc = warpgroup_mma(_operand(codes, OPERAND), x_tile, acc, is_async=True)

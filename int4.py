@@ -30,7 +30,7 @@ from launch import EMULATED, capability, constexpr, jit, tl
 
 GROUP = 32
 BLOCK = 256  # columns that eight groups share
-LARGEST = 0xEF  # of the scales' codes
+LARGEST = 0xEF  # the largest code of a scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,8 +223,8 @@ def load_codes(w, start, k, left, COLUMNS: tl.constexpr):
 
 @jit
 def load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
-    """Codes of 4 or 8 bits, and what their groups have in the tensors between codes and row: one, or two, of which the
-    first may have an element for each 32 columns."""
+    """Codes of 4 or 8 bits, then the tensors of their groups: all between codes and row. Of two, the first has an
+    element for each 32 columns."""
     if w[0].dtype.element_ty == tl.int8:
         tile = (fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS),)
         EACH: tl.constexpr = NEIGHBOURS

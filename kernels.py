@@ -10,13 +10,13 @@ Shape letters, here and everywhere:
 There is one sequence at a time, so no batch axis. `pos` is a one-element int32 tensor on the device: how many positions
 are cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and derive strides from
 shapes. `accumulate` says how a prompt's products are summed: "auto" lets 8-bit products accumulate fast
-(fp8.tensor_core_linear), "fp32" does not, "fp16" sums in half precision. `scratch` is memory that kernels reuse from
-launch to launch; it belongs to the cache.
+(fp8.tensor_core_linear) and rounds INT4 to E4M3 for them, "fp32" does neither, "fp16" sums in half precision. `scratch`
+is memory that kernels reuse from launch to launch; it belongs to the cache.
 
 The file ends with two matching tables. `reference` (--backend torch) holds the functions whose names end in _ref, and
 runs on any torch device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs on CUDA, and on
-CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. A product that launch.json does not name has
-its default sizes.
+CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. Products that launch.json does not
+list take its default sizes.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -281,11 +281,11 @@ def _vector_kernel(
     STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
 
 
-# One token, formats with groups. A warp covers 2048 columns of a row, and each thread 64 of them: whole groups. A
-# thread keeps its part of x in registers, two halves to a word, for all the rows that its program goes through. It
-# loads x in eight runs of eight neighbours. Which columns it has is up to the format, whose order should let a warp's
-# loads hit all banks of the L1 cache (int4._columns). Tiles of W have a single row: then every version of Triton picks
-# the same layout for W and for x, and no data moves between threads.
+# One token, formats that have a `packed_load`. A warp covers 2048 columns of a row, and each thread 64 of them: whole
+# groups. A thread keeps its part of x in registers, two halves to a word, for all the rows that its program goes
+# through. It loads x in eight runs of eight neighbours. Which columns it has is up to the format, whose order should
+# let a warp's loads hit all banks of the L1 cache (int4._columns). Tiles of W have a single row: then every version of
+# Triton picks the same layout for W and for x, and no data moves between threads.
 
 
 @jit

@@ -541,8 +541,8 @@ BANNED = -1e9  # a logit that no temperature of up to a million draws; finite, s
 
 
 def choose_next(model: Llama, cache: KVCache, logits: Tensor, drawn: Tensor | None = None) -> None:
-    """Sample the token at cache.pos from logits [V], or those up to it from [T, V], into `drawn`, by default
-    cache.host_tokens, and a single one also into cache.tokens. logits may be overwritten."""
+    """Sample the token at cache.pos from logits [V], or the T tokens that end there from [T, V], into `drawn` (by
+    default cache.host_tokens); a single one goes into cache.tokens, too. logits may be overwritten."""
     if cache.banned is not None:
         logits.index_fill_(-1, cache.banned, BANNED)
     drawn = cache.host_tokens if drawn is None else drawn

@@ -116,7 +116,7 @@ class Ranks:
             return error
         sys.stderr = sys.__stderr__
         if "gloo/transport" in str(error):
-            # Perhaps Ctrl-C ended it, and reaches this one a moment later; what torchrun sends meanwhile can wait
+            # Ctrl-C may have ended it, and reach this one a moment later; torchrun's SIGTERM is ignored meanwhile
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(0.2)

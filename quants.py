@@ -21,7 +21,7 @@ import int4
 from fp8 import Format, Grouped, Shapes, Tensors
 from launch import EMULATED, constexpr, jit, tl
 
-AT_ONCE = 1 << 20  # weights decoded at a time: what a CPU's caches hold takes half the time
+AT_ONCE = 1 << 20  # weights decoded at a time: as many as fit into a CPU's caches, which halves the time
 
 
 class Blocks(NamedTuple):
@@ -169,8 +169,8 @@ def _rotated_2(places, K):
 
 @dataclass(frozen=True, eq=False)
 class Held(Grouped):
-    """Codes int8 [N, K] with the sign bit flipped: bytes that are 128 more. What a group of columns has, by `form`.
-    Float32 row [N, 1].
+    """Codes int8 [N, K] with the sign bit flipped, so that as unsigned bytes they are 128 more; float32 row [N, 1]; and
+    for each group of columns, by `form`:
 
     scale    half [N, K / group]
     zero     int32 [N, K / group]: the scale, a half, above the zero point in sixteenths
@@ -302,7 +302,7 @@ def _joined(low: Tensor, high: Tensor) -> Tensor:
 
 @jit
 def _load_parts(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
-    """As int4.load, but the scales of 256 columns first, as this was measured."""
+    """As int4.load, but the scales of 256 columns are loaded first: this order was measured."""
     scales = fp8.load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
     return int4.load(w[:2], start, k, left, COLUMNS, NEIGHBOURS, 32) + (scales,)
 

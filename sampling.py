@@ -188,8 +188,8 @@ def _store_token(best, chosen_tokens, drawn, position):
 
 @jit
 def _load_part(logits, extremes, part, top_k, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """A part's logits, -inf for those that a top_k, if given, certainly leaves out; the best and the lowest of all the
-    others, in whatever part; whether any logit is not finite: then all are taken to be 0."""
+    """A part's logits, with those surely below top_k, if given, set to -inf; the best and the lowest of the others, of
+    all parts; whether any logit is not finite: then all are taken to be 0."""
     row, ids, parts = tl.program_id(1), part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
     logits += row * V
     extremes += row * 2 * PARTS

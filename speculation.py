@@ -181,7 +181,7 @@ class _OnGpu:
         self.drawn = torch.zeros(cache.size + 1, dtype=torch.int32, device=model.device)
         self.rejected = torch.zeros(1, dtype=torch.int32, device=model.device)
         self.turn = torch.zeros(1, dtype=torch.int32, device=model.device)  # counts passes
-        # Of this turn and the one before, in no order: the position of the last sampled token, and `found`
+        # Two slots, used in turn: the position of the last sampled token, and `found`
         self.result = torch.ones(2, 2, dtype=torch.int32, pin_memory=model.device.type == "cuda")
 
     def run(self, T: int) -> None:
