@@ -417,7 +417,8 @@ class KVCache:
         self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)  # sampled ones, for the host
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
         self.sampler = Sampler(model.device)  # how the next one is chosen
-        self.banned: Tensor | None = None  # ids that never are
+        self.never: tuple[int, ...] = ()  # ids that are not sampled
+        self.unused: Collection[int] = ()  # ids that no text has, which are not sampled either
         self._bans: dict[tuple[int, ...], Tensor] = {}  # all there have been, since captured graphs read them
         self.scratch = Scratch(model.device)
         self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
@@ -436,10 +437,14 @@ class KVCache:
         self.tokens[self.pos : self.pos + len(tokens)] = tokens
 
     def ban(self, ids: list[int]) -> None:
-        """Never sample these tokens."""
-        if ids and tuple(ids) not in self._bans:
-            self._bans[tuple(ids)] = torch.tensor(ids, device=self.tokens.device)
-        self.banned = self._bans.get(tuple(ids))
+        """Never sample these tokens, and those that are unused."""
+        self.never = (*self.unused, *ids)
+        if self.never and self.never not in self._bans:
+            self._bans[self.never] = torch.tensor(self.never, device=self.tokens.device)
+
+    @property
+    def banned(self) -> Tensor | None:
+        return self._bans.get(self.never)
 
     def captured_with(self, model: Llama) -> tuple:
         """What a graph that samples depends on besides the cache."""

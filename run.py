@@ -268,7 +268,9 @@ class Session:
         self.cache = KVCache(self.model)
         self.speculation = Lookup(args.lookup) if args.lookup else None
         if args.draft:
-            self.speculation = Draft(args.draft_max, self._load(args.draft))
+            draft = self._load(args.draft)
+            self.speculation = Draft(args.draft_max, draft)
+            self.cache.unused = range(draft.config.vocab_size, config.vocab_size)
         self.timings = Timings()
         self.prompt_cache = PromptCache(args.prompt_cache, self.model, ranks) if args.prompt_cache else None
         if self.prompt_cache:
@@ -386,11 +388,11 @@ class Session:
 
 
 def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError if a draft has other tokens. How many unused ones pad its vocabulary does not matter."""
     folder = find_checkpoint(name)
     config = read_config(folder)
-    other = Tokenizer(folder, config.vocab_size, config.bos_id)
-    same = config.vocab_size == vocab_size and other.control == tokenizer.control
-    if not same or any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in range(vocab_size)):
+    other, ids = Tokenizer(folder, config.vocab_size, config.bos_id), range(max(config.vocab_size, vocab_size))
+    if other.control != tokenizer.control or any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids):
         raise ValueError(f"--draft {name} has a different vocabulary from the model's: it cannot propose tokens for it")
 
 

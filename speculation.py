@@ -287,7 +287,9 @@ class Draft(Speculation):
         size = cache.size + MAX_PROPOSALS + 1
         if self.cache is None or self.cache.size != size:
             self.cache = KVCache(self.model, size)
-        self.cache.sampler, self.cache.banned = cache.sampler, cache.banned
+            self.cache.unused = range(len(cache.logits), len(self.cache.logits))
+        self.cache.sampler = cache.sampler
+        self.cache.ban([i for i in cache.never if i < len(self.cache.logits)])
         return self.cache
 
     def catch_up(self, cache: KVCache, read: int) -> None:

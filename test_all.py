@@ -4141,7 +4141,7 @@ def test_speculation_in_graphs(tiny, monkeypatch):
             assert way.accepted == way.proposed > 0
 
 
-def test_speculation_from_the_command_line(cli, tiny, copy):
+def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):
     flags = ("-m", tiny, "-p", "a fox a fox a fox", "-n", 40, "-s", 5, "--dtype", "fp32", "--stop", "zz")
     _, expected, _ = cli(*flags)
     for way in (("--lookup", 3), ("--draft", tiny), ("--draft", tiny, "--draft-max", 2)):
@@ -4151,8 +4151,14 @@ def test_speculation_from_the_command_line(cli, tiny, copy):
     lines = ("the fox", "the crow", "the fox")
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
     assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == cli(*flags, "--lookup", 0)[0] == 2
-    edit(copy / "config.json", vocab_size=read_config(copy).vocab_size + 8)
-    assert_refused(cli(*flags, "--draft", copy), "different vocabulary")
+    assert_refused(cli(*flags, "--draft", run.DEFAULT_MODEL), "different vocabulary")
+    # some models of a family have more rows for no token than others
+    hugging_face_model(read_config(copy).vocab_size + 400, **FAMILIES["gqa"]).save_pretrained(copy)
+    assert cli(*flags, "--draft", copy)[:2] == (0, expected)
+    hot, seen, original = ("--temp", 9, "--top-k", 0, "--min-p", 0, "--top-p", 1, "--ignore-eos"), [], run.generate
+    monkeypatch.setattr(run, "generate", lambda *a, **k: (seen.append(i) or i for i in original(*a, **k)))
+    assert cli("-m", copy, *flags[2:], *hot, "--draft", tiny)[0] == 0
+    assert len(seen) == 40 and max(seen) < read_config(tiny).vocab_size
 
 
 # ---- parallel.py
