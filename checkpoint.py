@@ -515,16 +515,18 @@ class Checkpoint:
 
     def _gathered(self, layout: quants.Layout, found: dict[str, Part]) -> list[Part]:
         """The tensors of each matrix that is in the layout as one part; those of others as they are."""
-        problems = []
-        for name, row in stored_tensors(self.config, self.layout).items():
+        problems, stored = [], stored_tensors(self.config, self.layout)
+        for name, row in stored.items():
             shape, stem = row.shape(self.config), name.removesuffix("weight")
             wanted = layout.tensors(*shape) if row.matrix else {}
             codes = found.get(stem + next(iter(wanted), "weight"))
             if not wanted or not codes or codes.name == name and codes.dtype in quants.FLOATS:
                 continue
-            if shape[0] % 8 or shape[1] % max(1, layout.group):
-                problems.append(f"{name} is {list(shape)}, not a multiple of 8 rows and group_size {layout.group}")
-            pieces = {word: found.pop(stem + word) for word in wanted if stem + word in found}
+            group = max(layout.group, layout.format.group)
+            if shape[0] % 8 or shape[1] % group:
+                problems.append(f"{name} is {list(shape)}, not a multiple of 8 rows and {group} columns")
+            own = [word for word in wanted if stem + word == name or stem + word not in stored]  # not Qwen2's bias
+            pieces = {word: found.pop(stem + word) for word in own if stem + word in found}
             for word, (types, shapes) in wanted.items():
                 if word not in pieces and word not in layout.optional:
                     problems.append(f"{stem}{word} is missing")

@@ -3887,16 +3887,16 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
 }  # fmt: skip
 
 
-def write_quantised(folder: Path, how: str):
+def write_quantised(folder: Path, how: str, **more):
     """A checkpoint in place of the tiny one; returns the model of transformers with the weights that it stands for."""
     about, pack, _ = QUANTISED[how]
-    theirs = hugging_face_model(350, num_key_value_heads=2, hidden_size=128, intermediate_size=256).half()
+    theirs = hugging_face_model(350, num_key_value_heads=2, hidden_size=128, intermediate_size=256, **more).half()
     theirs.save_pretrained(folder)
     theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
     tensors, weights = load_file(folder / "model.safetensors"), theirs.state_dict()
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         stored, values = pack(*tensors.pop(name).shape)
-        tensors |= {name.removesuffix("weight") + key: value.contiguous() for key, value in stored.items()}
+        tensors = {name.removesuffix("weight") + key: value.contiguous() for key, value in stored.items()} | tensors
         weights[name].copy_(values)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit(folder / "config.json", quantization_config=about)
@@ -3923,6 +3923,11 @@ def test_quantised_safetensors_equal_transformers(copy, cli, how):
     assert code == 0 and f"running   fp32{kept}" in err, err
 
 
+def test_gptq_of_a_model_with_biases(copy):
+    """Zeros, as GPTQ writes them for every matrix, but for those of q, k and v."""
+    assert_equals_transformers(copy, write_quantised(copy, "GPTQ", model="Qwen2"))
+
+
 def test_joined_matrix_quantised_in_part(copy):
     theirs = write_quantised(copy, "AWQ")
     stem, tensors = "model.layers.0.self_attn.v_proj.", load_file(copy / "model.safetensors")
@@ -3945,7 +3950,7 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "act-order": ("GPTQ", put(f"{PROJ}g_idx", lambda t: t.flip(0)), f"{PROJ}weight has columns in act-order"),
     "bias": ("GPTQ", set_one(f"{PROJ}bias", 1), "up_proj.weight has a bias"),
     "odd groups": (*config_with("GPTQ", group_size=48), "group_size is 48; it must be"),
-    "uneven groups": (*config_with("GPTQ", group_size=512), "8 rows and group_size 512"),
+    "uneven groups": (*config_with("GPTQ", group_size=512), "8 rows and 512 columns"),
     "codes of another shape": ("GPTQ", put(f"{PROJ}qweight", lambda t: t[1:]), "is [15, 256], expected"),
     "codes of another type": ("AWQ", put(f"{PROJ}qweight", lambda t: t.float()), " in float32, expected"),
     "no scales": ("W4A16", spoil_tensors(lambda t: t.pop(f"{PROJ}weight_scale")), "up_proj.weight_scale is missing"),
