@@ -3591,6 +3591,14 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     assert not (tmp_path / "new").exists()
     shutil.copy(file, tmp_path / "one/other.gguf")
     assert_refused(cli("-m", tmp_path / "one", *flags), "holds several models: take one of other.gguf, tales.gguf")
+    (tmp_path / "link.gguf").symlink_to(file)
+    file.rename(tmp_path / "sha256-00")  # as Ollama names it
+    (tmp_path / "one/tales.gguf").symlink_to("../sha256-00")
+    assert (
+        cli("-m", tmp_path / "link.gguf", *flags)[:2] == cli("-m", tmp_path / "sha256-00", *flags)[:2] == (0, expected)
+    )
+    (tmp_path / "one/other.gguf").unlink()
+    assert_refused(cli("-m", tmp_path / "one", *flags), "tales.gguf is a link out of its folder")
     second = (tmp_path / (part % 2)).rename(tmp_path / "second.gguf")
     assert_refused(cli("-m", second, *flags), "is one of 2 parts: its name must end in -00001-of-00002.gguf")
     assert_refused(cli("-m", tmp_path / (part % 1), *flags), "No such file", "t-00002-of-00002.gguf")

@@ -34,8 +34,11 @@ Span = tuple[int, int]  # of characters: start, end
 def local_checkpoint(name: str) -> Path | None:
     """A checkpoint's folder or GGUF file; None for what may be "owner/name" on the hub. Raises OSError, ValueError."""
     folder = Path(os.path.expanduser(name))  # as it is if there is no such user
-    if folder.is_dir() or folder.suffix == ".gguf" and folder.exists():
+    if folder.is_dir():
         return find_gguf(folder) or folder
+    if folder.is_file() and (folder.suffix == ".gguf" or folder.open("rb").read(4) == b"GGUF"):
+        # a link may lead anywhere if it is named; the parts of a split model find each other by their names
+        return folder if re.search(r"-\d{5}-of-\d{5}$", folder.stem) else Path(os.path.realpath(folder))
     if folder.exists():
         raise FileNotFoundError(f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name):
