@@ -702,11 +702,12 @@ def find_checkpoint(name: str | Path) -> Path:
     name = str(name)
     if folder := local_checkpoint(name):
         return folder
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants, errors, is_offline_mode
 
     repository, _, kind = name.partition(":")
-    if found := _cached(repository, kind) or not kind and _cached(repository, "Q4_K_M"):
-        return found
+    for gguf in [kind] if kind else [None, "Q4_K_M", *([""] if is_offline_mode() else [])]:
+        if found := _cached(repository, gguf):
+            return found
     try:
         return _download(repository, kind)
     except errors.GatedRepoError:
@@ -731,16 +732,19 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
     return [name for name in found if stem(name) == stem(found[0])]
 
 
-def _cached(name: str, kind: str) -> Path | None:
-    """A repository's folder in the hub's cache, if it holds all files that the checkpoint needs by its own account: the
-    cache does not know what it lacks if another program or an older version made it."""
+def _cached(name: str, gguf: str | None) -> Path | None:
+    """A repository's folder in the hub's cache, or of this kind of GGUF ("": any) the file, if all is there that the
+    checkpoint needs by its own account: the cache does not know what it lacks if another program made it."""
     from huggingface_hub import is_offline_mode, snapshot_download
 
     wanted = SMALL_FILES[:2] if is_offline_mode() else SMALL_FILES  # offline, make do with what is cached
+    wanted = wanted if gguf is None else []
     try:
-        at = folder = Path(snapshot_download(name, allow_patterns=[] if kind else wanted, local_files_only=True))
-        if kind:
-            at = folder / pick_gguf([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], kind)[0]
+        at = folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+        if gguf is None:
+            _tensor_files(folder)
+        else:
+            at = folder / pick_gguf([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], gguf)[0]
         try:
             read_config(at)
         except ValueError:  # not supported: load says why
@@ -766,6 +770,8 @@ def _download(name: str, kind: str) -> Path:
     if not gguf and (kind or not any(kinds)):
         usual = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
         raise ValueError(f"{name} holds {f'no GGUF file of the kind {kind}' if kind else usual}")
+    if not gguf and "config.json" in names:  # what is not supported is refused before the weights are fetched
+        read_config(Path(snapshot_download(name, allow_patterns=SMALL_FILES)))
     files = gguf or SMALL_FILES + next(filter(None, kinds))
     planned = snapshot_download(name, allow_patterns=files, dry_run=True)
     need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9

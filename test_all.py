@@ -2583,6 +2583,12 @@ def test_hub_links_stay_in_the_repository(hub, tmp_path, monkeypatch):
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
     "gated": (dict(token="secret"), "", "tiny", "it is gated: accept its licence on its page, and set HF_TOKEN"),
     "gguf": (dict(files={"a.IQ4_0.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
+    "another family": (
+        dict(files={"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}),
+        "",
+        "tiny",
+        "config.json: model_type is 'gemma2', which is not supported",
+    ),
     "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
     "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
     "offline": ({}, "offline", "tiny", "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`"),
@@ -2597,6 +2603,7 @@ def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, settings, st
     if state:
         set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=state == "offline")
     assert_refused(cli("-m", f"someone/{name}", "-p", "Once", "-n", 2), expected)
+    assert not [line for line in hub.asked if line.startswith("GET") and line.endswith(("safetensors", "gguf"))]
     if hub.token:
         monkeypatch.setenv("HF_TOKEN", "secret")
         assert cli("-m", "someone/tiny", "-p", "Once", "-n", 2)[0] == 0
@@ -3617,8 +3624,12 @@ def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
         assert len(fetched) == 1 and fetched[0].endswith(wanted)
         hub.asked.clear()
         assert load(f"someone/tiny{kind}", device="cpu").checkpoint.folder == file and not hub.asked
+    (file.parent / "config.json").write_text('{"model_type": "llama"}')  # another program has cached it, too
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
     assert load("someone/tiny:Q8_0", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf"
+    assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a-q4_k_m.gguf"
+    next((tmp_path / "cache").rglob("a-q4_k_m.gguf")).unlink()
+    assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf", "what there is"
     assert checkpoint.pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
     parts = [f"m-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)]
     assert checkpoint.pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
