@@ -3116,8 +3116,14 @@ def test_added_tokens_and_bos(copy):
     (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
     assert Tokenizer(copy).control["<|im_end|>"] == Tokenizer(copy, size + 1).control["<|im_end|>"] == size
     assert "<|im_end|>" not in Tokenizer(copy, size).control, "the model has no embedding for it"
+    assert Tokenizer(copy, bos_id=7).bos == 1, "the tokenizer's own comes first"
     (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
     assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
+    # as transformers 5 saves them, where tokenizer.model has stayed
+    added = [dict(id=size + 1, content="<tool>", special=False), dict(id=size, content="<|im_end|>", special=True)]
+    (copy / "tokenizer.json").write_text(json.dumps({"added_tokens": [*added, dict(id="x"), 3]}))
+    t = Tokenizer(copy, size + 2)
+    assert t.control["<|im_end|>"] == size and t.decode([size + 1, size]) == "<tool>"
 
 
 def test_user_defined_turn_marks(tmp_path):

@@ -21,7 +21,7 @@ from ggml import find_gguf, open_regular, read_header, tokenizer_files
 
 MESSAGE = 500  # characters in a message, at most
 FILE_BYTES = 64_000_000  # of a file that is read whole, at most
-PADDING = 1024  # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
+PADDING = 4096  # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # control tokens in templates, even where SentencePiece has them as text
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -263,9 +263,11 @@ class SentencePiece(Vocabulary):
         except (RuntimeError, ValueError, IndexError):
             instead = "of Llama 3, take the folder in Hugging Face's layout"
             raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
-        added = {text: i for text, i in _added_tokens(folder, config).items() if i >= self.size}
-        self.size_with_added = max([self.size - 1, *added.values()]) + 1
-        embedded = {text: i for text, i in added.items() if vocab_size is None or i < vocab_size}
+        added = {token["content"]: token for token in _added_tokens(folder, config) if token["id"] >= self.size}
+        ids = {text: token["id"] for text, token in added.items()}
+        self.size_with_added = max([self.size - 1, *ids.values()]) + 1
+        embedded = {text: i for text, i in ids.items() if vocab_size is None or i < vocab_size}
+        self._shown = {ids[text]: text.encode() for text, token in added.items() if token.get("special") is False}
         self.control = embedded | {p: i for i, p in enumerate(pieces) if self.sp.is_control(i) or p in TURN_MARKS}
         self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
         ids = {"bos_token": self.sp.bos_id(), "eos_token": self.sp.eos_id(), "unk_token": self.sp.unk_id()}
@@ -276,7 +278,7 @@ class SentencePiece(Vocabulary):
         """The bytes that a token stands for: none for a control token or one beyond the vocabulary."""
         piece = self.sp.id_to_piece(token) if token < self.size else ""
         if not piece or piece in self.control:
-            return b""
+            return self._shown.get(token, b"")
         if self.sp.is_byte(token):  # "<0x0A>"
             return bytes([int(piece[3:5], 16)])
         return (" \u2047 " if self.sp.is_unknown(token) else piece.replace("\u2581", " ")).encode()
@@ -290,15 +292,16 @@ class SentencePiece(Vocabulary):
         return self.sp.encode(text), [mark.start() for mark in self._in_text.finditer(text)]
 
 
-def _added_tokens(folder: Path, config: dict) -> dict[str, int]:
-    """Tokens besides SentencePiece's, from added_tokens.json and tokenizer_config.json's added_tokens_decoder."""
-    file = folder / "added_tokens.json"
-    added = read_json(file) if file.is_file() else {}
-    decoder = config.get("added_tokens_decoder")
-    for i, token in decoder.items() if isinstance(decoder, dict) else ():
-        if i.isdecimal() and len(i) < 10 and isinstance(token, dict) and isinstance(token.get("content"), str):
-            added[token["content"]] = int(i)
-    return {text: i for text, i in added.items() if type(i) is int}
+def _added_tokens(folder: Path, config: dict) -> list[dict]:
+    """Tokens besides SentencePiece's, from added_tokens.json and from tokenizer_config.json's added_tokens_decoder or,
+    as transformers 5 writes them, from tokenizer.json: "id", "content" and, except in the first, "special"."""
+    read = lambda name: read_json(folder / name) if (folder / name).is_file() else {}
+    tokens = [{"id": i, "content": text} for text, i in read("added_tokens.json").items()]
+    if isinstance(decoder := config.get("added_tokens_decoder"), dict):
+        tokens += [t | {"id": int(i)} for i, t in decoder.items() if i.isdecimal() and len(i) < 10 and type(t) is dict]
+    elif isinstance(listed := read("tokenizer.json").get("added_tokens"), list):
+        tokens += [token for token in listed if type(token) is dict]
+    return [token for token in tokens if type(token.get("id")) is int and type(token.get("content")) is str]
 
 
 class TokenizerJson(Vocabulary):
@@ -425,7 +428,7 @@ class Tokenizer:
         tokens = {name: self.config.get(name) for name in NAMES}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
         self.named = self.vocabulary.named | {name: text for name, text in texts.items() if isinstance(text, str)}
-        self.bos = self.control.get(self.named.get("bos_token"), -1) if bos_id is None else bos_id
+        self.bos = self.control.get(self.named.get("bos_token"), -1 if bos_id is None else bos_id)
         self.eos = self.control.get(self.named.get("eos_token"), -1)
         self._starts = self.vocabulary.starts(self.bos, self.config)
         self.chat_template, self.template_name = find_template(folder, self.config, chat_template)
