@@ -644,7 +644,8 @@ class Checkpoint:
 
 
 NOT_NEEDED = (  # repeated in the config, or scales of activations, which are not rounded here
-    "rotary_emb.inv_freq", "rope.freqs", ggml.ROPE_FACTORS, ".input_scale", ".k_scale", ".v_scale", ".weight_shape",
+    "rotary_emb.inv_freq", "rope.freqs", ggml.ROPE_FACTORS, ".weight_shape",
+    ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 
 
