@@ -277,22 +277,17 @@ def _rope(f: Fields, D: int, max_seq_len: int) -> tuple[float, tuple[float, ...]
 
 def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> tuple[float, Tensor, float]:
     """As Peng et al., 2023: the factor, the part of each frequency that is divided by it, and the scale of q and k
-    (attention_factor). That is 1 + 0.1 log(factor) by default, as in section 3.4; mscale and mscale_all_dim are
-    DeepSeek's way to give it."""
+    (attention_factor), which is 1 + 0.1 log(factor) by default, as in section 3.4."""
+    rope.refuse_unless("truncate", None, True)
+    for name in ("mscale", "mscale_all_dim"):
+        rope.refuse_unless(name, None)
     original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
     factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
     fast, slow = rope.number("beta_fast", 1e-3, 1e6, 32, float), rope.number("beta_slow", 1e-3, 1e6, 1, float)
     low, high = (math.log(original / (2 * math.pi * turns), theta) * D / 2 for turns in (fast, slow))
-    rope.refuse_unless("truncate", True, False, None)
-    if rope.get("truncate") is not False:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, D - 1)
+    low, high = max(math.floor(low), 0), min(math.ceil(high), D - 1)
     part = ((torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
-    mscale, over_all = (rope.number(name, 0, 100, 0, float) for name in ("mscale", "mscale_all_dim"))
-    if not (mscale and over_all):
-        mscale, over_all = 1, 0
-    gain = (1 + 0.1 * mscale * math.log(factor)) / (1 + 0.1 * over_all * math.log(factor))
-    return factor, part, rope.number("attention_factor", 1e-3, 1e3, gain, float)
+    return factor, part, rope.number("attention_factor", 1e-3, 1e3, 1 + 0.1 * math.log(factor), float)
 
 
 def _longrope(rope: Fields, D: int) -> tuple[float, ...]:

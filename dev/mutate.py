@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant("sampling.py", "tl.where(seen > 0, seen / penalty, seen * penalty)", "seen / penalty", "penalty"),
     Mutant("model.py", "min(self.pos, len(tokens) - 1)", "min(self.pos, len(tokens))", "reuses"),
     Mutant("checkpoint.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"),
-    Mutant("checkpoint.py", "min(high, D - 1)", "min(high, D // 2 - 1)", "yarn"),
+    Mutant("checkpoint.py", "min(math.ceil(high), D - 1)", "min(math.ceil(high), D // 2 - 1)", "yarn"),
     Mutant("checkpoint.py", 'rope.number("beta_fast", 1e-3, 1e6, 32', 'rope.number("beta_fast", 1e-3, 1e6, 31', "yarn"),
     Mutant("checkpoint.py", ' + _ids(f, "eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("checkpoint.py", "(-1, 2, self.config.head_dim // 2,", "(-1, self.config.head_dim // 2, 2,", "transformers"),
