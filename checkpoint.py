@@ -144,7 +144,7 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("tie_word_embeddings", False, True, None)
     if family == "mistral":
         f.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
-    if family in ("qwen2", "qwen3") and not f.get("use_sliding_window"):
+    elif not f.get("use_sliding_window"):  # Llama has none, whatever it says
         f["sliding_window"] = None
     if family == "qwen3":
         f.setdefault("head_dim", 128)
@@ -943,7 +943,7 @@ class Loader:
                 read = self.checkpoint.read(self.device, stored, taken, *(stored_columns(columns, K, m) for m in M))
                 place.copy_(read.view(place.shape), non_blocking=True)
         try:
-            format.check(tensors, whole_rows=part == K)
+            format.check(tensors)
         except ValueError as error:
             file = self.checkpoint.folder / SAVED
             raise ValueError(f"{file}: {t.name} has {error}: save it again from the original") from None

@@ -102,12 +102,10 @@ class Int4(Codes4):
         out = scales.new_empty(len(codes), len(tensors[0]), dtype=dtype) if residual is None else residual
         return hopper.int4_linear(codes, scales, tensors, out, add=residual is not None)
 
-    def check(self, tensors: Tensors, whole_rows: bool = True) -> None:
-        _, groups, row = tensors
-        if not ((row > 0) & (row < torch.inf)).all():
+    def check(self, tensors: Tensors) -> None:
+        super().check(tensors)
+        if ((tensors[1] >> 8 & 0xFF) > LARGEST).any():
             raise ValueError("scales that are not positive and finite")
-        if ((groups >> 8 & 0xFF) > LARGEST).any():
-            raise ValueError(f"codes of a format other than {self.name}")
 
 
 def nibbles(words: Tensor) -> Tensor:

@@ -1421,19 +1421,13 @@ def test_encoded_rows_lose_least(form, bound):
 
 @pytest.mark.parametrize("form", FLOATS_8)
 def test_8_bit_codes_that_encode_never_writes(form):
-    """Those of the other format, too."""
-    format, largest = FORMATS[form], {"e4m3": 0x7E, "e5m2": 0x3F}[form]  # of a row that encode wrote: 448 and 1.75
+    format = FORMATS[form]
     for code, value in zip(EVERY_CODE, EVERY_CODE.view(format.dtype).float()):
-        row, sound = torch.tensor([[0] * 8 + [largest, code]], dtype=torch.int8), code & 0x7F <= largest
-        said = "codes of a format other" if value.isfinite() else "codes of NaN"
-        with contextlib.nullcontext() if sound else pytest.raises(ValueError, match=said):
-            format.check((row, torch.ones(1, 1)))
+        with contextlib.nullcontext() if value.isfinite() else pytest.raises(ValueError, match="codes of NaN"):
+            format.check((torch.tensor([[0, code]], dtype=torch.int8), torch.ones(1, 1)))
     weights = torch.randn(50, 40) * 2.0 ** torch.randint(-126, 100, (50, 1))
     weights[7:9] = torch.tensor([[0], [1e-44]])
-    for other in FLOATS_8.values():
-        said = f"codes of (a format other than {form}|NaN)"
-        with contextlib.nullcontext() if other is format else pytest.raises(ValueError, match=said):
-            format.check(other.encode(weights))
+    format.check(format.encode(weights))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -1604,7 +1598,7 @@ def test_4_bits_lose_little(spread, bound):
     w = (w + 3 if spread == "far from zero" else w) * torch.logspace(-20, 20, 64)[:, None]
     tensors = INT4.encode(w)
     INT4.check(tensors)
-    with pytest.raises(ValueError, match="codes of a format other than int4"):
+    with pytest.raises(ValueError, match="scales that are not positive and finite"):
         INT4.check((tensors[0], tensors[1] | 0xF0 << 8, tensors[2]))
     assert 8 * sum(t.nbytes for t in tensors) / w.numel() < 4.55
     lost = (INT4.decoded(tensors) - w).double().square().mean(1) / w.double().square().mean(1)
@@ -2684,7 +2678,9 @@ SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what th
         model_type="gpt2", tie_word_embeddings="false",
     ).items()},
     "uneven heads": (spoil_config(num_key_value_heads=3), "4 query heads cannot share 3"),
-    "sliding window": (spoil_config(sliding_window=64), "sliding_window is 64: a context of 256"),
+    "sliding window": (
+        spoil_config(model_type="mistral", sliding_window=64), "sliding_window is 64: a context of 256"
+    ),
     "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
     "another rope": (spoil_config(rope_parameters={"rope_type": "dynamic"}), "rope_type is 'dynamic'"),
     **{f"yarn, {name}": (spoil_config(rope_parameters={"rope_type": "yarn", name: value}), f"{name} is {value}")
@@ -2847,7 +2843,7 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     if layout:
         LAYOUTS[layout](copy)
         (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
-        (copy / "tokenizer.json").touch()  # the other comes first
+        (copy / "tokenizer.json").write_text("{}")  # the other comes first
     code, out, err = cli("-m", copy, "--save", saved, "--fp8", form)
     assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
     assert sorted(f for f in copy.parent.iterdir() if f.is_dir()) == [copy, saved]
