@@ -448,7 +448,7 @@ class KVCache:
 
     def captured_with(self, model: Llama) -> tuple:
         """What a graph that samples depends on besides the cache."""
-        return self.sampler.switches(model.config.vocab_size, self.size), id(self.banned)
+        return self.sampler.switches(model.config.vocab_size), id(self.banned)
 
     def truncate(self, pos: int) -> None:
         """Forget everything from pos on."""
@@ -542,7 +542,7 @@ def generate(
                 return
 
 
-BANNED = -1e9  # a logit that no temperature of up to a million draws; finite, since others are an error
+BANNED = -1e36  # a logit that no temperature draws; finite, since others are an error
 
 
 def choose_next(model: Llama, cache: KVCache, logits: Tensor, drawn: Tensor | None = None) -> None:

@@ -51,14 +51,19 @@ class Sampling:
 RANGES = {"temp": (0, math.inf), "top_k": (0, math.inf), "top_p": (0, 1), "min_p": (0, 1)}
 RANGES |= {"repeat_penalty": (0.01, 100), "repeat_last_n": (-1, math.inf), "seed": (0, (1 << 63) - 1)}
 
-COLDEST = 1e-30  # temperature: lower positive ones are raised to it, as float32 could round them to 0
+# Temperatures in use: float32 could round lower ones to 0; with hotter ones, a logit of model.BANNED could be drawn
+COLDEST, HOTTEST = 1e-30, 1e30
+
+
+def _temperature(s: Sampling) -> float:
+    return min(max(s.temp, COLDEST), HOTTEST)
 
 
 def _numbers(s: Sampling) -> list[float]:
     """Temperature, top_k, top_p, log(min_p), penalty and its window: kernels load them by their places."""
     window = s.repeat_last_n if s.repeat_last_n >= 0 else 1 << 30
     log_min_p = math.log(s.min_p) if s.min_p > 0 else -math.inf
-    return [max(s.temp, COLDEST), float(s.top_k), s.top_p, log_min_p, s.repeat_penalty, float(window)]
+    return [_temperature(s), float(s.top_k), s.top_p, log_min_p, s.repeat_penalty, float(window)]
 
 
 class Sampler:
@@ -76,11 +81,10 @@ class Sampler:
         self.seed.fill_(s.seed)
         self.numbers.copy_(torch.tensor(_numbers(s)))
 
-    def switches(self, V: int, S: int) -> dict[str, int | bool]:
-        """What kernels are compiled for, with V logits and at most S tokens to look back on. WINDOW 0: no penalty."""
+    def switches(self, V: int) -> dict[str, bool]:
+        """What kernels are compiled for, with V logits."""
         s, cuts = self.s, 0 < self.s.top_k < V
-        window = 0 if s.repeat_penalty == 1 else S if s.repeat_last_n < 0 else min(s.repeat_last_n, S)
-        on = dict(GREEDY=s.temp == 0, WINDOW=triton.next_power_of_2(window), TOP_K=cuts, TOP_P=s.top_p < 1)
+        on = dict(GREEDY=s.temp == 0, PENALTY=s.repeat_penalty != 1, TOP_K=cuts, TOP_P=s.top_p < 1)
         return on | dict(COUNTED=not cuts or s.top_k > triton.cdiv(V, _block(V)))
 
 
@@ -125,7 +129,7 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
     if s.min_p > 0:
         floor = max(floor, best + math.log(s.min_p))
     kept = (logits >= floor).nonzero()[:, 0]
-    scores = (logits[kept] - best) / max(s.temp, COLDEST) + gumbel(s.seed, position, kept)
+    scores = (logits[kept] - best) / _temperature(s) + gumbel(s.seed, position, kept)
     return int(kept[scores.argmax()])
 
 
@@ -166,7 +170,7 @@ def _gumbel(seed, position, ids):
 def _best_of(scores, ids, mask):
     """The highest score and its token, the first of equals, as one number that orders like the scores; its lowest 31
     bits are LAST_ID minus the token. 0 where the mask is off."""
-    bits = scores.to(tl.int32, bitcast=True)
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 as 0.0
     rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + (1 << 31)
     return tl.max(tl.where(mask, (rank << 31) + (LAST_ID - ids), 0), 0)
 
@@ -260,7 +264,7 @@ def _threshold(l, listed, count, target, low, best, UNIT: tl.constexpr):
 @jit
 def _sample_best_kernel(
     logits, extremes, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers, GREEDY: tl.constexpr,
-    WINDOW: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    PENALTY: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Penalise recent tokens; find each part's best logit (inf if one is not finite) and lowest, extremes [rows, 2,
     PARTS]; if greedy, choose the best of all. Axis 1 of the grid is the rows of logits here and below."""
@@ -269,18 +273,19 @@ def _sample_best_kernel(
     logits += row * V
     extremes += row * 2 * PARTS
     ids = part * BLOCK + tl.arange(0, BLOCK)
-    penalty, window = tl.load(numbers + 4), tl.load(numbers + 5)
+    penalty, window = tl.load(numbers + 4), tl.load(numbers + 5).to(tl.int32)
     gdc_wait(PDL)
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
-    if WINDOW > 0:
-        back = tl.arange(0, WINDOW)
-        recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
-        mask_recent = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
-        seen = tl.load(logits + recent, mask=mask_recent, other=0.0)
-        tl.debug_barrier()  # a token seen twice is penalised once: all are read before any is written
-        tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mask_recent)
-        tl.debug_barrier()
     l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
+    if PENALTY:  # a token seen twice is penalised once
+        seen = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, tl.minimum(window, position), CHUNK):
+            back = start + tl.arange(0, CHUNK)
+            recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
+            recent -= part * BLOCK
+            seen += tl.histogram(recent, BLOCK, mask=(recent >= 0) & (recent < BLOCK))
+        l = tl.where(seen > 0, tl.where(l > 0, l / penalty, l * penalty), l)
+        tl.store(logits + ids, l, mask=(seen > 0) & (ids < V))
     l = tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), float("inf"), l)
     if GREEDY:
         tl.atomic_max(winner + row, _best_of(l, ids, ids < V), sem="relaxed")
@@ -389,7 +394,7 @@ def _block(V: int) -> int:
 def sample(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
     rows, V = logits.shape
     chosen_tokens = tokens if rows == 1 else None
-    on, zeros, numbers = sampler.switches(V, len(tokens)), sampler.scratch.zeros, sampler.numbers
+    on, zeros, numbers = sampler.switches(V), sampler.scratch.zeros, sampler.numbers
     parts = triton.next_power_of_2(triton.cdiv(V, _block(V)))
     extremes, arrived = zeros("extremes", rows, 2, parts), zeros("parts done", rows, dtype=torch.int32)
 
@@ -399,7 +404,7 @@ def sample(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: 
 
     winner = zeros("winner", rows, dtype=torch.int64)
     args = (winner, arrived, tokens, chosen_tokens, drawn, pos, numbers)
-    run(_sample_best_kernel, *args, GREEDY=on["GREEDY"], WINDOW=on["WINDOW"])
+    run(_sample_best_kernel, *args, GREEDY=on["GREEDY"], PENALTY=on["PENALTY"])
     if on["GREEDY"]:
         return
     lists, shift = (None,) * 4, 64 - V.bit_length()

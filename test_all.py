@@ -591,7 +591,7 @@ def test_generation_ends_at_an_eos(tiny_model):
     assert len(five) == 5
     assert greedy(tiny_model, [1, 5], 5, eos=[five[2]]) == five[: five.index(five[2]) + 1]
     every_but_7 = {*range(tiny_model.config.vocab_size)} - {7}
-    for settings in (Sampling(temp=0), Sampling(), Sampling(temp=1e6, top_k=0, top_p=1, min_p=0)):
+    for settings in (Sampling(temp=0), Sampling(), Sampling(temp=INF, top_k=0, top_p=1, min_p=0)):
         assert list(generate(tiny_model, [1, 5], n=5, sampling=settings, eos=every_but_7, ignore_eos=True)) == [7] * 5
     cache = KVCache(tiny_model)
     greedy(tiny_model, [1, 5], 1, cache, eos=[-1], ignore_eos=True)
@@ -1228,6 +1228,8 @@ def test_the_penalty_looks_back_its_window(window):
         assert choose_alike(logits, tokens, 12, temp=0, **settings) == expected
         assert choose_alike(logits, tokens, 12, top_k=0, temp=1e-9, **settings) == expected
         assert choose_alike(logits, tokens, 12, temp=0, repeat_last_n=window) == 3, "no penalty"
+        beyond = torch.cat((tokens, torch.full((1500,), 5, dtype=torch.int32)))  # more than are read at a time
+        assert choose_alike(logits, beyond, 1510, temp=0, **settings) == (4 if window < 0 else 3)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
