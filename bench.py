@@ -651,7 +651,7 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     norm = w.layers[0].ffn_norm
     yield case("rmsnorm", copies, lambda a: ops.rmsnorm(a, norm, eps), lambda a: plain_rmsnorm(a, norm, eps))
     qkv = lambda l, k, v, *_: ops.rmsnorm_qkv_rope(
-        x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, scratch, l.qkv_bias, l.qk_norm
+        x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, l.qkv_bias, l.qk_norm
     )
     yield case("rmsnorm_qkv_rope", layers, qkv, plain_qkv)
     yield case("attention", layers, lambda _, k, v, *__: ops.attention(q, k, v, pos, scratch), plain_attention)

@@ -1165,9 +1165,6 @@ def saved_format(folder: Path) -> Format | None:
     return FORMATS[name]
 
 
-PRODUCTS = {"rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear"}  # ops that multiply
-
-
 @torch.inference_mode()
 def importance_of(model: Llama, tokens: list[int]) -> dict[str, Tensor]:
     """By the name of each matrix [N, K], the sum of squares of what it is multiplied with while the model reads a text:
@@ -1182,7 +1179,7 @@ def importance_of(model: Llama, tokens: list[int]) -> dict[str, Tensor]:
 
         return run
 
-    products = {name: watched(op, "rmsnorm" in name) for name, op in vars(ops).items() if name in PRODUCTS}
+    products = {name: watched(op, "rmsnorm" in name) for name, op in vars(ops).items() if name in kernels.PRODUCTS}
     model.ops = SimpleNamespace(**vars(ops) | products)
     for part in torch.tensor(tokens).split(min(1024, model.ctx_size)):
         model.forward(part, KVCache(model, len(part)))

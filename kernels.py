@@ -13,10 +13,10 @@ shapes. `accumulate` says how a prompt's products are summed: "auto" lets 8-bit 
 (fp8.tensor_core_linear) and rounds INT4 to E4M3 for them, "fp32" does neither, "fp16" sums in half precision. `scratch`
 is memory that kernels reuse from launch to launch; it belongs to the cache.
 
-The file ends with two matching tables. `reference` (--backend torch) holds the functions whose names end in _ref, and
-runs on any torch device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs on CUDA, and on
-CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. Products that launch.json does not
-list take its default sizes.
+The file ends with a table of the ops, each in two columns. `reference` (--backend torch) has the functions whose names
+end in _ref, and runs on any torch device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs
+on CUDA, and on CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. Products that launch.json
+does not list take its default sizes.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -38,7 +38,6 @@ from int4 import INT4
 from launch import (
     EMULATED,
     FewSizes,
-    Scratch,
     few_sizes,
     gdc_launch_dependents,
     gdc_wait,
@@ -817,7 +816,7 @@ def _rope_kernel(
 
 def rmsnorm_qkv_rope_ref(
     x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float,
-    scratch: Scratch, bias: Tensor | None = None, qk_norm: Tensor | None = None, accumulate: str = "auto",
+    bias: Tensor | None = None, qk_norm: Tensor | None = None, accumulate: str = "auto",
 ) -> Tensor:  # fmt: skip
     start_pos, T = int(pos), x.shape[0]
     KH, _, D = k_cache.shape
@@ -887,7 +886,7 @@ def _store_rope(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.conste
 
 def rmsnorm_qkv_rope(
     x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float,
-    scratch: Scratch, bias: Tensor | None = None, qk_norm: Tensor | None = None, accumulate: str = "auto",
+    bias: Tensor | None = None, qk_norm: Tensor | None = None, accumulate: str = "auto",
 ) -> Tensor:  # fmt: skip
     (KH, S, D), T, op = k_cache.shape, x.shape[0], "rmsnorm_qkv_rope"
     H = wqkv.rows // D - 2 * KH
@@ -897,7 +896,7 @@ def rmsnorm_qkv_rope(
         args = (q, k_cache, v_cache, table, pos, bias)
         epilogue = Epilogue(_prepare_rope, _store_rope, args, sizes, added=None if bias is None else len(args) - 1)
     else:
-        qkv = x.new_empty(T, wqkv.rows, dtype=torch.float32)
+        qkv = x.new_empty(T if T <= MAX_FEW else 0, wqkv.rows, dtype=torch.float32)
         epilogue = Epilogue(_prepare_rows, _store_linear, (qkv,))
     if not launch_product(op, x, norm, wqkv, eps, epilogue):
         qkv = library_product(x, norm, wqkv, eps, accumulate)
@@ -1003,29 +1002,19 @@ def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, 
     return out.copy_(library_product(x, norm, w, eps, accumulate))
 
 
-# ---- the two tables, and their names for --backend; the formats of matrices, by name
+# ---- the table of ops, and the names of its columns for --backend; the formats of matrices, by name
 
-reference = SimpleNamespace(
-    embedding=embedding_ref,
-    rmsnorm=rmsnorm_ref,
-    rmsnorm_qkv_rope=rmsnorm_qkv_rope_ref,
-    attention=attention_ref,
-    linear_add=linear_add_ref,
-    rmsnorm_swiglu=rmsnorm_swiglu_ref,
-    rmsnorm_linear=rmsnorm_linear_ref,
-    sample=sample_ref,
-)
-
-fused = SimpleNamespace(
-    embedding=embedding,
-    rmsnorm=rmsnorm,
-    rmsnorm_qkv_rope=rmsnorm_qkv_rope,
-    attention=attention,
-    linear_add=linear_add,
-    rmsnorm_swiglu=rmsnorm_swiglu,
-    rmsnorm_linear=rmsnorm_linear,
-    sample=sample,
-)
-
+OPS = {
+    "embedding": (embedding_ref, embedding),
+    "rmsnorm": (rmsnorm_ref, rmsnorm),
+    "rmsnorm_qkv_rope": (rmsnorm_qkv_rope_ref, rmsnorm_qkv_rope),
+    "attention": (attention_ref, attention),
+    "linear_add": (linear_add_ref, linear_add),
+    "rmsnorm_swiglu": (rmsnorm_swiglu_ref, rmsnorm_swiglu),
+    "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),
+    "sample": (sample_ref, sample),
+}
+PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")  # those that multiply by a matrix
+reference, fused = (SimpleNamespace(**{name: pair[i] for name, pair in OPS.items()}) for i in (0, 1))
 BACKENDS = {"torch": reference, "triton": fused}
 FORMATS: dict[str, Format] = {format.name: format for format in (E4M3, E5M2, INT4)}

@@ -261,7 +261,7 @@ class Llama:
         x = ops.embedding(cache.tokens, pos, T, w.embedding)
         for layer, k, v in zip(w.layers, cache.k, cache.v):
             extra = layer.qkv_bias, layer.qk_norm, accumulate
-            q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, scratch, *extra)
+            q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, *extra)
             x = ops.linear_add(ops.attention(q, k, v, pos, scratch, accumulate), layer.wo, x, accumulate)
             h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps, accumulate)
             x = ops.linear_add(h, layer.w2, x, accumulate)

@@ -82,7 +82,7 @@ from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
 from fp8 import E4M3, E5M2, Matrix
 from int4 import INT4
-from kernels import FORMATS
+from kernels import FORMATS, PRODUCTS
 from launch import tl
 from model import BANNED, CHUNK, PADDED, Config, KVCache, Llama, Timings, captured, generate, rope_table
 from parallel import Ranks
@@ -941,7 +941,7 @@ def op_arguments(op: str, dtype: torch.dtype, heads: tuple, T: int, before: int,
     return {
         "embedding": lambda: ((tokens, pos, T, randn(V, C, dtype=dtype)), ()),
         "rmsnorm": lambda: ((x, norm, eps), ()),
-        "rmsnorm_qkv_rope": lambda: ((x, norm, matrix((H + 2 * KH) * D, C), table, *cache, pos, eps, scratch), (4, 5)),
+        "rmsnorm_qkv_rope": lambda: ((x, norm, matrix((H + 2 * KH) * D, C), table, *cache, pos, eps), (4, 5)),
         "attention": lambda: ((randn(T, H, D, dtype=dtype), *cache, pos, scratch), ()),
         "linear_add": lambda: ((randn(T, F, dtype=dtype), matrix(C, F), randn(T, C, dtype=dtype)), (2,)),
         "rmsnorm_swiglu": lambda: ((x, norm, matrix(2 * F, C), eps), ()),
@@ -950,7 +950,6 @@ def op_arguments(op: str, dtype: torch.dtype, heads: tuple, T: int, before: int,
 
 
 OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # sampling is tested below, by what it chooses
-PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
 ROUNDED_TWICE = {"rmsnorm_swiglu": 1.5**2}  # for several tokens: norm, the library's matmul, output; half a place each
 DTYPE_AND_HEADS = [(torch.float16, heads) for heads in ((2, 2, 16), (4, 1, 24), (6, 2, 8), (1, 1, 136))]
 DTYPE_AND_HEADS += [(torch.bfloat16, (4, 1, 24))]
@@ -1128,9 +1127,9 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     pos = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     y = kernels.fused.attention(q, k, v, pos, launch.Scratch(DEVICE), "fp16")
     assert torch.isfinite(y).all() and (y[8:] > 890).all()
-    table, scratch = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE), launch.Scratch(DEVICE)
+    table = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE)
     x, w, bias = full((T, 64), 1.0), Matrix(full((3 * H * D, 64), 65504 / 64)), full((3 * H * D,), 65504.0)
-    kernels.fused.rmsnorm_qkv_rope(x, x[0].clone(), w, table, k, v, pos, 0.0, scratch, bias, accumulate="fp16")
+    kernels.fused.rmsnorm_qkv_rope(x, x[0].clone(), w, table, k, v, pos, 0.0, bias, accumulate="fp16")
     assert all(torch.isfinite(cache[:, :T]).all() and cache[:, :T].max() == 65504 for cache in (k, v))
     for value, expected in ((60000.0, 65504.0), (NAN, NAN)):
         ab, out = full((T, 128), value), full((T, 64), 0.0)

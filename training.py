@@ -1,7 +1,7 @@
 """The ops that only training needs, forward and backward, modelled on llm.c's training kernels (its pull request 378).
 
 An op is one block: formula and shapes, a reference in plain torch that autograd differentiates, the Triton kernels, and
-the `torch.autograd.Function` that launches them. The file ends with two tables of the same names and signatures:
+the `torch.autograd.Function` that launches them. The file ends with a table of the ops in two columns:
 `reference` runs on any torch device, is what `torch.compile` gets, and is the oracle in tests; `fused` runs on CUDA,
 and on CPU tensors when TRITON_INTERPRET=1. models/tales/train.py trains with either.
 
@@ -678,22 +678,14 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return _LinearCrossEntropy.apply(x, weight, targets, _differentiated(x, weight))
 
 
-# ---- the two tables
+# ---- the table of ops
 
-reference = SimpleNamespace(
-    linear=linear_ref,
-    rmsnorm=rmsnorm_ref,
-    rope=rope_ref,
-    swiglu=swiglu_ref,
-    cross_entropy=cross_entropy_ref,
-    linear_cross_entropy=linear_cross_entropy_ref,
-)
-
-fused = SimpleNamespace(
-    linear=linear,
-    rmsnorm=rmsnorm,
-    rope=rope,
-    swiglu=swiglu,
-    cross_entropy=cross_entropy,
-    linear_cross_entropy=linear_cross_entropy,
-)
+OPS = {
+    "linear": (linear_ref, linear),
+    "rmsnorm": (rmsnorm_ref, rmsnorm),
+    "rope": (rope_ref, rope),
+    "swiglu": (swiglu_ref, swiglu),
+    "cross_entropy": (cross_entropy_ref, cross_entropy),
+    "linear_cross_entropy": (linear_cross_entropy_ref, linear_cross_entropy),
+}
+reference, fused = (SimpleNamespace(**{name: pair[i] for name, pair in OPS.items()}) for i in (0, 1))
