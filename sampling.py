@@ -263,7 +263,7 @@ def _threshold(l, listed, count, target, low, best, UNIT: tl.constexpr):
 
 @jit
 def _sample_best_kernel(
-    logits, extremes, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers, GREEDY: tl.constexpr,
+    logits, extremes, copy, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers, GREEDY: tl.constexpr,
     PENALTY: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Penalise recent tokens; find each part's best logit (inf if one is not finite) and lowest, extremes [rows, 2,
@@ -277,15 +277,17 @@ def _sample_best_kernel(
     gdc_wait(PDL)
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
     l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    if PENALTY:  # a token seen twice is penalised once
-        seen = tl.zeros([BLOCK], tl.int32)
+    if PENALTY:  # from a copy, so that a token seen twice is penalised once
+        tl.store(copy + row * V + ids, l, mask=ids < V)
+        tl.debug_barrier()
         for start in range(0, tl.minimum(window, position), CHUNK):
             back = start + tl.arange(0, CHUNK)
             recent = tl.load(tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1)
-            recent -= part * BLOCK
-            seen += tl.histogram(recent, BLOCK, mask=(recent >= 0) & (recent < BLOCK))
-        l = tl.where(seen > 0, tl.where(l > 0, l / penalty, l * penalty), l)
-        tl.store(logits + ids, l, mask=(seen > 0) & (ids < V))
+            mask_recent = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
+            seen = tl.load(copy + row * V + recent, mask=mask_recent, other=0.0)
+            tl.store(logits + recent, tl.where(seen > 0, seen / penalty, seen * penalty), mask=mask_recent)
+        tl.debug_barrier()
+        l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
     l = tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), float("inf"), l)
     if GREEDY:
         tl.atomic_max(winner + row, _best_of(l, ids, ids < V), sem="relaxed")
@@ -403,7 +405,8 @@ def sample(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: 
         launch(kernel, (parts, rows), logits.device, logits, extremes, *args, **constants, **sizes, warps=8)
 
     winner = zeros("winner", rows, dtype=torch.int64)
-    args = (winner, arrived, tokens, chosen_tokens, drawn, pos, numbers)
+    listed = zeros("listed", rows, V)
+    args = (listed, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers)
     run(_sample_best_kernel, *args, GREEDY=on["GREEDY"], PENALTY=on["PENALTY"])
     if on["GREEDY"]:
         return
@@ -411,7 +414,7 @@ def sample(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: 
     filters = dict(TOP_K=on["TOP_K"], TOP_P=on["TOP_P"], SHIFT=shift, UNIT=2.0 ** (2 * shift - 64), BINS=BINS)
     if on["TOP_K"] or on["TOP_P"]:
         bins, counts = zeros("bins", rows, BINS, dtype=torch.int64), zeros("counts", rows, dtype=torch.int32)
-        lists = (bins, zeros("listed", rows, V), zeros("listed ids", rows, V, dtype=torch.int32), counts)
+        lists = (bins, listed, zeros("listed ids", rows, V, dtype=torch.int32), counts)
         if on["COUNTED"]:
             run(_sample_count_kernel, bins, **filters)
     args = (*lists, winner, arrived, chosen_tokens, drawn, pos, sampler.seed, numbers)
