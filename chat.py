@@ -90,7 +90,8 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
             note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
         code = work(args, ranks)
         sys.stdout.flush()
-        ranks.finish()
+        if code != 130:  # after Ctrl-C the others may wait for something else: torchrun ends them
+            ranks.finish()
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         code = 0 if ranks.size == 1 else 1  # for torchrun to end the others
     except KeyboardInterrupt:

@@ -80,10 +80,11 @@ class Ranks:
         value = error = None
         try:
             value = do()
-        except (Exception, KeyboardInterrupt) as raised:
+        except Exception as raised:
             error = raised
         results: list = [None] * self.size
-        dist.all_gather_object(results, (value, error))
+        with self.stopping_together():
+            dist.all_gather_object(results, (value, error))
         for _, error in results:
             if error:
                 raise error

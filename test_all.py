@@ -4464,6 +4464,15 @@ def test_torchrun_chat(tiny, tmp_path):
     assert "kept.2-of-2 cannot be written" in cache and "too bad" in template
 
 
+def test_torchrun_interrupted_at_the_prompt(tiny):
+    process = torchrun(HERE / "run.py", "--chat", "-m", tiny, "--device", "cpu", stdin=subprocess.PIPE)
+    while not process.stderr.readline().startswith(b"chat "):
+        pass
+    process.send_signal(signal.SIGINT)
+    err = process.stderr.read()
+    assert process.wait(PATIENCE) != 0 and not errors_in(err) and b"terminate called" not in err, err
+
+
 def is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # which is what is left of one that has ended
