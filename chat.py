@@ -323,7 +323,7 @@ class Reader:
             state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
             self.history = Path(state, "fused-llama", "history")
             with suppress(OSError, ValueError):
-                self.history.parent.mkdir(mode=0o700, exist_ok=True)
+                self.history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 for line in self.history.read_text().splitlines()[-HISTORY:]:
                     with suppress(ValueError):  # half a line, where the disk was full
                         readline.add_history(json.loads(line))
@@ -351,7 +351,8 @@ class Reader:
         if self.interactive and not self.edits:
             print(prompt, end="", file=sys.stderr, flush=True)
         try:
-            return input(self.colour + prompt if self.edits else "")
+            with ending_cleanly():  # so that readline restores the terminal
+                return input(self.colour + prompt if self.edits else "")
         finally:
             show(self.plain)
 
@@ -408,8 +409,9 @@ class Chat:
                 if not self.stays or warned and not self.reader.has_text():
                     return 130
                 note("")
-                self.session.note("(to leave: Ctrl-C again, Ctrl-D or /exit)")
-                warned = True
+                if not (has_text := self.reader.has_text()):
+                    self.session.note("(to leave: Ctrl-C again, Ctrl-D or /exit)")
+                warned = not has_text
 
     def turn(self, message: str) -> bool:
         """Carry out a command or answer a message; return whether the chat goes on. The errors that end only the turn

@@ -2268,7 +2268,7 @@ READY = r"\x1b\[\?2004h(\x1b\[1;32m)?> "  # bracketed paste, perhaps in colour; 
 
 def test_chat_at_a_terminal(tiny, tmp_path):
     flags = ("-m", tiny, "--chat", "-n", 6, "--ignore-eos", "--temp", 0)
-    person = Person(*flags, XDG_STATE_HOME=str(tmp_path))
+    person = Person(*flags, XDG_STATE_HOME=str(tmp_path / "of a new user"))
     assert "\x1b[?2004h\x1b[1;32m> " in person.sees(READY)
     turn = person.types("hello\r", READY)
     answered = r"(?s)hello\r\n(\x1b\[\?2004l\r)?\x1b\[0m\r\n[^\x1b]+\r\n\r\n\x1b\[\?2004h\x1b\[1;32m> "
@@ -2278,6 +2278,7 @@ def test_chat_at_a_terminal(tiny, tmp_path):
     person.types("two \\\r", r"\x1b\[1;32m  ")
     person.types("lines\r", READY)
     assert "good\r\n" in person.types(UP + UP, "day"), "a pasted message comes back whole"
+    assert "to leave" not in person.interrupts(READY), "the line had text"
     person.interrupts(r"to leave: Ctrl-C again, Ctrl-D or /exit\)[^>]*> ")
     person.types("abc", "abc")
     person.interrupts(READY)
@@ -2286,7 +2287,7 @@ def test_chat_at_a_terminal(tiny, tmp_path):
     rest = person.interrupts("memory ")
     assert person.leaves()[0] == 130
     assert "generated 18 tokens" in rest and "Traceback" not in rest and rest.startswith("\x1b[?2004l\r\x1b[0m")
-    history = tmp_path / "fused-llama" / "history"
+    history = tmp_path / "of a new user" / "fused-llama" / "history"
     messages = [json.loads(line) for line in history.read_text().splitlines()]
     assert messages == ["hello", "good\nday", "two \nlines", "/clear"] and history.parent.stat().st_mode & 0o077 == 0
 
@@ -2320,6 +2321,14 @@ def test_bare_run_at_a_terminal_is_a_chat(tmp_path):
     person.types("/exit\r")
     code, rest = person.leaves()
     assert code == 0 and "\x1b" not in rest and "Traceback" not in rest
+
+
+def test_terminal_after_sigterm(tiny):
+    person = Person("-m", tiny, "--chat")
+    person.sees(READY)
+    os.kill(person.pid, signal.SIGTERM)
+    person.sees(r"\x1b\[\?2004l\r\x1b\[0m", lambda: os.kill(person.pid, signal.SIGWINCH))  # see interrupts
+    assert person.leaves()[0] == 128 + signal.SIGTERM
 
 
 def test_mode_of_a_run(monkeypatch):
