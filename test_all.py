@@ -580,7 +580,7 @@ def test_wrong_prompts_are_named(tiny, tiny_model):
                 evaluate(prompt)
     with pytest.raises(TypeError, match="a list of ids"):
         greedy(tiny_model, torch.tensor([1, 5]), 1)
-    for wrong in ("hi", [{"role": "user"}]):
+    for wrong in ("hi", [{"role": "user"}], []):
         with pytest.raises(TypeError, match="a conversation is a list of dicts"):
             Tokenizer(tiny).apply_chat_template(wrong)
     assert len(repr(tiny_model)) < 2000, "it prints weights"
@@ -1842,6 +1842,8 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
     (["-m", "nowhere"], b"", "no folder nowhere here; a hub model is written owner/name"),
+    (["-m", "./nowhere"], b"", "no folder ./nowhere here"),
+    (["-m", "models/x.gguf"], b"", "no folder models/x.gguf here"),
     (["-f", "nofile"], b"", "nofile"),
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
     (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),

@@ -41,7 +41,7 @@ def local_checkpoint(name: str) -> Path | None:
         return folder if re.search(r"-\d{5}-of-\d{5}$", folder.stem) else Path(os.path.realpath(folder))
     if folder.exists():
         raise FileNotFoundError(f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name):
+    if folder.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
         raise FileNotFoundError(f"no folder {name} here; a hub model is written owner/name")
     return None
 
@@ -451,7 +451,8 @@ class Tokenizer:
         """A conversation ("role" and "content" of each message) to ids, up to where the model answers. Only the
         template itself writes control tokens: what looks like one in a message is text. Raises ValueError where the
         template fails, TypeError for what is no conversation."""
-        if not all(isinstance(message, dict) and {"role", "content"} <= {*message} for message in messages):
+        is_turn = lambda message: isinstance(message, dict) and {"role", "content"} <= {*message}
+        if not messages or not all(map(is_turn, messages)):
             raise TypeError('a conversation is a list of dicts with "role" and "content"')
         return self.chat_prompt(messages, add_generation_prompt).ids
 
