@@ -1166,7 +1166,7 @@ def saved_format(folder: Path) -> Format | None:
 
 
 @torch.inference_mode()
-def importance_of(model: Llama, tokens: list[int]) -> dict[str, Tensor]:
+def importance_of(model: Llama, tokens: list[int], quiet: bool = False) -> dict[str, Tensor]:
     """By the name of each matrix [N, K], the sum of squares of what it is multiplied with while the model reads a text:
     float32 [K], as in llama.cpp's importance matrix."""
     ops, sums = model.ops, {}
@@ -1181,7 +1181,8 @@ def importance_of(model: Llama, tokens: list[int]) -> dict[str, Tensor]:
 
     products = {name: watched(op, "rmsnorm" in name) for name, op in vars(ops).items() if name in kernels.PRODUCTS}
     model.ops = SimpleNamespace(**vars(ops) | products)
-    for part in torch.tensor(tokens).split(min(1024, model.ctx_size)):
+    parts = torch.tensor(tokens).split(min(1024, model.ctx_size))
+    for part in tqdm(parts, desc="calibrating", unit_scale=1024, unit=" tokens", disable=quiet or None, leave=False):
         model.forward(part, KVCache(model, len(part)))
     if not all(torch.isfinite(total).all() for total in sums.values()):
         raise ValueError("the activations overflow: calibrate with --dtype bf16 or fp32")
@@ -1230,7 +1231,7 @@ def save(
         _copy_what_is_small(folder, made, tokenizer)
         if calibrate is not None:
             tokens = tokenizer.encode(calibrate)
-            importance = importance_of(load(checkpoint, dtype=dtype, device=device, quiet=quiet), tokens)
+            importance = importance_of(load(checkpoint, dtype=dtype, device=device, quiet=quiet), tokens, quiet)
         with torch.inference_mode():
             loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet, importance=importance)
             weights = loader.load()
