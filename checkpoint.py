@@ -397,7 +397,7 @@ def _torch_parts(file: Path) -> list[Part]:
         if not isinstance(tensors, dict) or not all(_is_dense(name, t) for name, t in tensors.items()):
             raise ValueError("it holds something other than named, dense tensors")
     except Exception as error:  # whatever a damaged file makes of zipfile and of torch
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = re.split(r"\n|\. ", str(error))[0] or type(error).__name__  # without torch's advice to trust it
         raise ValueError(
             f"{file} is damaged, or cannot be read safely ({reason}): take the model's safetensors, or save nothing but"
             " tensors by name, with torch 1.6 or later"
