@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant("sampling.py", "tl.store(bins + every, tl.zeros([BINS], tl.int64))", "pass", "other_sampling"),
     Mutant("sampling.py", "tl.maximum(drawn_best, better)", "better", "sampling_equals"),
     Mutant("sampling.py", "if s.min_p > 0 else -math.inf", "if s.min_p > 0 else 0.0", "sampling_equals"),
-    Mutant("sampling.py", "tl.where(l > 0, l / penalty, l * penalty)", "l / penalty", "penalty"),
+    Mutant("sampling.py", "tl.where(seen > 0, seen / penalty, seen * penalty)", "seen / penalty", "penalty"),
     Mutant("model.py", "min(self.pos, len(tokens) - 1)", "min(self.pos, len(tokens))", "reuses"),
     Mutant("checkpoint.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"),
     Mutant("checkpoint.py", "min(math.ceil(high), D - 1)", "min(math.ceil(high), D // 2 - 1)", "yarn"),
