@@ -2616,8 +2616,8 @@ def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, settings, st
 
 
 @pytest.mark.parametrize("fields", [
-    # with a ramp within the frequencies, and beyond the last; with a scale of its own
-    *(dict(trained=trained) for trained in (64, 4096, 1 << 17)),
+    # ramps within the frequencies (that of 2000 starts elsewhere with 31 turns as beta_fast) and beyond them; a scale
+    *(dict(trained=trained) for trained in (64, 2000, 1 << 17)),
     dict(trained=32, factor=8.0, beta_fast=16.0, beta_slow=2.0),
     dict(trained=1000, factor=2.0, rope_theta=100.0, attention_factor=1.3),
 ], ids=str)  # fmt: skip
