@@ -84,7 +84,8 @@ class Int4(Codes4):
         weigh = torch.ones(K, device=weights.device) if importance is None else importance.float().clamp(min=1e-12)
         in_groups = lambda t: self.in_runs(t.float()).unflatten(-1, (-1, GROUP))
         weigh = in_groups(weigh)
-        for rows, *places in zip(*(t.split(max(1, (1 << 24) // K)) for t in (weights, *out))):
+        at_once = max(1, (1 << (16 if weights.is_cpu else 24)) // K)  # on a CPU, as many as its caches hold
+        for rows, *places in zip(*(t.split(at_once) for t in (weights, *out))):
             for place, value in zip(places, _encode(in_groups(rows), weigh)):
                 place.copy_(value)
         return out
@@ -155,18 +156,18 @@ def _encode(w: Tensor, weigh: Tensor) -> Tensors:
     peak = w.abs().amax((1, 2)).clamp_(min=1e-30)[:, None]
     if not torch.isfinite(peak).all():
         raise ValueError("NaN or inf cannot be stored as 4-bit integers")
-    w = w / peak[..., None]  # so that no square is too large or too small
-    low, high = w.amin(2).clamp_(max=0), w.amax(2).clamp_(min=0)
+    w = (w / peak[..., None]).permute(2, 0, 1).contiguous()  # [32, N, G], so scaled that no square is too large
+    weigh = weigh.t()[:, None].contiguous()
+    low, high = w.amin(0).clamp_(max=0), w.amax(0).clamp_(min=0)
     least = torch.full_like(low, torch.inf)
     scale, zero = torch.ones_like(low), torch.zeros_like(low)  # w = scale (code - zero)
-    total, sum_w = weigh.sum(1), (w * weigh).sum(2)
-    span = ((high - low) / 15).clamp_(min=1e-30)
+    total, sum_w = weigh.sum(0), (w * weigh).sum(0)
+    span, middle = ((high - low) / 15).clamp_(min=1e-30), (high + low) / 2
     for part in torch.linspace(0.6, 1.05, 10).tolist():
         step = span * part
-        # the middle of the range stays
-        code = ((w - ((high + low) / 2)[..., None]) / step[..., None] + 7.5).round_().clamp_(0, 15)
+        code = _codes(w, step, 7.5 - middle / step)
         counted = code * weigh
-        sum_c, sum_cc, sum_cw = counted.sum(2), (counted * code).sum(2), (counted * w).sum(2)
+        sum_c, sum_cc, sum_cw = counted.sum(0), code.mul_(counted).sum(0), counted.mul_(w).sum(0)
         fit = (total * sum_cw - sum_c * sum_w) / (total * sum_cc - sum_c.square()).clamp_(min=1e-30)
         fit = torch.where(fit > 0, fit, step)
         offset = ((sum_c - sum_w / fit) / total).clamp_(0, 255 / 16)
@@ -181,23 +182,25 @@ def _encode(w: Tensor, weigh: Tensor) -> Tensors:
     for step in (-1, 0, 1):
         tried = (nearest + step).clamp_(0, LARGEST)
         fit = _scales(tried) * row
-        offset = (start / fit).clamp_(0, 255 / 16)
-        code = (w / fit[..., None] + offset[..., None]).round_().clamp_(0, 15)
-        offset = (((code * weigh).sum(2) - sum_w / fit) / total * 16).round_().clamp_(0, 255)
+        code = _codes(w, fit, (start / fit).clamp_(0, 255 / 16))
+        offset = ((code.mul_(weigh).sum(0) - sum_w / fit) / total * 16).round_().clamp_(0, 255)
         error = _error(w, weigh, fit, offset / 16)
         better = error < best
         for found, value in ((best, error), (byte, tried), (sixteenths, offset.int())):
             found.copy_(torch.where(better, value, found))
-    fit, offset = _scales(byte) * row, sixteenths / 16
-    code = (w / fit[..., None] + offset[..., None]).round_().clamp_(0, 15)
-    return packed(code.flatten(1)), (byte << 8 | sixteenths).to(torch.int16), row * peak
+    code = _codes(w, _scales(byte) * row, sixteenths / 16)
+    return packed(code.permute(1, 2, 0).contiguous().flatten(1)), (byte << 8 | sixteenths).to(torch.int16), row * peak
+
+
+def _codes(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The codes nearest to w [32, N, G], as floats."""
+    return torch.addcmul(zero, w, scale.reciprocal()).round_().clamp_(0, 15)
 
 
 def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Weighted squared error of each group [N, G] with the codes that are nearest."""
-    scale, zero = scale[..., None], zero[..., None]
-    code = (w / scale + zero).round_().clamp_(0, 15)
-    return (code.sub_(zero).mul_(scale).sub_(w).square_() * weigh).sum(2)
+    """Weighted squared error of each group [N, G] with these."""
+    exact = torch.addcmul(zero, w, scale.reciprocal())
+    return exact.sub_(exact.round().clamp_(0, 15)).square_().mul_(weigh).sum(0).mul_(scale.square())
 
 
 # ---- in kernels
