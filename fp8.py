@@ -183,7 +183,7 @@ class Format:
         return stored if order is None else stored.index_select(1, order.argsort())
 
     def check(self, tensors: Tensors) -> None:
-        """Raise ValueError for values that encode never writes and that are not finite."""
+        """Raise ValueError for scales that are not positive and finite, and for codes that are not finite."""
         if not ((tensors[-1] > 0) & (tensors[-1] < torch.inf)).all():
             raise ValueError("scales that are not positive and finite")
 

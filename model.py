@@ -53,7 +53,7 @@ class Config:
     qkv_bias: bool = False  # q, k and v have a bias
     qk_norm: bool = False  # q and k are normalised head by head before RoPE
     dtype: torch.dtype | None = None  # None: as the tensors are stored
-    bos_id: int | None = None  # None: as the tokenizer says
+    bos_id: int | None = None  # for a tokenizer that names none
     eos_ids: tuple[int, ...] = ()  # empty: as the tokenizer says
     ranks: int = 1  # processes that share the model; if several, n_heads, n_kv_heads and hidden_dim are per process
 
@@ -417,8 +417,8 @@ class KVCache:
         self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)  # sampled ones, for the host
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
         self.sampler = Sampler(model.device)  # how the next one is chosen
-        self.never: tuple[int, ...] = ()  # ids that are not sampled
-        self.unused: Collection[int] = ()  # ids that no text has, which are not sampled either
+        self.never: tuple[int, ...] = ()  # ids that are not sampled, see ban
+        self.unused: Collection[int] = ()  # those of them that no text has
         self._bans: dict[tuple[int, ...], Tensor] = {}  # all there have been, since captured graphs read them
         self.scratch = Scratch(model.device)
         self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
