@@ -351,8 +351,7 @@ class Reader:
         if self.interactive and not self.edits:
             print(prompt, end="", file=sys.stderr, flush=True)
         try:
-            with ending_cleanly():  # so that readline restores the terminal
-                return input(self.colour + prompt if self.edits else "")
+            return input(self.colour + prompt if self.edits else "")
         finally:
             show(self.plain)
 
@@ -363,8 +362,9 @@ HELP = """/clear        forget the conversation and any file read
 /system TEXT  set the system prompt, and forget the conversation
 /regen        answer the last message again
 /read FILE    put a text file before the next message
-/exit         leave; so do Ctrl-D and a second Ctrl-C
-A line that ends in \\ continues on the next one; pasted text is one message. Ctrl-C ends an answer."""
+/exit         leave; so do Ctrl-D and, at an empty line, Ctrl-C twice
+A line that ends in \\ continues on the next one; pasted text is one message. Ctrl-C ends an answer
+or clears the line."""
 
 
 class Chat:

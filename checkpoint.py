@@ -144,7 +144,7 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("tie_word_embeddings", False, True, None)
     if family == "mistral":
         f.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
-    elif not f.get("use_sliding_window"):  # Llama has none, whatever it says
+    elif not f.get("use_sliding_window"):  # without this, Llama and Qwen have none, whatever else they say
         f["sliding_window"] = None
     if family == "qwen3":
         f.setdefault("head_dim", 128)
@@ -279,8 +279,7 @@ def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> tuple[float, 
     """As Peng et al., 2023: the factor, the part of each frequency that is divided by it, and the scale of q and k
     (attention_factor), which is 1 + 0.1 log(factor) by default, as in section 3.4."""
     rope.refuse_unless("truncate", None, True)
-    for name in ("mscale", "mscale_all_dim"):
-        rope.refuse_unless(name, None)
+    rope.refuse_unless("mscale_all_dim", None, 0)  # without it, mscale has no effect
     original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
     factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
     fast, slow = rope.number("beta_fast", 1e-3, 1e6, 32, float), rope.number("beta_slow", 1e-3, 1e6, 1, float)
@@ -729,8 +728,8 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
 
 
 def _cached(name: str, gguf: str | None) -> Path | None:
-    """A repository's folder in the hub's cache, or of this kind of GGUF ("": any) the file, if all is there that the
-    checkpoint needs by its own account: the cache does not know what it lacks if another program made it."""
+    """A repository's folder in the hub's cache, or its GGUF file of this kind ("": any), if nothing is missing that the
+    checkpoint refers to: the cache does not know whether it is complete if another program filled it."""
     from huggingface_hub import is_offline_mode, snapshot_download
 
     wanted = SMALL_FILES[:2] if is_offline_mode() else SMALL_FILES  # offline, make do with what is cached
@@ -1181,9 +1180,10 @@ def importance_of(model: Llama, tokens: list[int], quiet: bool = False) -> dict[
 
     products = {name: watched(op, "rmsnorm" in name) for name, op in vars(ops).items() if name in kernels.PRODUCTS}
     model.ops = SimpleNamespace(**vars(ops) | products)
-    parts = torch.tensor(tokens).split(min(1024, model.ctx_size))
-    for part in tqdm(parts, desc="calibrating", unit_scale=1024, unit=" tokens", disable=quiet or None, leave=False):
-        model.forward(part, KVCache(model, len(part)))
+    with tqdm(desc="calibrating", total=len(tokens), unit=" tokens", disable=quiet or None, leave=False) as bar:
+        for part in torch.tensor(tokens).split(min(1024, model.ctx_size)):
+            model.forward(part, KVCache(model, len(part)))
+            bar.update(len(part))
     if not all(torch.isfinite(total).all() for total in sums.values()):
         raise ValueError("the activations overflow: calibrate with --dtype bf16 or fp32")
     return {name: sums[w] for name, w in zip(matrix_shapes(model.config), model.weights.matrices)}

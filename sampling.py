@@ -61,7 +61,7 @@ def _temperature(s: Sampling) -> float:
 
 def _numbers(s: Sampling) -> list[float]:
     """Temperature, top_k, top_p, log(min_p), penalty and its window: kernels load them by their places."""
-    window = s.repeat_last_n if s.repeat_last_n >= 0 else 1 << 30
+    window = min(s.repeat_last_n, 1 << 30) if s.repeat_last_n >= 0 else 1 << 30
     log_min_p = math.log(s.min_p) if s.min_p > 0 else -math.inf
     return [_temperature(s), float(s.top_k), s.top_p, log_min_p, s.repeat_penalty, float(window)]
 
@@ -151,7 +151,7 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
 BINS = 2048
 MIN_BLOCK, MAX_PARTS = 256, 128  # the fewest logits of a part and the most parts; powers of 2
 DEPTH = constexpr(32.0)  # how far below the best logit the bins reach; the last one holds whatever is lower
-CHUNK = constexpr(1024)  # how many of the listed logits are read at a time
+CHUNK = constexpr(1024)  # how many of the listed logits, or of the recent tokens, are read at a time
 LAST_ID = constexpr(0x7FFFFFFF)
 INF_RANK = constexpr(0xFF800000)  # the upper bits of _best_of's number where the score is inf
 
@@ -266,8 +266,9 @@ def _sample_best_kernel(
     logits, extremes, copy, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers, GREEDY: tl.constexpr,
     PENALTY: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Penalise recent tokens; find each part's best logit (inf if one is not finite) and lowest, extremes [rows, 2,
-    PARTS]; if greedy, choose the best of all. Axis 1 of the grid is the rows of logits here and below."""
+    """Penalise recent tokens, from a copy of the logits; find each part's best logit (inf if one is not finite) and
+    lowest, extremes [rows, 2, PARTS]; if greedy, choose the best of all. Axis 1 of the grid is the rows of logits here
+    and below."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     logits += row * V

@@ -88,7 +88,7 @@ from model import BANNED, CHUNK, PADDED, Config, KVCache, Llama, Timings, captur
 from parallel import Ranks
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
-from tokenizer import TEMPLATES, Prompt, TextStream, Tokenizer, encode_continuation, find_template
+from tokenizer import TEMPLATES, Prompt, TextStream, Tokenizer, encode_continuation, find_template, local_checkpoint
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HERE = Path(__file__).parent
@@ -483,7 +483,7 @@ def launch_training(dtype: torch.dtype) -> None:
 
 def compile_kernels(arch: int) -> None:
     """Compile every kernel for an architecture, to machine code that fits into shared memory. 86 assembles the PTX of
-    80, as Triton would compile for it; so does 89, except where its instructions for 8-bit floats are used."""
+    80, as Triton would compile for it; 89 has the same PTX, except where its instructions for 8-bit floats are used."""
     from triton import knobs
 
     compiled, with_fp16_sums = set(), set()
@@ -511,6 +511,7 @@ def compile_kernels(arch: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         launch_all(dtype, arch)
     if arch == 89:
+        assert "_vector_kernel" in compiled
         return
     modules = (kernels, attention, sampling, fp8, int4, parallel, speculation, training)
     modules += (hopper,) if arch == 90 else ()
@@ -979,7 +980,6 @@ def equals_reference(op: str, draws: list[tuple], written: tuple, limit: float) 
 
 
 def test_tables_have_the_same_ops_and_signatures():
-    assert vars(kernels.reference).keys() == vars(kernels.fused).keys()
     for name, op in vars(kernels.fused).items():
         assert inspect.signature(op) == inspect.signature(getattr(kernels.reference, name)), name
         assert op.__name__ == name and getattr(kernels.reference, name).__name__ == f"{name}_ref"
@@ -1216,10 +1216,10 @@ def test_temperatures_at_the_ends(temp):
     assert drawn[1] == 1 if temp < 1 else (drawn - 0.25).abs().max() < 0.12  # 5 sigma of 400 draws
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 8, -1])
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 8, -1, 1 << 40])
 def test_the_penalty_looks_back_its_window(window):
     logits = torch.full((20,), -20.0)
-    for high, back in itertools.product((2.0, -1.0), (1, 12) if window < 0 else (window, window + 1)):
+    for high, back in itertools.product((2.0, -1.0), (window, window + 1) if 0 < window < 9 else (1, 12)):
         logits[3], logits[4], expected = high, high - 0.5, 3 if back == window + 1 else 4
         tokens = torch.full((16,), 5, dtype=torch.int32)  # token 3 that far back, token 5 elsewhere
         tokens[12 - back] = 3
@@ -1228,7 +1228,7 @@ def test_the_penalty_looks_back_its_window(window):
         assert choose_alike(logits, tokens, 12, top_k=0, temp=1e-9, **settings) == expected
         assert choose_alike(logits, tokens, 12, temp=0, repeat_last_n=window) == 3, "no penalty"
         beyond = torch.cat((tokens, torch.full((1500,), 5, dtype=torch.int32)))  # more than are read at a time
-        assert choose_alike(logits, beyond, 1510, temp=0, **settings) == (4 if window < 0 else 3)
+        assert choose_alike(logits, beyond, 1510, temp=0, **settings) == (3 if 0 < window < 9 else 4)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -1692,13 +1692,14 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
     N, C, D, dtype = 5 * 48, 320, 48, torch.float16
 
-    def draw() -> tuple:
+    def draw(*extra: tuple[int, ...] | None) -> tuple:
         arguments, _ = op_arguments("rmsnorm_qkv_rope", dtype, (3, 1, D), 1, 4)
         w = Matrix(torch.randn(N, C, device=DEVICE)).encoded(INT4)
-        return randn(1, C, dtype=dtype), randn(C, dtype=dtype), w, *arguments[3:]
+        extra = (shape and randn(*shape, dtype=dtype) for shape in extra)
+        return randn(1, C, dtype=dtype), randn(C, dtype=dtype), w, *arguments[3:], *extra
 
-    for extra in ((), (randn(N, dtype=dtype),), (None, randn(2, D, dtype=dtype))):
-        draws = [(*draw(), *extra) for _ in range(8 if ON_GPU else 1)]
+    for extra in ((), ((N,),), (None, (2, D))):  # a norm with few large weights leaves an error like that of a few rows
+        draws = [draw(*extra) for _ in range(64 if ON_GPU else 1)]
         equals_reference("rmsnorm_qkv_rope", draws, (4, 5), 4 * ONE_UNIT[dtype])
 
 
@@ -1841,9 +1842,9 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
 
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
-    (["-m", "nowhere"], b"", "no folder nowhere here; a hub model is written owner/name"),
-    (["-m", "./nowhere"], b"", "no folder ./nowhere here"),
-    (["-m", "models/x.gguf"], b"", "no folder models/x.gguf here"),
+    (["-m", "nowhere"], b"", "no file or folder nowhere here; a hub model is written owner/name"),
+    (["-m", "./nowhere"], b"", "no file or folder ./nowhere here"),
+    (["-m", "models/x.gguf"], b"", "no file or folder models/x.gguf here"),
     (["-f", "nofile"], b"", "nofile"),
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
     (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
@@ -2325,14 +2326,6 @@ def test_bare_run_at_a_terminal_is_a_chat(tmp_path):
     assert code == 0 and "\x1b" not in rest and "Traceback" not in rest
 
 
-def test_terminal_after_sigterm(tiny):
-    person = Person("-m", tiny, "--chat")
-    person.sees(READY)
-    os.kill(person.pid, signal.SIGTERM)
-    person.sees(r"\x1b\[\?2004l\r\x1b\[0m", lambda: os.kill(person.pid, signal.SIGWINCH))  # see interrupts
-    assert person.leaves()[0] == 128 + signal.SIGTERM
-
-
 def test_mode_of_a_run(monkeypatch):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -2620,6 +2613,7 @@ def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, settings, st
     *(dict(trained=trained) for trained in (64, 2000, 1 << 17)),
     dict(trained=32, factor=8.0, beta_fast=16.0, beta_slow=2.0),
     dict(trained=1000, factor=2.0, rope_theta=100.0, attention_factor=1.3),
+    dict(trained=64, mscale=0.7),
 ], ids=str)  # fmt: skip
 def test_yarn_angles_equal_transformers(tmp_path, fields):
     rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0) | fields
@@ -2696,7 +2690,7 @@ SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what th
     "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
     "another rope": (spoil_config(rope_parameters={"rope_type": "dynamic"}), "rope_type is 'dynamic'"),
     **{f"yarn, {name}": (spoil_config(rope_parameters={"rope_type": "yarn", name: value}), f"{name} is {value}")
-       for name, value in (("truncate", False), ("mscale", 0.7), ("mscale_all_dim", 1.0))},
+       for name, value in (("truncate", False), ("mscale_all_dim", 1.0))},
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
        for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
     "eos beyond the vocabulary": (spoil_config(eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]"),
@@ -2855,7 +2849,7 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     if layout:
         LAYOUTS[layout](copy)
         (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
-        (copy / "tokenizer.json").write_text("{}")  # the other comes first
+        (copy / "tokenizer.json").touch()  # the other comes first
     code, out, err = cli("-m", copy, "--save", saved, "--fp8", form)
     assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
     assert sorted(f for f in copy.parent.iterdir() if f.is_dir()) == [copy, saved]
@@ -3617,9 +3611,9 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     (tmp_path / "link.gguf").symlink_to(file)
     file.rename(tmp_path / "sha256-00")  # as Ollama names it
     (tmp_path / "one/tales.gguf").symlink_to("../sha256-00")
-    assert (
-        cli("-m", tmp_path / "link.gguf", *flags)[:2] == cli("-m", tmp_path / "sha256-00", *flags)[:2] == (0, expected)
-    )
+    for name in ("link.gguf", "sha256-00", "one/tales.gguf"):
+        assert cli("-m", tmp_path / name, *flags)[:2] == (0, expected)
+    assert local_checkpoint(str(tmp_path / "link.gguf")).name == "link.gguf"  # a template may be chosen by it
     (tmp_path / "one/other.gguf").unlink()
     assert_refused(cli("-m", tmp_path / "one", *flags), "tales.gguf is a link out of its folder")
     second = (tmp_path / (part % 2)).rename(tmp_path / "second.gguf")
@@ -4512,7 +4506,7 @@ def test_torchrun_reports_one_error(tiny):
     folder = f"./{tiny.parent.name}/{tiny.name}"  # which the second rank looks for elsewhere
     process = torchrun_bash("[ $RANK = 0 ] || cd /; exec $RUN", "-p", "Once", "-m", folder, cwd=tiny.parent.parent)
     _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0 and len(errors_in(err)) == 1 and "no folder" in errors_in(err)[0], err
+    assert process.returncode != 0 and len(errors_in(err)) == 1 and "no file or folder" in errors_in(err)[0], err
 
 
 # ---- training.py
@@ -5126,7 +5120,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
         (["--plot", HERE / "figures/h200.jsonl", "x.png"], "--plot needs a package that is not installed: matplotlib"),
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
-        (["-m", "nowhere"], "no folder nowhere here"),
+        (["-m", "nowhere"], "no file or folder nowhere here"),
         (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
         (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
         (["-m", tiny, "--tune", "--device", "cpu"], "on a GPU"),

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -37,12 +37,14 @@ def local_checkpoint(name: str) -> Path | None:
     if folder.is_dir():
         return find_gguf(folder) or folder
     if folder.is_file() and (folder.suffix == ".gguf" or folder.open("rb").read(4) == b"GGUF"):
-        # a link may lead anywhere if it is named; the parts of a split model find each other by their names
-        return folder if re.search(r"-\d{5}-of-\d{5}$", folder.stem) else Path(os.path.realpath(folder))
+        with suppress(ValueError):
+            open_regular(folder).close()
+            return folder
+        return Path(os.path.realpath(folder))  # a link that is named itself may lead anywhere
     if folder.exists():
         raise FileNotFoundError(f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)")
     if folder.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
-        raise FileNotFoundError(f"no folder {name} here; a hub model is written owner/name")
+        raise FileNotFoundError(f"no file or folder {name} here; a hub model is written owner/name")
     return None
 
 
@@ -299,8 +301,9 @@ def _added_tokens(folder: Path, config: dict) -> list[dict]:
     tokens = [{"id": i, "content": text} for text, i in read("added_tokens.json").items()]
     if isinstance(decoder := config.get("added_tokens_decoder"), dict):
         tokens += [t | {"id": int(i)} for i, t in decoder.items() if i.isdecimal() and len(i) < 10 and type(t) is dict]
-    elif isinstance(listed := read("tokenizer.json").get("added_tokens"), list):
-        tokens += [token for token in listed if type(token) is dict]
+    else:
+        with suppress(ValueError, TypeError):  # without such a list, or damaged, it may still be of no concern
+            tokens += [token for token in read("tokenizer.json").get("added_tokens") if type(token) is dict]
     return [token for token in tokens if type(token.get("id")) is int and type(token.get("content")) is str]
 
 

@@ -351,7 +351,7 @@ VALUES = (
 
 def any_options(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
     program = rng.choice((run, bench))
-    words = [rng.choice((rng.choice(flags_of(program)), rng.choice(VALUES))) for _ in range(rng.randint(1, 5))]
+    words = [rng.choice((rng.choice(flags_of(program)), rng.choice(VALUES))) for _ in range(rng.randrange(6))]
     said = io.StringIO()
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(said):
