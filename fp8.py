@@ -263,6 +263,13 @@ class Grouped(Format):
         return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
 
 
+def refuse_not_finite(weights: Tensor) -> None:
+    """Raise ValueError for NaN or inf. Encoding waits for the GPU here alone, so that the next matrix is read while it
+    encodes."""
+    if not torch.isfinite(torch.stack(weights.aminmax())).all():
+        raise ValueError("NaN or inf cannot be stored in a format of 8 or 4 bits")
+
+
 @dataclass(eq=False)
 class Matrix:
     """A weight matrix W of N rows and K columns, applied as y = x W^T."""
@@ -354,21 +361,19 @@ class Float8(Format):
         """Each row takes the scale with the least squared error of four, from the smallest that lets its largest
         magnitude fit to just under twice that."""
         out = out or self.empty(*weights.shape, weights.device)
+        refuse_not_finite(weights)
         rows_at_once = max(1, (1 << 23) // weights.shape[1])
         for rows, code, scale in zip(*(t.split(rows_at_once) for t in (weights, *out))):
             rows = rows.float()
-            smallest = rows.abs().amax(1, keepdim=True) / self.top
-            if not torch.isfinite(smallest).all():
-                raise ValueError("NaN or inf cannot be stored as an 8-bit float")
-            smallest.clamp_(min=1e-30)
+            smallest = (rows.abs().amax(1, keepdim=True) / self.top).clamp_(min=1e-30)
             least = torch.full_like(smallest, torch.inf)
             for step in (0.0, 0.25, 0.5, 0.75):
                 tried = smallest * 2**step
                 written = self.round(rows / tried)
                 error = (self.decoded((written, tried)) - rows).square().sum(1, keepdim=True)
                 better = (error < least) | least.isinf()  # the square of magnitudes beyond 1e19 may be, too
-                least[better], scale[better] = error[better], tried[better]
-                code[better[:, 0]] = written[better[:, 0]]
+                for found, value in ((least, error), (scale, tried), (code, written)):
+                    found.copy_(torch.where(better, value, found))
         return out
 
     def weights(self, tensors: Tensors) -> Tensor:

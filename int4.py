@@ -82,6 +82,7 @@ class Int4(Codes4):
         K = weights.shape[1]
         out = out or self.empty(*weights.shape, weights.device)
         weigh = torch.ones(K, device=weights.device) if importance is None else importance.float().clamp(min=1e-12)
+        fp8.refuse_not_finite(weights)
         in_groups = lambda t: self.in_runs(t.float()).unflatten(-1, (-1, GROUP))
         weigh = in_groups(weigh)
         at_once = max(1, (1 << (16 if weights.is_cpu else 24)) // K)  # on a CPU, as many as its caches hold
@@ -154,8 +155,6 @@ def _encode(w: Tensor, weigh: Tensor) -> Tensors:
     codes best, by least squares; the best of them. Then, since the scale and the zero point are themselves rounded, the
     codes of the scale nearest to that one, each with the zero point that fits best."""
     peak = w.abs().amax((1, 2)).clamp_(min=1e-30)[:, None]
-    if not torch.isfinite(peak).all():
-        raise ValueError("NaN or inf cannot be stored as 4-bit integers")
     w = (w / peak[..., None]).permute(2, 0, 1).contiguous()  # [32, N, G], so scaled that no square is too large
     weigh = weigh.t()[:, None].contiguous()
     low, high = w.amin(0).clamp_(max=0), w.amax(0).clamp_(min=0)
