@@ -17,7 +17,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -263,11 +263,13 @@ class Grouped(Format):
         return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
 
 
-def refuse_not_finite(weights: Tensor) -> None:
-    """Raise ValueError for NaN or inf. Encoding waits for the GPU here alone, so that the next matrix is read while it
-    encodes."""
+def some_rows(weights: Tensor, out: Tensors) -> Iterator[Tensors]:
+    """Rows of weights to be encoded and their places in what is stored, on a CPU as many at a time as its caches hold.
+    Raises ValueError for NaN or inf. Encoding waits for a GPU here alone, so that the next matrix is read meanwhile."""
     if not torch.isfinite(torch.stack(weights.aminmax())).all():
-        raise ValueError("NaN or inf cannot be stored in a format of 8 or 4 bits")
+        raise ValueError("NaN or inf cannot be stored in 8 or 4 bits")
+    at_once = max(1, (1 << (16 if weights.is_cpu else 24)) // weights.shape[1])
+    yield from zip(*(t.split(at_once) for t in (weights, *out)))
 
 
 @dataclass(eq=False)
@@ -361,9 +363,7 @@ class Float8(Format):
         """Each row takes the scale with the least squared error of four, from the smallest that lets its largest
         magnitude fit to just under twice that."""
         out = out or self.empty(*weights.shape, weights.device)
-        refuse_not_finite(weights)
-        rows_at_once = max(1, (1 << 23) // weights.shape[1])
-        for rows, code, scale in zip(*(t.split(rows_at_once) for t in (weights, *out))):
+        for rows, code, scale in some_rows(weights, out):
             rows = rows.float()
             smallest = (rows.abs().amax(1, keepdim=True) / self.top).clamp_(min=1e-30)
             least = torch.full_like(smallest, torch.inf)

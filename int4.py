@@ -79,14 +79,11 @@ class Int4(Codes4):
     def encode(self, weights: Tensor, out: Tensors | None = None, importance: Tensor | None = None) -> Tensors:
         """Scale and zero point of a group are searched for the least squared error, which `importance` [K] weighs, if
         given."""
-        K = weights.shape[1]
         out = out or self.empty(*weights.shape, weights.device)
-        weigh = torch.ones(K, device=weights.device) if importance is None else importance.float().clamp(min=1e-12)
-        fp8.refuse_not_finite(weights)
+        weigh = weights.new_ones(weights.shape[1]) if importance is None else importance.float().clamp(min=1e-12)
         in_groups = lambda t: self.in_runs(t.float()).unflatten(-1, (-1, GROUP))
         weigh = in_groups(weigh)
-        at_once = max(1, (1 << (16 if weights.is_cpu else 24)) // K)  # on a CPU, as many as its caches hold
-        for rows, *places in zip(*(t.split(at_once) for t in (weights, *out))):
+        for rows, *places in fp8.some_rows(weights, out):
             for place, value in zip(places, _encode(in_groups(rows), weigh)):
                 place.copy_(value)
         return out
