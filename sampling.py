@@ -1,5 +1,4 @@
-"""How the next token is chosen: the settings, the reference in plain torch, the Triton kernels. A new sampler touches
-this file and the command line.
+"""How the next token is chosen: the settings, the reference in plain torch, the Triton kernels.
 
 The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature, draw. Each filter
 keeps the tokens at or above one threshold, so ties at the edge stay together. To draw, a Gumbel variate is added to
@@ -13,13 +12,16 @@ holds what comes before each position; the token of a single row is written ther
 come as a Sampler, whose numbers are on the device.
 
 To add a setting: a field of Sampling and its range; its number in _numbers, which kernels load by its place; what it
-does, in _choose_ref and in _sample_draw_kernel; its flag in run.py, of the same name; its values in
-test_sampling_equals_the_reference.
+does, in _choose_ref and in _sample_draw_kernel (whatever needs all logits, in _sample_best_kernel before, whose numbers
+_load_part reads back); if it can be off, a switch; its flag in run.py, of the same name; its values in
+test_sampling_equals_the_reference; what generation_config.json may say of it, in checkpoint.read_sampling. A logit may
+be model.BANNED.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +68,10 @@ def _numbers(s: Sampling) -> list[float]:
     return [_temperature(s), float(s.top_k), s.top_p, log_min_p, s.repeat_penalty, float(window)]
 
 
+# What is on, for which kernels are compiled; COUNTED: thresholds are looked for in bins
+Switches = namedtuple("Switches", "GREEDY PENALTY TOP_K TOP_P COUNTED")
+
+
 class Sampler:
     """Settings as the ops take them: `s` for the host, and the same numbers in device memory, where a kernel reads
     them. So a captured graph picks up new settings, as long as its kernels are compiled for the same `switches`."""
@@ -81,11 +87,11 @@ class Sampler:
         self.seed.fill_(s.seed)
         self.numbers.copy_(torch.tensor(_numbers(s)))
 
-    def switches(self, V: int) -> dict[str, bool]:
-        """What kernels are compiled for, with V logits."""
+    def switches(self, V: int) -> Switches:
+        """With V logits."""
         s, cuts = self.s, 0 < self.s.top_k < V
-        on = dict(GREEDY=s.temp == 0, PENALTY=s.repeat_penalty != 1, TOP_K=cuts, TOP_P=s.top_p < 1)
-        return on | dict(COUNTED=not cuts or s.top_k > triton.cdiv(V, _block(V)))
+        counted = not cuts or s.top_k > triton.cdiv(V, _block(V))
+        return Switches(s.temp == 0, s.repeat_penalty != 1, cuts, s.top_p < 1, counted)
 
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # SplitMix64's constants (Vigna, 2015), as torch's signed integers
@@ -263,8 +269,8 @@ def _threshold(l, listed, count, target, low, best, UNIT: tl.constexpr):
 
 @jit
 def _sample_best_kernel(
-    logits, extremes, copy, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers, GREEDY: tl.constexpr,
-    PENALTY: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    logits, extremes, copy, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers,
+    ON: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Penalise recent tokens, from a copy of the logits; find each part's best logit (inf if one is not finite) and
     lowest, extremes [rows, 2, PARTS]; if greedy, choose the best of all. Axis 1 of the grid is the rows of logits here
@@ -278,7 +284,7 @@ def _sample_best_kernel(
     gdc_wait(PDL)
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
     l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    if PENALTY:  # from a copy, so that a token seen twice is penalised once
+    if ON.PENALTY:  # from a copy, so that a token seen twice is penalised once
         tl.store(copy + row * V + ids, l, mask=ids < V)
         tl.debug_barrier()
         for start in range(0, tl.minimum(window, position), CHUNK):
@@ -290,7 +296,7 @@ def _sample_best_kernel(
         tl.debug_barrier()
         l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
     l = tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), float("inf"), l)
-    if GREEDY:
+    if ON.GREEDY:
         tl.atomic_max(winner + row, _best_of(l, ids, ids < V), sem="relaxed")
         if is_last(arrived + row, PARTS):
             _store_token(tl.atomic_xchg(winner + row, 0), chosen_tokens, drawn, position)
@@ -301,9 +307,8 @@ def _sample_best_kernel(
 
 @jit
 def _sample_count_kernel(
-    logits, extremes, bins,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, BINS: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    logits, extremes, bins, SHIFT: tl.constexpr, UNIT: tl.constexpr, BINS: tl.constexpr,
+    ON: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add a part's tokens, for top-k, and their probabilities, for top-p, to the bins [rows, BINS]."""
     gdc_launch_dependents(PDL)
@@ -311,9 +316,9 @@ def _sample_count_kernel(
     gdc_wait(PDL)
     l, best, lowest, _ = _load_part(logits, extremes, tl.program_id(0), None, V, BLOCK, PARTS)
     bin, weights = _bin(l, best, lowest, BINS), tl.zeros([BLOCK], tl.int64)
-    if TOP_K:
+    if ON.TOP_K:
         weights += _weights(l, best, None) << SHIFT
-    if TOP_P:
+    if ON.TOP_P:
         weights += _weights(l, best, UNIT)
     # atomics on one address take turns, and most tokens may be in the last bin in use: it gets their sum
     last = tl.max(tl.where(weights != 0, bin, 0), 0)
@@ -324,8 +329,8 @@ def _sample_count_kernel(
 @jit
 def _sample_draw_kernel(
     logits, extremes, bins, listed, listed_ids, counts, winner, arrived, chosen_tokens, drawn, pos, seed, numbers,
-    COUNTED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
-    BINS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    SHIFT: tl.constexpr, UNIT: tl.constexpr, BINS: tl.constexpr,
+    ON: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Draw a token, and empty the bins. listed and listed_ids [rows, V], counts [rows]: the logits of the bins in which
     the thresholds of top-k and top-p may lie, or all that _load_part leaves. winner [rows]: the best of what is
@@ -336,25 +341,26 @@ def _sample_draw_kernel(
     log_min_p, seed, ids = tl.load(numbers + 3), tl.load(seed), part * BLOCK + tl.arange(0, BLOCK)
     gdc_wait(PDL)
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
-    l, best, lowest, bad = _load_part(logits, extremes, part, top_k if TOP_K and not COUNTED else None, V, BLOCK, PARTS)
+    enough = top_k if ON.TOP_K and not ON.COUNTED else None
+    l, best, lowest, bad = _load_part(logits, extremes, part, enough, V, BLOCK, PARTS)
     kept, tokens_above, mass_above = l > float("-inf"), 0, 0
-    if TOP_K or TOP_P:
+    if ON.TOP_K or ON.TOP_P:
         bins += row * BINS
         listed += row * V
         listed_ids += row * V
         counts += row
         mask, kept = kept, None
-        if COUNTED:
+        if ON.COUNTED:
             bin, every = _bin(l, best, lowest, BINS), tl.arange(0, BINS)
             sums = tl.cumsum(tl.load(bins + every), 0)
             tokens, masses = (sums >> SHIFT) & ((1 << (64 - SHIFT)) - 1), sums & ((1 << SHIFT) - 1)
-            last = tl.sum((tokens < top_k).to(tl.int32), 0) if TOP_K else BINS
+            last = tl.sum((tokens < top_k).to(tl.int32), 0) if ON.TOP_K else BINS
             first = last
-            if TOP_P:
+            if ON.TOP_P:
                 total = _sum_before(masses, every, last)  # with top-k a lower bound: it keeps some of bin `last`, too
                 first = tl.sum((masses < (top_p * total).to(tl.int64)).to(tl.int32), 0)
             kept = mask & (bin < first)
-            mask = mask & (bin >= first) & (bin <= (last if TOP_K else first))
+            mask = mask & (bin >= first) & (bin <= (last if ON.TOP_K else first))
             tokens_above, mass_above = _sum_before(tokens, every, first), _sum_before(masses, every, first)
         offs = tl.cumsum(mask.to(tl.int32), 0)
         offs += tl.atomic_add(counts, tl.max(offs, 0), sem="relaxed") - 1
@@ -366,13 +372,13 @@ def _sample_draw_kernel(
         tl.atomic_max(winner + row, drawn_best, sem="relaxed")
     if is_last(arrived + row, PARTS):
         drawn_best = tl.atomic_xchg(winner + row, 0)
-        if TOP_K or TOP_P:
+        if ON.TOP_K or ON.TOP_P:
             count, threshold = tl.load(counts, cache_modifier=".cg"), lowest
             chunk, chunk_ids = _load_chunk(listed, 0, count, float("-inf")), _load_chunk(listed_ids, 0, count, 0)
-            if TOP_K:
+            if ON.TOP_K:
                 threshold = _threshold(chunk, listed, count, top_k - tokens_above, lowest, best, None)
-            if TOP_P:
-                if TOP_K:  # now the total is known
+            if ON.TOP_P:
+                if ON.TOP_K:  # now the total is known
                     total = mass_above + _split(chunk, listed, count, threshold, best, UNIT)[0]
                 target = (top_p * total).to(tl.int64) - mass_above
                 threshold = _threshold(chunk, listed, count, target, threshold, best, UNIT)
@@ -384,7 +390,7 @@ def _sample_draw_kernel(
                 better = _draw(chunk, chunk_ids, chunk >= floor, best, bad, temp, seed, position)
                 drawn_best = tl.maximum(drawn_best, better)
             tl.store(counts, 0)
-            if COUNTED:
+            if ON.COUNTED:
                 tl.store(bins + every, tl.zeros([BINS], tl.int64))
         _store_token(drawn_best, chosen_tokens, drawn, position)
 
@@ -402,21 +408,21 @@ def sample(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: 
     extremes, arrived = zeros("extremes", rows, 2, parts), zeros("parts done", rows, dtype=torch.int32)
 
     def run(kernel, *args, **constants) -> None:
-        sizes = dict(V=V, BLOCK=_block(V), PARTS=parts)
+        sizes = dict(ON=on, V=V, BLOCK=_block(V), PARTS=parts)
         launch(kernel, (parts, rows), logits.device, logits, extremes, *args, **constants, **sizes, warps=8)
 
     winner = zeros("winner", rows, dtype=torch.int64)
     listed = zeros("listed", rows, V)
     args = (listed, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers)
-    run(_sample_best_kernel, *args, GREEDY=on["GREEDY"], PENALTY=on["PENALTY"])
-    if on["GREEDY"]:
+    run(_sample_best_kernel, *args)
+    if on.GREEDY:
         return
     lists, shift = (None,) * 4, 64 - V.bit_length()
-    filters = dict(TOP_K=on["TOP_K"], TOP_P=on["TOP_P"], SHIFT=shift, UNIT=2.0 ** (2 * shift - 64), BINS=BINS)
-    if on["TOP_K"] or on["TOP_P"]:
+    units = dict(SHIFT=shift, UNIT=2.0 ** (2 * shift - 64), BINS=BINS)
+    if on.TOP_K or on.TOP_P:
         bins, counts = zeros("bins", rows, BINS, dtype=torch.int64), zeros("counts", rows, dtype=torch.int32)
         lists = (bins, listed, zeros("listed ids", rows, V, dtype=torch.int32), counts)
-        if on["COUNTED"]:
-            run(_sample_count_kernel, bins, **filters)
+        if on.COUNTED:
+            run(_sample_count_kernel, bins, **units)
     args = (*lists, winner, arrived, chosen_tokens, drawn, pos, sampler.seed, numbers)
-    run(_sample_draw_kernel, *args, COUNTED=on["COUNTED"], **filters)
+    run(_sample_draw_kernel, *args, **units)
