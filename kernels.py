@@ -890,7 +890,6 @@ def rmsnorm_qkv_rope(
 ) -> Tensor:  # fmt: skip
     (KH, S, D), T, op = k_cache.shape, x.shape[0], "rmsnorm_qkv_rope"
     H = wqkv.rows // D - 2 * KH
-    assert bias is None or qk_norm is None, "no model has both"
     q, sizes, qkv = x.new_empty(T, H, D), Heads(S, H, KH, D), None
     if qk_norm is None and (T == 1 or bias is None):
         args = (q, k_cache, v_cache, table, pos, bias)
@@ -1014,7 +1013,8 @@ OPS = {
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),
     "sample": (sample_ref, sample),
 }
-PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")  # those that multiply by a matrix
+# Those that multiply by a matrix: (x, norm, w, ...) if "rmsnorm" is in the name, otherwise (x, w, ...)
+PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
 reference, fused = (SimpleNamespace(**{name: pair[i] for name, pair in OPS.items()}) for i in (0, 1))
 BACKENDS = {"torch": reference, "triton": fused}
 FORMATS: dict[str, Format] = {format.name: format for format in (E4M3, E5M2, INT4)}
