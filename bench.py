@@ -24,7 +24,7 @@ from typing import NamedTuple
 from chat import (
     DEFAULT_MODEL,
     DTYPE_NAMES,
-    FORMATS_8,
+    FORMAT_NAMES,
     Parser,
     device_name_of,
     exit_code,
@@ -105,8 +105,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="context; with --perplexity the window [512]")
     add("--dtype", type=several(one_of("auto", *DTYPE_NAMES)), action="extend", default=["auto"], metavar="TYPE",
         help="auto, fp32, fp16, bf16")
-    add("--format", type=several(one_of("none", *FORMATS_8, "int4")), action="extend", default=["none"],
-        metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMATS_8)}, int4")
+    add("--format", type=several(one_of("none", *FORMAT_NAMES)), action="extend", default=["none"],
+        metavar="FORMAT", help=f"of the matrices: none, {', '.join(FORMAT_NAMES)}")
     add("--kv-fp8", action="store_true", help="8-bit keys and values")
     add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto",
         help="sums of a prompt's products, as in run.py", only="speed profile perplexity passes")
@@ -347,14 +347,14 @@ def product_dtype(model: Llama, op: str = "wo", T: int = 2) -> torch.dtype:
     """The type in which an op multiplies T tokens; by default, a prompt's matmuls."""
     if model.device.type == "cpu":
         return cpu_product_dtype(model.dtype)
-    products = T > 1 and op in PRODUCTS and model.backend == "triton"
+    products = T > 1 and op in PRODUCT_ROWS and model.backend == "triton"
     return torch.float8_e4m3fn if products and all(map(fp8.on_tensor_cores, model.weights.matrices)) else model.dtype
 
 
 # ---- what must be read and computed
 
 LAYER_PRODUCTS = ("rmsnorm_qkv_rope", "wo", "rmsnorm_swiglu", "w2")
-PRODUCTS = (*LAYER_PRODUCTS, "rmsnorm_linear")
+PRODUCT_ROWS = (*LAYER_PRODUCTS, "rmsnorm_linear")
 
 
 def cost(op: str, model: Llama, T: int, start_pos: int = 0) -> tuple[float, float]:
@@ -379,7 +379,7 @@ def cost(op: str, model: Llama, T: int, start_pos: int = 0) -> tuple[float, floa
         "rmsnorm_swiglu": product("w13", C + T * c.hidden_dim),
         "w2": product("w2", 2 * T * C),
         "rmsnorm_linear": product("output", C + T * V * 4 / size),  # logits are in fp32
-        "sample": (4.0 * V, 2.0 * V),
+        "sample": (4.0 * c.vocab_size, 2.0 * c.vocab_size),
     }[op]
 
 
@@ -700,12 +700,12 @@ def run_kernels(args: argparse.Namespace) -> None:
     shapes += [(T, d) for kind, T, d in args.tests if kind == "pp"]
     model = open_model(args, args.dtype[0], max(map(sum, shapes)), args.format[0])
     rows = (row for shape in shapes for row in kernel_rows(model, *shape))
-    show(rows, args.output, later={"op": [*PRODUCTS], "bound by": ["arithmetic"]})
+    show(rows, args.output, later={"op": [*PRODUCT_ROWS], "bound by": ["arithmetic"]})
 
 
 # ---- profile
 
-OPS = {  # the op of a kernel: the first whose pattern occurs in its name
+PATTERNS = {  # the op of a kernel: the first whose pattern occurs in its name
     "attention": "attention",
     "sample": "sample",
     "embedding": "embedding",
@@ -733,7 +733,7 @@ def profile_rows(
     come in the order of a forward pass; if there are more or fewer than it has, they stay without an op. A kernel that
     starts while its predecessor is running (programmatic dependent launch) is charged only with the time by which it
     outlasts it: rows and gaps add up to the whole."""
-    ops = [next((op for op, pattern in OPS.items() if re.search(pattern, name)), None) for name, _, _ in events]
+    ops = [next((op for op, pattern in PATTERNS.items() if re.search(pattern, name)), None) for name, _, _ in events]
     products = [*LAYER_PRODUCTS * model.config.n_layers, "rmsnorm_linear"]
     ordered = iter(products if ops.count("product") == len(products) else ())
     spent: dict[tuple, list[float]] = defaultdict(list)

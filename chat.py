@@ -143,6 +143,7 @@ def read_input(file: str | None) -> str:
 # ---- the command line, of run.py and of bench.py
 
 DTYPE_NAMES, FORMATS_8 = ("fp32", "fp16", "bf16"), ("e4m3", "e5m2")
+FORMAT_NAMES = (*FORMATS_8, "int4")
 IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap --no-mmap --mlock "
     "--jinja --no-warmup --color --log-disable --simple-io"

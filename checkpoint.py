@@ -1186,7 +1186,7 @@ def importance_of(model: Llama, tokens: list[int], quiet: bool = False) -> dict[
             bar.update(len(part))
     if not all(torch.isfinite(total).all() for total in sums.values()):
         raise ValueError("the activations overflow: calibrate with --dtype bf16 or fp32")
-    return {name: sums[w] for name, w in zip(matrix_shapes(model.config), model.weights.matrices)}
+    return {name: sums[w] for name, w in zip(matrix_shapes(model.config), model.weights.matrices, strict=True)}
 
 
 @one_line_errors()

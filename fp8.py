@@ -234,7 +234,7 @@ def rotated(runs, turns):
 @dataclass(frozen=True, eq=False)
 class Grouped(Format):
     """A format with a scale and a minimum for each group of columns: W = scale * code + minimum, times the row's scale,
-    which is the last tensor."""
+    if there is one, the last tensor."""
 
     turns: int = 1  # runs of eight columns that are rotated among themselves, see rotated
 

@@ -244,7 +244,7 @@ def read_header(file: Path) -> GGUF:
 ROPE_FACTORS = "rope_freqs.weight"
 # Control tokens that end an answer whatever eos_token_id says, as in llama.cpp
 ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>")
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of GGUF, and config.json's model_type
 
 
 def config_json(gguf: GGUF) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def jit(function):
 
 
 def constexpr(value):
-    """A global constant that kernels may read, where there is Triton."""
+    """A global constant for kernels; for other code, a number only where there is no Triton."""
     return tl.constexpr(value) if triton else value
 
 

@@ -85,7 +85,8 @@ class Config:
 
     @property
     def layer_table(self) -> list[Joined]:
-        """The tensors of one layer that this model has: qkv_bias and qk_norm are flags of the config."""
+        """The tensors of one layer that this model has. What only some models have, such as qkv_bias, is a flag of the
+        config, too."""
         rows = [row for row in LAYER if getattr(self, row.field, True)]
         return [Joined(field, tuple(found)) for field, found in groupby(rows, lambda row: row.field)]
 
@@ -114,7 +115,8 @@ class Weights:
 
     @property
     def matrices(self) -> list[Matrix]:
-        return [m for layer in self.layers for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)] + [self.output]
+        of_layers = (value for layer in self.layers for value in vars(layer).values())
+        return [*(value for value in of_layers if isinstance(value, Matrix)), self.output]
 
     @property
     def held(self) -> str:

@@ -995,7 +995,8 @@ def test_op_equals_its_reference(dtype, heads, T, before, guarded):
     bias, qk_norm = (randn(*shape, dtype=dtype, scale=30) for shape in (((H + 2 * KH) * D,), (2, D)))
     limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # in a prompt, norm, matmul, its norm and q are rounded
     arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
-    for extra, format in itertools.product(((bias,), (None, qk_norm)), (None, E4M3) if T < 17 else (None,)):
+    extras = (bias,), (None, qk_norm), (bias, qk_norm)
+    for extra, format in itertools.product(extras, (None, E4M3) if T < 17 else (None,)):
         # with what the one before left in scratch. Sums in half precision, which a GPU makes of a token's packed
         # products, leave an error that differs between draws
         more = 7 if ON_GPU and T == 1 and format else 0
@@ -1882,7 +1883,7 @@ def test_help_comes_at_once(script):
         assert shown.returncode == code and "argparse" in imported and len(imported) < 250, shown.stderr
         assert not imported & {"torch", "triton", "numpy", "transformers", "sentencepiece", "tokenizers", "jinja2"}
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
-    assert tuple(checkpoint.DTYPES) == run.DTYPE_NAMES and tuple(FLOATS_8) == run.FORMATS_8
+    assert tuple(checkpoint.DTYPES) == run.DTYPE_NAMES and tuple(kernels.FORMATS) == bench.FORMAT_NAMES
 
 
 def test_a_run_on_a_cpu_imports_no_triton(tiny):
@@ -5006,7 +5007,7 @@ def test_bench_profile_rows(tiny_model, monkeypatch):
     events += [(step[-1], events[-1][2] + 1, events[-1][2] + 2)]
     rows, ms, gaps, _ = bench.profile_rows(events, tiny_model, 1, 100)
     counts = {row["kernel"]: row["count"] for row in rows}
-    products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in bench.PRODUCTS}
+    products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in bench.PRODUCT_ROWS}
     assert counts == products | {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_best_kernel": 1}
     assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
