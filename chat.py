@@ -146,7 +146,8 @@ DTYPE_NAMES, FORMATS_8 = ("fp32", "fp16", "bf16"), ("e4m3", "e5m2")
 FORMAT_NAMES = (*FORMATS_8, "int4")
 IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap --no-mmap --mlock "
-    "--jinja --no-warmup --color --log-disable --simple-io"
+    "--jinja --no-warmup -co --color --log-disable --simple-io -tb --threads-batch --no-context-shift --keep -np "
+    "--numa --perf --no-perf --no-repack --verbose-prompt -mli"
 ).split()
 
 
@@ -201,7 +202,9 @@ class Parser(argparse.ArgumentParser):
         flags = self._option_string_actions
         if not word.startswith("-"):
             return f"unexpected argument {word!r}" + (f": write -p {word!r}" if "--prompt" in flags else "")
-        near = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.7)
+        if re.match("-ct[kv]|--cache-type-[kv]", word):
+            return f"unknown flag {word}: --kv-fp8 keeps keys and values in 8 bits"
+        near = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.8)
         return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else "")
 
     def find(self, models: Iterable[str | None], files: Iterable[str | None] = ()) -> None:
