@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -528,8 +529,10 @@ def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
                 yield row
                 if row.format == "none":
                     plain.append(row)
-        if args.vs and plain:
+        if args.vs and plain and (model.startswith("random:") or args.folder.is_dir()):
             yield from transformers_rows(args, plain)
+        elif args.vs:
+            note(f"{model}: transformers was not measured: it reads neither GGUF nor a format of ours")
 
 
 def run_speed(args: argparse.Namespace) -> None:
@@ -718,6 +721,7 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str,
     """Every kernel of a call (every op on a CPU), in order: its name, its start and its end in seconds."""
     run()
     synchronize(device)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # nothing on stderr
     with torch.profiler.profile() as profile:
         run()
         synchronize(device)

@@ -52,7 +52,8 @@ def find_gguf(path: Path) -> Path | None:
     if any(file.suffix in (".safetensors", ".bin", ".pth") for file in path.glob("*")):
         return None
     parts = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a split model, all but the first
-    files = sorted(file for file in path.glob("*.gguf") if not parts.search(file.stem))
+    files = sorted(path.glob("*.gguf"))
+    files = [file for file in files if not parts.search(file.stem)] or files[:1]
     if len(files) > 1:
         raise ValueError(f"{path} holds several models: take one of {', '.join(file.name for file in files)}")
     return files[0] if files else None

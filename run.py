@@ -135,7 +135,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     formats = [name for name in (args.fp8, args.int4 and "int4") if name]
     args.format = next(iter(formats), None)
     wrong = {  # each error, and when it is one
-        "-m is empty": args.model == "",
+        "-m or --save is empty": "" in (args.model, args.save),
         "--prompt and --file both give a prompt; use one": args.prompt is not None and args.file is not None,
         "--fp8 and --int4 both say how matrices are kept; use one": len(formats) > 1,
         "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None and not args.format,

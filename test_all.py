@@ -1832,6 +1832,9 @@ def test_flags_of_llama_cpp(cli, tiny, tmp_path):
     (run.main, "-p", "-p/--prompt: expected one argument "),
     (run.main, "--tmep 0", "unknown flag --tmep: did you mean --temp?"),
     (run.main, "--top_k 4", "unknown flag --top_k: did you mean --top-k?"),
+    (run.main, "-ctk q8_0", "unknown flag -ctk: --kv-fp8 keeps keys and values in 8 bits"),
+    (run.main, "--presence-penalty 1", "unknown flag --presence-penalty (see"),
+    (run.main, "--fp8 --save=", "-m or --save is empty"),
     (run.main, "-n5", "unknown flag -n5: did you mean -n? "),  # to argparse, -n with the value 5
     (bench.main, "text", "unexpected argument 'text' "),
     (run.main, "--mod x", "unknown flag --mod"),  # an abbreviation of --model
@@ -3617,6 +3620,9 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     assert local_checkpoint(str(tmp_path / "link.gguf")).name == "link.gguf"  # a template may be chosen by it
     (tmp_path / "one/other.gguf").unlink()
     assert_refused(cli("-m", tmp_path / "one", *flags), "tales.gguf is a link out of its folder")
+    first = (tmp_path / (part % 1)).rename(tmp_path / "first.gguf")
+    assert_refused(cli("-m", tmp_path / "parts", *flags), "No such file", "t-00001-of-00002.gguf")
+    first.rename(tmp_path / (part % 1))
     second = (tmp_path / (part % 2)).rename(tmp_path / "second.gguf")
     assert_refused(cli("-m", second, *flags), "is one of 2 parts: its name must end in -00001-of-00002.gguf")
     assert_refused(cli("-m", tmp_path / (part % 1), *flags), "No such file", "t-00002-of-00002.gguf")
@@ -4940,7 +4946,9 @@ def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, hub, monkeypatch):
     names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
     expected = [(r["dtype"], r["test"], name) for r in ours if r["format"] == "none" for name in names[r["test"][:3]]]
     assert [(r["dtype"], r["test"], r["backend"]) for r in theirs] == expected, "beside what it did not run"
-    rows = rows_of(bench_cli("-m", tiny_saved, *QUICK, "-o", "json", "--vs", "transformers"))
+    result = bench_cli("-m", tiny_saved, *QUICK, "-o", "json", "--vs", "transformers")
+    rows = rows_of(result)
+    assert "transformers was not measured" in result[2]
     assert [(r["format"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, "it cannot read this model"
     asked = []
     for _ in range(2):
