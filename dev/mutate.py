@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant("sampling.py", "64 - V.bit_length()", "32", "sampling_equals"),
     Mutant("sampling.py", "_split(chunk, listed, count, threshold, best, UNIT)[0]", "0", "sampling_equals"),
     Mutant("sampling.py", "ids.to(tl.uint64) + 1)", "ids.to(tl.uint64))", "sampling_equals"),
-    Mutant("sampling.py", "(bin <= (last if TOP_K else first))", "(bin <= first)", "sampling_equals"),
+    Mutant("sampling.py", "(bin <= (last if ON.TOP_K else first))", "(bin <= first)", "sampling_equals"),
     Mutant("sampling.py", "if count > CHUNK:\n            l =", "if count < 0:\n            l =", "sampling_equals"),
     Mutant("sampling.py", "tl.store(bins + every, tl.zeros([BINS], tl.int64))", "pass", "other_sampling"),
     Mutant("sampling.py", "tl.maximum(drawn_best, better)", "better", "sampling_equals"),
