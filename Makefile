@@ -38,7 +38,7 @@ kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU
 profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
 	$(VENV)/python bench.py --profile -m "$(MODEL)" $(ARGS)
 
-test: .venv/ready-test  ## all tests; no GPU needed: five minutes on two cores, nine the first time
+test: .venv/ready-test  ## all tests; no GPU needed: five minutes on two cores, six the first time
 	$(VENV)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST) test_all.py $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
