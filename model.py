@@ -419,8 +419,7 @@ class KVCache:
         self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)  # sampled ones, for the host
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
         self.sampler = Sampler(model.device)  # how the next one is chosen
-        self.never: tuple[int, ...] = ()  # ids that are not sampled, see ban
-        self.unused: Collection[int] = ()  # those of them that no text has
+        self.never: tuple[int, ...] = ()  # ids that are not sampled
         self._bans: dict[tuple[int, ...], Tensor] = {}  # all there have been, since captured graphs read them
         self.scratch = Scratch(model.device)
         self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
@@ -439,8 +438,8 @@ class KVCache:
         self.tokens[self.pos : self.pos + len(tokens)] = tokens
 
     def ban(self, ids: list[int]) -> None:
-        """Never sample these tokens, and those that are unused."""
-        self.never = (*self.unused, *ids)
+        """From now on, these are the tokens that are never sampled."""
+        self.never = tuple(ids)
         if self.never and self.never not in self._bans:
             self._bans[self.never] = torch.tensor(self.never, device=self.tokens.device)
 

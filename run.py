@@ -269,9 +269,7 @@ class Session:
         self.cache = KVCache(self.model)
         self.speculation = Lookup(args.lookup) if args.lookup else None
         if args.draft:
-            draft = self._load(args.draft)
-            self.speculation = Draft(args.draft_max, draft)
-            self.cache.unused = range(draft.config.vocab_size, config.vocab_size)
+            self.speculation = Draft(args.draft_max, self._load(args.draft))
         self.timings = Timings()
         self.prompt_cache = PromptCache(args.prompt_cache, self.model, ranks) if args.prompt_cache else None
         if self.prompt_cache:

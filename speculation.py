@@ -287,10 +287,15 @@ class Draft(Speculation):
         size = cache.size + MAX_PROPOSALS + 1
         if self.cache is None or self.cache.size != size:
             self.cache = KVCache(self.model, size)
-            self.cache.unused = range(len(cache.logits), len(self.cache.logits))
         self.cache.sampler = cache.sampler
-        self.cache.ban([i for i in cache.never if i < len(self.cache.logits)])
+        V, own = len(cache.logits), len(self.cache.logits)
+        self.cache.ban([*(i for i in cache.never if i < own), *range(V, own)])
         return self.cache
+
+    def decode(self, model: Llama, cache: KVCache, n: int) -> Iterator[int]:
+        """Ids that only pad a vocabulary, which the draft may lack, are never sampled."""
+        cache.ban([*cache.never, *range(self.model.config.vocab_size, len(cache.logits))])
+        yield from super().decode(model, cache, n)
 
     def catch_up(self, cache: KVCache, read: int) -> None:
         """Evaluate what the draft has not seen yet, up to and including the token at `read`. How far it has come is
