@@ -96,6 +96,8 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
         code = 0 if ranks.size == 1 else 1  # for torchrun to end the others
     except KeyboardInterrupt:
         code = 130
+    except SystemExit as exit:  # see ending_cleanly
+        code = exit.code
     except Exception as error:
         if error := ranks.to_report(error):
             note(traceback.format_exc().rstrip() if args.debug else f"error: {error_line(error)}")
@@ -146,8 +148,8 @@ DTYPE_NAMES, FORMATS_8 = ("fp32", "fp16", "bf16"), ("e4m3", "e5m2")
 FORMAT_NAMES = (*FORMATS_8, "int4")
 IGNORED = (  # flags of llama.cpp that mean nothing here
     "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap --no-mmap --mlock "
-    "--jinja --no-warmup -co --color --log-disable --simple-io -tb --threads-batch --no-context-shift --keep -np "
-    "--numa --perf --no-perf --no-repack --verbose-prompt -mli"
+    "--jinja --no-warmup -co --color --log-disable --simple-io -tb --threads-batch --context-shift --no-context-shift "
+    "--keep -np --parallel --numa --perf --no-perf --repack --no-repack --verbose-prompt -mli --multiline-input"
 ).split()
 
 
@@ -355,9 +357,11 @@ class Reader:
         if self.interactive and not self.edits:
             print(prompt, end="", file=sys.stderr, flush=True)
         try:
-            return input(self.colour + prompt if self.edits else "")
+            with ending_cleanly():  # so that readline restores the terminal
+                return input(self.colour + prompt if self.edits else "")
         finally:
-            show(self.plain)
+            with suppress(OSError):  # a terminal that was closed
+                show(self.plain)
 
 
 # ---- the conversation
