@@ -532,7 +532,7 @@ def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
         if args.vs and plain and (model.startswith("random:") or args.folder.is_dir()):
             yield from transformers_rows(args, plain)
         elif args.vs:
-            note(f"{model}: transformers was not measured: it reads neither GGUF nor a format of ours")
+            note(f"{model}: transformers is measured beside --format none of a folder or of random:SHAPE alone")
 
 
 def run_speed(args: argparse.Namespace) -> None:

@@ -144,7 +144,7 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("tie_word_embeddings", False, True, None)
     if family == "mistral":
         f.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
-    elif not f.get("use_sliding_window"):  # without this, Llama and Qwen have none, whatever else they say
+    elif not f.get("use_sliding_window"):  # unless this is set, Llama and Qwen have no window
         f["sliding_window"] = None
     if family == "qwen3":
         f.setdefault("head_dim", 128)

@@ -233,8 +233,8 @@ def rotated(runs, turns):
 
 @dataclass(frozen=True, eq=False)
 class Grouped(Format):
-    """A format with a scale and a minimum for each group of columns: W = scale * code + minimum, times the row's scale,
-    if there is one, the last tensor."""
+    """A format with a scale and a minimum for each group of columns: W = scale * code + minimum, times the row's scale
+    if there is one, which is then the last tensor."""
 
     turns: int = 1  # runs of eight columns that are rotated among themselves, see rotated
 
@@ -265,7 +265,7 @@ class Grouped(Format):
 
 def some_rows(weights: Tensor, out: Tensors) -> Iterator[Tensors]:
     """Rows of weights to be encoded and their places in what is stored, on a CPU as many at a time as its caches hold.
-    Raises ValueError for NaN or inf. Encoding waits for a GPU here alone, so that the next matrix is read meanwhile."""
+    Raises ValueError for NaN or inf. Only here does encoding wait for a GPU: the next matrix is read meanwhile."""
     if not torch.isfinite(torch.stack(weights.aminmax())).all():
         raise ValueError("NaN or inf cannot be stored in 8 or 4 bits")
     at_once = max(1, (1 << (16 if weights.is_cpu else 24)) // weights.shape[1])

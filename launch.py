@@ -49,7 +49,7 @@ def jit(function):
 
 
 def constexpr(value):
-    """A global constant for kernels; for other code, a number only where there is no Triton."""
+    """A global constant for kernels: a tl.constexpr, or where there is no Triton the value itself."""
     return tl.constexpr(value) if triton else value
 
 

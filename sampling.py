@@ -14,8 +14,8 @@ come as a Sampler, whose numbers are on the device.
 To add a setting: a field of Sampling and its range; its number in _numbers, which kernels load by its place; what it
 does, in _choose_ref and in _sample_draw_kernel (whatever needs all logits, in _sample_best_kernel before, whose numbers
 _load_part reads back); if it can be off, a switch; its flag in run.py, of the same name; its values in
-test_sampling_equals_the_reference; what generation_config.json may say of it, in checkpoint.read_sampling. A logit may
-be model.BANNED.
+test_sampling_equals_the_reference; what generation_config.json may say of it, in checkpoint.read_sampling. Banned
+tokens have the logit model.BANNED, which is finite.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton

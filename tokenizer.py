@@ -302,7 +302,7 @@ def _added_tokens(folder: Path, config: dict) -> list[dict]:
     if isinstance(decoder := config.get("added_tokens_decoder"), dict):
         tokens += [t | {"id": int(i)} for i, t in decoder.items() if i.isdecimal() and len(i) < 10 and type(t) is dict]
     else:
-        with suppress(ValueError, TypeError):  # without such a list, or damaged, it may still be of no concern
+        with suppress(ValueError, TypeError):  # damaged or without such a list, it is not needed
             tokens += [token for token in read("tokenizer.json").get("added_tokens") if type(token) is dict]
     return [token for token in tokens if type(token.get("id")) is int and type(token.get("content")) is str]
 
