@@ -282,30 +282,27 @@ class Draft(Speculation):
         self.model = model
         self.cache: KVCache | None = None
 
-    def _cache_for(self, cache: KVCache) -> KVCache:
-        """The draft's own cache, with room for proposals beyond the end of the main model's."""
+    def decode(self, model: Llama, cache: KVCache, n: int) -> Iterator[int]:
+        """The draft's cache has room for proposals beyond the end of the main model's. Of the two vocabularies one may
+        be padded further: what the other lacks is never sampled."""
         size = cache.size + MAX_PROPOSALS + 1
         if self.cache is None or self.cache.size != size:
             self.cache = KVCache(self.model, size)
-        self.cache.sampler = cache.sampler
         V, own = len(cache.logits), len(self.cache.logits)
+        self.cache.sampler = cache.sampler
         self.cache.ban([*(i for i in cache.never if i < own), *range(V, own)])
-        return self.cache
-
-    def decode(self, model: Llama, cache: KVCache, n: int) -> Iterator[int]:
-        """Ids that only pad a vocabulary, which the draft may lack, are never sampled."""
-        cache.ban([*cache.never, *range(self.model.config.vocab_size, len(cache.logits))])
+        cache.ban([*cache.never, *range(own, V)])
         yield from super().decode(model, cache, n)
 
     def catch_up(self, cache: KVCache, read: int) -> None:
         """Evaluate what the draft has not seen yet, up to and including the token at `read`. How far it has come is
         what device_pos says: graphs do not move the position on the host."""
-        own, seen = self._cache_for(cache), cache.tokens[: read + 1].tolist()
+        own, seen = self.cache, cache.tokens[: read + 1].tolist()
         own.seek(int(own.device_pos))
         self.model.prefill(seen[own.reuse(seen) :], own)
 
     def propose(self, cache: KVCache, count: int) -> list[int]:
-        own, first = self._cache_for(cache), cache.pos + 1
+        own, first = self.cache, cache.pos + 1
         self.catch_up(cache, cache.pos)
         for i in range(count):
             if i > 0:
@@ -318,7 +315,7 @@ class Draft(Speculation):
         the draft has not evaluated the last of them."""
         if T == 1:
             return
-        cache, own = gpu.cache, self._cache_for(gpu.cache)
+        cache, own = gpu.cache, self.cache
         own.tokens[: cache.size].copy_(cache.tokens)
         own.device_pos.copy_(cache.device_pos)
         own.device_pos -= 1
