@@ -132,12 +132,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.version:
         print(version(), flush=True)
         parser.exit()
-    formats = [name for name in (args.fp8, args.int4 and "int4") if name]
-    args.format = next(iter(formats), None)
+    args.format = "int4" if args.int4 else args.fp8
     wrong = {  # each error, and when it is one
         "-m or --save is empty": "" in (args.model, args.save),
         "--prompt and --file both give a prompt; use one": args.prompt is not None and args.file is not None,
-        "--fp8 and --int4 both say how matrices are kept; use one": len(formats) > 1,
+        "--fp8 and --int4 both say how matrices are kept; use one": args.fp8 and args.int4,
         "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None and not args.format,
         "--calibrate is for --int4 with --save": args.calibrate and not (args.int4 and args.save),
         "--lookup and --draft both propose tokens; use one": args.lookup and args.draft,

@@ -1219,8 +1219,8 @@ def test_temperatures_at_the_ends(temp):
 
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 8, -1, 1 << 40])
 def test_the_penalty_looks_back_its_window(window):
-    logits = torch.full((20,), -20.0)
-    for high, back in itertools.product((2.0, -1.0), (window, window + 1) if 0 < window < 9 else (1, 12)):
+    logits, limited = torch.full((20,), -20.0), 0 < window < 9
+    for high, back in itertools.product((2.0, -1.0), (window, window + 1) if limited else (1, 12)):
         logits[3], logits[4], expected = high, high - 0.5, 3 if back == window + 1 else 4
         tokens = torch.full((16,), 5, dtype=torch.int32)  # token 3 that far back, token 5 elsewhere
         tokens[12 - back] = 3
@@ -1229,7 +1229,7 @@ def test_the_penalty_looks_back_its_window(window):
         assert choose_alike(logits, tokens, 12, top_k=0, temp=1e-9, **settings) == expected
         assert choose_alike(logits, tokens, 12, temp=0, repeat_last_n=window) == 3, "no penalty"
         beyond = torch.cat((tokens, torch.full((1500,), 5, dtype=torch.int32)))  # more than are read at a time
-        assert choose_alike(logits, beyond, 1510, temp=0, **settings) == (3 if 0 < window < 9 else 4)
+        assert choose_alike(logits, beyond, 1510, temp=0, **settings) == (3 if limited else 4)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
