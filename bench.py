@@ -532,7 +532,7 @@ def speed_rows(args: argparse.Namespace) -> Iterator[Row]:
         if args.vs and plain and (model.startswith("random:") or args.folder.is_dir()):
             yield from transformers_rows(args, plain)
         elif args.vs:
-            note(f"{model}: transformers is measured beside --format none of a folder or of random:SHAPE alone")
+            note(f"{model}: transformers is not measured: --vs needs --format none, and a folder or random:SHAPE")
 
 
 def run_speed(args: argparse.Namespace) -> None:
@@ -721,7 +721,7 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[tuple[str,
     """Every kernel of a call (every op on a CPU), in order: its name, its start and its end in seconds."""
     run()
     synchronize(device)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # nothing on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to stderr
     with torch.profiler.profile() as profile:
         run()
         synchronize(device)

@@ -360,7 +360,7 @@ class Reader:
             with ending_cleanly():  # so that readline restores the terminal
                 return input(self.colour + prompt if self.edits else "")
         finally:
-            with suppress(OSError):  # a terminal that was closed
+            with suppress(OSError):  # the terminal may be closed
                 show(self.plain)
 
 

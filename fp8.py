@@ -264,8 +264,9 @@ class Grouped(Format):
 
 
 def some_rows(weights: Tensor, out: Tensors) -> Iterator[Tensors]:
-    """Rows of weights to be encoded and their places in what is stored, on a CPU as many at a time as its caches hold.
-    Raises ValueError for NaN or inf. Only here does encoding wait for a GPU: the next matrix is read meanwhile."""
+    """Some rows of the weights at a time, with the rows of `out` that they are encoded into; on a CPU as many as fit
+    into its caches. Raises ValueError for NaN or inf: this check is the only place where encoding waits for the GPU,
+    which encodes one matrix while the next is read."""
     if not torch.isfinite(torch.stack(weights.aminmax())).all():
         raise ValueError("NaN or inf cannot be stored in 8 or 4 bits")
     at_once = max(1, (1 << (16 if weights.is_cpu else 24)) // weights.shape[1])

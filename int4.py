@@ -164,7 +164,7 @@ def _encode(w: Tensor, weigh: Tensor) -> Tensors:
         code = _codes(w, step, 7.5 - middle / step)
         counted = code * weigh
         sum_c, sum_cc, sum_cw = counted.sum(0), code.mul_(counted).sum(0), counted.mul_(w).sum(0)
-        spread = total * sum_cc - sum_c.square()  # close to 0, it is nothing but rounding
+        spread = total * sum_cc - sum_c.square()  # near 0, nothing but rounding error
         fit = (total * sum_cw - sum_c * sum_w) / spread.clamp(min=1e-30)
         fit = torch.where((fit > 0) & (spread > 1e-4 * total * sum_cc), fit, step)
         offset = ((sum_c - sum_w / fit) / total).clamp_(0, 255 / 16)
@@ -172,7 +172,7 @@ def _encode(w: Tensor, weigh: Tensor) -> Tensors:
         better = error < least
         for found, tried in ((least, error), (scale, fit), (zero, offset)):
             found.copy_(torch.where(better, tried, found))
-    row = (scale.amax(1, keepdim=True) / _scales(torch.tensor(LARGEST))).clamp_(min=1e-6)  # a row of zeros
+    row = (scale.amax(1, keepdim=True) / _scales(torch.tensor(LARGEST))).clamp_(min=1e-6)  # for rows of zeros
     nearest = _scale_codes(scale / row)
     best = torch.full_like(low, torch.inf)
     byte, sixteenths, start = nearest.clone(), torch.zeros_like(nearest), zero * scale
@@ -190,12 +190,12 @@ def _encode(w: Tensor, weigh: Tensor) -> Tensors:
 
 
 def _codes(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The codes nearest to w [32, N, G], as floats."""
+    """The codes nearest to weights [32, N, G], as floats."""
     return torch.addcmul(zero, w, scale.reciprocal()).round_().clamp_(0, 15)
 
 
 def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Weighted squared error of each group [N, G] with the codes nearest to it."""
+    """Weighted squared error of each group [N, G] with the nearest codes."""
     exact = torch.addcmul(zero, w, scale.reciprocal())
     return exact.sub_(exact.round().clamp_(0, 15)).square_().mul_(weigh).sum(0).mul_(scale.square())
 

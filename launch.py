@@ -49,7 +49,7 @@ def jit(function):
 
 
 def constexpr(value):
-    """A global constant for kernels: a tl.constexpr, or where there is no Triton the value itself."""
+    """A global constant for kernels: a tl.constexpr, or the plain value where there is no Triton."""
     return tl.constexpr(value) if triton else value
 
 

@@ -438,7 +438,7 @@ class KVCache:
         self.tokens[self.pos : self.pos + len(tokens)] = tokens
 
     def ban(self, ids: list[int]) -> None:
-        """From now on, these are the tokens that are never sampled."""
+        """Never sample these tokens from now on; earlier bans are lifted."""
         self.never = tuple(ids)
         if self.never and self.never not in self._bans:
             self._bans[self.never] = torch.tensor(self.never, device=self.tokens.device)

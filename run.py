@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--save", metavar="DIR",
         help="write the model with its matrices as --fp8 or --int4 says to DIR instead of generating; -m DIR runs it")
     add("--calibrate", metavar="FILE",
-        help="with --int4 --save: some pages of text; weights that matter most to it are rounded with most care")
+        help="with --int4 --save: some pages of text; the weights that matter most to it are rounded most carefully")
 
     add = parser.group("where it runs")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")

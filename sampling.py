@@ -12,9 +12,9 @@ holds what comes before each position; the token of a single row is written ther
 come as a Sampler, whose numbers are on the device.
 
 To add a setting: a field of Sampling and its range; its number in _numbers, which kernels load by its place; what it
-does, in _choose_ref and in _sample_draw_kernel (whatever needs all logits, in _sample_best_kernel before, whose numbers
-_load_part reads back); if it can be off, a switch; its flag in run.py, of the same name; its values in
-test_sampling_equals_the_reference; what generation_config.json may say of it, in checkpoint.read_sampling. Banned
+does, in _choose_ref and in _sample_draw_kernel, or in _sample_best_kernel if it needs to see all logits first
+(_load_part reads what that kernel found); a switch if it can be off; a flag of the same name in run.py; values in
+test_sampling_equals_the_reference; its name in checkpoint.read_sampling if generation_config.json may set it. Banned
 tokens have the logit model.BANNED, which is finite.
 """
 
@@ -68,7 +68,7 @@ def _numbers(s: Sampling) -> list[float]:
     return [_temperature(s), float(s.top_k), s.top_p, log_min_p, s.repeat_penalty, float(window)]
 
 
-# What is on, for which kernels are compiled; COUNTED: thresholds are looked for in bins
+# What kernels are compiled for. COUNTED: the thresholds are searched for in bins
 Switches = namedtuple("Switches", "GREEDY PENALTY TOP_K TOP_P COUNTED")
 
 
@@ -88,7 +88,7 @@ class Sampler:
         self.numbers.copy_(torch.tensor(_numbers(s)))
 
     def switches(self, V: int) -> Switches:
-        """With V logits."""
+        """What is on, given V logits."""
         s, cuts = self.s, 0 < self.s.top_k < V
         counted = not cuts or s.top_k > triton.cdiv(V, _block(V))
         return Switches(s.temp == 0, s.repeat_penalty != 1, cuts, s.top_p < 1, counted)

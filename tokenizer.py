@@ -40,7 +40,7 @@ def local_checkpoint(name: str) -> Path | None:
         with suppress(ValueError):
             open_regular(folder).close()
             return folder
-        return Path(os.path.realpath(folder))  # a link that is named itself may lead anywhere
+        return Path(os.path.realpath(folder))  # a link that the user names may lead anywhere
     if folder.exists():
         raise FileNotFoundError(f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)")
     if folder.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
@@ -302,7 +302,7 @@ def _added_tokens(folder: Path, config: dict) -> list[dict]:
     if isinstance(decoder := config.get("added_tokens_decoder"), dict):
         tokens += [t | {"id": int(i)} for i, t in decoder.items() if i.isdecimal() and len(i) < 10 and type(t) is dict]
     else:
-        with suppress(ValueError, TypeError):  # damaged or without such a list, it is not needed
+        with suppress(ValueError, TypeError):  # optional: it may be damaged, or have no such list
             tokens += [token for token in read("tokenizer.json").get("added_tokens") if type(token) is dict]
     return [token for token in tokens if type(token.get("id")) is int and type(token.get("content")) is str]
 
