@@ -333,7 +333,7 @@ class Llama:
 
     def graph(self, cache: KVCache) -> torch.cuda.CUDAGraph:
         """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured again only when the
-        cache, the sampler's switches or the banned ids change; the cache is not kept alive."""
+        cache or the sampler's switches change, or whether ids are banned; the cache is not kept alive."""
         key = (weakref.ref(cache), *cache.captured_with(self))
         if self._graph[0] != key:
             pos, logits = cache.pos, cache.logits.clone()
@@ -420,7 +420,7 @@ class KVCache:
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
         self.sampler = Sampler(model.device)  # how the next one is chosen
         self.never: tuple[int, ...] = ()  # ids that are not sampled
-        self._bans: dict[tuple[int, ...], Tensor] = {}  # all there have been, since captured graphs read them
+        self.bans = torch.zeros_like(self.logits)  # BANNED at these ids, 0 elsewhere: added to logits
         self.scratch = Scratch(model.device)
         self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
         self.v = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
@@ -440,16 +440,11 @@ class KVCache:
     def ban(self, ids: list[int]) -> None:
         """Never sample these tokens from now on; earlier bans are lifted."""
         self.never = tuple(ids)
-        if self.never and self.never not in self._bans:
-            self._bans[self.never] = torch.tensor(self.never, device=self.tokens.device)
-
-    @property
-    def banned(self) -> Tensor | None:
-        return self._bans.get(self.never)
+        self.bans.zero_()[ids] = BANNED
 
     def captured_with(self, model: Llama) -> tuple:
         """What a graph that samples depends on besides the cache."""
-        return self.sampler.switches(model.config.vocab_size), id(self.banned)
+        return self.sampler.switches(model.config.vocab_size), bool(self.never)
 
     def truncate(self, pos: int) -> None:
         """Forget everything from pos on."""
@@ -549,8 +544,8 @@ BANNED = -1e36  # a logit that no temperature draws; finite, since others are an
 def choose_next(model: Llama, cache: KVCache, logits: Tensor, drawn: Tensor | None = None) -> None:
     """Sample the token at cache.pos from logits [V], or the T tokens that end there from [T, V], into `drawn` (by
     default cache.host_tokens); a single one goes into cache.tokens, too. logits may be overwritten."""
-    if cache.banned is not None:
-        logits.index_fill_(-1, cache.banned, BANNED)
+    if cache.never:
+        logits.add_(cache.bans)
     drawn = cache.host_tokens if drawn is None else drawn
     model.ops.sample(logits.view(-1, model.config.vocab_size), cache.tokens, drawn, cache.device_pos, cache.sampler)
 

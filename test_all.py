@@ -596,7 +596,7 @@ def test_generation_ends_at_an_eos(tiny_model):
         assert list(generate(tiny_model, [1, 5], n=5, sampling=settings, eos=every_but_7, ignore_eos=True)) == [7] * 5
     cache = KVCache(tiny_model)
     greedy(tiny_model, [1, 5], 1, cache, eos=[-1], ignore_eos=True)
-    assert cache.banned is None, "no eos is not the last id"
+    assert not cache.never, "no eos is not the last id"
 
 
 @BACKENDS
