@@ -843,28 +843,23 @@ class Heads(NamedTuple):
 
 
 @jit
-def _pairs_of(row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Token, head and pair of each pair of rows, and which of them exist."""
-    pairs, t = places(row // 2, ROWS // 2, TOKENS)
-    return t, pairs // (SIZES.D // 2), pairs % (SIZES.D // 2), (pairs < N // 2) & (t < T)
-
-
-@jit
 def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Positions and angles. `pos` moves only between steps."""
-    t, head, pair, mask = _pairs_of(row, T, N, ROWS, TOKENS, SIZES)
+    """Token, head, pair, position, cosine and sine of each pair of rows, and which of them exist. `pos` moves only
+    between steps."""
+    pairs, t = places(row // 2, ROWS // 2, TOKENS)
+    head, pair, mask = pairs // (SIZES.D // 2), pairs % (SIZES.D // 2), (pairs < N // 2) & (t < T)
     position = tl.load(args[4]) + t
-    mask = mask & (head < SIZES.H + SIZES.KH)
+    mask_qk = mask & (head < SIZES.H + SIZES.KH)
     angle = args[3] + (position * (SIZES.D // 2) + pair) * 2
-    return position, tl.load(angle, mask=mask, other=1.0), tl.load(angle + 1, mask=mask, other=0.0)
+    cos, sin = tl.load(angle, mask=mask_qk, other=1.0), tl.load(angle + 1, mask=mask_qk, other=0.0)
+    return t, head, pair, position, cos, sin, mask
 
 
 @jit
 def _store_rope(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
     """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the caches [KH, S, D] at
     position. args: q, caches, table, pos, bias."""
-    position, cos, sin = ready
-    t, head, pair, mask = _pairs_of(row, T, N, ROWS, TOKENS, SIZES)
+    t, head, pair, position, cos, sin, mask = ready
     even, odd = _even_and_odd(y, ROWS, TOKENS)
     even, odd = _rotate(even, odd, cos, sin)
     q, k_cache, v_cache = args[0], args[1], args[2]
