@@ -37,7 +37,6 @@ from fp8 import E4M3, E5M2, Format, Matrix
 from int4 import INT4
 from launch import (
     EMULATED,
-    FewSizes,
     few_sizes,
     gdc_launch_dependents,
     gdc_wait,
@@ -584,38 +583,44 @@ class Epilogue(NamedTuple):
 def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> bool:
     """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue. False where it is to be the library's: more than
     MAX_FEW tokens, several in fp32, and where launch.json says so."""
-    T = x.shape[0]
+    (T, K), format = x.shape, fp8.format_of(w)
+    assert w.columns == K and x.is_contiguous(), (x.shape, w.shape)
+    own = dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
+    constants = format.functions() | own | dict(N=w.rows, K=K)
     if T == 1:
-        _launch_vector(op, x, norm, w, eps, epilogue)
+        _launch_vector(op, (x, norm, w.tensors, eps, epilogue.args), w, format, constants)
         return True
+    tokens = 8 if T <= 8 else MAX_FEW
     few = T <= MAX_FEW and x.dtype in (torch.float16, torch.bfloat16)
-    sizes = few_sizes(x.device, w.bits, op, w.columns, _padded_tokens(T)) if few else None
+    sizes = few_sizes(x.device, w.bits, op, K, tokens) if few else None
     if sizes:
-        _launch_few(sizes, x if norm is None else rmsnorm(x, norm, eps), w, epilogue)
+        each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
+        warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
+        constants |= dict(TOKENS=tokens, E=each, FEW=sizes._replace(warps=warps), warps=warps)
+        args = x if norm is None else rmsnorm(x, norm, eps), w.tensors, T, epilogue.args
+        launch(_few_kernel, (triton.cdiv(w.rows, sizes.rows),), x.device, *args, **constants)
     return sizes is not None
 
 
-def _functions(w: Matrix, epilogue: Epilogue) -> dict:
-    """What the kernels of products are compiled for: the functions of a format and of an epilogue."""
-    own = dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
-    return fp8.format_of(w).functions() | own
-
-
-def _launch_vector(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> None:
-    assert x.shape == (1, w.columns) and x.is_contiguous(), (x.shape, w.shape)
-    K, format, args = w.columns, fp8.format_of(w), (x, norm, w.tensors, eps, epilogue.args)
-    constants = _functions(w, epilogue) | dict(N=w.rows, K=K, PEAK=format.peak)
+def _launch_vector(op: str, args: tuple, w: Matrix, format: Format, constants: dict) -> None:
+    """One token. args, constants: those of either kernel."""
+    x, K, device = args[0], w.columns, w.data.device
     packs = K % format.neighbours == 0 and x.element_size() == 2 and x.data_ptr() % 16 == 0
     if packs and format.packed_load:
-        _launch_stream(op, x.device, args, w, constants)
-        return
-    sizes = vector_sizes(x.device, w.bits, op, K)
-    least = 32 * format.neighbours  # columns that a warp takes at once
-    rows, block = sizes.rows, min(sizes.block, max(least, triton.next_power_of_2(K)))
-    warps = min(sizes.warps, max(1, block // least))
-    asm = format.packed_asm if packs and block >= least * warps else None
-    constants |= dict(PACKED_ASM=asm, ROWS=rows, BLOCK=block, warps=warps)
-    launch(_vector_kernel, (triton.cdiv(w.rows, rows),), x.device, *args, **constants)
+        sizes = stream_sizes(device, w.bits, op, K)
+        rows, block = sizes.rows, stream_block(sizes.block, K)
+        tiles, warps = min(32, triton.cdiv(w.rows, rows * processors(device) * sizes.programs)), block // 2048
+        del constants["VALUES"]
+        constants |= dict(LOAD=format.packed_load, PACKED_SUMS=format.packed_sums, SUMS=format.sum_x)
+        constants |= dict(TILES=tiles, STAGES=sizes.stages)
+        kernel, programs = _stream_kernel, triton.cdiv(w.rows, rows * tiles)
+    else:
+        sizes, least = vector_sizes(device, w.bits, op, K), 32 * format.neighbours  # columns that a warp takes at once
+        rows, block = sizes.rows, min(sizes.block, max(least, triton.next_power_of_2(K)))
+        warps = min(sizes.warps, max(1, block // least))
+        constants |= dict(PACKED_ASM=format.packed_asm if packs and block >= least * warps else None)
+        kernel, programs = _vector_kernel, triton.cdiv(w.rows, rows)
+    launch(kernel, (programs,), device, *args, **constants, ROWS=rows, BLOCK=block, PEAK=format.peak, warps=warps)
 
 
 def stream_block(block: int, columns: int) -> int:
@@ -623,30 +628,6 @@ def stream_block(block: int, columns: int) -> int:
     in registers."""
     block = min(block, max(2048, triton.next_power_of_2(columns)))
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
-
-
-def _launch_stream(op: str, device: torch.device, args: tuple, w: Matrix, constants: dict) -> None:
-    sizes, format = stream_sizes(device, w.bits, op, w.columns), fp8.format_of(w)
-    rows, block = sizes.rows, stream_block(sizes.block, w.columns)
-    tiles = min(32, triton.cdiv(w.rows, rows * processors(device) * sizes.programs))
-    del constants["VALUES"]
-    constants |= dict(LOAD=format.packed_load, PACKED_SUMS=format.packed_sums, SUMS=format.sum_x)
-    constants |= dict(ROWS=rows, TILES=tiles, BLOCK=block)
-    grid, warps = (triton.cdiv(w.rows, rows * tiles),), block // 2048
-    launch(_stream_kernel, grid, device, *args, **constants, STAGES=sizes.stages, warps=warps)
-
-
-def _launch_few(sizes: FewSizes, x: Tensor, w: Matrix, epilogue: Epilogue) -> None:
-    (T, K), each = x.shape, triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
-    assert w.columns == K and x.is_contiguous(), (x.shape, w.shape)
-    warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
-    constants = dict(N=w.rows, K=K, TOKENS=_padded_tokens(T), E=each, FEW=sizes._replace(warps=warps), warps=warps)
-    args = x, w.tensors, T, epilogue.args
-    launch(_few_kernel, (triton.cdiv(w.rows, sizes.rows),), x.device, *args, **constants, **_functions(w, epilogue))
-
-
-def _padded_tokens(T: int) -> int:
-    return 8 if T <= 8 else MAX_FEW
 
 
 def library_product(
