@@ -49,6 +49,15 @@ def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, kind))
 
 
+@jit
+def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """So many barriers, each of which completes when COUNT arrive."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
 # ---- attention of a prompt
 #
 #      The ordinary kernel in attention.py reaches half of the product rate: its warps load, multiply and take the
@@ -203,20 +212,9 @@ def _hopper_attention_kernel(q, k, v, out, pos, T, qk_scale, S, H, G, positions_
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, ROWS, HEAD_DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_clear = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(v_clear, count=1)
-    for group in gl.static_range(2):
-        mbarrier.init(q_full.index(group), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
+    q_full, v_clear = _barriers(2, 1), _barriers(1, 1).index(0)
+    k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
     keys_and_values = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
     prompt = (pos, T, H, G, positions_at_once)
     gl.warp_specialize(
@@ -611,14 +609,7 @@ def _int4_product_kernel(
     w_tiles = gl.allocate_shared_memory(words.dtype, [2 * STAGES, 64, 32], words.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, TOKENS, 128], x.layout)
     out_tiles = gl.allocate_shared_memory(out.dtype, [2, TOKENS, 64], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    added = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(added.index(group), count=1)
+    full, empty, added = _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1)
     gl.warp_specialize(
         [
             (_multiply_blocks, (0, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added,
