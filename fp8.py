@@ -334,8 +334,8 @@ class Float8(Format):
     dtype: torch.dtype = torch.float8_e4m3fn  # torch's type of the same bits
     not_finite: int = 0x7F  # from here up, a code without its sign means NaN or infinity
     top: float = 448.0  # a row's largest magnitude after scaling; its bits as those of a half are 1.75 in both formats
-    move_bits: Callable | None = None  # int16 codes to the bits of halves, in place
-    values_nan: Callable | None = None  # as `values`, where NaN codes may occur, as in a cache
+    shift: int = 7  # by which a code's bits below its sign move up to be a half's
+    values_nan: Callable | None = None  # as `values`, where NaN codes may occur: in a cache, which is E4M3
     encode_tile: Callable | None = None  # floats to codes in a kernel, as e4m3_encode does
 
     def on(self, device: torch.device) -> Float8:
@@ -351,7 +351,11 @@ class Float8(Format):
 
     def halves(self, codes: Tensor, space: Tensor | None = None) -> Tensor:
         """int8 codes to float16, exactly their values divided by the gain; in int16 space of that shape, if given."""
-        return self.move_bits(codes.to(torch.int16) if space is None else space.copy_(codes)).view(torch.float16)
+        bits = codes.to(torch.int16) if space is None else space.copy_(codes)
+        bits.bitwise_left_shift_(self.shift)
+        if self.shift == 7:
+            bits.bitwise_and_(~0x4000)  # a copy of the sign
+        return bits.view(torch.float16)
 
     def floats(self, codes: Tensor) -> Tensor:
         """int8 codes to the float32 values they stand for; codes of NaN and infinity, as in a cache, are NaN."""
@@ -486,10 +490,6 @@ def as_floats(bytes_):
 # ---- E5M2
 
 
-def _e5m2_bits(codes: Tensor) -> Tensor:
-    return codes.bitwise_left_shift_(8)
-
-
 @jit
 def _e5m2_values(codes):
     if EMULATED:  # the interpreter decodes some codes wrongly
@@ -501,15 +501,11 @@ def _e5m2_values(codes):
 _E5M2_HALVES = [f"prmt.b32 p, SOURCE, 0, {order};" for order in ("0x1404", "0x3424")]
 E5M2 = Float8(
     "e5m2", 8, load_elements, _e5m2_values, gain=1.0, packed_asm=packed_asm(*_E5M2_HALVES),
-    dtype=torch.float8_e5m2, not_finite=0x7C, top=1.75, move_bits=_e5m2_bits, values_nan=_e5m2_values,
+    dtype=torch.float8_e5m2, not_finite=0x7C, top=1.75, shift=8,
 )  # fmt: skip
 
 
 # ---- E4M3
-
-
-def _e4m3_bits(codes: Tensor) -> Tensor:
-    return codes.bitwise_left_shift_(7).bitwise_and_(~0x4000)
 
 
 @jit
@@ -542,7 +538,7 @@ def e4m3_encode(x):
 
 E4M3 = Float8(
     "e4m3", 8, load_elements, e4m3_values, gain=256.0, packed_asm=packed_asm(*E4M3_HALVES),
-    move_bits=_e4m3_bits, values_nan=_e4m3_values_nan, encode_tile=e4m3_encode,
+    values_nan=_e4m3_values_nan, encode_tile=e4m3_encode,
 )  # fmt: skip
 
 
