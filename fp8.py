@@ -307,10 +307,6 @@ class Matrix:
     def bits(self) -> int:
         return self.format.bits if self.format else 8 * self.data.element_size()
 
-    def encoded(self, format: Format) -> Matrix:
-        """The same in a format. Raises ValueError on NaN or inf."""
-        return Matrix(format.encode(self.data), format, self.shape)
-
     def dense(self) -> Tensor:
         """W as floats: float32 [N, K] for a format, otherwise the data itself, unpacked from oneDNN's layout if need
         be."""

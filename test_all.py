@@ -926,7 +926,8 @@ def cloned(arguments) -> list:
 
 
 def encoded(arguments: tuple, format) -> list:
-    return [a.encoded(format) if format and isinstance(a, Matrix) else a for a in arguments]
+    encode = lambda w: Matrix(format.encode(w.data), format, w.shape)
+    return [encode(a) if format and isinstance(a, Matrix) else a for a in arguments]
 
 
 def op_arguments(op: str, dtype: torch.dtype, heads: tuple, T: int, before: int, S: int = 0) -> tuple[tuple, tuple]:
@@ -1086,7 +1087,7 @@ def test_prepacked_matrices_are_the_same_matrices(dtype, format, small, monkeypa
     bits in torch's own."""
     monkeypatch.setattr(kernels, "SMALL", 2 * 320 * 256 if small else 0)
     w = Matrix(torch.randn(320, 256).to(dtype))
-    w = w.encoded(format) if format else w
+    (w,) = encoded([w], format)
     packed = kernels.prepacked(w, "torch", dtype)
     assert torch.equal(packed.dense(), w.dense()) and packed.shape == w.shape and packed.nbytes == w.nbytes
     assert kernels.prepacked(w, "triton", dtype) is w
@@ -1471,7 +1472,7 @@ def test_packed_products_with_large_norms(peak):
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
         norm, x = torch.full((K,), float(peak)).half().to(DEVICE), torch.zeros(1, K)
         x[0, :spread] = 100.0
-        w = Matrix(torch.full((16, K), 448.0, device=DEVICE)).encoded(E4M3)
+        (w,) = encoded([Matrix(torch.full((16, K), 448.0, device=DEVICE))], E4M3)
         x, plain = x.half().to(DEVICE), (norm.float(), dense(w))
         fp8.fit_norm(norm, w)
         assert norm.max() <= fp8.NORM_LIMIT
@@ -1528,7 +1529,7 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
 def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
     """Activations in E4M3 have an error of at most 2^-4: a third of its square, halved since most err less."""
     x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
-    w = w.encoded(FORMATS[form])
+    (w,) = encoded([w], FORMATS[form])
     if not fp8.on_tensor_cores(w):
         pytest.skip("this GPU has none")
     residual = randn(80, 512, dtype=dtype)
@@ -1574,7 +1575,8 @@ def test_decoded_caches(dtype):
 @functools.cache
 def int4_matrix(N: int, K: int) -> Matrix:
     torch.manual_seed(5)
-    return Matrix(torch.randn(N, K, device=DEVICE) * torch.logspace(-4, 2, N, device=DEVICE)[:, None]).encoded(INT4)
+    w = torch.randn(N, K, device=DEVICE) * torch.logspace(-4, 2, N, device=DEVICE)[:, None]
+    return encoded([Matrix(w)], INT4)[0]
 
 
 def test_all_4_bit_codes_scales_and_zero_points():
@@ -1698,7 +1700,7 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
 
     def draw(*extra: tuple[int, ...] | None) -> tuple:
         arguments, _ = op_arguments("rmsnorm_qkv_rope", dtype, (3, 1, D), 1, 4)
-        w = Matrix(torch.randn(N, C, device=DEVICE)).encoded(INT4)
+        (w,) = encoded([Matrix(torch.randn(N, C, device=DEVICE))], INT4)
         extra = (shape and randn(*shape, dtype=dtype) for shape in extra)
         return randn(1, C, dtype=dtype), randn(C, dtype=dtype), w, *arguments[3:], *extra
 
@@ -4313,7 +4315,7 @@ def test_ranks_that_divide_256_columns_of_int4(copy):
     model = load(copy, device="cpu", dtype="fp32")
     for rank, columns in enumerate(model.weights.layers[0].w2.data.split(160, 1)):
         w2 = loaded(model, INT4, Ranks(rank, 2)).layers[0].w2
-        assert torch.equal(w2.dense(), Matrix(columns).encoded(INT4).dense())
+        assert torch.equal(w2.dense(), INT4.decoded(INT4.encode(columns)))
     saved = load(save(copy, copy.parent / "saved", format="int4", device="cpu").parent, device="cpu")
     error = "layers.0.w2 was saved in int4, where its 320 columns cannot be divided among 2 processes"
     with pytest.raises(ValueError, match=error):
@@ -5062,7 +5064,7 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
     """On a card that has entries, and on one that has used another's. A matrix in another format has other tables."""
     model = load(tiny, dtype="fp16", device="cpu")
     layer = model.weights.layers[0]
-    layer.w2 = layer.w2.encoded(E4M3)
+    (layer.w2,) = encoded([layer.w2], E4M3)
     file = Path(shutil.copy(HERE / "launch.json", tmp_path))
     monkeypatch.setattr(launch, "TABLES_FILE", file)
     monkeypatch.setattr(launch, "tables", functools.cache(launch.tables.__wrapped__))
