@@ -1072,8 +1072,10 @@ def check_accumulate(accumulate: str, backend: str, device: torch.device, dtype:
 
 
 def check_original(checkpoint: Checkpoint, format: str | None) -> None:
-    if checkpoint.quantised and format:
-        lossy = f"its matrices are {checkpoint.quantised}, and {format} would lose precision a second time"
+    """Raise ValueError if matrices are to be encoded that are no plain floats."""
+    held = checkpoint.format.name if checkpoint.format else checkpoint.quantised
+    if held and format:
+        lossy = f"its matrices are {held}, and {format} would lose precision a second time"
         raise ValueError(f"{checkpoint.folder}: {lossy}: run it as it is, or encode the original")
 
 
@@ -1107,9 +1109,8 @@ def load(
         raise ValueError(f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own")
     checkpoint = name if isinstance(name, Checkpoint) else Checkpoint(find_checkpoint(name))
     folder, config, sampling = checkpoint.folder, checkpoint.config, Sampling(**checkpoint.sampling)
-    if checkpoint.format and format not in (None, checkpoint.format.name):
-        raise ValueError(f"{folder} holds {checkpoint.format.name} matrices: for {format} ones, load the original")
-    check_original(checkpoint, format)
+    if not checkpoint.format or format != checkpoint.format.name:
+        check_original(checkpoint, format)
     on = pick_device(device, ranks)
     backend = pick_backend(backend, on)
     if backend == "triton" and config.head_dim % 8:
@@ -1215,8 +1216,6 @@ def save(
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
     checkpoint = Checkpoint(folder)
     config = checkpoint.config
-    if checkpoint.format:
-        raise ValueError(f"{folder} holds {checkpoint.format.name} matrices already: save from the original")
     check_original(checkpoint, format)
     on, as_dtype, held = pick_device(device), DTYPES.get(dtype, checkpoint.dtype), FORMATS[format]
     check_groups(config, held)
