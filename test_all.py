@@ -538,16 +538,6 @@ def greedy(model, prompt: list[int], n: int, cache=None, **options) -> list[int]
     return list(generate(model, prompt, cache, n, Sampling(temp=0), **dict(eos=[]) | options))
 
 
-def test_cached_decoding_and_chunks_equal_one_prefill(tiny_model, monkeypatch):
-    tokens, cache = torch.randint(3, 300, (50,)), KVCache(tiny_model)
-    whole = logits_of(tiny_model, tokens)
-    assert_close(logits_of(tiny_model, tokens, 7, 1, 1, 17, 1, 23), whole, 1e-5)
-    monkeypatch.setitem(CHUNK, "cpu", 16)
-    with torch.inference_mode():
-        tiny_model.prefill(tokens.tolist(), cache)
-    assert_close(cache.logits, whole[-1], 1e-5)
-
-
 def test_cache_reuses_the_common_beginning(tiny_model):
     cache, timings = KVCache(tiny_model), Timings()
     first = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
@@ -2360,8 +2350,10 @@ def test_mode_of_a_run(monkeypatch):
     # for Triton's kernels, the others are as the model of most tests
     ("qwen 2.5", None, "triton"), ("qwen 3", None, "triton"),
 ])  # fmt: skip
-def test_families_equal_transformers(tmp_path, family, fp8, backend):
-    """Logits of a prompt, whole and in parts, and greedy tokens; in 8 bits, against our model with decoded weights."""
+def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch):
+    """Logits of a prompt, whole and in parts, and greedy tokens after one that is evaluated in chunks; in 8 bits,
+    against our model with decoded weights."""
+    monkeypatch.setitem(CHUNK, "cpu", 16)
     theirs = hugging_face_model(**FAMILIES[family])
     theirs.save_pretrained(tmp_path)
     T = 70 if backend == "torch" else 15  # the interpreter is slow
