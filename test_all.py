@@ -3018,9 +3018,6 @@ def test_continuation_takes_what_does_not_merge():
 def test_ids_and_bytes_that_are_no_text(tiny):
     """Bytes that make no character are decoded as SentencePiece does."""
     tokenizer = Tokenizer(tiny)
-    for act in (tokenizer.encode, lambda t: tokenizer.chat_prompt(conversation(t))):
-        with pytest.raises(ValueError, match="not UTF-8: it holds U\\+DC80 at 3"):
-            act("abc\udc80d")
     assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
     byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
     for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
