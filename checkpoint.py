@@ -1072,7 +1072,7 @@ def check_accumulate(accumulate: str, backend: str, device: torch.device, dtype:
 
 
 def check_original(checkpoint: Checkpoint, format: str | None) -> None:
-    """Raise ValueError if matrices are to be encoded that are no plain floats."""
+    """Raise ValueError if matrices that are already quantised would be encoded again."""
     held = checkpoint.format.name if checkpoint.format else checkpoint.quantised
     if held and format:
         lossy = f"its matrices are {held}, and {format} would lose precision a second time"

@@ -51,7 +51,7 @@ def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
 
 @jit
 def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """So many barriers, each of which completes when COUNT arrive."""
+    """NUMBER barriers, each of which completes when COUNT have arrived."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=COUNT)

@@ -603,7 +603,7 @@ def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
 
 
 def _launch_vector(op: str, args: tuple, w: Matrix, format: Format, constants: dict) -> None:
-    """One token. args, constants: those of either kernel."""
+    """One token. args and constants are what both kernels take."""
     x, K, device = args[0], w.columns, w.data.device
     packs = K % format.neighbours == 0 and x.element_size() == 2 and x.data_ptr() % 16 == 0
     if packs and format.packed_load:

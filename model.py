@@ -332,8 +332,8 @@ class Llama:
         return self.device.type == "cuda" and self.backend == "triton"
 
     def graph(self, cache: KVCache) -> torch.cuda.CUDAGraph:
-        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured again only when the
-        cache or the sampler's switches change, or whether ids are banned; the cache is not kept alive."""
+        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured again only for
+        another cache or other switches of the sampler, or when a ban begins or ends; the cache is not kept alive."""
         key = (weakref.ref(cache), *cache.captured_with(self))
         if self._graph[0] != key:
             pos, logits = cache.pos, cache.logits.clone()
