@@ -4061,6 +4061,18 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     assert draft.accepted == draft.proposed and draft.passes == 24
 
 
+def test_speculation_ends_within_a_pass(tiny):
+    model, prompt = exact_model(tiny, ctx_size=128), [1, 5, 6]
+    for taken in range(1, 9):
+        cache, draft = KVCache(model), always(Draft(4, model))
+        with contextlib.closing(generate(model, prompt, cache, 40, eos=[], decode=draft.decode)) as tokens:
+            turn = [*prompt, *itertools.islice(tokens, taken), 9, 10]
+        assert cache.pos == cache.device_pos == len(prompt) + taken - 1
+        timings = Timings()
+        second = list(generate(model, turn, cache, 12, eos=[], timings=timings, decode=draft.decode))
+        assert timings.prompt_tokens == 3 and second == list(generate(model, turn, KVCache(model), 12, eos=[]))
+
+
 def test_lookup_proposals():
     """By the reference; and by the kernel, for random texts, too."""
     zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=DEVICE)
