@@ -333,7 +333,7 @@ class Llama:
 
     def graph(self, cache: KVCache) -> torch.cuda.CUDAGraph:
         """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured again only for
-        another cache or other switches of the sampler, or when a ban begins or ends; the cache is not kept alive."""
+        another cache, other switches of the sampler, or another number of banned ids; the cache is not kept alive."""
         key = (weakref.ref(cache), *cache.captured_with(self))
         if self._graph[0] != key:
             pos, logits = cache.pos, cache.logits.clone()
@@ -444,7 +444,7 @@ class KVCache:
 
     def captured_with(self, model: Llama) -> tuple:
         """What a graph that samples depends on besides the cache."""
-        return self.sampler.switches(model.config.vocab_size), bool(self.never)
+        return self.sampler.switches(model.config.vocab_size), len(self.never)
 
     def truncate(self, pos: int) -> None:
         """Forget everything from pos on."""
