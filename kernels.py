@@ -583,23 +583,25 @@ class Epilogue(NamedTuple):
 def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> bool:
     """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue. False where it is to be the library's: more than
     MAX_FEW tokens, several in fp32, and where launch.json says so."""
-    (T, K), format = x.shape, fp8.format_of(w)
+    T, K = x.shape
+    tokens = 8 if T <= 8 else MAX_FEW
+    few = 1 < T <= MAX_FEW and x.dtype in (torch.float16, torch.bfloat16)
+    sizes = few_sizes(x.device, w.bits, op, K, tokens) if few else None
+    if T > 1 and not sizes:
+        return False
     assert w.columns == K and x.is_contiguous(), (x.shape, w.shape)
+    format = fp8.format_of(w)
     own = dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
     constants = format.functions() | own | dict(N=w.rows, K=K)
     if T == 1:
         _launch_vector(op, (x, norm, w.tensors, eps, epilogue.args), w, format, constants)
         return True
-    tokens = 8 if T <= 8 else MAX_FEW
-    few = T <= MAX_FEW and x.dtype in (torch.float16, torch.bfloat16)
-    sizes = few_sizes(x.device, w.bits, op, K, tokens) if few else None
-    if sizes:
-        each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
-        warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
-        constants |= dict(TOKENS=tokens, E=each, FEW=sizes._replace(warps=warps), warps=warps)
-        args = x if norm is None else rmsnorm(x, norm, eps), w.tensors, T, epilogue.args
-        launch(_few_kernel, (triton.cdiv(w.rows, sizes.rows),), x.device, *args, **constants)
-    return sizes is not None
+    each = triton.next_power_of_2(16 * 8 // w.bits)  # weights that a thread loads at once
+    warps = min(sizes.warps, max(1, triton.next_power_of_2(K) // (4 * each * sizes.steps)))
+    constants |= dict(TOKENS=tokens, E=each, FEW=sizes._replace(warps=warps), warps=warps)
+    args = x if norm is None else rmsnorm(x, norm, eps), w.tensors, T, epilogue.args
+    launch(_few_kernel, (triton.cdiv(w.rows, sizes.rows),), x.device, *args, **constants)
+    return True
 
 
 def _launch_vector(op: str, args: tuple, w: Matrix, format: Format, constants: dict) -> None:
