@@ -1,12 +1,12 @@
-"""Attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query heads share one k, v
-head.
+"""Attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query
+heads share one k, v head.
 
 q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
 
-Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt. On Hopper, hopper.py
-has one for a few, up to 64 tokens and 128 rows, and one for long prompts. All keep a running softmax in base 2, with
-the factor log2(e) folded into qk_scale (online softmax: Milakov and Gimelshein, 2018).
-"""
+Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt. On
+Hopper, hopper.py has one for a few, up to 64 tokens and 128 rows, and one for long prompts. All
+keep a running softmax in base 2, with the factor log2(e) folded into qk_scale (online softmax:
+Milakov and Gimelshein, 2018)."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -40,8 +40,8 @@ from launch import (
 
 
 def to_cache_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a cache of that type stores them; in E4M3 what is not finite becomes NaN, so that it is
-    noticed."""
+    """Keys or values as a cache of that type stores them; in E4M3 what is not finite becomes NaN,
+    so that it is noticed."""
     return E4M3.round(torch.where(torch.isfinite(x), x, torch.nan)) if dtype == torch.int8 else x
 
 
@@ -61,23 +61,29 @@ def attention_ref(
 ) -> Tensor:  # fmt: skip
     (T, H, D), KH = q.shape, k_cache.shape[0]
     G, length = H // KH, int(pos) + T
-    # The heads of a group are rows of one product, so k and v are read once and are not expanded: with expanded keys
-    # and a mask, torch's result is wrong for some lengths on a GPU (compare pytorch issue 191937)
+    # The heads of a group are rows of one product, so k and v are read once and are not expanded:
+    # with expanded keys and a mask, torch's result is wrong for some lengths on a GPU (compare
+    # pytorch issue 191937)
     rows = q.float().view(T, KH, G, D).transpose(0, 1).reshape(KH, 1, T * G, D)
     k, v = (cached_ref(cache_[:, None, :length]) for cache_ in (k_cache, v_cache))
     mask = None
     if T > 1:
-        mask = torch.ones(T, length, dtype=torch.bool, device=q.device).tril(length - T).repeat_interleave(G, 0)
+        mask = (
+            torch.ones(T, length, dtype=torch.bool, device=q.device)
+            .tril(length - T)
+            .repeat_interleave(G, 0)
+        )
     y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    # torch mistakes a row of scores that are all NaN for a masked one and returns 0. In such a row q is NaN or all keys
-    # are, the first among them
+    # torch mistakes a row of scores that are all NaN for a masked one and returns 0. In such a row
+    # q is NaN or all keys are, the first among them
     y.addcmul_(rows, k[:, :, :1], value=0)
     return y.view(KH, T, G * D).transpose(0, 1).reshape(T, H * D).to(q.dtype)
 
 
 @jit
 def _load_cached(cache, offs_n, offs_d, mask_n, D: tl.constexpr):
-    """Keys or values [BLOCK_N, BLOCK_D] of a head, as cached; zero where mask_n is off (None: on everywhere)."""
+    """Keys or values [BLOCK_N, BLOCK_D] of a head, as cached; zero where mask_n is off (None: on
+    everywhere)."""
     offs = offs_n[:, None] * D + offs_d[None, :]
     if mask_n is None and offs_d.shape[0] == D:
         return tl.load(cache + offs)
@@ -96,29 +102,38 @@ def _dot(a, b, FP16_SUMS: tl.constexpr):
 
 
 @jit
-def _attend(q, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE: tl.constexpr, FP16_SUMS: tl.constexpr):
-    """Add one block of keys and values, as cached, to the running softmax of the rows of q. row_max is the maximum of q
-    k^T before scaling, so that scaling a score and subtracting the maximum are one instruction. mask: None where every
-    row sees the whole block."""
+def _attend(
+    q, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE: tl.constexpr, FP16_SUMS: tl.constexpr
+):
+    """Add one block of keys and values, as cached, to the running softmax of the rows of q. row_max
+    is the maximum of q k^T before scaling, so that scaling a score and subtracting the maximum are
+    one instruction. mask: None where every row sees the whole block."""
     k, v = DECODE(k).to(q.dtype), DECODE(v).to(q.dtype)
     scores = _dot(q, tl.trans(k), FP16_SUMS)
     if mask is not None:
         scores = tl.where(mask, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    base = tl.where(new_max == float("-inf"), 0.0, new_max) * qk_scale  # 0 for a row that has seen nothing yet
+    # 0 for a row that has seen nothing yet
+    base = tl.where(new_max == float("-inf"), 0.0, new_max) * qk_scale
     p = tl.exp2(scores * qk_scale - base[:, None])
     rescale = tl.exp2(row_max * qk_scale - base)
-    return new_max, row_sum * rescale + tl.sum(p, 1), acc * rescale[:, None] + _dot(p.to(v.dtype), v, FP16_SUMS)
+    return (
+        new_max,
+        row_sum * rescale + tl.sum(p, 1),
+        acc * rescale[:, None] + _dot(p.to(v.dtype), v, FP16_SUMS),
+    )
 
 
-SHARED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share: well within an L2
+# bytes of keys and values that programs running at the same time share: well within an L2
+SHARED_KEYS = 16 << 20
 
 
 @jit
 def _attention_kernel(
     q, k_cache, v_cache, out, pos, T, qk_scale, v_scale,
     S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, POSITIONS_AT_ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    POSITIONS_AT_ONCE: tl.constexpr,
     DECODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A prompt: BLOCK_M tokens of one head, over the keys they see."""
@@ -126,7 +141,11 @@ def _attention_kernel(
     start_pos = tl.load(pos)
     heads_at_once = tl.maximum(POSITIONS_AT_ONCE // (start_pos + T), 1) * G
     pid_m, head = rows_of_program(tl.program_id(0), tl.cdiv(T, BLOCK_M), heads_at_once, H)
-    offs_m, offs_d, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    offs_m, offs_d, offs_n = (
+        pid_m * BLOCK_M + tl.arange(0, BLOCK_M),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_N),
+    )
     k_head = k_cache + (head // G).to(tl.int64) * S * D
     v_head = v_cache + (head // G).to(tl.int64) * S * D
     gdc_wait(PDL)
@@ -142,28 +161,37 @@ def _attention_kernel(
     for n in range(0, diagonal, BLOCK_N):
         k = _load_cached(k_head, n + offs_n, offs_d, None, D)
         v = _load_cached(v_head, n + offs_n, offs_d, None, D)
-        row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, None, qk_scale, DECODE, FP16_SUMS)
+        row_max, row_sum, acc = _attend(
+            q_tile, k, v, row_max, row_sum, acc, None, qk_scale, DECODE, FP16_SUMS
+        )
     # Those on the diagonal
     for n in range(diagonal, end, BLOCK_N):
         k = _load_cached(k_head, n + offs_n, offs_d, n + offs_n < end, D)
         v = _load_cached(v_head, n + offs_n, offs_d, n + offs_n < end, D)
         mask = (n + offs_n)[None, :] <= start_pos + offs_m[:, None]
-        row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, FP16_SUMS)
-    tl.store(out + offs_q, (acc * (v_scale / row_sum)[:, None]).to(out.dtype.element_ty), mask=mask_q)
+        row_max, row_sum, acc = _attend(
+            q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, FP16_SUMS
+        )
+    tl.store(
+        out + offs_q, (acc * (v_scale / row_sum)[:, None]).to(out.dtype.element_ty), mask=mask_q
+    )
 
 
-# Few rows make for few programs, too few to read the cache at full speed, so its positions are split among programs,
-# each of which ends with a softmax over its own part: maximum, sum and unnormalised result of each row. The last
-# program to finish merges them (launch.is_last). In a short context some programs get no positions. They exit without
-# waiting: the registers that they would hold meanwhile are needed by the next kernel, which starts early.
+# Few rows make for few programs, too few to read the cache at full speed, so its positions are
+# split among programs, each of which ends with a softmax over its own part: maximum, sum and
+# unnormalised result of each row. The last program to finish merges them (launch.is_last). In a
+# short context some programs get no positions. They exit without waiting: the registers that they
+# would hold meanwhile are needed by the next kernel, which starts early.
 
 
 @jit
 def _merge_splits(
     out, partial, ends, head, used, count, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    SPLITS: tl.constexpr, MERGE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr, MERGE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the softmaxes of the splits into one, MERGE of them at a time, for `count` rows of at most ROWS."""
+    """Merge the softmaxes of the splits into one, MERGE of them at a time, for `count` rows of at
+    most ROWS."""
     rows, offs_d, splits = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, SPLITS)
     slots = (head * SPLITS + splits[:, None]) * BLOCK_M + rows[None, :]
     mask = (splits[:, None] < used) & (rows[None, :] < count)
@@ -175,9 +203,12 @@ def _merge_splits(
         slot = (head * SPLITS + split[:, None]) * BLOCK_M + rows[None, :]
         mask = (split[:, None] < used) & (rows[None, :] < count)
         weight = tl.exp2(
-            tl.load(ends + slot * 2, mask=mask, other=float("-inf"), cache_modifier=".cg") - row_max[None, :]
+            tl.load(ends + slot * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            - row_max[None, :]
         )
-        row_sum += tl.sum(weight * tl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"), 0)
+        row_sum += tl.sum(
+            weight * tl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"), 0
+        )
         mask_part = mask[:, :, None] & (offs_d < D)[None, None, :]
         offs_part = slot[:, :, None] * D + offs_d[None, None, :]
         part = tl.load(partial + offs_part, mask=mask_part, other=0.0, cache_modifier=".cg")
@@ -190,11 +221,14 @@ def _merge_splits(
 @jit
 def _split_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
-    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MERGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    MERGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     DECODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A few tokens: the G query heads of one key/value head are rows, T G of them, and the positions are split."""
+    """A few tokens: the G query heads of one key/value head are rows, T G of them, and the
+    positions are split."""
     gdc_launch_dependents(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
     rows, offs_d, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -206,7 +240,10 @@ def _split_attention_kernel(
     used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
     if split < used:
         offs_s = start + offs_n
-        mask_old, mask_new = offs_s < tl.minimum(end, start_pos), (offs_s >= start_pos) & (offs_s < end)
+        mask_old, mask_new = (
+            offs_s < tl.minimum(end, start_pos),
+            (offs_s >= start_pos) & (offs_s < end),
+        )
         k = _load_cached(k_head, offs_s, offs_d, mask_old, D)
         v = _load_cached(v_head, offs_s, offs_d, mask_old, D)
         gdc_wait(PDL)
@@ -219,14 +256,18 @@ def _split_attention_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         mask = (offs_s[None, :] <= start_pos + t[:, None]) & (offs_s[None, :] < end)
-        row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, False)
+        row_max, row_sum, acc = _attend(
+            q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, False
+        )
         # The other blocks of this split
         for n in range(start + BLOCK_N, end, BLOCK_N):
             offs_s = n + offs_n
             k = _load_cached(k_head, offs_s, offs_d, offs_s < end, D)
             v = _load_cached(v_head, offs_s, offs_d, offs_s < end, D)
             mask = (offs_s[None, :] <= start_pos + t[:, None]) & (offs_s[None, :] < end)
-            row_max, row_sum, acc = _attend(q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, False)
+            row_max, row_sum, acc = _attend(
+                q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, False
+            )
         acc *= v_scale
         if used == 1:
             tl.store(out + offs_q, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask_q)
@@ -236,17 +277,34 @@ def _split_attention_kernel(
             tl.store(ends + slot * 2 + 1, row_sum)
             tl.store(partial + slot[:, None] * D + offs_d[None, :], acc, mask=mask_q)
             if is_last(arrived + head, used):
-                _merge_splits(out, partial, ends, head, used, T * G, H, G, D, SPLITS, MERGE, BLOCK_M, ROWS, BLOCK_D)
+                _merge_splits(
+                    out,
+                    partial,
+                    ends,
+                    head,
+                    used,
+                    T * G,
+                    H,
+                    G,
+                    D,
+                    SPLITS,
+                    MERGE,
+                    BLOCK_M,
+                    ROWS,
+                    BLOCK_D,
+                )
 
 
 @jit
 def _single_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, qk_scale, v_scale,
     S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MERGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr, DECODE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr, DECODE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token with as many key/value heads as query heads, without tl.dot, which needs 16 rows: each of the BLOCK_N
-    positions read at a time has a running softmax of its own, and these are merged at the end."""
+    """One token with as many key/value heads as query heads, without tl.dot, which needs 16 rows:
+    each of the BLOCK_N positions read at a time has a running softmax of its own, and these are
+    merged at the end."""
     gdc_launch_dependents(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
     offs_d, offs_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -256,7 +314,10 @@ def _single_attention_kernel(
     start_pos = tl.load(pos)
     used, start, end = split_of(start_pos + 1, split, SPLITS, BLOCK_N, LEAST)
     if split < used:
-        mask_old, mask_new = start + offs_n < tl.minimum(end, start_pos), start + offs_n == start_pos
+        mask_old, mask_new = (
+            start + offs_n < tl.minimum(end, start_pos),
+            start + offs_n == start_pos,
+        )
         k = _load_cached(k_head + start * D, offs_n, offs_d, mask_old, D)
         v = _load_cached(v_head + start * D, offs_n, offs_d, mask_old, D)
         gdc_wait(PDL)
@@ -273,7 +334,8 @@ def _single_attention_kernel(
             v = _load_cached(v_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
             scores = tl.sum(DECODE(k_now).to(tl.float32) * q_row[None, :], 1)
             scores = tl.where(n + offs_n < end, scores, float("-inf"))
-            new_max = tl.maximum(tl.maximum(row_max, scores), -1e30)  # finite, so that an absent position adds nothing
+            # finite, so that an absent position adds nothing
+            new_max = tl.maximum(tl.maximum(row_max, scores), -1e30)
             p, rescale = tl.exp2(scores - new_max), tl.exp2(row_max - new_max)
             row_sum = row_sum * rescale + p
             acc = acc * rescale[:, None] + p[:, None] * DECODE(v_now).to(tl.float32)
@@ -290,10 +352,14 @@ def _single_attention_kernel(
             tl.store(ends + slot * 2 + 1, total)
             tl.store(partial + slot * D + offs_d, y, mask=offs_d < D)
             if is_last(arrived + head, used):
-                _merge_splits(out, partial, ends, head, used, 1, H, 1, D, SPLITS, MERGE, 1, 1, BLOCK_D)
+                _merge_splits(
+                    out, partial, ends, head, used, 1, H, 1, D, SPLITS, MERGE, 1, 1, BLOCK_D
+                )
 
 
-SPLIT_ROWS = 64  # up to this many query rows per key/value head, attention is bound by reading the cache: it is split
+# up to this many query rows per key/value head, attention is bound by reading the cache: it is
+# split
+SPLIT_ROWS = 64
 
 
 def attention(
@@ -319,7 +385,9 @@ def _cache_constants(q: Tensor, k_cache: Tensor) -> tuple[tuple[float, float], d
     format = E4M3.on(q.device) if k_cache.dtype == torch.int8 else None
     gain = format.gain if format else 1.0  # of decoded keys, and of decoded values
     block_d = max(16, triton.next_power_of_2(D))
-    constants = dict(S=S, H=H, D=D, BLOCK_D=block_d, DECODE=format.values_nan if format else plain_values)
+    constants = dict(
+        S=S, H=H, D=D, BLOCK_D=block_d, DECODE=format.values_nan if format else plain_values
+    )
     return (gain * math.log2(math.e) / math.sqrt(D), gain), constants
 
 
@@ -328,20 +396,38 @@ def _splits(sizes: SplitSizes, device: torch.device, groups: int) -> int:
     return min(32, triton.next_power_of_2(triton.cdiv(sizes.programs * processors(device), groups)))
 
 
-def _split_scratch(scratch: Scratch, groups: int, D: int, splits: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_scratch(
+    scratch: Scratch, groups: int, D: int, splits: int, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the splits leave for the last program: results, maxima and sums, counters."""
-    partial, ends = scratch.zeros("partial", groups, splits, rows, D), scratch.zeros("ends", groups, splits, rows, 2)
+    partial, ends = (
+        scratch.zeros("partial", groups, splits, rows, D),
+        scratch.zeros("ends", groups, splits, rows, 2),
+    )
     return partial, ends, scratch.zeros("splits done", groups, dtype=torch.int32)
 
 
-def _launch_split(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch) -> None:
-    (T, H, _), (KH, _, D), (scales, constants) = q.shape, k_cache.shape, _cache_constants(q, k_cache)
+def _launch_split(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch
+) -> None:
+    (T, H, _), (KH, _, D), (scales, constants) = (
+        q.shape,
+        k_cache.shape,
+        _cache_constants(q, k_cache),
+    )
     rows = T * H // KH
-    sizes, least = split_sizes(q.device, rows), 1 if rows == 1 else 16  # rows and positions: tl.dot needs 16 of each
+    # rows and positions: tl.dot needs 16 of each
+    sizes, least = split_sizes(q.device, rows), 1 if rows == 1 else 16
     splits, padded = _splits(sizes, q.device, KH), triton.next_power_of_2(rows)
     block_m, block_n = max(padded, least), sizes.block if D <= 128 else max(sizes.block // 2, least)
     merge = min(splits, max(1, 4096 // (padded * constants["BLOCK_D"])))
-    constants |= dict(SPLITS=splits, MERGE=merge, BLOCK_N=block_n, LEAST=max(block_n, sizes.least), warps=sizes.warps)
+    constants |= dict(
+        SPLITS=splits,
+        MERGE=merge,
+        BLOCK_N=block_n,
+        LEAST=max(block_n, sizes.least),
+        warps=sizes.warps,
+    )
     args = (q, k_cache, v_cache, out, *_split_scratch(scratch, KH, D, splits, block_m), pos)
     if rows == 1:
         launch(_single_attention_kernel, (KH, splits), q.device, *args, *scales, **constants)
@@ -358,11 +444,29 @@ def _launch_few_rows(
     splits, block_d = _splits(sizes, q.device, groups), max(64, constants["BLOCK_D"])
     constants |= dict(G=H // KH, BLOCK_D=block_d, W=sizes.warps, SPLITS=splits)
     constants |= dict(LEAST=max(16 * sizes.warps, sizes.least))
-    args = (q, k_cache, v_cache, out, *_split_scratch(scratch, groups, block_d, splits, hopper.FEW_M), pos, T)
-    launch(hopper.few_attention_kernel, (groups, splits), q.device, *args, *scales, **constants, warps=sizes.warps)
+    args = (
+        q,
+        k_cache,
+        v_cache,
+        out,
+        *_split_scratch(scratch, groups, block_d, splits, hopper.FEW_M),
+        pos,
+        T,
+    )
+    launch(
+        hopper.few_attention_kernel,
+        (groups, splits),
+        q.device,
+        *args,
+        *scales,
+        **constants,
+        warps=sizes.warps,
+    )
 
 
-def _launch_prompt(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, fp16_sums: bool) -> None:
+def _launch_prompt(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, fp16_sums: bool
+) -> None:
     (T, H, D), KH = q.shape, k_cache.shape[0]
     on_hopper = capability(q.device) == 90 and hopper.attends_prompt(q) and not fp16_sums
     if on_hopper and k_cache.dtype == torch.int8:
@@ -374,7 +478,13 @@ def _launch_prompt(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos
         return
     # within the 99 KB of shared memory that the smallest cards have
     block_m, block_n, stages = (64, 32, 2) if D > 128 else (128 if T > 64 else 64, 64, 3)
-    constants |= dict(G=H // KH, BLOCK_M=block_m, BLOCK_N=block_n, POSITIONS_AT_ONCE=positions_at_once, stages=stages)
+    constants |= dict(
+        G=H // KH,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        POSITIONS_AT_ONCE=positions_at_once,
+        stages=stages,
+    )
     args, grid = (q, k_cache, v_cache, out, pos, T), (triton.cdiv(T, block_m) * H,)
     constants |= dict(FP16_SUMS=fp16_sums, warps=block_m // 16)
     launch(_attention_kernel, grid, q.device, *args, *scales, **constants)
@@ -391,16 +501,23 @@ def _decode_caches_kernel(
     gdc_wait(PDL)
     end = (tl.load(pos) + T) * D
     for start in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
-        offs = tl.max_contiguous(start + tl.arange(0, BLOCK), 8)  # eight per thread, in the loads as in the stores
-        keys = DECODE(tl.load(k_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
-        values = DECODE(tl.load(v_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
+        # eight per thread, in the loads as in the stores
+        offs = tl.max_contiguous(start + tl.arange(0, BLOCK), 8)
+        keys = (
+            DECODE(tl.load(k_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
+        )
+        values = (
+            DECODE(tl.load(v_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
+        )
         tl.store(k + head + offs, keys.to(k.dtype.element_ty), mask=offs < end)
         tl.store(v + head + offs, values.to(v.dtype.element_ty), mask=offs < end)
 
 
-def decode_caches(k_cache: Tensor, v_cache: Tensor, pos: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Caches of codes [KH, S, D] decoded to a 16-bit type, as far as T tokens at pos see them; the rest is not
-    written."""
+def decode_caches(
+    k_cache: Tensor, v_cache: Tensor, pos: Tensor, T: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Caches of codes [KH, S, D] decoded to a 16-bit type, as far as T tokens at pos see them; the
+    rest is not written."""
     (KH, S, D), format = k_cache.shape, E4M3.on(k_cache.device)
     k, v = (torch.empty_like(cache, dtype=dtype) for cache in (k_cache, v_cache))
     grid = (KH, triton.cdiv(16 * processors(pos.device), KH))

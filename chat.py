@@ -1,5 +1,6 @@
-"""The user interface: standard streams and one-line errors, flags, the terminal, the conversation. Importing it does
-not import torch, which takes seconds: --help and errors in the command line do not wait for that."""
+"""The user interface: standard streams and one-line errors, flags, the terminal, the conversation.
+Importing it does not import torch, which takes seconds: --help and errors in the command line do
+not wait for that."""
 
 from __future__ import annotations
 
@@ -31,16 +32,23 @@ from tokenizer import Prompt, local_checkpoint, one_line, text_of
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
 HISTORY = 1000  # messages that the arrow keys reach
-# In place of control characters, which could move the cursor or worse, for str.translate; tab and newline stay
-HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {ord("\r"): " "}
-YOURS, PLAIN = "\001\033[1;32m\002", "\033[0m"  # typed text is bold green; \001 and \002 enclose no columns
+# In place of control characters, which could move the cursor or worse, for str.translate; tab and
+# newline stay
+HARMLESS = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}"
+) | {ord("\r"): " "}
+YOURS, PLAIN = (
+    "\001\033[1;32m\002",
+    "\033[0m",
+)  # typed text is bold green; \001 and \002 enclose no columns
 
 
 # ---- standard streams
 
 
 def use_safe_streams() -> None:
-    """Make the standard streams UTF-8. One that is closed becomes /dev/null; so do all of any rank but the first."""
+    """Make the standard streams UTF-8. One that is closed becomes /dev/null; so do all of any rank
+    but the first."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None or not is_rank0():
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -56,8 +64,13 @@ def is_rank0() -> bool:
 
 @contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """While this lasts, SIGTERM and SIGHUP raise SystemExit, so that nothing half-written is left behind."""
-    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    """While this lasts, SIGTERM and SIGHUP raise SystemExit, so that nothing half-written is left
+    behind."""
+    handled = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    ]
     for number in handled:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
@@ -68,19 +81,22 @@ def ending_cleanly() -> Iterator[None]:
 
 
 def import_torch() -> None:
-    """Import torch, which takes seconds. Meanwhile, and until exit_code, Ctrl-C ends the program at once: a library
-    might swallow a KeyboardInterrupt that is raised while it is imported."""
+    """Import torch, which takes seconds. Meanwhile, and until exit_code, Ctrl-C ends the program at
+    once: a library might swallow a KeyboardInterrupt that is raised while it is imported."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
         import torch  # noqa: F401
     except ModuleNotFoundError as error:
-        note(f"error: {error}: `make run` sets up .venv with all that is needed; or pip install -r requirements.txt")
+        note(
+            f"error: {error}: `make run` sets up .venv with all that is needed; or pip install -r requirements.txt"
+        )
         sys.exit(1)
 
 
 def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
-    """Do a program's work(args, parallel.Ranks) and return its exit code: 1, with one line on stderr (with --debug, a
-    traceback), if it fails. If there are several processes, each exits here."""
+    """Do a program's work(args, parallel.Ranks) and return its exit code: 1, with one line on
+    stderr (with --debug, a traceback), if it fails. If there are several processes, each exits
+    here."""
     from parallel import Ranks
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -106,17 +122,23 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
         sys.stdout.flush()
     except OSError:  # Python would try again when it exits, and report it a second time
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if ranks.size > 1:  # Python's own way out is longer: there, libraries wait for ranks that may be dead
+    # Python's own way out is longer: there, libraries wait for ranks that may be dead
+    if ranks.size > 1:
         os._exit(code)
     return code
 
 
 def note(text: str) -> None:
-    """Write lines to stderr. At a terminal they are wrapped at words, under what follows a line's label."""
+    """Write lines to stderr. At a terminal they are wrapped at words, under what follows a line's
+    label."""
     if sys.stderr.isatty():
         under = [re.match(r"(\S+ )+ +|", line).end() * " " for line in text.split("\n")]
-        fill = functools.partial(textwrap.fill, width=screen_width(), break_long_words=False, break_on_hyphens=False)
-        text = "\n".join(fill(line, subsequent_indent=indent) for line, indent in zip(text.split("\n"), under))
+        fill = functools.partial(
+            textwrap.fill, width=screen_width(), break_long_words=False, break_on_hyphens=False
+        )
+        text = "\n".join(
+            fill(line, subsequent_indent=indent) for line, indent in zip(text.split("\n"), under)
+        )
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:  # a full disk or a closed pipe behind it does not end a good run
@@ -129,7 +151,8 @@ def show(text: str) -> None:
 
 
 def error_line(error: Exception) -> str:
-    """An error's message as one printable line; of an OSError, the file, if any, and the reason, without the errno."""
+    """An error's message as one printable line; of an OSError, the file, if any, and the reason,
+    without the errno."""
     said = str(error)
     if isinstance(error, OSError) and error.strerror:
         said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -139,7 +162,11 @@ def error_line(error: Exception) -> str:
 def read_input(file: str | None) -> str:
     """The text of a file, or (None) of standard input, without a final newline."""
     with nullcontext(sys.stdin.buffer) if file is None else open(file, "rb") as f:
-        return text_of(f, "standard input" if file is None else file).removesuffix("\n").removesuffix("\r")
+        return (
+            text_of(f, "standard input" if file is None else file)
+            .removesuffix("\n")
+            .removesuffix("\r")
+        )
 
 
 # ---- the command line, of run.py and of bench.py
@@ -154,7 +181,8 @@ IGNORED = (  # flags of llama.cpp that mean nothing here
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, whole flag names only, and flags that apply only in some of a program's modes."""
+    """argparse with one-line errors, whole flag names only, and flags that apply only in some of a
+    program's modes."""
 
     def __init__(self, description: str, modes: dict[str, str]):
         """modes: the name of each mode, and what error messages call it."""
@@ -167,10 +195,13 @@ class Parser(argparse.ArgumentParser):
         self.modes_of: dict[str, list[str]] = {}  # the modes in which a flag applies, if not all
 
     def group(self, title: str, modes: str = "") -> Callable:
-        """A group of flags, as a function that adds a flag to it. modes: those in which its flags apply, if not all."""
+        """A group of flags, as a function that adds a flag to it. modes: those in which its flags
+        apply, if not all."""
         return functools.partial(self._flag, self.add_argument_group(title), modes)
 
-    def _flag(self, group, modes: str, *names: str, help: str, default=None, only: str = "", **options) -> None:
+    def _flag(
+        self, group, modes: str, *names: str, help: str, default=None, only: str = "", **options
+    ) -> None:
         """only: the modes in which this flag applies, if fewer than its group's."""
         if options.get("action") in ("store_true", "store_false"):
             default = bool(default)
@@ -181,8 +212,11 @@ class Parser(argparse.ArgumentParser):
         if only or modes:
             self.modes_of |= dict.fromkeys(names, (only or modes).split())
 
-    def parse(self, argv: list[str] | None, mode_of: Callable[[argparse.Namespace], str]) -> argparse.Namespace:
-        """The flags' values, plus `mode`, `given`: the names of those on the command line, and `ignored`."""
+    def parse(
+        self, argv: list[str] | None, mode_of: Callable[[argparse.Namespace], str]
+    ) -> argparse.Namespace:
+        """The flags' values, plus `mode`, `given`: the names of those on the command line, and
+        `ignored`."""
         argv = sys.argv[1:] if argv is None else argv
         given, rest = self.parse_known_args(argv)
         if rest:
@@ -203,15 +237,17 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, word: str) -> str:
         flags = self._option_string_actions
         if not word.startswith("-"):
-            return f"unexpected argument {word!r}" + (f": write -p {word!r}" if "--prompt" in flags else "")
+            return f"unexpected argument {word!r}" + (
+                f": write -p {word!r}" if "--prompt" in flags else ""
+            )
         if re.match("-ct[kv]|--cache-type-[kv]", word):
             return f"unknown flag {word}: --kv-fp8 keeps keys and values in 8 bits"
         near = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.8)
         return f"unknown flag {word}" + (f": did you mean {near[0]}?" if near else "")
 
     def find(self, models: Iterable[str | None], files: Iterable[str | None] = ()) -> None:
-        """Exit with 1 and one line if a model or a file is missing. Only rank 0 looks: others may lack what only it
-        reads."""
+        """Exit with 1 and one line if a model or a file is missing. Only rank 0 looks: others may
+        lack what only it reads."""
         if not is_rank0():
             return
         try:
@@ -263,12 +299,13 @@ def columns(text: str) -> int:
 
 
 def screen_width() -> int:
-    return max(shutil.get_terminal_size().columns - 1, 2)  # some wrap as soon as the last column is written
+    # some wrap as soon as the last column is written
+    return max(shutil.get_terminal_size().columns - 1, 2)
 
 
 class Printer:
-    """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and each word is held back
-    until it ends and moves to the next line if it does not fit."""
+    """Writes a text to stdout as it arrives. On a terminal, control characters are replaced, and
+    each word is held back until it ends and moves to the next line if it does not fit."""
 
     def __init__(self, first: str = ""):
         """first: what is written before the text, as soon as that begins."""
@@ -294,7 +331,8 @@ class Printer:
         if char.isspace():
             out = self._release()
             gap = min(8 - self._column % 8 if char == "\t" else 1, screen_width() - self._column)
-            self._column += gap  # none at the edge: the next word begins a line and needs no space before it
+            # none at the edge: the next word begins a line and needs no space before it
+            self._column += gap
             return out + " " * gap
         breakable = columns(char) == 2  # a line may break on either side of a wide character
         out = self._release() if breakable or columns(self._word + char) > screen_width() else ""
@@ -313,17 +351,22 @@ class Printer:
 
 
 class Reader:
-    """Reads messages from standard input; at a terminal with line editing, whole pastes, and a persistent history."""
+    """Reads messages from standard input; at a terminal with line editing, whole pastes, and a
+    persistent history."""
 
     def __init__(self):
-        sys.stdin.reconfigure(errors="surrogateescape")  # one bad byte costs its message, not the conversation
+        # one bad byte costs its message, not the conversation
+        sys.stdin.reconfigure(errors="surrogateescape")
         self.interactive = sys.stdin.isatty()
         self.edits = self.interactive and sys.stdout.isatty() and readline is not None
-        dumb = os.environ.get("TERM", "dumb") in ("", "dumb")  # it shows control sequences instead of obeying them
-        coloured = self.edits and not dumb and not os.environ.get("NO_COLOR")  # https://no-color.org
+        # it shows control sequences instead of obeying them
+        dumb = os.environ.get("TERM", "dumb") in ("", "dumb")
+        # https://no-color.org
+        coloured = self.edits and not dumb and not os.environ.get("NO_COLOR")
         self.colour, self.plain = (YOURS, PLAIN) if coloured else ("", "")
         if self.edits:
-            readline.parse_and_bind(f"set enable-bracketed-paste {'off' if dumb else 'on'}")  # CPython: off
+            # CPython: off
+            readline.parse_and_bind(f"set enable-bracketed-paste {'off' if dumb else 'on'}")
             readline.set_auto_history(False)
             # A JSON string for each message, which may have several lines
             state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
@@ -335,7 +378,8 @@ class Reader:
                         readline.add_history(json.loads(line))
 
     def read(self) -> str:
-        """A message: a line, or several if pasted or continued by a backslash. Raises EOFError at the end."""
+        """A message: a line, or several if pasted or continued by a backslash. Raises EOFError at
+        the end."""
         lines = [self._line("> ")]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
@@ -376,9 +420,9 @@ or clears the line."""
 
 
 class Chat:
-    """A conversation. The cache keeps what was evaluated, so that each turn evaluates only what is new. With
-    several ranks, rank 0 reads input and renders the template, which may ask for the time; the others receive its
-    results and errors."""
+    """A conversation. The cache keeps what was evaluated, so that each turn evaluates only what is
+    new. With several ranks, rank 0 reads input and renders the template, which may ask for the
+    time; the others receive its results and errors."""
 
     def __init__(self, session: Any):  # a run.Session
         self.session, self.ranks, args = session, session.ranks, session.args
@@ -389,16 +433,24 @@ class Chat:
         ids, stops = self.ranks.broadcast(session.tokenizer.turn_ends)
         self.eos, self.stops = session.eos | ids, [*args.stop, *stops]
         self.printer, self.reader = Printer(), Reader()
-        why = "" if args.mode == "chat" else "; chatting, since there is no prompt (-no-cnv: plain text)"
+        why = (
+            ""
+            if args.mode == "chat"
+            else "; chatting, since there is no prompt (-no-cnv: plain text)"
+        )
         name = session.tokenizer.template_name
-        template = f"template: {name}" if name else "this model has no chat template; sending plain text"
+        template = (
+            f"template: {name}" if name else "this model has no chat template; sending plain text"
+        )
         session.note(f"chat      {template}; /help lists commands{why}")
 
     # turns
 
     def run(self, message: str | None, single: bool) -> int:
-        """Answer the one message, or one after another until the input ends; return the exit code."""
-        # Whether Ctrl-C ends the answer but not the chat; with several processes, torchrun ends them all
+        """Answer the one message, or one after another until the input ends; return the exit
+        code."""
+        # Whether Ctrl-C ends the answer but not the chat; with several processes, torchrun ends
+        # them all
         self.stays = self.reader.interactive and not single and self.ranks.size == 1
         if single:
             with suppress(EOFError):
@@ -422,8 +474,8 @@ class Chat:
                 warned = not has_text
 
     def turn(self, message: str) -> bool:
-        """Carry out a command or answer a message; return whether the chat goes on. The errors that end only the turn
-        are those that all ranks raise."""
+        """Carry out a command or answer a message; return whether the chat goes on. The errors that
+        end only the turn are those that all ranks raise."""
         command, _, rest = message.partition(" ")
         try:
             if command in ("/exit", "/quit", "/bye"):
@@ -435,7 +487,9 @@ class Chat:
                 self.session.note("conversation cleared")
             elif command == "/system":
                 self.begin(rest.strip())
-                self.session.note(f"a new conversation, {'with this' if rest.strip() else 'without a'} system prompt")
+                self.session.note(
+                    f"a new conversation, {'with this' if rest.strip() else 'without a'} system prompt"
+                )
             elif command == "/read":
                 self.read(rest.strip())
             elif command == "/regen":
@@ -446,23 +500,34 @@ class Chat:
                 self.to_read = ""
         except BrokenPipeError:
             raise
-        except (ValueError, OSError) as error:  # a message longer than the context, a file that cannot be read
+        # a message longer than the context, a file that cannot be read
+        except (ValueError, OSError) as error:
             note(f"error: {error_line(error)}")
             if self.jsonl:
                 show(json.dumps({"prompt": message, "error": error_line(error)}) + "\n")
         return True
 
     def answer(self, message: str) -> bool:
-        """Print the answer to a message, and remember both; Ctrl-C cuts it short. Return whether there is one."""
+        """Print the answer to a message, and remember both; Ctrl-C cuts it short. Return whether
+        there is one."""
         prompt = self.fit(message)
         self.blank_line()
-        answer = self.session.answer(message, prompt.ids, self.printer, self.eos, self.stops, at_start=True)
+        answer = self.session.answer(
+            message, prompt.ids, self.printer, self.eos, self.stops, at_start=True
+        )
         if answer.ended_by == "interrupt" and not self.stays:
             raise KeyboardInterrupt
         answered = bool(answer.ids) or answer.ended_by != "interrupt"
         if answered:
-            self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
-            ids = self.session.tokenizer.encode(answer.text, bos=False) if answer.ended_by == "stop" else answer.ids
+            self.turns += [
+                {"role": "user", "content": message},
+                {"role": "assistant", "content": answer.text},
+            ]
+            ids = (
+                self.session.tokenizer.encode(answer.text, bos=False)
+                if answer.ended_by == "stop"
+                else answer.ids
+            )
             self.past = Prompt(prompt.text, prompt.ids + ids, answer.text)
         self.blank_line()
         return answered
@@ -475,12 +540,13 @@ class Chat:
     # commands
 
     def begin(self, system: str) -> None:
-        """Forget the conversation, and begin a new one with a system prompt, which may be empty. Raises ValueError if
-        it leaves no room for a message, or the template refuses it."""
+        """Forget the conversation, and begin a new one with a system prompt, which may be empty.
+        Raises ValueError if it leaves no room for a message, or the template refuses it."""
         messages = [{"role": "system", "content": system}] if system else []
         if system:
             self.length_with("?", messages, "the system prompt")
-        self.system, self.turns = messages, []  # each turn is two messages: the user's and its answer
+        # each turn is two messages: the user's and its answer
+        self.system, self.turns = messages, []
 
     def answer_again(self) -> None:
         if not self.turns:
@@ -508,15 +574,18 @@ class Chat:
     # the context
 
     def fit(self, message: str) -> Prompt:
-        """The conversation with a new message. Where it leaves little room for an answer, the oldest turns are dropped,
-        and then the beginning of the last answer, until half of the context is free; the system prompt stays."""
+        """The conversation with a new message. Where it leaves little room for an answer, the
+        oldest turns are dropped, and then the beginning of the last answer, until half of the
+        context is free; the system prompt stays."""
         size, new, turns = self.session.cache.size, {"role": "user", "content": message}, self.turns
         prompt = self.render([*self.system, *turns, new])
         if len(prompt.ids) + min(size // 4, 256) <= size:
             return prompt
         alone = self.length_with(message, self.system, "the message")
         while turns and len(prompt.ids) > max(size // 2, alone):
-            turns = turns[2:] if len(turns) > 2 else self.shortened(turns, len(prompt.ids) - size // 2)
+            turns = (
+                turns[2:] if len(turns) > 2 else self.shortened(turns, len(prompt.ids) - size // 2)
+            )
             prompt = self.render([*self.system, *turns, new])
         if turns is not self.turns:
             dropped = "dropped the oldest part of the conversation"
@@ -525,19 +594,28 @@ class Chat:
         return prompt
 
     def shortened(self, turn: list[dict], excess: int) -> list[dict]:
-        """A turn without the first `excess` tokens of its answer; empty if nothing of that is left."""
+        """A turn without the first `excess` tokens of its answer; empty if nothing of that is
+        left."""
         message, answer = turn
         ids = self.session.tokenizer.encode(answer["content"], bos=False)
-        text = self.session.tokenizer.decode(ids[excess + 1 :])  # + 1: a space that encoding may put first
+        # + 1: a space that encoding may put first
+        text = self.session.tokenizer.decode(ids[excess + 1 :])
         text = text.lstrip("\N{REPLACEMENT CHARACTER}")  # of a character that was cut in two
-        return [message, answer | {"content": text}] if 0 < len(text) < len(answer["content"]) else []
+        return (
+            [message, answer | {"content": text}] if 0 < len(text) < len(answer["content"]) else []
+        )
 
     def length_with(self, message: str, system: list[dict], name: str) -> int:
-        """How many tokens a first message takes with a system prompt. Raises ValueError if the context is smaller."""
+        """How many tokens a first message takes with a system prompt. Raises ValueError if the
+        context is smaller."""
         length = len(self.render([*system, {"role": "user", "content": message}]).ids)
         if length > self.session.cache.size:
-            raise ValueError(f"{name} takes {length} tokens; the context holds {self.session.cache.size} (see -c)")
+            raise ValueError(
+                f"{name} takes {length} tokens; the context holds {self.session.cache.size} (see -c)"
+            )
         return length
 
     def render(self, messages: list[dict]) -> Prompt:
-        return self.ranks.broadcast(lambda: self.session.tokenizer.chat_prompt(messages, past=self.past))
+        return self.ranks.broadcast(
+            lambda: self.session.tokenizer.chat_prompt(messages, past=self.past)
+        )

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: configuration, tensors in each layout, the hub, the memory check, loading, saving."""
+"""Checkpoints on disk: configuration, tensors in each layout, the hub, the memory check, loading,
+saving."""
 
 import itertools
 import json
@@ -66,22 +67,29 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Fields(dict):
-    """A JSON object of a checkpoint with checked access: every error names the file, the field and its value."""
+    """A JSON object of a checkpoint with checked access: every error names the file, the field and
+    its value."""
 
     def __init__(self, file: Path, fields: dict | None = None):
         super().__init__(read_json(file) if fields is None else fields)
         self.file = file
 
-    def number(self, name: str, low: float, high: float, default: float | None = None, kind: type = int):
+    def number(
+        self, name: str, low: float, high: float, default: float | None = None, kind: type = int
+    ):
         value = self.get(name)
         if value is None:
             value = default
         if value is None:
             raise ValueError(f"{self.file} lacks the field {name}")
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+        fits = (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+        )
         if not fits or kind is int and value != int(value):
             what = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{self.file}: {name} is {value!r}; it must be {what} from {low:g} to {high:g}")
+            raise ValueError(
+                f"{self.file}: {name} is {value!r}; it must be {what} from {low:g} to {high:g}"
+            )
         return kind(value)
 
     def sub(self, name: str) -> "Fields":
@@ -94,15 +102,22 @@ class Fields(dict):
         """For a field whose other values would change the result in a way not implemented here."""
         value = self.get(name, allowed[0])
         if value not in allowed:
-            listed = ", ".join("absent" if value is None else json.dumps(value) for value in allowed)
-            raise ValueError(f"{self.file}: {name} is {value!r}, which is not supported (supported: {listed})")
+            listed = ", ".join(
+                "absent" if value is None else json.dumps(value) for value in allowed
+            )
+            raise ValueError(
+                f"{self.file}: {name} is {value!r}, which is not supported (supported: {listed})"
+            )
 
 
 @one_line_errors()
 def read_config(folder: Path) -> Config:
-    """The configuration in config.json, in Meta's params.json or in a GGUF file. Raises OSError or ValueError."""
+    """The configuration in config.json, in Meta's params.json or in a GGUF file. Raises OSError or
+    ValueError."""
     if folder.is_file():
-        config = _hugging_face_config(Fields(folder, ggml.config_json(read_header(folder))), Fields(folder, {}))
+        config = _hugging_face_config(
+            Fields(folder, ggml.config_json(read_header(folder))), Fields(folder, {})
+        )
     elif (folder / "config.json").is_file():
         config = _hugging_face_config(Fields(folder / "config.json"), _generation(folder))
     elif (folder / "params.json").is_file():
@@ -111,7 +126,9 @@ def read_config(folder: Path) -> Config:
         raise _nothing_in(folder, "neither config.json nor params.json: not a checkpoint")
     heads, kv_heads = config.n_heads, config.n_kv_heads
     if heads % kv_heads:
-        raise ValueError(f"{folder}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+        raise ValueError(
+            f"{folder}: {heads} query heads cannot share {kv_heads} key/value heads evenly"
+        )
     if config.head_dim % 2:
         raise ValueError(f"{folder}: head_dim is {config.head_dim}; RoPE needs an even one")
     return config
@@ -166,7 +183,9 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
         rope_factors=factors,
         rope_gain=gain,
         max_seq_len=max_seq_len,
-        sliding_window=f.number("sliding_window", 1, 1 << 24) if f.get("sliding_window") is not None else None,
+        sliding_window=f.number("sliding_window", 1, 1 << 24)
+        if f.get("sliding_window") is not None
+        else None,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
@@ -177,7 +196,8 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
 
 
 def _quantisation(f: Fields) -> quants.Layout | None:
-    """How the safetensors of a folder have matrices quantised, by the config.json. Raises ValueError for other ways."""
+    """How the safetensors of a folder have matrices quantised, by the config.json. Raises
+    ValueError for other ways."""
     if f.get("quantization"):
         raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
     q = f.sub("quantization_config")
@@ -192,11 +212,15 @@ def _quantisation(f: Fields) -> quants.Layout | None:
     def only(**fields) -> None:
         for name, allowed in fields.items():
             if q.get(name) not in allowed:
-                raise ValueError(f"{f.file}: quantised as {method} with {name} {q.get(name)!r}: {INSTEAD}")
+                raise ValueError(
+                    f"{f.file}: quantised as {method} with {name} {q.get(name)!r}: {INSTEAD}"
+                )
 
     group = q.number("group_size", -1, 1 << 20, -1)
     if group == 0 or group > 0 and group % 32:
-        raise ValueError(f"{f.file}: group_size is {group}; it must be -1 or a multiple of 32: {INSTEAD}")
+        raise ValueError(
+            f"{f.file}: group_size is {group}; it must be -1 or a multiple of 32: {INSTEAD}"
+        )
     if method == "awq":
         only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
         return quants.awq(group)
@@ -224,7 +248,8 @@ def _generation(folder: Path) -> Fields:
 
 @one_line_errors()
 def read_sampling(folder: Path) -> dict[str, float]:
-    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling. Raises ValueError."""
+    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling.
+    Raises ValueError."""
     f = _generation(folder)
     bounds = {  # our name: their name, low, high, type
         "temp": ("temperature", 0, 1e6, float),
@@ -244,18 +269,25 @@ def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for i in ids:
         if type(i) is not int or not 0 <= i < vocab_size:
-            raise ValueError(f"{f.file}: {name} is {value!r}; it must hold ids below vocab_size {vocab_size}")
+            raise ValueError(
+                f"{f.file}: {name} is {value!r}; it must hold ids below vocab_size {vocab_size}"
+            )
     return tuple(ids)
 
 
 def _rope(f: Fields, D: int, max_seq_len: int) -> tuple[float, tuple[float, ...], float]:
-    """rope_theta, rope_factors and rope_gain of Config, from rope_parameters or from the older rope_scaling and
-    rope_theta: linear (Chen et al., 2023), llama3 (Meta, 2024), yarn or longrope (Ding et al., 2024)."""
+    """rope_theta, rope_factors and rope_gain of Config, from rope_parameters or from the older
+    rope_scaling and rope_theta: linear (Chen et al., 2023), llama3 (Meta, 2024), yarn or longrope
+    (Ding et al., 2024)."""
     rope, older = f.sub("rope_parameters"), f.sub("rope_scaling")
     if rope and older and rope != older:
-        raise ValueError(f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}")
+        raise ValueError(
+            f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}"
+        )
     rope = rope or older
-    theta = (rope if rope.get("rope_theta") is not None else f).number("rope_theta", 2, 1e12, 10000.0, float)
+    theta = (rope if rope.get("rope_theta") is not None else f).number(
+        "rope_theta", 2, 1e12, 10000.0, float
+    )
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
     rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
     rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
@@ -266,40 +298,66 @@ def _rope(f: Fields, D: int, max_seq_len: int) -> tuple[float, tuple[float, ...]
     if kind == "yarn":
         factor, part, gain = _yarn(rope, D, theta, max_seq_len)
     else:
-        factor, part, gain = rope.number("factor", 1, 1e6, None, float), torch.ones(D // 2, dtype=torch.float64), 1.0
+        factor, part, gain = (
+            rope.number("factor", 1, 1e6, None, float),
+            torch.ones(D // 2, dtype=torch.float64),
+            1.0,
+        )
     if kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
-        low, high = (rope.number(f"{name}_freq_factor", 1e-6, 1e6, None, float) for name in ("low", "high"))
+        low, high = (
+            rope.number(f"{name}_freq_factor", 1e-6, 1e6, None, float) for name in ("low", "high")
+        )
         original = rope.number("original_max_position_embeddings", 1, 1 << 24)
-        turns = original / (2 * math.pi) * theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+        turns = (
+            original / (2 * math.pi) * theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+        )
         part = 1 - ((turns - low) / (high - low)).clamp(0, 1)
     return theta, tuple((1 / (1 - part + part / factor)).tolist()), gain
 
 
 def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> tuple[float, Tensor, float]:
-    """As Peng et al., 2023: the factor, the part of each frequency that is divided by it, and the scale of q and k
-    (attention_factor), which is 1 + 0.1 log(factor) by default, as in section 3.4."""
+    """As Peng et al., 2023: the factor, the part of each frequency that is divided by it, and the
+    scale of q and k (attention_factor), which is 1 + 0.1 log(factor) by default, as in section
+    3.4."""
     rope.refuse_unless("truncate", None, True)
     rope.refuse_unless("mscale_all_dim", None, 0)  # without it, mscale has no effect
     original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
     factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
-    fast, slow = rope.number("beta_fast", 1e-3, 1e6, 32, float), rope.number("beta_slow", 1e-3, 1e6, 1, float)
-    low, high = (math.log(original / (2 * math.pi * turns), theta) * D / 2 for turns in (fast, slow))
+    fast, slow = (
+        rope.number("beta_fast", 1e-3, 1e6, 32, float),
+        rope.number("beta_slow", 1e-3, 1e6, 1, float),
+    )
+    low, high = (
+        math.log(original / (2 * math.pi * turns), theta) * D / 2 for turns in (fast, slow)
+    )
     low, high = max(math.floor(low), 0), min(math.ceil(high), D - 1)
     part = ((torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
-    return factor, part, rope.number("attention_factor", 1e-3, 1e3, 1 + 0.1 * math.log(factor), float)
+    return (
+        factor,
+        part,
+        rope.number("attention_factor", 1e-3, 1e3, 1 + 0.1 * math.log(factor), float),
+    )
 
 
 def _longrope(rope: Fields, D: int) -> tuple[float, ...]:
-    """The factors that divide the frequencies. Only the same ones for short and long texts are supported, which is how
-    GGUF files of Llama 3.1 are read."""
-    short, long, gain = (rope.get(name) for name in ("short_factor", "long_factor", "attention_factor"))
+    """The factors that divide the frequencies. Only the same ones for short and long texts are
+    supported, which is how GGUF files of Llama 3.1 are read."""
+    short, long, gain = (
+        rope.get(name) for name in ("short_factor", "long_factor", "attention_factor")
+    )
     if short != long or gain != 1:
-        what = "which is supported with equal short_factor and long_factor and attention_factor 1 only"
+        what = (
+            "which is supported with equal short_factor and long_factor and attention_factor 1 only"
+        )
         raise ValueError(f"{rope.file}: rope_type is 'longrope', {what}")
     if not isinstance(short, list) or not all(type(x) is float and 0 < x < math.inf for x in short):
-        raise ValueError(f"{rope.file}: the factors of RoPE are {short!r}; they must be finite and above 0")
+        raise ValueError(
+            f"{rope.file}: the factors of RoPE are {short!r}; they must be finite and above 0"
+        )
     if len(short) != D // 2:
-        raise ValueError(f"{rope.file}: {len(short)} factors of RoPE; a head_dim of {D} needs half as many")
+        raise ValueError(
+            f"{rope.file}: {len(short)} factors of RoPE; a head_dim of {D} needs half as many"
+        )
     return tuple(short)
 
 
@@ -311,7 +369,8 @@ def _meta_config(folder: Path) -> Config:
     # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
     vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
-    if vocab_size < 1:  # "as the tokenizer says": each file holds all rows of the embedding, if not all columns
+    # "as the tokenizer says": each file holds all rows of the embedding, if not all columns
+    if vocab_size < 1:
         shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder)[0])}
         vocab_size = next(iter(shapes.get(EMBEDDING.meta, ())), 1)
     return Config(
@@ -327,13 +386,16 @@ def _meta_config(folder: Path) -> Config:
     )
 
 
-# ---- the tensors of a file: only headers are read before a tensor, or some of its rows and columns, is asked for
+# ---- the tensors of a file: only headers are read before a tensor, or some of its rows and
+# columns, is asked for
 
 CHUNK_BYTES = 1 << 20  # read at a time
-READERS = 4  # threads: a single one copies from the page cache at a fraction of the memory bandwidth
+# threads: a single one copies from the page cache at a fraction of the memory bandwidth
+READERS = 4
 SAFETENSORS_TYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 
 
@@ -347,8 +409,10 @@ class Part:
     shape: tuple[int, ...]
     offset: int = 0  # of its first byte in a safetensors or GGUF file
     mapped: Tensor | None = None  # the tensor itself, of a torch file
-    kind: ggml.Type | quants.Layout | None = None  # how it is quantised; dtype and shape are those it is decoded to
-    pieces: "dict[str, Part] | None" = None  # the tensors of a layout, by the last word of their names
+    # how it is quantised; dtype and shape are those it is decoded to
+    kind: ggml.Type | quants.Layout | None = None
+    # the tensors of a layout, by the last word of their names
+    pieces: "dict[str, Part] | None" = None
 
 
 def parts_of(file: Path) -> list[Part]:
@@ -357,18 +421,26 @@ def parts_of(file: Path) -> list[Part]:
 
 
 def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
-    """The metadata and the tensors of a safetensors file whose header the library finds sound. A tensor without
-    dimensions is taken for one of a single number. Raises ValueError."""
+    """The metadata and the tensors of a safetensors file whose header the library finds sound. A
+    tensor without dimensions is taken for one of a single number. Raises ValueError."""
     with open_regular(file) as f:
         try:
             with safe_open(file, "pt"):
                 size = int.from_bytes(f.read(8), "little")
                 header = json.loads(f.read(size))
         except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{file} is cut short, or no safetensors file ({error}): download it again") from None
+            raise ValueError(
+                f"{file} is cut short, or no safetensors file ({error}): download it again"
+            ) from None
     metadata = header.pop("__metadata__", None) or {}
     return metadata, [
-        Part(file, name, SAFETENSORS_TYPES.get(t["dtype"]), tuple(t["shape"]) or (1,), 8 + size + t["data_offsets"][0])
+        Part(
+            file,
+            name,
+            SAFETENSORS_TYPES.get(t["dtype"]),
+            tuple(t["shape"]) or (1,),
+            8 + size + t["data_offsets"][0],
+        )
         for name, t in sorted(header.items())
     ]
 
@@ -384,8 +456,9 @@ def gguf_parts(header: ggml.GGUF) -> list[Part]:
 
 
 def _torch_parts(file: Path) -> list[Part]:
-    """The tensors of a file that torch.save wrote, mapped into memory. Its pickle is read by torch's own unpickler,
-    which runs no code (weights_only); what that accepts besides named, dense tensors is refused here."""
+    """The tensors of a file that torch.save wrote, mapped into memory. Its pickle is read by
+    torch's own unpickler, which runs no code (weights_only); what that accepts besides named, dense
+    tensors is refused here."""
     open_regular(file).close()
     try:
         with zipfile.ZipFile(file) as archive:
@@ -393,26 +466,36 @@ def _torch_parts(file: Path) -> list[Part]:
                 raise ValueError("it is compressed")  # a few bytes could unpack to any size
         with warnings.catch_warnings(action="ignore"):  # about types that are refused below
             tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
-        if not isinstance(tensors, dict) or not all(_is_dense(name, t) for name, t in tensors.items()):
+        if not isinstance(tensors, dict) or not all(
+            _is_dense(name, t) for name, t in tensors.items()
+        ):
             raise ValueError("it holds something other than named, dense tensors")
     except Exception as error:  # whatever a damaged file makes of zipfile and of torch
-        reason = re.split(r"\n|\. ", str(error))[0] or type(error).__name__  # without torch's advice to trust it
+        # without torch's advice to trust it
+        reason = re.split(r"\n|\. ", str(error))[0] or type(error).__name__
         raise ValueError(
             f"{file} is damaged, or cannot be read safely ({reason}): take the model's safetensors, or save nothing but"
             " tensors by name, with torch 1.6 or later"
         ) from None
-    return [Part(file, name, t.dtype, tuple(t.shape), mapped=t.detach()) for name, t in tensors.items()]
+    return [
+        Part(file, name, t.dtype, tuple(t.shape), mapped=t.detach()) for name, t in tensors.items()
+    ]
 
 
 def _is_dense(name: object, value: object) -> bool:
     if type(name) is not str or type(value) not in (Tensor, torch.nn.Parameter):
         return False
-    return value.layout == torch.strided and value.device.type == "cpu" and not (value.is_quantized or value.is_nested)
+    return (
+        value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not (value.is_quantized or value.is_nested)
+    )
 
 
 def read_part(part: Part, pinned: bool = False, index: list[range] | None = None) -> Tensor:
-    """Read a tensor, or the rows and columns of it that an index spans, into pinned memory if a GPU is to copy it while
-    the next one is read. A torch file's is a view, read when it is copied. Raises OSError."""
+    """Read a tensor, or the rows and columns of it that an index spans, into pinned memory if a GPU
+    is to copy it while the next one is read. A torch file's is a view, read when it is copied.
+    Raises OSError."""
     index = [range(size) for size in part.shape] if index is None else index
     if part.mapped is not None:
         return part.mapped[tuple(slice(span.start, span.stop) for span in index)]
@@ -424,7 +507,11 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
     flat = torch.empty(math.prod(map(len, index)), dtype=part.dtype, pin_memory=pinned)
     lines = flat.view(torch.uint8).numpy().reshape(len(starts), length)
     chunks = range(0, length, CHUNK_BYTES)
-    pieces = [(to[k : k + CHUNK_BYTES], part.offset + at + k) for to, at in zip(lines, starts) for k in chunks]
+    pieces = [
+        (to[k : k + CHUNK_BYTES], part.offset + at + k)
+        for to, at in zip(lines, starts)
+        for k in chunks
+    ]
     with open_regular(part.file) as f, ThreadPoolExecutor(READERS) as pool:
         read = lambda share: sum(os.preadv(f.fileno(), [piece], offset) for piece, offset in share)
         count = sum(pool.map(read, [pieces[i::READERS] for i in range(READERS)]))
@@ -438,9 +525,18 @@ def read_part(part: Part, pinned: bool = False, index: list[range] | None = None
 
 def model_tensors(c: Config) -> list[Joined]:
     """The tensors of a model, always in the same order."""
-    layers = [t._replace(name=f"layers.{i}.{t.name}", layer=i) for i in range(c.n_layers) for t in c.layer_table]
+    layers = [
+        t._replace(name=f"layers.{i}.{t.name}", layer=i)
+        for i in range(c.n_layers)
+        for t in c.layer_table
+    ]
     output = replace(EMBEDDING, field="output", dims=OUTPUT.dims) if c.tie_embeddings else OUTPUT
-    return [Joined("tok_embeddings", (EMBEDDING,)), *layers, Joined("norm", (NORM,)), Joined("output", (output,))]
+    return [
+        Joined("tok_embeddings", (EMBEDDING,)),
+        *layers,
+        Joined("norm", (NORM,)),
+        Joined("output", (output,)),
+    ]
 
 
 def stored_tensors(c: Config, layout: str = "meta") -> dict[str, Stored]:
@@ -453,31 +549,43 @@ def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
     return {t.name: t.shape(c) for t in model_tensors(c) if t.matrix}
 
 
-def saved_as(t: Joined, c: Config, format: Format) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
-    """What a model saved in a format has for a tensor, by name: possible types and the shape. The codes of a matrix
-    have its own name, and a single column is a vector."""
+def saved_as(
+    t: Joined, c: Config, format: Format
+) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
+    """What a model saved in a format has for a tensor, by name: possible types and the shape. The
+    codes of a matrix have its own name, and a single column is a vector."""
     if not t.matrix:
         return {f"{t.name}.weight": (quants.FLOATS, t.shape(c))}
     found: dict = {}
     for key, (dtype, (rows, columns)) in format.at(t.name).tensors(*t.shape(c)).items():
-        found[f"{t.name}.{key}" if found else t.name] = ((dtype,), (rows, columns) if columns > 1 else (rows,))
+        found[f"{t.name}.{key}" if found else t.name] = (
+            (dtype,),
+            (rows, columns) if columns > 1 else (rows,),
+        )
     return found
 
 
 class PerMatrix(dict):
-    """The formats of a model's matrices by their names, None for one in 16 or 32 bits; in place of a Format."""
+    """The formats of a model's matrices by their names, None for one in 16 or 32 bits; in place of
+    a Format."""
 
     at = dict.__getitem__
 
 
 class Checkpoint:
-    """The tensors of a folder. They are read one at a time: the model must never be in memory twice."""
+    """The tensors of a folder. They are read one at a time: the model must never be in memory
+    twice."""
 
     def __init__(self, folder: Path):
         self.folder, self.config, self.sampling = folder, read_config(folder), read_sampling(folder)
-        self.format = saved_format(folder)  # of the matrices, where the folder is a model saved in one
+        # of the matrices, where the folder is a model saved in one
+        self.format = saved_format(folder)
         header = read_header(folder) if folder.is_file() else None
-        parts = gguf_parts(header) if header else [part for file in _tensor_files(folder) for part in parts_of(file)]
+        parts = (
+            gguf_parts(header)
+            if header
+            else [part for file in _tensor_files(folder) for part in parts_of(file)]
+        )
         self.layout = "gguf" if header else "meta"
         if not header and not self.format and (folder / "config.json").is_file():
             self.layout = "hugging_face"
@@ -485,7 +593,11 @@ class Checkpoint:
                 parts = self._gathered(layout, {part.name: part for part in parts})
         stored = stored_tensors(self.config, self.layout)
         # In these, RoPE rotates rows i and i + D / 2 of a head, not neighbours
-        halves = header.metadata["general.architecture"] != "llama" if header else self.layout == "hugging_face"
+        halves = (
+            header.metadata["general.architecture"] != "llama"
+            if header
+            else self.layout == "hugging_face"
+        )
         self.in_halves = {name for name, row in stored.items() if row.rotated and halves}
         expected = {name: (quants.FLOATS, row.shape(self.config)) for name, row in stored.items()}
         if self.format:
@@ -508,7 +620,8 @@ class Checkpoint:
         self._refuse(problems)
 
     def _gathered(self, layout: quants.Layout, found: dict[str, Part]) -> list[Part]:
-        """The tensors of each matrix that is in the layout as one part; those of others as they are."""
+        """The tensors of each matrix that is in the layout as one part; those of others as they
+        are."""
         problems, stored = [], stored_tensors(self.config, self.layout)
         for name, row in stored.items():
             shape, stem = row.shape(self.config), name.removesuffix("weight")
@@ -518,13 +631,18 @@ class Checkpoint:
                 continue
             group = max(layout.group, layout.format.group)
             if shape[0] % 8 or shape[1] % group:
-                problems.append(f"{name} is {list(shape)}, not a multiple of 8 rows and {group} columns")
-            own = [word for word in wanted if stem + word == name or stem + word not in stored]  # not Qwen2's bias
+                problems.append(
+                    f"{name} is {list(shape)}, not a multiple of 8 rows and {group} columns"
+                )
+            # not Qwen2's bias
+            own = [word for word in wanted if stem + word == name or stem + word not in stored]
             pieces = {word: found.pop(stem + word) for word in own if stem + word in found}
             for word, (types, shapes) in wanted.items():
                 if word not in pieces and word not in layout.optional:
                     problems.append(f"{stem}{word} is missing")
-                elif word in pieces and not (pieces[word].dtype in types and pieces[word].shape in shapes):
+                elif word in pieces and not (
+                    pieces[word].dtype in types and pieces[word].shape in shapes
+                ):
                     problems.append(_misfit([pieces[word]], types, shapes[0]))
             found[name] = Part(codes.file, name, torch.float32, shape, kind=layout, pieces=pieces)
         self._refuse(problems)
@@ -532,15 +650,19 @@ class Checkpoint:
 
     def _refuse(self, problems: list[str]) -> None:
         if problems:
-            shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+            shown = "; ".join(problems[:4]) + (
+                f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+            )
             raise ValueError(f"{self.folder}: the tensors do not fit the config: {shown}")
 
     def _axis(self, name: str) -> int | None:
-        """The axis along which the parts make up a tensor, any if each part is whole (Meta's shards repeat the norms);
-        None if they do not make it up."""
+        """The axis along which the parts make up a tensor, any if each part is whole (Meta's shards
+        repeat the norms); None if they do not make it up."""
         parts, first, shape = self.parts[name], self.parts[name][0].shape, self.shapes[name]
         count = 1 if len(shape) == 1 else len(parts)
-        whole = ((*first[:axis], first[axis] * count, *first[axis + 1 :]) for axis in range(len(first)))
+        whole = (
+            (*first[:axis], first[axis] * count, *first[axis + 1 :]) for axis in range(len(first))
+        )
         same = all(part.shape == first for part in parts)
         return next((axis for axis, made in enumerate(whole) if same and made == shape), None)
 
@@ -552,17 +674,22 @@ class Checkpoint:
     @property
     def quantised(self) -> str:
         """How matrices are quantised, in words; empty if they are plain floats."""
-        *names, last = sorted({part.kind.name for (part, *_) in self.parts.values() if part.kind}) or [""]
+        *names, last = sorted(
+            {part.kind.name for (part, *_) in self.parts.values() if part.kind}
+        ) or [""]
         return " and ".join(filter(None, (", ".join(names), last)))
 
     @property
     def elements(self) -> int:
-        return sum(math.prod(row.shape(self.config)) for row in stored_tensors(self.config).values())
+        return sum(
+            math.prod(row.shape(self.config)) for row in stored_tensors(self.config).values()
+        )
 
     def read(self, device: torch.device, name: str, rows: slice, columns: slice = ALL) -> Tensor:
-        """Read these rows and columns of a tensor. For a GPU it is in pinned memory, to be copied while the next one is
-        read, or already on its way there; for a CPU, floats are in fp32, as torch is slow at converting between 16-bit
-        types. The rows of q and k, always whole heads, are put into Meta's RoPE convention, interleaved pairs."""
+        """Read these rows and columns of a tensor. For a GPU it is in pinned memory, to be copied
+        while the next one is read, or already on its way there; for a CPU, floats are in fp32, as
+        torch is slow at converting between 16-bit types. The rows of q and k, always whole heads,
+        are put into Meta's RoPE convention, interleaved pairs."""
         parts, axis, gpu = self.parts[name], self._axis(name), device.type == "cuda"
         spans = [range(size)[taken] for size, taken in zip(self.shapes[name], (rows, columns))]
         if parts[0].kind:
@@ -572,12 +699,16 @@ class Checkpoint:
             return values[:, columns]
         size, pieces = parts[0].shape[axis], []
         for i, part in enumerate(parts if size < self.shapes[name][axis] else parts[:1]):
-            start, stop = max(spans[axis].start - i * size, 0), min(spans[axis].stop - i * size, size)
+            start, stop = (
+                max(spans[axis].start - i * size, 0),
+                min(spans[axis].stop - i * size, size),
+            )
             if start < stop:
                 index = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
                 pieces.append(read_part(part, gpu and len(parts) == 1, index))
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-        if gpu and tensor.dim() == 2 and name in self.in_halves:  # a CPU takes longer to permute it than to read it
+        # a CPU takes longer to permute it than to read it
+        if gpu and tensor.dim() == 2 and name in self.in_halves:
             tensor = tensor.to(device, non_blocking=True)
         tensor = self.in_pairs(name, tensor)
         if gpu:
@@ -588,27 +719,42 @@ class Checkpoint:
         """The rows of q and k in Meta's order, those of others as they are."""
         if name not in self.in_halves:
             return rows
-        return rows.view(-1, 2, self.config.head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        return (
+            rows.view(-1, 2, self.config.head_dim // 2, *rows.shape[1:])
+            .transpose(1, 2)
+            .reshape(rows.shape)
+        )
 
     def blocks(
         self, device: torch.device, name: str, rows: slice, columns: slice = ALL
     ) -> Iterator[tuple[slice, quants.Blocks]]:
-        """These rows and columns of a quantised matrix, some rows at a time, and which of them; of a layout, which may
-        have it transposed, all at once."""
+        """These rows and columns of a quantised matrix, some rows at a time, and which of them; of
+        a layout, which may have it transposed, all at once."""
         (part,), gpu = self.parts[name], device.type == "cuda"
         (N, K), kind = part.shape, part.kind
         columns = range(K)[columns]
         try:
             if part.pieces:
                 on_device = lambda piece: read_part(piece, gpu).to(device, non_blocking=True)
-                whole = quants.checked(kind.blocks({word: on_device(piece) for word, piece in part.pieces.items()}))
-                cut = lambda t: self.in_pairs(name, t[rows].contiguous())[:, stored_columns(columns, K, t.shape[1])]
+                whole = quants.checked(
+                    kind.blocks({word: on_device(piece) for word, piece in part.pieces.items()})
+                )
+                cut = lambda t: self.in_pairs(name, t[rows].contiguous())[
+                    :, stored_columns(columns, K, t.shape[1])
+                ]
                 yield ALL, quants.Blocks(*(t if t is None else cut(t) for t in whole))
                 return
-            start, stop, width = (k // kind.block * kind.nbytes for k in (columns.start, columns.stop, K))
+            start, stop, width = (
+                k // kind.block * kind.nbytes for k in (columns.start, columns.stop, K)
+            )
             stored = replace(part, dtype=torch.uint8, shape=(N, width))
-            raw = read_part(stored, gpu, [range(N)[rows], range(start, stop)]).to(device, non_blocking=True)
-            raw, at_once = self.in_pairs(name, raw), max(1, (16 if gpu else 1) * quants.AT_ONCE // K)
+            raw = read_part(stored, gpu, [range(N)[rows], range(start, stop)]).to(
+                device, non_blocking=True
+            )
+            raw, at_once = (
+                self.in_pairs(name, raw),
+                max(1, (16 if gpu else 1) * quants.AT_ONCE // K),
+            )
             for first in range(0, len(raw), at_once):
                 some = slice(first, first + at_once)
                 yield some, quants.checked(quants.blocks(kind, raw[some]))
@@ -616,18 +762,27 @@ class Checkpoint:
             raise ValueError(f"{part.file}: {name} has {error}") from None
 
     def held_formats(self, c: Config, most_bits: int) -> "PerMatrix | None":
-        """The formats that hold a rank's matrices as they are in the file; None if none is quantised."""
+        """The formats that hold a rank's matrices as they are in the file; None if none is
+        quantised."""
         if not self.quantised:
             return None
-        kinds_of = lambda t: {self.parts[row.name(self.layout, t.layer)][0].kind for row in t.stored}
+        kinds_of = lambda t: {
+            self.parts[row.name(self.layout, t.layer)][0].kind for row in t.stored
+        }
         matrices = [t for t in model_tensors(c) if t.matrix]
-        return PerMatrix({t.name: quants.format_for(kinds_of(t), t.shape(c)[1], most_bits) for t in matrices})
+        return PerMatrix(
+            {t.name: quants.format_for(kinds_of(t), t.shape(c)[1], most_bits) for t in matrices}
+        )
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
-        """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to dtype, if there is
-        one. What a format stores was checked when it was read."""
+        """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to
+        dtype, if there is one. What a format stores was checked when it was read."""
         for part in itertools.chain.from_iterable(self.parts.values()):
-            if part.kind or part.dtype not in quants.FLOATS or not part.name.endswith((".weight", ".bias")):
+            if (
+                part.kind
+                or part.dtype not in quants.FLOATS
+                or not part.name.endswith((".weight", ".bias"))
+            ):
                 continue
             tensor = read_part(part)
             beyond = f"values beyond the range of {dtype}; try --dtype fp32"
@@ -645,7 +800,9 @@ NOT_NEEDED = (  # repeated in the config, or scales of activations, which are no
 
 def _misfit(parts: list[Part], types: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> str:
     shapes = " + ".join(str(list(part.shape)) for part in parts)
-    said, *listed = (str(dtype or "another type").removeprefix("torch.") for dtype in (parts[0].dtype, *types))
+    said, *listed = (
+        str(dtype or "another type").removeprefix("torch.") for dtype in (parts[0].dtype, *types)
+    )
     if all(part.dtype in types for part in parts):
         return f"{parts[0].name} is {shapes}, expected {list(shape)}"
     return f"{parts[0].name} is {shapes} in {said}, expected {list(shape)} in {' or '.join(listed)}"
@@ -691,9 +848,10 @@ WEIGHTS = [  # in order of preference: a repository may have several kinds
 
 @one_line_errors()
 def find_checkpoint(name: str | Path) -> Path:
-    """The folder of a checkpoint that is given as a folder, or as a repository "owner/name" of the Hugging Face hub: in
-    the hub's cache, to which it is downloaded if need be. Of GGUF, which may be given as a file or as one of the kinds
-    in a repository, "owner/name:Q4_K_M", the file. Raises OSError or ValueError, in one line that says what to do."""
+    """The folder of a checkpoint that is given as a folder, or as a repository "owner/name" of the
+    Hugging Face hub: in the hub's cache, to which it is downloaded if need be. Of GGUF, which may
+    be given as a file or as one of the kinds in a repository, "owner/name:Q4_K_M", the file. Raises
+    OSError or ValueError, in one line that says what to do."""
     name = str(name)
     if folder := local_checkpoint(name):
         return folder
@@ -717,29 +875,40 @@ def find_checkpoint(name: str | Path) -> Path:
 
 
 def pick_gguf(names: Collection[str], kind: str) -> list[str]:
-    """The files that llama.cpp would take of a repository: all parts of the model whose name says this kind; if none is
-    asked for, Q4_K_M, or else the first that can be read."""
+    """The files that llama.cpp would take of a repository: all parts of the model whose name says
+    this kind; if none is asked for, Q4_K_M, or else the first that can be read."""
     models = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
     pattern = "(?<![a-z0-9])({})(_[SML])?(?![a-z0-9_])"
     says = lambda kind: [name for name in models if re.search(pattern.format(kind), name, re.I)]
-    found = says(re.escape(kind)) if kind else says("Q4_K_M") or says("|".join(t.name for t in ggml.TYPES.values()))
+    found = (
+        says(re.escape(kind))
+        if kind
+        else says("Q4_K_M") or says("|".join(t.name for t in ggml.TYPES.values()))
+    )
     stem = lambda name: re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", name)
     return [name for name in found if stem(name) == stem(found[0])]
 
 
 def _cached(name: str, gguf: str | None) -> Path | None:
-    """A repository's folder in the hub's cache, or its GGUF file of this kind ("": any), if nothing is missing that the
-    checkpoint refers to: the cache does not know whether it is complete if another program filled it."""
+    """A repository's folder in the hub's cache, or its GGUF file of this kind ("": any), if nothing
+    is missing that the checkpoint refers to: the cache does not know whether it is complete if
+    another program filled it."""
     from huggingface_hub import is_offline_mode, snapshot_download
 
-    wanted = SMALL_FILES[:2] if is_offline_mode() else SMALL_FILES  # offline, make do with what is cached
+    # offline, make do with what is cached
+    wanted = SMALL_FILES[:2] if is_offline_mode() else SMALL_FILES
     wanted = wanted if gguf is None else []
     try:
         at = folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
         if gguf is None:
             _tensor_files(folder)
         else:
-            at = folder / pick_gguf([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], gguf)[0]
+            at = (
+                folder
+                / pick_gguf(
+                    [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], gguf
+                )[0]
+            )
         try:
             read_config(at)
         except ValueError:  # not supported: load says why
@@ -753,7 +922,8 @@ def _cached(name: str, gguf: str | None) -> Path | None:
 
 
 def _download(name: str, kind: str) -> Path:
-    """Download what this program reads of a repository to the hub's cache, except for files that are there already."""
+    """Download what this program reads of a repository to the hub's cache, except for files that
+    are there already."""
     from huggingface_hub import HfApi, constants, snapshot_download, utils
 
     if not sys.stderr.isatty():
@@ -765,7 +935,8 @@ def _download(name: str, kind: str) -> Path:
     if not gguf and (kind or not any(kinds)):
         usual = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
         raise ValueError(f"{name} holds {f'no GGUF file of the kind {kind}' if kind else usual}")
-    if not gguf and "config.json" in names:  # what is not supported is refused before the weights are fetched
+    # what is not supported is refused before the weights are fetched
+    if not gguf and "config.json" in names:
         read_config(Path(snapshot_download(name, allow_patterns=SMALL_FILES)))
     files = gguf or SMALL_FILES + next(filter(None, kinds))
     planned = snapshot_download(name, allow_patterns=files, dry_run=True)
@@ -773,7 +944,9 @@ def _download(name: str, kind: str) -> Path:
     cache = Path(constants.HF_HUB_CACHE)
     place = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
     if need > (free := shutil.disk_usage(place).free / 1e9):
-        raise ValueError(f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)")
+        raise ValueError(
+            f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)"
+        )
     folder = Path(snapshot_download(name, allow_patterns=files))
     return folder / gguf[0] if gguf else folder
 
@@ -782,7 +955,8 @@ def _download(name: str, kind: str) -> Path:
 
 
 def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
-    """Bytes of a model's weights. A tied output matrix that is in no format is the embedding itself."""
+    """Bytes of a model's weights. A tied output matrix that is in no format is the embedding
+    itself."""
     total = 0
     for t in model_tensors(c):
         if held := t.matrix and format and format.at(t.name):
@@ -793,9 +967,12 @@ def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
 
 
 def largest_read(c: Config) -> int:
-    """Elements of the largest matrix that is read to be encoded: in whole rows, although some are cut by columns."""
+    """Elements of the largest matrix that is read to be encoded: in whole rows, although some are
+    cut by columns."""
     matrices = [t for t in model_tensors(c) if t.matrix]
-    return max(math.prod(t.shape(c)) * (c.ranks if t.stored[0].dims[1] in CUT else 1) for t in matrices)
+    return max(
+        math.prod(t.shape(c)) * (c.ranks if t.stored[0].dims[1] in CUT else 1) for t in matrices
+    )
 
 
 def check_groups(c: Config, format: Format | None) -> None:
@@ -804,14 +981,16 @@ def check_groups(c: Config, format: Format | None) -> None:
         held = format and format.at(name)
         if held and columns % held.group:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
-            raise ValueError(f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}")
+            raise ValueError(
+                f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}"
+            )
 
 
 @dataclass
 class Loader:
-    """Loads the tensors one by one: matrices in the type `stored`, encoded in a format, or as they are if the file has
-    them in one; all else in dtype (the norms are small, and a token reads only one row of the embedding). With several
-    ranks, each loads its part of every matrix."""
+    """Loads the tensors one by one: matrices in the type `stored`, encoded in a format, or as they
+    are if the file has them in one; all else in dtype (the norms are small, and a token reads only
+    one row of the embedding). With several ranks, each loads its part of every matrix."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -824,17 +1003,30 @@ class Loader:
     importance: dict[str, Tensor] | None = None  # importance_of the matrices' columns
 
     def __post_init__(self) -> None:
-        self.whole, self.config = self.checkpoint.config, self.checkpoint.config.cut(self.ranks.size)
+        self.whole, self.config = (
+            self.checkpoint.config,
+            self.checkpoint.config.cut(self.ranks.size),
+        )
         self.shapes = matrix_shapes(self.config)
-        self.encodes = bool(self.format and not self.checkpoint.format and not self.checkpoint.quantised)
+        self.encodes = bool(
+            self.format and not self.checkpoint.format and not self.checkpoint.quantised
+        )
         if self.encodes:  # allocate what stays first, to avoid fragmentation
-            self.encoded = {n: self.format.at(n).empty(*shape, self.device) for n, shape in self.shapes.items()}
-            self.workspace = torch.empty(largest_read(self.config), dtype=self.stored, device=self.device)
-        total, hidden = weight_bytes(self.config, self.dtype, self.format), self.quiet or None  # None: if no terminal
-        self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
+            self.encoded = {
+                n: self.format.at(n).empty(*shape, self.device) for n, shape in self.shapes.items()
+            }
+            self.workspace = torch.empty(
+                largest_read(self.config), dtype=self.stored, device=self.device
+            )
+        # None: if no terminal
+        total, hidden = weight_bytes(self.config, self.dtype, self.format), self.quiet or None
+        self.bar = tqdm(
+            total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False
+        )
 
     def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
-        """beside: takes the weights with one layer, returns a context manager; the other layers are read inside it."""
+        """beside: takes the weights with one layer, returns a context manager; the other layers are
+        read inside it."""
         with self.bar:
             embedding, *layers, norm, output = model_tensors(self.whole)
             layers = [list(tensors) for _, tensors in itertools.groupby(layers, lambda t: t.layer)]
@@ -850,7 +1042,9 @@ class Loader:
         return weights
 
     def layer(self, tensors: list[Joined]) -> LayerWeights:
-        return LayerWeights(**{t.field: self.matrix(t) if t.matrix else self.vector(t) for t in tensors})
+        return LayerWeights(
+            **{t.field: self.matrix(t) if t.matrix else self.vector(t) for t in tensors}
+        )
 
     def share(self, dim: str) -> slice:
         """What this rank has of one of the sizes of the whole model."""
@@ -862,17 +1056,23 @@ class Loader:
         return slice(taken.start * size // count, taken.stop * size // count)
 
     def sources(self, t: Joined) -> list[tuple[str, slice]]:
-        """The checkpoint's tensors that make up one of the model's (a saved one has joined them), and a rank's rows."""
+        """The checkpoint's tensors that make up one of the model's (a saved one has joined them),
+        and a rank's rows."""
         shares = [self.share(row.dims[0]) for row in t.stored]
         if not self.checkpoint.format:
-            return [(row.name(self.checkpoint.layout, t.layer), rows) for row, rows in zip(t.stored, shares)]
+            return [
+                (row.name(self.checkpoint.layout, t.layer), rows)
+                for row, rows in zip(t.stored, shares)
+            ]
         if t.field == "qk_norm":  # [2, D]
             shares = [ALL]
         elif t.field == "w13":
             shares = [slice(2 * shares[0].start, 2 * shares[0].stop)]
         else:
             above = itertools.accumulate((row.shape(self.whole)[0] for row in t.stored), initial=0)
-            shares = [slice(start + rows.start, start + rows.stop) for start, rows in zip(above, shares)]
+            shares = [
+                slice(start + rows.start, start + rows.stop) for start, rows in zip(above, shares)
+            ]
         return [(t.name if t.matrix else f"{t.name}.weight", rows) for rows in shares]
 
     def vector(self, t: Joined) -> Tensor:
@@ -880,13 +1080,18 @@ class Loader:
         parts = [self.checkpoint.read(self.device, *source) for source in self.sources(t)]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.bar.update(self.dtype.itemsize * tensor.numel())
-        return tensor.view(t.shape(self.config)).to(self.device, self.dtype, copy=True, non_blocking=True)
+        return tensor.view(t.shape(self.config)).to(
+            self.device, self.dtype, copy=True, non_blocking=True
+        )
 
     def matrix(self, t: Joined) -> Matrix:
-        """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one below the other."""
+        """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one
+        below the other."""
         columns, format = self.share(t.stored[0].dims[1]), self.format and self.format.at(t.name)
         if format:
-            take = self.saved if self.checkpoint.format else self.encode if self.encodes else self.held
+            take = (
+                self.saved if self.checkpoint.format else self.encode if self.encodes else self.held
+            )
             made = Matrix(take(format, t, columns), format, self.shapes[t.name])
         else:
             made = Matrix(torch.empty(self.shapes[t.name], dtype=self.stored, device=self.device))
@@ -914,12 +1119,16 @@ class Loader:
         return tensors
 
     def encode(self, format: Format, t: Joined, columns: slice) -> Tensors:
-        """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there are. Where the
-        format cannot be cut, it is encoded from this rank's columns."""
+        """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there
+        are. Where the format cannot be cut, it is encoded from this rank's columns."""
         (N, part), K, tensors = self.shapes[t.name], t.shape(self.whole)[1], self.encoded[t.name]
         data = self.workspace[: N * K].view(N, K)
         self.fill(data, t, ALL)
-        weigh = dict(importance=self.importance[t.name]) if self.importance and format is self.format else {}
+        weigh = (
+            dict(importance=self.importance[t.name])
+            if self.importance and format is self.format
+            else {}
+        )
         try:
             if part == K or not format.can_be_cut(K, part):
                 return format.encode(data[:, columns], tensors, **weigh)
@@ -931,21 +1140,33 @@ class Loader:
 
     def saved(self, format: Format, t: Joined, columns: slice) -> Tensors:
         """A matrix that the file has in its format."""
-        (N, part), K, rows = self.shapes[t.name], t.shape(self.whole)[1], [taken for _, taken in self.sources(t)]
+        (N, part), K, rows = (
+            self.shapes[t.name],
+            t.shape(self.whole)[1],
+            [taken for _, taken in self.sources(t)],
+        )
         tensors = format.empty(N, part, self.device)
         if not format.can_be_cut(K, part):
             what = f"{t.name} was saved in {format.name}, where its {K} columns"
-            raise ValueError(f"{what} cannot be divided among {self.ranks.size} processes: take the original")
+            raise ValueError(
+                f"{what} cannot be divided among {self.ranks.size} processes: take the original"
+            )
         for tensor, stored in zip(tensors, saved_as(t, self.config, self.format)):
             M = self.checkpoint.shapes[stored][1:]
-            for place, taken in zip(tensor.split([taken.stop - taken.start for taken in rows]), rows):
-                read = self.checkpoint.read(self.device, stored, taken, *(stored_columns(columns, K, m) for m in M))
+            for place, taken in zip(
+                tensor.split([taken.stop - taken.start for taken in rows]), rows
+            ):
+                read = self.checkpoint.read(
+                    self.device, stored, taken, *(stored_columns(columns, K, m) for m in M)
+                )
                 place.copy_(read.view(place.shape), non_blocking=True)
         try:
             format.check(tensors)
         except ValueError as error:
             file = self.checkpoint.folder / SAVED
-            raise ValueError(f"{file}: {t.name} has {error}: save it again from the original") from None
+            raise ValueError(
+                f"{file}: {t.name} has {error}: save it again from the original"
+            ) from None
         return tensors
 
 
@@ -967,7 +1188,9 @@ def pick_device(name: str = "auto", ranks: Ranks = Ranks()) -> torch.device:
     if device.type == "cpu":
         return device
     if device.index is not None and ranks.size > 1:
-        raise ValueError(f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU")
+        raise ValueError(
+            f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU"
+        )
     index = device.index if device.index is not None else ranks.local_rank
     count = torch.cuda.device_count()
     if index >= count:
@@ -982,9 +1205,12 @@ def check_choice(what: str, value: object, choices: Collection) -> None:
         raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
-def pick_dtype(name: str, stored: torch.dtype, device: torch.device, elements: float = math.inf) -> torch.dtype:
-    """auto is the checkpoint's own type on a GPU. On a CPU it is fp32 for a checkpoint in fp32, and for one of so few
-    elements that it fits into the caches of a CPU without bf16 products; otherwise bf16."""
+def pick_dtype(
+    name: str, stored: torch.dtype, device: torch.device, elements: float = math.inf
+) -> torch.dtype:
+    """auto is the checkpoint's own type on a GPU. On a CPU it is fp32 for a checkpoint in fp32, and
+    for one of so few elements that it fits into the caches of a CPU without bf16 products;
+    otherwise bf16."""
     check_choice("dtype", name, ("auto", *DTYPES))
     if name != "auto":
         return DTYPES[name]
@@ -994,11 +1220,14 @@ def pick_dtype(name: str, stored: torch.dtype, device: torch.device, elements: f
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated; infinity where the system does not say (no GPU and no /proc/meminfo)."""
+    """Bytes that can still be allocated; infinity where the system does not say (no GPU and no
+    /proc/meminfo)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1))
+        return 1024 * int(
+            re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1)
+        )
     except OSError:
         return math.inf
 
@@ -1013,21 +1242,29 @@ def check_memory(
     ranks: Ranks = Ranks(),
     quantised: bool = False,
 ) -> None:
-    """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will not fit, before any of
-    them is allocated."""
+    """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will
+    not fit, before any of them is allocated."""
     size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
     for name, shape in matrix_shapes(c).items() if on_cpu else ():  # what kernels.prepacked adds
         held, elements = format and format.at(name), math.prod(shape)
-        if name == "output" and (format is kernels.INT4 or c.tie_embeddings and not held and dtype != torch.float16):
+        if name == "output" and (
+            format is kernels.INT4 or c.tie_embeddings and not held and dtype != torch.float16
+        ):
             weights += size * elements  # decoded, or a copy of the embedding
         if dtype == torch.bfloat16 and held and held.bits == 4:
             weights += elements * 5 // 8  # the codes are there in torch's layout, too
-        if dtype == torch.bfloat16 and not held and size * elements <= kernels.SMALL and kernels.multiplies_bf16():
+        if (
+            dtype == torch.bfloat16
+            and not held
+            and size * elements <= kernels.SMALL
+            and kernels.multiplies_bf16()
+        ):
             weights += size * elements  # in both layouts
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
     workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    copies = 1 if on_cpu else 2  # of decoded matrices: the graphs of prompts have memory of their own
+    # of decoded matrices: the graphs of prompts have memory of their own
+    copies = 1 if on_cpu else 2
     if not on_cpu:
         workspace += min(ctx_size, PADDED[-1]) * size * widest
     if format:  # the largest matrix
@@ -1050,24 +1287,34 @@ def check_memory(
 
 
 def pick_backend(name: str, device: torch.device) -> str:
-    """Whose ops run the model: "torch" (reference) or "triton" (fused, the default on a GPU). Raises ValueError."""
+    """Whose ops run the model: "torch" (reference) or "triton" (fused, the default on a GPU).
+    Raises ValueError."""
     check_choice("backend", name, ("auto", "torch", "triton"))
     if name == "torch" or name == "auto" and device.type == "cpu":
         return "torch"
     if device.type == "cpu" and not launch.INTERPRETED:
-        raise ValueError("on a CPU the Triton kernels run only in Triton's interpreter: set TRITON_INTERPRET=1")
+        raise ValueError(
+            "on a CPU the Triton kernels run only in Triton's interpreter: set TRITON_INTERPRET=1"
+        )
     if launch.triton is None:
         raise ValueError("Triton is not installed: --backend torch runs without it")
     if device.type == "cuda" and launch.capability(device) < 80:
         card = torch.cuda.get_device_name(device)
-        raise ValueError(f"{card} is older than compute capability 8.0, which the kernels need: use --backend torch")
+        raise ValueError(
+            f"{card} is older than compute capability 8.0, which the kernels need: use --backend torch"
+        )
     return "triton"
 
 
-def check_accumulate(accumulate: str, backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError if a prompt's products are to be accumulated in half precision where that cannot be done."""
+def check_accumulate(
+    accumulate: str, backend: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise ValueError if a prompt's products are to be accumulated in half precision where that
+    cannot be done."""
     check_choice("accumulate", accumulate, ("auto", "fp32", "fp16"))
-    if accumulate == "fp16" and not (backend == "triton" and device.type == "cuda" and dtype == torch.float16):
+    if accumulate == "fp16" and not (
+        backend == "triton" and device.type == "cuda" and dtype == torch.float16
+    ):
         raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
 
 
@@ -1094,19 +1341,21 @@ def load(
     ranks: Ranks = Ranks(),
     warm_up: Callable[[Llama], object] | None = None,
 ) -> Llama:
-    """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder in Hugging Face's or
-    Meta's layout, a GGUF file, or a repository of the hub.
+    """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder
+    in Hugging Face's or Meta's layout, a GGUF file, or a repository of the hub.
 
-    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None is that, but at
-    most 4096. format: in which to keep the matrices, a name of kernels.FORMATS; what `save` wrote has its own. kv_fp8:
-    keys and values in 8 bits. accumulate: how a prompt's products are summed, see kernels.py. quiet: no progress bar.
-    ranks: the processes that share the model, if several. warm_up: called with a model of one layer, while the others
-    are read, to compile the kernels that it launches; on a single GPU with the Triton kernels. Raises
-    ValueError, OSError or MemoryError, in one line that says what to do.
-    """
+    ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None
+    is that, but at most 4096. format: in which to keep the matrices, a name of kernels.FORMATS;
+    what `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's
+    products are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the
+    model, if several. warm_up: called with a model of one layer, while the others are read, to
+    compile the kernels that it launches; on a single GPU with the Triton kernels. Raises
+    ValueError, OSError or MemoryError, in one line that says what to do."""
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
-        raise ValueError(f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own")
+        raise ValueError(
+            f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own"
+        )
     checkpoint = name if isinstance(name, Checkpoint) else Checkpoint(find_checkpoint(name))
     folder, config, sampling = checkpoint.folder, checkpoint.config, Sampling(**checkpoint.sampling)
     if not checkpoint.format or format != checkpoint.format.name:
@@ -1130,23 +1379,34 @@ def load(
     ranks.join(on)
     check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
     # Codes do not depend on --dtype
-    stored = checkpoint.dtype if held and held is not as_stored else kernels.storage_dtype(backend, torch_dtype, on)
+    stored = (
+        checkpoint.dtype
+        if held and held is not as_stored
+        else kernels.storage_dtype(backend, torch_dtype, on)
+    )
     settings = (backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
 
     def compiling(weights: Weights) -> AbstractContextManager:
         if not warm_up or ranks.size > 1:
             return nullcontext()
         model = Llama(replace(config, n_layers=1), weights, *settings)
-        return launch.compiling_kernels(lambda: warm_up(model), on) if model.uses_graphs else nullcontext()
+        return (
+            launch.compiling_kernels(lambda: warm_up(model), on)
+            if model.uses_graphs
+            else nullcontext()
+        )
 
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load(compiling)
+        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load(
+            compiling
+        )
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
     return Llama(config, weights, *settings)
 
 
-# ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the other small files
+# ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the
+# other small files
 
 SAVED = "model.safetensors"
 LAYOUT = "2"  # of such a file; any other is refused
@@ -1167,27 +1427,40 @@ def saved_format(folder: Path) -> Format | None:
 
 @torch.inference_mode()
 def importance_of(model: Llama, tokens: list[int], quiet: bool = False) -> dict[str, Tensor]:
-    """By the name of each matrix [N, K], the sum of squares of what it is multiplied with while the model reads a text:
-    float32 [K], as in llama.cpp's importance matrix."""
+    """By the name of each matrix [N, K], the sum of squares of what it is multiplied with while the
+    model reads a text: float32 [K], as in llama.cpp's importance matrix."""
     ops, sums = model.ops, {}
 
     def watched(op: Callable, normed: bool) -> Callable:
         def run(x: Tensor, *rest) -> Tensor:
-            seen, w = (kernels.rmsnorm_ref(x, rest[0], model.config.norm_eps), rest[1]) if normed else (x, rest[0])
+            seen, w = (
+                (kernels.rmsnorm_ref(x, rest[0], model.config.norm_eps), rest[1])
+                if normed
+                else (x, rest[0])
+            )
             sums[w] = sums.get(w, 0) + seen.float().square().sum(0)
             return op(x, *rest)
 
         return run
 
-    products = {name: watched(op, "rmsnorm" in name) for name, op in vars(ops).items() if name in kernels.PRODUCTS}
+    products = {
+        name: watched(op, "rmsnorm" in name)
+        for name, op in vars(ops).items()
+        if name in kernels.PRODUCTS
+    }
     model.ops = SimpleNamespace(**vars(ops) | products)
-    with tqdm(desc="calibrating", total=len(tokens), unit=" tokens", disable=quiet or None, leave=False) as bar:
+    with tqdm(
+        desc="calibrating", total=len(tokens), unit=" tokens", disable=quiet or None, leave=False
+    ) as bar:
         for part in torch.tensor(tokens).split(min(1024, model.ctx_size)):
             model.forward(part, KVCache(model, len(part)))
             bar.update(len(part))
     if not all(torch.isfinite(total).all() for total in sums.values()):
         raise ValueError("the activations overflow: calibrate with --dtype bf16 or fp32")
-    return {name: sums[w] for name, w in zip(matrix_shapes(model.config), model.weights.matrices, strict=True)}
+    return {
+        name: sums[w]
+        for name, w in zip(matrix_shapes(model.config), model.weights.matrices, strict=True)
+    }
 
 
 @one_line_errors()
@@ -1201,10 +1474,11 @@ def save(
     quiet: bool = False,
     calibrate: str | None = None,
 ) -> Path:
-    """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or empty: whole or not
-    at all. Returns its model.safetensors. All other tensors are in dtype; auto is the checkpoint's own, on a CPU too.
-    calibrate: a text; int4 then rounds most carefully the weights that matter most to it. Raises ValueError, OSError or
-    MemoryError, in one line that says what to do."""
+    """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
+    empty: whole or not at all. Returns its model.safetensors. All other tensors are in dtype; auto
+    is the checkpoint's own, on a CPU too. calibrate: a text; int4 then rounds most carefully the
+    weights that matter most to it. Raises ValueError, OSError or MemoryError, in one line that says
+    what to do."""
     check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))
     if calibrate is not None and format != "int4":
@@ -1222,38 +1496,52 @@ def save(
     check_memory(config, as_dtype, on, 1, held)
     need, free = weight_bytes(config, as_dtype, held) / 1e9, shutil.disk_usage(to.parent).free / 1e9
     if need > free:
-        raise OSError(f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere")
+        raise OSError(
+            f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere"
+        )
     with TemporaryDirectory(prefix=f"{to.name}.partial-", dir=to.parent) as beside:
-        made = Path(beside, "whole")  # and then renamed; the outer folder is readable for its owner alone
+        # and then renamed; the outer folder is readable for its owner alone
+        made = Path(beside, "whole")
         made.mkdir()
         tokenizer, importance = Tokenizer(folder), None
         _copy_what_is_small(folder, made, tokenizer)
         if calibrate is not None:
             tokens = tokenizer.encode(calibrate)
-            importance = importance_of(load(checkpoint, dtype=dtype, device=device, quiet=quiet), tokens, quiet)
+            importance = importance_of(
+                load(checkpoint, dtype=dtype, device=device, quiet=quiet), tokens, quiet
+            )
         with torch.inference_mode():
-            loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet, importance=importance)
+            loader = Loader(
+                checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet, importance=importance
+            )
             weights = loader.load()
-        save_file(_saved(config, weights, held), made / SAVED, {"fused-llama": LAYOUT, "format": format})
-        (made / SAVED).chmod(made.stat().st_mode & 0o666)  # the library makes it readable for the owner alone
+        save_file(
+            _saved(config, weights, held), made / SAVED, {"fused-llama": LAYOUT, "format": format}
+        )
+        # the library makes it readable for the owner alone
+        (made / SAVED).chmod(made.stat().st_mode & 0o666)
         made.rename(to)
     return to / SAVED
 
 
 def _copy_what_is_small(folder: Path, to: Path, tokenizer: Tokenizer) -> None:
-    """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the folder."""
+    """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the
+    folder."""
     if folder.is_file():
         header = read_header(folder)
         vocabulary, beside = ggml.tokenizer_files(header)
         files = {"config.json": ggml.config_json(header), "tokenizer_config.json": beside}
         files["tokenizer.model" if isinstance(vocabulary, bytes) else "tokenizer.json"] = vocabulary
         for name, value in files.items():
-            (to / name).write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
+            (to / name).write_bytes(
+                value if isinstance(value, bytes) else json.dumps(value).encode()
+            )
     else:
         for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
             if file.is_file():
                 (to / file.name).write_bytes(read_bytes(file))
-    if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:  # it was recognised by the folder's path
+    # it was recognised by the folder's path
+    if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:
         (to / "chat_template.jinja").write_text(tokenizer.chat_template)
 
 

@@ -1,13 +1,14 @@
-"""GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer, translated into the files
-of a Hugging Face folder.
+"""GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer,
+translated into the files of a Hugging Face folder.
 
-A file is a header (metadata and a table of tensors, in little-endian order) and, aligned, the tensors' bytes. Nothing
-in it is trusted: counts, sizes and offsets are checked against the file's size before memory is taken. Sources: ggml's
-docs/gguf.md, llama.cpp's llama-vocab.cpp and llama-model.cpp for what keys mean and for their defaults.
+A file is a header (metadata and a table of tensors, in little-endian order) and, aligned, the
+tensors' bytes. Nothing in it is trusted: counts, sizes and offsets are checked against the file's
+size before memory is taken. Sources: ggml's docs/gguf.md, llama.cpp's llama-vocab.cpp and
+llama-model.cpp for what keys mean and for their defaults.
 
-This file is not called gguf.py because that would hide the package `gguf` from every program run in this folder, and
-transformers imports it to read such files. It does not need torch, nor does tokenizer.py, which imports it.
-"""
+This file is not called gguf.py because that would hide the package `gguf` from every program run in
+this folder, and transformers imports it to read such files. It does not need torch, nor does
+tokenizer.py, which imports it."""
 
 import io
 import math
@@ -26,18 +27,21 @@ from typing import Any, NamedTuple
 
 
 def open_regular(file: Path) -> io.FileIO:
-    """Open a file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe, socket or device, which
-    could block for ever, and for a link that leads out of the folder (in the hub's cache, out of the repository)."""
+    """Open a file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe,
+    socket or device, which could block for ever, and for a link that leads out of the folder (in
+    the hub's cache, out of the repository)."""
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a regular file")
     folder = Path(os.path.realpath(file.parent))  # Path.resolve would raise for a link to itself
     for parent in folder.parents:
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):  # its links lead to ../../blobs
+        # its links lead to ../../blobs
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             folder = parent.parent
     if not Path(os.path.realpath(file)).is_relative_to(folder):
         raise ValueError(f"{file} is a link out of its folder: copy the file itself")
     f = file.open("rb", buffering=0)
-    if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):  # of a repository cloned without git-lfs
+    # of a repository cloned without git-lfs
+    if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):
         f.close()
         raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
     f.seek(0)
@@ -45,8 +49,8 @@ def open_regular(file: Path) -> io.FileIO:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path stands for, if it does: the file itself, or the only model of a folder without other
-    weights. Raises ValueError if the folder holds several."""
+    """The GGUF file that a path stands for, if it does: the file itself, or the only model of a
+    folder without other weights. Raises ValueError if the folder holds several."""
     if path.is_file():
         return path
     if any(file.suffix in (".safetensors", ".bin", ".pth") for file in path.glob("*")):
@@ -55,7 +59,9 @@ def find_gguf(path: Path) -> Path | None:
     files = sorted(path.glob("*.gguf"))
     files = [file for file in files if not parts.search(file.stem)] or files[:1]
     if len(files) > 1:
-        raise ValueError(f"{path} holds several models: take one of {', '.join(file.name for file in files)}")
+        raise ValueError(
+            f"{path} holds several models: take one of {', '.join(file.name for file in files)}"
+        )
     return files[0] if files else None
 
 
@@ -70,21 +76,40 @@ class Type(NamedTuple):
     nbytes: int  # of a block
 
 
-TYPES = {  # by their numbers in files; llama.cpp takes Q5_0 instead of Q4_K for rows that are no multiple of 256
+# by their numbers in files; llama.cpp takes Q5_0 instead of Q4_K for rows that are no multiple of
+# 256
+TYPES = {
     0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2),
-    2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24),
-    8: Type("Q8_0", 32, 34), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176), 14: Type("Q6_K", 256, 210),
+    2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22),
+    7: Type("Q5_1", 32, 24),
+    8: Type("Q8_0", 32, 34), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176),
+    14: Type("Q6_K", 256, 210),
 }  # fmt: skip
 OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
 
 # ---- the header
 
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as in struct
+# as in struct
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 STRING, ARRAY = 8, 9
 
 
@@ -112,7 +137,8 @@ class GGUF:
     tensors: dict[str, TensorInfo]
 
     def get(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
-        """A value of the metadata that must have a type; None, or the default, if there is none. Raises ValueError."""
+        """A value of the metadata that must have a type; None, or the default, if there is none.
+        Raises ValueError."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, kind):
             said = "an array" if isinstance(value, (list, memoryview)) else repr(value)
@@ -122,7 +148,9 @@ class GGUF:
     def need(self, key: str, kind: type) -> Any:
         value = self.get(key, kind)
         if value is None:
-            raise ValueError(f"{self.file} lacks {key}: convert the model again with a newer llama.cpp")
+            raise ValueError(
+                f"{self.file} lacks {key}: convert the model again with a newer llama.cpp"
+            )
         return value
 
     def choice(self, key: str, supported: Iterable[str]) -> str:
@@ -130,12 +158,15 @@ class GGUF:
         value = self.need(key, str)
         if value not in supported:
             listed = ", ".join(supported)
-            raise ValueError(f"{self.file}: {key} is {value!r}, which is not supported (supported: {listed})")
+            raise ValueError(
+                f"{self.file}: {key} is {value!r}, which is not supported (supported: {listed})"
+            )
         return value
 
 
 class Header:
-    """Reads a header from the bytes of a file. Raises ValueError, or struct.error where they end too early."""
+    """Reads a header from the bytes of a file. Raises ValueError, or struct.error where they end
+    too early."""
 
     def __init__(self, file: Path, data: mmap.mmap):
         self.file, self.data, self.at = file, data, 4  # after "GGUF"
@@ -150,7 +181,8 @@ class Header:
         return value
 
     def strings(self, count: int) -> list[str]:
-        """Strings, each after its length. A loop that does little else: vocabularies have hundreds of thousands."""
+        """Strings, each after its length. A loop that does little else: vocabularies have hundreds
+        of thousands."""
         data, at, size, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
         found = []
         for _ in range(count):
@@ -186,7 +218,9 @@ class Header:
         if kind not in TYPES:
             known = ", ".join(type.name for type in TYPES.values())
             what = OTHER_TYPES.get(kind, f"unknown type {kind}")
-            raise ValueError(f"{self.file}: {name} is {what}, which is not supported: take a file of {known}")
+            raise ValueError(
+                f"{self.file}: {name} is {what}, which is not supported: take a file of {known}"
+            )
         type = TYPES[kind]
         if 0 in shape or shape[-1] % type.block:
             raise self.damaged(f"{name} has the shape {list(shape)}, of type {type.name}")
@@ -195,8 +229,12 @@ class Header:
     def read(self) -> GGUF:
         version, count, values = self.scalar("I"), self.scalar("Q"), self.scalar("Q")
         if version not in (2, 3):
-            raise ValueError(f"{self.file} has GGUF's version {version}, which is not supported: convert it again")
-        gguf = GGUF(self.file, {self.strings(1)[0]: self.value(self.scalar("I")) for _ in range(values)}, {})
+            raise ValueError(
+                f"{self.file} has GGUF's version {version}, which is not supported: convert it again"
+            )
+        gguf = GGUF(
+            self.file, {self.strings(1)[0]: self.value(self.scalar("I")) for _ in range(values)}, {}
+        )
         table = [self.tensor() for _ in range(count)]
         alignment = gguf.get("general.alignment", int) or 32
         start = -(-self.at // alignment) * alignment
@@ -209,7 +247,8 @@ class Header:
         return gguf
 
 
-@lru_cache(maxsize=1)  # configuration, tokenizer and tensors are read one after another, vocabularies take a while
+# configuration, tokenizer and tensors are read one after another, vocabularies take a while
+@lru_cache(maxsize=1)
 def _read_version(file: Path, stamp: tuple[int, ...]) -> GGUF:
     """The header of one file; read again if its stamp (inode, size, time of change) is another."""
     with open_regular(file) as f:
@@ -219,7 +258,9 @@ def _read_version(file: Path, stamp: tuple[int, ...]) -> GGUF:
             try:
                 return Header(file, data).read()
             except (struct.error, UnicodeDecodeError) as error:
-                raise ValueError(f"{file} is damaged, or cut off in its header ({error}): download it again") from None
+                raise ValueError(
+                    f"{file} is damaged, or cut off in its header ({error}): download it again"
+                ) from None
 
 
 def _read_part(file: Path) -> GGUF:
@@ -228,16 +269,23 @@ def _read_part(file: Path) -> GGUF:
 
 
 def read_header(file: Path) -> GGUF:
-    """A file's header; any part of a split one (A-00001-of-00003.gguf) stands for all. Raises OSError, ValueError."""
+    """A file's header; any part of a split one (A-00001-of-00003.gguf) stands for all. Raises
+    OSError, ValueError."""
     found = _read_part(file)
     count = found.get("split.count", int, 1)
     if count <= 1:
         return found
     name = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", file.name)
     if not name:
-        raise ValueError(f"{file} is one of {count} parts: its name must end in -00001-of-{count:05}.gguf")
+        raise ValueError(
+            f"{file} is one of {count} parts: its name must end in -00001-of-{count:05}.gguf"
+        )
     parts = [_read_part(file.with_name(f"{name[1]}{i + 1:05}{name[2]}")) for i in range(count)]
-    return GGUF(parts[0].file, parts[0].metadata, {key: info for part in parts for key, info in part.tensors.items()})
+    return GGUF(
+        parts[0].file,
+        parts[0].metadata,
+        {key: info for part in parts for key, info in part.tensors.items()},
+    )
 
 
 # ---- the model
@@ -249,7 +297,8 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of GGUF, and config.js
 
 
 def config_json(gguf: GGUF) -> dict[str, Any]:
-    """The model's configuration as a config.json would have it, whose reader checks its values. Raises ValueError."""
+    """The model's configuration as a config.json would have it, whose reader checks its values.
+    Raises ValueError."""
     arch = gguf.choice("general.architecture", ARCHITECTURES)  # Mistral's files say llama
 
     def said(name: str) -> Any:
@@ -257,13 +306,17 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         return "an array" if isinstance(value, list | memoryview) else value
 
     if said("expert_count"):
-        raise ValueError(f"{gguf.file} is a mixture of experts, which is not supported: take a dense model")
+        raise ValueError(
+            f"{gguf.file} is a mixture of experts, which is not supported: take a dense model"
+        )
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
     names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
     head_dims = [said(name) for name in names if said(name) is not None]
     if any(size != head_dims[0] for size in head_dims):
-        raise ValueError(f"{gguf.file}: {', '.join(names)} differ: {head_dims}, which is not supported")
+        raise ValueError(
+            f"{gguf.file}: {', '.join(names)} differ: {head_dims}, which is not supported"
+        )
     types = {info.type.name for info in gguf.tensors.values()} - {"F32"}
     return {
         "model_type": arch,
@@ -289,25 +342,37 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
 
 
 def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
-    """As Hugging Face writes it. Llama 3.1's scaling is a tensor of what to divide each frequency by: that is longrope
-    with the same factors for short and long texts."""
+    """As Hugging Face writes it. Llama 3.1's scaling is a tensor of what to divide each frequency
+    by: that is longrope with the same factors for short and long texts."""
     if info := gguf.tensors.get(ROPE_FACTORS):
         if info.type.name != "F32":
             raise ValueError(f"{gguf.file}: {info.name} is {info.type.name}; it must be F32")
         with open_regular(info.file) as f:
             f.seek(info.offset)
             factors = memoryview(f.read(info.nbytes)).cast("f").tolist()
-        return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-    factor = gguf.get(f"{key}.scaling.factor", int | float) or gguf.get(f"{key}.scale_linear", int | float) or 1
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+        }
+    factor = (
+        gguf.get(f"{key}.scaling.factor", int | float)
+        or gguf.get(f"{key}.scale_linear", int | float)
+        or 1
+    )
     kind = gguf.metadata.get(f"{key}.scaling.type", "linear")
     if kind == "none" or kind == "linear" and factor == 1:
         return None
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = gguf.metadata.get(f"{key}.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = gguf.metadata.get(
+            f"{key}.scaling.original_context_length"
+        )
         for name in ("beta_fast", "beta_slow"):
             scaling[name] = gguf.metadata.get(f"{key}.scaling.yarn_{name}")
-        if (gain := gguf.get(f"{key}.scaling.attn_factor", int | float, 1)) != 1:  # on top of the paper's own
+        # on top of the paper's own
+        if (gain := gguf.get(f"{key}.scaling.attn_factor", int | float, 1)) != 1:
             scaling["attention_factor"] = gain * (1 + 0.1 * math.log(max(factor, 1)))
     return scaling
 
@@ -321,12 +386,15 @@ def _eos_ids(gguf: GGUF) -> list[int]:
 
 # ---- the tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens, as in SentencePiece
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(
+    1, 7
+)  # types of tokens, as in SentencePiece
 
 
 class PreTokenizer(NamedTuple):
-    """How a vocabulary of byte pairs cuts a text before merging: what a GGUF file only names. The patterns are those of
-    the models' own tokenizer.json; each is applied to the pieces that the one before left."""
+    """How a vocabulary of byte pairs cuts a text before merging: what a GGUF file only names. The
+    patterns are those of the models' own tokenizer.json; each is applied to the pieces that the one
+    before left."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token is that token
@@ -334,7 +402,8 @@ class PreTokenizer(NamedTuple):
     add_bos: bool = False  # unless the file says otherwise
 
 
-WORD, SPACES = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # a word begins with a space or a sign
+# a word begins with a space or a sign
+WORD, SPACES = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 ENDINGS, SIGNS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|", r"| ?[^\s\p{L}\p{N}]+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -348,7 +417,9 @@ PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), PreTokenizer((QWEN2,), nfc=True)),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")),
+    "deepseek-coder": PreTokenizer(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")
+    ),
     "smollm": PreTokenizer((r"\p{N}", GPT2)),
     "gpt-2": PreTokenizer((GPT2,)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
@@ -366,13 +437,15 @@ def _for_each(tokens: list[str], gguf: GGUF, key: str) -> list[float]:
     """A number for each token. Raises ValueError."""
     numbers = gguf.need(key, memoryview)
     if len(numbers) != len(tokens) or numbers.itemsize != 4:
-        raise ValueError(f"{gguf.file}: {key} must have a number of 32 bits for each of the {len(tokens)} tokens")
+        raise ValueError(
+            f"{gguf.file}: {key} must have a number of 32 bits for each of the {len(tokens)} tokens"
+        )
     return numbers.tolist()
 
 
 def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]:
-    """The tokenizer as the files of a Hugging Face folder: the bytes of a tokenizer.model or the object in a
-    tokenizer.json, and the object in tokenizer_config.json. Raises ValueError."""
+    """The tokenizer as the files of a Hugging Face folder: the bytes of a tokenizer.model or the
+    object in a tokenizer.json, and the object in tokenizer_config.json. Raises ValueError."""
     kind, (tokens, types) = gguf.choice("tokenizer.ggml.model", ("llama", "gpt2")), _tokens(gguf)
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as in llama.cpp
     config: dict[str, Any] = {}
@@ -392,21 +465,33 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
     return file, config
 
 
-def _byte_pairs(gguf: GGUF, tokens: list[str], types: list[int], pre: PreTokenizer) -> dict[str, Any]:
-    """The object in a tokenizer.json. Tokens that only fill up the vocabulary are left out, as there."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+def _byte_pairs(
+    gguf: GGUF, tokens: list[str], types: list[int], pre: PreTokenizer
+) -> dict[str, Any]:
+    """The object in a tokenizer.json. Tokens that only fill up the vocabulary are left out, as
+    there."""
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = {i: kind for i, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED, UNKNOWN)}
     return {
         "version": "1.0",
         "added_tokens": [
-            flags | {"id": i, "content": tokens[i], "special": kind != USER_DEFINED} for i, kind in added.items()
+            flags | {"id": i, "content": tokens[i], "special": kind != USER_DEFINED}
+            for i, kind in added.items()
         ],
         "normalizer": {"type": "NFC"} if pre.nfc else None,
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [*(split | {"pattern": {"Regex": pattern}} for pattern in pre.patterns), byte_level],
+            "pretokenizers": [
+                *(split | {"pattern": {"Regex": pattern}} for pattern in pre.patterns),
+                byte_level,
+            ],
         },
         "post_processor": None,
         "decoder": byte_level,
@@ -424,7 +509,10 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> bytes:
     scores = _for_each(tokens, gguf, "tokenizer.ggml.scores")
     unknown = gguf.get("tokenizer.ggml.unknown_token_id", int, 0)
     # Old files say UNKNOWN of what only fills up
-    kinds = [UNKNOWN if i == unknown else UNUSED if kind == UNKNOWN else kind for i, kind in enumerate(types)]
+    kinds = [
+        UNKNOWN if i == unknown else UNUSED if kind == UNKNOWN else kind
+        for i, kind in enumerate(types)
+    ]
     pieces = [
         _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind))
         for token, score, kind in zip(tokens, scores, kinds)

@@ -1,8 +1,9 @@
-"""Kernels for Hopper in Gluon: Triton's lower level, where a kernel manages warps, layouts and shared memory.
+"""Kernels for Hopper in Gluon: Triton's lower level, where a kernel manages warps, layouts and
+shared memory.
 
-Attention of a prompt (sm_90); attention of a few query rows per key/value head: those of a few tokens, or of a single
-token whose heads share keys and values; a prompt's product with INT4 (sm_90).
-"""
+Attention of a prompt (sm_90); attention of a few query rows per key/value head: those of a few
+tokens, or of a single token whose heads share keys and values; a prompt's product with INT4
+(sm_90)."""
 
 from __future__ import annotations
 
@@ -60,24 +61,26 @@ def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 # ---- attention of a prompt
 #
-#      The ordinary kernel in attention.py reaches half of the product rate: its warps load, multiply and take the
-#      softmax in turn. Here they are specialised, as in FlashAttention-3 (Shah et al., 2024). Of a program's three warp
-#      groups
+#      The ordinary kernel in attention.py reaches half of the product rate: its warps load,
+#      multiply and take the softmax in turn. Here they are specialised, as in FlashAttention-3
+#      (Shah et al., 2024). Of a program's three warp groups
 #
-#      - one loads: it copies tiles of q, k and v into shared memory (by TMA) as buffers become free, and has few
-#        registers;
-#      - two multiply: 64 rows of q each. The products run asynchronously: a block's q k^T is started together with the
-#        p v of the block before, which is still under way while the block's softmax is computed.
+#      - one loads: it copies tiles of q, k and v into shared memory (by TMA) as buffers become
+#        free, and has few registers;
+#      - two multiply: 64 rows of q each. The products run asynchronously: a block's q k^T is
+#        started together with the p v of the block before, which is still under way while the
+#        block's softmax is computed.
 #
-#      Barriers in shared memory connect the groups: `full` when a tile has arrived, `empty` when both multiplying
-#      groups have read it. A barrier has a phase, 0 or 1, which flips each time it completes; a wait names the phase it
-#      waits for. Keys are visited from the last block to the first, so that the blocks on the diagonal, which need a
-#      mask, come first.
+#      Barriers in shared memory connect the groups: `full` when a tile has arrived, `empty` when
+#      both multiplying groups have read it. A barrier has a phase, 0 or 1, which flips each time it
+#      completes; a wait names the phase it waits for. Keys are visited from the last block to the
+#      first, so that the blocks on the diagonal, which need a mask, come first.
 #
-#      It is written for heads of dimension 128 and 16-bit caches; an 8-bit cache is decoded for it, a layer at a time.
-#      With heads of dimension 64 the ordinary kernel is as fast (BENCHMARKS.md).
+#      It is written for heads of dimension 128 and 16-bit caches; an 8-bit cache is decoded for it,
+#      a layer at a time. With heads of dimension 64 the ordinary kernel is as fast (BENCHMARKS.md).
 
-ROWS, BLOCK_N, HEAD_DIM = constexpr(64), constexpr(128), constexpr(128)  # rows of q of a group, keys in a block
+# rows of q of a group, keys in a block
+ROWS, BLOCK_N, HEAD_DIM = constexpr(64), constexpr(128), constexpr(128)
 STAGES = constexpr(2)  # buffers for blocks of keys, and for blocks of values
 
 
@@ -116,8 +119,8 @@ def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G):
 
 @jit
 def _softmax(scores, row_max, row_sum, last, n, qk_scale, MASK: gl.constexpr):
-    """Add scores to the running softmax: returns their weights, the maximum, the sum, and the factor to rescale the
-    result so far. last: the last position that each row sees."""
+    """Add scores to the running softmax: returns their weights, the maximum, the sum, and the
+    factor to rescale the result so far. last: the last position that each row sees."""
     if MASK:
         offs_n = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
         scores = gl.where(offs_n[None, :] <= last[:, None], scores, float("-inf"))
@@ -138,8 +141,11 @@ def _clear_rows(tile, first):
 
 
 @jit
-def _step(j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, MASK: gl.constexpr):
-    """Block j: its q k^T and the p v of the block before are started together, and its softmax overlaps the latter."""
+def _step(
+    j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, MASK: gl.constexpr
+):
+    """Block j: its q k^T and the p v of the block before are started together, and its softmax
+    overlaps the latter."""
     SCORES: gl.constexpr = row_max.type.layout.parent
     ACC: gl.constexpr = acc.type.layout
     k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = keys_and_values
@@ -156,7 +162,12 @@ def _step(j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_value
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(v_empty.index(v), count=1)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
-    return gl.convert_layout(p_next.to(q.dtype), gl.DotOperandLayout(0, ACC, 2)), acc, row_max, row_sum
+    return (
+        gl.convert_layout(p_next.to(q.dtype), gl.DotOperandLayout(0, ACC, 2)),
+        acc,
+        row_max,
+        row_sum,
+    )
 
 
 @jit
@@ -183,7 +194,8 @@ def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, 
     n = (blocks - 1) * BLOCK_N
     p, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, last, n, qk_scale, True)
     p = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
-    # Values past the end get weight 0, but 0 * NaN is NaN: the first group zeroes them, the other waits for it
+    # Values past the end get weight 0, but 0 * NaN is NaN: the first group zeroes them, the other
+    # waits for it
     if blocks * BLOCK_N > start_pos + T:
         if group == 0:
             mbarrier.wait(v_full.index(0), 0)
@@ -192,10 +204,14 @@ def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, 
         mbarrier.wait(v_clear, 0)
     # The other blocks on the diagonal
     for j in range(1, masked):
-        p, acc, row_max, row_sum = _step(j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, True)
+        p, acc, row_max, row_sum = _step(
+            j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, True
+        )
     # The blocks that every row sees whole
     for j in range(gl.maximum(masked, 1), blocks):
-        p, acc, row_max, row_sum = _step(j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, False)
+        p, acc, row_max, row_sum = _step(
+            j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, False
+        )
     # The last p v; the result is written out through q's buffer, which nothing reads any more
     v = (blocks - 1) % STAGES
     mbarrier.wait(v_full.index(v), ((blocks - 1) // STAGES) & 1)
@@ -234,13 +250,22 @@ def attends_prompt(q: Tensor) -> bool:
 
 
 def prompt_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, qk_scale: float, positions_at_once: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    pos: Tensor,
+    qk_scale: float,
+    positions_at_once: int,
 ) -> None:
-    """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T, H D].
-    positions_at_once: how many positions of one key/value head take up attention.SHARED_KEYS."""
+    """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T,
+    H D]. positions_at_once: how many positions of one key/value head take up
+    attention.SHARED_KEYS."""
     (T, H, D), (KH, S, _) = q.shape, k_cache.shape
     queries, result = (descriptor(t.view(T, H * D), [ROWS.value, D]) for t in (q, out))
-    keys, values = (descriptor(cache.view(KH * S, D), [BLOCK_N.value, D]) for cache in (k_cache, v_cache))
+    keys, values = (
+        descriptor(cache.view(KH * S, D), [BLOCK_N.value, D]) for cache in (k_cache, v_cache)
+    )
     grid = (triton.cdiv(T, 2 * ROWS.value) * H,)
     args = (queries, keys, values, result, pos, T, qk_scale, S, H, H // KH, positions_at_once)
     start(_hopper_attention_kernel, grid, q.device, *args, num_warps=4)
@@ -248,23 +273,26 @@ def prompt_attention(
 
 # ---- attention of a few rows
 #
-#      16 rows are one side of the tensor core instruction (mma.m16n8k16), the positions the other. Each warp takes 16
-#      positions at a time and has a softmax of its own over them, so that nothing passes between warps until the end.
-#      No key or value goes through shared memory: as in kernels.py's product of a few tokens, a thread loads 16 bytes
-#      straight into the registers of the instruction.
+#      16 rows are one side of the tensor core instruction (mma.m16n8k16), the positions the other.
+#      Each warp takes 16 positions at a time and has a softmax of its own over them, so that
+#      nothing passes between warps until the end. No key or value goes through shared memory: as in
+#      kernels.py's product of a few tokens, a thread loads 16 bytes straight into the registers of
+#      the instruction.
 #
-#      - Keys: neighbouring elements of one position. The instruction may add up their products with q in any order, as
-#        long as q is loaded in the same order; this is what a k_width of 8, or of 16 for an 8-bit cache, means in
-#        DotOperandLayout.
-#      - Values: neighbouring elements of each of four positions, since here the sum is over positions, four a thread.
-#        Neighbours are columns of the results of different instructions, so column n of the result is not column n of
-#        the head: offs_d says which it is.
+#      - Keys: neighbouring elements of one position. The instruction may add up their products with
+#        q in any order, as long as q is loaded in the same order; this is what a k_width of 8, or
+#        of 16 for an 8-bit cache, means in DotOperandLayout.
+#      - Values: neighbouring elements of each of four positions, since here the sum is over
+#        positions, four a thread. Neighbours are columns of the results of different instructions,
+#        so column n of the result is not column n of the head: offs_d says which it is.
 
 FEW_M = 16  # rows of a program
 
 
 @jit
-def _load_keys(k, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr):
+def _load_keys(
+    k, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr
+):
     """Keys of 16 W positions from n on, zero before `low` and from `end` on: [W, BLOCK_D, 16]."""
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, KEYS)))[:, None, None]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(2, KEYS)))[None, :, None]
@@ -273,8 +301,11 @@ def _load_keys(k, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.con
 
 
 @jit
-def _load_values(v, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr):
-    """The same for values, E neighbours in dimension 1; dimension 0 is lanes, warps and registers, in this order."""
+def _load_values(
+    v, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr
+):
+    """The same for values, E neighbours in dimension 1; dimension 0 is lanes, warps and registers,
+    in this order."""
     TILE: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [W, 1], [1, 0])
     i = gl.arange(0, BLOCK_D // (8 * E) * 4 * W * 32, gl.SliceLayout(1, TILE))[:, None]
     lane, warp, register = i % 32, i // 32 % W, i // (32 * W)
@@ -284,16 +315,22 @@ def _load_values(v, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.c
 
 
 @jit
-def _values_operand(tile, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr, VALUES: gl.constexpr):
+def _values_operand(
+    tile, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr, VALUES: gl.constexpr
+):
     """[W, 16, BLOCK_D]: every element stays in its thread."""
-    tile = gl.permute(gl.reshape(tile, [BLOCK_D // (8 * E), 2, 2, W, 8, 4, E]), [3, 1, 5, 2, 0, 6, 4])
+    tile = gl.permute(
+        gl.reshape(tile, [BLOCK_D // (8 * E), 2, 2, W, 8, 4, E]), [3, 1, 5, 2, 0, 6, 4]
+    )
     return gl.convert_layout(gl.reshape(tile, [W, 16, BLOCK_D]), VALUES)
 
 
 @jit
-def _merge(partial, ends, first, used, mask_row, columns, BLOCK_D: gl.constexpr, AT_ONCE: gl.constexpr):
-    """Merge the softmaxes of the splits into one: sum and unnormalised result of each row. first: the slots of the
-    first split's rows."""
+def _merge(
+    partial, ends, first, used, mask_row, columns, BLOCK_D: gl.constexpr, AT_ONCE: gl.constexpr
+):
+    """Merge the softmaxes of the splits into one: sum and unnormalised result of each row. first:
+    the slots of the first split's rows."""
     ROW: gl.constexpr = first.type.layout
     Y: gl.constexpr = ROW.parent
     peak = gl.full([16], -1e30, gl.float32, ROW)
@@ -306,8 +343,12 @@ def _merge(partial, ends, first, used, mask_row, columns, BLOCK_D: gl.constexpr,
         new_peak = peak
         for s in gl.static_range(AT_ONCE):
             slot, mask = first + (begin + s) * 16, mask_row & (begin + s < used)
-            maxima = maxima + (gl.load(ends + slot * 2, mask=mask, other=-1e30, cache_modifier=".cg"),)
-            sums = sums + (gl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"),)
+            maxima = maxima + (
+                gl.load(ends + slot * 2, mask=mask, other=-1e30, cache_modifier=".cg"),
+            )
+            sums = sums + (
+                gl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"),
+            )
             part = partial + slot[:, None] * BLOCK_D + columns[None, :]
             parts = parts + (gl.load(part, mask=mask[:, None], other=0.0, cache_modifier=".cg"),)
             new_peak = gl.maximum(new_peak, maxima[s])
@@ -325,13 +366,15 @@ def _merge(partial, ends, first, used, mask_row, columns, BLOCK_D: gl.constexpr,
 @jit
 def few_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
-    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr,
+    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    W: gl.constexpr,
     SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """16 of the T G rows of a key/value head over one split of the positions; attention.py explains how splits are
-    merged."""
+    """16 of the T G rows of a key/value head over one split of the positions; attention.py explains
+    how splits are merged."""
     gdc_launch_dependents(PDL)
-    # Elements that a thread loads at once, of a key, and of a value: fewer with small heads in 8 bits
+    # Elements that a thread loads at once, of a key, and of a value: fewer with small heads in 8
+    # bits
     E: gl.constexpr = 128 // k_cache.dtype.element_ty.primitive_bitwidth
     EV: gl.constexpr = E if 8 * E <= BLOCK_D else BLOCK_D // 8
     BLOCK_N: gl.constexpr = 16 * W
@@ -353,16 +396,27 @@ def few_attention_kernel(
         v = _load_values(v_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, EV)
         gdc_wait(PDL)
         warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
-        row = top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None] + warp * 0
+        row = (
+            top
+            + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
+            + warp * 0
+        )
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
-        q_tile = gl.load(q + (row // G * H + head * G + row % G) * D + d, mask=(row < T * G) & (d < D), other=0.0)
+        q_tile = gl.load(
+            q + (row // G * H + head * G + row % G) * D + d, mask=(row < T * G) & (d < D), other=0.0
+        )
         if start + BLOCK_N > start_pos:
             k += _load_keys(k_head, start, start_pos, end, D, BLOCK_D, W, KEYS)
             v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, W, EV)
         warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
         own = warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
-        last = start_pos + (top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]) // G
-        row_max = gl.full([W, 16], -1e30, gl.float32, gl.SliceLayout(2, MMA))  # finite: a warp may see nothing
+        last = (
+            start_pos
+            + (top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None])
+            // G
+        )
+        # finite: a warp may see nothing
+        row_max = gl.full([W, 16], -1e30, gl.float32, gl.SliceLayout(2, MMA))
         row_sum = gl.zeros([W, 16], gl.float32, gl.SliceLayout(2, MMA))
         acc = gl.zeros([W, 16, BLOCK_D], gl.float32, MMA)
         for n in range(start, end, BLOCK_N):
@@ -378,27 +432,39 @@ def few_attention_kernel(
             p = gl.exp2((scores - new_max[:, :, None]) * qk_scale)
             rescale = gl.exp2((row_max - new_max) * qk_scale)
             row_sum = row_sum * rescale + gl.sum(p, 2)
-            acc = mma_v2(gl.convert_layout(p.to(q_tile.dtype), WEIGHTS), v_tile, acc * rescale[:, :, None])
+            acc = mma_v2(
+                gl.convert_layout(p.to(q_tile.dtype), WEIGHTS), v_tile, acc * rescale[:, :, None]
+            )
             row_max = new_max
         # Merge the warps' softmaxes; each thread has all W values of its elements
         LANES: gl.constexpr = BLOCK_D // 4 if BLOCK_D < 128 else 32
-        ALL: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 32 // LANES, LANES], [1, W, 1], [2, 1, 0])
+        ALL: gl.constexpr = gl.BlockedLayout(
+            [W, 1, 4], [1, 32 // LANES, LANES], [1, W, 1], [2, 1, 0]
+        )
         Y: gl.constexpr = gl.SliceLayout(0, ALL)
         maxima = gl.convert_layout(row_max, gl.SliceLayout(2, ALL))
         peak = gl.max(maxima, 0)
         weight = gl.exp2((maxima - peak[None, :]) * qk_scale)
         total = gl.convert_layout(
-            gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0), gl.SliceLayout(1, Y)
+            gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0),
+            gl.SliceLayout(1, Y),
         )
         y = gl.sum(gl.convert_layout(acc, ALL) * weight[:, :, None], 0) * v_scale
-        row, column = top + gl.arange(0, 16, gl.SliceLayout(1, Y)), gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
+        row, column = (
+            top + gl.arange(0, 16, gl.SliceLayout(1, Y)),
+            gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y)),
+        )
         offs_d = (column // (8 * EV) * (8 * EV) + column % 8 * EV + column // 8 % EV)[None, :]
         offs = (row // G * H + head * G + row % G)[:, None] * D + offs_d
         mask_row = row < T * G
         if used > 1:
             first = pid * SPLITS * 16 + row - top
             slot = first + split * 16
-            gl.store(ends + slot * 2, gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale, mask=mask_row)
+            gl.store(
+                ends + slot * 2,
+                gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale,
+                mask=mask_row,
+            )
             gl.store(ends + slot * 2 + 1, total, mask=mask_row)
             gl.store(partial + slot[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None])
             if is_last(arrived + pid, used):
@@ -412,28 +478,31 @@ def few_attention_kernel(
 
 
 def attends_few(q: Tensor, rows: int) -> bool:
-    """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are as fast."""
+    """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are
+    as fast."""
     T, _, D = q.shape
     return not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128
 
 
 # ---- a prompt's product with INT4
 #
-#      A program multiplies 2 x 64 rows of W by TOKENS tokens on 8-bit tensor cores, 256 columns at a time: a block of
-#      eight groups that int4.py interleaves. As in attention above, one group of warps loads, and two multiply. These
-#      decode W straight into the registers of the instruction, half a block while the product of the half before it is
-#      under way, so W in 8 bits never exists in memory. Of each 32 columns, thread i of four needs columns 4 i to
-#      4 i + 3 and 4 i + 16 to 4 i + 19; thanks to the interleaving, its words hold exactly these.
+#      A program multiplies 2 x 64 rows of W by TOKENS tokens on 8-bit tensor cores, 256 columns at
+#      a time: a block of eight groups that int4.py interleaves. As in attention above, one group of
+#      warps loads, and two multiply. These decode W straight into the registers of the instruction,
+#      half a block while the product of the half before it is under way, so W in 8 bits never
+#      exists in memory. Of each 32 columns, thread i of four needs columns 4 i to 4 i + 3 and 4 i +
+#      16 to 4 i + 19; thanks to the interleaving, its words hold exactly these.
 
 BLOCK_K = 256  # columns in a block, in 32 words; in kernels these are literals
 MAX_TOKENS = 896  # with more, decoding W once for all of them is faster
 
 
 def _decode_asm(shift: int) -> str:
-    """PTX that makes E4M3 codes of 4-bit integers in both halves of $2 and $3: in $0 four codes of those at bits
-    `shift` to `shift` + 3, in $1 of those above. As pairs of halves $4 has what integers at bit 0 are to be multiplied
-    by, $5 the same for bit 4, $6 what is to be added. A half rounded to its upper nine bits is the code of 256 times
-    its value, but for the place of the sign (fp8.py)."""
+    """PTX that makes E4M3 codes of 4-bit integers in both halves of $2 and $3: in $0 four codes of
+    those at bits `shift` to `shift` + 3, in $1 of those above. As pairs of halves $4 has what
+    integers at bit 0 are to be multiplied by, $5 the same for bit 4, $6 what is to be added. A half
+    rounded to its upper nine bits is the code of 256 times its value, but for the place of the sign
+    (fp8.py)."""
     lines = [f"shr.u32 m, $2, {shift}; shr.u32 n, $3, {shift};"]
     for out, mask in enumerate(("0x000f000f", "0x00f000f0")):
         for word, pair in (("m", "a"), ("n", "b")):
@@ -445,8 +514,8 @@ def _decode_asm(shift: int) -> str:
 
 
 _DECODE_FIRST, _DECODE_SECOND = constexpr(_decode_asm(0)), constexpr(_decode_asm(8))
-# int4._int4_factors on pairs of equal halves: from what INT4 stores for a group to $4, $5 and $6 above, the scale times
-# 2^24, the scale times 2^20, and minus the scale times the zero point
+# int4._int4_factors on pairs of equal halves: from what INT4 stores for a group to $4, $5 and $6
+# above, the scale times 2^24, the scale times 2^20, and minus the scale times the zero point
 _FACTORS = constexpr(
     "{ .reg .b32 zero; prmt.b32 zero, $3, 0, 0x4040; neg.f16x2 zero, zero; prmt.b32 $0, $3, 0, 0x1414;"
     "shr.u32 $0, $0, 2; lop3.b32 $0, $0, 0x3fc03fc0, 0x40004000, 0xea; sub.u32 $1, $0, 0x10001000;"
@@ -458,7 +527,9 @@ _FACTORS = constexpr(
 def _factors(groups):
     kinds: gl.constexpr = (gl.int32, gl.int32, gl.int32)
     groups = groups.to(gl.int32)
-    return gl.inline_asm_elementwise(_FACTORS, "=&r,=&r,=r,r", [groups], dtype=kinds, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        _FACTORS, "=&r,=&r,=r,r", [groups], dtype=kinds, is_pure=True, pack=1
+    )
 
 
 @jit
@@ -469,14 +540,18 @@ def _decode(words, factors, ASM: gl.constexpr):
     even, odd = gl.split(gl.reshape(words, [64, 8, 2, 2]))
     args = [gl.convert_layout(even, LAYOUT), gl.convert_layout(odd, LAYOUT)]
     args += [factors[0][:, :, None], factors[1][:, :, None], factors[2][:, :, None]]
-    return gl.inline_asm_elementwise(ASM, "=&r,=&r,r,r,r,r,r", args, dtype=kinds, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        ASM, "=&r,=&r,r,r,r,r,r", args, dtype=kinds, is_pure=True, pack=1
+    )
 
 
 @jit
 def _bytes_of(codes):
     """int32 [64, 8, 2] to int8 [64, 8, 2, 4]. It is the same register."""
     words = gl.reshape(gl.join(gl.join(codes, codes), gl.join(codes, codes)), [64, 8, 2, 4])
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.int8, is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.int8, is_pure=True, pack=4
+    )
 
 
 @jit
@@ -489,7 +564,8 @@ def _operand(codes, OPERAND: gl.constexpr):
 
 @jit
 def _tile_place(tile, T, TOKENS: gl.constexpr):
-    """First row of W and first token of a tile of the result: tiles of the same rows are neighbours."""
+    """First row of W and first token of a tile of the result: tiles of the same rows are
+    neighbours."""
     token_blocks = gl.cdiv(T, TOKENS)
     return tile // token_blocks * 128, tile % token_blocks * TOKENS
 
@@ -501,12 +577,15 @@ def _load_words(words, x, w_tiles, full, tile, j, stage, T, TOKENS: gl.constexpr
     mbarrier.expect(full.index(stage), 2 * words.block_type.nbytes + 2 * x.block_type.nbytes)
     for group in gl.static_range(2):
         place = [row + group * 64, j * 32]
-        tma.async_copy_global_to_shared(words, place, full.index(stage), w_tiles.index(2 * stage + group))
+        tma.async_copy_global_to_shared(
+            words, place, full.index(stage), w_tiles.index(2 * stage + group)
+        )
 
 
 @jit
 def _load_blocks(
-    words, x, w_tiles, x_tiles, full, empty, tiles, blocks, T, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    words, x, w_tiles, x_tiles, full, empty, tiles, blocks, T, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """The group that loads."""
@@ -524,22 +603,30 @@ def _load_blocks(
                 _load_words(words, x, w_tiles, full, tile, j, stage, T, TOKENS)
             for half in gl.static_range(2):
                 place = [token, j * 256 + half * 128]
-                tma.async_copy_global_to_shared(x, place, full.index(stage), x_tiles.index(2 * stage + half))
+                tma.async_copy_global_to_shared(
+                    x, place, full.index(stage), x_tiles.index(2 * stage + half)
+                )
             i += 1
 
 
 @jit
 def _multiply_blocks(
-    group, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added, tiles, blocks, N, T,
+    group, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added,
+    tiles, blocks, N, T,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups that multiply. To add to `out`, it copies the tile of `out` into shared memory
-    meanwhile."""
+    """One of the two groups that multiply. To add to `out`, it copies the tile of `out` into shared
+    memory meanwhile."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
-    # Which rows and words a thread has, [64, 8 x 4]; the same in pairs of words, by groups [64, 8, 2]
+    # Which rows and words a thread has, [64, 8 x 4]; the same in pairs of words, by groups [64, 8,
+    # 2]
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 4], [0, 16], [8, 0]], [[0, 2], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32]
+        [[0, 1], [0, 4], [0, 16], [8, 0]],
+        [[0, 2], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 32],
     )
     PAIRS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 4, 0], [8, 0, 0]], [[0, 0, 1], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -552,7 +639,9 @@ def _multiply_blocks(
         row += group * 64
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
         offs_g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
-        in_block = groups + gl.minimum(rows, N - 1).to(gl.int64)[:, None] * (blocks * 8) + offs_g[None, :]
+        in_block = (
+            groups + gl.minimum(rows, N - 1).to(gl.int64)[:, None] * (blocks * 8) + offs_g[None, :]
+        )
         factors = _factors(gl.load(in_block))
         next_groups = gl.load(in_block + gl.minimum(1, blocks - 1) * 8)
         gdc_wait(PDL)  # for x_scales and out; the group that loads waits itself before it loads x
@@ -565,8 +654,9 @@ def _multiply_blocks(
         codes = _decode(words, factors, _DECODE_FIRST)
         acc = gl.zeros([64, TOKENS], gl.float32, ACC)
         for j in range(blocks):
-            # Each product is started as soon as its half is decoded, and meanwhile, as far as ptxas lets it, the next
-            # half is decoded; the last round decodes its own block again, and nothing uses that
+            # Each product is started as soon as its half is decoded, and meanwhile, as far as ptxas
+            # lets it, the next half is decoded; the last round decodes its own block again, and
+            # nothing uses that
             stage, after = i % STAGES, i + gl.where(j < blocks - 1, 1, 0)
             x_tile = x_tiles.index(2 * stage).permute((1, 0))
             acc = warpgroup_mma(_operand(codes, OPERAND), x_tile, acc, is_async=True)
@@ -577,8 +667,8 @@ def _multiply_blocks(
             next_groups = gl.load(in_block + gl.minimum(j + 2, blocks - 1) * 8)
             mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
             words = w_tiles.index(2 * (after % STAGES) + group).load(WORDS)
-            # Registers of the first half are free from here on. The words go through the wait, so that nothing is
-            # decoded into these registers before it (triton issue 9433)
+            # Registers of the first half are free from here on. The words go through the wait, so
+            # that nothing is decoded into these registers before it (triton issue 9433)
             acc, words = warpgroup_mma_wait(1, deps=[acc, words])
             codes = _decode(words, factors, _DECODE_FIRST)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -602,7 +692,8 @@ def _multiply_blocks(
 
 @jit(do_not_specialize=["tiles", "blocks", "N", "T"])
 def _int4_product_kernel(
-    words, groups, row_scales, x, x_scales, out, tiles, blocks, N, T, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    words, groups, row_scales, x, x_scales, out, tiles, blocks, N, T, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
     ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents(PDL)
@@ -624,20 +715,34 @@ def _int4_product_kernel(
 
 
 def multiplies_int4(T: int, K: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel is meant for T tokens, K columns and a result in dtype; N must be a multiple of 8."""
+    """Whether the kernel is meant for T tokens, K columns and a result in dtype; N must be a
+    multiple of 8."""
     return T <= MAX_TOKENS and K % BLOCK_K == 0 and dtype.itemsize == 2
 
 
-def int4_linear(x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: Tensor, add: bool = False) -> Tensor:
-    """x W^T in out [T, N], or added to it. x [T, K] codes of E4M3 and their scales [T, 1]; tensors: what int4.INT4
-    stores for W."""
+def int4_linear(
+    x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: Tensor, add: bool = False
+) -> Tensor:
+    """x W^T in out [T, N], or added to it. x [T, K] codes of E4M3 and their scales [T, 1]; tensors:
+    what int4.INT4 stores for W."""
     (T, N), (words, groups, row_scales), SMs = out.shape, tensors, processors(x.device)
     tiles_of = lambda tokens: triton.cdiv(N, 128) * triton.cdiv(T, tokens)
-    # The most tokens to a tile that fill more than half of it and keep more than half of the SMs busy
+    # The most tokens to a tile that fill more than half of it and keep more than half of the SMs
+    # busy
     tokens = next((n for n in (256, 128) if n < 2 * T and 2 * tiles_of(n) > SMs), 64)
     codes = descriptor(x.view(torch.float8_e4m3fn), [tokens, BLOCK_K // 2])
     weights, result = descriptor(words, [64, BLOCK_K // 8]), descriptor(out, [tokens, 64])
     args = (weights, groups, row_scales, codes, x_scales, result)
     sizes, tiles = dict(TOKENS=tokens, STAGES=2 if tokens == 256 else 4, ADD=add), tiles_of(tokens)
-    launch(_int4_product_kernel, (min(tiles, SMs),), x.device, *args, tiles, x.shape[1] // BLOCK_K, N, T, **sizes)
+    launch(
+        _int4_product_kernel,
+        (min(tiles, SMs),),
+        x.device,
+        *args,
+        tiles,
+        x.shape[1] // BLOCK_K,
+        N,
+        T,
+        **sizes,
+    )
     return out

@@ -1,5 +1,6 @@
-"""Every op of the model. One op is one block: formula and shapes, a reference in plain torch, the Triton kernel or what
-it adds to a product, its launcher. attention.py and sampling.py hold the larger ones.
+"""Every op of the model. One op is one block: formula and shapes, a reference in plain torch, the
+Triton kernel or what it adds to a product, its launcher. attention.py and sampling.py hold the
+larger ones.
 
 Shape letters, here and everywhere:
 
@@ -7,17 +8,18 @@ Shape letters, here and everywhere:
     C dim               F hidden_dim          N, K  rows and columns of any matrix
     H query heads       KH key/value heads    G = H / KH      D head_dim
 
-There is one sequence at a time, so no batch axis. `pos` is a one-element int32 tensor on the device: how many positions
-are cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and derive strides from
-shapes. `accumulate` says how a prompt's products are summed: "auto" lets 8-bit products accumulate fast
-(fp8.tensor_core_linear) and rounds INT4 to E4M3 for them, "fp32" does neither, "fp16" sums in half precision. `scratch`
-is memory that kernels reuse from launch to launch; it belongs to the cache.
+There is one sequence at a time, so no batch axis. `pos` is a one-element int32 tensor on the
+device: how many positions are cached before the T new ones. Its value is called start_pos. Kernels
+take contiguous tensors and derive strides from shapes. `accumulate` says how a prompt's products
+are summed: "auto" lets 8-bit products accumulate fast (fp8.tensor_core_linear) and rounds INT4 to
+E4M3 for them, "fp32" does neither, "fp16" sums in half precision. `scratch` is memory that kernels
+reuse from launch to launch; it belongs to the cache.
 
-The file ends with a table of the ops, each in two columns. `reference` (--backend torch) has the functions whose names
-end in _ref, and runs on any torch device: it is the CPU path, and the oracle in tests. `fused` (--backend triton) runs
-on CUDA, and on CPU tensors when TRITON_INTERPRET=1. README.md says what else an op needs. Products that launch.json
-does not list take its default sizes.
-"""
+The file ends with a table of the ops, each in two columns. `reference` (--backend torch) has the
+functions whose names end in _ref, and runs on any torch device: it is the CPU path, and the oracle
+in tests. `fused` (--backend triton) runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1.
+README.md says what else an op needs. Products that launch.json does not list take its default
+sizes."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -53,11 +55,12 @@ from sampling import sample, sample_ref
 
 # ---- products: y = x W^T, of one token, of a few, or of a prompt
 #
-#      With one token a product is bound by reading W: the kernel streams W's rows once and does everything else on the
-#      way. With 2 to 16 tokens, tensor cores multiply W as it streams by. What an op does with the result is its
-#      epilogue, a function that either kernel calls with its part of y. With more tokens, or where launch.json
-#      leaves it to the library, the library's product runs between small fused kernels: with many tokens it is
-#      compute-bound, and runs at the card's product rate (BENCHMARKS.md).
+#      With one token a product is bound by reading W: the kernel streams W's rows once and does
+#      everything else on the way. With 2 to 16 tokens, tensor cores multiply W as it streams by.
+#      What an op does with the result is its epilogue, a function that either kernel calls with its
+#      part of y. With more tokens, or where launch.json leaves it to the library, the library's
+#      product runs between small fused kernels: with many tokens it is compute-bound, and runs at
+#      the card's product rate (BENCHMARKS.md).
 
 
 @cache
@@ -72,22 +75,24 @@ def cpu_product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type in which a backend stores the matrices of a model in dtype. On a CPU without bf16 products the reference
-    ops take fp16 even for bf16, since torch streams it twice as fast; bf16 weights fit exactly, except magnitudes under
-    6e-5, which are off by at most 3e-8."""
+    """The type in which a backend stores the matrices of a model in dtype. On a CPU without bf16
+    products the reference ops take fp16 even for bf16, since torch streams it twice as fast; bf16
+    weights fit exactly, except magnitudes under 6e-5, which are off by at most 3e-8."""
     slow = backend == "torch" and device.type == "cpu" and not multiplies_bf16()
     return torch.float16 if slow and dtype == torch.bfloat16 else dtype
 
 
-SMALL = 2 << 20  # bytes of a bf16 matrix: up to this size oneDNN's preparations take longer than a token's product
+# bytes of a bf16 matrix: up to this size oneDNN's preparations take longer than a token's product
+SMALL = 2 << 20
 
 
 def prepacked(w: Matrix, backend: str, dtype: torch.dtype, format: Format | None = None) -> Matrix:
-    """A matrix in the layout that the backend's ops read fastest, for activations in dtype. For the reference ops on a
-    CPU: fp32 with more rows than columns is stored column by column, since many short sums are slow; bf16 in oneDNN's
-    blocked layout, for single tokens and prompts, and a small matrix as it was, too; a matrix in a format together with
-    what that format packs for torch. format: the model's, if any. INT4 keeps the output matrix in 8 bits; here it is
-    decoded, because a CPU reads 16 bits faster than it decodes 8."""
+    """A matrix in the layout that the backend's ops read fastest, for activations in dtype. For the
+    reference ops on a CPU: fp32 with more rows than columns is stored column by column, since many
+    short sums are slow; bf16 in oneDNN's blocked layout, for single tokens and prompts, and a small
+    matrix as it was, too; a matrix in a format together with what that format packs for torch.
+    format: the model's, if any. INT4 keeps the output matrix in 8 bits; here it is decoded, because
+    a CPU reads 16 bits faster than it decodes 8."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
     if format is INT4 and w.format is not INT4:
@@ -107,7 +112,8 @@ def prepacked(w: Matrix, backend: str, dtype: torch.dtype, format: Format | None
     return replace(w, packed=(blocked,)) if w.nbytes <= SMALL else Matrix(blocked)
 
 
-MAX_PACKED = 48  # tokens: with more, torch's product of packed codes is slower than decoding them first
+# tokens: with more, torch's product of packed codes is slower than decoding them first
+MAX_PACKED = 48
 
 
 def linear_ref(x: Tensor, w: Matrix) -> Tensor:
@@ -132,8 +138,9 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _without_onednn(x: Tensor, w: Matrix) -> Tensor:
-    """On a CPU, one token with a small bf16 matrix, by torch's own product (fp32 sums). Whatever the size, oneDNN
-    needs 14 us before it starts, and three times that within a step, whose weights push its code out of the caches."""
+    """On a CPU, one token with a small bf16 matrix, by torch's own product (fp32 sums). Whatever
+    the size, oneDNN needs 14 us before it starts, and three times that within a step, whose weights
+    push its code out of the caches."""
     torch.backends.mkldnn.enabled = False  # a global switch of torch's, on by default
     try:
         return functional.linear(x, w.data)
@@ -143,17 +150,17 @@ def _without_onednn(x: Tensor, w: Matrix) -> Tensor:
 
 def _padded_rows(T: int) -> int:
     """T rounded up to one of a few sizes. oneDNN compiles a kernel for each new size, which takes
-    milliseconds and 0.7 MB per matrix shape: with ever new prompt lengths a chat would grow by hundreds of MB. It
-    computes 16 rows at a time, so most of the padding costs nothing."""
+    milliseconds and 0.7 MB per matrix shape: with ever new prompt lengths a chat would grow by
+    hundreds of MB. It computes 16 rows at a time, so most of the padding costs nothing."""
     power = 1 << (T - 1).bit_length()
     step = max(16, power // 8)
     return power if T <= 16 else -(-T // step) * step
 
 
 def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
-    """On a CPU, one token with fp16 weights or a format: torch's fp16 matrix-vector product (fp32 sums) runs at memory
-    speed. x is scaled by a power of two to magnitudes of at most 1, so that a result fits fp16 if its row of |W| sums
-    to less than 65504."""
+    """On a CPU, one token with fp16 weights or a format: torch's fp16 matrix-vector product (fp32
+    sums) runs at memory speed. x is scaled by a power of two to magnitudes of at most 1, so that a
+    result fits fp16 if its row of |W| sums to less than 65504."""
     scale = 2.0 ** math.frexp(max(float(x.abs().max()), 1e-30))[1]
     row = x[0] / scale
     y = w.format.vector_linear(row.float(), w.tensors) if w.format else torch.mv(w.data, row.half())
@@ -161,23 +168,27 @@ def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
-    """On a CPU, several tokens with fp16 weights or a format: the library's product, with the weights converted a block
-    of rows at a time."""
+    """On a CPU, several tokens with fp16 weights or a format: the library's product, with the
+    weights converted a block of rows at a time."""
     wide, out = cpu_product_dtype(x.dtype), x.new_empty(x.shape[0], w.rows)
     x_wide = x.to(wide)
     if w.format:
         x_wide = w.format.ordered(x_wide)
     for rows, columns in zip(w.parts(512), out.split(512, 1)):
-        weights = w.format.weights(rows.tensors) if w.format else rows.data.float()  # fp16 to bf16 is slow directly
+        # fp16 to bf16 is slow directly
+        weights = w.format.weights(rows.tensors) if w.format else rows.data.float()
         columns.copy_(functional.linear(x_wide, weights.to(wide)))
     return out
 
 
 @jit
 def _load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """x for the weights in places k + offs_k. In fp32 in the interpreter, whose own bf16 products are wrong."""
+    """x for the weights in places k + offs_k. In fp32 in the interpreter, whose own bf16 products
+    are wrong."""
     pointers = x + fp8.columns_of(k + offs_k, K, COLUMNS)
-    tile = tl.load(pointers) if K % BLOCK == 0 else tl.load(pointers, mask=offs_k < K - k, other=0.0)
+    tile = (
+        tl.load(pointers) if K % BLOCK == 0 else tl.load(pointers, mask=offs_k < K - k, other=0.0)
+    )
     return tile.to(tl.float32) if EMULATED else tile
 
 
@@ -191,8 +202,9 @@ def _power_of_two(x):
 def _range_of(
     x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PEAK: tl.constexpr
 ):  # fmt: skip
-    """What x is multiplied by for packed products, a power of two, and 1 / rms(x) where there is a norm, otherwise 1:
-    its range is that root mean square, see fp8.fit_norm, or its largest magnitude. x_tile: its first tile."""
+    """What x is multiplied by for packed products, a power of two, and 1 / rms(x) where there is a
+    norm, otherwise 1: its range is that root mean square, see fp8.fit_norm, or its largest
+    magnitude. x_tile: its first tile."""
     squares, peaks = x_tile.to(tl.float32) * x_tile.to(tl.float32), tl.abs(x_tile)
     for k in tl.static_range(BLOCK, K, BLOCK):
         x_next = _load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
@@ -203,13 +215,16 @@ def _range_of(
         power = _power_of_two(inv_rms) * (PEAK / 1024)
     else:
         inv_rms = tl.full([], 1.0, tl.float32)
-        power = _power_of_two(tl.minimum(PEAK / tl.maximum(tl.max(peaks).to(tl.float32), 1e-30), 32768.0))
+        power = _power_of_two(
+            tl.minimum(PEAK / tl.maximum(tl.max(peaks).to(tl.float32), 1e-30), 32768.0)
+        )
     return power, inv_rms
 
 
 @jit
 def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
-    """For an epilogue: the indices of COUNT rows from `row` on, and of the tokens, to be broadcast."""
+    """For an epilogue: the indices of COUNT rows from `row` on, and of the tokens, to be
+    broadcast."""
     if TOKENS == 1:
         return row + tl.arange(0, COUNT), row * 0
     else:
@@ -218,21 +233,25 @@ def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
 
 @jit
 def _vector_kernel(
-    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, PACKED_ASM: tl.constexpr,
+    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr,
+    PACKED_ASM: tl.constexpr,
     PEAK: tl.constexpr, GAIN: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
+    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: rmsnorm(x) W^T, or x W^T where norm is None, for ROWS rows of W, read BLOCK columns at a time. The
-    norm's factor 1 / rms(x) is one number for all of x, so it is applied to the sums. For packed products, x is read
-    twice, first for its range. args and SIZES are the epilogue's own: PREPARE loads before the wait what STORE will
-    use."""
+    """One token: rmsnorm(x) W^T, or x W^T where norm is None, for ROWS rows of W, read BLOCK
+    columns at a time. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to
+    the sums. For packed products, x is read twice, first for its range. args and SIZES are the
+    epilogue's own: PREPARE loads before the wait what STORE will use."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * ROWS
     ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
     rows = row + tl.arange(0, ROWS)
-    # Before the wait: fetch the first tiles of what no kernel writes. A thread gets eight neighbours of W, as many as
-    # of a 16-bit x: otherwise 8-bit tiles would go through shared memory to meet x
+    # Before the wait: fetch the first tiles of what no kernel writes. A thread gets eight
+    # neighbours of W, as many as of a 16-bit x: otherwise 8-bit tiles would go through shared
+    # memory to meet x
     start = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
     w_tile = LOAD(w, start, 0, None if K % BLOCK == 0 else K, BLOCK, 8, GROUP)
     offs_k = tl.arange(0, BLOCK)[None, :]
@@ -250,7 +269,9 @@ def _vector_kernel(
         # The next tile of W is in flight while this one is multiplied
         w_now = w_tile
         if k + BLOCK < K:
-            w_tile = LOAD(w, start, k + BLOCK, None if K % BLOCK == 0 else K - k - BLOCK, BLOCK, 8, GROUP)
+            w_tile = LOAD(
+                w, start, k + BLOCK, None if K % BLOCK == 0 else K - k - BLOCK, BLOCK, 8, GROUP
+            )
         x_now = x_tile if k == 0 else _load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
         if k > 0 and PACKED_ASM is None and norm is not None:
             squares += x_now.to(tl.float32) * x_now.to(tl.float32)
@@ -279,16 +300,18 @@ def _vector_kernel(
     STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
 
 
-# One token, formats that have a `packed_load`. A warp covers 2048 columns of a row, and each thread 64 of them: whole
-# groups. A thread keeps its part of x in registers, two halves to a word, for all the rows that its program goes
-# through. It loads x in eight runs of eight neighbours. Which columns it has is up to the format, whose order should
-# let a warp's loads hit all banks of the L1 cache (int4._columns). Tiles of W have a single row: then every version of
-# Triton picks the same layout for W and for x, and no data moves between threads.
+# One token, formats that have a `packed_load`. A warp covers 2048 columns of a row, and each thread
+# 64 of them: whole groups. A thread keeps its part of x in registers, two halves to a word, for all
+# the rows that its program goes through. It loads x in eight runs of eight neighbours. Which
+# columns it has is up to the format, whose order should let a warp's loads hit all banks of the L1
+# cache (int4._columns). Tiles of W have a single row: then every version of Triton picks the same
+# layout for W and for x, and no data moves between threads.
 
 
 @jit
 def _load_eighths(x, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """x for BLOCK places from k on: eight tiles [BLOCK / 64, 8]. A thread has the same row of each."""
+    """x for BLOCK places from k on: eight tiles [BLOCK / 64, 8]. A thread has the same row of
+    each."""
     offs_k = tl.arange(0, BLOCK // 64)[:, None] * 64 + tl.arange(0, 8)[None, :]
     tiles = ()
     for eighth in tl.static_range(0, 64, 8):
@@ -299,7 +322,10 @@ def _load_eighths(x, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.conste
 @jit
 def _join_eighths(t):
     """Eight tiles [P, M] to [P, 8 M]."""
-    low, high = tl.join(tl.join(t[0], t[1]), tl.join(t[2], t[3])), tl.join(tl.join(t[4], t[5]), tl.join(t[6], t[7]))
+    low, high = (
+        tl.join(tl.join(t[0], t[1]), tl.join(t[2], t[3])),
+        tl.join(tl.join(t[4], t[5]), tl.join(t[6], t[7])),
+    )
     return tl.join(low, high).permute(0, 4, 3, 2, 1).reshape(t[0].shape[0], 8 * t[0].shape[1])
 
 
@@ -309,13 +335,16 @@ def _words(tile):
     if EMULATED:
         return tile.to(tl.float32)
     else:  # an instruction for two neighbours makes the compiler keep them in one register
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tl.float16, is_pure=True, pack=2)
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [tile], tl.float16, is_pure=True, pack=2
+        )
         return fp8.pairs(*tl.split(x.reshape(x.shape[0], 4, 2)))
 
 
 @jit
 def _squares(words):
-    """Sums of the squares of eight halves each, the even and the odd ones in half precision: [P, 4] to float32 [P]."""
+    """Sums of the squares of eight halves each, the even and the odd ones in half precision: [P, 4]
+    to float32 [P]."""
     if EMULATED:
         return tl.sum(words * words, 1)
     else:
@@ -330,13 +359,16 @@ def _squares(words):
 
 @jit
 def _add_words(a, b):
-    return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1
+    )
 
 
 @jit
 def _sums(words, EACH: tl.constexpr):
-    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64 P / EACH]. Within
-    each four, the even ones and the odd ones are added in half precision, which saves 4% of a step of 1.1B."""
+    """Sums of EACH neighbours: words [P, 32], or floats [P, 64] in the interpreter, to float32 [64
+    P / EACH]. Within each four, the even ones and the odd ones are added in half precision, which
+    saves 4% of a step of 1.1B."""
     P: tl.constexpr = words.shape[0]
     fours = words.reshape(16 * P, words.shape[1] // 16)
     if EMULATED:
@@ -349,19 +381,29 @@ def _sums(words, EACH: tl.constexpr):
 
 @jit
 def _packed_x(
-    x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
+    x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
     PEAK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK places of x, times the norm's weights. Each 64 are scaled by a power of two of their own. Returns a tuple
-    of words, their sums by SUMS places and the factors that undo the scaling; and the sums of x's squares by 64, if
-    there is a norm, otherwise zeros. Magnitudes stay below PEAK, as long as no norm weight is above fp8.NORM_LIMIT."""
-    tiles, words, squares = _load_eighths(x, k, K, BLOCK, COLUMNS), (), tl.zeros([BLOCK // 64], tl.float32)
+    """BLOCK places of x, times the norm's weights. Each 64 are scaled by a power of two of their
+    own. Returns a tuple of words, their sums by SUMS places and the factors that undo the scaling;
+    and the sums of x's squares by 64, if there is a norm, otherwise zeros. Magnitudes stay below
+    PEAK, as long as no norm weight is above fp8.NORM_LIMIT."""
+    tiles, words, squares = (
+        _load_eighths(x, k, K, BLOCK, COLUMNS),
+        (),
+        tl.zeros([BLOCK // 64], tl.float32),
+    )
     peak = tl.abs(tiles[0])
     for i in tl.static_range(1, 8):
         peak = tl.maximum(peak, tl.abs(tiles[i]))
-    exponent = tl.minimum(tl.max(peak, 1).to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000, 0x7C000000)
-    TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32  # at most 32: four squares fit a half
-    LIFT: tl.constexpr = 1.0 if norm_tiles is None else max(PEAK / 1024, 1.0)  # so that products use all of its range
+    exponent = tl.minimum(
+        tl.max(peak, 1).to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000, 0x7C000000
+    )
+    # at most 32: four squares fit a half
+    TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32
+    # so that products use all of its range
+    LIFT: tl.constexpr = 1.0 if norm_tiles is None else max(PEAK / 1024, 1.0)
     power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)  # 1 / 2^exponent
     power = tl.minimum(power, 65536 / TOP) * (TOP / 2)
     inverse = (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -372,20 +414,27 @@ def _packed_x(
             tile *= norm_tiles[i].to(tile.dtype) * LIFT
         words += (_words(tile.to(tl.float16)),)
     joined = _join_eighths(words)
-    packed = joined.reshape(joined.shape[0] * joined.shape[1]), _sums(joined, SUMS), inverse[None, :] / LIFT
+    packed = (
+        joined.reshape(joined.shape[0] * joined.shape[1]),
+        _sums(joined, SUMS),
+        inverse[None, :] / LIFT,
+    )
     return packed, squares * inverse * inverse
 
 
 @jit
 def _stream_kernel(
-    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PACKED_SUMS: tl.constexpr, SUMS: tl.constexpr, PEAK: tl.constexpr, GAIN: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
+    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same as _vector_kernel. A program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of
-    W in this loop into asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of them before the
-    wait."""
+    """The same as _vector_kernel. A program loops over TILES tiles of ROWS rows. Triton's
+    pipelining turns the loads of W in this loop into asynchronous copies to shared memory, STAGES -
+    1 tiles ahead, the first of them before the wait."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * (ROWS * TILES)
     end = tl.minimum(row + ROWS * TILES, N)
@@ -399,7 +448,9 @@ def _stream_kernel(
         if norm is not None:
             norm_tiles += (_load_eighths(norm, k, K, BLOCK, COLUMNS),)
         words = tl.zeros([BLOCK], tl.float32) if EMULATED else tl.zeros([BLOCK // 2], tl.uint32)
-        packed += ((words, tl.zeros([BLOCK // SUMS], tl.float32), tl.zeros([1, BLOCK // 64], tl.float32)),)
+        packed += (
+            (words, tl.zeros([BLOCK // SUMS], tl.float32), tl.zeros([1, BLOCK // 64], tl.float32)),
+        )
     PARTS: tl.constexpr = len(packed)
     WARPS: tl.constexpr = BLOCK // 2048
     EACH: tl.constexpr = ROWS if EMULATED else 1  # rows that are loaded together
@@ -408,13 +459,17 @@ def _stream_kernel(
     for i in tl.range(0, TILES, num_stages=STAGES):
         w_tiles = ()
         for r in tl.static_range(0, ROWS, EACH):
-            start = tl.minimum(row + i * ROWS + r + tl.arange(0, EACH), N - 1).to(tl.int64)[:, None] * K
+            start = (
+                tl.minimum(row + i * ROWS + r + tl.arange(0, EACH), N - 1).to(tl.int64)[:, None] * K
+            )
             for k in tl.static_range(0, K, BLOCK):
                 w_tiles += (LOAD(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, GROUP),)
         if i == 0:
             gdc_wait(PDL)
             if ADDED is not None:
-                added = tl.load(args[ADDED] + row + offs, mask=row + offs < end, other=0.0).to(tl.float32)
+                added = tl.load(args[ADDED] + row + offs, mask=row + offs < end, other=0.0).to(
+                    tl.float32
+                )
             fresh = ()
             for j in tl.static_range(0, PARTS):
                 norm_tile = norm_tiles[j] if norm is not None else None
@@ -425,7 +480,10 @@ def _stream_kernel(
         for r in tl.static_range(0, ROWS, EACH):
             acc = tl.zeros([EACH, BLOCK // 64], tl.float32)
             for j in tl.static_range(0, PARTS):
-                acc += PACKED_SUMS(w_tiles[r // EACH * PARTS + j], packed[j][0], packed[j][1]) * packed[j][2]
+                acc += (
+                    PACKED_SUMS(w_tiles[r // EACH * PARTS + j], packed[j][0], packed[j][1])
+                    * packed[j][2]
+                )
             by_warp = tl.sum(acc.reshape(EACH, WARPS, 32), 2, keep_dims=True)
             place = (i * ROWS + r + tl.arange(0, EACH))[:, None, None]
             sums += tl.sum(tl.where(offs[None, None, :] == place, by_warp, 0.0), 0)
@@ -439,42 +497,52 @@ def _stream_kernel(
     STORE(args, y, ready, row, 1, end, COUNT, 1, SIZES)
 
 
-# A few tokens. `tl.dot` usually takes its operands through shared memory, which 8-bit weights would pass through twice,
-# before and after decoding. Here a thread loads 16 bytes of a row of W straight into the registers where the tensor
-# cores expect them. Of the columns of a row, the instruction (mma.m16n8k16) expects these from the four threads that
-# share it:
+# A few tokens. `tl.dot` usually takes its operands through shared memory, which 8-bit weights would
+# pass through twice, before and after decoding. Here a thread loads 16 bytes of a row of W straight
+# into the registers where the tensor cores expect them. Of the columns of a row, the instruction
+# (mma.m16n8k16) expects these from the four threads that share it:
 #
-#     thread   0     1     2     3     0     1       2       3         first the pairs of the lower eight columns,
+#     thread   0     1     2     3     0     1       2       3         first the pairs of the lower
+#              eight columns,
 #     columns  0,1   2,3   4,5   6,7   8,9   10,11   12,13   14,15     then those of the upper eight
 #
-# But the order of K in a sum is free: whatever columns a thread has loaded can stand in for those that the instruction
-# expects from it, as long as it loads the same columns of x. With 16-bit weights, thread 0 loads columns 0 to 7, thread
-# 1 columns 8 to 15, and so on; the first instruction takes columns 0, 1 and 2, 3 of thread 0 for its columns 0, 1 and
-# 8, 9. So dimension 1 of a tile is a thread's neighbours, dimension 0 everything else (lanes, warps, registers, in this
-# order), and reshape and permute relabel the elements without moving them: (steps, groups of 8 rows, sides, warps,
-# rows, sides, lanes, runs of 8 neighbours, instructions, halves of an instruction, pairs). The warps of a program share
-# its rows and split K; a sum over the warps completes the product.
+# But the order of K in a sum is free: whatever columns a thread has loaded can stand in for those
+# that the instruction expects from it, as long as it loads the same columns of x. With 16-bit
+# weights, thread 0 loads columns 0 to 7, thread 1 columns 8 to 15, and so on; the first instruction
+# takes columns 0, 1 and 2, 3 of thread 0 for its columns 0, 1 and 8, 9. So dimension 1 of a tile is
+# a thread's neighbours, dimension 0 everything else (lanes, warps, registers, in this order), and
+# reshape and permute relabel the elements without moving them: (steps, groups of 8 rows, sides,
+# warps, rows, sides, lanes, runs of 8 neighbours, instructions, halves of an instruction, pairs).
+# The warps of a program share its rows and split K; a sum over the warps completes the product.
 #
-# An instruction multiplies 16 rows of W by 8 tokens, so the tokens are padded to 8 or 16. The norm, where there is one,
-# is a separate kernel that runs first: while it runs, the first tiles of W are already in flight.
+# An instruction multiplies 16 rows of W by 8 tokens, so the tokens are padded to 8 or 16. The norm,
+# where there is one, is a separate kernel that runs first: while it runs, the first tiles of W are
+# already in flight.
 
 MAX_FEW = 16  # tokens
 
 
 @jit
 def _load_few_weights(
-    w, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr, LOAD: tl.constexpr,
+    w, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr,
+    LOAD: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """SIZES.rows rows of W from `row` on, SIZES.warps * SIZES.steps * 64 bytes of each from column k on, E weights a
-    thread. A warp loads SIZES.lanes * 16 neighbouring bytes of a row at a time; with more than 4 lanes the compiler
-    moves values between threads."""
+    """SIZES.rows rows of W from `row` on, SIZES.warps * SIZES.steps * 64 bytes of each from column
+    k on, E weights a thread. A warp loads SIZES.lanes * 16 neighbouring bytes of a row at a time;
+    with more than 4 lanes the compiler moves values between threads."""
     GROUPS: tl.constexpr = SIZES.rows // 8
     SIDES: tl.constexpr = SIZES.lanes // 4
     i = tl.arange(0, SIZES.steps * GROUPS * SIZES.warps * 32)[:, None]
     lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
-    rows = row + register // SIDES % GROUPS * 8 + register % SIDES * (8 // SIDES) + lane // SIZES.lanes
-    col = k + (warp * SIZES.steps + register // (SIDES * GROUPS) * SIDES) * (4 * E) + lane % SIZES.lanes * E
+    rows = (
+        row + register // SIDES % GROUPS * 8 + register % SIDES * (8 // SIDES) + lane // SIZES.lanes
+    )
+    col = (
+        k
+        + (warp * SIZES.steps + register // (SIDES * GROUPS) * SIDES) * (4 * E)
+        + lane % SIZES.lanes * E
+    )
     start = tl.minimum(rows, N - 1).to(tl.int64) * K
     left = None if k + SIZES.warps * SIZES.steps * 4 * E <= K else K - col
     return LOAD(w, start, col, left, E, E, GROUP)
@@ -490,20 +558,25 @@ def _weights_operand(tile, SIZES: tl.constexpr):
     )  # fmt: skip
     if E == 8:
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 8, 9, 6, 10)
-    else:  # below 16 bits a weight, Triton's layout has the lower halves of two instructions side by side
+    # below 16 bits a weight, Triton's layout has the lower halves of two instructions side by side
+    else:
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 9, 6, 8, 10)
     return tile.reshape(SIZES.warps, SIZES.rows, SIZES.steps * 4 * E)
 
 
 @jit
 def _tokens_operand(
-    x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr,
+    x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr,
+    SIZES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same columns of x as [warps, columns of a warp, tokens], loaded with eight neighbours a thread. What pads the
-    tokens is the last row again."""
+    """The same columns of x as [warps, columns of a warp, tokens], loaded with eight neighbours a
+    thread. What pads the tokens is the last row again."""
     PARTS: tl.constexpr = E // 8
-    i, e = tl.arange(0, TOKENS // 8 * SIZES.steps * PARTS * SIZES.warps * 32)[:, None], tl.arange(0, 8)[None, :]
+    i, e = (
+        tl.arange(0, TOKENS // 8 * SIZES.steps * PARTS * SIZES.warps * 32)[:, None],
+        tl.arange(0, 8)[None, :],
+    )
     lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
     t = register // (SIZES.steps * PARTS) * 8 + lane // 4
     step = warp * SIZES.steps + register // PARTS % SIZES.steps
@@ -515,15 +588,22 @@ def _tokens_operand(
     else:
         tile = tl.load(pointers, mask=places < K, other=0.0, eviction_policy="evict_last")
     tile = tile.reshape(TOKENS // 8, SIZES.steps, E // 8, SIZES.warps, 8, 4, 2, 2, 2)
-    tile = tile.permute(3, 1, 2, 6, 7, 5, 8, 0, 4) if E == 8 else tile.permute(3, 1, 2, 7, 5, 6, 8, 0, 4)
+    tile = (
+        tile.permute(3, 1, 2, 6, 7, 5, 8, 0, 4)
+        if E == 8
+        else tile.permute(3, 1, 2, 7, 5, 6, 8, 0, 4)
+    )
     return tile.reshape(SIZES.warps, SIZES.steps * 4 * E, TOKENS)
 
 
 @jit
 def _few_kernel(
-    x, w, T, args, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
-    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr,
-    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
+    x, w, T, args, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr,
+    FEW: tl.constexpr,
+    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr,
+    GAIN: tl.constexpr,
+    PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """T tokens: x W^T for FEW.rows rows of W. See _vector_kernel for the epilogue."""
     gdc_launch_dependents(PDL)
@@ -544,7 +624,9 @@ def _few_kernel(
         w_tile = w_tiles[0]
         w_tiles = w_tiles[1:]
         if k + FEW.ahead * BLOCK < K:
-            w_tiles = w_tiles + (_load_few_weights(w, row, k + FEW.ahead * BLOCK, N, K, E, FEW, LOAD, GROUP),)
+            w_tiles = w_tiles + (
+                _load_few_weights(w, row, k + FEW.ahead * BLOCK, N, K, E, FEW, LOAD, GROUP),
+            )
         b = _tokens_operand(x, k, T, K, TOKENS, E, FEW, COLUMNS)
         a = _weights_operand(VALUES(w_tile).to(b.dtype), FEW)
         if EMULATED:  # the interpreter's own bf16 products are wrong
@@ -556,7 +638,9 @@ def _few_kernel(
         y *= scales
     if ADDED is not None:
         rows, t = places(row, FEW.rows, TOKENS)
-        y += tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0).to(tl.float32)
+        y += tl.load(args[ADDED] + t * N + rows, mask=(rows < N) & (t < T), other=0.0).to(
+            tl.float32
+        )
     STORE(args, y, ready, row, T, N, FEW.rows, TOKENS, SIZES)
 
 
@@ -570,8 +654,8 @@ def _even_and_odd(y, ROWS: tl.constexpr, TOKENS: tl.constexpr):
 
 
 class Epilogue(NamedTuple):
-    """What an op does with a product: kernel functions, and their own arguments and sizes. y is [ROWS, TOKENS], or
-    [ROWS] with one token."""
+    """What an op does with a product: kernel functions, and their own arguments and sizes. y is
+    [ROWS, TOKENS], or [ROWS] with one token."""
 
     prepare: object  # (args, row, T, N, ROWS, TOKENS, SIZES) -> ready: what need not wait
     store: object  # (args, y, ready, row, T, N, ROWS, TOKENS, SIZES)
@@ -580,9 +664,11 @@ class Epilogue(NamedTuple):
     added: int | None = None  # which of args is added to y: [N] with one token, [T, N] with a few
 
 
-def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue) -> bool:
-    """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue. False where it is to be the library's: more than
-    MAX_FEW tokens, several in fp32, and where launch.json says so."""
+def launch_product(
+    op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue
+) -> bool:
+    """rmsnorm(x) W^T, or x W^T without a norm, handed to an epilogue. False where it is to be the
+    library's: more than MAX_FEW tokens, several in fp32, and where launch.json says so."""
     T, K = x.shape
     tokens = 8 if T <= 8 else MAX_FEW
     few = 1 < T <= MAX_FEW and x.dtype in (torch.float16, torch.bfloat16)
@@ -591,7 +677,9 @@ def launch_product(op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: floa
         return False
     assert w.columns == K and x.is_contiguous(), (x.shape, w.shape)
     format = fp8.format_of(w)
-    own = dict(PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes)
+    own = dict(
+        PREPARE=epilogue.prepare, STORE=epilogue.store, ADDED=epilogue.added, SIZES=epilogue.sizes
+    )
     constants = format.functions() | own | dict(N=w.rows, K=K)
     if T == 1:
         _launch_vector(op, (x, norm, w.tensors, eps, epilogue.args), w, format, constants)
@@ -611,23 +699,41 @@ def _launch_vector(op: str, args: tuple, w: Matrix, format: Format, constants: d
     if packs and format.packed_load:
         sizes = stream_sizes(device, w.bits, op, K)
         rows, block = sizes.rows, stream_block(sizes.block, K)
-        tiles, warps = min(32, triton.cdiv(w.rows, rows * processors(device) * sizes.programs)), block // 2048
+        tiles, warps = (
+            min(32, triton.cdiv(w.rows, rows * processors(device) * sizes.programs)),
+            block // 2048,
+        )
         del constants["VALUES"]
-        constants |= dict(LOAD=format.packed_load, PACKED_SUMS=format.packed_sums, SUMS=format.sum_x)
+        constants |= dict(
+            LOAD=format.packed_load, PACKED_SUMS=format.packed_sums, SUMS=format.sum_x
+        )
         constants |= dict(TILES=tiles, STAGES=sizes.stages)
         kernel, programs = _stream_kernel, triton.cdiv(w.rows, rows * tiles)
     else:
-        sizes, least = vector_sizes(device, w.bits, op, K), 32 * format.neighbours  # columns that a warp takes at once
+        # columns that a warp takes at once
+        sizes, least = vector_sizes(device, w.bits, op, K), 32 * format.neighbours
         rows, block = sizes.rows, min(sizes.block, max(least, triton.next_power_of_2(K)))
         warps = min(sizes.warps, max(1, block // least))
-        constants |= dict(PACKED_ASM=format.packed_asm if packs and block >= least * warps else None)
+        constants |= dict(
+            PACKED_ASM=format.packed_asm if packs and block >= least * warps else None
+        )
         kernel, programs = _vector_kernel, triton.cdiv(w.rows, rows)
-    launch(kernel, (programs,), device, *args, **constants, ROWS=rows, BLOCK=block, PEAK=format.peak, warps=warps)
+    launch(
+        kernel,
+        (programs,),
+        device,
+        *args,
+        **constants,
+        ROWS=rows,
+        BLOCK=block,
+        PEAK=format.peak,
+        warps=warps,
+    )
 
 
 def stream_block(block: int, columns: int) -> int:
-    """How many columns a program takes at a time: no more than there are, but a third of them or more, since x is held
-    in registers."""
+    """How many columns a program takes at a time: no more than there are, but a third of them or
+    more, since x is held in registers."""
     block = min(block, max(2048, triton.next_power_of_2(columns)))
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 
@@ -635,17 +741,20 @@ def stream_block(block: int, columns: int) -> int:
 def library_product(
     x: Tensor, norm: Tensor | None, w: Matrix, eps: float, accumulate: str, residual: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; added in place to the residual, if there is
-    one. accumulate="fp16" sums in half precision, which is twice as fast on GeForce tensor cores; a sum that overflows
-    is inf in the library, and 65504 here."""
+    """rmsnorm(x) W^T, or x W^T without a norm, by the library, for T > 1; added in place to the
+    residual, if there is one. accumulate="fp16" sums in half precision, which is twice as fast on
+    GeForce tensor cores; a sum that overflows is inf in the library, and 65504 here."""
     if fp8.on_tensor_cores(w, accumulate):
         return fp8.tensor_core_linear(*encode_rows(x, norm, eps), w, x.dtype, accumulate, residual)
     x = x if norm is None else rmsnorm(x, norm, eps)
     dense = fp8.dense_for(w, x)
-    product = lambda: functional.linear(x, dense) if residual is None else residual.addmm_(x, dense.t())
+    product = lambda: (
+        functional.linear(x, dense) if residual is None else residual.addmm_(x, dense.t())
+    )
     if accumulate != "fp16":
         return product()
-    torch.backends.cuda.matmul.allow_fp16_accumulation = True  # a global switch of torch's, off by default
+    # a global switch of torch's, off by default
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
         return product().clamp_(-65504.0, 65504.0)
     finally:
@@ -661,31 +770,50 @@ def embedding_ref(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
 
 
 @jit
-def _embedding_kernel(tokens, pos, table, out, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _embedding_kernel(
+    tokens, pos, table, out, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     gdc_launch_dependents(PDL)
     offs_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gdc_wait(PDL)
     t = tl.program_id(0)
     token = tl.load(tokens + tl.load(pos) + t).to(tl.int64)
-    tl.store(out + t * C + offs_c, tl.load(table + token * C + offs_c, mask=offs_c < C), mask=offs_c < C)
+    tl.store(
+        out + t * C + offs_c, tl.load(table + token * C + offs_c, mask=offs_c < C), mask=offs_c < C
+    )
 
 
 def embedding(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
     C = table.shape[1]
     out = table.new_empty(T, C)
-    launch(_embedding_kernel, (T, triton.cdiv(C, 1024)), table.device, tokens, pos, table, out, C=C, BLOCK=1024)
+    launch(
+        _embedding_kernel,
+        (T, triton.cdiv(C, 1024)),
+        table.device,
+        tokens,
+        pos,
+        table,
+        out,
+        C=C,
+        BLOCK=1024,
+    )
     return out
 
 
-# ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight. x [T, C], weight [C] -> [T, C]  (Zhang and Sennrich, 2019)
+# ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight. x [T, C], weight [C] -> [T, C]  (Zhang and
+#                                                                                       Sennrich,
+#                                                                                       2019)
 
 
 ZERO = torch.zeros(())  # added to by addcmul, which multiplies three factors and rounds once
 
 
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.is_cpu and x.numel() == weight.numel():  # one row, in two calls: torch's own function makes a dozen
-        rms = math.sqrt(float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 / x.numel() + eps)
+    # one row, in two calls: torch's own function makes a dozen
+    if x.is_cpu and x.numel() == weight.numel():
+        rms = math.sqrt(
+            float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 / x.numel() + eps
+        )
         return torch.addcmul(ZERO, x, weight, value=1 / max(rms, 1e-30))  # eps may be 0
     return functional.rms_norm(x, weight.shape, weight, eps)
 
@@ -694,7 +822,8 @@ def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rmsnorm_kernel(
     x, weight, out, scales, eps, C: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One row, to out in its type or, where there are scales, to both as E4M3 codes, the largest magnitude as 448."""
+    """One row, to out in its type or, where there are scales, to both as E4M3 codes, the largest
+    magnitude as 448."""
     gdc_launch_dependents(PDL)
     offs_c = tl.arange(0, BLOCK)
     if weight is not None:
@@ -719,27 +848,39 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def encode_rows(x: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    """x [T, C], normalised where there is a weight, as E4M3 codes, int8 [T, C], and scales, float32 [T, 1]."""
-    codes, scales = torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), 1, dtype=torch.float32)
+    """x [T, C], normalised where there is a weight, as E4M3 codes, int8 [T, C], and scales, float32
+    [T, 1]."""
+    codes, scales = (
+        torch.empty_like(x, dtype=torch.int8),
+        x.new_empty(len(x), 1, dtype=torch.float32),
+    )
     _launch_rmsnorm(x, weight, eps, codes, scales)
     return codes, scales
 
 
-def _launch_rmsnorm(x: Tensor, weight: Tensor | None, eps: float, out: Tensor, scales: Tensor | None) -> None:
+def _launch_rmsnorm(
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, scales: Tensor | None
+) -> None:
     T, C = x.shape
     assert x.is_contiguous() and (weight is None or weight.shape == (C,)), x.shape
     block = triton.next_power_of_2(C)
-    sizes = dict(C=C, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=min(16, max(1, block // 512)))
+    sizes = dict(
+        C=C, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=min(16, max(1, block // 512))
+    )
     launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, scales, eps, **sizes)
 
 
-# ---- rope: neighbouring pairs (x[2i], x[2i+1]) rotated by the angle table[position, i]. x [T, H, D] -> [T, H, D]
+# ---- rope: neighbouring pairs (x[2i], x[2i+1]) rotated by the angle table[position, i]. x [T, H,
+# D] -> [T, H, D]
 #      table [max_seq_len, D/2, 2] float32 holds the cosine and the sine  (Su et al., 2021)
 
 
 def rope_ref(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
     start_pos, T = int(pos), x.shape[0]
-    pairs, angles = x.float().view(torch.complex64), table[start_pos : start_pos + T].view(torch.complex64)
+    pairs, angles = (
+        x.float().view(torch.complex64),
+        table[start_pos : start_pos + T].view(torch.complex64),
+    )
     return (pairs * angles.mT).view(torch.float32).to(x.dtype)
 
 
@@ -751,25 +892,31 @@ def _rotate(even, odd, cos, sin):
 @jit
 def _rope_kernel(
     x, bias, qk_norm, eps, table, k_cache, v_cache, q, pos,
-    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     ENCODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of one token's heads, x [T, H + 2 KH, D]: the first H are normalised, if there is qk_norm, and rotated into
-    q, the next KH likewise into the cache of keys; the last KH are copied into the cache of values. Heads are read and
-    written whole, 16 bytes a thread; pairs are split in registers."""
+    """HEADS of one token's heads, x [T, H + 2 KH, D]: the first H are normalised, if there is
+    qk_norm, and rotated into q, the next KH likewise into the cache of keys; the last KH are copied
+    into the cache of values. Heads are read and written whole, 16 bytes a thread; pairs are split
+    in registers."""
     gdc_launch_dependents(PDL)
     t = tl.program_id(0)
     heads, offs_d = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
     # Before the wait: the interleaved cosines and sines at pos, which moves only between steps
     position = tl.load(pos) + t
     angles = tl.load(table + position * D + offs_d[None, :], mask=offs_d[None, :] < D, other=0.0)
-    cos, sin = tl.split(tl.reshape(tl.broadcast_to(angles, [HEADS, BLOCK_D]), [HEADS, BLOCK_D // 2, 2]))
+    cos, sin = tl.split(
+        tl.reshape(tl.broadcast_to(angles, [HEADS, BLOCK_D]), [HEADS, BLOCK_D // 2, 2])
+    )
     gdc_wait(PDL)
     mask = (heads[:, None] < H + 2 * KH) & (offs_d[None, :] < D)
     offs = (t * (H + 2 * KH) + heads[:, None]).to(tl.int64) * D + offs_d[None, :]
     values = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
-        values += tl.load(bias + heads[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        values += tl.load(bias + heads[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
     turned = values
     if qk_norm is not None:
         weight = qk_norm + tl.where(heads < H, 0, D)[:, None] + offs_d[None, :]
@@ -790,15 +937,18 @@ def _rope_kernel(
     tl.store(v_cache + offs_v, kept, mask=mask & (kv_head >= KH))
 
 
-# ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q, k rotated by rope; k, v into the cache at pos
-#      x [T, C], wqkv [(H + 2 KH) D, C], caches of one layer [KH, S, D] -> q [T, H, D]
-#      bias [(H + 2 KH) D], for Qwen2, or None. qk_norm [2, D], for Qwen3, or None: before rope, rmsnorm with the first
-#      row as its weight is applied to each head of q, with the second row to each head of k. An int8 cache holds E4M3
-#      codes without a scale: magnitudes up to 448, three mantissa bits from 0.016 up.
+# ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q, k rotated by rope; k, v into
+# the cache at pos
+#      x [T, C], wqkv [(H + 2 KH) D, C], caches of one layer [KH, S, D] -> q [T, H, D] bias [(H + 2
+#      KH) D], for Qwen2, or None. qk_norm [2, D], for Qwen3, or None: before rope, rmsnorm with the
+#      first row as its weight is applied to each head of q, with the second row to each head of k.
+#      An int8 cache holds E4M3 codes without a scale: magnitudes up to 448, three mantissa bits
+#      from 0.016 up.
 
 
 def rmsnorm_qkv_rope_ref(
-    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float,
+    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor,
+    pos: Tensor, eps: float,
     bias: Tensor | None = None, qk_norm: Tensor | None = None, accumulate: str = "auto",
 ) -> Tensor:  # fmt: skip
     start_pos, T = int(pos), x.shape[0]
@@ -827,8 +977,8 @@ class Heads(NamedTuple):
 
 @jit
 def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Token, head, pair, position, cosine and sine of each pair of rows, and which of them exist. `pos` moves only
-    between steps."""
+    """Token, head, pair, position, cosine and sine of each pair of rows, and which of them exist.
+    `pos` moves only between steps."""
     pairs, t = places(row // 2, ROWS // 2, TOKENS)
     head, pair, mask = pairs // (SIZES.D // 2), pairs % (SIZES.D // 2), (pairs < N // 2) & (t < T)
     position = tl.load(args[4]) + t
@@ -839,9 +989,11 @@ def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZ
 
 
 @jit
-def _store_rope(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the caches [KH, S, D] at
-    position. args: q, caches, table, pos, bias."""
+def _store_rope(
+    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+):
+    """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the caches
+    [KH, S, D] at position. args: q, caches, table, pos, bias."""
     t, head, pair, position, cos, sin, mask = ready
     even, odd = _even_and_odd(y, ROWS, TOKENS)
     even, odd = _rotate(even, odd, cos, sin)
@@ -863,7 +1015,8 @@ def _store_rope(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.conste
 
 
 def rmsnorm_qkv_rope(
-    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, eps: float,
+    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor,
+    pos: Tensor, eps: float,
     bias: Tensor | None = None, qk_norm: Tensor | None = None, accumulate: str = "auto",
 ) -> Tensor:  # fmt: skip
     (KH, S, D), T, op = k_cache.shape, x.shape[0], "rmsnorm_qkv_rope"
@@ -871,17 +1024,24 @@ def rmsnorm_qkv_rope(
     q, sizes, qkv = x.new_empty(T, H, D), Heads(S, H, KH, D), None
     if qk_norm is None and (T == 1 or bias is None):
         args = (q, k_cache, v_cache, table, pos, bias)
-        epilogue = Epilogue(_prepare_rope, _store_rope, args, sizes, added=None if bias is None else len(args) - 1)
+        epilogue = Epilogue(
+            _prepare_rope, _store_rope, args, sizes, added=None if bias is None else len(args) - 1
+        )
     else:
         qkv = x.new_empty(T if T <= MAX_FEW else 0, wqkv.rows, dtype=torch.float32)
         epilogue = Epilogue(_prepare_rows, _store_linear, (qkv,))
     if not launch_product(op, x, norm, wqkv, eps, epilogue):
         qkv = library_product(x, norm, wqkv, eps, accumulate)
     if qkv is not None:
-        args, block_d = (qkv, bias, qk_norm, eps, table, k_cache, v_cache, q, pos), triton.next_power_of_2(D)
+        args, block_d = (
+            (qkv, bias, qk_norm, eps, table, k_cache, v_cache, q, pos),
+            triton.next_power_of_2(D),
+        )
         heads = max(1, min(triton.next_power_of_2(H + 2 * KH), 2048 // block_d))
         encode = E4M3.on(x.device).encode_tile if k_cache.dtype == torch.int8 else None
-        constants = dict(HEADS=heads, BLOCK_D=block_d, ENCODE=encode, FP16_SUMS=accumulate == "fp16")
+        constants = dict(
+            HEADS=heads, BLOCK_D=block_d, ENCODE=encode, FP16_SUMS=accumulate == "fp16"
+        )
         grid, warps = (T, triton.cdiv(H + 2 * KH, heads)), max(1, heads * block_d // 256)
         launch(_rope_kernel, grid, x.device, *args, **sizes._asdict(), **constants, warps=warps)
     return q
@@ -896,20 +1056,28 @@ def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "au
 
 @jit
 def _prepare_rows(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Computed before the product: afterwards, ptxas would load W later (1% with several tokens)."""
+    """Computed before the product: afterwards, ptxas would load W later (1% with several
+    tokens)."""
     return places(row, ROWS, TOKENS)
 
 
 @jit
-def _store_linear(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+def _store_linear(
+    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+):
     """Store y in args[0] [T, N]."""
     rows, t = ready
     tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
 
 
 def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto") -> Tensor:
-    assert residual.shape == (x.shape[0], w.rows) and residual.is_contiguous(), (residual.shape, w.shape)
-    if launch_product("linear_add", x, None, w, 0.0, Epilogue(_prepare_rows, _store_linear, (residual,), added=0)):
+    assert residual.shape == (x.shape[0], w.rows) and residual.is_contiguous(), (
+        residual.shape,
+        w.shape,
+    )
+    if launch_product(
+        "linear_add", x, None, w, 0.0, Epilogue(_prepare_rows, _store_linear, (residual,), added=0)
+    ):
         return residual
     return library_product(x, None, w, 0.0, accumulate, residual)
 
@@ -918,7 +1086,9 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
 #      w13 [2 F, C] interleaves the rows of w1 and w3, so that a and b of one output are neighbours
 
 
-def rmsnorm_swiglu_ref(x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto") -> Tensor:
+def rmsnorm_swiglu_ref(
+    x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto"
+) -> Tensor:
     a, b = linear_ref(rmsnorm_ref(x, norm, eps), w13).view(x.shape[0], -1, 2).unbind(-1)
     return functional.silu(a).mul_(b)
 
@@ -935,7 +1105,9 @@ def _prepare_halves(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, S
 
 
 @jit
-def _store_swiglu(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+def _store_swiglu(
+    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+):
     """Store silu(a) * b of neighbouring rows a and b in args[0] [T, F]."""
     offs_f, t = ready
     a, b = _even_and_odd(y, ROWS, TOKENS)
@@ -950,36 +1122,61 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
     offs_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gdc_wait(PDL)
     offs = tl.program_id(0).to(tl.int64) * F + offs_f
-    pairs = tl.load(ab + offs[:, None] * 2 + tl.arange(0, 2)[None, :], mask=offs_f[:, None] < F, other=0.0)
+    pairs = tl.load(
+        ab + offs[:, None] * 2 + tl.arange(0, 2)[None, :], mask=offs_f[:, None] < F, other=0.0
+    )
     a, b = tl.split(pairs.to(tl.float32))
-    tl.store(out + offs, saturated(_silu_mul(a, b), FP16_SUMS).to(out.dtype.element_ty), mask=offs_f < F)
+    tl.store(
+        out + offs, saturated(_silu_mul(a, b), FP16_SUMS).to(out.dtype.element_ty), mask=offs_f < F
+    )
 
 
-def rmsnorm_swiglu(x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto") -> Tensor:
+def rmsnorm_swiglu(
+    x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto"
+) -> Tensor:
     T, F = x.shape[0], w13.rows // 2
     out = x.new_empty(T, F)
-    if not launch_product("rmsnorm_swiglu", x, norm, w13, eps, Epilogue(_prepare_halves, _store_swiglu, (out,))):
+    if not launch_product(
+        "rmsnorm_swiglu", x, norm, w13, eps, Epilogue(_prepare_halves, _store_swiglu, (out,))
+    ):
         ab = library_product(x, norm, w13, eps, accumulate)
         fp16_sums = accumulate == "fp16"
-        launch(_swiglu_kernel, (T, triton.cdiv(F, 1024)), x.device, ab, out, F, BLOCK=1024, FP16_SUMS=fp16_sums)
+        launch(
+            _swiglu_kernel,
+            (T, triton.cdiv(F, 1024)),
+            x.device,
+            ab,
+            out,
+            F,
+            BLOCK=1024,
+            FP16_SUMS=fp16_sums,
+        )
     return out
 
 
-# ---- rmsnorm_linear: out = rmsnorm(x) W^T. x [T, C], W [V, C], out float32 [T, V], the logits -> out
+# ---- rmsnorm_linear: out = rmsnorm(x) W^T. x [T, C], W [V, C], out float32 [T, V], the logits ->
+# out
 
 
-def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto") -> Tensor:
+def rmsnorm_linear_ref(
+    x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto"
+) -> Tensor:
     return out.copy_(linear_ref(rmsnorm_ref(x, norm, eps), w))
 
 
-def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto") -> Tensor:
+def rmsnorm_linear(
+    x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto"
+) -> Tensor:
     assert out.shape == (x.shape[0], w.rows) and out.is_contiguous(), (out.shape, w.shape)
-    if launch_product("rmsnorm_linear", x, norm, w, eps, Epilogue(_prepare_rows, _store_linear, (out,))):
+    if launch_product(
+        "rmsnorm_linear", x, norm, w, eps, Epilogue(_prepare_rows, _store_linear, (out,))
+    ):
         return out
     return out.copy_(library_product(x, norm, w, eps, accumulate))
 
 
-# ---- the table of ops, and the names of its columns for --backend; the formats of matrices, by name
+# ---- the table of ops, and the names of its columns for --backend; the formats of matrices, by
+# name
 
 OPS = {
     "embedding": (embedding_ref, embedding),
@@ -991,8 +1188,11 @@ OPS = {
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),
     "sample": (sample_ref, sample),
 }
-# Those that multiply by a matrix: (x, norm, w, ...) if "rmsnorm" is in the name, otherwise (x, w, ...)
+# Those that multiply by a matrix: (x, norm, w, ...) if "rmsnorm" is in the name, otherwise (x, w,
+# ...)
 PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
-reference, fused = (SimpleNamespace(**{name: pair[i] for name, pair in OPS.items()}) for i in (0, 1))
+reference, fused = (
+    SimpleNamespace(**{name: pair[i] for name, pair in OPS.items()}) for i in (0, 1)
+)
 BACKENDS = {"torch": reference, "triton": fused}
 FORMATS: dict[str, Format] = {format.name: format for format in (E4M3, E5M2, INT4)}

@@ -1,22 +1,27 @@
-"""How kernels are launched: with or without Triton, programmatic dependent launch, the launch sizes of each card.
+"""How kernels are launched: with or without Triton, programmatic dependent launch, the launch sizes
+of each card.
 
-Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a few to 60 microseconds
-long, and by default a kernel starts only when the one before it has ended. From sm_90 on it may start earlier: every
-kernel here calls `gdc_launch_dependents` first, so that the next one is launched as soon as SMs become free, and later
-`gdc_wait`, which returns when the kernel before has ended and its writes are visible. Between the two a kernel may do
-whatever depends on no other kernel: compute offsets, load its first tile of weights. The rules that keep this correct:
+Programmatic dependent launch. A decode step of 7B is about 160 kernels in one CUDA graph, each a
+few to 60 microseconds long, and by default a kernel starts only when the one before it has ended.
+From sm_90 on it may start earlier: every kernel here calls `gdc_launch_dependents` first, so that
+the next one is launched as soon as SMs become free, and later `gdc_wait`, which returns when the
+kernel before has ended and its writes are visible. Between the two a kernel may do whatever depends
+on no other kernel: compute offsets, load its first tile of weights. The rules that keep this
+correct:
 
-- every kernel launched this way waits, in at least one of its programs, so "the kernel before has ended" includes all
-  the kernels before that one;
-- before the wait a kernel reads only what no kernel launched this way writes in the same step (weights, tables,
-  sampling settings, `pos`, the keys and values of earlier steps), and it writes nothing; parallel.py explains its
-  exceptions;
-- `pos` is moved by torch's own operations (KVCache.advance and seek, and those in speculation.py), which are launched
-  without the attribute: each starts when all kernels before it have ended, including those that read the old value, and
-  whatever comes after it starts when it has ended. test_no_step_sees_an_old_position runs thousands of each;
-- there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one (triton issue 11905).
-  kernels._stream_kernel is a deliberate exception: its loads of W are meant to move above the wait, and whatever has to
-  come after it stands in the same branch. hopper._multiply_blocks is another: Gluon moves no loads.
+- every kernel launched this way waits, in at least one of its programs, so "the kernel before has
+  ended" includes all the kernels before that one;
+- before the wait a kernel reads only what no kernel launched this way writes in the same step
+  (weights, tables, sampling settings, `pos`, the keys and values of earlier steps), and it writes
+  nothing; parallel.py explains its exceptions;
+- `pos` is moved by torch's own operations (KVCache.advance and seek, and those in speculation.py),
+  which are launched without the attribute: each starts when all kernels before it have ended,
+  including those that read the old value, and whatever comes after it starts when it has ended.
+  test_no_step_sees_an_old_position runs thousands of each;
+- there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one
+  (triton issue 11905). kernels._stream_kernel is a deliberate exception: its loads of W are meant
+  to move above the wait, and whatever has to come after it stands in the same branch.
+  hopper._multiply_blocks is another: Gluon moves no loads.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -36,7 +41,8 @@ import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton when a kernel is decorated
-triton = tl = None  # not installed, or of no use: the reference ops run without it, and importing it takes 0.3 s
+# not installed, or of no use: the reference ops run without it, and importing it takes 0.3 s
+triton = tl = None
 if "TRITON_INTERPRET" in os.environ or torch.cuda.device_count():  # counted without starting CUDA
     with suppress(ImportError):
         import triton
@@ -49,7 +55,8 @@ def jit(function):
 
 
 def constexpr(value):
-    """A global constant for kernels: a tl.constexpr, or the plain value where there is no Triton."""
+    """A global constant for kernels: a tl.constexpr, or the plain value where there is no
+    Triton."""
     return tl.constexpr(value) if triton else value
 
 
@@ -68,22 +75,42 @@ def capability(device: torch.device) -> int:
 @cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; a few for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
 
 
-def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, warps=4, stages=1, **constants) -> None:
-    """Run a kernel on the device, with programmatic dependent launch where the GPU has it. Kernels take contiguous
-    tensors only, alone or in tuples."""
+def launch(
+    kernel, grid: tuple[int, ...], device: torch.device, *args, warps=4, stages=1, **constants
+) -> None:
+    """Run a kernel on the device, with programmatic dependent launch where the GPU has it. Kernels
+    take contiguous tensors only, alone or in tuples."""
     for arg in args:
         tensors = [t for t in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(t, Tensor)]
-        assert all(t.is_contiguous() for t in tensors), (kernel.__name__, "a tensor is not contiguous")
+        assert all(t.is_contiguous() for t in tensors), (
+            kernel.__name__,
+            "a tensor is not contiguous",
+        )
     pdl = capability(device) >= 90
-    start(kernel, grid, device, *args, **constants, PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl)
+    start(
+        kernel,
+        grid,
+        device,
+        *args,
+        **constants,
+        PDL=pdl,
+        num_warps=warps,
+        num_stages=stages,
+        launch_pdl=pdl,
+    )
 
 
 def start(kernel, grid: tuple[int, ...], device: torch.device, *args, **constants) -> None:
     """Run a kernel on the device or, within compile_kernels, compile it."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current device
+    # Triton launches on the current device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if _only_compile.get():
             kernel.warmup(*args, grid=grid, **constants)
         else:
@@ -94,17 +121,20 @@ _only_compile: ContextVar[bool] = ContextVar("only compile", default=False)
 
 
 def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
-    """Call `run` with `launch` compiling kernels instead of running them, and load these, all in threads: most of the
-    work is in LLVM, ptxas and the C compiler, outside of Python's lock."""
+    """Call `run` with `launch` compiling kernels instead of running them, and load these, all in
+    threads: most of the work is in LLVM, ptxas and the C compiler, outside of Python's lock."""
 
     def compile_all() -> None:
         _only_compile.set(True)
-        threads = ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,))
+        threads = ThreadPoolExecutor(
+            os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,)
+        )
         with threads, triton.AsyncCompileMode(threads) as mode:
             run()
             list(threads.map(lambda future: future.result().run, mode.future_kernels.values()))
 
-    copy_context().run(compile_all)  # AsyncCompileMode leaves itself switched on if a kernel fails to compile
+    # AsyncCompileMode leaves itself switched on if a kernel fails to compile
+    copy_context().run(compile_all)
 
 
 @contextmanager
@@ -117,8 +147,8 @@ def compiling_kernels(run: Callable[[], object], device: torch.device) -> Iterat
 
 
 class Scratch:
-    """Memory that kernels use from launch to launch, by name and shape. It belongs to one cache, whose kernels run one
-    after another on one stream."""
+    """Memory that kernels use from launch to launch, by name and shape. It belongs to one cache,
+    whose kernels run one after another on one stream."""
 
     def __init__(self, device: torch.device):
         self.device, self._tensors = device, {}
@@ -146,19 +176,22 @@ def gdc_wait(PDL: tl.constexpr):
 
 @jit
 def saturated(x, FP16_SUMS: tl.constexpr):
-    """x, clamped to the range of fp16 if FP16_SUMS, so that what overflowed is 65504, not inf; NaN stays NaN."""
+    """x, clamped to the range of fp16 if FP16_SUMS, so that what overflowed is 65504, not inf; NaN
+    stays NaN."""
     return tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL) if FP16_SUMS else x
 
 
-# The last program merges. Where programs share an output, each leaves its part in scratch memory, and the last one to
-# finish merges the parts: another launch would cost a microsecond. The atomic is "acq_rel": a program that sees the
-# count also sees what was written before it was raised, by every thread, thanks to the barrier. The last one resets the
-# counter for the next launch, and reads the parts past the L1 cache (".cg"), which may hold stale lines.
+# The last program merges. Where programs share an output, each leaves its part in scratch memory,
+# and the last one to finish merges the parts: another launch would cost a microsecond. The atomic
+# is "acq_rel": a program that sees the count also sees what was written before it was raised, by
+# every thread, thanks to the barrier. The last one resets the counter for the next launch, and
+# reads the parts past the L1 cache (".cg"), which may hold stale lines.
 
 
 @jit
 def is_last(arrived, programs):
-    """Whether this program is the last of so many to get here, counted in `arrived`, which is left at zero."""
+    """Whether this program is the last of so many to get here, counted in `arrived`, which is left
+    at zero."""
     tl.debug_barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
     if last:
@@ -175,9 +208,9 @@ def split_of(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: 
 
 @jit
 def rows_of_program(pid, blocks, heads_at_once, H):
-    """A prompt's block of rows and the head of a program. Programs start in the order of pid: a few heads at a time,
-    whose keys and values stay in the L2, and among these the last rows of all heads first, since they see the most keys
-    and take longest."""
+    """A prompt's block of rows and the head of a program. Programs start in the order of pid: a few
+    heads at a time, whose keys and values stay in the L2, and among these the last rows of all
+    heads first, since they see the most keys and take longest."""
     first = pid // (blocks * heads_at_once) * heads_at_once
     heads = tl.minimum(heads_at_once, H - first)
     rest = pid - first * blocks
@@ -188,7 +221,8 @@ def rows_of_program(pid, blocks, heads_at_once, H):
 
 
 class VectorSizes(NamedTuple):
-    """How a product with one token is divided: programs take `rows` rows of W, `block` columns at a time."""
+    """How a product with one token is divided: programs take `rows` rows of W, `block` columns at a
+    time."""
 
     rows: int
     block: int
@@ -196,9 +230,9 @@ class VectorSizes(NamedTuple):
 
 
 class StreamSizes(NamedTuple):
-    """The same for kernels._stream_kernel: `programs` for each SM, with a warp for every 2048 columns of a block. A
-    program loops over tiles of `rows` rows, with `stages` - 1 of them in flight. The launcher enlarges `block` if three
-    do not cover a row (kernels.stream_block)."""
+    """The same for kernels._stream_kernel: `programs` for each SM, with a warp for every 2048
+    columns of a block. A program loops over tiles of `rows` rows, with `stages` - 1 of them in
+    flight. The launcher enlarges `block` if three do not cover a row (kernels.stream_block)."""
 
     rows: int
     block: int
@@ -207,8 +241,9 @@ class StreamSizes(NamedTuple):
 
 
 class FewSizes(NamedTuple):
-    """How a product with a few tokens is divided: each program takes `rows` rows of W, each warp `steps` times 64 bytes
-    of a row at a time, with `ahead` such tiles in flight. `lanes` threads load neighbouring bytes of a row."""
+    """How a product with a few tokens is divided: each program takes `rows` rows of W, each warp
+    `steps` times 64 bytes of a row at a time, with `ahead` such tiles in flight. `lanes` threads
+    load neighbouring bytes of a row."""
 
     rows: int
     warps: int
@@ -218,7 +253,8 @@ class FewSizes(NamedTuple):
 
 
 class SplitSizes(NamedTuple):
-    """How attention divides the cache: into at most `programs` chunks per SM, read in tiles of `block` positions."""
+    """How attention divides the cache: into at most `programs` chunks per SM, read in tiles of
+    `block` positions."""
 
     programs: int
     block: int
@@ -232,16 +268,20 @@ TABLES_FILE = Path(__file__).with_name("launch.json")
 
 @cache
 def tables() -> dict[str, Any]:
-    """launch.json. By compute capability (0 is the interpreter; the nearest below is taken, here and below):
+    """launch.json. By compute capability (0 is the interpreter; the nearest below is taken, here
+    and below):
 
     vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
     stream    the same: StreamSizes
-    few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other): FewSizes; null is
-              the library, where that was faster and for 16-bit weights on cards that were not measured
+    few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other):
+              FewSizes; null is the library, where that was faster and for 16-bit weights on cards
+              that were not measured
     split     query rows per key/value head: SplitSizes
     few_rows  SplitSizes of hopper.py's kernel for a few rows, whose tiles are 16 positions a warp
     """
-    with_numbers = lambda table: {int(key) if key.isdecimal() else key: value for key, value in table.items()}
+    with_numbers = lambda table: {
+        int(key) if key.isdecimal() else key: value for key, value in table.items()
+    }
     return json.loads(TABLES_FILE.read_text(), object_hook=with_numbers)
 
 
@@ -269,7 +309,9 @@ def _single_sizes(kind: str, device: torch.device, bits: int, op: str, columns: 
     return nearest(ops.get(op, ops["default"]), columns)
 
 
-def few_sizes(device: torch.device, bits: int, op: str, columns: int, tokens: int) -> FewSizes | None:
+def few_sizes(
+    device: torch.device, bits: int, op: str, columns: int, tokens: int
+) -> FewSizes | None:
     """None where the library is to take such products."""
     ops = nearest(nearest(tables()["few"], capability(device)), bits)[tokens]
     sizes = ops.get(op, ops["default"])

@@ -1,4 +1,5 @@
-"""Llama 2: configuration, weights, key/value cache, forward, generate. Shape letters as in kernels.py."""
+"""Llama 2: configuration, weights, key/value cache, forward, generate. Shape letters as in
+kernels.py."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
-CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
-# Prompt lengths that are captured as CUDA graphs. A prompt is padded to the next one as long as tokens times weights of
-# a layer stay below PADDED_WORK: up to there, launching the kernels takes the host longer than the GPU runs them
+# prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
+CHUNK = {"cpu": 512, "cuda": 2048}
+# Prompt lengths that are captured as CUDA graphs. A prompt is padded to the next one as long as
+# tokens times weights of a layer stay below PADDED_WORK: up to there, launching the kernels takes
+# the host longer than the GPU runs them
 PADDED, PADDED_WORK = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128)), 2e11
 
 
@@ -45,17 +48,20 @@ class Config:
     vocab_size: int
     norm_eps: float
     rope_theta: float = 10000.0
-    rope_factors: tuple[float, ...] = ()  # by which the D/2 frequencies are divided for a longer context; empty: by 1
+    # by which the D/2 frequencies are divided for a longer context; empty: by 1
+    rope_factors: tuple[float, ...] = ()
     rope_gain: float = 1.0  # q and k are multiplied by it
     max_seq_len: int = 4096
-    sliding_window: int | None = None  # how far back a token sees; not implemented, so the context must not be longer
+    # how far back a token sees; not implemented, so the context must not be longer
+    sliding_window: int | None = None
     tie_embeddings: bool = False
     qkv_bias: bool = False  # q, k and v have a bias
     qk_norm: bool = False  # q and k are normalised head by head before RoPE
     dtype: torch.dtype | None = None  # None: as the tensors are stored
     bos_id: int | None = None  # for a tokenizer that names none
     eos_ids: tuple[int, ...] = ()  # empty: as the tokenizer says
-    ranks: int = 1  # processes that share the model; if several, n_heads, n_kv_heads and hidden_dim are per process
+    # processes that share the model; if several, n_heads, n_kv_heads and hidden_dim are per process
+    ranks: int = 1
 
     @property
     def q_dim(self) -> int:
@@ -66,7 +72,8 @@ class Config:
         return self.n_kv_heads * self.head_dim
 
     def cut(self, ranks: int) -> Config:
-        """The config of one of several ranks (parallel.py). Raises ValueError if so many cannot share the model."""
+        """The config of one of several ranks (parallel.py). Raises ValueError if so many cannot
+        share the model."""
         if ranks == 1:
             return self
         evenly = f"evenly among {ranks} processes"
@@ -75,9 +82,17 @@ class Config:
         if self.hidden_dim % ranks:
             raise ValueError(f"hidden_dim {self.hidden_dim} cannot be divided {evenly}")
         if self.n_kv_heads % ranks and ranks % self.n_kv_heads:
-            raise ValueError(f"{self.n_kv_heads} key/value heads can be neither divided nor repeated {evenly}")
+            raise ValueError(
+                f"{self.n_kv_heads} key/value heads can be neither divided nor repeated {evenly}"
+            )
         heads, kv_heads = self.n_heads // ranks, max(1, self.n_kv_heads // ranks)
-        return replace(self, ranks=ranks, n_heads=heads, n_kv_heads=kv_heads, hidden_dim=self.hidden_dim // ranks)
+        return replace(
+            self,
+            ranks=ranks,
+            n_heads=heads,
+            n_kv_heads=kv_heads,
+            hidden_dim=self.hidden_dim // ranks,
+        )
 
     @property
     def output_rows(self) -> int:
@@ -85,10 +100,12 @@ class Config:
 
     @property
     def layer_table(self) -> list[Joined]:
-        """The tensors of one layer that this model has. What only some models have, such as qkv_bias, is a flag of the
-        config, too."""
+        """The tensors of one layer that this model has. What only some models have, such as
+        qkv_bias, is a flag of the config, too."""
         rows = [row for row in LAYER if getattr(self, row.field, True)]
-        return [Joined(field, tuple(found)) for field, found in groupby(rows, lambda row: row.field)]
+        return [
+            Joined(field, tuple(found)) for field, found in groupby(rows, lambda row: row.field)
+        ]
 
 
 # ---- weights
@@ -127,9 +144,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as checkpoints store it, and where it goes: all that checkpoint.py knows of names, shapes and cuts."""
+    """A tensor as checkpoints store it, and where it goes: all that checkpoint.py knows of names,
+    shapes and cuts."""
 
-    field: str  # of LayerWeights or Weights; tensors of the same field are joined, in the order of the table
+    # of LayerWeights or Weights; tensors of the same field are joined, in the order of the table
+    field: str
     dims: tuple[str, ...]  # its shape, in sizes of Config; of those in CUT, each rank has a share
     meta: str  # its name in Meta's layout
     hugging_face: str  # its name in Hugging Face's
@@ -145,7 +164,8 @@ class Stored:
         return tuple(getattr(c, dim) for dim in self.dims)
 
     def name(self, layout: str, layer: int | None = None) -> str:
-        """Its name in a layout, "meta", "hugging_face" or "gguf"; layer: which one, if it is in LAYER."""
+        """Its name in a layout, "meta", "hugging_face" or "gguf"; layer: which one, if it is in
+        LAYER."""
         prefix = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}[layout]
         return ("" if layer is None else f"{prefix}.{layer}.") + getattr(self, layout)
 
@@ -188,12 +208,24 @@ LAYER = (
     Stored("w2", ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
 )  # fmt: skip
 EMBEDDING = Stored(
-    "embedding", ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight", "token_embd.weight"
+    "embedding",
+    ("vocab_size", "dim"),
+    "tok_embeddings.weight",
+    "model.embed_tokens.weight",
+    "token_embd.weight",
 )
 NORM = Stored("norm", ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
-OUTPUT = Stored("output", ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")  # unless tied
+# unless tied
+OUTPUT = Stored(
+    "output", ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight"
+)
 # Sizes of which each rank has a share, and what is shared out
-CUT = {"q_dim": "n_heads", "kv_dim": "n_kv_heads", "hidden_dim": "hidden_dim", "output_rows": "vocab_size"}
+CUT = {
+    "q_dim": "n_heads",
+    "kv_dim": "n_kv_heads",
+    "hidden_dim": "hidden_dim",
+    "output_rows": "vocab_size",
+}
 
 
 # ---- the model
@@ -215,15 +247,19 @@ class Llama:
     ranks: Any = None  # the parallel.Ranks that share it, if several
     sampling: Sampling = Sampling()  # the checkpoint's own
     ops: SimpleNamespace = field(init=False, repr=False)
-    exchange: Any = field(init=False, default=None, repr=False)  # parallel.Exchange, for one token's sums over ranks
-    _graph: tuple = field(default=(None, None), repr=False)  # the last captured decode step: its key, its graph
+    # parallel.Exchange, for one token's sums over ranks
+    exchange: Any = field(init=False, default=None, repr=False)
+    # the last captured decode step: its key, its graph
+    _graph: tuple = field(default=(None, None), repr=False)
 
     @torch.inference_mode()
     def __post_init__(self) -> None:
         self.ops, w = kernels.BACKENDS[self.backend], self.weights
         if self.ranks and self.ranks.size > 1:
             matrices = [m for layer in w.layers for m in (layer.wo, layer.w2)] + [w.output]
-            self.ops, self.exchange = self.ranks.cut_ops(self.ops, matrices, self.backend, self.device)
+            self.ops, self.exchange = self.ranks.cut_ops(
+                self.ops, matrices, self.backend, self.device
+            )
         if self.backend == "triton":
             for layer in w.layers:
                 fit_norm(layer.attention_norm, layer.wqkv)
@@ -231,10 +267,12 @@ class Llama:
             fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
-        """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or has an id that the model
-        does not."""
+        """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or has an
+        id that the model does not."""
         if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
-            raise TypeError("a prompt is a list of ids: tokenizer.encode(text), or ids.tolist() of a tensor")
+            raise TypeError(
+                "a prompt is a list of ids: tokenizer.encode(text), or ids.tolist() of a tensor"
+            )
         if not prompt:
             raise ValueError("the prompt is empty: it needs a token to start from, such as bos")
         V = self.config.vocab_size
@@ -243,8 +281,8 @@ class Llama:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor | list[int], cache: KVCache) -> Tensor:
-        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them. A tensor's ids are
-        not checked."""
+        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them. A
+        tensor's ids are not checked."""
         if not isinstance(tokens, Tensor):
             self.check(tokens)
         tokens = torch.as_tensor(tokens)
@@ -257,14 +295,19 @@ class Llama:
         return self._forward(T, cache, torch.empty(T, self.config.vocab_size, device=self.device))
 
     def _forward(self, T: int, cache: KVCache, logits: Tensor, row: Tensor | None = None) -> Tensor:
-        """Evaluate the T tokens already at cache.pos; logits [n, V] are filled for the last n of them, or for `row`."""
+        """Evaluate the T tokens already at cache.pos; logits [n, V] are filled for the last n of
+        them, or for `row`."""
         ops, w, eps, accumulate = self.ops, self.weights, self.config.norm_eps, self.accumulate
         pos, rope, scratch = cache.device_pos, cache.rope, cache.scratch
         x = ops.embedding(cache.tokens, pos, T, w.embedding)
         for layer, k, v in zip(w.layers, cache.k, cache.v):
             extra = layer.qkv_bias, layer.qk_norm, accumulate
-            q = ops.rmsnorm_qkv_rope(x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, *extra)
-            x = ops.linear_add(ops.attention(q, k, v, pos, scratch, accumulate), layer.wo, x, accumulate)
+            q = ops.rmsnorm_qkv_rope(
+                x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, *extra
+            )
+            x = ops.linear_add(
+                ops.attention(q, k, v, pos, scratch, accumulate), layer.wo, x, accumulate
+            )
             h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps, accumulate)
             x = ops.linear_add(h, layer.w2, x, accumulate)
         x = x[T - len(logits) :] if row is None else x.index_select(0, row)
@@ -276,12 +319,16 @@ class Llama:
         """Evaluate the T tokens already at cache.pos; the last one's logits go to cache.logits."""
         self._forward(T, cache, cache.logits.view(1, -1))
 
-    def prefill(self, tokens: list[int], cache: KVCache, progress: Callable[[int, int], None] | None = None) -> None:
-        """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is called with the number
-        of tokens done and the total."""
+    def prefill(
+        self, tokens: list[int], cache: KVCache, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is
+        called with the number of tokens done and the total."""
         cache.check_room(len(tokens))
         start = cache.pos
-        for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(CHUNK[self.device.type]):
+        for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(
+            CHUNK[self.device.type]
+        ):
             cache.append(chunk)
             T = len(chunk)
             if length := self._padded(T, cache.size - cache.pos):
@@ -292,21 +339,26 @@ class Llama:
                 progress(cache.pos - start, len(tokens))
 
     def _padded(self, T: int, room: int) -> int | None:
-        """The length to which a prompt of T tokens is padded; None if it is not captured as a CUDA graph."""
+        """The length to which a prompt of T tokens is padded; None if it is not captured as a CUDA
+        graph."""
         c = self.config
         layer_weights = sum(math.prod(tensor.shape(c)) for tensor in c.layer_table if tensor.matrix)
-        fits = (n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PADDED_WORK))
+        fits = (
+            n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PADDED_WORK)
+        )
         return next(fits, None) if self.uses_graphs and c.ranks == 1 and T > 1 else None
 
     def _padded_step(self, T: int, length: int, cache: KVCache) -> None:
-        """`step` for T tokens, padded to `length` with copies of the last one. What is cached for the padding lies
-        beyond cache.pos, so its weight is 0; but 0 * NaN is NaN, so the padding may not be whatever an earlier prompt
-        left there. Captured as a CUDA graph the first time, replayed from then on."""
+        """`step` for T tokens, padded to `length` with copies of the last one. What is cached for
+        the padding lies beyond cache.pos, so its weight is 0; but 0 * NaN is NaN, so the padding
+        may not be whatever an earlier prompt left there. Captured as a CUDA graph the first time,
+        replayed from then on."""
         start, end, graphs = cache.pos, cache.pos, cache.prompt_graphs
         cache.tokens[start + T : start + length] = cache.tokens[start + T - 1]
         cache.row.fill_(T - 1)
         step = lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row)
-        pool = next((graph.pool() for graph in graphs.values()), None)  # shared by all: nothing outlives a replay
+        # shared by all: nothing outlives a replay
+        pool = next((graph.pool() for graph in graphs.values()), None)
         try:
             if length in graphs:
                 graphs[length].replay()
@@ -318,7 +370,8 @@ class Llama:
 
     @torch.inference_mode()
     def warm_up(self, T: int, sampling: Sampling) -> None:
-        """Launch the kernels that `generate` launches for a prompt of T tokens: for launch.compile_kernels."""
+        """Launch the kernels that `generate` launches for a prompt of T tokens: for
+        launch.compile_kernels."""
         cache = KVCache(self)
         T = min(T, cache.size, CHUNK[self.device.type])
         cache.sampler.set(sampling)
@@ -328,12 +381,14 @@ class Llama:
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether decode steps, and prompts of the lengths in PADDED, are captured as CUDA graphs."""
+        """Whether decode steps, and prompts of the lengths in PADDED, are captured as CUDA
+        graphs."""
         return self.device.type == "cuda" and self.backend == "triton"
 
     def graph(self, cache: KVCache) -> torch.cuda.CUDAGraph:
-        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured again only for
-        another cache, other switches of the sampler, or another number of banned ids; the cache is not kept alive."""
+        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured
+        again only for another cache, other switches of the sampler, or another number of banned
+        ids; the cache is not kept alive."""
         key = (weakref.ref(cache), *cache.captured_with(self))
         if self._graph[0] != key:
             pos, logits = cache.pos, cache.logits.clone()
@@ -351,7 +406,8 @@ class Llama:
 
     @property
     def suits_one_thread(self) -> bool:
-        """Whether one thread is best on a CPU: for matrices in its caches, threads mostly wait for each other."""
+        """Whether one thread is best on a CPU: for matrices in its caches, threads mostly wait for
+        each other."""
         return sum(m.nbytes for m in self.weights.matrices) <= CACHES
 
     @property
@@ -361,7 +417,8 @@ class Llama:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs of a GPU, so that they can share memory. torch's own default is one of the first GPU used."""
+    """One for all graphs of a GPU, so that they can share memory. torch's own default is one of the
+    first GPU used."""
     return torch.cuda.Stream(device)
 
 
@@ -371,8 +428,9 @@ def captured(
     reset: Callable[[], object] = lambda: None,
     pool: tuple[int, int] | None = None,
 ) -> torch.cuda.CUDAGraph:
-    """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one. `run` is called twice
-    before, first only to compile what is not compiled yet. `reset` restores what it has changed."""
+    """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one.
+    `run` is called twice before, first only to compile what is not compiled yet. `reset` restores
+    what it has changed."""
     collects = gc.isenabled()
     with torch.cuda.device(device):
         try:
@@ -395,8 +453,11 @@ def captured(
 
 
 def rope_table(config: Config, length: int) -> Tensor:
-    """[length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), divided and scaled as the config says."""
-    freqs = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+    """[length, D/2, 2] float32: cosine and sine of position * theta^(-2i/D), divided and scaled as
+    the config says."""
+    freqs = config.rope_theta ** -(
+        torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    )
     if config.rope_factors:
         freqs = freqs / torch.tensor(config.rope_factors, dtype=torch.float64)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), freqs)
@@ -411,18 +472,24 @@ class KVCache:
         shape = (c.n_layers, c.n_kv_heads, size, c.head_dim)
         self.size = size
         self.pos = 0  # positions in use, on the host
-        self.device_pos = torch.zeros(1, dtype=torch.int32, device=model.device)  # the same, on the device
-        self.row = torch.zeros(1, dtype=torch.int64, device=model.device)  # index of a padded prompt's last token
+        # the same, on the device
+        self.device_pos = torch.zeros(1, dtype=torch.int32, device=model.device)
+        # index of a padded prompt's last token
+        self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of prompts, by length
         self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
         pinned = model.device.type == "cuda"
-        self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)  # sampled ones, for the host
-        self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)  # of the last token evaluated
+        # sampled ones, for the host
+        self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        # of the last token evaluated
+        self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)
         self.sampler = Sampler(model.device)  # how the next one is chosen
         self.never: tuple[int, ...] = ()  # ids that are not sampled
-        self.bans = torch.zeros_like(self.logits)  # BANNED at these ids, 0 elsewhere: added to logits
+        # BANNED at these ids, 0 elsewhere: added to logits
+        self.bans = torch.zeros_like(self.logits)
         self.scratch = Scratch(model.device)
-        self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()  # L x [KH, S, D]
+        # L x [KH, S, D]
+        self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
         self.v = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
         self.rope = rope_table(c, size).to(model.device)  # [S, D/2, 2]
 
@@ -430,7 +497,9 @@ class KVCache:
         """Raise ValueError if `count` more tokens do not fit: the one place that checks this."""
         count += self.pos
         if count > self.size:
-            raise ValueError(f"the prompt has {count} tokens; the context holds {self.size} (-c, or KVCache's size)")
+            raise ValueError(
+                f"the prompt has {count} tokens; the context holds {self.size} (-c, or KVCache's size)"
+            )
 
     def append(self, tokens: Tensor) -> None:
         """Place tokens at pos, where forward will evaluate them."""
@@ -460,7 +529,8 @@ class KVCache:
         self.device_pos.fill_(pos)
 
     def reuse(self, tokens: list[int]) -> int:
-        """Keep the longest prefix that the cache and tokens share, but not the last of tokens. Returns its length."""
+        """Keep the longest prefix that the cache and tokens share, but not the last of tokens.
+        Returns its length."""
         cached = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
         same = next((i for i, (a, b) in enumerate(zip(cached, tokens)) if a != b), len(cached))
         self.truncate(same)
@@ -506,17 +576,18 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     decode: Callable[..., Iterator[int]] | None = None,
 ) -> Iterator[int]:
-    """Evaluate the prompt, then yield new tokens: at most n (below 0: no limit), until an eos (yielded too) or a full
-    context.
+    """Evaluate the prompt, then yield new tokens: at most n (below 0: no limit), until an eos
+    (yielded too) or a full context.
 
-    The beginning of the prompt that the cache already holds is not evaluated again. sampling: by default the model's.
-    eos: by default the config's. progress: as in prefill. decode: a replacement for decoding token by token, such as
-    Speculation.decode. There is one sequence at a time. Raises what Llama.check does, ValueError when the prompt is
-    longer than the cache, RuntimeError when the logits are not finite.
-    """
+    The beginning of the prompt that the cache already holds is not evaluated again. sampling: by
+    default the model's. eos: by default the config's. progress: as in prefill. decode: a
+    replacement for decoding token by token, such as Speculation.decode. There is one sequence at a
+    time. Raises what Llama.check does, ValueError when the prompt is longer than the cache,
+    RuntimeError when the logits are not finite."""
     model.check(prompt)
     cache, V = cache or KVCache(model), model.config.vocab_size
-    eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]  # a tokenizer without one says -1
+    # a tokenizer without one says -1
+    eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]
     cache.sampler.set(sampling or model.sampling)
     cache.ban(eos if ignore_eos else [])
     timings = timings or Timings()
@@ -542,12 +613,19 @@ BANNED = -1e36  # a logit that no temperature draws; finite, since others are an
 
 
 def choose_next(model: Llama, cache: KVCache, logits: Tensor, drawn: Tensor | None = None) -> None:
-    """Sample the token at cache.pos from logits [V], or the T tokens that end there from [T, V], into `drawn` (by
-    default cache.host_tokens); a single one goes into cache.tokens, too. logits may be overwritten."""
+    """Sample the token at cache.pos from logits [V], or the T tokens that end there from [T, V],
+    into `drawn` (by default cache.host_tokens); a single one goes into cache.tokens, too. logits
+    may be overwritten."""
     if cache.never:
         logits.add_(cache.bans)
     drawn = cache.host_tokens if drawn is None else drawn
-    model.ops.sample(logits.view(-1, model.config.vocab_size), cache.tokens, drawn, cache.device_pos, cache.sampler)
+    model.ops.sample(
+        logits.view(-1, model.config.vocab_size),
+        cache.tokens,
+        drawn,
+        cache.device_pos,
+        cache.sampler,
+    )
 
 
 def sample_next(model: Llama, cache: KVCache, logits: Tensor) -> int:
@@ -567,8 +645,9 @@ def _decode(model: Llama, cache: KVCache, n: int) -> Iterator[int]:
 
 
 def _decode_on_gpu(model: Llama, cache: KVCache, n: int) -> Iterator[int]:
-    """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), with the host one step ahead:
-    while it reads a token, the GPU computes the next. Token and position stay on the device."""
+    """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), with the
+    host one step ahead: while it reads a token, the GPU computes the next. Token and position stay
+    on the device."""
     if n == 0:
         return
     graph = model.graph(cache)

@@ -1,17 +1,19 @@
-"""One model on several processes, each with a GPU of its own and a part of every matrix: tensor parallelism
-(Megatron-LM, Shoeybi et al., 2019). torchrun starts the processes and ends them together; each is a rank.
+"""One model on several processes, each with a GPU of its own and a part of every matrix: tensor
+parallelism (Megatron-LM, Shoeybi et al., 2019). torchrun starts the processes and ends them
+together; each is a rank.
 
-A rank has its share of the query heads, the key/value heads, hidden_dim and the vocabulary; the embedding and the norms
-are replicated. So wqkv, w13 and the output matrix are cut by rows, and all that follows from those rows (RoPE, the
-cache, attention, SwiGLU) is done where they are. wo and w2 are cut by columns: each rank has one term of their product,
-and the sum over the ranks is x again, the same on all of them. Two sums per layer and one gather of the logits at the
-end are all the communication there is. All ranks sample from the same logits with the same random number, so the token
-need not be sent.
+A rank has its share of the query heads, the key/value heads, hidden_dim and the vocabulary; the
+embedding and the norms are replicated. So wqkv, w13 and the output matrix are cut by rows, and all
+that follows from those rows (RoPE, the cache, attention, SwiGLU) is done where they are. wo and w2
+are cut by columns: each rank has one term of their product, and the sum over the ranks is x again,
+the same on all of them. Two sums per layer and one gather of the logits at the end are all the
+communication there is. All ranks sample from the same logits with the same random number, so the
+token need not be sent.
 
-The model is unaware of this: it runs on a table of ops like any other, in which `linear_add` ends with a sum over the
-ranks and `rmsnorm_linear` with a gather: through NCCL (gloo on CPUs), which suits prompts, or, for a single token, if
-each GPU can write to the others' memory, through the exchange further down.
-"""
+The model is unaware of this: it runs on a table of ops like any other, in which `linear_add` ends
+with a sum over the ranks and `rmsnorm_linear` with a gather: through NCCL (gloo on CPUs), which
+suits prompts, or, for a single token, if each GPU can write to the others' memory, through the
+exchange further down."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -36,7 +38,8 @@ from fp8 import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 Value = TypeVar("Value")
-PATIENCE = timedelta(days=20)  # how long ranks wait while the user thinks; if one dies, torchrun ends the others
+# how long ranks wait while the user thinks; if one dies, torchrun ends the others
+PATIENCE = timedelta(days=20)
 
 # ---- the ranks
 
@@ -55,7 +58,12 @@ class Ranks:
         """The ranks that torchrun started; one without it."""
         if not dist.is_torchelastic_launched():
             return cls()
-        return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+        return cls(
+            *(
+                int(os.environ[name])
+                for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            )
+        )
 
     @cached_property
     def _store(self) -> dist.Store:
@@ -66,15 +74,17 @@ class Ranks:
         """Form the process group, which waits until all ranks are there."""
         if self.size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
+            dist.init_process_group(
+                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=PATIENCE
+            )
 
     def broadcast(self, read: Callable[[], Value]) -> Value:
         """What `read` returns, or raises, on rank 0; the others do not call it."""
         return self.gather(read if self.rank == 0 else lambda: None)[0]
 
     def gather(self, do: Callable[[], Value]) -> list[Value]:
-        """What `do` returns on each rank, once all have done it. The first error of a rank is raised on all: none goes
-        on alone."""
+        """What `do` returns on each rank, once all have done it. The first error of a rank is
+        raised on all: none goes on alone."""
         if self.size == 1:
             return [do()]
         value = error = None
@@ -92,8 +102,9 @@ class Ranks:
 
     @contextmanager
     def stopping_together(self) -> Iterator[None]:
-        """While this lasts, Ctrl-C ends the process at once, and torchrun ends the others. If each rank stopped by
-        itself, they would do so at different tokens and wait for each other for ever."""
+        """While this lasts, Ctrl-C ends the process at once, and torchrun ends the others. If each
+        rank stopped by itself, they would do so at different tokens and wait for each other for
+        ever."""
         if self.size == 1:
             yield
             return
@@ -111,13 +122,14 @@ class Ranks:
             self.gather(lambda: None)
 
     def to_report(self, error: Exception) -> Exception | None:
-        """The error to report if this rank failed first, otherwise None: later failures are consequences. stderr is
-        restored."""
+        """The error to report if this rank failed first, otherwise None: later failures are
+        consequences. stderr is restored."""
         if self.size == 1:
             return error
         sys.stderr = sys.__stderr__
         if "gloo/transport" in str(error):
-            # Ctrl-C may have ended it, and reach this one a moment later; torchrun's SIGTERM is ignored meanwhile
+            # Ctrl-C may have ended it, and reach this one a moment later; torchrun's SIGTERM is
+            # ignored meanwhile
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(0.2)
@@ -132,8 +144,8 @@ class Ranks:
     def cut_ops(
         self, ops: SimpleNamespace, matrices: list[Matrix], backend: str, device: torch.device
     ) -> tuple[SimpleNamespace, Exchange | None]:
-        """A table of ops for a model that is cut: `ops`, but for the two that involve all ranks. matrices: those whose
-        products are summed or gathered, in the same order on all ranks."""
+        """A table of ops for a model that is cut: `ops`, but for the two that involve all ranks.
+        matrices: those whose products are summed or gathered, in the same order on all ranks."""
         exchange = make_exchange(self, matrices, backend, device)
 
         def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto") -> Tensor:
@@ -156,7 +168,9 @@ class Ranks:
                 out[:, share(out.shape[1], rank, self.size)] = columns
             return out
 
-        table = SimpleNamespace(**vars(ops) | dict(linear_add=linear_add, rmsnorm_linear=rmsnorm_linear))
+        table = SimpleNamespace(
+            **vars(ops) | dict(linear_add=linear_add, rmsnorm_linear=rmsnorm_linear)
+        )
         return table, exchange
 
     def described(self, exchange: Exchange | None, device: torch.device) -> str:
@@ -165,7 +179,9 @@ class Ranks:
             return ""
         library = "NCCL" if device.type == "cuda" else "gloo"
         way = f"direct writes (prompts: {library})" if exchange else library
-        ranks = f"and {self.size - 1} more" if device.type == "cuda" else f"in {self.size} processes"
+        ranks = (
+            f"and {self.size - 1} more" if device.type == "cuda" else f"in {self.size} processes"
+        )
         return f" {ranks}, sums through {way}"
 
 
@@ -175,8 +191,9 @@ ALL = slice(None)
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """A rank's share of `count` items; all ranks have equally many. If there are fewer items than ranks, neighbours
-    have the same one; if they do not divide evenly (a vocabulary), the shares of the last ranks overlap."""
+    """A rank's share of `count` items; all ranks have equally many. If there are fewer items than
+    ranks, neighbours have the same one; if they do not divide evenly (a vocabulary), the shares of
+    the last ranks overlap."""
     each = -(-count // size)
     start = rank * count // size if count < size else min(rank * each, count - each)
     return slice(start, start + each)
@@ -184,18 +201,21 @@ def share(count: int, rank: int, size: int) -> slice:
 
 # ---- the exchange: sums and gathers for a single token by direct writes to the other GPUs' memory.
 #
-#      A token of a 7B model takes 64 sums of 4,096 values: what counts is latency, not bandwidth. A flag that says "all
-#      is written" would need a fence and a second trip, so this is NCCL's low-latency protocol: each value travels with
-#      the number of its round, in an entry of eight bytes, and eight bytes arrive whole. The product kernel writes an
-#      entry for each of its rows to every rank; a small kernel, started early by programmatic dependent launch, polls
-#      the entries in its own rank's memory until all of them bear this round's number, and adds them up.
+#      A token of a 7B model takes 64 sums of 4,096 values: what counts is latency, not bandwidth. A
+#      flag that says "all is written" would need a fence and a second trip, so this is NCCL's
+#      low-latency protocol: each value travels with the number of its round, in an entry of eight
+#      bytes, and eight bytes arrive whole. The product kernel writes an entry for each of its rows
+#      to every rank; a small kernel, started early by programmatic dependent launch, polls the
+#      entries in its own rank's memory until all of them bear this round's number, and adds them
+#      up.
 #
-#      Why no entry is stale, or overwritten before it is read. A round is a step of the model, and every matrix has
-#      entries of its own, its slot. A reader waits for exactly this round's number, so it takes no entry of an earlier
-#      round. And a writer never gets ahead: before a rank writes to a slot again, a round later, it has finished
-#      another sum (of another slot, of which each layer has two, or NCCL's), which needs a term from every rank; and a
-#      rank sends its term only after all its earlier kernels have ended, so after it has read the slot. Numbers repeat
-#      every 2^32 rounds.
+#      Why no entry is stale, or overwritten before it is read. A round is a step of the model, and
+#      every matrix has entries of its own, its slot. A reader waits for exactly this round's
+#      number, so it takes no entry of an earlier round. And a writer never gets ahead: before a
+#      rank writes to a slot again, a round later, it has finished another sum (of another slot, of
+#      which each layer has two, or NCCL's), which needs a term from every rank; and a rank sends
+#      its term only after all its earlier kernels have ended, so after it has read the slot.
+#      Numbers repeat every 2^32 rounds.
 
 
 @jit
@@ -206,8 +226,8 @@ def _number(round_number):
 
 @jit
 def _receive(pointers, mask, number):
-    """The float32 values of entries, once they all bear this number; zero where the mask is off. volatile: loaded anew
-    each time, bypassing the L1 cache, and in this order."""
+    """The float32 values of entries, once they all bear this number; zero where the mask is off.
+    volatile: loaded anew each time, bypassing the L1 cache, and in this order."""
     entries = tl.load(pointers, mask=mask, other=0, volatile=True)
     while tl.sum((mask & (((entries ^ number) >> 32) != 0)).to(tl.int32)) > 0:
         entries = tl.load(pointers, mask=mask, other=0, volatile=True)
@@ -221,17 +241,23 @@ class Peers(NamedTuple):
 
 
 @jit
-def _prepare_entries(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+def _prepare_entries(
+    args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+):
     """This round's number, and where each rank's memory begins; neither changes within a step."""
     ranks = tl.arange(0, triton.next_power_of_2(SIZES.ranks))
-    slots = tl.load(args[0] + ranks, mask=ranks < SIZES.ranks, other=0).to(tl.pointer_type(tl.int64))
+    slots = tl.load(args[0] + ranks, mask=ranks < SIZES.ranks, other=0).to(
+        tl.pointer_type(tl.int64)
+    )
     return _number(args[1]), slots
 
 
 @jit
-def _store_entries(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """An epilogue: y [ROWS] written as entries to every rank. args: addresses, one a rank, and the round's
-    number."""
+def _store_entries(
+    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+):
+    """An epilogue: y [ROWS] written as entries to every rank. args: addresses, one a rank, and the
+    round's number."""
     number, slots = ready
     rows, ranks = row + tl.arange(0, ROWS), tl.arange(0, triton.next_power_of_2(SIZES.ranks))
     entries = number | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
@@ -241,7 +267,13 @@ def _store_entries(args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.con
 
 @jit
 def _add_received_kernel(
-    entries, round_number, residual, N: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    entries,
+    round_number,
+    residual,
+    N: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """residual += the sum of what the ranks sent. entries [RANKS, N], residual [N]"""
     gdc_launch_dependents(PDL)
@@ -257,9 +289,16 @@ def _add_received_kernel(
 
 @jit
 def _gather_received_kernel(
-    entries, round_number, out, N: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    entries,
+    round_number,
+    out,
+    N: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """out[v] = what the rank that has row v sent. entries [ranks, N], out [V]; rank p begins at row min(p N, V - N)."""
+    """out[v] = what the rank that has row v sent. entries [ranks, N], out [V]; rank p begins at row
+    min(p N, V - N)."""
     gdc_launch_dependents(PDL)
     offs_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rank = offs_v // N
@@ -273,8 +312,9 @@ class Exchange:
     """The entries of all slots in this rank's memory, and where to write on the other ranks."""
 
     def __init__(self, matrices: list[Matrix], rank: int, buffers: list[int], entries: Tensor):
-        """matrices: those whose products are exchanged, in the same order on all ranks. buffers: the address of each
-        rank's entries, int64 [ranks * rows of all matrices] and zero; `entries` are this rank's."""
+        """matrices: those whose products are exchanged, in the same order on all ranks. buffers:
+        the address of each rank's entries, int64 [ranks * rows of all matrices] and zero; `entries`
+        are this rank's."""
         self.ranks, self.slots, start = len(buffers), {}, 0
         self.round_number = torch.ones(1, dtype=torch.int32, device=entries.device)
         for w in matrices:
@@ -290,17 +330,20 @@ class Exchange:
         return self.add_received(w, residual)
 
     def rmsnorm_linear(self, x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
-        """out = rmsnorm(x) W^T, over the rows of W on all ranks. x [1, C], out float32 [1, V]. The last op of a
-        round."""
+        """out = rmsnorm(x) W^T, over the rows of W on all ranks. x [1, C], out float32 [1, V]. The
+        last op of a round."""
         assert len(out) == 1 and out.is_contiguous(), out.shape
         self.send("rmsnorm_linear", x, norm, w, eps)
         self.gather_received(w, out)
-        self.round_number += 1  # by a kernel that overlaps no other, so kernels may read the number before they wait
+        # by a kernel that overlaps no other, so kernels may read the number before they wait
+        self.round_number += 1
         return out
 
     def send(self, op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float) -> None:
         args, sizes = (self.slots[w][0], self.round_number), Peers(self.ranks)
-        kernels.launch_product(op, x, norm, w, eps, kernels.Epilogue(_prepare_entries, _store_entries, args, sizes))
+        kernels.launch_product(
+            op, x, norm, w, eps, kernels.Epilogue(_prepare_entries, _store_entries, args, sizes)
+        )
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps
@@ -311,22 +354,31 @@ class Exchange:
 
     def gather_received(self, w: Matrix, out: Tensor) -> Tensor:
         V, block = out.shape[1], 256
-        args, sizes = (self.slots[w][1], self.round_number, out), dict(N=w.rows, V=V, BLOCK=block, warps=1)
+        args, sizes = (
+            (self.slots[w][1], self.round_number, out),
+            dict(N=w.rows, V=V, BLOCK=block, warps=1),
+        )
         launch(_gather_received_kernel, (triton.cdiv(V, block),), out.device, *args, **sizes)
         return out
 
 
-def make_exchange(ranks: Ranks, matrices: list[Matrix], backend: str, device: torch.device) -> Exchange | None:
-    """An Exchange if every GPU can write to the others' memory, otherwise None. All ranks call this, and get the
-    same."""
+def make_exchange(
+    ranks: Ranks, matrices: list[Matrix], backend: str, device: torch.device
+) -> Exchange | None:
+    """An Exchange if every GPU can write to the others' memory, otherwise None. All ranks call
+    this, and get the same."""
     on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
     others = [i for i in range(ranks.size) if i != ranks.local_rank]
-    reaches = on_one_host and all(torch.cuda.can_device_access_peer(device.index, i) for i in others)
+    reaches = on_one_host and all(
+        torch.cuda.can_device_access_peer(device.index, i) for i in others
+    )
     if not all(ranks.gather(lambda: reaches)):
         return None
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    entries = symmetric_memory.empty(ranks.size * sum(w.rows for w in matrices), dtype=torch.int64, device=device)
+    entries = symmetric_memory.empty(
+        ranks.size * sum(w.rows for w in matrices), dtype=torch.int64, device=device
+    )
     buffers = symmetric_memory.rendezvous(entries, group=dist.group.WORLD).buffer_ptrs
     exchange = Exchange(matrices, ranks.rank, list(buffers), entries.zero_())
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""Matrices that other programs have quantised: how they lie in files, and the formats that hold them as they are.
+"""Matrices that other programs have quantised: how they lie in files, and the formats that hold
+them as they are.
 
-First the blocks of ggml, llama.cpp's library of tensors. The numbers of its types, and how large a block is, are in
-ggml.py. Sources: ggml-common.h and ggml-quants.c.
-"""
+First the blocks of ggml, llama.cpp's library of tensors. The numbers of its types, and how large a
+block is, are in ggml.py. Sources: ggml-common.h and ggml-quants.c."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -21,13 +21,14 @@ import int4
 from fp8 import Format, Grouped, Shapes, Tensors
 from launch import EMULATED, constexpr, jit, tl
 
-AT_ONCE = 1 << 20  # weights decoded at a time: as many as fit into a CPU's caches, which halves the time
+# weights decoded at a time: as many as fit into a CPU's caches, which halves the time
+AT_ONCE = 1 << 20
 
 
 class Blocks(NamedTuple):
-    """A matrix W [N, K] as codes and, for groups of neighbouring columns, numbers that are halves in the file. In
-    float32 their products are exact (a half times 6 or 8 bits, times 4 to 8), so that W is what ggml decodes, bit for
-    bit:
+    """A matrix W [N, K] as codes and, for groups of neighbouring columns, numbers that are halves
+    in the file. In float32 their products are exact (a half times 6 or 8 bits, times 4 to 8), so
+    that W is what ggml decodes, bit for bit:
 
     W = scale * parts[0] * (code - zero) + minimum * parts[1]
     """
@@ -35,7 +36,8 @@ class Blocks(NamedTuple):
     codes: Tensor  # int8 [N, K]
     scale: Tensor  # float32 [N, groups]
     minimum: Tensor | None = None  # the same; None: 0
-    parts: tuple[Tensor, Tensor] | None = None  # whole numbers of a byte [N, smaller groups]; None: 1
+    # whole numbers of a byte [N, smaller groups]; None: 1
+    parts: tuple[Tensor, Tensor] | None = None
     zero: Tensor | None = None  # whole numbers [N, groups]; None: 0
 
     def decoded(self) -> Tensor:
@@ -70,36 +72,40 @@ def checked(b: Blocks) -> Blocks:
     return b
 
 
-# Each takes blocks, uint8 [N, B, bytes], to the parts of Blocks: codes [N, B, ...] in the order of the columns, others
-# [N, B, groups]. Eight codes are handled at once, as the bytes of an int64: a mask clears what a shift moved
-# from one byte to the next.
+# Each takes blocks, uint8 [N, B, bytes], to the parts of Blocks: codes [N, B, ...] in the order of
+# the columns, others [N, B, groups]. Eight codes are handled at once, as the bytes of an int64: a
+# mask clears what a shift moved from one byte to the next.
 
 ONES = 0x0101010101010101
 
 
 def _words(quants: Tensor, run: int) -> Tensor:
     """Bytes [N, B, n * run] to int64 [N, B, n, 1, run / 8]."""
-    pairs = quants.view(torch.int16).clone(memory_format=torch.contiguous_format)  # faster than a byte at a time
+    # faster than a byte at a time
+    pairs = quants.view(torch.int16).clone(memory_format=torch.contiguous_format)
     return pairs.view(torch.int64).view(*quants.shape[:2], -1, 1, run // 8)
 
 
 def _nibbles(quants: Tensor, run: int) -> Tensor:
-    """Bytes [N, B, n * run] to codes, int64 [N, B, n, 2, run / 8]: of each run, the low nibbles, then the high ones."""
+    """Bytes [N, B, n * run] to codes, int64 [N, B, n, 2, run / 8]: of each run, the low nibbles,
+    then the high ones."""
     words = _words(quants, run)
     return torch.cat((words & 15 * ONES, words >> 4 & 15 * ONES), -2)
 
 
 def _high_bits(quants: Tensor, run: int, bits: int) -> Tensor:
-    """Bytes [N, B, n * run] to int64 [N, B, n, 8 / bits, run / 8]: of each run, the lowest bits of each byte first, in
-    the place of bits 4 and up."""
+    """Bytes [N, B, n * run] to int64 [N, B, n, 8 / bits, run / 8]: of each run, the lowest bits of
+    each byte first, in the place of bits 4 and up."""
     shifts = torch.arange(0, 8, bits, device=quants.device)[:, None]
     return (_words(quants, run) >> shifts & (2**bits - 1) * ONES) << 4
 
 
 def _five_bits(quants: Tensor) -> Tensor:
-    """The fifth bits of 32 columns, from the lowest of 4 bytes up, then 16 bytes of nibbles, to codes int8."""
+    """The fifth bits of 32 columns, from the lowest of 4 bytes up, then 16 bytes of nibbles, to
+    codes int8."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-    table = (bits << 4).to(torch.uint8).view(torch.int64).to(quants.device)  # eight bits of each byte
+    # eight bits of each byte
+    table = (bits << 4).to(torch.uint8).view(torch.int64).to(quants.device)
     high = table[quants[..., :4].int(), 0].view(*quants.shape[:2], 1, 2, 2)
     return (_nibbles(quants[..., 4:], 16) | high).view(torch.int8)
 
@@ -110,9 +116,9 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _k_scales(b: Tensor) -> Tensors:
-    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K: two halves times 6 bits each, packed in 12 bytes.
-    The first four of either are the low 6 bits of a byte; the others have 4 bits in the last bytes, and 2 at the top of
-    the first."""
+    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K: two halves times 6 bits each,
+    packed in 12 bytes. The first four of either are the low 6 bits of a byte; the others have 4
+    bits in the last bytes, and 2 at the top of the first."""
     low_scale, low_minimum, last = b[..., 4:16].split(4, -1)
     scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
     minimum = torch.cat((low_minimum & 63, last >> 4 | low_minimum >> 6 << 4), -1)
@@ -120,13 +126,14 @@ def _k_scales(b: Tensor) -> Tensors:
 
 
 def _q5_k(b: Tensor):
-    codes = _nibbles(b[..., 48:], 32).flatten(2, 3) | _high_bits(b[..., 16:48], 32, 1).flatten(2, 3)  # [N, B, 8, 4]
+    # [N, B, 8, 4]
+    codes = _nibbles(b[..., 48:], 32).flatten(2, 3) | _high_bits(b[..., 16:48], 32, 1).flatten(2, 3)
     return codes.view(torch.int8), *_k_scales(b)
 
 
 def _q6_k(b: Tensor):
-    """Each half of a block: 64 bytes of low nibbles, and 32 bytes of two high bits, those of columns i, i + 32, i + 64
-    and i + 96 in byte i."""
+    """Each half of a block: 64 bytes of low nibbles, and 32 bytes of two high bits, those of
+    columns i, i + 32, i + 64 and i + 96 in byte i."""
     low = _nibbles(b[..., :128], 64).view(*b.shape[:2], 2, 4, 4)
     codes = low | _high_bits(b[..., 128:192], 32, 2)
     parts = b[..., 192:208].view(torch.int8)
@@ -147,9 +154,9 @@ SPLIT = {
 
 # ---- formats that hold blocks as they are
 #
-#      A thread has 64 neighbouring columns of x and loads them eight at a time. If every thread of a warp started with
-#      its first eight, all would hit the same banks of the L1 cache. So the runs of eight that share a scale are stored
-#      rotated, by one more from thread to thread.
+#      A thread has 64 neighbouring columns of x and loads them eight at a time. If every thread of
+#      a warp started with its first eight, all would hit the same banks of the L1 cache. So the
+#      runs of eight that share a scale are stored rotated, by one more from thread to thread.
 
 
 _rotated = jit(fp8.rotated)
@@ -169,17 +176,19 @@ def _rotated_2(places, K):
 
 @dataclass(frozen=True, eq=False)
 class Held(Grouped):
-    """Codes int8 [N, K] with the sign bit flipped, so that as unsigned bytes they are 128 more; float32 row [N, 1]; and
-    for each group of columns, by `form`:
+    """Codes int8 [N, K] with the sign bit flipped, so that as unsigned bytes they are 128 more;
+    float32 row [N, 1]; and for each group of columns, by `form`:
 
     scale    half [N, K / group]
     zero     int32 [N, K / group]: the scale, a half, above the zero point in sixteenths
     minimum  scale and minimum, halves [N, K / group]
-    parts    int16 [N, K / 32]: the minimum's byte above the scale's; int32 [N, K / group]: their halves, likewise.
-             If the minimum's half is 0, there is none, and its byte is the scale of the last 16 columns
+    parts    int16 [N, K / 32]: the minimum's byte above the scale's; int32 [N, K / group]: their
+             halves, likewise. If the minimum's half is 0, there is none, and its byte is the scale
+             of the last 16 columns
 
-    A row's halves are multiplied by a power of two so that the largest is at least 2^14: of those that were halves in
-    the file, none loses a bit. Kernels multiply them by `unit`, so that decoded weights fit halves, too."""
+    A row's halves are multiplied by a power of two so that the largest is at least 2^14: of those
+    that were halves in the file, none loses a bit. Kernels multiply them by `unit`, so that decoded
+    weights fit halves, too."""
 
     form: str = "scale"
     unit: float = 1.0
@@ -191,7 +200,10 @@ class Held(Grouped):
         found = {name: (dtype, (N, K // columns)) for name, (dtype, columns) in self.planes.items()}
         if self.form == "parts":
             found["parts"] = torch.int16, (N, K // 32)
-        found["scale"] = torch.int32 if self.form in ("zero", "parts") else torch.float16, (N, K // self.group)
+        found["scale"] = (
+            torch.int32 if self.form in ("zero", "parts") else torch.float16,
+            (N, K // self.group),
+        )
         if self.form == "minimum":
             found["minimum"] = found["scale"]
         return found | {"row": (torch.float32, (N, 1))}
@@ -224,7 +236,11 @@ class Held(Grouped):
         if self.form == "scale":
             groups.pop()
         elif self.form == "zero":
-            groups = [_joined((b.zero.to(torch.int16) * 16).view(torch.float16), groups[0]).view(torch.int32)]
+            groups = [
+                _joined((b.zero.to(torch.int16) * 16).view(torch.float16), groups[0]).view(
+                    torch.int32
+                )
+            ]
         elif self.form == "parts":
             first, second = (part.to(torch.int8) for part in b.parts)
             if b.minimum is None:
@@ -232,7 +248,11 @@ class Held(Grouped):
             else:
                 second = torch.where(_spread(no_minimum, first.shape[1]), first, second)
             groups = [_joined(first, second).view(torch.int16), _joined(*groups).view(torch.int32)]
-        codes = b.codes + self.middle * _spread(no_minimum, b.codes.shape[1]) if self.middle else b.codes
+        codes = (
+            b.codes + self.middle * _spread(no_minimum, b.codes.shape[1])
+            if self.middle
+            else b.codes
+        )
         codes = self.stored(self.in_runs(codes))
         for place, value in zip(out, (*codes, *groups, 1 / (up * self.unit)), strict=True):
             place.copy_(value)
@@ -252,12 +272,14 @@ class Held4(int4.Codes4, Held):
 class Held6(Held):
     """The same with codes of 6 bits in two tensors:
 
-    codes  int32 [N, K / 8], the lower 4 bits: word i of the two for 16 columns has pair j, columns 4 j + 2 i and
-           4 j + 2 i + 1, at bits 4 j and 16 + 4 j
-    high   int32 [N, K / 16], the upper 2 bits of pair j of word i at bits SHIFTS[i][j] and 16 + SHIFTS[i][j]
+    codes  int32 [N, K / 8], the lower 4 bits: word i of the two for 16 columns has pair j, columns
+           4 j + 2 i and 4 j + 2 i + 1, at bits 4 j and 16 + 4 j
+    high   int32 [N, K / 16], the upper 2 bits of pair j of word i at bits SHIFTS[i][j] and 16 +
+           SHIFTS[i][j]
 
-    So one AND extracts a pair's upper bits in the place where they belong, above its lower bits, for j = 2 and 3 after
-    a shift by 2, which the lower bits need by 8, and for i = 1 after the two bytes of each half have been swapped."""
+    So one AND extracts a pair's upper bits in the place where they belong, above its lower bits,
+    for j = 2 and 3 after a shift by 2, which the lower bits need by 8, and for i = 1 after the two
+    bytes of each half have been swapped."""
 
     planes = {"codes": (torch.int32, 8), "high": (torch.int32, 16)}
 
@@ -277,11 +299,13 @@ class Held6(Held):
         return super().scales((_joined(parts, last), halves, row))
 
     def no_minimum(self, tensors: Tensors, columns: int) -> Tensor:
-        """Which of so many columns belong to groups whose minimum is 0, of either sign: bool [N, columns]."""
+        """Which of so many columns belong to groups whose minimum is 0, of either sign: bool [N,
+        columns]."""
         return _spread(tensors[3] & 0x7FFF0000 == 0, columns)
 
     def stored(self, codes: Tensor) -> Tensors:
-        upper, halves = (codes >> 4).to(torch.int16).unflatten(1, (-1, 4, 2, 2)), 0  # [N, K / 16, j, i, neighbours]
+        # [N, K / 16, j, i, neighbours]
+        upper, halves = (codes >> 4).to(torch.int16).unflatten(1, (-1, 4, 2, 2)), 0
         for i, j in itertools.product(range(2), range(4)):
             halves |= upper[:, :, j, i] << SHIFTS[i][j]
         return int4.packed(codes & 15, 2), halves.flatten(1).view(torch.int32)
@@ -301,7 +325,9 @@ def _joined(low: Tensor, high: Tensor) -> Tensor:
 
 
 @jit
-def _load_parts(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
+def _load_parts(
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
+):
     """As int4.load, but the scales of 256 columns are loaded first: this order was measured."""
     scales = fp8.load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
     return int4.load(w[:2], start, k, left, COLUMNS, NEIGHBOURS, 32) + (scales,)
@@ -312,7 +338,8 @@ Q4_0 = _held4("q4_0", load=int4.load, group=32, middle=8)
 Q4_1 = _held4("q4_1", load=int4.load, group=32, form="minimum")
 Q4_K = _held4("q4_k", load=_load_parts, group=256, form="parts", unit=2.0**-30)
 WITH_ZEROS = {  # by columns in a group
-    group: _held4(f"4-bit (groups of {group})", load=int4.load, group=group, form="zero") for group in (32, 64, 128)
+    group: _held4(f"4-bit (groups of {group})", load=int4.load, group=group, form="zero")
+    for group in (32, 64, 128)
 }
 
 
@@ -326,7 +353,8 @@ def _by(sums, COUNT: tl.constexpr):
 
 
 def _extract6(low: str, high: str) -> str:
-    """PTX that puts the four pairs of codes whose lower and upper bits are in two registers into a, b, c, d."""
+    """PTX that puts the four pairs of codes whose lower and upper bits are in two registers into a,
+    b, c, d."""
     return (
         f"shr.u32 v, {low}, 8; shr.u32 g, {high}, 2; "
         f"and.b32 a, {high}, 0x00300030; and.b32 e, {low}, 0x000f000f; or.b32 a, a, e; "
@@ -338,15 +366,19 @@ def _extract6(low: str, high: str) -> str:
 
 _VALUES6_ASM = constexpr(int4.values_asm(_extract6("$4", "$5"), 6))
 _VALUES6_REGISTERS = constexpr("=&r,=&r,=&r,=&r" + 5 * ",r")
-# For one token: two words of lower bits are in $1 and $2, the upper bits of both in $3 and, once more, in $4
+# For one token: two words of lower bits are in $1 and $2, the upper bits of both in $3 and, once
+# more, in $4
 _WORDS6 = ["prmt.b32 swapped, $4, 0, 0x2301; " + _extract6("$1", "$3"), _extract6("$2", "swapped")]
-_PACKED6_ASM = constexpr(int4.sums_asm(_WORDS6, "cvt.f32.f16 f, l; cvt.f32.f16 $0, u; add.f32 $0, $0, f;"))
+_PACKED6_ASM = constexpr(
+    int4.sums_asm(_WORDS6, "cvt.f32.f16 f, l; cvt.f32.f16 $0, u; add.f32 $0, $0, f;")
+)
 _PACKED6_REGISTERS = constexpr("=&r" + 12 * ",r")
 
 
 @jit
 def _halved(parts, halves):
-    """Scale's part and halves for each 16 columns, from what is stored for each 32: [R, M] -> [R, 2 M]."""
+    """Scale's part and halves for each 16 columns, from what is stored for each 32: [R, M] -> [R, 2
+    M]."""
     last = tl.where(halves & 0x7FFF0000 == 0, parts >> 8, parts)
     shape: tl.constexpr = [parts.shape[0], 2 * parts.shape[1]]
     return tl.join(parts, last).reshape(shape), tl.join(halves, halves).reshape(shape)
@@ -397,8 +429,12 @@ def _packed_sums6(tile, x, sum_x):
     if EMULATED:
         return _by(_values6(tile) * x[None, :], 64)
     else:
-        args = (words, tl.join(high, high)) + fp8.split_4(x.reshape(words.shape[1], 4, 2).permute(0, 2, 1))
-        sums = tl.inline_asm_elementwise(_PACKED6_ASM, _PACKED6_REGISTERS, args, dtype=tl.float16, is_pure=True, pack=2)
+        args = (words, tl.join(high, high)) + fp8.split_4(
+            x.reshape(words.shape[1], 4, 2).permute(0, 2, 1)
+        )
+        sums = tl.inline_asm_elementwise(
+            _PACKED6_ASM, _PACKED6_REGISTERS, args, dtype=tl.float16, is_pure=True, pack=2
+        )
         sums = fp8.pairs(*tl.split(sums)).to(tl.float32, bitcast=True)
         scale, minimum = _scales6(tile, 4)
         return _by(scale * sums + minimum * (sum_x * 2.0**-20)[None, :], 4)
@@ -406,19 +442,22 @@ def _packed_sums6(tile, x, sum_x):
 
 Q6_K = Held6(
     "q6_k", 6, _load6, _values6, gain=1.0, packed_load=_packed_load6, packed_sums=_packed_sums6,
-    columns=_rotated_2, turns=2, neighbours=64, peak=16384.0, group=256, form="parts", middle=32, unit=2.0**-31,
+    columns=_rotated_2, turns=2, neighbours=64, peak=16384.0, group=256, form="parts", middle=32,
+    unit=2.0**-31,
 )  # fmt: skip
 
 
-# The same with int8 codes. A thread has 8 or 16 neighbours and the scale of their group; for one token it has 64
-# columns, as with 4 bits, and loads codes as int32, four to a word.
+# The same with int8 codes. A thread has 8 or 16 neighbours and the scale of their group; for one
+# token it has 64 columns, as with 4 bits, and loads codes as int32, four to a word.
 
-# Two of four codes as halves p: with 0x64 above it, a byte stands for 1024 more; 1024 + 128 are subtracted
+# Two of four codes as halves p: with 0x64 above it, a byte stands for 1024 more; 1024 + 128 are
+# subtracted
 _HALVES = "mov.b32 q, 0x64806480; prmt.b32 p, SOURCE, 0x64646464, ORDER; sub.f16x2 p, p, q; "
 _HALVES_OF = [_HALVES.replace("ORDER", order) for order in ("0x4140", "0x4342")]
 _SUMS_ASM = constexpr(fp8.words_asm(*_HALVES_OF))
 _PRODUCTS = [
-    f"{half.replace('SOURCE', '$2')}fma.rn.f16x2 ${i}, p, ${3 + i}, ${5 + i}; " for i, half in enumerate(_HALVES_OF)
+    f"{half.replace('SOURCE', '$2')}fma.rn.f16x2 ${i}, p, ${3 + i}, ${5 + i}; "
+    for i, half in enumerate(_HALVES_OF)
 ]
 _VALUES_ASM = constexpr(f"{{ .reg .b32 p, q; {''.join(_PRODUCTS)} }}")
 
@@ -433,7 +472,9 @@ def _values8(tile):
         y = (codes ^ -128).to(tl.float32) * scale.to(tl.float32) + minimum.to(tl.float32)
     else:
         args = [codes, scale, minimum]
-        y = tl.inline_asm_elementwise(_VALUES_ASM, "=&r,=&r,r,r,r,r,r", args, tl.float16, is_pure=True, pack=4)
+        y = tl.inline_asm_elementwise(
+            _VALUES_ASM, "=&r,=&r,r,r,r,r,r", args, tl.float16, is_pure=True, pack=4
+        )
     return y.reshape(tile[0].shape)
 
 
@@ -442,11 +483,16 @@ def _sums_of_16(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
     """Products of codes with x, added up: float32 [R, COLUMNS / 16]."""
     if EMULATED:
         codes = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24)).to(tl.int8)
-        return _by(VALUES(codes.reshape(words.shape[0], words.shape[1] * 16)).to(tl.float32) * x[None, :], 16)
+        return _by(
+            VALUES(codes.reshape(words.shape[0], words.shape[1] * 16)).to(tl.float32) * x[None, :],
+            16,
+        )
     else:
         first, last = tl.split(x.reshape(words.shape[1], 4, 2))
         args = [words, first[None], last[None]]
-        sums = tl.inline_asm_elementwise(ASM, fp8.WORDS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4)
+        sums = tl.inline_asm_elementwise(
+            ASM, fp8.WORDS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4
+        )
         return fp8.as_floats(sums)
 
 
@@ -479,7 +525,8 @@ HOLDS = {  # types of ggml
 }  # fmt: skip
 
 
-# E4M3 with a scale for each 128 columns of a row, as checkpoints have one for each 128 x 128 weights
+# E4M3 with a scale for each 128 columns of a row, as checkpoints have one for each 128 x 128
+# weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -505,7 +552,9 @@ class Float8Groups(Grouped):
 @jit
 def _scaled(values, scale):
     """Values [R, COLUMNS] times the scales of their groups [R, G]: floats."""
-    groups = values.to(tl.float32).reshape(values.shape[0], scale.shape[1], values.shape[1] // scale.shape[1])
+    groups = values.to(tl.float32).reshape(
+        values.shape[0], scale.shape[1], values.shape[1] // scale.shape[1]
+    )
     return (groups * scale[:, :, None]).reshape(values.shape)
 
 
@@ -516,10 +565,14 @@ def _values_e4m3(tile):
 
 @jit
 def _packed_load_e4m3(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    return int4.load_codes(w, start, k, left, COLUMNS), fp8.load_groups(w[1], start, k, left, COLUMNS, 64, GROUP)
+    return int4.load_codes(w, start, k, left, COLUMNS), fp8.load_groups(
+        w[1], start, k, left, COLUMNS, 64, GROUP
+    )
 
 
-_E4M3_ASM, _NATIVE_ASM = (constexpr(fp8.words_asm(*halves)) for halves in (fp8.E4M3_HALVES, fp8.NATIVE_HALVES))
+_E4M3_ASM, _NATIVE_ASM = (
+    constexpr(fp8.words_asm(*halves)) for halves in (fp8.E4M3_HALVES, fp8.NATIVE_HALVES)
+)
 
 
 @jit
@@ -538,7 +591,8 @@ def _sums_native(tile, x, sum_x):
 
 
 E4M3_128 = Float8Groups(
-    "e4m3 (groups of 128)", 8, int4.load, _values_e4m3, packed_load=_packed_load_e4m3, packed_sums=_sums_e4m3,
+    "e4m3 (groups of 128)", 8, int4.load, _values_e4m3, packed_load=_packed_load_e4m3,
+    packed_sums=_sums_e4m3,
     group=128, **KERNEL,
 )  # fmt: skip
 E4M3_128_NATIVE = replace(E4M3_128, values=_values_native, packed_sums=_sums_native)
@@ -548,8 +602,8 @@ E4M3_128_NATIVE = replace(E4M3_128, values=_values_native, packed_sums=_sums_nat
 
 
 class Layout(NamedTuple):
-    """How other programs store a matrix W [N, K], N a multiple of 8, in tensors that have its name, but for the last
-    word: "weight"."""
+    """How other programs store a matrix W [N, K], N a multiple of 8, in tensors that have its name,
+    but for the last word: "weight"."""
 
     name: str
     format: Format  # that holds it
@@ -572,8 +626,8 @@ INT32 = (torch.int32,)
 
 
 def _held_in(group: int) -> Format:
-    """The format for groups of so many columns, a multiple of 32, of which several may share a scale; -1: a row is one
-    group."""
+    """The format for groups of so many columns, a multiple of 32, of which several may share a
+    scale; -1: a row is one group."""
     return WITH_ZEROS[next(size for size in (128, 64, 32) if group == -1 or group % size == 0)]
 
 
@@ -586,7 +640,11 @@ def _blocks4(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Bloc
 def _gemm(group: int, N: int, K: int, codes: tuple[int, int]) -> dict:
     """What AWQ and GPTQ store."""
     G = max(1, K // group)
-    return {"qweight": (INT32, [codes]), "qzeros": (INT32, [(G, N // 8)]), "scales": (FLOATS, [(G, N)])}
+    return {
+        "qweight": (INT32, [codes]),
+        "qzeros": (INT32, [(G, N // 8)]),
+        "scales": (FLOATS, [(G, N)]),
+    }
 
 
 def awq(group: int) -> Layout:
@@ -594,19 +652,25 @@ def awq(group: int) -> Layout:
     format = _held_in(group)
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
-        in_order = lambda t: int4.nibbles(t).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
+        in_order = lambda t: (
+            int4.nibbles(t).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
+        )
         return _blocks4(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
 
     return Layout("AWQ", format, lambda N, K: _gemm(group, N, K, (K, N // 8)), blocks, group)
 
 
 def gptq(group: int, version_2: bool) -> Layout:
-    """GPTQ without act-order: rows of W, packed along K. Zero points are stored less 1, in version 2 as they are; files
-    that say the wrong version are known by zero points that are all 8. Older files have a bias of zeros everywhere."""
+    """GPTQ without act-order: rows of W, packed along K. Zero points are stored less 1, in version
+    2 as they are; files that say the wrong version are known by zero points that are all 8. Older
+    files have a bias of zeros everywhere."""
     format = _held_in(group)
 
     def tensors(N: int, K: int) -> dict:
-        return _gemm(group, N, K, (K // 8, N)) | {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
+        return _gemm(group, N, K, (K // 8, N)) | {
+            "g_idx": (INT32, [(K,)]),
+            "bias": (FLOATS, [(N,)]),
+        }
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
         codes, zero = int4.nibbles(t["qweight"].t()), int4.nibbles(t["qzeros"]).t()
@@ -615,7 +679,8 @@ def gptq(group: int, version_2: bool) -> Layout:
             raise ValueError("a bias, which this architecture does not have")
         if ((zero == 7).all() | (zero == 8).all()).item():
             zero = torch.full_like(zero, 8)
-        elif not version_2:  # 1 was subtracted in whole words, so a zero point of 0 has borrowed from the next one
+        # 1 was subtracted in whole words, so a zero point of 0 has borrowed from the next one
+        elif not version_2:
             zero = int4.nibbles(t["qzeros"] + 0x11111111).t()
         return _blocks4(format, codes, t["scales"].t(), zero)
 
@@ -625,11 +690,14 @@ def gptq(group: int, version_2: bool) -> Layout:
 def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
     """Raise ValueError if neighbouring columns are not in one group."""
     if g_idx is not None and not torch.equal(g_idx.cpu(), (torch.arange(K) // (K // groups)).int()):
-        raise ValueError("columns in act-order, which is not supported: take a GPTQ without desc_act, an AWQ or a GGUF")
+        raise ValueError(
+            "columns in act-order, which is not supported: take a GPTQ without desc_act, an AWQ or a GGUF"
+        )
 
 
 def packed(group: int, symmetric: bool) -> Layout:
-    """compressed-tensors' "pack-quantized": rows of W, packed along K; zero points, if there are any, along N."""
+    """compressed-tensors' "pack-quantized": rows of W, packed along K; zero points, if there are
+    any, along N."""
     format = _held_in(group)
 
     def tensors(N: int, K: int) -> dict:
@@ -641,15 +709,17 @@ def packed(group: int, symmetric: bool) -> Layout:
     def blocks(t: dict[str, Tensor]) -> Blocks:
         codes, scale = int4.nibbles(t["weight_packed"]), t["weight_scale"]
         check_order(t.get("weight_g_idx"), codes.shape[1], scale.shape[1])
-        zero = torch.full_like(scale, 8) if symmetric else int4.nibbles(t["weight_zero_point"].t()).t()
+        zero = (
+            torch.full_like(scale, 8) if symmetric else int4.nibbles(t["weight_zero_point"].t()).t()
+        )
         return _blocks4(format, codes, scale, zero)
 
     return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",))
 
 
 def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
-    """E4M3 codes, to be multiplied (despite the name "weight_scale_inv") by one scale for the matrix, one for each row,
-    or one for each 128 x 128 weights."""
+    """E4M3 codes, to be multiplied (despite the name "weight_scale_inv") by one scale for the
+    matrix, one for each row, or one for each 128 x 128 weights."""
 
     def tensors(N: int, K: int) -> dict:
         shapes = [(-(-N // 128), -(-K // 128))] if in_blocks else [(N, 1), (1,), (N,), (1, 1)]
@@ -663,14 +733,20 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
             return Blocks(codes, factor.repeat_interleave(128, 0)[: len(codes)])
         return Blocks(codes, factor.reshape(-1, 1).expand(len(codes), 1))
 
-    return Layout("FP8", E4M3_128 if in_blocks else fp8.E4M3, tensors, blocks, 128 if in_blocks else -1)
+    return Layout(
+        "FP8", E4M3_128 if in_blocks else fp8.E4M3, tensors, blocks, 128 if in_blocks else -1
+    )
 
 
-def format_for(kinds: set[ggml.Type | Layout | None], columns: int, most_bits: int = 8) -> Format | None:
-    """The smallest format that holds matrices of all of these types of ggml, or of this layout, exactly, side by side
-    and cut to so many columns; None if there is none."""
+def format_for(
+    kinds: set[ggml.Type | Layout | None], columns: int, most_bits: int = 8
+) -> Format | None:
+    """The smallest format that holds matrices of all of these types of ggml, or of this layout,
+    exactly, side by side and cut to so many columns; None if there is none."""
     (kind, *others) = kinds
-    fits = lambda format: (format.bits <= most_bits or format.group == 1) and columns % format.group == 0
+    fits = lambda format: (
+        (format.bits <= most_bits or format.group == 1) and columns % format.group == 0
+    )
     if isinstance(kind, Layout):
         return None if others or not fits(kind.format) else kind.format
     names = {kind.name if kind else "" for kind in kinds}

@@ -1,5 +1,5 @@
-"""Llama 2 and its relatives from the command line: complete a prompt, or chat. Text goes to stdout, all else to
-stderr."""
+"""Llama 2 and its relatives from the command line: complete a prompt, or chat. Text goes to stdout,
+all else to stderr."""
 
 from __future__ import annotations
 
@@ -135,13 +135,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.format = "int4" if args.int4 else args.fp8
     wrong = {  # each error, and when it is one
         "-m or --save is empty": "" in (args.model, args.save),
-        "--prompt and --file both give a prompt; use one": args.prompt is not None and args.file is not None,
+        "--prompt and --file both give a prompt; use one": args.prompt is not None
+        and args.file is not None,
         "--fp8 and --int4 both say how matrices are kept; use one": args.fp8 and args.int4,
-        "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None and not args.format,
+        "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None
+        and not args.format,
         "--calibrate is for --int4 with --save": args.calibrate and not (args.int4 and args.save),
         "--lookup and --draft both propose tokens; use one": args.lookup and args.draft,
         "--draft-max is for --draft": args.draft is None and "draft_max" in args.given,
-        "--system and --system-prompt-file both give a system prompt; use one": args.system and args.system_file,
+        "--system and --system-prompt-file both give a system prompt; use one": args.system
+        and args.system_file,
     }
     for error, is_wrong in wrong.items():
         if is_wrong:
@@ -184,7 +187,8 @@ ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\":
 
 
 def unescaped(text: str) -> str:
-    """llama.cpp's escapes (common.cpp, string_process_escapes) as what they stand for; other backslashes stay."""
+    """llama.cpp's escapes (common.cpp, string_process_escapes) as what they stand for; other
+    backslashes stay."""
     replaced = lambda match: ESCAPES.get(match[1]) or bytes.fromhex(match[1][1:].decode())
     return os.fsdecode(re.sub(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})", replaced, os.fsencode(text)))
 
@@ -197,7 +201,8 @@ if __name__ == "__main__":
 
     on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
     if args.backend == "triton" and on_cpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels.py is imported: a CPU interprets the kernels
+        # read when kernels.py is imported: a CPU interprets the kernels
+        os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -223,7 +228,8 @@ class Answer:
     prompt_tokens: int
     ids: list[int] = dataclasses.field(default_factory=list)  # without an eos
     text: str = ""
-    ended_by: str = "interrupt"  # "eos", "stop" (a stop string), "length" (-n) or "context" (it is full)
+    # "eos", "stop" (a stop string), "length" (-n) or "context" (it is full)
+    ended_by: str = "interrupt"
     timings: Timings = dataclasses.field(default_factory=Timings)
 
     def record(self) -> dict:
@@ -253,13 +259,16 @@ class Session:
         self.tokenizer = Tokenizer(folder, config.vocab_size, config.bos_id, args.chat_template)
         if args.threads:
             torch.set_num_threads(args.threads)
-        if (args.lookup or args.draft) and ranks.size > 1:  # ranks would disagree on when proposals pay off
+        # ranks would disagree on when proposals pay off
+        if (args.lookup or args.draft) and ranks.size > 1:
             raise ValueError(f"--lookup and --draft run in one process, not in {ranks.size}")
         if args.draft:
             check_draft(args.draft, self.tokenizer, config.vocab_size)
         flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
         given = {name: value for name, value in flags.items() if value is not None}
-        self.own_sampling = {name: value for name, value in checkpoint.sampling.items() if name not in given}
+        self.own_sampling = {
+            name: value for name, value in checkpoint.sampling.items() if name not in given
+        }
         self.sampling = Sampling(**self.own_sampling | given)
         self.model = self._load(checkpoint, warm_up=lambda model: self._warm_up(model, prompt))
         if not args.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
@@ -270,7 +279,9 @@ class Session:
         if args.draft:
             self.speculation = Draft(args.draft_max, self._load(args.draft))
         self.timings = Timings()
-        self.prompt_cache = PromptCache(args.prompt_cache, self.model, ranks) if args.prompt_cache else None
+        self.prompt_cache = (
+            PromptCache(args.prompt_cache, self.model, ranks) if args.prompt_cache else None
+        )
         if self.prompt_cache:
             self.prompt_cache.restore(self.cache)
         self.load_seconds = time.perf_counter() - start
@@ -281,8 +292,22 @@ class Session:
         model.warm_up(length + (0 if self.args.mode == "text" else 32) or 1, self.sampling)
 
     def _load(self, name: str | Checkpoint, **more) -> Llama:
-        options = ("dtype", "device", "ctx_size", "backend", "format", "kv_fp8", "accumulate", "quiet")
-        return load(name, **{option: getattr(self.args, option) for option in options}, ranks=self.ranks, **more)
+        options = (
+            "dtype",
+            "device",
+            "ctx_size",
+            "backend",
+            "format",
+            "kv_fp8",
+            "accumulate",
+            "quiet",
+        )
+        return load(
+            name,
+            **{option: getattr(self.args, option) for option in options},
+            ranks=self.ranks,
+            **more,
+        )
 
     def note(self, text: str) -> None:
         if not self.args.quiet:
@@ -290,14 +315,22 @@ class Session:
 
     def summary(self) -> str:
         m, c, size = self.model, self.model.checkpoint.config, self.cache.size
-        heads = f"{c.n_heads} heads" + (f" ({c.n_kv_heads} of keys and values)" if c.n_kv_heads != c.n_heads else "")
-        beyond = f" (beyond the model's {c.max_seq_len}: expect nonsense there)" if size > c.max_seq_len else ""
+        heads = f"{c.n_heads} heads" + (
+            f" ({c.n_kv_heads} of keys and values)" if c.n_kv_heads != c.n_heads else ""
+        )
+        beyond = (
+            f" (beyond the model's {c.max_seq_len}: expect nonsense there)"
+            if size > c.max_seq_len
+            else ""
+        )
         backend = {"torch": "torch ops", "triton": "Triton kernels"}[m.backend]
         if m.backend == "triton" and m.device.type == "cpu":
             backend += " in the interpreter, which is slow"
         where = f"{m.device}{self.ranks.described(m.exchange, m.device)}"
         seed = f", seed {self.args.seed}" if self.sampling.temp else ""
-        own = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.own_sampling.items())
+        own = ", ".join(
+            f"{name.replace('_', '-')} {value:g}" for name, value in self.own_sampling.items()
+        )
         sampling = f"\nsampling  {own} (the checkpoint's own; flags override them)" if own else ""
         return (
             f"model     {m.checkpoint.folder}: {m.checkpoint.elements / 1e6:.1f}M parameters, {c.n_layers} layers, "
@@ -312,7 +345,9 @@ class Session:
             prompt = f" in {1e3 * t.prompt_seconds:.1f} ms, {t.prompt_tokens / t.prompt_seconds:.1f} tokens/s"
         if t.steps:
             rate = f", {1e3 * t.step_seconds / t.steps:.2f} ms per token, {t.steps / t.step_seconds:.1f} tokens/s"
-        counts = f"prompt    {t.prompt_tokens} tokens{prompt}\ngenerated {t.new_tokens} tokens{rate}\n"
+        counts = (
+            f"prompt    {t.prompt_tokens} tokens{prompt}\ngenerated {t.new_tokens} tokens{rate}\n"
+        )
         if self.model.device.type == "cuda":
             on_gpu = f", {torch.cuda.max_memory_reserved() / 1e9:.2f} GB on the GPU"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -324,10 +359,17 @@ class Session:
         )
 
     def answer(
-        self, message: str, ids: list[int], printer: Printer, eos: Collection[int], stops: list[str], at_start: bool
+        self,
+        message: str,
+        ids: list[int],
+        printer: Printer,
+        eos: Collection[int],
+        stops: list[str],
+        at_start: bool,
     ) -> Answer:
-        """Generate after the prompt `ids` and print the text as it arrives; with -o jsonl an object, in which `message`
-        is the prompt. Ctrl-C ends it early, and it says so. at_start: the output begins a text."""
+        """Generate after the prompt `ids` and print the text as it arrives; with -o jsonl an
+        object, in which `message` is the prompt. Ctrl-C ends it early, and it says so. at_start:
+        the output begins a text."""
         answer, text, token = Answer(len(ids)), TextStream(self.tokenizer, at_start, stops), None
         jsonl = self.args.output == "jsonl"
 
@@ -338,7 +380,8 @@ class Session:
 
         try:
             for token in self._generate(ids, eos, answer.timings):
-                if token in eos:  # generate ends by itself; some files do not flag it special, so that it has a text
+                # generate ends by itself; some files do not flag it special, so that it has a text
+                if token in eos:
                     continue
                 answer.ids.append(token)
                 add(text.push(token))
@@ -350,7 +393,9 @@ class Session:
             elif token in eos:
                 answer.ended_by = "eos"
             else:
-                answer.ended_by = "length" if answer.timings.new_tokens == self.args.n_predict else "context"
+                answer.ended_by = (
+                    "length" if answer.timings.new_tokens == self.args.n_predict else "context"
+                )
         except KeyboardInterrupt:
             pass
         finally:
@@ -364,7 +409,8 @@ class Session:
         return answer
 
     def _generate(self, ids: list[int], eos: Collection[int], timings: Timings) -> Iterator[int]:
-        """model.generate, with a progress bar for a long prompt; the first prompt goes into the prompt cache."""
+        """model.generate, with a progress bar for a long prompt; the first prompt goes into the
+        prompt cache."""
         hidden = self.args.quiet or None  # None: if stderr is no terminal
         bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)
 
@@ -376,22 +422,39 @@ class Session:
                 first, self.prompt_cache = self.prompt_cache, None
                 if first:
                     if total < len(ids):
-                        self.note(f"note: {first.file} holds {len(ids) - total} of the prompt's {len(ids)} tokens")
+                        self.note(
+                            f"note: {first.file} holds {len(ids) - total} of the prompt's {len(ids)} tokens"
+                        )
                     first.keep(ids, self.cache)
 
-        settings = (self.args.n_predict, self.sampling, eos, self.args.ignore_eos, timings, progress)
+        settings = (
+            self.args.n_predict,
+            self.sampling,
+            eos,
+            self.args.ignore_eos,
+            timings,
+            progress,
+        )
         decode = self.speculation.decode if self.speculation else None
         with bar:
             yield from generate(self.model, ids, self.cache, *settings, decode=decode)
 
 
 def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError if a draft has other tokens. How many unused ones pad its vocabulary does not matter."""
+    """Raise ValueError if a draft has other tokens. How many unused ones pad its vocabulary does
+    not matter."""
     folder = find_checkpoint(name)
     config = read_config(folder)
-    other, ids = Tokenizer(folder, config.vocab_size, config.bos_id), range(max(config.vocab_size, vocab_size))
-    if other.control != tokenizer.control or any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids):
-        raise ValueError(f"--draft {name} has a different vocabulary from the model's: it cannot propose tokens for it")
+    other, ids = (
+        Tokenizer(folder, config.vocab_size, config.bos_id),
+        range(max(config.vocab_size, vocab_size)),
+    )
+    if other.control != tokenizer.control or any(
+        other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids
+    ):
+        raise ValueError(
+            f"--draft {name} has a different vocabulary from the model's: it cannot propose tokens for it"
+        )
 
 
 def types(model: Llama) -> str:
@@ -416,9 +479,9 @@ def types(model: Llama) -> str:
 class PromptCache:
     """A file with the keys and values of a prompt, so that a long one is evaluated only once.
 
-    As in llama.cpp, it is read at the start, used for the prefix that the prompt shares with it, and written if less
-    than three quarters of the prompt came from it. Of several ranks, each has a file of its own, for its heads.
-    """
+    As in llama.cpp, it is read at the start, used for the prefix that the prompt shares with it,
+    and written if less than three quarters of the prompt came from it. Of several ranks, each has a
+    file of its own, for its heads."""
 
     KIND = "prompt cache, layout 1"
 
@@ -427,10 +490,15 @@ class PromptCache:
         own = f".{ranks.rank + 1}-of-{ranks.size}" if ranks.size > 1 else ""
         self.file = Path(real_path(f"{file}{own}"))
         self.tokens: list[int] = []  # what the file holds
-        self.metadata = {"fused-llama": self.KIND, "model": fingerprint(model), "types": types(model)}
+        self.metadata = {
+            "fused-llama": self.KIND,
+            "model": fingerprint(model),
+            "types": types(model),
+        }
 
     def restore(self, cache: KVCache) -> None:
-        """Fill an empty cache from the file, if there is one. Raises ValueError for one of another model."""
+        """Fill an empty cache from the file, if there is one. Raises ValueError for one of another
+        model."""
         held = self._read() if self.file.exists() else {"tokens": torch.empty(0, dtype=torch.int32)}
         tokens = held["tokens"][: cache.size]
         # One rank's file may be newer than another's, or missing
@@ -451,7 +519,9 @@ class PromptCache:
             with safe_open(self.file, "pt") as f:
                 metadata = f.metadata() or {}
                 if metadata.get("fused-llama") != self.KIND:
-                    raise ValueError(f"{self.file} is not a prompt cache of this program; it was left unchanged")
+                    raise ValueError(
+                        f"{self.file} is not a prompt cache of this program; it was left unchanged"
+                    )
                 if metadata.get("model") != self.metadata["model"]:
                     made = f"{self.file} was made with another model or other types ({metadata.get('types')})"
                     raise ValueError(f"{made}: delete it or name another")
@@ -460,17 +530,23 @@ class PromptCache:
             raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
 
     def keep(self, ids: list[int], cache: KVCache) -> None:
-        """Write the keys and values of ids, the first in the cache, unless the file has most of them. If a rank cannot,
-        all raise its OSError."""
+        """Write the keys and values of ids, the first in the cache, unless the file has most of
+        them. If a rank cannot, all raise its OSError."""
         same, n = len(os.path.commonprefix([self.tokens, ids])), len(ids)
         if 4 * same < 3 * n:
             self.ranks.gather(lambda: self._write(n, cache))
 
     def _write(self, n: int, cache: KVCache) -> None:
-        tensors = {name: torch.stack([t[:, :n] for t in kept]).cpu() for name, kept in (("k", cache.k), ("v", cache.v))}
+        tensors = {
+            name: torch.stack([t[:, :n] for t in kept]).cpu()
+            for name, kept in (("k", cache.k), ("v", cache.v))
+        }
         tensors["tokens"] = cache.tokens[:n].cpu()
         try:
-            with ending_cleanly(), TemporaryDirectory(prefix=f"{self.file.name}.", dir=self.file.parent) as beside:
+            with (
+                ending_cleanly(),
+                TemporaryDirectory(prefix=f"{self.file.name}.", dir=self.file.parent) as beside,
+            ):
                 file = Path(beside, "cache")  # renamed when it is whole
                 save_file(tensors, file, self.metadata)
                 file.replace(self.file)
@@ -479,9 +555,13 @@ class PromptCache:
 
 
 def fingerprint(model: Llama) -> str:
-    """A hash of what keys and values depend on: the configuration, the types, and up to 64 numbers of each matrix."""
+    """A hash of what keys and values depend on: the configuration, the types, and up to 64 numbers
+    of each matrix."""
     numbers = []
-    for t in [model.weights.embedding, *(t for matrix in model.weights.matrices for t in matrix.tensors)]:
+    for t in [
+        model.weights.embedding,
+        *(t for matrix in model.weights.matrices for t in matrix.tensors),
+    ]:
         t = t.to_dense() if t.is_mkldnn else t
         numbers += t.flatten()[:: max(1, t.numel() // 64)][:64].tolist()
     return hashlib.sha256(f"{model.config} {types(model)} {numbers}".encode()).hexdigest()
@@ -491,8 +571,8 @@ def fingerprint(model: Llama) -> str:
 
 
 def read_prompt(args: argparse.Namespace) -> str | None:
-    """The text of --prompt, of --file, or of standard input (for "--prompt -", or if it is not a terminal). None if
-    there is no prompt."""
+    """The text of --prompt, of --file, or of standard input (for "--prompt -", or if it is not a
+    terminal). None if there is no prompt."""
     if args.prompt not in (None, "-"):
         return args.prompt
     if args.file is None and args.prompt is None and sys.stdin.isatty():
@@ -505,7 +585,10 @@ def complete(session: Session, prompt: str) -> None:
     args, tokenizer = session.args, session.tokenizer
     ids = tokenizer.encode(prompt) or [i for i in (tokenizer.bos, tokenizer.eos) if i >= 0][:1]
     printer = Printer("" if args.no_display_prompt else prompt)
-    if session.answer(prompt, ids, printer, session.eos, args.stop, at_start=not prompt).ended_by == "interrupt":
+    if (
+        session.answer(prompt, ids, printer, session.eos, args.stop, at_start=not prompt).ended_by
+        == "interrupt"
+    ):
         raise KeyboardInterrupt
 
 
@@ -515,7 +598,9 @@ def save(args: argparse.Namespace) -> int:
     with ending_cleanly():
         file = save_model(args.model, args.save, **options)
     if not args.quiet:
-        note(f"saved     {file.parent}: {args.format} matrices, {file.name} of {file.stat().st_size:,} bytes")
+        note(
+            f"saved     {file.parent}: {args.format} matrices, {file.name} of {file.stat().st_size:,} bytes"
+        )
     return 0
 
 
@@ -525,14 +610,19 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.mode == "save":
         return save(args) if ranks.rank == 0 else 0  # one process does it
     ranks.join(pick_device(args.device, ranks))
-    args = ranks.broadcast(lambda: args)  # only rank 0 sees the terminal, and its random seed counts
+    # only rank 0 sees the terminal, and its random seed counts
+    args = ranks.broadcast(lambda: args)
     single = args.single_turn or args.prompt is not None or args.file is not None
-    prompt = None if args.mode == "chat" and not single else ranks.broadcast(lambda: read_prompt(args))
+    prompt = (
+        None if args.mode == "chat" and not single else ranks.broadcast(lambda: read_prompt(args))
+    )
     if args.system_file is not None:
         args.system = ranks.broadcast(lambda: read_input(args.system_file))
     session = Session(args, ranks, prompt)
     session.note(session.summary())
-    made_for_chat = args.chat_template is not None or session.tokenizer.chat_template != TEMPLATES["plain"]
+    made_for_chat = (
+        args.chat_template is not None or session.tokenizer.chat_template != TEMPLATES["plain"]
+    )
     code = 0
     try:
         if args.mode == "chat" or args.mode == "bare" and made_for_chat:
@@ -551,5 +641,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt, but Python takes a moment to exit
+    # nothing is left to interrupt, but Python takes a moment to exit
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)

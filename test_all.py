@@ -1,8 +1,8 @@
-"""The tests. `make test` runs them all; they need no GPU and no network. Inputs are random; each run prints its seed.
+"""The tests. `make test` runs them all; they need no GPU and no network. Inputs are random; each
+run prints its seed.
 
-The Triton kernels run on the GPU if there is one, otherwise in Triton's interpreter; either way they are compiled ahead
-of time for every supported architecture.
-"""
+The Triton kernels run on the GPU if there is one, otherwise in Triton's interpreter; either way
+they are compiled ahead of time for every supported architecture."""
 
 import codecs
 import contextlib
@@ -77,18 +77,47 @@ import speculation
 import training
 from chat import Chat, Printer
 from chat import columns as columns_of
-from checkpoint import Loader, check_groups, check_memory, load, parts_of, pick_dtype, read_config, read_part, save
+from checkpoint import (
+    Loader,
+    check_groups,
+    check_memory,
+    load,
+    parts_of,
+    pick_dtype,
+    read_config,
+    read_part,
+    save,
+)
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
 from fp8 import E4M3, E5M2, Matrix
 from int4 import INT4
 from kernels import FORMATS, PRODUCTS
 from launch import tl
-from model import BANNED, CHUNK, PADDED, Config, KVCache, Llama, Timings, captured, generate, rope_table
+from model import (
+    BANNED,
+    CHUNK,
+    PADDED,
+    Config,
+    KVCache,
+    Llama,
+    Timings,
+    captured,
+    generate,
+    rope_table,
+)
 from parallel import Ranks
 from sampling import Sampler, Sampling
 from speculation import Draft, Lookup, Pacer, Speculation
-from tokenizer import TEMPLATES, Prompt, TextStream, Tokenizer, encode_continuation, find_template, local_checkpoint
+from tokenizer import (
+    TEMPLATES,
+    Prompt,
+    TextStream,
+    Tokenizer,
+    encode_continuation,
+    find_template,
+    local_checkpoint,
+)
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HERE = Path(__file__).parent
@@ -107,9 +136,10 @@ def seeded():
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter():
-    """Rounds to bf16 to the nearest, as a GPU does: Triton's truncates, with errors up to twice as large. And it takes
-    a third of the time: it prepares Triton's language once, not at each call of a function, looks a type up once, and
-    does not compute whether integers overflow, which Triton's interpreter does and then ignores."""
+    """Rounds to bf16 to the nearest, as a GPU does: Triton's truncates, with errors up to twice as
+    large. And it takes a third of the time: it prepares Triton's language once, not at each call of
+    a function, looks a type up once, and does not compute whether integers overflow, which Triton's
+    interpreter does and then ignores."""
     if not ON_GPU:
         from triton.runtime import interpreter
 
@@ -128,17 +158,20 @@ def interpreter():
         interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
 
 
-ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}  # NMSE of an error of one ulp each
+# NMSE of an error of one ulp each
+ONE_UNIT = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-14, torch.float32: 1e-10}
 NAN, INF = float("nan"), float("inf")
 FLOATS_8 = {"e4m3": E4M3, "e5m2": E5M2}
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding, and values not finite on purpose
+# padding, and values not finite on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="only a GPU has graphs and tensor cores")
 not_hopper = "not ON_GPU or launch.capability(DEVICE) != 90"  # evaluated as a test starts
 needs_hopper = pytest.mark.skipif(not_hopper, reason="not a Hopper")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
-# ---- helpers: random tiny Llamas made by transformers, which is also the oracle; the program in this process
+# ---- helpers: random tiny Llamas made by transformers, which is also the oracle; the program in
+# this process
 
 
 RAMP = dict(
@@ -192,14 +225,17 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def logits_of(model, ids, *sizes: int, cache: KVCache | None = None) -> torch.Tensor:
     """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
-    cache, ids = KVCache(model) if cache is None else cache, torch.as_tensor(ids, device=model.device)
+    cache, ids = (
+        KVCache(model) if cache is None else cache,
+        torch.as_tensor(ids, device=model.device),
+    )
     return torch.cat([model.forward(part, cache).cpu() for part in ids.split(sizes or len(ids))])
 
 
 def logits_of_prompts(model, prompts, *sizes: int) -> torch.Tensor:
-    """Logits of several prompts. Errors in 16 bits are measured over these, since one prompt can mislead: where two
-    keys are nearly tied, one of two equally exact models may err several times as much (in 4% of prompts over twice).
-    """
+    """Logits of several prompts. Errors in 16 bits are measured over these, since one prompt can
+    mislead: where two keys are nearly tied, one of two equally exact models may err several times
+    as much (in 4% of prompts over twice)."""
     return torch.cat([logits_of(model, ids, *sizes) for ids in prompts])
 
 
@@ -208,18 +244,22 @@ def nmse(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
-    assert ours.shape == theirs.shape and nmse(ours, theirs) < tolerance**2, nmse(ours, theirs) ** 0.5
+    assert ours.shape == theirs.shape and nmse(ours, theirs) < tolerance**2, (
+        nmse(ours, theirs) ** 0.5
+    )
 
 
 def assert_equals_transformers(folder: Path, theirs):
-    """-> our model of a folder, in fp32 on the CPU, whose logits are those of transformers' model."""
+    """-> our model of a folder, in fp32 on the CPU, whose logits are those of transformers'
+    model."""
     ours, ids = load(folder, dtype="fp32", device="cpu"), torch.randint(250, (100,)).tolist()
     assert_close(logits_of(ours, ids), oracle(theirs, ids))
     return ours
 
 
 def assert_refused(result: tuple[int, str, str], *said: str, code: int = 1) -> None:
-    """A run (exit code, stdout, stderr) that ended with nothing but an error of one line, which says this."""
+    """A run (exit code, stdout, stderr) that ended with nothing but an error of one line, which
+    says this."""
     seen, out, err = result
     assert seen == code and out == "" and err.startswith("error: ") and err.count("\n") == 1, result
     assert all(text in err for text in said), err
@@ -240,9 +280,13 @@ def edit(file: Path, **fields) -> None:
 
 def train_sentencepiece(folder: Path, text: str = TEXT * 20, **options) -> None:
     (folder / "text").write_text(text)
-    options = dict(vocab_size=350, normalization_rule_name="identity", remove_extra_whitespaces=False) | options
+    options = (
+        dict(vocab_size=350, normalization_rule_name="identity", remove_extra_whitespaces=False)
+        | options
+    )
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), model_type="bpe", byte_fallback=True,
+        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), model_type="bpe",
+        byte_fallback=True,
         hard_vocab_limit=False, minloglevel=2, **options,
     )  # fmt: skip
 
@@ -251,7 +295,9 @@ def train_sentencepiece(folder: Path, text: str = TEXT * 20, **options) -> None:
 def tiny(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     train_sentencepiece(folder)
-    size = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).vocab_size()
+    size = sentencepiece.SentencePieceProcessor(
+        model_file=str(folder / "tokenizer.model")
+    ).vocab_size()
     torch.manual_seed(0)
     hugging_face_model(size, **FAMILIES["gqa"]).save_pretrained(folder)
     return folder
@@ -313,7 +359,9 @@ def fails(error: BaseException):
 
 def conversation(*texts: str, system: str = "") -> list[dict]:
     """What the user and the assistant say in turn."""
-    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
     return ([{"role": "system", "content": system}] if system else []) + turns
 
 
@@ -323,7 +371,9 @@ def spoil_tensors(change=lambda tensors: None, **metadata):
     def spoil(folder: Path) -> None:
         file = folder / "model.safetensors"
         with safe_open(file, "pt") as f:
-            held = f.metadata() | {name.replace("_", "-"): value for name, value in metadata.items()}
+            held = f.metadata() | {
+                name.replace("_", "-"): value for name, value in metadata.items()
+            }
         tensors = load_file(file)
         change(tensors)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, held)
@@ -346,7 +396,8 @@ def set_one(name: str, value: float):
 
 @pytest.fixture
 def hears_signals():
-    """SIGTERM and SIGHUP as a program usually has them, even where the tests' own parent ignores them (nohup)."""
+    """SIGTERM and SIGHUP as a program usually has them, even where the tests' own parent ignores
+    them (nohup)."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     yield numbers
@@ -356,7 +407,11 @@ def hears_signals():
 
 def without_interpreter(call: str) -> None:
     """Call a function of this file in a process of its own, where Triton compiles."""
-    environment = os.environ | {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    environment = os.environ | {
+        "COMPILES": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "0",
+    }
     command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -366,18 +421,40 @@ def as_if_on(arch: int) -> None:
     """In such a process, compile as if for a GPU of this architecture."""
     from triton.runtime import driver
 
-    current = dict(device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", arch, 32))
-    driver.set_active(SimpleNamespace(**{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}))
-    for module in (launch, kernels, attention, hopper, sampling, fp8, int4, training, parallel, speculation):
+    current = dict(
+        device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
+    )
+    driver.set_active(
+        SimpleNamespace(
+            **{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}
+        )
+    )
+    for module in (
+        launch,
+        kernels,
+        attention,
+        hopper,
+        sampling,
+        fp8,
+        int4,
+        training,
+        parallel,
+        speculation,
+    ):
         module.capability, module.processors = lambda device: arch, lambda device: 132
 
 
 def decode_in_graphs(monkeypatch, padded=()) -> None:
-    """Without a GPU, as on one; but graphs run what they would have captured. padded: lengths of prompts that do."""
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    """Without a GPU, as on one; but graphs run what they would have captured. padded: lengths of
+    prompts that do."""
+    event = SimpleNamespace(
+        record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0
+    )
     monkeypatch.setattr(Llama, "uses_graphs", True)
     monkeypatch.setattr("model.PADDED", padded)
-    graph = lambda run, device, reset, pool=None: (run(), reset()) and SimpleNamespace(replay=run, pool=lambda: None)
+    graph = lambda run, device, reset, pool=None: (
+        (run(), reset()) and SimpleNamespace(replay=run, pool=lambda: None)
+    )
     for module in ("model", "speculation"):
         monkeypatch.setattr(f"{module}.captured", graph)
     for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
@@ -387,7 +464,8 @@ def decode_in_graphs(monkeypatch, padded=()) -> None:
 # ---- kernels: compiled for every architecture, with no GPU present; first, since it takes longest
 
 
-ARCHITECTURES = {80: 99, 89: 99, 90: 227, 120: 99}  # and the kilobytes of shared memory that a program may use
+# and the kilobytes of shared memory that a program may use
+ARCHITECTURES = {80: 99, 89: 99, 90: 227, 120: 99}
 
 
 def launch_all(dtype: torch.dtype, arch: int) -> None:
@@ -396,12 +474,16 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
     several = launch.StreamSizes(2, 2048, 3, 3)  # rows, and blocks of a row
     one_block = launch.StreamSizes(1, 4096, 3, 3)
-    kernels.stream_sizes = lambda _, bits, op, K: several if half and op == "rmsnorm_swiglu" else one_block
+    kernels.stream_sizes = lambda _, bits, op, K: (
+        several if half and op == "rmsnorm_swiglu" else one_block
+    )
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
     one, scratch = new(1, dtype=torch.int32), launch.Scratch(DEVICE)
-    blank = lambda N, K, format: Matrix(format.empty(N, K, DEVICE) if format else new(N, K), format, (N, K))
+    blank = lambda N, K, format: Matrix(
+        format.empty(N, K, DEVICE) if format else new(N, K), format, (N, K)
+    )
 
     def run_ops(ops, T: int, heads=(8, 8, 128), format=None, **extra) -> None:
         for op in ops:
@@ -412,18 +494,23 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         run_ops(OPS, T)
     for T in (13, 60) if half else ():
         run_ops(["attention", "linear_add"], T)
-    for heads, T in (((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)) if half else ():
+    for heads, T in (
+        (((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)) if half else ()
+    ):
         run_ops(["attention"], T, heads)
     for T in (1, 3):
         run_ops(PRODUCTS if half else PRODUCTS[1::2], T, format=E4M3)
         run_ops(["linear_add"], T, format=E5M2)
     for T in (13, 60) if half else ():
         run_ops(["linear_add"], T, format=E4M3)
-    forms = (INT4, GROUPED, *HELD) if arch in (80, 90) else (INT4, quants.E4M3_128)  # no other instructions
+    # no other instructions
+    forms = (INT4, GROUPED, *HELD) if arch in (80, 90) else (INT4, quants.E4M3_128)
     for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
         kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
     kernels.fused.rmsnorm_swiglu(new(1, 4096), new(4096), blank(66, 4096, INT4), 1e-5)
-    fp8._recode(blank(66, 4096, INT4), new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32))
+    fp8._recode(
+        blank(66, 4096, INT4), new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32)
+    )
     for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
         for extra in (dict(bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
             run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, **extra)
@@ -432,7 +519,9 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         w, output = blank(C, F, form), blank(V, C, form)
         exchange = parallel.Exchange([w, output], 0, [0, 0], new(2 * (C + V), dtype=torch.int64))
         exchange.linear_add(new(1, F), w, new(1, C))
-        exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, new(1, 2 * V - 1, dtype=torch.float32))
+        exchange.rmsnorm_linear(
+            new(1, C), new(C), output, 1e-5, new(1, 2 * V - 1, dtype=torch.float32)
+        )
     for norm in (None, new(512)):
         kernels.encode_rows(new(3, 512), norm, 1e-5)
     for T, D in ((1, 128), (100, 128 if half else 64)):
@@ -445,34 +534,50 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         run_ops(["attention"], 100, accumulate="fp16")
     if arch == 90:  # Hopper's own kernels for prompts: attention, the product with INT4
         run_ops(["attention"], 512)
-        for T, N in ((20, 16), (100, 9008), (600, 9008))[: 3 if half else 1]:  # tiles of 64, 128 and 256 tokens
+        # tiles of 64, 128 and 256 tokens
+        for T, N in ((20, 16), (100, 9008), (600, 9008))[: 3 if half else 1]:
             w = blank(N, 1024, INT4)
             x, out = (new(T, 1024, dtype=torch.int8), new(T, 1, dtype=torch.float32)), new(T, N)
             for add in (False, True):
                 hopper.int4_linear(*x, w.tensors, out, add)
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
-    changes = (dict(), dict(temp=0), dict(top_k=0, repeat_penalty=1.1), dict(top_k=1000), dict(top_p=1))
+    changes = (
+        dict(),
+        dict(temp=0),
+        dict(top_k=0, repeat_penalty=1.1),
+        dict(top_k=1000),
+        dict(top_p=1),
+    )
     for settings in (*changes, dict(top_k=0, top_p=1)):
         sampler = Sampler(DEVICE, Sampling(**settings))
         kernels.fused.sample(new(1, 32000, dtype=torch.float32), *ids, one, sampler)
     kernels.fused.sample(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
     cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
-    gpu = SimpleNamespace(cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32))
+    gpu = SimpleNamespace(
+        cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32)
+    )
     Lookup(4).enqueue_proposals(gpu, 5)
     speculation._OnGpu.accept(gpu, 5)
     launch_training(dtype)
 
 
 def launch_training(dtype: torch.dtype) -> None:
-    """Launch the training ops and their gradients, with shapes of real models and with odd ones; with and without
-    optional arguments."""
-    new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
+    """Launch the training ops and their gradients, with shapes of real models and with odd ones;
+    with and without optional arguments."""
+    new = lambda *shape, dtype=dtype: torch.zeros(
+        shape, dtype=dtype, requires_grad=dtype.is_floating_point
+    )
     ops, fp32, targets = training.fused, torch.float32, new(2, dtype=torch.int64)
-    outputs = [ops.linear(new(300, 16), new(2304, 16), new(2304)), *(ops.swiglu(new(16, 2 * F)) for F in (2112, 53))]
+    outputs = [
+        ops.linear(new(300, 16), new(2304, 16), new(2304)),
+        *(ops.swiglu(new(16, 2 * F)) for F in (2112, 53)),
+    ]
     for V, kind in ((32000, dtype), (128256, fp32), (201, dtype)):
         outputs.append(ops.cross_entropy(new(2, V, dtype=kind), targets))
     for C, residual, p in ((768, fp32, 0.1), (4096, dtype, 0.0)):
-        outputs += ops.rmsnorm(new(40, C, dtype=residual), new(40, C), new(C, dtype=fp32), 1e-5, dtype, p)
+        outputs += ops.rmsnorm(
+            new(40, C, dtype=residual), new(40, C), new(C, dtype=fp32), 1e-5, dtype, p
+        )
     outputs += ops.rmsnorm(new(40, 72), None, new(72), 1e-5, dtype)[1:]
     for D in (128, 24):
         outputs += ops.rope(new(2, 8, 8 * D), *[torch.zeros(8, D // 2)] * 2, 4, 2)
@@ -482,8 +587,9 @@ def launch_training(dtype: torch.dtype) -> None:
 
 
 def compile_kernels(arch: int) -> None:
-    """Compile every kernel for an architecture, to machine code that fits into shared memory. 86 assembles the PTX of
-    80, as Triton would compile for it; 89 has the same PTX, except where its instructions for 8-bit floats are used."""
+    """Compile every kernel for an architecture, to machine code that fits into shared memory. 86
+    assembles the PTX of 80, as Triton would compile for it; 89 has the same PTX, except where its
+    instructions for 8-bit floats are used."""
     from triton import knobs
 
     compiled, with_fp16_sums = set(), set()
@@ -504,7 +610,9 @@ def compile_kernels(arch: int) -> None:
             assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
         if constants.get("FP16_SUMS"):
             with_fp16_sums.add(name)
-            assert arch >= 90 or "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, "no fp16 sums"
+            assert arch >= 90 or "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, (
+                "no fp16 sums"
+            )
 
     as_if_on(arch)
     launch.start = hopper.start = start
@@ -530,7 +638,16 @@ def test_kernels_compile():
 
 
 def read_config_like(**fields) -> Config:
-    base = dict(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=8, hidden_dim=64, vocab_size=100, norm_eps=1e-5)
+    base = dict(
+        dim=32,
+        n_layers=1,
+        n_heads=4,
+        n_kv_heads=4,
+        head_dim=8,
+        hidden_dim=64,
+        vocab_size=100,
+        norm_eps=1e-5,
+    )
     return Config(**(base | fields))
 
 
@@ -549,7 +666,8 @@ def test_cache_reuses_the_common_beginning(tiny_model):
 
 
 @pytest.mark.parametrize("name, wrong", [
-    ("format", "e9"), ("format", True), ("dtype", "fp64"), ("accumulate", "x"), ("backend", "cuda"), ("ctx_size", -5),
+    ("format", "e9"), ("format", True), ("dtype", "fp64"), ("accumulate", "x"), ("backend", "cuda"),
+    ("ctx_size", -5),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(tiny, tmp_path, name, wrong):
     with pytest.raises(ValueError, match=f"{name} is {wrong!r}; it must be"):
@@ -562,11 +680,20 @@ def test_wrong_arguments_are_named(tiny, tmp_path, name, wrong):
 
 def test_wrong_prompts_are_named(tiny, tiny_model):
     V = tiny_model.config.vocab_size
-    refused = [([1, bad, 5], f"the prompt contains the id {bad}; the model's are 0") for bad in (-1, V, 1 << 40)]
-    refused += [(bad, "a prompt is a list of ids: tokenizer.encode") for bad in ("text", ["text", "more"], [[1, 5]])]
+    refused = [
+        ([1, bad, 5], f"the prompt contains the id {bad}; the model's are 0")
+        for bad in (-1, V, 1 << 40)
+    ]
+    refused += [
+        (bad, "a prompt is a list of ids: tokenizer.encode")
+        for bad in ("text", ["text", "more"], [[1, 5]])
+    ]
     refused.append(([], "is empty"))
     for prompt, said in refused:
-        for evaluate in (lambda p: greedy(tiny_model, p, 1), lambda p: tiny_model.forward(p, KVCache(tiny_model))):
+        for evaluate in (
+            lambda p: greedy(tiny_model, p, 1),
+            lambda p: tiny_model.forward(p, KVCache(tiny_model)),
+        ):
             with pytest.raises((TypeError, ValueError), match=said):
                 evaluate(prompt)
     with pytest.raises(TypeError, match="a list of ids"):
@@ -580,7 +707,14 @@ def test_wrong_prompts_are_named(tiny, tiny_model):
 def test_an_ignored_eos_is_never_sampled(tiny_model):
     every_but_7 = {*range(tiny_model.config.vocab_size)} - {7}
     for settings in (Sampling(temp=0), Sampling(), Sampling(temp=INF, top_k=0, top_p=1, min_p=0)):
-        assert list(generate(tiny_model, [1, 5], n=5, sampling=settings, eos=every_but_7, ignore_eos=True)) == [7] * 5
+        assert (
+            list(
+                generate(
+                    tiny_model, [1, 5], n=5, sampling=settings, eos=every_but_7, ignore_eos=True
+                )
+            )
+            == [7] * 5
+        )
     cache = KVCache(tiny_model)
     greedy(tiny_model, [1, 5], 1, cache, eos=[-1], ignore_eos=True)
     assert not cache.never, "no eos is not the last id"
@@ -601,33 +735,47 @@ def test_context_to_its_last_slot(tiny, kv_fp8, backend):
 
 def test_accumulate_reaches_the_ops(tiny, monkeypatch):
     seen, norm = [], kernels.reference.rmsnorm_linear
-    monkeypatch.setattr(kernels.reference, "rmsnorm_linear", lambda *a: seen.append(a[-1]) or norm(*a))
+    monkeypatch.setattr(
+        kernels.reference, "rmsnorm_linear", lambda *a: seen.append(a[-1]) or norm(*a)
+    )
     for accumulate in ("auto", "fp32"):
         logits_of(load(tiny, device="cpu", accumulate=accumulate), [1, 2, 3])
     assert seen == ["auto", "fp32"]
 
 
-@pytest.mark.parametrize("dtype, limit", [("fp32", 1e-4), ("fp16", 0.01), ("bf16", 0.05)])  # roundings of 2^-12, 2^-9
+# roundings of 2^-12, 2^-9
+@pytest.mark.parametrize("dtype, limit", [("fp32", 1e-4), ("fp16", 0.01), ("bf16", 0.05)])
 def test_fused_model_is_the_reference_model(tiny, dtype, limit):
     exact, plain, fused = (
         load(tiny, dtype=d, device=DEVICE.type, backend=b)
         for d, b in (("fp32", "torch"), (dtype, "torch"), (dtype, "triton"))
     )
     prompts = torch.randint(3, 300, (1 if dtype == "fp32" else 8, 19))
-    right, by_torch, ours = (logits_of_prompts(model, prompts, 17, 1, 1) for model in (exact, plain, fused))
+    right, by_torch, ours = (
+        logits_of_prompts(model, prompts, 17, 1, 1) for model in (exact, plain, fused)
+    )
     assert_close(by_torch, right, limit)
-    assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, "less exact than torch in the same type"
+    assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, (
+        "less exact than torch in the same type"
+    )
     if dtype == "fp32":
         for sampling in (Sampling(seed=SEED), Sampling(temp=0, repeat_penalty=1.3)):
-            ours, theirs = (list(generate(m, [1, 5, 9], n=2, sampling=sampling, eos=[])) for m in (fused, exact))
+            ours, theirs = (
+                list(generate(m, [1, 5, 9], n=2, sampling=sampling, eos=[])) for m in (fused, exact)
+            )
             assert ours == theirs
 
 
 @pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
 def test_no_step_sees_an_old_position(tiny, how):
-    """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not overlap."""
+    """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not
+    overlap."""
     steps = 3000 if ON_GPU else 4
-    sizes = [1] * steps if how == "single steps" else [random.choice((1, 2, 17, 40)) for _ in range(steps // 20 or 2)]
+    sizes = (
+        [1] * steps
+        if how == "single steps"
+        else [random.choice((1, 2, 17, 40)) for _ in range(steps // 20 or 2)]
+    )
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
     model, plain = (load(tiny, backend=backend, **options) for backend in ("triton", "torch"))
     cache, expected = KVCache(model), KVCache(plain)
@@ -649,17 +797,24 @@ def test_no_step_sees_an_old_position(tiny, how):
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_weights_not_finite(copy, kv_fp8, backend):
-    """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a masked one."""
+    """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a
+    masked one."""
     sound = load_file(copy / "model.safetensors")
-    names = sorted((name for name in sound if "layers.1" not in name), reverse=True)  # the last is the output matrix
+    # the last is the output matrix
+    names = sorted((name for name in sound if "layers.1" not in name), reverse=True)
     spoiled = itertools.product(names, (NAN, INF, -INF))
     if backend == "triton":
-        spoiled = [(f"model.layers.0.self_attn.{x}_proj.weight", bad) for x, bad in zip("qkv", (NAN, NAN, INF))]
+        spoiled = [
+            (f"model.layers.0.self_attn.{x}_proj.weight", bad)
+            for x, bad in zip("qkv", (NAN, NAN, INF))
+        ]
     for name, bad in spoiled:
         tensors = sound | {name: sound[name].clone()}
         tensors[name].view(-1)[5 + 3 * 64 * (sound[name].dim() - 1)] = bad
         save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-        model = load(copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
+        model = load(
+            copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8
+        )
         for prompt in ([3], [1, 3, 6]):
             with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
                 greedy(model, prompt, 1)
@@ -670,7 +825,9 @@ def test_weights_not_finite(copy, kv_fp8, backend):
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_cache_not_finite(tiny, kv_fp8, backend):
-    model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
+    model = load(
+        tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8
+    )
     cache, prompt = KVCache(model), [1, 5, 6]
     greedy(model, prompt, 0, cache)
     for (which, bad), new in itertools.product((("k", NAN), ("v", INF)), ([7], [7, 8, 9])):
@@ -687,7 +844,8 @@ def test_padded_prompts_are_the_prompts(monkeypatch):
     """The first of each padded length is captured, the others are replayed."""
     model = load(run.DEFAULT_MODEL, device=DEVICE.type, dtype="auto" if ON_GPU else "fp32")
     model.weights.embedding = model.weights.embedding.clone()
-    model.weights.embedding[0] = torch.nan  # what stands beyond the prompt counts for nothing, not even as 0 * NaN
+    # what stands beyond the prompt counts for nothing, not even as 0 * NaN
+    model.weights.embedding[0] = torch.nan
     if not ON_GPU:
         decode_in_graphs(monkeypatch, PADDED)
     with torch.inference_mode():
@@ -701,7 +859,9 @@ def test_padded_prompts_are_the_prompts(monkeypatch):
     assert [*cache.prompt_graphs] == [32, 8, 128]
 
 
-@pytest.mark.parametrize("work, lengths", [(2e11, [320, 320, None, None]), (0, [None, 320, None, None])])
+@pytest.mark.parametrize(
+    "work, lengths", [(2e11, [320, 320, None, None]), (0, [None, 320, None, None])]
+)
 def test_prompts_are_padded_where_it_pays(tiny_model, monkeypatch, work, lengths):
     """Others are captured only at exactly one of the lengths; a single token never."""
     decode_in_graphs(monkeypatch, padded=(320,))
@@ -715,7 +875,11 @@ def test_model_on_another_gpu(tiny):
     first, second = (load(tiny, dtype="fp32", device=f"cuda:{i}") for i in range(2))
     expected = greedy(first, [1, 5, 9], 20)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(greedy, second, [1, 5, 9], 20).result() == greedy(second, [1, 5, 9], 20) == expected
+        assert (
+            pool.submit(greedy, second, [1, 5, 9], 20).result()
+            == greedy(second, [1, 5, 9], 20)
+            == expected
+        )
 
 
 @needs_gpu
@@ -739,7 +903,11 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr("model.compile_kernels", lambda run, device: run())
     seen, resets = [], []
-    captured(lambda: seen.append(gc.isenabled()), DEVICE, lambda: resets.append((len(seen), gc.isenabled())))
+    captured(
+        lambda: seen.append(gc.isenabled()),
+        DEVICE,
+        lambda: resets.append((len(seen), gc.isenabled())),
+    )
     assert seen == [True, True, False] and resets == [(1, True), (3, True)] and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
         captured(lambda: 1 / gc.isenabled(), DEVICE)
@@ -763,7 +931,9 @@ def test_warm_up_needs_a_gpu_and_triton(tiny, backend):
         load(tiny, device=DEVICE.type, backend=backend, warm_up=lambda model: 1 / 0)
 
 
-@pytest.mark.parametrize("flags, text, more", [("-p fox", "fox", 0), ("--chat -p fox -sys crow", "crowfox", 32)])
+@pytest.mark.parametrize(
+    "flags, text, more", [("-p fox", "fox", 0), ("--chat -p fox -sys crow", "crowfox", 32)]
+)
 def test_warm_up_of_the_command_line(cli, tiny, monkeypatch, flags, text, more):
     """What the prompt and the sampling flags need."""
     seen = []
@@ -778,7 +948,8 @@ def test_warm_up_of_the_command_line(cli, tiny, monkeypatch, flags, text, more):
 
 
 def check_warm_up(folder: str) -> None:
-    """That the kernels compiled while models are loaded are those that `generate` launches, as if on Hopper."""
+    """That the kernels compiled while models are loaded are those that `generate` launches, as if
+    on Hopper."""
     from triton import compiler
 
     loads = (  # family, tokens of the prompt, options of load, of Sampling
@@ -798,31 +969,45 @@ def check_warm_up(folder: str) -> None:
         key = f"{source.fn.__name__} {source.hash()} {options}"
         compiled.add(key)
         run = lambda *_: launched.add(key)
-        return SimpleNamespace(run=run, launch_metadata=lambda *_: None, function=None, packed_metadata=None)
+        return SimpleNamespace(
+            run=run, launch_metadata=lambda *_: None, function=None, packed_metadata=None
+        )
 
     as_if_on(90)
     compiler.compile = compile
     launch.INTERPRETED = True  # for load, which finds no GPU
     torch.cuda.set_device = lambda device: None
-    torch._scaled_mm = lambda x, w, *_, out_dtype, **__: torch.zeros(len(x), w.shape[1], dtype=out_dtype)
+    torch._scaled_mm = lambda x, w, *_, out_dtype, **__: torch.zeros(
+        len(x), w.shape[1], dtype=out_dtype
+    )
     sizes = dict(hidden_size=512, intermediate_size=768, max_position_embeddings=1024)
     modules = (kernels, attention, hopper, sampling, fp8)
     for family, T, options, settings in loads:
         saved, s = Path(folder, family), Sampling(**settings)
         if not saved.exists():
-            hugging_face_model(**FAMILIES[family] | sizes | dict(head_dim=128)).half().save_pretrained(saved)
+            hugging_face_model(
+                **FAMILIES[family] | sizes | dict(head_dim=128)
+            ).half().save_pretrained(saved)
         with pytest.MonkeyPatch.context() as patch:
             decode_in_graphs(patch, PADDED)
-            for kernel in itertools.chain.from_iterable(vars(module).values() for module in modules):
+            for kernel in itertools.chain.from_iterable(
+                vars(module).values() for module in modules
+            ):
                 getattr(kernel, "device_caches", {}).clear()
             compiled.clear()
             launched.clear()
             warm_up = lambda model, T=T, s=s: model.warm_up(T, s)
-            model = load(saved, device="cpu", backend="triton", warm_up=warm_up, quiet=True, **options)
+            model = load(
+                saved, device="cpu", backend="triton", warm_up=warm_up, quiet=True, **options
+            )
             early = {*compiled}
             assert early and not launched
             list(generate(model, [5] * T, n=2, sampling=s, eos=[]))
-            assert launched == early == compiled, (family, sorted(launched - early), sorted(early - launched))
+            assert launched == early == compiled, (
+                family,
+                sorted(launched - early),
+                sorted(early - launched),
+            )
 
 
 def test_warm_up_compiles_what_is_launched(tmp_path):
@@ -830,7 +1015,8 @@ def test_warm_up_compiles_what_is_launched(tmp_path):
 
 
 def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
-    """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read anew."""
+    """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read
+    anew."""
     recorded, captures = [], []
 
     def record(*arguments, **constants) -> None:
@@ -842,12 +1028,30 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
         run()
         reset()
         captures.append(launches := [*recorded])
-        return SimpleNamespace(replay=lambda: [launch() for launch in launches] + [model.step(1, cache)])
+        return SimpleNamespace(
+            replay=lambda: [launch() for launch in launches] + [model.step(1, cache)]
+        )
 
     model = load(tiny, dtype="fp32", device=DEVICE, backend="torch", ctx_size=64)
-    cache, first = KVCache(model), Sampling(temp=2.0, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30)
-    changes = [dict(), dict(seed=SEED), dict(seed=(1 << 63) - 1), dict(temp=1.3), dict(temp=1e-9), dict(top_k=7)]
-    changes += [dict(top_p=0.4), dict(min_p=0.3), dict(min_p=0), dict(repeat_penalty=1.9), dict(repeat_last_n=20)]
+    cache, first = (
+        KVCache(model),
+        Sampling(temp=2.0, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30),
+    )
+    changes = [
+        dict(),
+        dict(seed=SEED),
+        dict(seed=(1 << 63) - 1),
+        dict(temp=1.3),
+        dict(temp=1e-9),
+        dict(top_k=7),
+    ]
+    changes += [
+        dict(top_p=0.4),
+        dict(min_p=0.3),
+        dict(min_p=0),
+        dict(repeat_penalty=1.9),
+        dict(repeat_last_n=20),
+    ]
     every = [replace(first, **change) for change in changes]
     expected = [list(generate(model, [1, 5, 9], n=8, sampling=s, eos=[])) for s in every]
     assert len({*map(tuple, expected)}) > 6
@@ -857,7 +1061,12 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
     monkeypatch.setattr("model.captured", captured)
     assert [list(generate(model, [1, 5, 9], cache, 8, s, eos=[])) for s in every] == expected
     assert len(captures) == 1
-    for other in (Sampling(temp=0), Sampling(top_p=1), Sampling(top_k=100), Sampling(repeat_penalty=1.1)):
+    for other in (
+        Sampling(temp=0),
+        Sampling(top_p=1),
+        Sampling(top_k=100),
+        Sampling(repeat_penalty=1.1),
+    ):
         list(generate(model, [1, 5, 9], cache, 1, other, eos=[]))
     list(generate(model, [1, 5, 9], KVCache(model), 1, other, eos=[]))
     list(generate(model, [1, 5, 9], cache, 1, other, eos=[3], ignore_eos=True))
@@ -872,7 +1081,8 @@ GUARD, MARGIN = 77.0, 64
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Outputs are filled with NaN before the op, between guard values. -> a check that the guards are intact."""
+    """Outputs are filled with NaN before the op, between guard values. -> a check that the guards
+    are intact."""
     buffers, original = [], torch.Tensor.new_empty  # the interpreter calls it too, with a device
 
     def new_empty(self, *shape, **options) -> torch.Tensor:
@@ -917,36 +1127,58 @@ def encoded(arguments: tuple, format) -> list:
     return [encode(a) if format and isinstance(a, Matrix) else a for a in arguments]
 
 
-def op_arguments(op: str, dtype: torch.dtype, heads: tuple, T: int, before: int, S: int = 0) -> tuple[tuple, tuple]:
+def op_arguments(
+    op: str, dtype: torch.dtype, heads: tuple, T: int, before: int, S: int = 0
+) -> tuple[tuple, tuple]:
     """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, by index."""
     H, KH, D = heads
     C, F, V, S = 8 * (2 * H + 1), 52, 101, S or before + T + 9
     pos, scratch = torch.tensor([before], dtype=torch.int32, device=DEVICE), launch.Scratch(DEVICE)
-    table, tokens = torch.randn(S, D // 2, 2, device=DEVICE), torch.randint(0, V, (S,), device=DEVICE).int()
+    table, tokens = (
+        torch.randn(S, D // 2, 2, device=DEVICE),
+        torch.randint(0, V, (S,), device=DEVICE).int(),
+    )
     # activations as large as real outliers, or so small that epsilon is most of the sum
-    x, norm, eps = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype), 1e-5
+    x, norm, eps = (
+        randn(T, C, dtype=dtype, scale=3000 if before else 0.003),
+        randn(C, dtype=dtype),
+        1e-5,
+    )
     cache = [randn(KH, S, D, dtype=dtype) for _ in range(2)]
     matrix = lambda rows, columns: Matrix(randn(rows, columns, dtype=dtype, scale=columns**-0.5))
     return {
         "embedding": lambda: ((tokens, pos, T, randn(V, C, dtype=dtype)), ()),
         "rmsnorm": lambda: ((x, norm, eps), ()),
-        "rmsnorm_qkv_rope": lambda: ((x, norm, matrix((H + 2 * KH) * D, C), table, *cache, pos, eps), (4, 5)),
+        "rmsnorm_qkv_rope": lambda: (
+            (x, norm, matrix((H + 2 * KH) * D, C), table, *cache, pos, eps),
+            (4, 5),
+        ),
         "attention": lambda: ((randn(T, H, D, dtype=dtype), *cache, pos, scratch), ()),
-        "linear_add": lambda: ((randn(T, F, dtype=dtype), matrix(C, F), randn(T, C, dtype=dtype)), (2,)),
+        "linear_add": lambda: (
+            (randn(T, F, dtype=dtype), matrix(C, F), randn(T, C, dtype=dtype)),
+            (2,),
+        ),
         "rmsnorm_swiglu": lambda: ((x, norm, matrix(2 * F, C), eps), ()),
-        "rmsnorm_linear": lambda: ((x, norm, matrix(V, C), eps, torch.full((T, V), NAN, device=DEVICE)), (4,)),
+        "rmsnorm_linear": lambda: (
+            (x, norm, matrix(V, C), eps, torch.full((T, V), NAN, device=DEVICE)),
+            (4,),
+        ),
     }[op]()
 
 
-OPS = [name for name in vars(kernels.fused) if "sample" not in name]  # sampling is tested below, by what it chooses
-ROUNDED_TWICE = {"rmsnorm_swiglu": 1.5**2}  # for several tokens: norm, the library's matmul, output; half a place each
-DTYPE_AND_HEADS = [(torch.float16, heads) for heads in ((2, 2, 16), (4, 1, 24), (6, 2, 8), (1, 1, 136))]
+# sampling is tested below, by what it chooses
+OPS = [name for name in vars(kernels.fused) if "sample" not in name]
+# for several tokens: norm, the library's matmul, output; half a place each
+ROUNDED_TWICE = {"rmsnorm_swiglu": 1.5**2}
+DTYPE_AND_HEADS = [
+    (torch.float16, heads) for heads in ((2, 2, 16), (4, 1, 24), (6, 2, 8), (1, 1, 136))
+]
 DTYPE_AND_HEADS += [(torch.bfloat16, (4, 1, 24))]
 
 
 def equals_reference(op: str, draws: list[tuple], written: tuple, limit: float) -> None:
-    """Whether an op does what its reference does in fp32, on average over several draws of its arguments, writes where
-    it should, and leaves its inputs as they are."""
+    """Whether an op does what its reference does in fp32, on average over several draws of its
+    arguments, writes where it should, and leaves its inputs as they are."""
     errors = {}
     for arguments in draws:
         mine, exact = cloned(arguments), cloned([as_fp32(a) for a in arguments])
@@ -957,7 +1189,10 @@ def equals_reference(op: str, draws: list[tuple], written: tuple, limit: float) 
             for i in written:  # other positions of the cache
                 assert torch.equal(mine[i][:, : new.start], arguments[i][:, : new.start])
                 assert torch.equal(mine[i][:, new.stop :], arguments[i][:, new.stop :])
-        for name, a, b in [("y", ours, right), *((i, mine[i][:, new], exact[i][:, new]) for i in written)]:
+        for name, a, b in [
+            ("y", ours, right),
+            *((i, mine[i][:, new], exact[i][:, new]) for i in written),
+        ]:
             assert a.shape == b.shape
             errors.setdefault(name, []).append(nmse(a, b))
         for i, was in enumerate(arguments):
@@ -978,18 +1213,28 @@ def test_tables_have_the_same_ops_and_signatures():
 def test_op_equals_its_reference(dtype, heads, T, before, guarded):
     for op in OPS:
         arguments, written = op_arguments(op, dtype, heads, T, before)
-        equals_reference(op, [arguments], written, ONE_UNIT[dtype] * (ROUNDED_TWICE.get(op, 1) if T > 1 else 1))
+        equals_reference(
+            op, [arguments], written, ONE_UNIT[dtype] * (ROUNDED_TWICE.get(op, 1) if T > 1 else 1)
+        )
     H, KH, D = heads
-    bias, qk_norm = (randn(*shape, dtype=dtype, scale=30) for shape in (((H + 2 * KH) * D,), (2, D)))
-    limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)  # in a prompt, norm, matmul, its norm and q are rounded
+    bias, qk_norm = (
+        randn(*shape, dtype=dtype, scale=30) for shape in (((H + 2 * KH) * D,), (2, D))
+    )
+    # in a prompt, norm, matmul, its norm and q are rounded
+    limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)
     arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
     extras = (bias,), (None, qk_norm), (bias, qk_norm)
     for extra, format in itertools.product(extras, (None, E4M3) if T < 17 else (None,)):
-        # with what the one before left in scratch. Sums in half precision, which a GPU makes of a token's packed
-        # products, leave an error that differs between draws
+        # with what the one before left in scratch. Sums in half precision, which a GPU makes of a
+        # token's packed products, leave an error that differs between draws
         more = 7 if ON_GPU and T == 1 and format else 0
-        draws = [arguments, *(op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)[0] for _ in range(more))]
-        equals_reference("rmsnorm_qkv_rope", [(*encoded(a, format), *extra) for a in draws], written, limit)
+        draws = [
+            arguments,
+            *(op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)[0] for _ in range(more)),
+        ]
+        equals_reference(
+            "rmsnorm_qkv_rope", [(*encoded(a, format), *extra) for a in draws], written, limit
+        )
     guarded()
 
 
@@ -1014,26 +1259,36 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     cases = [(op, *op_arguments(op, torch.float16, (4, 1, 8), T, 5)) for op in PRODUCTS]
     half = functools.partial(randn, dtype=torch.float16)
     if T > 1:  # rows of several tiles
-        cases.append(("linear_add", (half(T, 1048), Matrix(half(40, 1048, scale=0.03)), half(T, 40)), (2,)))
+        cases.append(
+            ("linear_add", (half(T, 1048), Matrix(half(40, 1048, scale=0.03)), half(T, 40)), (2,))
+        )
     for (op, arguments, written), format in itertools.product(cases, (None, E4M3)):
         limit = ONE_UNIT[torch.float16] * ROUNDED_TWICE.get(op, 1)
         equals_reference(op, [encoded(arguments, format)], written, limit)
 
 
-def check_attention(heads: tuple, T: int, before: int, kv_fp8=False, runs=1, dtype=torch.float16) -> None:
-    """It equals its reference, whatever comes after the T tokens; and again with what that left in scratch."""
+def check_attention(
+    heads: tuple, T: int, before: int, kv_fp8=False, runs=1, dtype=torch.float16
+) -> None:
+    """It equals its reference, whatever comes after the T tokens; and again with what that left in
+    scratch."""
     q, *caches, pos, scratch = op_arguments("attention", dtype, heads, T, before)[0]
     caches = [E4M3.round(cache) if kv_fp8 else cache for cache in caches]
     for cache in caches:
         cache[:, before + T :] = 0x7F if kv_fp8 else torch.nan
     exact = attention.attention_ref(q.float(), *caches, pos, scratch)
     for _ in range(runs):
-        assert nmse(attention.attention(q, *caches, pos, scratch), exact) < ONE_UNIT[dtype], (T, before)
+        assert nmse(attention.attention(q, *caches, pos, scratch), exact) < ONE_UNIT[dtype], (
+            T,
+            before,
+        )
 
 
 @pytest.mark.parametrize("heads, sizes", [
-    ((2, 2, 16), (4, 16, 4, 1, 0)), ((8, 1, 32), (64, 16, 4, 1, 0)), ((4, 2, 136), (4, 16, 4, 1, 0)),
-    ((2, 2, 16), (64, 16, 4, 1, 0)), ((8, 1, 32), (1, 32, 4, 2, 64)), ((4, 2, 136), (1, 32, 4, 2, 64)),
+    ((2, 2, 16), (4, 16, 4, 1, 0)), ((8, 1, 32), (64, 16, 4, 1, 0)),
+    ((4, 2, 136), (4, 16, 4, 1, 0)),
+    ((2, 2, 16), (64, 16, 4, 1, 0)), ((8, 1, 32), (1, 32, 4, 2, 64)),
+    ((4, 2, 136), (1, 32, 4, 2, 64)),
 ], ids=str)  # fmt: skip
 def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
     monkeypatch.setattr(attention, "split_sizes", lambda *_: launch.SplitSizes(*sizes))
@@ -1041,8 +1296,11 @@ def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
         check_attention(heads, T, before, runs=2)
 
 
-FEW_ROWS_SIZES = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)][: 3 if ON_GPU else 1]  # for launches
-FEW_ROWS_HEADS = [(2, 1, 24), (3, 1, 64), (14, 2, 64), (2, 2, 128), (4, 1, 64)][: 5 if ON_GPU else 3]
+# for launches
+FEW_ROWS_SIZES = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)][: 3 if ON_GPU else 1]
+FEW_ROWS_HEADS = [(2, 1, 24), (3, 1, 64), (14, 2, 64), (2, 2, 128), (4, 1, 64)][
+    : 5 if ON_GPU else 3
+]
 
 
 @pytest.mark.parametrize("sizes", FEW_ROWS_SIZES, ids=str)
@@ -1070,13 +1328,17 @@ def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
     (torch.bfloat16, INT4, False),
 ])  # fmt: skip
 def test_prepacked_matrices_are_the_same_matrices(dtype, format, small, monkeypatch):
-    """As products on a CPU read them: fp32 column by column, bf16 in oneDNN's layout, a small matrix in both, one in 4
-    bits in torch's own."""
+    """As products on a CPU read them: fp32 column by column, bf16 in oneDNN's layout, a small
+    matrix in both, one in 4 bits in torch's own."""
     monkeypatch.setattr(kernels, "SMALL", 2 * 320 * 256 if small else 0)
     w = Matrix(torch.randn(320, 256).to(dtype))
     (w,) = encoded([w], format)
     packed = kernels.prepacked(w, "torch", dtype)
-    assert torch.equal(packed.dense(), w.dense()) and packed.shape == w.shape and packed.nbytes == w.nbytes
+    assert (
+        torch.equal(packed.dense(), w.dense())
+        and packed.shape == w.shape
+        and packed.nbytes == w.nbytes
+    )
     assert kernels.prepacked(w, "triton", dtype) is w
     if dtype == torch.float32:
         assert packed.data.stride() == (1, 320)
@@ -1092,7 +1354,8 @@ def test_prepacked_matrices_are_the_same_matrices(dtype, format, small, monkeypa
 
 
 def test_prompts_need_few_onednn_kernels(monkeypatch):
-    """oneDNN keeps what it compiles for each number of rows, so a chat's memory would grow with each new length."""
+    """oneDNN keeps what it compiles for each number of rows, so a chat's memory would grow with
+    each new length."""
     sizes, w = set(), Matrix(torch.randn(8, 4, dtype=torch.bfloat16).to_mkldnn())
 
     def product(x, packed, *rest):
@@ -1108,7 +1371,8 @@ def test_prompts_need_few_onednn_kernels(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_half_sums_saturate_and_do_not_hide_nan():
-    """Attention scores far beyond 65504, and results beyond it of a bias, RoPE and SwiGLU, stay finite."""
+    """Attention scores far beyond 65504, and results beyond it of a bias, RoPE and SwiGLU, stay
+    finite."""
     H, D, T = 2, 32, 70
     full = functools.partial(torch.full, dtype=torch.float16, device=DEVICE)
     q, k, v = full((T, H, D), 200.0), full((H, 128, D), 100.0), full((H, 128, D), 100.0)
@@ -1117,14 +1381,28 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     y = kernels.fused.attention(q, k, v, pos, launch.Scratch(DEVICE), "fp16")
     assert torch.isfinite(y).all() and (y[8:] > 890).all()
     table = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE)
-    x, w, bias = full((T, 64), 1.0), Matrix(full((3 * H * D, 64), 65504 / 64)), full((3 * H * D,), 65504.0)
-    kernels.fused.rmsnorm_qkv_rope(x, x[0].clone(), w, table, k, v, pos, 0.0, bias, accumulate="fp16")
-    assert all(torch.isfinite(cache[:, :T]).all() and cache[:, :T].max() == 65504 for cache in (k, v))
+    x, w, bias = (
+        full((T, 64), 1.0),
+        Matrix(full((3 * H * D, 64), 65504 / 64)),
+        full((3 * H * D,), 65504.0),
+    )
+    kernels.fused.rmsnorm_qkv_rope(
+        x, x[0].clone(), w, table, k, v, pos, 0.0, bias, accumulate="fp16"
+    )
+    assert all(
+        torch.isfinite(cache[:, :T]).all() and cache[:, :T].max() == 65504 for cache in (k, v)
+    )
     for value, expected in ((60000.0, 65504.0), (NAN, NAN)):
         ab, out = full((T, 128), value), full((T, 64), 0.0)
-        launch.launch(kernels._swiglu_kernel, (T, 1), out.device, ab, out, 64, BLOCK=1024, FP16_SUMS=True)
+        launch.launch(
+            kernels._swiglu_kernel, (T, 1), out.device, ab, out, 64, BLOCK=1024, FP16_SUMS=True
+        )
         assert out.allclose(full((T, 64), expected), rtol=0, atol=0, equal_nan=True)
-    assert kernels.fused.linear_add(ab, Matrix(full((64, 128), 1.0)), full((T, 64), 0.0), "fp16").isnan().all()
+    assert (
+        kernels.fused.linear_add(ab, Matrix(full((64, 128), 1.0)), full((T, 64), 0.0), "fp16")
+        .isnan()
+        .all()
+    )
 
 
 @needs_gpu
@@ -1133,7 +1411,10 @@ def test_prompt_beyond_65504_with_half_sums():
         arguments = op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0]
         # all positive: sums that pass 65504 in both directions are NaN, which is reported
         arguments = [Matrix(a.data.abs() * 1e4) if isinstance(a, Matrix) else a for a in arguments]
-        arguments = [a.abs_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+        arguments = [
+            a.abs_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+            for a in arguments
+        ]
         y = getattr(kernels.fused, op)(*arguments, accumulate="fp16")
         finite = arguments[4:6] if op == "rmsnorm_qkv_rope" else [y]
         assert all(torch.isfinite(t).all() for t in finite), op
@@ -1146,12 +1427,20 @@ def test_prompt_beyond_65504_with_half_sums():
 NOTHING = torch.zeros(9, dtype=torch.int32)  # tokens before
 
 
-def choose(logits: torch.Tensor, tokens: torch.Tensor, position: int, ops=kernels.reference, **settings) -> list[int]:
-    """The tokens with the one that is chosen for the position or, for several rows of logits, those that end there."""
+def choose(
+    logits: torch.Tensor, tokens: torch.Tensor, position: int, ops=kernels.reference, **settings
+) -> list[int]:
+    """The tokens with the one that is chosen for the position or, for several rows of logits, those
+    that end there."""
     device = DEVICE if ops is kernels.fused else torch.device("cpu")
-    tokens, pos = tokens.to(device, copy=True), torch.tensor([position], dtype=torch.int32, device=device)
+    tokens, pos = (
+        tokens.to(device, copy=True),
+        torch.tensor([position], dtype=torch.int32, device=device),
+    )
     host_tokens, sampler = tokens.clone(), Sampler(device, Sampling(**settings))
-    ops.sample(logits.view(-1, logits.shape[-1]).to(device, copy=True), tokens, host_tokens, pos, sampler)
+    ops.sample(
+        logits.view(-1, logits.shape[-1]).to(device, copy=True), tokens, host_tokens, pos, sampler
+    )
     assert logits.dim() > 1 or tokens[position] == host_tokens[position].clamp(min=0)
     return host_tokens.tolist()
 
@@ -1176,26 +1465,32 @@ def test_sampling_distribution_and_filters():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 2 + 2**-22])
     for temp in (1e-50, 1e-9, 0.5, 2.0, 1e9, INF):
         expected = ((logits.double() - logits.max()) / temp).softmax(0)
-        assert (draw(logits, **(OFF | dict(temp=temp))) - expected).abs().max() < 0.04  # 5 sigma of 4000 draws
+        # 5 sigma of 4000 draws
+        assert (draw(logits, **(OFF | dict(temp=temp))) - expected).abs().max() < 0.04
     logits = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).log()
     kept = lambda logits=logits, **s: draw(logits, 600, **(OFF | s)).gt(0).tolist()
     assert kept() == [True] * 5
     assert kept(top_k=2) == [True, True, False, False, False]
     assert kept(top_p=0.76) == kept(min_p=0.2) == [True, True, True, False, False]
     assert kept(top_p=0.0) == kept(temp=0.0) == [True, False, False, False, False]
-    assert kept(top_p=0.6, temp=100.0) == [True, True, False, False, False], "filters act before the temperature"
+    assert kept(top_p=0.6, temp=100.0) == [True, True, False, False, False], (
+        "filters act before the temperature"
+    )
     # equals at the edge are all kept
     assert kept(torch.tensor([1.0] * 6 + [0.0] * 2), top_k=2, top_p=0.3) == [True] * 6 + [False] * 2
     assert all(kept(torch.zeros(20), top_k=2))
 
 
 @pytest.mark.parametrize("wrong", [
-    dict(temp=-1), dict(temp=NAN), dict(top_k=-1), dict(top_p=7), dict(min_p=1.1), dict(repeat_penalty=0),
+    dict(temp=-1), dict(temp=NAN), dict(top_k=-1), dict(top_p=7), dict(min_p=1.1),
+    dict(repeat_penalty=0),
     dict(repeat_last_n=-2), dict(seed=-1), dict(seed=1 << 63),
 ], ids=str)  # fmt: skip
 def test_settings_out_of_range(wrong):
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"^{name} is {value}; it must be (from .* to .*|.* or more)$"):
+    with pytest.raises(
+        ValueError, match=f"^{name} is {value}; it must be (from .* to .*|.* or more)$"
+    ):
         Sampling(**wrong)
 
 
@@ -1210,7 +1505,8 @@ def test_the_penalty_looks_back_its_window(window):
         assert choose_alike(logits, tokens, 12, temp=0, **settings) == expected
         assert choose_alike(logits, tokens, 12, top_k=0, temp=1e-9, **settings) == expected
         assert choose_alike(logits, tokens, 12, temp=0, repeat_last_n=window) == 3, "no penalty"
-        beyond = torch.cat((tokens, torch.full((1500,), 5, dtype=torch.int32)))  # more than are read at a time
+        # more than are read at a time
+        beyond = torch.cat((tokens, torch.full((1500,), 5, dtype=torch.int32)))
         assert choose_alike(logits, beyond, 1510, temp=0, **settings) == (3 if limited else 4)
 
 
@@ -1245,20 +1541,29 @@ KINDS_OF_LOGITS = {
 @pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
 def test_sampling_equals_the_reference(kind):
     choices = dict(
-        temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF), top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000),
+        temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF),
+        top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000),
         top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5),
         repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
     )  # fmt: skip
-    # top-k of as many as there are parts, each as likely as the others; the equals that top-k keeps count for top-p
+    # top-k of as many as there are parts, each as likely as the others; the equals that top-k keeps
+    # count for top-p
     cases = [(V, dict(top_k=k, top_p=1.0, min_p=0, temp=1e6)) for V, k in ((1100, 5), (3000, 12))]
     cases += [(V, dict(top_k=40, top_p=0.5, min_p=0, temp=1.5)) for V in (100, 300, 3000, 5000)]
-    cases += [(5000, OFF | dict(temp=temp)) for temp in (0, 0, 1)]  # from several parts: the largest; any
+    # from several parts: the largest; any
+    cases += [(5000, OFF | dict(temp=temp)) for temp in (0, 0, 1)]
     for _ in range(13):
         settings = {name: random.choice(values) for name, values in choices.items()}
         cases.append((random.choice((17, 300, 1100, 3000, 5000)), settings))
     for V, settings in cases:
         logits, tokens = KINDS_OF_LOGITS[kind](V), torch.randint(0, V, (64,), dtype=torch.int32)
-        choose_alike(logits, tokens, random.choice((0, 1, 20, 50)), **settings, seed=random.randrange(1 << 63))
+        choose_alike(
+            logits,
+            tokens,
+            random.choice((0, 1, 20, 50)),
+            **settings,
+            seed=random.randrange(1 << 63),
+        )
 
 
 def test_rows_are_sampled_as_single_tokens_are():
@@ -1274,7 +1579,9 @@ def test_rows_are_sampled_as_single_tokens_are():
 
 
 @launch.jit
-def _grouped_load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
+def _grouped_load(
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
+):
     scales = fp8.load_groups(w[1], start, k, left, COLUMNS, 1, GROUP)
     return fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS), scales
 
@@ -1285,13 +1592,17 @@ def _grouped_values(tile):
 
 
 class Grouped(fp8.Format):
-    """Integers with a half as scale for each 32 columns: all that has to be written to add such a format."""
+    """Integers with a half as scale for each 32 columns: all that has to be written to add such a
+    format."""
 
     def tensors(self, N, K):
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float16, (N, K // 32))}
 
     def encode(self, weights, out=None):
-        groups, out = weights.float().unflatten(1, (-1, 32)), out or self.empty(*weights.shape, weights.device)
+        groups, out = (
+            weights.float().unflatten(1, (-1, 32)),
+            out or self.empty(*weights.shape, weights.device),
+        )
         out[1].copy_((groups.abs().amax(2) / 127).clamp(min=1e-4))
         out[0].copy_((groups / out[1][..., None].float()).round().clamp(-127, 127).flatten(1))
         return out
@@ -1315,7 +1626,8 @@ def grouped_folder(tiny, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("format, dtype, backend", [
     ("grouped", "fp32", "torch"), ("grouped", "fp16", "torch"), ("grouped", "bf16", "torch"),
-    ("int4", "fp32", "torch"), ("int4", "bf16", "torch"), ("grouped", "fp32", "triton"), ("int4", "bf16", "triton"),
+    ("int4", "fp32", "torch"), ("int4", "bf16", "torch"), ("grouped", "fp32", "triton"),
+    ("int4", "bf16", "triton"),
 ])  # fmt: skip
 def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, monkeypatch):
     """In a prompt, with one token and with eight; and again when it is saved and loaded."""
@@ -1325,16 +1637,23 @@ def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, mon
     exact, plain = (loaded(dtype=d, backend="torch") for d in ("fp32", dtype))
     assert ours.weights.layers[0].w2.format is FORMATS[format]
     decoded = backend == "torch" and not ON_GPU  # as a CPU reads it faster
-    assert ours.weights.output.format is (GROUPED if format == "grouped" else None if decoded else E4M3)
+    assert ours.weights.output.format is (
+        GROUPED if format == "grouped" else None if decoded else E4M3
+    )
     ours.accumulate = "fp32"  # otherwise a GPU decodes a prompt's weights in 4 bits to E4M3
     with_dense_weights(exact)
     with_dense_weights(plain)
     # the interpreter is slow to decode a matrix, as for a prompt, and for several tokens in fp32
     parts = (20, 1, 8) if backend == "torch" else (20, 1) if dtype == "fp32" else (8, 1)
     prompts = torch.randint(3, 300, (1 if dtype == "fp32" else 8, sum(parts)))
-    right, by_torch, by_ours = (logits_of_prompts(model, prompts, *parts) for model in (exact, plain, ours))
-    rounding = 1e-7 if format == "int4" else 1e-9  # on a CPU, a single token's activations are rounded to fp16
-    assert nmse(by_ours, right) < 2 * nmse(by_torch, right) + rounding, "less exact than torch with the same weights"
+    right, by_torch, by_ours = (
+        logits_of_prompts(model, prompts, *parts) for model in (exact, plain, ours)
+    )
+    # on a CPU, a single token's activations are rounded to fp16
+    rounding = 1e-7 if format == "int4" else 1e-9
+    assert nmse(by_ours, right) < 2 * nmse(by_torch, right) + rounding, (
+        "less exact than torch with the same weights"
+    )
     save(grouped_folder, tmp_path / "saved", format=format, device=DEVICE.type, quiet=True)
     again = load(tmp_path / "saved", dtype=dtype, device=DEVICE.type, backend=backend)
     assert again.checkpoint.format is FORMATS[format]
@@ -1343,19 +1662,27 @@ def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, mon
 
 
 def test_cpu_without_bf16_products(grouped_folder, monkeypatch):
-    """bf16 is then stored as fp16, and prompts are multiplied in fp32; matrices in 4 bits have torch's own product. A
-    model that fits into its caches runs in fp32."""
+    """bf16 is then stored as fp16, and prompts are multiplied in fp32; matrices in 4 bits have
+    torch's own product. A model that fits into its caches runs in fp32."""
     types, product, cpu = set(), kernels.functional.linear, torch.device("cpu")
     monkeypatch.setattr(kernels, "multiplies_bf16", lambda: False)
     assert pick_dtype("auto", torch.bfloat16, cpu, 8e6) == torch.float32
-    assert pick_dtype("auto", torch.float16, cpu, 9e6) == pick_dtype("auto", torch.bfloat16, cpu) == torch.bfloat16
-    monkeypatch.setattr(kernels.functional, "linear", lambda x, w: types.add(x.dtype) or product(x, w))
+    assert (
+        pick_dtype("auto", torch.float16, cpu, 9e6)
+        == pick_dtype("auto", torch.bfloat16, cpu)
+        == torch.bfloat16
+    )
+    monkeypatch.setattr(
+        kernels.functional, "linear", lambda x, w: types.add(x.dtype) or product(x, w)
+    )
     options = dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", format="int4")
     exact, plain, in_4_bits = (load(grouped_folder, device="cpu", **given) for given in options)
     assert {m.data.dtype for m in plain.weights.matrices} == {torch.float16}
     assert all(bool(m.packed) == (m.format is INT4) for m in in_4_bits.weights.matrices)
     prompts = torch.randint(3, 300, (8, 59))
-    right, ours, _ = (logits_of_prompts(model, prompts, 57, 1, 1) for model in (exact, plain, in_4_bits))
+    right, ours, _ = (
+        logits_of_prompts(model, prompts, 57, 1, 1) for model in (exact, plain, in_4_bits)
+    )
     assert_close(ours, right, 0.05)
     assert types == {torch.float32}
 
@@ -1371,13 +1698,16 @@ EVERY_HALF = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float1
 
 @pytest.mark.parametrize("form", FLOATS_8)
 def test_8_bit_codes_decode_and_encode(form):
-    """As torch converts them; numbers beyond the largest become the largest, and codes of NaN are never written."""
+    """As torch converts them; numbers beyond the largest become the largest, and codes of NaN are
+    never written."""
     format, values = FORMATS[form], EVERY_CODE.view(FORMATS[form].dtype).float()
     finite = torch.isfinite(values)
     assert format.floats(EVERY_CODE)[finite].equal(values[finite])
     assert format.floats(EVERY_CODE)[~finite].isnan().all()
     assert format.round(values[finite]).equal(EVERY_CODE[finite])
-    assert format.floats(format.round(torch.tensor([1e30, -INF]))).abs().eq(values[finite].max()).all()
+    assert (
+        format.floats(format.round(torch.tensor([1e30, -INF]))).abs().eq(values[finite].max()).all()
+    )
     for code in EVERY_CODE[~finite]:
         with pytest.raises(ValueError, match="codes of NaN"):
             format.check((torch.tensor([[0, code]], dtype=torch.int8), torch.ones(1, 1)))
@@ -1417,9 +1747,9 @@ def test_encode_and_check_refuse_what_is_not_finite(form):
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_ops_read_8_bit_matrices(dtype, form, T):
-    """Against the reference with the same weights decoded: reading them adds no error of its own. The half-precision
-    sums of packed products leave an NMSE of 0.26 ONE_UNIT, SwiGLU's 0.59 on average over many draws; in a tenth of them
-    the few largest of its outputs exceed one unit."""
+    """Against the reference with the same weights decoded: reading them adds no error of its own.
+    The half-precision sums of packed products leave an NMSE of 0.26 ONE_UNIT, SwiGLU's 0.59 on
+    average over many draws; in a tenth of them the few largest of its outputs exceed one unit."""
     for op in PRODUCTS:
         errors = []
         for _ in range(16 if op == "rmsnorm_swiglu" and T == 1 else 1):
@@ -1427,7 +1757,10 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
             # the reference in fp32, since rounding in other types is not what is tested
             in_fp32 = [a if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
             exact = getattr(kernels.reference, op)(*cloned([as_fp32(a) for a in arguments]))
-            outputs = getattr(kernels.fused, op)(*cloned(arguments)), getattr(kernels.reference, op)(*cloned(in_fp32))
+            outputs = (
+                getattr(kernels.fused, op)(*cloned(arguments)),
+                getattr(kernels.reference, op)(*cloned(in_fp32)),
+            )
             errors.append([nmse(output, exact) for output in outputs])
         ours, theirs = torch.tensor(errors).mean(0)
         assert ours < ONE_UNIT[dtype] and theirs < ONE_UNIT[torch.float16], (op, ours, theirs)
@@ -1435,7 +1768,8 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
 
 @pytest.mark.parametrize("peak", [1, 30, 36, 40, 150])
 def test_packed_products_with_large_norms(peak):
-    """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the worst case."""
+    """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the
+    worst case."""
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
         norm, x = torch.full((K,), float(peak)).half().to(DEVICE), torch.zeros(1, K)
         x[0, :spread] = 100.0
@@ -1449,10 +1783,13 @@ def test_packed_products_with_large_norms(peak):
 
 
 def test_kernels_encode_as_torch_does():
-    """All finite fp16 numbers, numbers between the codes and far beyond them, infinities and NaN."""
+    """All finite fp16 numbers, numbers between the codes and far beyond them, infinities and
+    NaN."""
     between = torch.rand(1 << 16) * 2.0 ** torch.randint(-14, 12, (1 << 16,))
     beyond = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan])
-    x = torch.cat([EVERY_HALF[torch.isfinite(EVERY_HALF)].float(), between, -between, beyond]).to(DEVICE)
+    x = torch.cat([EVERY_HALF[torch.isfinite(EVERY_HALF)].float(), between, -between, beyond]).to(
+        DEVICE
+    )
     codes = torch.empty(len(x), dtype=torch.int8, device=DEVICE)
 
     @launch.jit
@@ -1470,20 +1807,25 @@ def test_kernels_encode_as_torch_does():
     (torch.float16, (2, 2, 16)), (torch.float16, (6, 2, 24)), (torch.bfloat16, (6, 2, 24)),
 ], ids=str)  # fmt: skip
 def test_ops_on_an_8_bit_cache(dtype, heads, T):
-    """The reference of the QKV op writes the nearest codes, its kernel the same, except where it rounds the other way;
-    attention reads them exactly."""
+    """The reference of the QKV op writes the nearest codes, its kernel the same, except where it
+    rounds the other way; attention reads them exactly."""
     arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)
     caches = [E4M3.round(arguments[i]) for i in written]
     ours, exact, unrounded = cloned(caches), cloned(caches), [arguments[i].float() for i in written]
     kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *ours, *arguments[6:])
     for held in (exact, unrounded):
-        kernels.reference.rmsnorm_qkv_rope(*[as_fp32(a) for a in arguments[:4]], *held, *arguments[6:])
+        kernels.reference.rmsnorm_qkv_rope(
+            *[as_fp32(a) for a in arguments[:4]], *held, *arguments[6:]
+        )
     floats = attention.cached_ref
     for mine, theirs, nearest, before in zip(ours, exact, unrounded, caches):
         assert torch.equal(theirs, E4M3.round(nearest))
-        assert torch.equal(mine[:, :40], before[:, :40]) and torch.equal(mine[:, 40 + T :], before[:, 40 + T :])
+        assert torch.equal(mine[:, :40], before[:, :40]) and torch.equal(
+            mine[:, 40 + T :], before[:, 40 + T :]
+        )
         off, size = (floats(mine) - floats(theirs)).abs(), floats(theirs).abs()
-        rounded = 2 * torch.finfo(dtype).eps * size[:, 40 : 40 + T].max()  # before rope, where terms may cancel
+        # before rope, where terms may cancel
+        rounded = 2 * torch.finfo(dtype).eps * size[:, 40 : 40 + T].max()
         assert (off <= 2.0**-3 * size + 2.0**-9 + rounded).all(), "more than the next code"
         assert (off[:, 40 : 40 + T] > 0).double().mean() < 0.2
     check_attention(heads, T, 40, kv_fp8=True, dtype=dtype)
@@ -1494,7 +1836,8 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FLOATS_8)
 def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
-    """Activations in E4M3 have an error of at most 2^-4: a third of its square, halved since most err less."""
+    """Activations in E4M3 have an error of at most 2^-4: a third of its square, halved since most
+    err less."""
     x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
     (w,) = encoded([w], FORMATS[form])
     if not fp8.on_tensor_cores(w):
@@ -1509,14 +1852,16 @@ def test_activations_as_codes():
     codes, scales = kernels.encode_rows(x)
     peak = x.float().abs().amax(1, keepdim=True)
     assert torch.allclose(scales, peak / 448)
-    # x / scales would round differently; half-way between two codes, the rounding of 448 / peak decides
+    # x / scales would round differently; half-way between two codes, the rounding of 448 / peak
+    # decides
     exact = [E4M3.round(x.float() * (448 / peak) * (1 + bit)) for bit in (0, 2**-23, -(2**-23))]
     assert torch.stack([codes == nearest for nearest in exact]).any(0).all()
     x, norm = x.float(), randn(300, dtype=torch.float32)
     (codes, scales), exact = kernels.encode_rows(x, norm, 1e-5), kernels.rmsnorm_ref(x, norm, 1e-5)
     assert torch.allclose(scales, exact.abs().amax(1, keepdim=True) / 448)
     nearest = E4M3.floats(E4M3.round(exact / scales))
-    assert nmse(E4M3.floats(codes), nearest) < 1e-5  # a value half-way between two codes may go to either
+    # a value half-way between two codes may go to either
+    assert nmse(E4M3.floats(codes), nearest) < 1e-5
 
 
 @pytest.mark.parametrize("K", [96, 4448])
@@ -1524,16 +1869,25 @@ def test_int4_recoded_as_e4m3(K):
     w = int4_matrix(64, K)
     recoded = E4M3.empty(64, K, w.data.device)
     fp8._recode(w, *recoded)
-    assert nmse(E4M3.decoded(recoded), w.dense()) < 2.0**-10  # three bits of mantissa: 2^-8 / 12 to 2^-6 / 12
+    # three bits of mantissa: 2^-8 / 12 to 2^-6 / 12
+    assert nmse(E4M3.decoded(recoded), w.dense()) < 2.0**-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_decoded_caches(dtype):
-    caches = torch.arange(-128, 128, device=DEVICE).to(torch.int8).repeat(2, 2, 500, 1).view(2, 2, 4000, 32).unbind()
+    caches = (
+        torch.arange(-128, 128, device=DEVICE)
+        .to(torch.int8)
+        .repeat(2, 2, 500, 1)
+        .view(2, 2, 4000, 32)
+        .unbind()
+    )
     pos = torch.tensor([1000], dtype=torch.int32, device=DEVICE)
     for codes, values in zip(caches, attention.decode_caches(*caches, pos, 17, dtype)):
         exact = attention.cached_ref(codes)[:, :1017].to(dtype)
-        assert exact.isnan().any() and torch.equal(values[:, :1017].nan_to_num(7.0), exact.nan_to_num(7.0))
+        assert exact.isnan().any() and torch.equal(
+            values[:, :1017].nan_to_num(7.0), exact.nan_to_num(7.0)
+        )
 
 
 # ---- int4.py
@@ -1551,10 +1905,13 @@ def test_all_4_bit_codes_scales_and_zero_points():
     scales = torch.arange(0xF0, dtype=torch.int32)
     exponent, mantissa = scales >> 4, scales & 15
     values = (1 + mantissa / 16) * 2.0 ** (exponent - 23)
-    assert torch.equal(int4._scales(scales), values) and torch.equal(int4._scale_codes(values), scales)
+    assert torch.equal(int4._scales(scales), values) and torch.equal(
+        int4._scale_codes(values), scales
+    )
     column = torch.arange(32, dtype=torch.int32)
     for code, zero in itertools.product(range(16), range(0, 256, 15)):
-        halves = torch.zeros(32, 8, dtype=torch.int32)  # a row for each column that has the code, the others 0
+        # a row for each column that has the code, the others 0
+        halves = torch.zeros(32, 8, dtype=torch.int32)
         halves[column, column % 8] = code << 4 * (column // 8)
         words = halves.to(torch.int16).view(torch.int32)
         groups = torch.tensor([[0xEF << 8 | zero]]).to(torch.int16).expand(32, 1)
@@ -1566,9 +1923,12 @@ def test_all_4_bit_codes_scales_and_zero_points():
     ("normal", 5.5e-3), ("uniform", 3.5e-3), ("far from zero", 1e-3), ("close together", 4e-4),
 ])  # fmt: skip
 def test_4_bits_lose_little(spread, bound):
-    """As little as Q4_K with a search for the scale, for a normal matrix 5.2e-3 of its mean square."""
+    """As little as Q4_K with a search for the scale, for a normal matrix 5.2e-3 of its mean
+    square."""
     w = torch.rand(64, 1024) - 0.5 if spread == "uniform" else torch.randn(64, 1024)
-    w = {"far from zero": w + 3, "close together": 1 + 0.01 * w}.get(spread, w) * torch.logspace(-20, 20, 64)[:, None]
+    w = {"far from zero": w + 3, "close together": 1 + 0.01 * w}.get(spread, w) * torch.logspace(
+        -20, 20, 64
+    )[:, None]
     tensors = INT4.encode(w)
     INT4.check(tensors)
     with pytest.raises(ValueError, match="scales that are not positive and finite"):
@@ -1582,49 +1942,74 @@ def test_4_bits_lose_little(spread, bound):
 
 
 @pytest.mark.parametrize("dtype, T", [
-    *itertools.product((torch.float16, torch.bfloat16), (1, 3, 16, 20)), (torch.float32, 1), (torch.float32, 20),
+    *itertools.product((torch.float16, torch.bfloat16), (1, 3, 16, 20)), (torch.float32, 1),
+    (torch.float32, 20),
 ], ids=str)  # fmt: skip
 def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
-    """Several tiles of rows for each program, the last one with fewer; rows of one block of columns, of several, of one
-    that ends early, and of an odd number of groups."""
+    """Several tiles of rows for each program, the last one with fewer; rows of one block of
+    columns, of several, of one that ends early, and of an odd number of groups."""
     monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(4, 2048, 1, 3))
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
     for N, K in ((48, 96), (42, 1216), (20, 4096), (26, 4160)):
-        w, x, norm = int4_matrix(N, K), randn(T, K, dtype=dtype), torch.rand(K, device=DEVICE).to(dtype) + 0.5
-        rows = dense(w).data / dense(w).data.square().mean(1, keepdim=True).sqrt()  # rows count alike
+        w, x, norm = (
+            int4_matrix(N, K),
+            randn(T, K, dtype=dtype),
+            torch.rand(K, device=DEVICE).to(dtype) + 0.5,
+        )
+        # rows count alike
+        rows = dense(w).data / dense(w).data.square().mean(1, keepdim=True).sqrt()
         size = dense(w).data.square().mean(1).sqrt()
-        out = kernels.rmsnorm_linear(x, norm, w, 1e-5, torch.empty(T, N, device=DEVICE), accumulate="fp32") / size
+        out = (
+            kernels.rmsnorm_linear(
+                x, norm, w, 1e-5, torch.empty(T, N, device=DEVICE), accumulate="fp32"
+            )
+            / size
+        )
         normed = kernels.rmsnorm_ref(x.float(), norm.float(), 1e-5)
-        # weights are decoded to halves; a token's sums are halves, and its norm is not as large as fp8.fit_norm has it
-        limit = (2e-4 if dtype == torch.bfloat16 else 5e-5) if T == 1 else 1e-6 + ONE_UNIT[dtype] * 8
+        # weights are decoded to halves; a token's sums are halves, and its norm is not as large as
+        # fp8.fit_norm has it
+        limit = (
+            (2e-4 if dtype == torch.bfloat16 else 5e-5) if T == 1 else 1e-6 + ONE_UNIT[dtype] * 8
+        )
         assert nmse(out, normed @ rows.t()) < limit, (N, K)
 
 
 def test_prompts_for_hoppers_own_kernel(monkeypatch):
     """It is not meant for fp32, for columns beyond a whole block, or for many tokens."""
     monkeypatch.setattr(int4, "capability", lambda device: 90)
-    monkeypatch.setattr(hopper, "int4_linear", lambda codes, scales, tensors, out, add: (out.dtype, *out.shape, add))
+    monkeypatch.setattr(
+        hopper, "int4_linear", lambda codes, scales, tensors, out, add: (out.dtype, *out.shape, add)
+    )
     half, w = torch.float16, int4_matrix(16, 512)
     codes = lambda T, K: (torch.empty(T, K), torch.empty(T, 1), w.tensors)
     chosen = lambda T, K, dtype: INT4.tensor_core_linear(*codes(T, K), dtype, None)
     assert chosen(896, 512, half) == (half, 896, 16, False) and chosen(17, 512, torch.bfloat16)
-    assert chosen(100, 512, torch.float32) is chosen(100, 96, half) is chosen(897, 512, half) is None
+    assert (
+        chosen(100, 512, torch.float32) is chosen(100, 96, half) is chosen(897, 512, half) is None
+    )
     residual = torch.zeros(20, 16, dtype=half)
-    monkeypatch.setattr(hopper, "int4_linear", lambda codes, scales, tensors, out, add: out is residual and add)
+    monkeypatch.setattr(
+        hopper, "int4_linear", lambda codes, scales, tensors, out, add: out is residual and add
+    )
     assert INT4.tensor_core_linear(*codes(20, 512), half, residual)
 
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("T, N, K, tokens", [
-    (17, 48, 256, 64), (64, 17008, 1280, 64), (300, 528, 2048, 64), (100, 17008, 1280, 128), (200, 9008, 768, 256),
+    (17, 48, 256, 64), (64, 17008, 1280, 64), (300, 528, 2048, 64), (100, 17008, 1280, 128),
+    (200, 9008, 768, 256),
     (513, 9008, 2304, 256), (896, 12304, 256, 256),
 ])  # fmt: skip
 def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch):
-    """Tiles of every size; several to a program, whose blocks begin at each stage of the buffer; rows and tokens that
-    do not fill a tile."""
+    """Tiles of every size; several to a program, whose blocks begin at each stage of the buffer;
+    rows and tokens that do not fill a tile."""
     tiles, run = [], hopper.launch
-    monkeypatch.setattr(hopper, "launch", lambda *args, **sizes: (tiles.append(sizes["TOKENS"]), run(*args, **sizes)))
+    monkeypatch.setattr(
+        hopper,
+        "launch",
+        lambda *args, **sizes: (tiles.append(sizes["TOKENS"]), run(*args, **sizes)),
+    )
     w, x = int4_matrix(N, K), randn(T, K, dtype=dtype)
     codes, scales = kernels.encode_rows(x)
     out = torch.full((T + 1, N), NAN, dtype=dtype, device=DEVICE)
@@ -1643,10 +2028,12 @@ def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch
 
 @needs_hopper
 def test_hoppers_codes_of_4_bit_matrices():
-    """The identity times W: every code is what its formula says, rounded to a half and then, ties away from zero, to
-    E4M3."""
+    """The identity times W: every code is what its formula says, rounded to a half and then, ties
+    away from zero, to E4M3."""
     words = torch.randint(-(1 << 31), 1 << 31, (256, 32), device=DEVICE).int()
-    groups = torch.randint(0, 0xF0, (256, 8), device=DEVICE) << 8 | torch.randint(0, 256, (256, 8), device=DEVICE)
+    groups = torch.randint(0, 0xF0, (256, 8), device=DEVICE) << 8 | torch.randint(
+        0, 256, (256, 8), device=DEVICE
+    )
     w = (words, groups.to(torch.int16), torch.ones(256, 1, device=DEVICE))
     scale, zero = int4._scales(groups >> 8).double(), groups & 0xFF
     factor, added = scale[..., None], (scale * zero / -16).half()[..., None]
@@ -1655,7 +2042,9 @@ def test_hoppers_codes_of_4_bit_matrices():
     rounded = (halves & 0x7FFF) + 0x40 >> 7 | halves >> 8 & 0x80
     exact = E4M3.floats(rounded.to(torch.int8))[:, INT4.order(256, DEVICE).argsort()] / 256
     out = torch.empty(256, 256, dtype=torch.float16, device=DEVICE)
-    hopper.int4_linear(E4M3.round(torch.eye(256, device=DEVICE)), torch.ones(256, 1, device=DEVICE), w, out)
+    hopper.int4_linear(
+        E4M3.round(torch.eye(256, device=DEVICE)), torch.ones(256, 1, device=DEVICE), w, out
+    )
     assert torch.equal(out.t().float(), exact)
 
 
@@ -1671,7 +2060,8 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
         extra = (shape and randn(*shape, dtype=dtype) for shape in extra)
         return randn(1, C, dtype=dtype), randn(C, dtype=dtype), w, *arguments[3:], *extra
 
-    for extra in ((), ((N,),), (None, (2, D))):  # where few of a norm's weights are large, errors vary between draws
+    # where few of a norm's weights are large, errors vary between draws
+    for extra in ((), ((N,),), (None, (2, D))):
         draws = [draw(*extra) for _ in range(64 if ON_GPU else 1)]
         equals_reference("rmsnorm_qkv_rope", draws, (4, 5), 4 * ONE_UNIT[dtype])
 
@@ -1689,7 +2079,12 @@ def test_stdout_has_only_the_text(cli, tiny):
     code, bare, err = cli(*flags, "--no-display-prompt", "--quiet")
     assert code == 0 and "Once upon" + bare == out and err == ""
     code, out, err = cli(*flags[:4], "-n", 0)
-    assert code == 0 and out == "Once upon\n" and "generated 0 tokens\n" in err and "tokens/s" not in err
+    assert (
+        code == 0
+        and out == "Once upon\n"
+        and "generated 0 tokens\n" in err
+        and "tokens/s" not in err
+    )
 
 
 def test_prompt_from_file_stdin_and_escapes(cli, tiny, tmp_path):
@@ -1726,7 +2121,11 @@ def test_sampling_of_the_checkpoint(cli, copy):
 
 
 def test_context_full_or_beyond_the_trained(cli, tiny):
-    for size, n, full, beyond in ((16, 15, True, False), (256, 1, False, False), (257, 1, False, True)):
+    for size, n, full, beyond in (
+        (16, 15, True, False),
+        (256, 1, False, False),
+        (257, 1, False, True),
+    ):
         code, _, err = cli("-m", tiny, "-p", "Once", "-n", n, "-c", size, "--ignore-eos")
         assert code == 0 and ("context of 16 tokens is full" in err) == full
         assert ("(beyond the model's 256: expect nonsense there)" in err) == beyond
@@ -1738,10 +2137,19 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
     (whole,) = objects(out)
     assert code == 0 and err == "" and whole["ended_by"] == "length" and whole["new_tokens"] == 12
     assert whole["prompt"] == "Once" and whole["prompt_tokens"] == whole["evaluated_tokens"] > 1
-    assert whole["prompt_seconds"] > 0 and whole["generation_seconds"] > 0 and whole["tokens_per_s"] > 0
+    assert (
+        whole["prompt_seconds"] > 0
+        and whole["generation_seconds"] > 0
+        and whole["tokens_per_s"] > 0
+    )
     assert whole["text"] + "\n" == cli(*flags, "-n", 12, "--no-display-prompt")[1]
-    (stopped,) = objects(cli(*flags, "-n", 12, "--stop", whole["text"][4:7], "--stop", "\0", "-o", "jsonl")[1])
-    assert stopped["ended_by"] == "stop" and stopped["text"] == whole["text"][: whole["text"].find(whole["text"][4:7])]
+    (stopped,) = objects(
+        cli(*flags, "-n", 12, "--stop", whole["text"][4:7], "--stop", "\0", "-o", "jsonl")[1]
+    )
+    assert (
+        stopped["ended_by"] == "stop"
+        and stopped["text"] == whole["text"][: whole["text"].find(whole["text"][4:7])]
+    )
     (full,) = objects(cli(*flags, "-n", -2, "-c", 16, "-o", "jsonl")[1])
     assert full["ended_by"] == "context" and full["prompt_tokens"] + full["new_tokens"] == 16
     (none,) = objects(cli(*flags, "-n", 0, "-o", "jsonl")[1])
@@ -1750,14 +2158,19 @@ def test_jsonl_says_why_a_text_ended(cli, tiny):
 
 
 def test_what_ends_a_text(cli, copy):
-    """An eos that the tokenizer does not flag as special has a text, but it is neither shown nor remembered."""
+    """An eos that the tokenizer does not flag as special has a text, but it is neither shown nor
+    remembered."""
     tokenizer = Tokenizer(copy)
     ids = greedy(load(copy, device="cpu"), tokenizer.encode("Once"), 12)
     end = max(set(ids), key=ids.index)  # the last to appear for the first time
     edit(copy / "generation_config.json", eos_token_id=[2, end])
     assert tokenizer.bytes_of(end) and ids.index(end) > 0
-    (text,) = objects(cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")[1])
-    assert text["text"] == b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)])).decode(errors="replace")
+    (text,) = objects(
+        cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")[1]
+    )
+    assert text["text"] == b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)])).decode(
+        errors="replace"
+    )
     assert text["ended_by"] == "eos" and text["new_tokens"] == ids.index(end) + 1
 
 
@@ -1772,19 +2185,59 @@ def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
 
 
 def test_flags_of_llama_cpp(cli, tiny, tmp_path):
-    flags = ("-hf", tiny, "--predict", 8, "--temperature", 0, "--repeat-last-n", 3, "-t", 1, "-dev", "none", "-s", 3)
+    flags = (
+        "-hf",
+        tiny,
+        "--predict",
+        8,
+        "--temperature",
+        0,
+        "--repeat-last-n",
+        3,
+        "-t",
+        1,
+        "-dev",
+        "none",
+        "-s",
+        3,
+    )
     expected = cli("-m", tiny, "-n", 8, "--temp", 0, "-p", "Once upon")[1]
-    code, out, err = cli(*flags, "-p", "Once upon", "-ngl", 99, "-fa", "on", "-b", 512, "--mmap", "-no-cnv")
-    assert (code, out) == (0, expected) and err.startswith("note: -ngl, -fa, -b, --mmap: no effect here, ignored\n")
+    code, out, err = cli(
+        *flags, "-p", "Once upon", "-ngl", 99, "-fa", "on", "-b", 512, "--mmap", "-no-cnv"
+    )
+    assert (code, out) == (0, expected) and err.startswith(
+        "note: -ngl, -fa, -b, --mmap: no effect here, ignored\n"
+    )
     stop = expected[12:14]
-    assert cli(*flags, "-p", "Once upon", "-r", stop)[1] == expected[: expected.index(stop, 9)] + "\n"
+    assert (
+        cli(*flags, "-p", "Once upon", "-r", stop)[1] == expected[: expected.index(stop, 9)] + "\n"
+    )
     (tmp_path / "system").write_text("Be kind.\n")
-    talk = ("-m", tiny, "-n", 6, "--temp", 0, "--ignore-eos", "--chat-template", "llama2", "-p", "hello", "-cnv")
-    systems = (["-sys", "Be kind."], ["--system-prompt", "Be kind."], ["-sysf", tmp_path / "system"])
+    talk = (
+        "-m",
+        tiny,
+        "-n",
+        6,
+        "--temp",
+        0,
+        "--ignore-eos",
+        "--chat-template",
+        "llama2",
+        "-p",
+        "hello",
+        "-cnv",
+    )
+    systems = (
+        ["-sys", "Be kind."],
+        ["--system-prompt", "Be kind."],
+        ["-sysf", tmp_path / "system"],
+    )
     answers = {cli(*talk, *system)[1] for system in systems}
     assert len(answers) == 1 and answers != {cli(*talk)[1]}
     code, out, _ = cli("--version")
-    assert code == 0 and re.match(rf"fused-llama with Python 3.*torch {torch.__version__.split('+')[0]}", out)
+    assert code == 0 and re.match(
+        rf"fused-llama with Python 3.*torch {torch.__version__.split('+')[0]}", out
+    )
 
 
 # usage and errors
@@ -1814,7 +2267,9 @@ def test_flags_of_llama_cpp(cli, tiny, tmp_path):
     (run.main, "-\x1b", "unknown flag -?"),
 ])  # fmt: skip
 def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
-    assert_refused(caller(main, monkeypatch, capfd)(*flags.split()), said, " (see --help)\n", code=2)
+    assert_refused(
+        caller(main, monkeypatch, capfd)(*flags.split()), said, " (see --help)\n", code=2
+    )
 
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
@@ -1841,7 +2296,12 @@ def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
 
 def test_debug_shows_the_traceback(cli, tmp_path):
     code, out, err = cli("-m", tmp_path, "-p", "a", "--debug")
-    assert code == 1 and out == "" and err.startswith("Traceback") and re.search(r"\nFileNotFoundError: .+\n$", err)
+    assert (
+        code == 1
+        and out == ""
+        and err.startswith("Traceback")
+        and re.search(r"\nFileNotFoundError: .+\n$", err)
+    )
 
 
 def test_memory_error_comes_before_allocating(cli, tiny, monkeypatch):
@@ -1855,10 +2315,22 @@ def test_help_comes_at_once(script):
     for flags, code in (("--help", 0), ("--wrong", 2), ("-m nowhere -p 5", 1)):
         shown = in_shell(f'"$PYTHON" -X importtime "$HERE/{script}" {flags}')
         imported = set(re.findall(r"\| +(\S+)$", shown.stderr, re.MULTILINE))
-        assert shown.returncode == code and "argparse" in imported and len(imported) < 250, shown.stderr
-        assert not imported & {"torch", "triton", "numpy", "transformers", "sentencepiece", "tokenizers", "jinja2"}
+        assert shown.returncode == code and "argparse" in imported and len(imported) < 250, (
+            shown.stderr
+        )
+        assert not imported & {
+            "torch",
+            "triton",
+            "numpy",
+            "transformers",
+            "sentencepiece",
+            "tokenizers",
+            "jinja2",
+        }
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
-    assert tuple(checkpoint.DTYPES) == run.DTYPE_NAMES and tuple(kernels.FORMATS) == bench.FORMAT_NAMES
+    assert (
+        tuple(checkpoint.DTYPES) == run.DTYPE_NAMES and tuple(kernels.FORMATS) == bench.FORMAT_NAMES
+    )
 
 
 def test_a_run_on_a_cpu_imports_no_triton(tiny):
@@ -1870,8 +2342,12 @@ def test_a_run_on_a_cpu_imports_no_triton(tiny):
 
 def test_machine_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch')")
-    shown = in_shell(f'PYTHONPATH="{tmp_path}:$HERE" "$PYTHON" -P "$HERE/run.py"', stdin=subprocess.DEVNULL)
-    assert_refused((shown.returncode, shown.stdout, shown.stderr), "pip install -r requirements.txt")
+    shown = in_shell(
+        f'PYTHONPATH="{tmp_path}:$HERE" "$PYTHON" -P "$HERE/run.py"', stdin=subprocess.DEVNULL
+    )
+    assert_refused(
+        (shown.returncode, shown.stdout, shown.stderr), "pip install -r requirements.txt"
+    )
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -1886,7 +2362,15 @@ def test_make_gives_the_prompt_as_it_is(tmp_path):
     unset = "unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES GPUS"  # of the make that runs the tests
     for command in (f"PROMPT={shlex.quote(prompt)} make", f"make PROMPT={shlex.quote(prompt)}"):
         done = in_shell(f"{unset}; {command} -s run MODEL='a b' ARGS=", cwd=tmp_path)
-        assert done.stdout.split("\0")[:-1] == ["run.py", "-m", "a b", "--no-escape", f"--prompt={prompt}", "-n", "300"]
+        assert done.stdout.split("\0")[:-1] == [
+            "run.py",
+            "-m",
+            "a b",
+            "--no-escape",
+            f"--prompt={prompt}",
+            "-n",
+            "300",
+        ]
         assert done.stderr.startswith("next: make chat")
     for code, made in ((130, 0), (1, 2)):  # after Ctrl-C; after an error
         python.write_text(f"#!/bin/sh\nexit {code}\n")
@@ -1897,7 +2381,9 @@ def test_make_gives_the_prompt_as_it_is(tmp_path):
 # streams and signals
 
 
-@pytest.mark.parametrize("flags", [("-p", "Once", "--ignore-eos"), ("--chat", "-n", 20, "--ignore-eos")], ids=str)
+@pytest.mark.parametrize(
+    "flags", [("-p", "Once", "--ignore-eos"), ("--chat", "-n", 20, "--ignore-eos")], ids=str
+)
 def test_closed_stdout_ends_quietly(tiny, flags):
     process = program("-m", tiny, *flags, "--quiet", stdin=subprocess.PIPE)
     process.stdin.write(b"hello\n" * 50)
@@ -1914,12 +2400,17 @@ def test_lost_streams(tiny, tmp_path):
         assert (done.returncode, done.stdout, done.stderr) == (0, "text\nFalse\n", ""), lost
     done = in_shell('"$PYTHON" "$HERE/run.py" -p Once -n 3 --device cpu --quiet >/dev/full')
     assert done.returncode == 1 and done.stderr == "error: No space left on device\n"
-    done = in_shell(f'"$PYTHON" "$HERE/run.py" -m "{tiny}" --save saved --fp8 --device cpu <&- >&- 2>&-', cwd=tmp_path)
+    done = in_shell(
+        f'"$PYTHON" "$HERE/run.py" -m "{tiny}" --save saved --fp8 --device cpu <&- >&- 2>&-',
+        cwd=tmp_path,
+    )
     assert done.returncode == 0 and (tmp_path / "saved" / "model.safetensors").is_file(), done
 
 
 def test_ctrl_c_prints_timings_and_exits_130(tiny):
-    process = program("-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", stdin=subprocess.DEVNULL)
+    process = program(
+        "-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", stdin=subprocess.DEVNULL
+    )
     process.stdout.read(20)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
@@ -1947,15 +2438,32 @@ def test_prompt_cache_saves_evaluation(cli, tiny, tmp_path):
     file, prompt = tmp_path / "cache", "Once upon a time there was a fox. It said: good day, crow!"
 
     def result(text: str, *flags) -> dict:
-        fixed = ("-m", tiny, "--temp", 0, "-n", 12, "--ignore-eos", "-o", "jsonl", "--dtype", "fp32")
+        fixed = (
+            "-m",
+            tiny,
+            "--temp",
+            0,
+            "-n",
+            12,
+            "--ignore-eos",
+            "-o",
+            "jsonl",
+            "--dtype",
+            "fp32",
+        )
         return objects(cli(*fixed, "-p", text, *flags)[1])[0]
 
     n = result(prompt)["prompt_tokens"]
     for text, most in ((prompt, n), (prompt, 1), (prompt + " And", n // 3), (TEXT[60:], 99)):
         plain, cached = result(text), result(text, "--prompt-cache", file)
         assert cached["text"] == plain["text"] and cached["evaluated_tokens"] <= most, text
-    assert result("Once upon", "-c", 16, "--prompt-cache", file)["text"] == result("Once upon", "-c", 16)["text"]
-    code, _, err = cli("-m", tiny, "-p", TEXT[60:] + "?", "-n", 1, "--dtype", "fp32", "--prompt-cache", file)
+    assert (
+        result("Once upon", "-c", 16, "--prompt-cache", file)["text"]
+        == result("Once upon", "-c", 16)["text"]
+    )
+    code, _, err = cli(
+        "-m", tiny, "-p", TEXT[60:] + "?", "-n", 1, "--dtype", "fp32", "--prompt-cache", file
+    )
     found = re.search(rf"note: {file} holds (\d+) of the prompt's (\d+) tokens\n", err)
     assert code == 0 and f"prompt    {int(found[2]) - int(found[1])} tokens in" in err
     assert file.stat().st_mode & 0o077 == 0, "a prompt is private"
@@ -1973,15 +2481,28 @@ def test_prompt_cache_below_three_quarters(tiny_model, tmp_path):
     restored = KVCache(tiny_model)
     kept.restore(restored)
     assert restored.tokens[: restored.pos].tolist() == ids
-    assert all(torch.equal(a[:, :40], b[:, :40]) for a, b in zip([*cache.k, *cache.v], [*restored.k, *restored.v]))
+    assert all(
+        torch.equal(a[:, :40], b[:, :40])
+        for a, b in zip([*cache.k, *cache.v], [*restored.k, *restored.v])
+    )
 
 
 def test_prompt_cache_of_a_chat(cli, tiny, tmp_path):
     """Its first prompt is kept."""
-    flags = ["--prompt-cache", tmp_path / "cache", "--system", "Be kind. " * 5, "--chat-template", "llama2"]
+    flags = [
+        "--prompt-cache",
+        tmp_path / "cache",
+        "--system",
+        "Be kind. " * 5,
+        "--chat-template",
+        "llama2",
+    ]
     first, second = (chat_objects(cli, tiny, "hello", "hello", flags=flags) for _ in range(2))
     assert [turn["text"] for turn in first] == [turn["text"] for turn in second]
-    assert second[0]["evaluated_tokens"] == 1 and first[1]["evaluated_tokens"] == second[1]["evaluated_tokens"]
+    assert (
+        second[0]["evaluated_tokens"] == 1
+        and first[1]["evaluated_tokens"] == second[1]["evaluated_tokens"]
+    )
     (other,) = chat_objects(cli, tiny, "good day", flags=flags)
     assert other["evaluated_tokens"] < other["prompt_tokens"] / 2
 
@@ -1998,7 +2519,19 @@ def test_prompt_cache_that_is_refused(cli, tiny, tmp_path, monkeypatch, made_wit
     monkeypatch.chdir(tmp_path)
     put(DOWN, torch.neg)(Path(shutil.copytree(tiny, "other")))
     file = tmp_path / "cache"
-    flags = ("-m", tiny, "-p", "Once upon a time", "-n", 1, "--dtype", "fp32", "--quiet", "--prompt-cache", file)
+    flags = (
+        "-m",
+        tiny,
+        "-p",
+        "Once upon a time",
+        "-n",
+        1,
+        "--dtype",
+        "fp32",
+        "--quiet",
+        "--prompt-cache",
+        file,
+    )
     for _ in range(2):
         assert cli(*flags, *made_with.split())[0] == 0
     if spoil:
@@ -2013,7 +2546,9 @@ def test_prompt_cache_whole_or_not_at_all(cli, tiny, tmp_path, monkeypatch, hear
     assert_refused(cli(*flags, tmp_path / "none" / "cache"), "none: No such file or directory")
 
     def breaks_off(end) -> None:
-        monkeypatch.setattr(run, "save_file", lambda tensors, file, _: [Path(file).write_bytes(b"half"), end()])
+        monkeypatch.setattr(
+            run, "save_file", lambda tensors, file, _: [Path(file).write_bytes(b"half"), end()]
+        )
 
     breaks_off(fails(OSError(28, "No space left on device")))
     assert_refused(cli(*flags, tmp_path / "cache"), "cannot be written")
@@ -2040,9 +2575,12 @@ def chat_objects(cli, folder, *lines: str, flags=()) -> list[dict]:
 
 @pytest.fixture
 def fitted(monkeypatch) -> list:
-    """The prompts of the turns of a chat, in the order in which they were made to fit the context."""
+    """The prompts of the turns of a chat, in the order in which they were made to fit the
+    context."""
     seen, fit = [], Chat.fit
-    monkeypatch.setattr(Chat, "fit", lambda self, message: seen.append(fit(self, message)) or seen[-1])
+    monkeypatch.setattr(
+        Chat, "fit", lambda self, message: seen.append(fit(self, message)) or seen[-1]
+    )
     return seen
 
 
@@ -2050,7 +2588,10 @@ def test_chat_answers_each_line(cli, tiny):
     code, out, err = chat(cli, tiny, "hello", "", "/help", "/regne now", "again")
     assert code == 0 and len(out.splitlines()) >= 2 and "generated 12 tokens" in err
     assert "no command /regne; /help lists them" in err
-    assert "this model has no chat template; sending plain text" in err and "/clear        forget" in err
+    assert (
+        "this model has no chat template; sending plain text" in err
+        and "/clear        forget" in err
+    )
     turns = chat_objects(cli, tiny, "/usr/bin/python says", "one \\", "two", "/bye", "no")
     assert [turn["prompt"] for turn in turns] == ["/usr/bin/python says", "one \ntwo"]
     assert chat_objects(cli, tiny, "one\\")[0]["prompt"] == "one", "the input ended"
@@ -2061,7 +2602,12 @@ def test_chat_single_turn(cli, tiny, tmp_path):
     flags = ("-m", tiny, "-n", 6, "--ignore-eos", "--temp", 0, "--quiet")
     expected = chat(cli, tiny, "hello", flags=["--quiet"])[1]
     (tmp_path / "message").write_text("hello\n")
-    for how in (["--chat", "-p", "hello"], ["-st", "-p", "hello"], ["-cnv", "-f", tmp_path / "message"], ["-st"]):
+    for how in (
+        ["--chat", "-p", "hello"],
+        ["-st", "-p", "hello"],
+        ["-cnv", "-f", tmp_path / "message"],
+        ["-st"],
+    ):
         assert cli(*flags, *how, stdin=b"hello\n") == (0, expected, ""), how
     for how in (["--chat", "-p", "hello\\nyou"], ["-st"]):
         (turn,) = objects(cli(*flags, *how, "-o", "jsonl", stdin=b"hello\nyou\n")[1])
@@ -2081,16 +2627,37 @@ def test_chat_clear_and_system(cli, tiny):
 def test_chat_regen(cli, tiny):
     _, out, err = chat(cli, tiny, "/regen", "hello", "/regen", flags=["-o", "jsonl"])
     error, first, second = objects(out)
-    assert error["error"] == "there is no answer yet" and first["text"] == second["text"] and "always the same" in err
-    first, second, third = chat_objects(cli, tiny, "hello", "/regen", "again", flags=["--temp", 5, "-n", 12])
+    assert (
+        error["error"] == "there is no answer yet"
+        and first["text"] == second["text"]
+        and "always the same" in err
+    )
+    first, second, third = chat_objects(
+        cli, tiny, "hello", "/regen", "again", flags=["--temp", 5, "-n", 12]
+    )
     assert first["prompt"] == second["prompt"] == "hello" and first["text"] != second["text"]
-    assert second["evaluated_tokens"] == 1 and third["prompt_tokens"] < 2 * second["prompt_tokens"] + 12 + 12
+    assert (
+        second["evaluated_tokens"] == 1
+        and third["prompt_tokens"] < 2 * second["prompt_tokens"] + 12 + 12
+    )
 
 
 def test_chat_read_waits_for_a_message(cli, tiny, tmp_path):
     (tmp_path / "notes").write_bytes(b"good\r\nday,\rcrow!\n")
     read, notes = f"/read {tmp_path / 'notes'}", "good\nday,\ncrow!\n\n"
-    lines = ["what?", read, "/regen", "fox " * 2000, "and?", read, "/clear", "why?", read, "/system Be kind.", "who?"]
+    lines = [
+        "what?",
+        read,
+        "/regen",
+        "fox " * 2000,
+        "and?",
+        read,
+        "/clear",
+        "why?",
+        read,
+        "/system Be kind.",
+        "who?",
+    ]
     code, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
     prompts = [turn["prompt"] for turn in objects(out)]
     expected = ["what?", "what?", "fox fox", f"{notes}and?", "why?", f"{notes}who?"]
@@ -2099,7 +2666,9 @@ def test_chat_read_waits_for_a_message(cli, tiny, tmp_path):
 
 
 def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
-    template = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
+    template = (
+        "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
+    )
     (tmp_path / "t").write_text(template + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
     (tmp_path / "bad").write_bytes(b"ab\xff")
     (tmp_path / "long").write_text("x" * 10_000)
@@ -2120,9 +2689,15 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
     flags = ["-o", "jsonl", "-c", 64, "--quiet", "--chat-template", tmp_path / "t"]
     code, out, err = chat(cli, tiny, "hello", *said, "/regen", flags=flags)
     first, *refused, last = objects(out)
-    assert code == 0 and last["prompt"] == first["prompt"] == "hello", "the conversation is still there"
-    assert all(text in turn["error"] for turn, text in zip(refused, said.values(), strict=True)), refused
-    assert err.splitlines() == [f"error: {turn['error']}" for turn in refused] and "Errno" not in err
+    assert code == 0 and last["prompt"] == first["prompt"] == "hello", (
+        "the conversation is still there"
+    )
+    assert all(text in turn["error"] for turn, text in zip(refused, said.values(), strict=True)), (
+        refused
+    )
+    assert (
+        err.splitlines() == [f"error: {turn['error']}" for turn in refused] and "Errno" not in err
+    )
 
 
 @pytest.mark.parametrize("template", ["llama2", "zephyr", "plain"])
@@ -2147,7 +2722,11 @@ def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
     flags = ["--system", "Be kind.", "-c", 100, "-n", -2, "-o", "jsonl", "--dtype", "fp32"]
     code, out, err = chat(cli, run.DEFAULT_MODEL, "Tell me a tale", *["go on"] * 2, flags=flags)
     turns = objects(out)
-    assert code == 0 and err.count("dropped the oldest") == 2 and all(turn["ended_by"] == "context" for turn in turns)
+    assert (
+        code == 0
+        and err.count("dropped the oldest") == 2
+        and all(turn["ended_by"] == "context" for turn in turns)
+    )
     form = r"(?s)<s>\[INST\] <<SYS>>\nBe kind.\n<</SYS>>\n\n[^[]* \[/INST\] (.*) </s><s>\[INST\] go on \[/INST\]"
     for before, prompt in zip(turns, fitted[1:]):
         kept = re.fullmatch(form, prompt.text).group(1).strip()
@@ -2175,7 +2754,17 @@ def test_printer_does_not_cut_words(width, capsys, monkeypatch):
     """And control characters do not reach the terminal."""
     monkeypatch.setenv("COLUMNS", str(width))
     words = "fox Żółw good \U0001f422 e\u0301e\u0301".split()
-    words += ["\u4f60\u597d" * 9, "a" * (width // 2), "x" * 2 * width, "\n", "\n\n", "\x1b[2J", "\x9bc", "\r", "\t"]
+    words += [
+        "\u4f60\u597d" * 9,
+        "a" * (width // 2),
+        "x" * 2 * width,
+        "\n",
+        "\n\n",
+        "\x1b[2J",
+        "\x9bc",
+        "\r",
+        "\t",
+    ]
     text = " ".join(random.choices(words, k=200))
     printer = Printer(text[:3])
     printer.at_terminal = True
@@ -2185,16 +2774,28 @@ def test_printer_does_not_cut_words(width, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert all(sum(map(columns_of, line)) < width for line in shown.split("\n"))
     visible = re.sub("[\x1b\x9b]", "\ufffd", text)
-    assert "".join(shown.split()) == "".join(visible.split()) and "\r" not in shown, "nothing is lost"
-    assert all(word in shown.split() for word in visible.split() if word.isascii() and len(word) < width)
+    assert "".join(shown.split()) == "".join(visible.split()) and "\r" not in shown, (
+        "nothing is lost"
+    )
+    assert all(
+        word in shown.split() for word in visible.split() if word.isascii() and len(word) < width
+    )
 
 
 class Person:
     """Types into a program at a pseudo-terminal and reads what it shows."""
 
-    def __init__(self, *arguments, script: Path = HERE / "run.py", columns: int = 80, **environment):
-        variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        variables |= dict(TERM="xterm-256color", OMP_NUM_THREADS="1", XDG_STATE_HOME="/none", INPUTRC="/dev/null")
+    def __init__(
+        self, *arguments, script: Path = HERE / "run.py", columns: int = 80, **environment
+    ):
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
+        variables |= dict(
+            TERM="xterm-256color", OMP_NUM_THREADS="1", XDG_STATE_HOME="/none", INPUTRC="/dev/null"
+        )
         command = [sys.executable, str(script), "--device", "cpu", *map(str, arguments)]
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
@@ -2208,13 +2809,14 @@ class Person:
         return self.sees(seen)
 
     def interrupts(self, seen: str) -> str:
-        """Types Ctrl-C and returns what sees(seen) does. A signal that comes while readline draws is handled with the
-        next one: SIGWINCH, which does nothing else."""
+        """Types Ctrl-C and returns what sees(seen) does. A signal that comes while readline draws
+        is handled with the next one: SIGWINCH, which does nothing else."""
         os.write(self.terminal, b"\x03")
         return self.sees(seen, lambda: os.kill(self.pid, signal.SIGWINCH))
 
     def sees(self, pattern: str, wake=lambda: None) -> str:
-        """What the program shows up to a match of the pattern. wake is called while it shows nothing."""
+        """What the program shows up to a match of the pattern. wake is called while it shows
+        nothing."""
         deadline = time.monotonic() + PATIENCE
         while not (match := re.search(pattern, self.unread)):
             if select.select([self.terminal], [], [], 1)[0]:
@@ -2242,7 +2844,8 @@ class Person:
 
 
 UP, CTRL_D = "\x1b[A", "\x04"
-READY = r"\x1b\[\?2004h(\x1b\[1;32m)?> "  # bracketed paste, perhaps in colour; no text of the model holds an escape
+# bracketed paste, perhaps in colour; no text of the model holds an escape
+READY = r"\x1b\[\?2004h(\x1b\[1;32m)?> "
 
 
 def test_chat_at_a_terminal(tiny, tmp_path):
@@ -2250,7 +2853,9 @@ def test_chat_at_a_terminal(tiny, tmp_path):
     person = Person(*flags, XDG_STATE_HOME=str(tmp_path / "of a new user"))
     assert "\x1b[?2004h\x1b[1;32m> " in person.sees(READY)
     turn = person.types("hello\r", READY)
-    answered = r"(?s)hello\r\n(\x1b\[\?2004l\r)?\x1b\[0m\r\n[^\x1b]+\r\n\r\n\x1b\[\?2004h\x1b\[1;32m> "
+    answered = (
+        r"(?s)hello\r\n(\x1b\[\?2004l\r)?\x1b\[0m\r\n[^\x1b]+\r\n\r\n\x1b\[\?2004h\x1b\[1;32m> "
+    )
     assert re.fullmatch(answered, turn), repr(turn)
     person.types("\x1b[200~good\rday\x1b[201~", "day")  # pasted
     person.types("\r", READY)
@@ -2265,10 +2870,17 @@ def test_chat_at_a_terminal(tiny, tmp_path):
     person.interrupts(READY)
     rest = person.interrupts("memory ")
     assert person.leaves()[0] == 130
-    assert "generated 18 tokens" in rest and "Traceback" not in rest and rest.startswith("\x1b[?2004l\r\x1b[0m")
+    assert (
+        "generated 18 tokens" in rest
+        and "Traceback" not in rest
+        and rest.startswith("\x1b[?2004l\r\x1b[0m")
+    )
     history = tmp_path / "of a new user" / "fused-llama" / "history"
     messages = [json.loads(line) for line in history.read_text().splitlines()]
-    assert messages == ["hello", "good\nday", "two \nlines", "/clear"] and history.parent.stat().st_mode & 0o077 == 0
+    assert (
+        messages == ["hello", "good\nday", "two \nlines", "/clear"]
+        and history.parent.stat().st_mode & 0o077 == 0
+    )
 
 
 def test_chat_at_a_narrow_terminal(tiny, tmp_path):
@@ -2279,13 +2891,18 @@ def test_chat_at_a_narrow_terminal(tiny, tmp_path):
     person = Person(*flags, XDG_STATE_HOME=str(tmp_path), NO_COLOR="1", columns=20)
     status = person.sees(READY).rpartition("\rmodel\r\n")[2]
     assert "\x1b[1" not in status and "\r\n          /help\r\n" in status
-    assert all(len(line) < 20 for line in status.split("\r\n")[:-1] if len(line.split()) > 1), status
+    assert all(len(line) < 20 for line in status.split("\r\n")[:-1] if len(line.split()) > 1), (
+        status
+    )
     assert "good\r\n" in person.types(UP + UP, "day")
     person.types("\r", r"\x1b\[\?2004l\r")
     answer = person.sees(r"([^\n]*\n){6}")
     answer += person.interrupts(READY)
-    overwritten = re.compile(r".*\r(?!$)")  # the progress bar of a prompt that takes more than two seconds
-    lines = [overwritten.sub("", line).strip("\r").replace("^C", "") for line in answer.split("\n")[:-1]]
+    # the progress bar of a prompt that takes more than two seconds
+    overwritten = re.compile(r".*\r(?!$)")
+    lines = [
+        overwritten.sub("", line).strip("\r").replace("^C", "") for line in answer.split("\n")[:-1]
+    ]
     assert all(sum(map(columns_of, line)) < 20 for line in lines if "\x1b" not in line), lines
     person.types(CTRL_D)
     code, rest = person.leaves()
@@ -2293,7 +2910,8 @@ def test_chat_at_a_narrow_terminal(tiny, tmp_path):
 
 
 def test_bare_run_at_a_terminal_is_a_chat(tmp_path):
-    (tmp_path / "llama").symlink_to(HERE / "run.py")  # models/tales is looked for beside the program
+    # models/tales is looked for beside the program
+    (tmp_path / "llama").symlink_to(HERE / "run.py")
     person = Person("-n", 4, script=tmp_path / "llama", TERM="dumb")
     assert re.search(r"since\s+there\s+is\s+no\s+prompt", person.sees("> "))
     person.types("Tell me a tale\r", "> ")
@@ -2306,14 +2924,22 @@ def test_terminal_after_sigterm(tiny):
     person = Person("-m", tiny, "--chat")
     person.sees(READY)
     os.kill(person.pid, signal.SIGTERM)
-    person.sees(r"\x1b\[\?2004l\r\x1b\[0m", lambda: os.kill(person.pid, signal.SIGWINCH))  # see interrupts
+    # see interrupts
+    person.sees(r"\x1b\[\?2004l\r\x1b\[0m", lambda: os.kill(person.pid, signal.SIGWINCH))
     assert person.leaves()[0] == 128 + signal.SIGTERM
 
 
 def test_mode_of_a_run(monkeypatch):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    modes = {"": "bare", "-no-cnv": "text", "-p x": "text", "-f /dev/null": "text", "-st": "chat", "-sys x": "bare"}
+    modes = {
+        "": "bare",
+        "-no-cnv": "text",
+        "-p x": "text",
+        "-f /dev/null": "text",
+        "-st": "chat",
+        "-sys x": "bare",
+    }
     assert {flags: run.parse_args(flags.split()).mode for flags in modes} == modes
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert run.parse_args([]).mode == "text"
@@ -2328,8 +2954,8 @@ def test_mode_of_a_run(monkeypatch):
     ("qwen 2.5", None, "triton"), ("qwen 3", None, "triton"),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch):
-    """Logits of a prompt, whole and in parts, and greedy tokens after one that is evaluated in chunks; in 8 bits,
-    against our model with decoded weights."""
+    """Logits of a prompt, whole and in parts, and greedy tokens after one that is evaluated in
+    chunks; in 8 bits, against our model with decoded weights."""
     monkeypatch.setitem(CHUNK, "cpu", 16)
     theirs = hugging_face_model(**FAMILIES[family])
     theirs.save_pretrained(tmp_path)
@@ -2348,13 +2974,19 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
     if backend == "torch" and not fp8:
         text = prompt.tolist() + greedy(ours, prompt.tolist(), 12)
         logits, tokens = oracle(theirs, text)[T - 1 : -1], torch.tensor(text[T:])
-        behind = logits.amax(1) - logits[range(12), tokens]  # the best two may be tied to within rounding
-        assert (behind < 1e-4 * logits.std(1)).all(), behind  # ours are up to 2.3e-5 of their spread off
+        # the best two may be tied to within rounding
+        behind = logits.amax(1) - logits[range(12), tokens]
+        # ours are up to 2.3e-5 of their spread off
+        assert (behind < 1e-4 * logits.std(1)).all(), behind
 
 
 def to_bin(folder: Path) -> None:
-    """With gaps in the strides, a tensor turned and one that is a parameter, all of which torch.save keeps."""
-    tensors = {name: torch.stack((t, t), -1)[..., 1] for name, t in load_file(folder / "model.safetensors").items()}
+    """With gaps in the strides, a tensor turned and one that is a parameter, all of which
+    torch.save keeps."""
+    tensors = {
+        name: torch.stack((t, t), -1)[..., 1]
+        for name, t in load_file(folder / "model.safetensors").items()
+    }
     tensors[DOWN] = tensors[DOWN].t().contiguous().t()
     tensors[NORM] = torch.nn.Parameter(tensors[NORM])
     torch.save(tensors, folder / "pytorch_model.bin")
@@ -2364,17 +2996,44 @@ def to_bin(folder: Path) -> None:
 def to_shards(folder: Path, suffix: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    half = sum(t.nbytes for t in tensors.values()) * 2 // 3  # or a little more, since tensors stay whole
-    save_torch_state_dict(tensors, folder, max_shard_size=half, safe_serialization=suffix == "safetensors")
+    # or a little more, since tensors stay whole
+    half = sum(t.nbytes for t in tensors.values()) * 2 // 3
+    save_torch_state_dict(
+        tensors, folder, max_shard_size=half, safe_serialization=suffix == "safetensors"
+    )
 
 
 def to_meta(folder: Path, shards: int) -> None:
-    """Meta's own layout, written from its description: interleaved q and k, tensors split by column or by row."""
+    """Meta's own layout, written from its description: interleaved q and k, tensors split by column
+    or by row."""
     raw, config = load_file(folder / "model.safetensors"), read_config(folder)
-    names = {f"{x}_proj": f"w{x}" for x in "qkvo"} | {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    names |= {"model.": "", "self_attn": "attention", "mlp": "feed_forward", "input_layernorm": "attention_norm"}
-    names |= {"post_attention_layernorm": "ffn_norm", "embed_tokens": "tok_embeddings", "lm_head": "output"}
-    split_axis = {"wq": 0, "wk": 0, "wv": 0, "wo": 1, "w1": 0, "w3": 0, "w2": 1, "tok_embeddings": 1, "output": 0}
+    names = {f"{x}_proj": f"w{x}" for x in "qkvo"} | {
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+    }
+    names |= {
+        "model.": "",
+        "self_attn": "attention",
+        "mlp": "feed_forward",
+        "input_layernorm": "attention_norm",
+    }
+    names |= {
+        "post_attention_layernorm": "ffn_norm",
+        "embed_tokens": "tok_embeddings",
+        "lm_head": "output",
+    }
+    split_axis = {
+        "wq": 0,
+        "wk": 0,
+        "wv": 0,
+        "wo": 1,
+        "w1": 0,
+        "w3": 0,
+        "w2": 1,
+        "tok_embeddings": 1,
+        "output": 0,
+    }
     parts: list[dict] = [{} for _ in range(shards)]
     for name, tensor in raw.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -2423,17 +3082,31 @@ def test_config_sliding_window(copy):
 def test_config_older_rope_fields(tiny, copy):
     edit(copy / "config.json", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))
     newer = read_config(copy)
-    edit(copy / "config.json", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4.0})
+    edit(
+        copy / "config.json",
+        rope_parameters=None,
+        rope_theta=1e4,
+        rope_scaling={"type": "linear", "factor": 4.0},
+    )
     assert read_config(copy) == newer != read_config(tiny)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_config_defaults(tmp_path, family):
     """Absent fields have transformers' defaults."""
-    given = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=300)
+    given = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=300,
+    )
     (tmp_path / "config.json").write_text(json.dumps(given | {"model_type": family.lower()}))
     ours, theirs = read_config(tmp_path), getattr(transformers, f"{family}Config")(**given)
-    assert ours.norm_eps == theirs.rms_norm_eps and ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (
+        ours.norm_eps == theirs.rms_norm_eps
+        and ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    )
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     assert ours.sliding_window == getattr(theirs, "sliding_window", None)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
@@ -2446,7 +3119,8 @@ def test_config_eos_of_both_files(copy):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The few responses of the Hugging Face hub that a download needs. files: those of the repository someone/tiny."""
+    """The few responses of the Hugging Face hub that a download needs. files: those of the
+    repository someone/tiny."""
 
     files: dict[str, bytes]
     asked: list[str]
@@ -2471,15 +3145,30 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def response(self, path: str) -> tuple[int, bytes, dict[str, str]]:
         if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
             return 401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the licence"}
-        tree = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in self.files.items()]
-        about = {"id": "someone/tiny", "sha": "a" * 40, "siblings": [{"rfilename": name} for name in self.files]}
+        tree = [
+            {"type": "file", "path": n, "size": len(data), "oid": "0" * 40}
+            for n, data in self.files.items()
+        ]
+        about = {
+            "id": "someone/tiny",
+            "sha": "a" * 40,
+            "siblings": [{"rfilename": name} for name in self.files],
+        }
         if found := re.fullmatch("/api/models/someone/tiny(/revision/.*|/tree/.*|)", path):
             is_tree = found[1].startswith("/tree")
-            return 200, json.dumps(tree if is_tree else about).encode(), {"Content-Type": "application/json"}
+            return (
+                200,
+                json.dumps(tree if is_tree else about).encode(),
+                {"Content-Type": "application/json"},
+            )
         data = self.files.get(path.removeprefix(f"/someone/tiny/resolve/{'a' * 40}/"))
         if data is None:
             return 404, b"", {"X-Error-Code": "RepoNotFound"}
-        return 200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "a" * 40}
+        return (
+            200,
+            data,
+            {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "a" * 40},
+        )
 
 
 def of_hub(folder: Path) -> dict[str, bytes]:
@@ -2500,8 +3189,11 @@ def hub(tiny, tmp_path, monkeypatch):
 
 
 def set_hub(monkeypatch, endpoint: str, cache: Path, offline: bool = False) -> None:
-    """Other settings for this process, where the library has read its environment already, and for those it starts."""
-    values = dict(HF_ENDPOINT=endpoint, HF_HUB_CACHE=cache, HF_HUB_OFFLINE=int(offline), NO_PROXY="127.0.0.1")
+    """Other settings for this process, where the library has read its environment already, and for
+    those it starts."""
+    values = dict(
+        HF_ENDPOINT=endpoint, HF_HUB_CACHE=cache, HF_HUB_OFFLINE=int(offline), NO_PROXY="127.0.0.1"
+    )
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -2520,22 +3212,33 @@ def test_hub_downloads_once_what_is_needed(hub, tiny, cli, monkeypatch, tmp_path
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out.decode(), err.decode()) == expected
     fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")}
-    assert fetched == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.model"}
+    assert fetched == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.model",
+    }
     before = len(hub.asked)
-    assert cli("-m", *flags) == expected and len(hub.asked) == before, "the second time is without the network"
+    assert cli("-m", *flags) == expected and len(hub.asked) == before, (
+        "the second time is without the network"
+    )
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
     next((tmp_path / "cache").rglob("snapshots/*/generation_config.json")).unlink()
     assert cli("-m", *flags) == expected, "offline, what is there has to do"
 
 
-@pytest.mark.parametrize("layout, listed", [(None, True), ("safetensors shards", False), ("meta, 2 shards", False)])
+@pytest.mark.parametrize(
+    "layout, listed", [(None, True), ("safetensors shards", False), ("meta, 2 shards", False)]
+)
 def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, listed):
-    """One of the files is not there yet, and the disk has room for that one only. listed: whether the cache remembers
-    what the repository holds; if another program made it, it does not."""
+    """One of the files is not there yet, and the disk has room for that one only. listed: whether
+    the cache remembers what the repository holds; if another program made it, it does not."""
     LAYOUTS.get(layout, lambda folder: None)(copy)
     hub.files = of_hub(copy)
     whole = load("someone/tiny", dtype="fp32", device="cpu")
-    *_, last = sorted(path for path in (tmp_path / "cache").rglob("snapshots/*/*") if path.stat().st_size > 9999)
+    *_, last = sorted(
+        path for path in (tmp_path / "cache").rglob("snapshots/*/*") if path.stat().st_size > 9999
+    )
     size = last.stat().st_size
     last.resolve().unlink()
     last.unlink()
@@ -2543,20 +3246,25 @@ def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, liste
         shutil.rmtree(tmp_path / "cache" / "models--someone--tiny" / "trees")
     disk = SimpleNamespace(free=size - 1)
     monkeypatch.setattr("checkpoint.shutil.disk_usage", lambda _: disk)
-    with pytest.raises(ValueError, match=r"someone/tiny takes .* GB, but .* GB free \(see HF_HOME\)"):
+    with pytest.raises(
+        ValueError, match=r"someone/tiny takes .* GB, but .* GB free \(see HF_HOME\)"
+    ):
         load("someone/tiny", device="cpu")
     disk.free = size
     hub.asked.clear()
     again = load("someone/tiny", dtype="fp32", device="cpu")
     assert torch.equal(whole.weights.layers[1].w2.data, again.weights.layers[1].w2.data)
-    assert [line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")] == [last.name]
+    assert [line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")] == [
+        last.name
+    ]
 
 
 def test_hub_links_stay_in_the_repository(hub, tmp_path, monkeypatch):
     snapshot = load("someone/tiny", device="cpu").checkpoint.folder
     config = (snapshot / "config.json").resolve()
     assert config.parent.name == "blobs" and load(snapshot, device="cpu").config.dim == 64
-    shutil.copytree(snapshot.parents[1], tmp_path / "other", symlinks=True)  # which is not a name as in the cache
+    # which is not a name as in the cache
+    shutil.copytree(snapshot.parents[1], tmp_path / "other", symlinks=True)
     with pytest.raises(ValueError, match="config.json is a link out of its folder"):
         load(tmp_path / "other" / "snapshots" / snapshot.name, device="cpu")
     config.rename(tmp_path / "elsewhere")
@@ -2566,36 +3274,68 @@ def test_hub_links_stay_in_the_repository(hub, tmp_path, monkeypatch):
 
 
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
-    "gated": (dict(token="secret"), "", "tiny", "it is gated: accept its licence on its page, and set HF_TOKEN"),
-    "gguf": (dict(files={"a.IQ4_0.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
+    "gated": (
+        dict(token="secret"),
+        "",
+        "tiny",
+        "it is gated: accept its licence on its page, and set HF_TOKEN",
+    ),
+    "gguf": (
+        dict(files={"a.IQ4_0.gguf": b"x"}),
+        "",
+        "tiny",
+        "holds no weights that this program reads",
+    ),
     "another family": (
         dict(files={"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}),
         "",
         "tiny",
         "config.json: model_type is 'gemma2', which is not supported",
     ),
-    "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
-    "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
-    "offline": ({}, "offline", "tiny", "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`"),
+    "another kind": (
+        dict(files={"a.Q4_0.gguf": b"x"}),
+        "",
+        "tiny:Q4_K_M",
+        "holds no GGUF file of the kind Q4_K_M",
+    ),
+    "unknown": (
+        {},
+        "",
+        "other",
+        "no folder someone/other here, and no such repository on http://127.0.0.1:",
+    ),
+    "offline": (
+        {},
+        "offline",
+        "tiny",
+        "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`",
+    ),
     "not there": ({}, "not there", "tiny", "and the download from http://127.0.0.1:9 failed (Conn"),
 }
 
 
 @pytest.mark.parametrize("settings, state, name, expected", HUB_REFUSALS.values(), ids=HUB_REFUSALS)
-def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, settings, state, name, expected):
+def test_hub_refusals_are_one_line(
+    hub, cli, monkeypatch, tmp_path, settings, state, name, expected
+):
     for field, value in settings.items():
         setattr(hub, field, value)
     if state:
         set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=state == "offline")
     assert_refused(cli("-m", f"someone/{name}", "-p", "Once", "-n", 2), expected)
-    assert not [line for line in hub.asked if line.startswith("GET") and line.endswith(("safetensors", "gguf"))]
+    assert not [
+        line
+        for line in hub.asked
+        if line.startswith("GET") and line.endswith(("safetensors", "gguf"))
+    ]
     if hub.token:
         monkeypatch.setenv("HF_TOKEN", "secret")
         assert cli("-m", "someone/tiny", "-p", "Once", "-n", 2)[0] == 0
 
 
 @pytest.mark.parametrize("fields", [
-    # ramps within the frequencies (that of 2000 starts elsewhere with 31 turns as beta_fast) and beyond them; a scale
+    # ramps within the frequencies (that of 2000 starts elsewhere with 31 turns as beta_fast) and
+    # beyond them; a scale
     *(dict(trained=trained) for trained in (64, 2000, 1 << 17)),
     dict(trained=32, factor=8.0, beta_fast=16.0, beta_slow=2.0),
     dict(trained=1000, factor=2.0, rope_theta=100.0, attention_factor=1.3),
@@ -2604,19 +3344,27 @@ def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, settings, st
 def test_yarn_angles_equal_transformers(tmp_path, fields):
     rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0) | fields
     trained = rope["original_max_position_embeddings"] = rope.pop("trained")
-    config = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=int(rope["factor"] * trained))
+    config = dict(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=int(rope["factor"] * trained)
+    )
     theirs = transformers.LlamaConfig(**config, rope_parameters=rope)
     theirs.save_pretrained(tmp_path)
     freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     angles = torch.outer(torch.arange(50.0), freqs)
-    assert_close(rope_table(read_config(tmp_path), 50), gain * torch.stack((angles.cos(), angles.sin()), -1), 1e-5)
+    assert_close(
+        rope_table(read_config(tmp_path), 50),
+        gain * torch.stack((angles.cos(), angles.sin()), -1),
+        1e-5,
+    )
 
 
 # ---- checkpoint.py: untrusted files
 
 
 def write(name: str, content: str | bytes):
-    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return lambda folder: (folder / name).write_bytes(
+        content.encode() if isinstance(content, str) else content
+    )
 
 
 def remove(name: str):
@@ -2624,7 +3372,10 @@ def remove(name: str):
 
 
 def link_out(name: str):
-    return lambda folder: [(folder / name).rename(folder.parent / name), (folder / name).symlink_to(f"../{name}")]
+    return lambda folder: [
+        (folder / name).rename(folder.parent / name),
+        (folder / name).symlink_to(f"../{name}"),
+    ]
 
 
 def both(*spoils):
@@ -2653,14 +3404,23 @@ class Bomb:
 
 
 UNSAFE = "pytorch_model.bin is damaged, or cannot be read safely"
-INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+INDEX, SHARDS = (
+    "model.safetensors.index.json",
+    [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)],
+)
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13, PTH = "layers.1.w13", "consolidated.01.pth"
 ADDED = {"added_tokens_decoder": {"600": {"content": ["x"]}}}
 
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "attention_factor": 1.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0] * 8,
+    "attention_factor": 1.0,
+}
 
-SPOILED = {  # how a checkpoint, or one saved in a format, is corrupted: what the one-line error must contain
+# how a checkpoint, or one saved in a format, is corrupted: what the one-line error must contain
+SPOILED = {
     "no config": (remove("config.json"), "neither config.json nor params.json"),
     "config is not JSON": (write("config.json", "{"), "config.json is not JSON"),
     "deep JSON": (write("config.json", "[" * 100_000), "config.json is not JSON"),
@@ -2762,17 +3522,31 @@ def tiny_saved(tiny, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("how", SPOILED)
 def test_spoiled_checkpoint_is_one_line(cli, tiny, tiny_saved, how, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    folder = Path(shutil.copytree(tiny_saved if how.startswith("saved") else tiny, tmp_path / "folder" / "copy"))
+    folder = Path(
+        shutil.copytree(
+            tiny_saved if how.startswith("saved") else tiny, tmp_path / "folder" / "copy"
+        )
+    )
     spoil, *expected = SPOILED[how]
     spoil(folder)
-    assert_refused(cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt"), *expected)
+    assert_refused(
+        cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt"), *expected
+    )
     assert not (tmp_path / "PICKLE_HAS_RUN").exists()
 
 
 def test_head_dim_that_the_kernels_cannot_run(cli, copy):
-    hugging_face_model(Tokenizer(copy).vocabulary.sp.vocab_size(), head_dim=20).save_pretrained(copy)
-    code, _, err = cli("-m", copy, "-p", "Once", "-n", 2, "--backend", "triton", "--device", DEVICE.type)
-    assert code == 1 and "head_dim is 20; the kernels need a multiple of 8: use --backend torch" in err.splitlines()[-1]
+    hugging_face_model(Tokenizer(copy).vocabulary.sp.vocab_size(), head_dim=20).save_pretrained(
+        copy
+    )
+    code, _, err = cli(
+        "-m", copy, "-p", "Once", "-n", 2, "--backend", "triton", "--device", DEVICE.type
+    )
+    assert (
+        code == 1
+        and "head_dim is 20; the kernels need a multiple of 8: use --backend torch"
+        in err.splitlines()[-1]
+    )
     assert cli("-m", copy, "-p", "Once", "-n", 2, "--device", "cpu")[0] == 0
 
 
@@ -2801,10 +3575,15 @@ def test_messages_are_one_line(copy):
     for act in (
         lambda: list(generate(model, [1, 5])),
         lambda: tokenizer.apply_chat_template(conversation("hello")),
-        lambda: spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))(folder) or load(folder),
+        lambda: (
+            spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))(folder) or load(folder)
+        ),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
-        lambda: (folder / "generation_config.json").write_text(sampling) and checkpoint.read_sampling(folder),
+        lambda: (
+            (folder / "generation_config.json").write_text(sampling)
+            and checkpoint.read_sampling(folder)
+        ),
     ):
         with pytest.raises((RuntimeError, ValueError)) as raised:
             act()
@@ -2817,9 +3596,15 @@ def test_messages_are_one_line(copy):
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
 def test_loading_bar_ends_full(copy, monkeypatch, shape):
     bars, original, shown = [], checkpoint.tqdm, dict(disable=False, file=io.StringIO())
-    monkeypatch.setattr(checkpoint, "tqdm", lambda **options: bars.append(original(**options | shown)) or bars[-1])
+    monkeypatch.setattr(
+        checkpoint, "tqdm", lambda **options: bars.append(original(**options | shown)) or bars[-1]
+    )
     hugging_face_model(read_config(copy).vocab_size, **FAMILIES[shape]).save_pretrained(copy)
-    for folder, form in ((copy, None), (copy, "e4m3"), (save(copy, copy.parent / "saved", format="e4m3").parent, None)):
+    for folder, form in (
+        (copy, None),
+        (copy, "e4m3"),
+        (save(copy, copy.parent / "saved", format="e4m3").parent, None),
+    ):
         load(folder, format=form)
         assert bars[-1].n == bars[-1].total > 0, (folder, form)
 
@@ -2837,24 +3622,43 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
         (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
         (copy / "tokenizer.json").touch()  # the other comes first
     code, out, err = cli("-m", copy, "--save", saved, "--fp8", form)
-    assert code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1, err
+    assert (
+        code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1
+    ), err
     assert sorted(f for f in copy.parent.iterdir() if f.is_dir()) == [copy, saved]
     assert find_template(copy, {})[0] == find_template(saved, {})[0] == TEMPLATES["llama2"]
     tensors = load_file(saved / "model.safetensors")
     assert tensors["norm.weight"].dtype == torch.float16
-    for name, shape in {"layers.1.w13": (224, 64), "layers.1.w13.scale": (224,), "norm.weight": (64,)}.items():
+    for name, shape in {
+        "layers.1.w13": (224, 64),
+        "layers.1.w13.scale": (224,),
+        "norm.weight": (64,),
+    }.items():
         assert tensors[name].shape == shape, "folders that were saved earlier stay readable"
     for dtype in ("fp32", "bf16"):
-        options = dict(dtype=dtype, device="cpu")  # where it was encoded: a GPU may round an error the other way
-        original, again = (load(f, format=fp8, **options) for f, fp8 in ((copy, form), (saved, None)))
+        # where it was encoded: a GPU may round an error the other way
+        options = dict(dtype=dtype, device="cpu")
+        original, again = (
+            load(f, format=fp8, **options) for f, fp8 in ((copy, form), (saved, None))
+        )
         for one, other in zip(original.weights.matrices, again.weights.matrices):
-            assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors)), "codes depend on the dtype"
-        ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in (original, again))
+            assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors)), (
+                "codes depend on the dtype"
+            )
+        ours, theirs = (
+            logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in (original, again)
+        )
         assert torch.equal(ours, theirs), "a saved model says something else"
     flags, other = ("-p", "Once", "-n", 8, "--temp", 0), "e4m3" if form == "e5m2" else "e5m2"
-    (_, text, _), (code, same, err) = cli("-m", copy, "--fp8", form, *flags), cli("-m", saved, "--fp8", form, *flags)
+    (_, text, _), (code, same, err) = (
+        cli("-m", copy, "--fp8", form, *flags),
+        cli("-m", saved, "--fp8", form, *flags),
+    )
     assert code == 0 and same == text and f"with {form} matrices" in err
-    for wanted, refused in (other, ("--fp8", other, *flags)), ("e4m3", ("--save", copy.parent / "again", "--fp8")):
+    for wanted, refused in (
+        (other, ("--fp8", other, *flags)),
+        ("e4m3", ("--save", copy.parent / "again", "--fp8")),
+    ):
         why = f"its matrices are {form}, and {wanted} would lose precision a second time: run it as it is, or encode"
         assert_refused(cli("-m", saved, *refused), why)
 
@@ -2870,8 +3674,13 @@ def test_calibrated_model_loses_less(cli, tmp_path):
     tokens = Tokenizer(names[0]).encode("The king had three sons, and the youngest went away.")
     right, plain, weighed = (logits_of(model, tokens) for model in (exact, *ours))
     assert nmse(weighed, right) < nmse(plain, right)
-    assert_refused(cli("--calibrate", text, "-p", "x"), "--calibrate is for --int4 with --save", code=2)
-    for settings, said in ((dict(format="e4m3", calibrate="x"), "is for int4"), (dict(calibrate=" "), "is empty")):
+    assert_refused(
+        cli("--calibrate", text, "-p", "x"), "--calibrate is for --int4 with --save", code=2
+    )
+    for settings, said in (
+        (dict(format="e4m3", calibrate="x"), "is for int4"),
+        (dict(calibrate=" "), "is empty"),
+    ):
         with pytest.raises(ValueError, match=said):
             save(run.DEFAULT_MODEL, tmp_path / "refused", **dict(format="int4") | settings)
 
@@ -2884,7 +3693,9 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
 
     def refused(to: str, expected: str, code: int = 1) -> None:
         seen, out, err = cli("-m", copy, "--save", tmp_path / to, "--fp8")
-        assert seen == code and out == "" and expected in err and err.count("\n") == (code == 1), err
+        assert seen == code and out == "" and expected in err and err.count("\n") == (code == 1), (
+            err
+        )
         assert sorted(tmp_path.rglob("*")) == before
 
     refused("new", "special_tokens_map.json is a link out of its folder")
@@ -2900,52 +3711,79 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     steps = [("free_memory", lambda _: 100_000, "try a smaller", 1)]
-    steps.append(("shutil.disk_usage", lambda _: SimpleNamespace(free=0), "has 0.00 GB free: save elsewhere", 1))
+    steps.append(
+        (
+            "shutil.disk_usage",
+            lambda _: SimpleNamespace(free=0),
+            "has 0.00 GB free: save elsewhere",
+            1,
+        )
+    )
     for step in ("Loader.load", "save_file"):
         steps.append((step, fails(OSError("No space left")), "No space left", 1))
         steps.append((step, fails(KeyboardInterrupt()), "", 130))
-        steps += [(step, lambda *_, n=n: signal.raise_signal(n), "", 128 + n) for n in hears_signals]
+        steps += [
+            (step, lambda *_, n=n: signal.raise_signal(n), "", 128 + n) for n in hears_signals
+        ]
     for step, end, expected, code in steps:
         with monkeypatch.context() as patch:
             patch.setattr(f"checkpoint.{step}", end)
             refused("new", expected, code)
     assert cli("-m", copy, "--save", tmp_path / "empty", "--fp8", "--quiet") == (0, "", "")
-    modes = {f.stat().st_mode & 0o777 for f in (tmp_path / "empty" / "model.safetensors", copy / "config.json")}
+    modes = {
+        f.stat().st_mode & 0o777
+        for f in (tmp_path / "empty" / "model.safetensors", copy / "config.json")
+    }
     assert len(modes) == 1
 
 
 # ---- checkpoint.py: memory
 
 
-def memory_needed(config: Config, dtype=torch.float32, device="cpu", ctx_size: int = 64, *options) -> list[float]:
+def memory_needed(
+    config: Config, dtype=torch.float32, device="cpu", ctx_size: int = 64, *options
+) -> list[float]:
     """GB that check_memory counts: weights, cache, workspace."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError) as error:
         patch.setattr("checkpoint.free_memory", lambda device: 0)
         check_memory(config, dtype, torch.device(device), ctx_size, *options)
-    return [float(number) for number in re.findall(r"(?:weights|tokens|workspace) ([\d.]+) GB", str(error.value))]
+    return [
+        float(number)
+        for number in re.findall(r"(?:weights|tokens|workspace) ([\d.]+) GB", str(error.value))
+    ]
 
 
 def test_memory_of_copies_on_a_cpu(monkeypatch):
-    """These are stored twice: a tied embedding, since the matrix has another type or layout, except in fp16; codes of 4
-    bits, for torch's product; small matrices, if the CPU multiplies bf16."""
+    """These are stored twice: a tied embedding, since the matrix has another type or layout, except
+    in fp16; codes of 4 bits, for torch's product; small matrices, if the CPU multiplies bf16."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    tied, apart = (read_config_like(tie_embeddings=tied, vocab_size=1 << 22) for tied in (True, False))
-    needed = {(c, dtype): memory_needed(c, dtype)[0] for c in (tied, apart) for dtype in (bf16, fp16, fp32)}
+    tied, apart = (
+        read_config_like(tie_embeddings=tied, vocab_size=1 << 22) for tied in (True, False)
+    )
+    needed = {
+        (c, dtype): memory_needed(c, dtype)[0]
+        for c in (tied, apart)
+        for dtype in (bf16, fp16, fp32)
+    }
     assert needed[tied, bf16] == needed[apart, bf16] == needed[apart, fp16] != needed[tied, fp16]
     assert needed[tied, fp32] == needed[apart, fp32]
     c = read_config_like(hidden_dim=1 << 22)
     on_gpu, on_cpu = (memory_needed(c, bf16, device, 64, INT4)[0] for device in ("cuda", "cpu"))
     assert 1.9 < on_cpu / on_gpu < 2.2
-    c = read_config_like(dim=512, n_layers=1000, n_heads=8, n_kv_heads=8, head_dim=64, hidden_dim=512)
+    c = read_config_like(
+        dim=512, n_layers=1000, n_heads=8, n_kv_heads=8, head_dim=64, hidden_dim=512
+    )
     small = 2 * 1000 * sum(N * K for N, K in (t.shape(c) for t in c.layer_table if t.matrix))
     for copies in (0, 1):
         monkeypatch.setattr(kernels, "multiplies_bf16", lambda copies=copies: bool(copies))
-        assert memory_needed(c, bf16)[0] - memory_needed(c, fp16)[0] == pytest.approx(copies * small / 1e9, abs=0.02)
+        assert memory_needed(c, bf16)[0] - memory_needed(c, fp16)[0] == pytest.approx(
+            copies * small / 1e9, abs=0.02
+        )
 
 
 def test_memory_of_a_format():
-    """In place of the matrices what the format stores, and beside them the largest, decoded, as without a format if the
-    file is quantised. INT4's output matrix stays decoded."""
+    """In place of the matrices what the format stores, and beside them the largest, decoded, as
+    without a format if the file is quantised. INT4's output matrix stays decoded."""
     config = read_config_like(dim=4096, n_layers=8, hidden_dim=16384, vocab_size=1 << 15)
     plain, encoded, in_4_bits, decoded = (
         memory_needed(config, torch.float32, "cpu", 64, format, False, Ranks(), quantised)
@@ -2961,9 +3799,12 @@ def test_memory_of_a_format():
 
 
 def test_memory_of_a_chunk():
-    """A chunk of a prompt times the whole context; a layer of an 8-bit cache decoded, for a launch and a capture."""
+    """A chunk of a prompt times the whole context; a layer of an 8-bit cache decoded, for a launch
+    and a capture."""
     c = read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
-    short, long = (memory_needed(read_config_like(), ctx_size=size)[2] for size in (1 << 21, 1 << 22))
+    short, long = (
+        memory_needed(read_config_like(), ctx_size=size)[2] for size in (1 << 21, 1 << 22)
+    )
     assert long - short == pytest.approx(512 * (1 << 21) / 1e9, abs=0.02)
     needed = lambda kv_fp8: memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv_fp8)
     (_, halves, room), (_, codes, larger) = needed(False), needed(True)
@@ -2981,18 +3822,32 @@ def streamed(tokenizer: Tokenizer, ids: list[int], **options) -> list[str]:
 
 def test_tokenizer_round_trip(tiny):
     tokenizer = Tokenizer(tiny)
-    for text in ("Once upon a time", " two spaces  inside ", "Żółw \U0001f422 \u4f60\u597d\n\n", "", "</s><s>", "a\tb"):
+    for text in (
+        "Once upon a time",
+        " two spaces  inside ",
+        "Żółw \U0001f422 \u4f60\u597d\n\n",
+        "",
+        "</s><s>",
+        "a\tb",
+    ):
         ids = tokenizer.encode(text, bos=False)
         assert tokenizer.decode(ids) == text == tokenizer.vocabulary.sp.decode(ids)
         assert tokenizer.bos not in ids and tokenizer.eos not in ids
         pieces = streamed(tokenizer, ids, at_start=True)
         assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
-        assert tokenizer.decode(tokenizer.encode("so.") + tokenizer.vocabulary.encode_after(text)) == f"so.{text}"
+        assert (
+            tokenizer.decode(tokenizer.encode("so.") + tokenizer.vocabulary.encode_after(text))
+            == f"so.{text}"
+        )
     assert tokenizer.encode("x")[0] == tokenizer.bos
-    assert "".join(streamed(tokenizer, tokenizer.encode("time", bos=False))) == " time", "text goes on with its space"
+    assert "".join(streamed(tokenizer, tokenizer.encode("time", bos=False))) == " time", (
+        "text goes on with its space"
+    )
 
 
-@pytest.mark.parametrize("stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"], ["fox. It says"]])
+@pytest.mark.parametrize(
+    "stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"], ["fox. It says"]]
+)
 def test_stop_strings_across_tokens(tiny, stops):
     tokenizer, text = Tokenizer(tiny), "Once upon a time there was a fox. It said"
     stream = TextStream(tokenizer, at_start=True, stops=stops)
@@ -3001,15 +3856,21 @@ def test_stop_strings_across_tokens(tiny, stops):
         shown += stream.push(i)
         assert text.startswith(shown) and not any(stop in shown for stop in stops)
     found = [text.find(stop) for stop in stops if stop in text]
-    assert stream.stopped == bool(found) and shown + stream.finish() == text[: min(found, default=len(text))]
+    assert (
+        stream.stopped == bool(found)
+        and shown + stream.finish() == text[: min(found, default=len(text))]
+    )
 
 
 def test_continuation_takes_what_does_not_merge():
-    """The ids of a continuation are those after a character that stays a token of its own; a dot may merge with what
-    follows. The "_" stands for the space that SentencePiece puts before a text."""
+    """The ids of a continuation are those after a character that stays a token of its own; a dot
+    may merge with what follows. The "_" stands for the space that SentencePiece puts before a
+    text."""
     encode = lambda text: [ord(c) for c in "_" + text.replace(".b", "X").replace("\nb", "Y")]
     assert encode_continuation("bc", encode) == [ord("b"), ord("c")]
-    assert encode_continuation("c", lambda text: [hash(text)]) == [hash("c")], "where all merge, as if alone"
+    assert encode_continuation("c", lambda text: [hash(text)]) == [hash("c")], (
+        "where all merge, as if alone"
+    )
 
 
 def test_ids_and_bytes_that_are_no_text(tiny):
@@ -3019,7 +3880,11 @@ def test_ids_and_bytes_that_are_no_text(tiny):
     byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
     for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
         ids = [byte[b] for b in raw]
-        assert tokenizer.decode(ids) == "".join(streamed(tokenizer, ids)) == tokenizer.vocabulary.sp.decode(ids)
+        assert (
+            tokenizer.decode(ids)
+            == "".join(streamed(tokenizer, ids))
+            == tokenizer.vocabulary.sp.decode(ids)
+        )
 
 
 TEXTS = {  # what our templates write, after bos, of a talk with and one without an answer
@@ -3038,8 +3903,11 @@ def test_template_texts(tiny, name):
     t = Tokenizer(tiny, chat_template=name)
     prompt = t.chat_prompt(conversation("U", "A", "V", system="S"))
     assert prompt.text == "<s>" + TEXTS[name]
-    parts = re.split("(</?s>)", TEXTS[name])  # control tokens, and between them what SentencePiece makes of the text
-    ids = [[t.control[part]] if part in t.control else t.vocabulary.sp.encode(part) for part in parts]
+    # control tokens, and between them what SentencePiece makes of the text
+    parts = re.split("(</?s>)", TEXTS[name])
+    ids = [
+        [t.control[part]] if part in t.control else t.vocabulary.sp.encode(part) for part in parts
+    ]
     assert prompt.ids == [t.bos, *itertools.chain.from_iterable(ids)]
 
 
@@ -3057,19 +3925,27 @@ def test_find_template(tmp_path):
     assert find_template(cached, {})[0] == TEMPLATES["llama2"]
     assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
     for name in ("not-there", "."):
-        with pytest.raises(FileNotFoundError, match="is not a chat template: neither one of llama2, zephyr"):
+        with pytest.raises(
+            FileNotFoundError, match="is not a chat template: neither one of llama2, zephyr"
+        ):
             find_template(folder, own, name)
 
 
 REFUSED = {  # templates, and what is said of them
-    "raises": ("{{ raise_exception('only\nthe king may speak') }}", "the chat template says: only the king may speak"),
+    "raises": (
+        "{{ raise_exception('only\nthe king may speak') }}",
+        "the chat template says: only the king may speak",
+    ),
     "is wrong": ("{% if %}", "the chat template says"),
     "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "is unsafe"),
     "changes the messages": ("{{ messages.append(1) }}", "is unsafe"),
     "includes": ("{% include '/etc/passwd' %}", "the chat template says"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     "is large": ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
-    "writes nothing": ("{% if 0 %}x{% endif %}", "the chat template writes nothing for this conversation"),
+    "writes nothing": (
+        "{% if 0 %}x{% endif %}",
+        "the chat template writes nothing for this conversation",
+    ),
 }
 
 
@@ -3082,7 +3958,12 @@ def test_template_errors(cli, tiny, tmp_path, text, expected):
 
 def test_half_typed_control_tokens(tiny):
     t = Tokenizer(tiny)
-    for template, typed in (("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>")):
+    for template, typed in (
+        ("{}/s>", "a <"),
+        ("{}/s>", "</s> <\n"),
+        ("</{}", "s> a"),
+        ("</{}", " s>"),
+    ):
         t.chat_template = template.format("{{ messages[0]['content'].strip() }}")
         ids = t.apply_chat_template(conversation(typed))
         assert t.eos not in ids and "</s>" in t.decode(ids), (template, typed)
@@ -3092,13 +3973,20 @@ def test_half_typed_control_tokens(tiny):
 def test_added_tokens_and_bos(copy):
     size = Tokenizer(copy).vocabulary.size
     (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
-    assert Tokenizer(copy).control["<|im_end|>"] == Tokenizer(copy, size + 1).control["<|im_end|>"] == size
+    assert (
+        Tokenizer(copy).control["<|im_end|>"]
+        == Tokenizer(copy, size + 1).control["<|im_end|>"]
+        == size
+    )
     assert "<|im_end|>" not in Tokenizer(copy, size).control, "the model has no embedding for it"
     assert Tokenizer(copy, bos_id=7).bos == 1, "the tokenizer's own comes first"
     (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
     assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
     # as transformers 5 saves them, where tokenizer.model has stayed
-    added = [dict(id=size + 1, content="<tool>", special=False), dict(id=size, content="<|im_end|>", special=True)]
+    added = [
+        dict(id=size + 1, content="<tool>", special=False),
+        dict(id=size, content="<|im_end|>", special=True),
+    ]
     (copy / "tokenizer.json").write_text(json.dumps({"added_tokens": [*added, dict(id="x"), 3]}))
     t = Tokenizer(copy, size + 2)
     assert t.control["<|im_end|>"] == size and t.decode([size + 1, size]) == "<tool>"
@@ -3118,23 +4006,29 @@ def test_user_defined_turn_marks(tmp_path):
 
 @pytest.mark.parametrize("legacy", [False, True, None])
 def test_control_tokens_of_a_tokenizer_model(tmp_path, legacy):
-    """Mistral's v2 and v3 have [INST] as a control token, and no space is added to the text after it."""
+    """Mistral's v2 and v3 have [INST] as a control token, and no space is added to the text after
+    it."""
     train_sentencepiece(tmp_path, control_symbols=["[INST]", "[/INST]"])
-    config = {"chat_template": CHAT_FAMILIES["mistral 7b v0.3"][2]} | ({} if legacy is None else {"legacy": legacy})
+    config = {"chat_template": CHAT_FAMILIES["mistral 7b v0.3"][2]} | (
+        {} if legacy is None else {"legacy": legacy}
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     t = Tokenizer(tmp_path)
     begin, end = t.control["[INST]"], t.control["[/INST]"]
-    enc = lambda text: t.vocabulary.sp.encode(" " + text if legacy else text)  # after the space that SentencePiece adds
+    # after the space that SentencePiece adds
+    enc = lambda text: t.vocabulary.sp.encode(" " + text if legacy else text)
     ids = t.apply_chat_template(conversation("time [/INST]", "a fox", "day"))
     asked = [begin, *enc("time [/INST]"), end, *enc("a fox"), t.eos]
     assert ids == [t.bos, *asked, begin, *enc("day"), end]
     assert t.turn_ends() == ({t.eos}, [])
 
 
-# ---- tokenizer.py: tokenizer.json and chat templates as their checkpoints have them, against transformers
+# ---- tokenizer.py: tokenizer.json and chat templates as their checkpoints have them, against
+# transformers
 
 
-# Kind of tokenizer.json, control tokens after bos and eos, template: written from what the families publish
+# Kind of tokenizer.json, control tokens after bos and eos, template: written from what the families
+# publish
 CHAT_FAMILIES = {
     "llama 3": (
         "byte level",
@@ -3182,7 +4076,9 @@ def train_byte_pairs(pre_tokenizer, texts: list[str], alphabet: list[str], **mod
     """A tokenizer.json."""
     t = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
     t.pre_tokenizer, t.decoder = pre_tokenizer, tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=alphabet, show_progress=False
+    )
     t.train_from_iterator(texts, trainer)
     return json.loads(t.to_str())
 
@@ -3192,15 +4088,23 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
     kind, control, template = CHAT_FAMILIES[family]
     pre, normalizers = tokenizers.pre_tokenizers, tokenizers.normalizers
     if kind == "byte level":
-        raw = train_byte_pairs(pre.ByteLevel(add_prefix_space=False), [TEXT] * 20, pre.ByteLevel.alphabet())
+        raw = train_byte_pairs(
+            pre.ByteLevel(add_prefix_space=False), [TEXT] * 20, pre.ByteLevel.alphabet()
+        )
         t = tokenizers.Tokenizer.from_str(json.dumps(raw))
     else:
         pieces = train_byte_pairs(pre.Metaspace(prepend_scheme="first"), [TEXT] * 20, [])["model"]
         vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *pieces["vocab"]]
-        ids, merges = {piece: i for i, piece in enumerate(vocab)}, [tuple(pair) for pair in pieces["merges"]]
+        ids, merges = (
+            {piece: i for i, piece in enumerate(vocab)},
+            [tuple(pair) for pair in pieces["merges"]],
+        )
         t = transformers.LlamaTokenizer(ids, merges).backend_tokenizer
-    if kind == "spaced pieces":  # from old tokenizers: a space before the text and after each control token
-        t.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    # from old tokenizers: a space before the text and after each control token
+    if kind == "spaced pieces":
+        t.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
         t.pre_tokenizer = None
     for token in control:
         flags = dict(special="hink" not in token and "User" not in token, normalized=False)
@@ -3211,16 +4115,33 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
         ids = [(bos, t.token_to_id(bos))]
         t.post_processor = tokenizers.processors.TemplateProcessing(f"{bos} $A", special_tokens=ids)
     t.save(str(folder / "tokenizer.json"))
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=bos, eos_token=eos, chat_template=template)
+    config = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token=bos,
+        eos_token=eos,
+        chat_template=template,
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 def random_text(length: int) -> str:
-    """Words, white space, and characters of all planes, except U+2581, which SentencePiece takes for a space."""
+    """Words, white space, and characters of all planes, except U+2581, which SentencePiece takes
+    for a space."""
     planes = [(32, 127), (32, 0x300), (0x300, 0xD800), (0xE000, 0x110000)]
-    words = lambda: ["the", " fox", "  ", "\n", "\n\n", "\t", "12", chr(random.randrange(*random.choice(planes)))]
-    return "".join(random.choice(words()) for _ in range(random.randrange(length))).replace("\u2581", " ")
+    words = lambda: [
+        "the",
+        " fox",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        "12",
+        chr(random.randrange(*random.choice(planes))),
+    ]
+    return "".join(random.choice(words()) for _ in range(random.randrange(length))).replace(
+        "\u2581", " "
+    )
 
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
@@ -3243,12 +4164,17 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
     long = "a" + random_text(20_000) * 5
     assert ours.decode(ours.encode(long, bos=False)) == long
     cut = ours.encode("a\U00010348", bos=False)  # a character of four tokens
-    assert all(ours.decode(cut[:n]) == theirs.decode(cut[:n]) for n in range(1, len(cut))) and len(cut) > 4
+    assert (
+        all(ours.decode(cut[:n]) == theirs.decode(cut[:n]) for n in range(1, len(cut)))
+        and len(cut) > 4
+    )
     talks = [[random_text(12) for _ in range(random.choice([1, 3, 5]))] for _ in range(10)]
     talks.append(["hi", "<think>\nhm\n</think>\n\nhello", "again"])
     for texts, system, more in itertools.product(talks, ("", "Be kind."), (True, False)):
         messages = conversation(*texts, system=system)
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=more, return_dict=False)
+        expected = theirs.apply_chat_template(
+            messages, add_generation_prompt=more, return_dict=False
+        )
         assert ours.apply_chat_template(messages, more) == expected, messages
 
 
@@ -3261,17 +4187,25 @@ def test_template_has_what_transformers_gives(tmp_path):
     theirs.chat_template = source
     (tmp_path / "chat_template.jinja").write_text(source)
     messages = conversation("<a> Ż", "b", "c")
-    assert Tokenizer(tmp_path).chat_prompt(messages).text == theirs.apply_chat_template(messages, tokenize=False)
+    assert Tokenizer(tmp_path).chat_prompt(messages).text == theirs.apply_chat_template(
+        messages, tokenize=False
+    )
 
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_typed_control_tokens_are_text(tmp_path, family):
-    """Wherever the template puts them: control tokens are those of a harmless talk, and no character is lost."""
+    """Wherever the template puts them: control tokens are those of a harmless talk, and no
+    character is lost."""
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
     numbers, names = set(t.control.values()), [name for name in t.control if "think" not in name]
-    halves = [*(name[: random.randrange(len(name))] for name in names), *(name[2:] for name in names)]
+    halves = [
+        *(name[: random.randrange(len(name))] for name in names),
+        *(name[2:] for name in names),
+    ]
     parts = [*names, *halves, " ", "\n", "x", "<"]
-    control_of = lambda *texts: [i for i in t.apply_chat_template(conversation(*texts, system="y")) if i in numbers]
+    control_of = lambda *texts: [
+        i for i in t.apply_chat_template(conversation(*texts, system="y")) if i in numbers
+    ]
     for _ in range(50):
         typed, answer = ("".join(random.choices(parts, k=random.randrange(1, 8))) for _ in range(2))
         assert control_of(typed, answer, typed) == control_of("x", "x", "x"), (typed, answer)
@@ -3282,35 +4216,52 @@ def test_typed_control_tokens_are_text(tmp_path, family):
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
 def test_answers_keep_their_tokens(tmp_path, family):
-    """A conversation goes on after the very tokens of an answer, and the template says which token ended it."""
+    """A conversation goes on after the very tokens of an answer, and the template says which token
+    ended it."""
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
     ids, stops = t.turn_ends()
     prompt = t.chat_prompt(conversation("tell me"))
     for answer in (" \n ", "", "a tale"):
         # Not the tokens that the whole text would have
         letters = [i for letter in answer for i in t.vocabulary.encode_after(letter)]
-        past, second = Prompt(prompt.text, prompt.ids + letters, answer), conversation("tell me", answer, "go on")
-        assert t.chat_prompt(conversation("tell me"), past=past) == prompt, "the answer is continued, not given again"
+        past, second = (
+            Prompt(prompt.text, prompt.ids + letters, answer),
+            conversation("tell me", answer, "go on"),
+        )
+        assert t.chat_prompt(conversation("tell me"), past=past) == prompt, (
+            "the answer is continued, not given again"
+        )
         again = t.chat_prompt(second, past=past)
         if not again.text.startswith(prompt.text):
-            assert "deepseek" in family, "which writes <think> before an answer, but not before a past one"
+            assert "deepseek" in family, (
+                "which writes <think> before an answer, but not before a past one"
+            )
             return
         assert again.ids[: len(past.ids)] == past.ids, (again.ids, past)
     end = again.ids[len(past.ids)]
     same = lambda ids: t.decode(ids).replace(" ", "")  # but for the space that this answer lacks
-    assert same(again.ids) == same(t.apply_chat_template(second)) and ids == {end} <= set(t.control.values())
+    assert same(again.ids) == same(t.apply_chat_template(second)) and ids == {end} <= set(
+        t.control.values()
+    )
     assert stops == (["<|user|>"] if "zephyr" in family else [])
     other = t.chat_prompt(second, past=replace(past, answer="another"))
-    assert other.ids == t.apply_chat_template(second), "what was said is not what the conversation holds"
+    assert other.ids == t.apply_chat_template(second), (
+        "what was said is not what the conversation holds"
+    )
     past = Prompt("ask:", [1], " a tale")
-    assert [t._end_of(past, "ask:" + then) for then in ("\n a tale.", " so: a tale.", " the crow")] == [12, 0, 0]
+    assert [
+        t._end_of(past, "ask:" + then) for then in ("\n a tale.", " so: a tale.", " the crow")
+    ] == [12, 0, 0]
 
 
 def test_control_token_in_the_vocabulary(tmp_path):
-    """With ignore_merges, a word that is in the vocabulary is one token, whatever the merges say (Llama 2 as JSON)."""
+    """With ignore_merges, a word that is in the vocabulary is one token, whatever the merges say
+    (Llama 2 as JSON)."""
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         raw["model"]["ignore_merges"] = True
-        raw["pre_tokenizer"] = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+        raw["pre_tokenizer"] = dict(
+            type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False
+        )
         raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
     t = Tokenizer(tmp_path)
     ids = t.encode("<|eot_id|>", bos=False)
@@ -3318,26 +4269,39 @@ def test_control_token_in_the_vocabulary(tmp_path):
 
 
 def test_many_control_tokens(tmp_path):
-    """Messages are searched for all of them, and for their beginnings; speech models have tens of thousands."""
+    """Messages are searched for all of them, and for their beginnings; speech models have tens of
+    thousands."""
     names = [f"<sound_{i}>" for i in range(10_000)] + ["<" * n + "a" for n in range(2, 99)]
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
-        raw["added_tokens"] += [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
-    (tmp_path / "chat_template.jinja").write_text("<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a")
+        raw["added_tokens"] += [
+            like | {"id": start + i, "content": name} for i, name in enumerate(names)
+        ]
+    (tmp_path / "chat_template.jinja").write_text(
+        "<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a"
+    )
     began, t = time.process_time(), Tokenizer(tmp_path)
     numbers = set(t.control.values())
     for typed in ("<" * 5_000, "<sound_77><sound_7", "_3>", "x"):
         control = [i for i in t.apply_chat_template(conversation(typed)) if i in numbers]
-        assert control == [t.control[name] for name in ("<sound_77>", "<sound_777>", "<<<a")], typed[:99]
+        assert control == [t.control[name] for name in ("<sound_77>", "<sound_777>", "<<<a")], (
+            typed[:99]
+        )
     assert time.process_time() - began < 60
 
 
 SPOILED_JSON = {  # a change to tokenizer.json, and what is said of it
     "of another kind": (lambda raw: raw["model"].update(type="Magic"), "is not a valid tokenizer"),
     "without a decoder": (lambda raw: raw.update(decoder=None), "its decoder is absent"),
-    "with another decoder": (lambda raw: raw.update(decoder={"type": "Fuse"}), "its decoder is Fuse"),
+    "with another decoder": (
+        lambda raw: raw.update(decoder={"type": "Fuse"}),
+        "its decoder is Fuse",
+    ),
     "added tokens": (lambda raw: raw.update(added_tokens=[1, 2]), "is not a valid tokenizer"),
-    "a panic": (lambda raw: raw["model"].update(continuing_subword_prefix="x" * 9), "out of range for slice"),
+    "a panic": (
+        lambda raw: raw["model"].update(continuing_subword_prefix="x" * 9),
+        "out of range for slice",
+    ),
     "too large": (lambda raw: None, "but the model has a vocabulary of 100"),
 }
 
@@ -3355,11 +4319,17 @@ def test_spoiled_tokenizer_json(tmp_path, spoil, expected):
 
 QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
 HELD = (*quants.HOLDS, *quants.WITH_ZEROS.values(), quants.E4M3_128)  # the formats of quants.py
-HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}  # at the start of a block; others have one, Q6_K's is the last
+# at the start of a block; others have one, Q6_K's is the last
+HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
 BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": [*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "ab", "<|im_end|>", "</s>"],
+    "tokenizer.ggml.tokens": [
+        *tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        "ab",
+        "<|im_end|>",
+        "</s>",
+    ],
     "tokenizer.ggml.token_type": [1] * 257 + [3, 3],
     "tokenizer.ggml.merges": ["a b"],
     "tokenizer.ggml.eos_token_id": 258,
@@ -3380,9 +4350,16 @@ def gguf_metadata(config) -> dict:
         "rope.freq_base": floats(rope["rope_theta"]),
     } | ({"attention.key_length": D, "attention.value_length": D} if D else {})
     if rope["rope_type"] in ("linear", "yarn"):
-        said |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": floats(rope["factor"])}
-        said["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings", 1)
-    return {"general.architecture": config.model_type} | {f"{config.model_type}.{k}": v for k, v in said.items()}
+        said |= {
+            "rope.scaling.type": rope["rope_type"],
+            "rope.scaling.factor": floats(rope["factor"]),
+        }
+        said["rope.scaling.original_context_length"] = rope.get(
+            "original_max_position_embeddings", 1
+        )
+    return {"general.architecture": config.model_type} | {
+        f"{config.model_type}.{k}": v for k, v in said.items()
+    }
 
 
 def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor:
@@ -3402,16 +4379,20 @@ def dequantised(number: int, raw: torch.Tensor) -> torch.Tensor:
 
 
 def gguf_tensors(model, kinds=()) -> dict:
-    """A file's tensors: those of a model, but random blocks of the types with these numbers for matrices, in turn."""
+    """A file's tensors: those of a model, but random blocks of the types with these numbers for
+    matrices, in turn."""
     c, found, kinds = model.config, {}, itertools.cycle(kinds)
-    names = gguf.get_tensor_name_map({arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[c.model_type], 99)
+    names = gguf.get_tensor_name_map(
+        {arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[c.model_type], 99
+    )
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         number = next(kinds, None) if value.dim() == 2 else None
         stored = value if number is None else (number, random_blocks(number, *value.shape))
         found[names.get_name(name, (".weight", ".bias"))] = stored
-    if c.rope_parameters["rope_type"] == "llama3":  # the plain frequencies over those of transformers
+    # the plain frequencies over those of transformers
+    if c.rope_parameters["rope_type"] == "llama3":
         scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](c, "cpu")[0]
         plain = c.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
         found["rope_freqs.weight"] = plain / scaled
@@ -3419,7 +4400,8 @@ def gguf_tensors(model, kinds=()) -> dict:
 
 
 def read_gguf(model, file: Path) -> None:
-    """Give a model of transformers the weights that it reads from a file: with another order of the rows of q and k."""
+    """Give a model of transformers the weights that it reads from a file: with another order of the
+    rows of q and k."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
@@ -3445,7 +4427,9 @@ def test_gguf_types_are_decoded(number):
     for bad in (NAN, INF):
         for half in range(HALVES.get(kind.name, 1)):
             spoiled = raw.clone()
-            spoiled[1, at + 2 * half : at + 2 * half + 2] = torch.tensor([bad]).half().view(torch.uint8)
+            spoiled[1, at + 2 * half : at + 2 * half + 2] = (
+                torch.tensor([bad]).half().view(torch.uint8)
+            )
             with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
                 quants.checked(quants.blocks(kind, spoiled))
 
@@ -3458,24 +4442,39 @@ def stored_in(format, N: int, K: int):
             yield quants.blocks(QUANTS[number], raw.to(DEVICE)), dequantised(number, raw).to(DEVICE)
         return
     if format is quants.E4M3_128:
-        codes, scale, zero = E4M3.round(torch.randn(N, K) * 100), torch.rand(N, K // 128) + 0.1, None
+        codes, scale, zero = (
+            E4M3.round(torch.randn(N, K) * 100),
+            torch.rand(N, K // 128) + 0.1,
+            None,
+        )
         values = (E4M3.floats(codes).unflatten(1, (-1, 128)) * scale[..., None]).flatten(1)
     else:
         codes, scale, zero, values = codes_of(N, K, format.group)
-    codes, scale, zero = (None if t is None else t.to(DEVICE) for t in (codes.to(torch.int8), scale.float(), zero))
+    codes, scale, zero = (
+        None if t is None else t.to(DEVICE) for t in (codes.to(torch.int8), scale.float(), zero)
+    )
     yield quants.Blocks(codes, scale, zero=zero), values.to(DEVICE)
 
 
 @pytest.mark.parametrize("format", HELD, ids=lambda format: format.name)
 def test_products_with_gguf_and_safetensors_formats(format):
-    """Matrices bit for bit; the kernels' products with one token, a few and a prompt, and torch's own on a CPU."""
+    """Matrices bit for bit; the kernels' products with one token, a few and a prompt, and torch's
+    own on a CPU."""
     N, K, errors = 48, 768, {}
-    draws = 8 if ON_GPU else 1  # a GPU adds up a token's packed products in half precision, whose error varies
-    for kind, (blocks, exact) in [drawn for _ in range(draws) for drawn in enumerate(stored_in(format, N, K))]:
+    # a GPU adds up a token's packed products in half precision, whose error varies
+    draws = 8 if ON_GPU else 1
+    for kind, (blocks, exact) in [
+        drawn for _ in range(draws) for drawn in enumerate(stored_in(format, N, K))
+    ]:
         w = Matrix(format.empty(N, K, DEVICE), format, (N, K))
         format.write(blocks, w.tensors)
         assert torch.equal(w.dense(), exact)
-        for T, dtype in ((1, torch.float16), (1, torch.bfloat16), (3, torch.float16), (20, torch.float16)):
+        for T, dtype in (
+            (1, torch.float16),
+            (1, torch.bfloat16),
+            (3, torch.float16),
+            (20, torch.float16),
+        ):
             x = randn(T, K, dtype=dtype)
             y = kernels.linear_add(x, w, torch.zeros(T, N, dtype=dtype, device=DEVICE))
             errors.setdefault((kind, T, dtype), []).append(nmse(y, x.float() @ exact.t()))
@@ -3483,16 +4482,22 @@ def test_products_with_gguf_and_safetensors_formats(format):
         assert sum(found) / len(found) < 2 * ONE_UNIT[dtype], (kind, T, found)
     if packed := format.packed(tuple(t.cpu() for t in w.tensors)):
         x = torch.randn(1, K).bfloat16()
-        assert nmse(format.packed_linear(x, packed), x.float() @ exact.cpu().t()) < 2 * ONE_UNIT[torch.bfloat16]
+        assert (
+            nmse(format.packed_linear(x, packed), x.float() @ exact.cpu().t())
+            < 2 * ONE_UNIT[torch.bfloat16]
+        )
 
 
 @pytest.mark.parametrize("kinds, columns, most_bits, name", [
-    ("Q4_K", 512, 8, "q4_k"), ("Q5_K", 512, 8, "q6_k"), ("Q4_K Q6_K", 512, 8, "q6_k"), ("Q4_0 Q5_0", 96, 8, "q8_0"),
-    ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None), ("Q6_K", 384, 8, None),
+    ("Q4_K", 512, 8, "q4_k"), ("Q5_K", 512, 8, "q6_k"), ("Q4_K Q6_K", 512, 8, "q6_k"),
+    ("Q4_0 Q5_0", 96, 8, "q8_0"),
+    ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None),
+    ("Q6_K", 384, 8, None),
     ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
 ])  # fmt: skip
 def test_format_of_joined_matrices(kinds, columns, most_bits, name):
-    """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a block."""
+    """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a
+    block."""
     types = {kind.name: kind for kind in QUANTS.values()}
     found = quants.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
     assert (found and found.name) == name
@@ -3501,8 +4506,14 @@ def test_format_of_joined_matrices(kinds, columns, most_bits, name):
 def loaded(model, format="held", ranks: Ranks = Ranks()):
     """A rank's weights of a model's checkpoint, in a format; "held": as the file holds them."""
     fp32 = torch.float32
-    format = model.checkpoint.held_formats(model.config.cut(ranks.size), 8) if format == "held" else format
-    return Loader(model.checkpoint, fp32, fp32, torch.device("cpu"), format, "torch", ranks, quiet=True).load()
+    format = (
+        model.checkpoint.held_formats(model.config.cut(ranks.size), 8)
+        if format == "held"
+        else format
+    )
+    return Loader(
+        model.checkpoint, fp32, fp32, torch.device("cpu"), format, "torch", ranks, quiet=True
+    ).load()
 
 
 def assert_two_ranks_have(model, layer) -> None:
@@ -3516,17 +4527,24 @@ def assert_two_ranks_have(model, layer) -> None:
 def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
     monkeypatch.setattr(quants, "AT_ONCE", 50 * 256)
-    fields = dict(hidden_size=256, intermediate_size=512, head_dim=64, eos_token_id=258, bos_token_id=None)
+    fields = dict(
+        hidden_size=256, intermediate_size=512, head_dim=64, eos_token_id=258, bos_token_id=None
+    )
     theirs = hugging_face_model(259, **FAMILIES[family] | fields)
     kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)
-    kinds.insert(3, 12)  # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
-    file = write_gguf(tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, kinds))
+    # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
+    kinds.insert(3, 12)
+    file = write_gguf(
+        tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, kinds)
+    )
     read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
     assert ours.checkpoint.quantised == "Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
-    for name, one, other in zip(checkpoint.matrix_shapes(ours.config), whole.matrices, decoded.matrices):
+    for name, one, other in zip(
+        checkpoint.matrix_shapes(ours.config), whole.matrices, decoded.matrices
+    ):
         assert torch.equal(one.dense(), other.dense()) and not other.format, (name, one.format)
     assert all(layer.wo.format and layer.w2.format for layer in whole.layers)
     if ours.config.n_kv_heads > 1:
@@ -3536,40 +4554,67 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     """It may be encoded, and saved so, with its tokenizer and its scaling of RoPE."""
-    theirs = hugging_face_model(259, num_key_value_heads=2, rope_parameters=RAMP, eos_token_id=258, bos_token_id=None)
-    metadata = gguf_metadata(theirs.config) | BYTES | {"tokenizer.chat_template": "{{ messages[0].content }}</s>"}
+    theirs = hugging_face_model(
+        259, num_key_value_heads=2, rope_parameters=RAMP, eos_token_id=258, bos_token_id=None
+    )
+    metadata = (
+        gguf_metadata(theirs.config)
+        | BYTES
+        | {"tokenizer.chat_template": "{{ messages[0].content }}</s>"}
+    )
     for parameter in theirs.parameters():
         parameter.data = parameter.to(dtype).float()
     tensors = gguf_tensors(theirs)
-    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in tensors.items()}  # norms and factors are in fp32
+    # norms and factors are in fp32
+    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in tensors.items()}
     file = write_gguf(tmp_path / "a.gguf", metadata, tensors)
     read_gguf(theirs, file)
     theirs.save_pretrained(tmp_path / "original")
-    plain, options, ids = assert_equals_transformers(file, theirs), dict(dtype="fp32", device="cpu"), [*range(40)]
+    plain, options, ids = (
+        assert_equals_transformers(file, theirs),
+        dict(dtype="fp32", device="cpu"),
+        [*range(40)],
+    )
     assert plain.checkpoint.dtype == dtype and plain.checkpoint.quantised == ""
-    encoded, original = (load(name, format="e4m3", **options) for name in (file, tmp_path / "original"))
-    assert torch.equal(encoded.weights.layers[1].wqkv.tensors[0], original.weights.layers[1].wqkv.tensors[0])
+    encoded, original = (
+        load(name, format="e4m3", **options) for name in (file, tmp_path / "original")
+    )
+    assert torch.equal(
+        encoded.weights.layers[1].wqkv.tensors[0], original.weights.layers[1].wqkv.tensors[0]
+    )
     assert cli("-m", file, "--fp8", "--save", tmp_path / "saved", "--quiet")[:2] == (0, "")
     saved = load(tmp_path / "saved", **options)
     assert saved.config.rope_factors and saved.config.eos_ids == (258, 257)
     assert_close(logits_of(saved, ids), logits_of(encoded, ids), 1e-6)
     for chat in (conversation("Größe 🙂"), conversation("ab</s>")):
-        assert Tokenizer(tmp_path / "saved").apply_chat_template(chat) == Tokenizer(file).apply_chat_template(chat)
+        assert Tokenizer(tmp_path / "saved").apply_chat_template(chat) == Tokenizer(
+            file
+        ).apply_chat_template(chat)
 
 
 def test_gguf_from_the_command_line(tmp_path, cli):
-    """The same text as with the decoded weights, from a file, a folder and parts; a second loss is refused."""
+    """The same text as with the decoded weights, from a file, a folder and parts; a second loss is
+    refused."""
     model = transformers.AutoModelForCausalLM.from_pretrained(HERE / "models/tales").float()
-    metadata = gguf_metadata(model.config) | sentencepiece_metadata(HERE / "models/tales/tokenizer.model")
+    metadata = gguf_metadata(model.config) | sentencepiece_metadata(
+        HERE / "models/tales/tokenizer.model"
+    )
     tensors = gguf_tensors(model, (2, 8))
-    folder, part = Path(shutil.copytree(HERE / "models/tales", tmp_path / "decoded")), "parts/t-0000%d-of-00002.gguf"
+    folder, part = (
+        Path(shutil.copytree(HERE / "models/tales", tmp_path / "decoded")),
+        "parts/t-0000%d-of-00002.gguf",
+    )
     for name in ("one", "parts"):
         (tmp_path / name).mkdir()
     file = write_gguf(tmp_path / "one/tales.gguf", metadata, tensors)
     read_gguf(model, file)
     model.save_pretrained(folder)
     for i in range(2):
-        split = {"split.no": numpy.uint16(i), "split.count": numpy.uint16(2), "split.tensors.count": len(tensors)}
+        split = {
+            "split.no": numpy.uint16(i),
+            "split.count": numpy.uint16(2),
+            "split.tensors.count": len(tensors),
+        }
         about = metadata if i == 0 else {"general.architecture": "llama"}
         write_gguf(tmp_path / (part % (i + 1)), about | split, dict([*tensors.items()][i::2]))
     flags = ("-p", "The king", "-n", 40, "--temp", 0, "--repeat-penalty", 1, "--dtype", "fp32")
@@ -3578,35 +4623,56 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     for name in (file, tmp_path / "one", tmp_path / "parts", tmp_path / (part % 2)):
         code, out, err = cli("-m", name, *flags)
         said = "fp32 with q4_0 matrices (Q4_0 and Q8_0 in the file; others as floats)"
-        assert (code, out) == (0, expected) and f"running   {said} on cpu" in err and err.endswith(f"GB; {said}\n"), err
+        assert (
+            (code, out) == (0, expected)
+            and f"running   {said} on cpu" in err
+            and err.endswith(f"GB; {said}\n")
+        ), err
     for more in (["--fp8"], ["--int4"], ["--int4", "--save", tmp_path / "new"]):
         result = cli("-m", file, *(() if "--save" in more else flags[:4]), *more)
-        assert_refused(result, "tales.gguf: its matrices are Q4_0 and Q8_0, and", "would lose precision a second time")
+        assert_refused(
+            result,
+            "tales.gguf: its matrices are Q4_0 and Q8_0, and",
+            "would lose precision a second time",
+        )
     assert not (tmp_path / "new").exists()
     shutil.copy(file, tmp_path / "one/other.gguf")
-    assert_refused(cli("-m", tmp_path / "one", *flags), "holds several models: take one of other.gguf, tales.gguf")
+    assert_refused(
+        cli("-m", tmp_path / "one", *flags),
+        "holds several models: take one of other.gguf, tales.gguf",
+    )
     (tmp_path / "link.gguf").symlink_to(file)
     file.rename(tmp_path / "sha256-00")  # as Ollama names it
     (tmp_path / "one/tales.gguf").symlink_to("../sha256-00")
     for name in ("link.gguf", "sha256-00", "one/tales.gguf"):
         assert cli("-m", tmp_path / name, *flags)[:2] == (0, expected)
-    assert local_checkpoint(str(tmp_path / "link.gguf")).name == "link.gguf"  # a template may be chosen by it
+    # a template may be chosen by it
+    assert local_checkpoint(str(tmp_path / "link.gguf")).name == "link.gguf"
     (tmp_path / "one/other.gguf").unlink()
     assert_refused(cli("-m", tmp_path / "one", *flags), "tales.gguf is a link out of its folder")
     first = (tmp_path / (part % 1)).rename(tmp_path / "first.gguf")
     assert_refused(cli("-m", tmp_path / "parts", *flags), "No such file", "t-00001-of-00002.gguf")
     first.rename(tmp_path / (part % 1))
     second = (tmp_path / (part % 2)).rename(tmp_path / "second.gguf")
-    assert_refused(cli("-m", second, *flags), "is one of 2 parts: its name must end in -00001-of-00002.gguf")
-    assert_refused(cli("-m", tmp_path / (part % 1), *flags), "No such file", "t-00002-of-00002.gguf")
+    assert_refused(
+        cli("-m", second, *flags), "is one of 2 parts: its name must end in -00001-of-00002.gguf"
+    )
+    assert_refused(
+        cli("-m", tmp_path / (part % 1), *flags), "No such file", "t-00002-of-00002.gguf"
+    )
 
 
 def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     """As llama.cpp picks it, and nothing else is downloaded."""
     raw = write_gguf(tmp_path / "a.gguf", *small_gguf).read_bytes()
     names = "a-IQ4_K_M.gguf a-Q2_K.gguf a.Q8_0.gguf q/a-q4_k_m.gguf a-mmproj-Q4_K_M.gguf config.json".split()
-    hub.files = {name: raw + bytes(i) for i, name in enumerate(names)}  # the library knows a file by its hash
-    for kind, wanted in (("", "q/a-q4_k_m.gguf"), (":q8_0", "a.Q8_0.gguf"), (":Q2_K", "a-Q2_K.gguf")):
+    # the library knows a file by its hash
+    hub.files = {name: raw + bytes(i) for i, name in enumerate(names)}
+    for kind, wanted in (
+        ("", "q/a-q4_k_m.gguf"),
+        (":q8_0", "a.Q8_0.gguf"),
+        (":Q2_K", "a-Q2_K.gguf"),
+    ):
         hub.asked.clear()
         file = load(f"someone/tiny{kind}", device="cpu").checkpoint.folder
         assert str(file).endswith(wanted) and Tokenizer(file).encode("ab")[-1] == 256
@@ -3614,28 +4680,50 @@ def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
         assert len(fetched) == 1 and fetched[0].endswith(wanted)
         hub.asked.clear()
         assert load(f"someone/tiny{kind}", device="cpu").checkpoint.folder == file and not hub.asked
-    (file.parent / "config.json").write_text('{"model_type": "llama"}')  # another program has cached it, too
+    # another program has cached it, too
+    (file.parent / "config.json").write_text('{"model_type": "llama"}')
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
     assert load("someone/tiny:Q8_0", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf"
     assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a-q4_k_m.gguf"
     next((tmp_path / "cache").rglob("a-q4_k_m.gguf")).unlink()
-    assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf", "what there is"
+    assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf", (
+        "what there is"
+    )
     assert checkpoint.pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
     parts = [f"m-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)]
     assert checkpoint.pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
 
 
 def test_gguf_header_holds_every_type_of_value(tmp_path):
-    numbers = [numpy.dtype(f"{sign}int{bits}").type(7) for sign in ("", "u") for bits in (8, 16, 32, 64)]
-    metadata = {"general.architecture": "llama", "general.alignment": 4096} | {n.dtype.name: n for n in numbers}
-    metadata |= {"a": numpy.float32(1e-5), "b": numpy.float32(1 / 3), "float64": numpy.float64(0.1), "yes": True}
-    metadata |= {"text": "Größe 🙂\0", "": "empty", "strings": ["", "a\0b", "ü" * 300, ""], "ints": [-1, 2]}
+    numbers = [
+        numpy.dtype(f"{sign}int{bits}").type(7) for sign in ("", "u") for bits in (8, 16, 32, 64)
+    ]
+    metadata = {"general.architecture": "llama", "general.alignment": 4096} | {
+        n.dtype.name: n for n in numbers
+    }
+    metadata |= {
+        "a": numpy.float32(1e-5),
+        "b": numpy.float32(1 / 3),
+        "float64": numpy.float64(0.1),
+        "yes": True,
+    }
+    metadata |= {
+        "text": "Größe 🙂\0",
+        "": "empty",
+        "strings": ["", "a\0b", "ü" * 300, ""],
+        "ints": [-1, 2],
+    }
     metadata |= {"floats": [0.5, 2.5], "flags": [True, False]}
-    header = ggml.read_header(write_gguf(tmp_path / "a.gguf", metadata, {f"t{i}": torch.ones(i + 1) for i in range(3)}))
+    header = ggml.read_header(
+        write_gguf(tmp_path / "a.gguf", metadata, {f"t{i}": torch.ones(i + 1) for i in range(3)})
+    )
     for key, value in metadata.items():
         got = header.metadata[key]
         assert (got.tolist() if isinstance(got, memoryview) else got) == value, key
-    assert all(info.offset % 4096 == 0 and info.nbytes == 4 * info.shape[0] for info in header.tensors.values())
+    assert all(
+        info.offset % 4096 == 0 and info.nbytes == 4 * info.shape[0]
+        for info in header.tensors.values()
+    )
 
 
 def by_hand(tensors=(), metadata=(), version=3, counts=None, data=b"\0" * 4096) -> bytes:
@@ -3653,8 +4741,12 @@ def string(text: bytes) -> bytes:
 
 
 HUGE = 1 << 62
-OTHER_TYPES = {kind.value: kind.name for kind in gguf.GGMLQuantizationType if kind not in ggml.TYPES}
-BAD_GGUF = {  # a file, or what is put into the metadata or among the tensors, None to leave it out: what the line says
+OTHER_TYPES = {
+    kind.value: kind.name for kind in gguf.GGMLQuantizationType if kind not in ggml.TYPES
+}
+# a file, or what is put into the metadata or among the tensors, None to leave it out: what the line
+# says
+BAD_GGUF = {
     "empty": (b"", "is not a GGUF file"),
     "a pointer of git-lfs": (POINTER.encode(), "is a git-lfs pointer"),
     "version 1": (by_hand(version=1), "has GGUF's version 1, which is not supported"),
@@ -3711,11 +4803,17 @@ def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
         file.write_bytes(bad)
     else:
         metadata, tensors = (
-            {k: v for k, v in (part | bad).items() if v is not None and k.endswith(".weight") == of_tensors}
+            {
+                k: v
+                for k, v in (part | bad).items()
+                if v is not None and k.endswith(".weight") == of_tensors
+            }
             for part, of_tensors in zip(small_gguf, (False, True))
         )
         write_gguf(file, metadata, tensors)
-    assert_refused(cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), "a.gguf", message)
+    assert_refused(
+        cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), "a.gguf", message
+    )
 
 
 def test_gguf_configuration(tmp_path, small_gguf):
@@ -3730,24 +4828,36 @@ def test_gguf_configuration(tmp_path, small_gguf):
     for old in (eight, {"llama.rope.scale_linear": numpy.float32(8)}):
         assert read(old).rope_factors == (8.0,) * 8 and read(old).rope_gain == 1
     assert read(eight | {f"{scaling}type": "none"}).rope_factors == ()
-    assert read({"llama.attention.sliding_window": 64}).sliding_window == 64 and read({}).sliding_window is None
-    metadata = {k: v for k, v in metadata.items() if "head_count_kv" not in k and "freq_base" not in k}
+    assert (
+        read({"llama.attention.sliding_window": 64}).sliding_window == 64
+        and read({}).sliding_window is None
+    )
+    metadata = {
+        k: v for k, v in metadata.items() if "head_count_kv" not in k and "freq_base" not in k
+    }
     config = read({"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.bos_token_id": 3})
-    assert (config.n_kv_heads, config.rope_theta, config.bos_id, config.eos_ids) == (4, 1e4, 3, (258, 0, 257))
+    assert (config.n_kv_heads, config.rope_theta, config.bos_id, config.eos_ids) == (
+        4,
+        1e4,
+        3,
+        (258, 0, 257),
+    )
 
 
 GGUF_TEXTS = [
-    "Once upon a time", "", " ", "  two  spaces ", "\n\n\tdef f(x):\n        return x+1\r\n", "I'll can't WE'VE don'T",
+    "Once upon a time", "", " ", "  two  spaces ", "\n\n\tdef f(x):\n        return x+1\r\n",
+    "I'll can't WE'VE don'T",
     "once upon", "upon us", "up on", "3.14159 and 1234567 ½ ²³ ٣٤",
     "Größe, naïve café: ÀÉ 日本語テキスト 한국어 العربية हिन्दी",
-    "🙂👩‍👩‍👧 ok", "a+b=c <x> ~^|`", "CamelCaseWords HTTPServer x_1", "e\u0301 \u1e9b\u0323", "</s><|im_end|>[INST]",
+    "🙂👩‍👩‍👧 ok", "a+b=c <x> ~^|`", "CamelCaseWords HTTPServer x_1", "e\u0301 \u1e9b\u0323",
+    "</s><|im_end|>[INST]",
     "\u00a0\u3000 ", "…—‘quoted’",
 ]  # fmt: skip
 
 
 def test_gguf_sentencepiece(tmp_path):
-    """The same as the tokenizer.model. Fine-tuned models have control tokens and text beyond it, unknown ones to fill
-    it up, and bos not added."""
+    """The same as the tokenizer.model. Fine-tuned models have control tokens and text beyond it,
+    unknown ones to fill it up, and bos not added."""
     folder = HERE / "models/tales"
     original = Tokenizer(folder)
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
@@ -3768,7 +4878,10 @@ def test_gguf_sentencepiece(tmp_path):
     more = {"<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4, "[PAD4099]": 2, "[PAD4100]": 2, "": 5}
     about = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
     ours = tokenizer(4102, about, **more)
-    assert ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"} and ours.control["<|im_start|>"] == 4096
+    assert (
+        ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
+        and ours.control["<|im_start|>"] == 4096
+    )
     assert 4098 in ours.encode("so <think> hm") and 4097 not in ours.encode("<|im_end|>")
     assert ours.decode([4097, *ours.encode("a b")]) == "a b" and not ours.vocabulary.adds_space
 
@@ -3776,9 +4889,12 @@ def test_gguf_sentencepiece(tmp_path):
 WORD, REST = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LLAMA_3 = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"
-TEKKEN = rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{REST}"
+TEKKEN = (
+    rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{REST}"
+)
 SPLITS = {
-    "llama-bpe": [LLAMA_3], "qwen2": [LLAMA_3.replace("{1,3}", "")], "tekken": [TEKKEN], "smollm": None, "gpt-2": None,
+    "llama-bpe": [LLAMA_3], "qwen2": [LLAMA_3.replace("{1,3}", "")], "tekken": [TEKKEN],
+    "smollm": None, "gpt-2": None,
     "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
 }  # fmt: skip
 
@@ -3786,19 +4902,27 @@ SPLITS = {
 @pytest.mark.parametrize("name", SPLITS)
 def test_gguf_byte_pairs(name, tmp_path):
     """The same ids as a tokenizer.json trained on a little text."""
-    always = name in ("llama-bpe", "tekken")  # ignore merges, and add bos unless the file says otherwise
+    # ignore merges, and add bos unless the file says otherwise
+    always = name in ("llama-bpe", "tekken")
     pre = tokenizers.pre_tokenizers
     byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
-    first = [pre.Split(tokenizers.Regex(pattern), "isolated") for pattern in SPLITS[name] or ()] or [pre.Digits(True)]
+    first = [
+        pre.Split(tokenizers.Regex(pattern), "isolated") for pattern in SPLITS[name] or ()
+    ] or [pre.Digits(True)]
     splits = byte_level if name == "gpt-2" else pre.Sequence([*first, byte_level])
     raw = train_byte_pairs(splits, GGUF_TEXTS * 3, pre.ByteLevel.alphabet(), ignore_merges=always)
-    merges = raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"]
+    merges = raw["model"]["merges"] = [
+        pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"
+    ]
     own = tokenizers.Tokenizer.from_str(json.dumps(raw))
     if name == "qwen2":
         own.normalizer = tokenizers.normalizers.NFC()
     own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
     own.add_tokens(["<think>", "~x~"])
-    kinds, size = {"<|im_end|>": 3, "<|endoftext|>": 3, "<think>": 4, "~x~": 4}, own.get_vocab_size()
+    kinds, size = (
+        {"<|im_end|>": 3, "<|endoftext|>": 3, "<think>": 4, "~x~": 4},
+        own.get_vocab_size(),
+    )
     metadata = {"general.architecture": "llama"} | BYTES | {
         "tokenizer.ggml.pre": name,
         "tokenizer.ggml.tokens": [*map(own.id_to_token, range(size)), "[PAD]"],
@@ -3808,7 +4932,9 @@ def test_gguf_byte_pairs(name, tmp_path):
         "tokenizer.ggml.eos_token_id": own.token_to_id("<|im_end|>"),
     }  # fmt: skip
     ours = Tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), size + 1)
-    for text in GGUF_TEXTS + ["".join(random.choices("".join(GGUF_TEXTS), k=100)) for _ in range(30)]:
+    for text in GGUF_TEXTS + [
+        "".join(random.choices("".join(GGUF_TEXTS), k=100)) for _ in range(30)
+    ]:
         ids = own.encode(text, add_special_tokens=False).ids
         assert ours.vocabulary.encode_chat(text, ours._control_in(text), after=False) == ids, text
         assert "<" in text or ours.encode(text, bos=False) == ids
@@ -3818,7 +4944,9 @@ def test_gguf_byte_pairs(name, tmp_path):
     assert (own.token_to_id("Ġupon") in ours.encode("Once upon")) == always
     assert (ours.encode("ab")[0] == ours.bos) == always
     for said in (True, False):
-        file = write_gguf(tmp_path / "b.gguf", metadata | {"tokenizer.ggml.add_bos_token": said}, {})
+        file = write_gguf(
+            tmp_path / "b.gguf", metadata | {"tokenizer.ggml.add_bos_token": said}, {}
+        )
         assert (Tokenizer(file).encode("ab")[0] == ours.bos) == said
 
 
@@ -3845,10 +4973,15 @@ def pack_awq(N: int, K: int) -> tuple[dict, torch.Tensor]:
     return dict(qweight=qweight, qzeros=qzeros, scales=scale.t()), values
 
 
-def pack_gptq(N: int, K: int, group: int = 32, less: int = 1, zeros=range(16)) -> tuple[dict, torch.Tensor]:
-    """less: 1 in version 1, subtracted from whole words of zero points. group: 0 for one a row and no indices."""
+def pack_gptq(
+    N: int, K: int, group: int = 32, less: int = 1, zeros=range(16)
+) -> tuple[dict, torch.Tensor]:
+    """less: 1 in version 1, subtracted from whole words of zero points. group: 0 for one a row and
+    no indices."""
     codes, scale, zero, values = codes_of(N, K, group or K, zeros)
-    found = dict(qweight=words(codes).t(), qzeros=words(zero.t()) - less * 0x11111111, scales=scale.t())
+    found = dict(
+        qweight=words(codes).t(), qzeros=words(zero.t()) - less * 0x11111111, scales=scale.t()
+    )
     indices = dict(g_idx=torch.arange(K, dtype=torch.int32) // group) if group else {}
     return found | dict(bias=torch.zeros(N)) | indices, values
 
@@ -3865,8 +4998,14 @@ def pack_fp8(scale: str, rows: int, columns: int, N: int, K: int) -> tuple[dict,
     weight = (torch.randn(N, K) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     one, (rows, columns) = not rows, (rows or N, columns or K)
     factors = torch.rand(-(-N // rows), -(-K // columns)) * 0.01
-    values = weight.float() * factors.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
-    return {"weight": weight, scale: factors[0, 0] if one else factors, "input_scale": torch.ones(1)}, values
+    values = (
+        weight.float() * factors.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
+    )
+    return {
+        "weight": weight,
+        scale: factors[0, 0] if one else factors,
+        "input_scale": torch.ones(1),
+    }, values
 
 
 def compressed_tensors(form: str, **weights) -> dict:
@@ -3875,7 +5014,9 @@ def compressed_tensors(form: str, **weights) -> dict:
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
-PACKED = partial(compressed_tensors, "pack-quantized", num_bits=4, type="int", strategy="group", group_size=128)
+PACKED = partial(
+    compressed_tensors, "pack-quantized", num_bits=4, type="int", strategy="group", group_size=128
+)
 FLOAT_8 = partial(compressed_tensors, "float-quantized", num_bits=8, type="float", symmetric=True)
 QUANTISED = {  # quantization_config, how a matrix is packed, the format that holds it
     "AWQ": (dict(quant_method="awq", bits=4, group_size=64, version="gemm"), pack_awq, quants.WITH_ZEROS[64]),
@@ -3897,15 +5038,20 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
 
 
 def write_quantised(folder: Path, how: str, **more):
-    """A checkpoint in place of the tiny one; returns the model of transformers with the weights that it stands for."""
+    """A checkpoint in place of the tiny one; returns the model of transformers with the weights
+    that it stands for."""
     about, pack, _ = QUANTISED[how]
-    theirs = hugging_face_model(350, num_key_value_heads=2, hidden_size=128, intermediate_size=256, **more).half()
+    theirs = hugging_face_model(
+        350, num_key_value_heads=2, hidden_size=128, intermediate_size=256, **more
+    ).half()
     theirs.save_pretrained(folder)
     theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
     tensors, weights = load_file(folder / "model.safetensors"), theirs.state_dict()
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         stored, values = pack(*tensors.pop(name).shape)
-        tensors = {name.removesuffix("weight") + key: value.contiguous() for key, value in stored.items()} | tensors
+        tensors = {
+            name.removesuffix("weight") + key: value.contiguous() for key, value in stored.items()
+        } | tensors
         weights[name].copy_(values)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit(folder / "config.json", quantization_config=about)
@@ -3918,17 +5064,25 @@ def test_quantised_safetensors_equal_transformers(copy, cli, how):
     theirs, format = write_quantised(copy, how), QUANTISED[how][2]
     ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1]
     weights = loaded(ours)
-    layer, on_cpu = weights.layers[1], None if format is quants.E4M3_128 else format  # which is slow there
-    assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {format} and not weights.output.format
+    # which is slow there
+    layer, on_cpu = weights.layers[1], None if format is quants.E4M3_128 else format
+    assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {
+        format
+    } and not weights.output.format
     assert ours.weights.layers[1].w2.format is on_cpu
     assert torch.equal(layer.w2.dense(), exact.mlp.down_proj.weight)
     assert torch.equal(layer.w13.dense()[1::2], exact.mlp.up_proj.weight)
     if format.group <= 64:
         assert_two_ranks_have(ours, layer)
     name = how.partition(",")[0].partition(" ")[0]
-    assert_refused(cli("-m", copy, "--int4", "-p", "a"), f"its matrices are {name}, and int4 would lose precision")
+    assert_refused(
+        cli("-m", copy, "--int4", "-p", "a"),
+        f"its matrices are {name}, and int4 would lose precision",
+    )
     code, _, err = cli("-m", copy, "-n", 3, "-p", "Once", "--ignore-eos", "--dtype", "fp32")
-    kept = f" with {format.name} matrices ({name} in the file" if on_cpu else f" (decoded from {name})"
+    kept = (
+        f" with {format.name} matrices ({name} in the file" if on_cpu else f" (decoded from {name})"
+    )
     assert code == 0 and f"running   fp32{kept}" in err, err
 
 
@@ -4006,8 +5160,9 @@ def always(speculation: Speculation) -> Speculation:
 
 
 def exact_model(tiny, ctx_size: int, device="cpu"):
-    """A model that on a CPU evaluates its tokens one at a time: the sums are then in the same order whatever is
-    proposed, and the logits equal to the last bit. Otherwise two tokens tied to within rounding may change places."""
+    """A model that on a CPU evaluates its tokens one at a time: the sums are then in the same order
+    whatever is proposed, and the logits equal to the last bit. Otherwise two tokens tied to within
+    rounding may change places."""
     model = load(tiny, dtype="fp32", device=device, ctx_size=ctx_size)
     single = model.evaluate
     if model.device.type == "cpu":
@@ -4049,11 +5204,13 @@ def test_proposals_do_not_change_the_text(tiny, settings):
         cache = KVCache(model)
         assert list(generate(model, prompt, cache, **options, decode=way.decode)) == expected
         assert cache.pos == cache.device_pos == expected_cache.pos
-        assert way.passes + way.accepted <= max(len(expected) - 1, 0) + way.n  # an eos ends a pass early
+        # an eos ends a pass early
+        assert way.passes + way.accepted <= max(len(expected) - 1, 0) + way.n
 
 
 def test_draft_of_the_same_model(tiny, monkeypatch):
-    """Also after Ctrl-C while it reads a prompt: what it has kept of the text before is no part of the new one."""
+    """Also after Ctrl-C while it reads a prompt: what it has kept of the text before is no part of
+    the new one."""
     model = exact_model(tiny, ctx_size=128)
     draft, cache = always(Draft(4, copy_module.copy(model))), KVCache(model)
     write = lambda prompt: list(generate(model, prompt, cache, 61, eos=[], decode=draft.decode))
@@ -4070,12 +5227,18 @@ def test_speculation_ends_within_a_pass(tiny):
     model, prompt = exact_model(tiny, ctx_size=128), [1, 5, 6]
     for taken in range(1, 9):
         cache, draft = KVCache(model), always(Draft(4, model))
-        with contextlib.closing(generate(model, prompt, cache, 40, eos=[], decode=draft.decode)) as tokens:
+        with contextlib.closing(
+            generate(model, prompt, cache, 40, eos=[], decode=draft.decode)
+        ) as tokens:
             turn = [*prompt, *itertools.islice(tokens, taken), 9, 10]
         assert cache.pos == cache.device_pos == len(prompt) + taken - 1
         timings = Timings()
-        second = list(generate(model, turn, cache, 12, eos=[], timings=timings, decode=draft.decode))
-        assert timings.prompt_tokens == 3 and second == list(generate(model, turn, KVCache(model), 12, eos=[]))
+        second = list(
+            generate(model, turn, cache, 12, eos=[], timings=timings, decode=draft.decode)
+        )
+        assert timings.prompt_tokens == 3 and second == list(
+            generate(model, turn, KVCache(model), 12, eos=[])
+        )
 
 
 def test_lookup_proposals():
@@ -4085,7 +5248,9 @@ def test_lookup_proposals():
     def proposed(*seen: int, count: int = 4) -> list[int]:
         lookup, size, beyond = Lookup(count), len(seen), [6, 6] + [-7] * (62 - len(seen))
         tokens = torch.tensor([*seen, *beyond], dtype=torch.int32, device=DEVICE)
-        cache = SimpleNamespace(tokens=tokens, pos=size - 1, device_pos=zeros(1) + size - 1, size=64)
+        cache = SimpleNamespace(
+            tokens=tokens, pos=size - 1, device_pos=zeros(1) + size - 1, size=64
+        )
         gpu = SimpleNamespace(cache=cache, turn=zeros(1) + 1, result=zeros(2, 2))
         expected = lookup.propose(cache, count)
         lookup.enqueue_proposals(gpu, 1 + count)
@@ -4093,7 +5258,8 @@ def test_lookup_proposals():
         assert tokens.tolist() == [*seen, *(expected or [0] * count), *beyond[count:]]
         return expected
 
-    assert proposed(5) == proposed(5, 6, 7) == proposed(5, 6, 7, 9, 7) == []  # one token is not enough
+    # one token is not enough
+    assert proposed(5) == proposed(5, 6, 7) == proposed(5, 6, 7, 9, 7) == []
     assert proposed(5, 6, 7, 8, 9, 5, 6) == [7, 8, 9, 5]
     assert proposed(1, 5, 6, 7, 2, 5, 6, 8, 3, 1, 5, 6) == [7, 2, 5, 6]  # the longest
     assert proposed(5, 6, 7, 2, 5, 6, 8, 3, 5, 6, count=1) == [8]  # the latest
@@ -4127,16 +5293,23 @@ def test_proposals_are_accepted_on_the_device():
         tokens[8 + accepted] = 3
         cache = SimpleNamespace(tokens=tokens, host_tokens=host_tokens, device_pos=filled(7 + T, 1))
         gpu = SimpleNamespace(
-            cache=cache, drawn=drawn, turn=filled(5, 1), rejected=filled(0, 1), result=filled(0, 2, 2)
+            cache=cache,
+            drawn=drawn,
+            turn=filled(5, 1),
+            rejected=filled(0, 1),
+            result=filled(0, 2, 2),
         )
         speculation._OnGpu.accept(gpu, T)
-        assert gpu.rejected == T - 1 - accepted and gpu.turn == 6 and gpu.result[1, 0] == 8 + accepted
+        assert (
+            gpu.rejected == T - 1 - accepted and gpu.turn == 6 and gpu.result[1, 0] == 8 + accepted
+        )
         assert host_tokens[7 : 10 + accepted].tolist() == [-9, *range(50, 51 + accepted), -9]
         assert tokens[8 + accepted] == 50 + accepted
 
 
 def test_speculation_in_graphs(tiny, monkeypatch):
-    """Without a GPU, what the graphs do is run directly, with the reference ops; capture and replay are not covered."""
+    """Without a GPU, what the graphs do is run directly, with the reference ops; capture and replay
+    are not covered."""
     model = exact_model(tiny, ctx_size=40, device=DEVICE.type)
     prompt, other = [1, 5, 6, 7, 5, 6], other_model(model)
     settings = dict(sampling=Sampling(temp=0.7, seed=3, repeat_penalty=1.2), eos=[])
@@ -4150,18 +5323,35 @@ def test_speculation_in_graphs(tiny, monkeypatch):
         way.pacer.ready = lambda toss=toss: toss.random() < 0.7
         assert list(generate(model, prompt, cache, **settings, decode=way.decode)) == plain
         assert cache.pos == cache.device_pos == 39
-        assert list(generate(model, longer, cache, 9, **settings, decode=way.decode)) == plain_longer
+        assert (
+            list(generate(model, longer, cache, 9, **settings, decode=way.decode)) == plain_longer
+        )
         if isinstance(way, Draft) and way.n == 3:
             assert way.accepted == way.proposed > 0
 
 
 def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):
-    flags = ("-m", tiny, "-p", "a fox a fox a fox", "-n", 40, "-s", 5, "--dtype", "fp32", "--stop", "zz")
+    flags = (
+        "-m",
+        tiny,
+        "-p",
+        "a fox a fox a fox",
+        "-n",
+        40,
+        "-s",
+        5,
+        "--dtype",
+        "fp32",
+        "--stop",
+        "zz",
+    )
     _, expected, _ = cli(*flags)
     for way in (("--lookup", 3), ("--draft", tiny), ("--draft", tiny, "--draft-max", 2)):
         code, out, err = cli(*flags, *way)
         assert code == 0 and out == expected
-        assert re.search(r"proposals \d+ passes, \d\.\d\d tokens a pass; .* proposals accepted", err)
+        assert re.search(
+            r"proposals \d+ passes, \d\.\d\d tokens a pass; .* proposals accepted", err
+        )
     lines = ("the fox", "the crow", "the fox")
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
     assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == cli(*flags, "--lookup", 0)[0] == 2
@@ -4169,8 +5359,14 @@ def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):
     # some models of a family have more rows for no token than others
     hugging_face_model(read_config(copy).vocab_size + 400, **FAMILIES["gqa"]).save_pretrained(copy)
     assert cli(*flags, "--draft", copy)[:2] == (0, expected)
-    hot, seen, original = ("--temp", 9, "--top-k", 0, "--min-p", 0, "--top-p", 1, "--ignore-eos"), [], run.generate
-    monkeypatch.setattr(run, "generate", lambda *a, **k: (seen.append(i) or i for i in original(*a, **k)))
+    hot, seen, original = (
+        ("--temp", 9, "--top-k", 0, "--min-p", 0, "--top-p", 1, "--ignore-eos"),
+        [],
+        run.generate,
+    )
+    monkeypatch.setattr(
+        run, "generate", lambda *a, **k: (seen.append(i) or i for i in original(*a, **k))
+    )
     assert cli("-m", copy, *flags[2:], *hot, "--draft", tiny)[0] == 0
     assert len(seen) == 40 and max(seen) < read_config(tiny).vocab_size
 
@@ -4192,17 +5388,21 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "a format of one's own": ("grouped", dict(format="grouped")),
     "saved, in a format of one's own": ("saved groups", {}),
 }
-ONLY_BY_TWO = {"fused", "a format of one's own", "saved, in a format of one's own"}  # four would cut a group
+# four would cut a group
+ONLY_BY_TWO = {"fused", "a format of one's own", "saved, in a format of one's own"}
 
 
 def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, list[int]]:
-    """Logits of a prompt and of single tokens after it, and greedy tokens, in this process or as one of several."""
+    """Logits of a prompt and of single tokens after it, and greedy tokens, in this process or as
+    one of several."""
     name, options = PARALLEL[case]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FORMATS, "grouped", GROUPED)
         model = load(folder / name, dtype="fp32", device="cpu", **options | changed)
     ids = torch.arange(5, 17) * 7
-    return logits_of(model, ids, 10, 1, 1), greedy(model, ids.tolist(), 2 if "backend" in options else 8)
+    return logits_of(model, ids, 10, 1, 1), greedy(
+        model, ids.tolist(), 2 if "backend" in options else 8
+    )
 
 
 def free_port() -> str:
@@ -4211,13 +5411,19 @@ def free_port() -> str:
 
 
 def run_rank(rank: int, folder: Path, size: int, port: str) -> None:
-    """Write what one of several processes, forks of one that has only done its imports, computes."""
-    of_all = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    """Write what one of several processes, forks of one that has only done its imports,
+    computes."""
+    of_all = dict(
+        WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+    )
     of_all["TORCHELASTIC_RUN_ID"] = "as torchrun would"
     os.environ |= of_all | dict(RANK=str(rank), LOCAL_RANK=str(rank))
     ranks = Ranks.of_torchrun()
     cases = [case for case in PARALLEL if size == 2 or case not in ONLY_BY_TWO]
-    torch.save({case: parallel_result(folder, case, ranks=ranks) for case in cases}, folder / f"{size}.{rank}")
+    torch.save(
+        {case: parallel_result(folder, case, ranks=ranks) for case in cases},
+        folder / f"{size}.{rank}",
+    )
     ranks.finish()
 
 
@@ -4242,9 +5448,14 @@ def parallel_folder(tiny, grouped_folder, tmp_path_factory) -> Path:
 
 def test_ranks_equal_one_process(parallel_folder):
     """2 and 4 processes, all forks of a single one, since every start takes seconds."""
-    done = in_shell(f"CUDA_VISIBLE_DEVICES= $PYTHON $HERE/test_all.py {shlex.quote(str(parallel_folder))} forks")
+    done = in_shell(
+        f"CUDA_VISIBLE_DEVICES= $PYTHON $HERE/test_all.py {shlex.quote(str(parallel_folder))} forks"
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    of_several = {size: [torch.load(parallel_folder / f"{size}.{rank}") for rank in range(size)] for size in (2, 4)}
+    of_several = {
+        size: [torch.load(parallel_folder / f"{size}.{rank}") for rank in range(size)]
+        for size in (2, 4)
+    }
     assert of_several[2][0].keys() == PARALLEL.keys() == of_several[4][0].keys() | ONLY_BY_TWO
     for case, (name, options) in PARALLEL.items():
         exact, expected = parallel_result(parallel_folder, case, backend="torch")
@@ -4252,20 +5463,29 @@ def test_ranks_equal_one_process(parallel_folder):
         for size in (2,) if case in ONLY_BY_TWO else (2, 4):
             (logits, tokens), *others = (rank[case] for rank in of_several[size])
             for other in others:
-                assert torch.equal(logits, other[0]) and tokens == other[1], (case, size, "ranks differ")
-            # A code may be rounded the other way: of a cached key, or of a single token's activations
+                assert torch.equal(logits, other[0]) and tokens == other[1], (
+                    case,
+                    size,
+                    "ranks differ",
+                )
+            # A code may be rounded the other way: of a cached key, or of a single token's
+            # activations
             assert_close(logits[:10], exact[:10], 1e-2 if case == "8-bit cache" else 1e-4)
             assert_close(logits[10:], exact[10:], 1e-2 if in_8_bits else 1e-4)
             assert tokens == expected, (case, size)
 
 
 def test_ranks_that_do_not_divide_a_model(tiny):
-    with pytest.raises(ValueError, match="4 query heads cannot be divided evenly among 3 processes"):
+    with pytest.raises(
+        ValueError, match="4 query heads cannot be divided evenly among 3 processes"
+    ):
         load(tiny, device="cpu", ranks=Ranks(0, 3))
     too_many = "3 key/value heads can be neither divided nor repeated evenly among 2 processes"
     with pytest.raises(ValueError, match=too_many):
         read_config_like(n_heads=6, n_kv_heads=3).cut(2)
-    with pytest.raises(ValueError, match="layers.0.wo has 16 columns on each of 2 processes; grouped needs"):
+    with pytest.raises(
+        ValueError, match="layers.0.wo has 16 columns on each of 2 processes; grouped needs"
+    ):
         check_groups(read_config_like().cut(2), GROUPED)
 
 
@@ -4276,42 +5496,62 @@ def test_ranks_that_divide_256_columns_of_int4(copy):
     for rank, columns in enumerate(model.weights.layers[0].w2.data.split(160, 1)):
         w2 = loaded(model, INT4, Ranks(rank, 2)).layers[0].w2
         assert torch.equal(w2.dense(), INT4.decoded(INT4.encode(columns)))
-    saved = load(save(copy, copy.parent / "saved", format="int4", device="cpu").parent, device="cpu")
-    error = "layers.0.w2 was saved in int4, where its 320 columns cannot be divided among 2 processes"
+    saved = load(
+        save(copy, copy.parent / "saved", format="int4", device="cpu").parent, device="cpu"
+    )
+    error = (
+        "layers.0.w2 was saved in int4, where its 320 columns cannot be divided among 2 processes"
+    )
     with pytest.raises(ValueError, match=error):
         loaded(saved, INT4, Ranks(0, 2))
 
 
 def test_memory_of_each_rank(monkeypatch):
-    whole, cpu = read_config_like(dim=512, n_layers=8, hidden_dim=4096, vocab_size=4096), torch.device("cpu")
+    whole, cpu = (
+        read_config_like(dim=512, n_layers=8, hidden_dim=4096, vocab_size=4096),
+        torch.device("cpu"),
+    )
     monkeypatch.setattr("checkpoint.free_memory", lambda device: 100_000_000)
     assert check_memory(whole.cut(4), torch.float32, cpu, 64) is None
     with pytest.raises(MemoryError):
         check_memory(whole, torch.float32, cpu, 64)
-    with pytest.raises(MemoryError, match="cpu for rank 1 of 4 has 0.03 GB free"):  # which share a host's memory
+    # which share a host's memory
+    with pytest.raises(MemoryError, match="cpu for rank 1 of 4 has 0.03 GB free"):
         check_memory(whole.cut(4), torch.float32, cpu, 64, ranks=Ranks(1, 4, 1, 4))
 
 
 @pytest.mark.parametrize("format", [None, fp8.E4M3])
 def test_exchange_adds_and_gathers(format):
-    """Three ranks in one process, each with its own memory; a vocabulary that is not evenly divided."""
+    """Three ranks in one process, each with its own memory; a vocabulary that is not evenly
+    divided."""
     C, V, columns, halves = 72, 101, (40, 24, 56), partial(randn, dtype=torch.float16)
     sums = [encoded([Matrix(halves(C, k)) for k in columns], format) for _ in range(2)]
     (whole,) = encoded([Matrix(halves(V, C))], format)
     cuts = [parallel.share(V, rank, 3) for rank in range(3)]
     part = lambda rows: tuple(t[rows].contiguous() for t in whole.tensors)
     outputs = [Matrix(part(rows), format, (rows.stop - rows.start, C)) for rows in cuts]
-    memory = [torch.zeros(3 * (2 * C + outputs[0].rows), dtype=torch.int64, device=DEVICE) for _ in range(3)]
+    memory = [
+        torch.zeros(3 * (2 * C + outputs[0].rows), dtype=torch.int64, device=DEVICE)
+        for _ in range(3)
+    ]
     addresses = [m.data_ptr() for m in memory]
-    exchanges = [parallel.Exchange([sums[0][r], sums[1][r], outputs[r]], r, addresses, memory[r]) for r in range(3)]
+    exchanges = [
+        parallel.Exchange([sums[0][r], sums[1][r], outputs[r]], r, addresses, memory[r])
+        for r in range(3)
+    ]
     for _ in range(2):
         for matrices in sums:
             x, residual = [halves(1, k) for k in columns], halves(1, C)
-            exact = residual.float() + sum(kernels.linear_ref(a.float(), dense(m)) for a, m in zip(x, matrices))
+            exact = residual.float() + sum(
+                kernels.linear_ref(a.float(), dense(m)) for a, m in zip(x, matrices)
+            )
             for exchange, a, m in zip(exchanges, x, matrices):
                 exchange.send("linear_add", a, None, m, 0.0)
             for exchange, m in zip(exchanges, matrices):
-                assert nmse(exchange.add_received(m, residual.clone()), exact) < ONE_UNIT[torch.float16]
+                assert (
+                    nmse(exchange.add_received(m, residual.clone()), exact)
+                    < ONE_UNIT[torch.float16]
+                )
         x, norm, logits = halves(1, C), halves(C), torch.empty(1, V, device=DEVICE)
         exact = kernels.rmsnorm_linear_ref(x.float(), norm.float(), dense(whole), 1e-5, logits)
         for exchange, m in zip(exchanges, outputs):
@@ -4324,7 +5564,8 @@ def test_exchange_adds_and_gathers(format):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_on_several_gpus(parallel_folder, size):
-    """Both ways of summing, and thousands of rounds of the exchange with late ranks: see check_gpus."""
+    """Both ways of summing, and thousands of rounds of the exchange with late ranks: see
+    check_gpus."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     seed = os.environ | {"TEST_SEED": str(SEED)}
@@ -4335,21 +5576,32 @@ def test_ranks_on_several_gpus(parallel_folder, size):
 
 @torch.inference_mode()
 def check_gpus(folder: Path) -> None:
-    """What each of several processes does, with a GPU of its own. Errors are compared, not results: with e4m3 matrices
-    a prompt's activations are rounded with a scale for each row, of which each rank has only a part."""
+    """What each of several processes does, with a GPU of its own. Errors are compared, not results:
+    with e4m3 matrices a prompt's activations are rounded with a scale for each row, of which each
+    rank has only a part."""
     ranks = Ranks.of_torchrun()
     own = f"cuda:{ranks.local_rank}"
     logits = lambda model: logits_of(model, torch.arange(5, 47) * 7 % 290, 40, 1, 1)
     for case in ("grouped queries", "one key/value head, bias, tied", "e4m3", "8-bit cache"):
         name, options = PARALLEL[case]
         for dtype in ("fp16", "bf16"):
-            exact = logits(load(folder / name, dtype="fp32", device=own, backend="torch", format=options.get("format")))
+            exact = logits(
+                load(
+                    folder / name,
+                    dtype="fp32",
+                    device=own,
+                    backend="torch",
+                    format=options.get("format"),
+                )
+            )
             one = logits(load(folder / name, dtype=dtype, device=own, **options))
             model = load(folder / name, dtype=dtype, device="cuda", ranks=ranks, **options)
             for exchange in (model.exchange, None):
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(parallel, "make_exchange", lambda *_, exchange=exchange: exchange)
-                    model.ops, _ = ranks.cut_ops(kernels.BACKENDS[model.backend], [], model.backend, model.device)
+                    model.ops, _ = ranks.cut_ops(
+                        kernels.BACKENDS[model.backend], [], model.backend, model.device
+                    )
                 ours = logits(model)
                 assert torch.equal(ours, ranks.broadcast(lambda ours=ours: ours)), "ranks differ"
                 assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (case, dtype, exchange)
@@ -4359,18 +5611,23 @@ def check_gpus(folder: Path) -> None:
     os._exit(0)
 
 
-SLOTS, SUMMED = 64, 4096  # of an exchange under stress: the sums of a round, and how many numbers each has
+# of an exchange under stress: the sums of a round, and how many numbers each has
+SLOTS, SUMMED = 64, 4096
 
 
 def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
-    """Rounds as graphs: chains of sums whose terms are different whole numbers in each round. In all graphs but the
-    first, the rank is late at random places."""
+    """Rounds as graphs: chains of sums whose terms are different whole numbers in each round. In
+    all graphs but the first, the rank is late at random places."""
     late, total = random.Random(SEED + ranks.rank), SLOTS * ranks.size * (ranks.size + 1) // 2
-    matrices = [Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=cuda)) for _ in range(SLOTS)]
+    matrices = [
+        Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=cuda)) for _ in range(SLOTS)
+    ]
     for m in matrices:
         m.data[:, 0] = ranks.rank + 1
     exchange = parallel.make_exchange(ranks, matrices, "triton", cuda)
-    number, wrong = (torch.zeros(1, dtype=dtype, device=cuda) for dtype in (torch.float32, torch.int64))
+    number, wrong = (
+        torch.zeros(1, dtype=dtype, device=cuda) for dtype in (torch.float32, torch.int64)
+    )
     x, y = torch.zeros(1, 64, dtype=torch.float16, device=cuda), torch.zeros(1, SUMMED, device=cuda)
 
     def chain(is_late: bool) -> None:
@@ -4408,15 +5665,22 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
 
 
 def torchrun(*arguments, size: int = 2, **options) -> subprocess.Popen:
-    command = [sys.executable, *f"-m torch.distributed.run --nproc-per-node {size} --master-port {free_port()}".split()]
+    command = [
+        sys.executable,
+        *f"-m torch.distributed.run --nproc-per-node {size} --master-port {free_port()}".split(),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    pipes = dict(
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
     return subprocess.Popen([*command, *map(str, arguments)], **pipes | options)
 
 
 def torchrun_bash(script: str, *arguments, **options) -> subprocess.Popen:
     """Each rank runs a bash script; $RUN in it is our program with these arguments."""
-    words = shlex.join([sys.executable, str(HERE / "run.py"), *map(str, arguments), "--device", "cpu"])
+    words = shlex.join(
+        [sys.executable, str(HERE / "run.py"), *map(str, arguments), "--device", "cpu"]
+    )
     return torchrun("--no-python", "bash", "-c", script.replace("$RUN", words), **options)
 
 
@@ -4426,7 +5690,14 @@ def errors_in(err: bytes) -> list[str]:
 
 def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
     flags = ("-m", tiny, "-n", 6, "--temp", 0, "--dtype", "fp32", "--device", "cpu")
-    process = torchrun(HERE / "run.py", "--chat", *flags, "--prompt-cache", tmp_path / "kept", stdin=subprocess.PIPE)
+    process = torchrun(
+        HERE / "run.py",
+        "--chat",
+        *flags,
+        "--prompt-cache",
+        tmp_path / "kept",
+        stdin=subprocess.PIPE,
+    )
     out, err = process.communicate(b"One\n/clear\nTwo\n\xff\n", timeout=PATIENCE)
     assert process.returncode == 0, err
     assert out.decode() == cli("--chat", *flags, stdin=b"One\n/clear\nTwo\n")[1]
@@ -4436,12 +5707,26 @@ def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
 
 
 def test_torchrun_chat(tiny, tmp_path):
-    """The template asks for the time, which is another for each rank; and the second cannot write its prompt cache."""
+    """The template asks for the time, which is another for each rank; and the second cannot write
+    its prompt cache."""
     template = "{{ 'good day ' * (strftime_now('%H') | int + 1) }}{{ messages[-1]['content'] }}"
-    template += "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
+    template += (
+        "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
+    )
     (tmp_path / "t").write_text(template)
-    script = "if [ $RANK = 0 ]; then export TZ=UTC0; else export TZ=XXX12; ulimit -f 1; fi; exec $RUN"
-    flags = ("--chat", "--chat-template", tmp_path / "t", "--prompt-cache", tmp_path / "kept", "-n", 4, "--ignore-eos")
+    script = (
+        "if [ $RANK = 0 ]; then export TZ=UTC0; else export TZ=XXX12; ulimit -f 1; fi; exec $RUN"
+    )
+    flags = (
+        "--chat",
+        "--chat-template",
+        tmp_path / "t",
+        "--prompt-cache",
+        tmp_path / "kept",
+        "-n",
+        4,
+        "--ignore-eos",
+    )
     process = torchrun_bash(script, "-m", tiny, *flags, stdin=subprocess.PIPE)
     _, err = process.communicate(b"hello\nhello\nbad\nhello\n", timeout=PATIENCE)
     assert process.returncode == 0 and b"generated 8 tokens" in err, err
@@ -4450,17 +5735,22 @@ def test_torchrun_chat(tiny, tmp_path):
 
 
 def test_torchrun_interrupted_at_the_prompt(tiny):
-    process = torchrun(HERE / "run.py", "--chat", "-m", tiny, "--device", "cpu", stdin=subprocess.PIPE)
+    process = torchrun(
+        HERE / "run.py", "--chat", "-m", tiny, "--device", "cpu", stdin=subprocess.PIPE
+    )
     while not process.stderr.readline().startswith(b"chat "):
         pass
     process.send_signal(signal.SIGINT)
     err = process.stderr.read()
-    assert process.wait(PATIENCE) != 0 and not errors_in(err) and b"terminate called" not in err, err
+    assert process.wait(PATIENCE) != 0 and not errors_in(err) and b"terminate called" not in err, (
+        err
+    )
 
 
 def is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # which is what is left of one that has ended
+        # which is what is left of one that has ended
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
     return False
 
 
@@ -4468,7 +5758,9 @@ def is_running(pid: int) -> bool:
 def test_torchrun_ends_all_ranks(tiny, how, tmp_path):
     # torchrun ends whoever is left when the first has gone, but not before it has said why
     script = 'trap "" TERM; $RUN & echo $! >$RANK; wait $!'
-    process = torchrun_bash(script, "-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", cwd=tmp_path)
+    process = torchrun_bash(
+        script, "-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", cwd=tmp_path
+    )
     process.stdout.read(20)
     first, second = (int((tmp_path / rank).read_text()) for rank in "01")
     if how == "stdout closed":
@@ -4479,14 +5771,22 @@ def test_torchrun_ends_all_ranks(tiny, how, tmp_path):
         process.send_signal(signal.SIGINT)
     err = process.stderr.read()
     assert process.wait(PATIENCE) != 0 and not is_running(first) and not is_running(second)
-    assert errors_in(err) == ([] if how == "interrupted" else ["error: another process has ended"]), err
+    assert errors_in(err) == (
+        [] if how == "interrupted" else ["error: another process has ended"]
+    ), err
 
 
 def test_torchrun_reports_one_error(tiny):
     folder = f"./{tiny.parent.name}/{tiny.name}"  # which the second rank looks for elsewhere
-    process = torchrun_bash("[ $RANK = 0 ] || cd /; exec $RUN", "-p", "Once", "-m", folder, cwd=tiny.parent.parent)
+    process = torchrun_bash(
+        "[ $RANK = 0 ] || cd /; exec $RUN", "-p", "Once", "-m", folder, cwd=tiny.parent.parent
+    )
     _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0 and len(errors_in(err)) == 1 and "no file or folder" in errors_in(err)[0], err
+    assert (
+        process.returncode != 0
+        and len(errors_in(err)) == 1
+        and "no file or folder" in errors_in(err)[0]
+    ), err
 
 
 # ---- training.py
@@ -4509,7 +5809,12 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
         "linear": [(x(2, 37, 24), x(40, 24), x(40)), (x(1, 16), x(3, 16), x(3))],
         "rmsnorm": [
             (x(*rows, C, scale=30), branch and x(*rows, C), x(C), 1e-5, dtype)
-            for rows, C, branch in (((3, 17), 72, True), ((3, 7), 520, None), ((1,), 520, True), ((1,), 72, None))
+            for rows, C, branch in (
+                ((3, 17), 72, True),
+                ((3, 7), 520, None),
+                ((1,), 520, True),
+                ((1,), 72, None),
+            )
         ],
         "rope": [
             (x(B, S, (H + 2 * KH) * 24), angles.cos(), angles.sin(), H, KH)
@@ -4528,14 +5833,18 @@ def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
     }[op]
 
 
-def differentiated(ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=None) -> tuple[list, list]:
-    """An op's outputs for arguments in dtype with the gradients of its matrices; and the gradients fed back."""
+def differentiated(
+    ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=None
+) -> tuple[list, list]:
+    """An op's outputs for arguments in dtype with the gradients of its matrices; and the gradients
+    fed back."""
     passed, leaves = [], []
     for i, a in enumerate(arguments):
         if isinstance(a, torch.dtype):
             a = dtype
         elif isinstance(a, torch.Tensor) and a.is_floating_point():
-            if op == "rope" and i in (1, 2):  # angles, which are in fp32 at least and have no gradient
+            # angles, which are in fp32 at least and have no gradient
+            if op == "rope" and i in (1, 2):
                 a = a.double() if dtype == torch.float64 else a
             else:
                 leaves.append(a.to(dtype, copy=True).requires_grad_())
@@ -4544,21 +5853,25 @@ def differentiated(ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=
     outputs = getattr(ops, op)(*passed)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     if upstream is None:
-        # of a loss a power of two, with which a gradient that was rounded once is multiplied exactly
-        upstream = [torch.full_like(o, 0.5) if o.ndim == 0 else torch.randn_like(o) for o in outputs]
+        # of a loss a power of two, with which a gradient that was rounded once is multiplied
+        # exactly
+        upstream = [
+            torch.full_like(o, 0.5) if o.ndim == 0 else torch.randn_like(o) for o in outputs
+        ]
     torch.autograd.backward(outputs, [u.to(o.dtype) for u, o in zip(upstream, outputs)])
     return [o.detach() for o in outputs] + [a.grad for a in leaves], upstream
 
 
 def distance(ours: torch.Tensor, exact: torch.Tensor, least: float = 1e-6) -> float:
-    """The relative error of a whole vector; of one smaller than `least`, such as the gradient of rows that are sure of
-    their target, the absolute error in units of `least`."""
+    """The relative error of a whole vector; of one smaller than `least`, such as the gradient of
+    rows that are sure of their target, the absolute error in units of `least`."""
     return ((ours.double() - exact).norm() / exact.norm().clamp(min=least)).item()
 
 
 def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
-    """The `least` of distance. For a row that is nearly sure of its target, loss and gradient are found from numbers
-    near 1, so they keep errors of four roundings of 1 in fp32; behind a matmul, times the norm of its matrix."""
+    """The `least` of distance. For a row that is nearly sure of its target, loss and gradient are
+    found from numbers near 1, so they keep errors of four roundings of 1 in fp32; behind a matmul,
+    times the norm of its matrix."""
     if "entropy" not in op:
         return 1e-6
     matrix = arguments[1].double().norm().item() if op.startswith("linear") else 1.0
@@ -4584,27 +5897,39 @@ def test_training_op_equals_autograd(op, dtype, guarded, monkeypatch):
 
 def test_dropout_forward_and_backward():
     x = torch.zeros(40, 250, device=DEVICE, requires_grad=True)
-    branch, weight = torch.ones(40, 250, device=DEVICE, requires_grad=True), torch.ones(250, device=DEVICE)
+    branch, weight = (
+        torch.ones(40, 250, device=DEVICE, requires_grad=True),
+        torch.ones(250, device=DEVICE),
+    )
     masks = []
     for p in (0.3, 0.3, 0.05):
         branch.grad = None
         total, y = training.rmsnorm(x, branch, weight, 1e-5, torch.float32, p)
         (total.sum() + 0 * y.sum()).backward()
-        assert torch.equal(branch.grad, total.detach()) and ((total == 0) | (total == 1 / (1 - p))).all()
+        assert (
+            torch.equal(branch.grad, total.detach())
+            and ((total == 0) | (total == 1 / (1 - p))).all()
+        )
         masks.append(total.detach() != 0)
-        assert abs(masks[-1].double().mean().item() - (1 - p)) < 6 * (p * (1 - p) / total.numel()) ** 0.5
+        assert (
+            abs(masks[-1].double().mean().item() - (1 - p))
+            < 6 * (p * (1 - p) / total.numel()) ** 0.5
+        )
     kept, in_both = masks[0].sum().item(), (masks[0] & masks[1]).sum().item()
     assert abs(in_both / kept - 0.7) < 6 * (0.7 * 0.3 / kept) ** 0.5, "two calls share a mask"
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="takes 30 GB of GPU memory")
 def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
-    """Only the last program runs, on sparse files that begin with as much again: there an offset that wraps lands."""
+    """Only the last program runs, on sparse files that begin with as much again: there an offset
+    that wraps lands."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     T, F, BLOCK, half = (1 << 18) + 1, 8192, training.ELEMENTS, torch.float16
     last = (T * F // BLOCK - 1, 0, 0)
-    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", last))
+    monkeypatch.setattr(
+        InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", last)
+    )
     files = {"ab": 2 * F, "dout": F, "out": F, "dab": 2 * F}
     ab, dout, out, dab = (
         torch.from_file(str(tmp_path / name), True, 2 * T * N, dtype=half)[T * N :].view(T, N)
@@ -4612,18 +5937,25 @@ def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
     )
     ab[-1].normal_(), dout[-1].normal_()
     launch.launch(training._swiglu_forward_kernel, (1,), DEVICE, ab, out, T * F, F=F, BLOCK=BLOCK)
-    launch.launch(training._swiglu_backward_kernel, (1,), DEVICE, ab, dout, dab, T * F, F=F, BLOCK=BLOCK)
+    launch.launch(
+        training._swiglu_backward_kernel, (1,), DEVICE, ab, dout, dab, T * F, F=F, BLOCK=BLOCK
+    )
     exact = ab[-1].double().requires_grad_()
     right = training.swiglu_ref(exact)
     right.backward(dout[-1].double())
-    for found, expected in ((out[-1], right.detach()), *zip(dab[-1].view(2, F), exact.grad.view(2, F))):
+    for found, expected in (
+        (out[-1], right.detach()),
+        *zip(dab[-1].view(2, F), exact.grad.view(2, F)),
+    ):
         assert distance(found[-BLOCK:], expected[-BLOCK:]) < 2 * HALF_PLACE[half]
 
 
 def test_cross_entropy_gradient_in_place(guarded):
     logits = torch.empty_like(torch.zeros(5, 201, device=DEVICE)).normal_().requires_grad_()
     loss = training.cross_entropy(logits, torch.randint(0, 201, (5,), device=DEVICE))
-    (gradient,) = torch.autograd.grad(loss, logits, torch.tensor(2.0, device=DEVICE), retain_graph=True)
+    (gradient,) = torch.autograd.grad(
+        loss, logits, torch.tensor(2.0, device=DEVICE), retain_graph=True
+    )
     assert gradient.data_ptr() == logits.data_ptr()
     guarded()
     with pytest.raises(AssertionError, match="once"):
@@ -4632,13 +5964,18 @@ def test_cross_entropy_gradient_in_place(guarded):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_loss_without_a_gradient(mode, monkeypatch):
-    monkeypatch.setattr(training, "_accumulate", lambda *arguments: pytest.fail("a gradient was computed"))
+    monkeypatch.setattr(
+        training, "_accumulate", lambda *arguments: pytest.fail("a gradient was computed")
+    )
     wanted = mode is not torch.enable_grad  # by the tensors, though not there
     logits, targets = torch.randn(5, 201, device=DEVICE), torch.randint(0, 201, (5,), device=DEVICE)
     x, w = (torch.randn(rows, 24, device=DEVICE, requires_grad=wanted) for rows in (5, 201))
     before, logits = logits.clone(), logits.requires_grad_(wanted)
     with mode():
-        loss, joint = training.cross_entropy(logits, targets), training.linear_cross_entropy(x, w, targets)
+        loss, joint = (
+            training.cross_entropy(logits, targets),
+            training.linear_cross_entropy(x, w, targets),
+        )
     assert torch.equal(logits, before) and not loss.requires_grad and not joint.requires_grad
     assert torch.allclose(loss, training.cross_entropy_ref(before, targets))
     assert torch.allclose(joint, training.linear_cross_entropy_ref(x, w, targets))
@@ -4649,7 +5986,10 @@ def test_linear_cross_entropy_of_two_types():
     x, w = x.bfloat16().requires_grad_(), w.requires_grad_()
     loss = training.linear_cross_entropy(x, w, targets)
     loss.backward()
-    exact, weight = training.linear_cross_entropy_ref(x.detach().float(), w, targets), w.grad.clone()
+    exact, weight = (
+        training.linear_cross_entropy_ref(x.detach().float(), w, targets),
+        w.grad.clone(),
+    )
     exact.backward()
     assert loss.dtype == torch.float32 and nmse(loss.detach(), exact.detach()) < 1e-3
     assert x.grad.dtype == torch.bfloat16 and nmse(weight, w.grad - weight) < 1e-3
@@ -4658,7 +5998,10 @@ def test_linear_cross_entropy_of_two_types():
 def test_cross_entropy_not_finite_or_ignored():
     V, rows = 201, training.cross_entropy_rows
     for bad in (INF, NAN):
-        logits, targets = torch.randn(4, V, device=DEVICE), torch.tensor([3, 7, training.IGNORE, 9], device=DEVICE)
+        logits, targets = (
+            torch.randn(4, V, device=DEVICE),
+            torch.tensor([3, 7, training.IGNORE, 9], device=DEVICE),
+        )
         logits[1, 50] = bad
         assert rows(logits, targets).isfinite().tolist() == [True, False, True, True]
         assert not training.cross_entropy(logits.clone().requires_grad_(), targets).isfinite()
@@ -4666,13 +6009,20 @@ def test_cross_entropy_not_finite_or_ignored():
         assert training.cross_entropy(logits, targets).isfinite()
     low, targets = torch.randn(2, V, device=DEVICE), torch.tensor([3, 8], device=DEVICE)
     low[:, 5:] = -INF
-    assert torch.allclose(rows(low, targets), torch.nn.functional.cross_entropy(low, targets, reduction="none"))
+    assert torch.allclose(
+        rows(low, targets), torch.nn.functional.cross_entropy(low, targets, reduction="none")
+    )
     for outside in (-1, V):
-        assert rows(torch.randn(1, V, device=DEVICE), torch.tensor([outside], device=DEVICE)).isnan().all()
+        assert (
+            rows(torch.randn(1, V, device=DEVICE), torch.tensor([outside], device=DEVICE))
+            .isnan()
+            .all()
+        )
 
 
 def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
-    """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at any alignment."""
+    """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at
+    any alignment."""
     cut, dtype = training._cross_entropy_launch, torch.bfloat16
     for V, (kept, at_once) in itertools.product((65, 640, 643), ((0, 4), (3, 1), (3, 4), (99, 1))):
         start, targets = randn(3, V, dtype=dtype, scale=3), torch.randint(0, V, (3,), device=DEVICE)
@@ -4680,11 +6030,18 @@ def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
         losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
         losses.mean().backward()
         sizes = dict(BLOCK=64, KEPT=kept, AT_ONCE=at_once, warps=1)
-        monkeypatch.setattr(training, "_cross_entropy_launch", lambda *arguments, sizes=sizes: cut(*arguments) | sizes)
+        monkeypatch.setattr(
+            training,
+            "_cross_entropy_launch",
+            lambda *arguments, sizes=sizes: cut(*arguments) | sizes,
+        )
         alone = training.cross_entropy_rows(logits, targets)
         found = training.cross_entropy_rows(logits, targets, torch.tensor(3, device=DEVICE))
         where = (V, kept, at_once)
-        assert distance(found, losses.detach()) < 4 * HALF_PLACE[torch.float32] and nmse(alone, found) < 1e-12, where
+        assert (
+            distance(found, losses.detach()) < 4 * HALF_PLACE[torch.float32]
+            and nmse(alone, found) < 1e-12
+        ), where
         assert distance(logits, exact.grad) <= 2 * HALF_PLACE[dtype], where
     guarded()
 
@@ -4707,7 +6064,9 @@ def test_training_with_either_table(train):
         model = train.Llama(config, ops).to(DEVICE)
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()})
+        found.append(
+            {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
+        )
     for name, exact in found[0].items():
         assert nmse(found[1][name], exact) < (1e-12 if name == "loss" else 1e-9), name
 
@@ -4715,13 +6074,21 @@ def test_training_with_either_table(train):
 def test_training_profile(train, monkeypatch, capsys):
     import profile_step
 
-    x, w, one = torch.randn(6, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE), torch.ones(6, 1, device=DEVICE)
+    x, w, one = (
+        torch.randn(6, 8, device=DEVICE),
+        torch.randn(5, 8, device=DEVICE),
+        torch.ones(6, 1, device=DEVICE),
+    )
     with profile_step.Counting() as counted:
         torch.mm(x, w.t())
         training.fused.swiglu(x)
         training.fused.rope(x[None], one, one, 2, 1)
-        training.cross_entropy_rows(x, torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.tensor(6, device=DEVICE))
-    assert counted.operations["aten::mm"] == 2 * 6 * 8 * 5 and counted.bytes["aten::mm"] == 4 * (6 * 8 + 5 * 8 + 6 * 5)
+        training.cross_entropy_rows(
+            x, torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.tensor(6, device=DEVICE)
+        )
+    assert counted.operations["aten::mm"] == 2 * 6 * 8 * 5 and counted.bytes["aten::mm"] == 4 * (
+        6 * 8 + 5 * 8 + 6 * 5
+    )
     assert counted.bytes["_swiglu_forward_kernel"] == 4 * (48 + 24)
     assert counted.bytes["_rope_forward_kernel"] == 4 * (2 * 36 + 2 * 6)  # q and k are 3 of 4 heads
     assert counted.bytes["_cross_entropy_kernel"] == 4 * 2 * 48 + 8 * 6 + 8 + 4 * 6
@@ -4738,11 +6105,16 @@ def test_joined_matrices_one_by_one(train):
     config = train.Config(vocab=30, dim=128, layers=1, kv_heads=1, hidden=192, context=16)
     state = train.Llama(config).state_dict()
     apart = train.split(state, config)
-    assert apart["layers.0.self_attn.k_proj.weight"].shape == (64, 128) and "layers.0.mlp.up_proj.weight" in apart
+    assert (
+        apart["layers.0.self_attn.k_proj.weight"].shape == (64, 128)
+        and "layers.0.mlp.up_proj.weight" in apart
+    )
     for whole, parts in train.JOINED.items():
         values = [apart.pop(f"layers.0.{part}.weight") for part in parts]
         assert torch.equal(torch.cat(values), state.pop(f"layers.0.{whole}.weight"))
-    assert apart.keys() == state.keys() and all(torch.equal(apart[name], value) for name, value in state.items())
+    assert apart.keys() == state.keys() and all(
+        torch.equal(apart[name], value) for name, value in state.items()
+    )
     joined = torch.nn.Parameter(torch.randn(24, 8))
     parts = [torch.nn.Parameter(part.clone()) for part in joined.detach().split((16, 8))]
     joined.grad = torch.randn(24, 8)
@@ -4778,7 +6150,8 @@ def test_kernel_that_does_not_compile(monkeypatch):
 
 
 def test_launchers_refuse_strides():
-    """Strides are derived from shapes. All are launched here, but Hopper's for prompts, which attention guards."""
+    """Strides are derived from shapes. All are launched here, but Hopper's for prompts, which
+    attention guards."""
     apart = torch.zeros(4, 8, 2, device=DEVICE)[..., 0]
     for bad in (apart, (torch.zeros(4, device=DEVICE), apart)):
         with pytest.raises(AssertionError, match="a tensor is not contiguous"):
@@ -4791,12 +6164,15 @@ def test_launchers_refuse_strides():
 def test_launch_sizes_of_the_nearest_card(monkeypatch):
     found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
     assert found == ["a", "a", "b", "b", "c"]
-    products = itertools.product((4, 6, 8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008))
+    products = itertools.product(
+        (4, 6, 8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008)
+    )
     for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), products):
         monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
         for sizes in (launch.vector_sizes, launch.stream_sizes):
             rows = sizes(DEVICE, bits, op, columns).rows
-            assert rows % 2 == 0 or sizes is launch.stream_sizes and op == "linear_add"  # others have pairs of rows
+            # others have pairs of rows
+            assert rows % 2 == 0 or sizes is launch.stream_sizes and op == "linear_add"
         for tokens in (8, 16):
             few = launch.few_sizes(DEVICE, bits, op, columns, tokens)
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
@@ -4817,16 +6193,21 @@ def test_tiles_fit_shared_memory(monkeypatch):
 
 
 def test_bench_cost(tiny_model):
-    c = read_config_like(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10)
+    c = read_config_like(
+        dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10
+    )
     cpu = torch.device("cpu")
 
     def model_in(dtype: torch.dtype, format=None) -> Llama:
-        return Llama(c, bench.random_weights(c, dtype, cpu, format, "torch"), "torch", cpu, dtype, 16)
+        return Llama(
+            c, bench.random_weights(c, dtype, cpu, format, "torch"), "torch", cpu, dtype, 16
+        )
 
     halves, in_8_bits = model_in(torch.float16), model_in(torch.float16, E4M3)
     # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
     assert bench.cost("rmsnorm_qkv_rope", halves, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
-    # 3 tokens after 5: they see 6 + 7 + 8 = 21 keys; 8 cached positions of 2 heads of 2, for keys and for values
+    # 3 tokens after 5: they see 6 + 7 + 8 = 21 keys; 8 cached positions of 2 heads of 2, for keys
+    # and for values
     assert bench.cost("attention", halves, 3, 5) == (2 * (3 * 8 * 2 + 2 * 8 * 4), 4 * 8 * 21)
     swiglu = bench.cost("rmsnorm_swiglu", model_in(torch.float32), 2)
     assert swiglu == (4 * (24 * 8 + 2 * 8 + 8 + 2 * 12), 2 * 2 * 24 * 8)
@@ -4838,14 +6219,19 @@ def test_bench_cost(tiny_model):
     assert bench.prefill_operations(halves, 1) == 2 * layer + 2 * 10 * 8
     # a decode step reads all matrices, and keys and values of 2 layers, 2 heads of 16
     matrices = sum(matrix.nbytes for matrix in tiny_model.weights.matrices)
-    assert [bench.decode_bytes(tiny_model, depth) - matrices for depth in (0, 10)] == [0, 4 * 2 * 2 * 10 * 2 * 16]
+    assert [bench.decode_bytes(tiny_model, depth) - matrices for depth in (0, 10)] == [
+        0,
+        4 * 2 * 2 * 10 * 2 * 16,
+    ]
 
 
 @pytest.mark.parametrize("stride", [24, 10, 1])
 def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
     theirs = transformers.LlamaForCausalLM.from_pretrained(tiny)
     ids, ctx, losses = torch.randint(3, 300, (70,)).tolist(), 24, []
-    report = bench.quality([*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200)
+    report = bench.quality(
+        [*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200
+    )
     for first in range(70):  # each counts in the first window that has it
         start = next(start for start in range(0, 70, stride) if first < start + ctx)
         log_p = oracle(theirs, [1, *ids[start:first]]).log_softmax(-1)
@@ -4853,13 +6239,18 @@ def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
     assert report["tokens"] == 70
     assert abs(report["perplexity"] / torch.tensor(losses).double().mean().exp().item() - 1) < 1e-4
     assert abs(report["bits_per_byte"] - sum(losses) / 0.6931471805599453 / 200) < 1e-4
-    assert report["mean_kl"] < 1e-9 and report["same_top_%"] == 100 and abs(report["perplexity_ratio"] - 1) < 1e-9
+    assert (
+        report["mean_kl"] < 1e-9
+        and report["same_top_%"] == 100
+        and abs(report["perplexity_ratio"] - 1) < 1e-9
+    )
 
 
 @pytest.fixture
 def bench_cli(capfd, monkeypatch):
     for name in ("read_ceiling", "copy_ceiling", "product_ceiling"):
-        monkeypatch.setattr(bench, name, functools.cache(lambda *_: 1e10))  # the real ones take seconds
+        # the real ones take seconds
+        monkeypatch.setattr(bench, name, functools.cache(lambda *_: 1e10))
     return caller(bench.main, monkeypatch, capfd)
 
 
@@ -4877,13 +6268,39 @@ def test_bench_speed_rows(bench_cli, tiny, tiny_saved):
     axes = ["-d", "0,5", "--dtype", "fp32,bf16", "--format", "none,e4m3", "--kv-fp8"]
     rows = rows_of(bench_cli("-m", tiny, *QUICK, *axes, "-o", "json"))
     tests = ("pp4", "pp4 @ d5", "tg2", "tg2 @ d5")
-    expected = [(dtype, form, "e4m3", t) for dtype in ("fp32", "bf16") for form in ("none", "e4m3") for t in tests]
+    expected = [
+        (dtype, form, "e4m3", t)
+        for dtype in ("fp32", "bf16")
+        for form in ("none", "e4m3")
+        for t in tests
+    ]
     assert [(r["dtype"], r["format"], r["kv"], r["test"]) for r in rows] == expected
     assert all(r["tokens_per_s"] > 0 and r["percent_of_ceiling"] > 0 for r in rows)
-    given = ["-m", tiny, "-m", tiny_saved, "-p", "4", "-p", "8,9", "-n", "0", "-r", "1", "--device", "cpu", "-ngl", "9"]
+    given = [
+        "-m",
+        tiny,
+        "-m",
+        tiny_saved,
+        "-p",
+        "4",
+        "-p",
+        "8,9",
+        "-n",
+        "0",
+        "-r",
+        "1",
+        "--device",
+        "cpu",
+        "-ngl",
+        "9",
+    ]
     code, out, err = bench_cli(*given, "-o", "jsonl")
     rows = objects(out)
-    expected = [(str(m), form, f"pp{n}") for m, form in ((tiny, "none"), (tiny_saved, "e4m3")) for n in (4, 8, 9)]
+    expected = [
+        (str(m), form, f"pp{n}")
+        for m, form in ((tiny, "none"), (tiny_saved, "e4m3"))
+        for n in (4, 8, 9)
+    ]
     assert code == 0 and "-ngl: no effect here" in err
     assert [(r["model"], r["format"], r["test"]) for r in rows] == expected
 
@@ -4900,7 +6317,12 @@ def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
     monkeypatch.setattr(bench, "read_ceiling", lambda device: 1e5)  # a slow machine
     assert bench_cli("-m", tiny, *QUICK)[:2] == (0, "")
     (first, notes), (second, _) = shown
-    assert "pp4" in first and "tg2" not in first and len(first.splitlines()) == 3 and second.count("tg2") == 1
+    assert (
+        "pp4" in first
+        and "tg2" not in first
+        and len(first.splitlines()) == 3
+        and second.count("tg2") == 1
+    )
     assert re.search(r"tiny\S*: this takes at least \d+ (s|minutes)", notes), notes
 
 
@@ -4912,20 +6334,44 @@ def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, hub, monkeypatch):
         return [next(seconds)]
 
     monkeypatch.setattr(bench, "wall_times", wall_times)
-    axes = ["-d", "0,9", "--dtype", "fp32,bf16", "--format", "none,e4m3", "-o", "json", "--vs", "transformers"]
+    axes = [
+        "-d",
+        "0,9",
+        "--dtype",
+        "fp32,bf16",
+        "--format",
+        "none,e4m3",
+        "-o",
+        "json",
+        "--vs",
+        "transformers",
+    ]
     rows = rows_of(bench_cli("-m", f"random:{tiny / 'config.json'}", *QUICK, *axes))
-    ours, theirs = ([r for r in rows if ("transformers" in r["backend"]) == peer] for peer in (False, True))
+    ours, theirs = (
+        [r for r in rows if ("transformers" in r["backend"]) == peer] for peer in (False, True)
+    )
     assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["format"] == "none" for r in theirs)
     names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
-    expected = [(r["dtype"], r["test"], name) for r in ours if r["format"] == "none" for name in names[r["test"][:3]]]
-    assert [(r["dtype"], r["test"], r["backend"]) for r in theirs] == expected, "beside what it did not run"
+    expected = [
+        (r["dtype"], r["test"], name)
+        for r in ours
+        if r["format"] == "none"
+        for name in names[r["test"][:3]]
+    ]
+    assert [(r["dtype"], r["test"], r["backend"]) for r in theirs] == expected, (
+        "beside what it did not run"
+    )
     result = bench_cli("-m", tiny_saved, *QUICK, "-o", "json", "--vs", "transformers")
     rows = rows_of(result)
     assert "transformers is not measured: --vs needs --format none" in result[2]
-    assert [(r["format"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, "it cannot read this model"
+    assert [(r["format"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, (
+        "it cannot read this model"
+    )
     asked = []
     for _ in range(2):
-        rows = rows_of(bench_cli("-m", "someone/tiny", *QUICK, "-o", "json", "--vs", "transformers"))
+        rows = rows_of(
+            bench_cli("-m", "someone/tiny", *QUICK, "-o", "json", "--vs", "transformers")
+        )
         asked.append(len(hub.asked))
     assert [r["backend"] for r in rows[2:]] == ["transformers", *names["tg2"]]
     assert asked[0] == asked[1] > 0, "downloaded, and then the hub is not asked again"
@@ -4933,21 +6379,35 @@ def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, hub, monkeypatch):
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
 def test_bench_random_config(bench_cli, tmp_path, family):
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=70)
-    getattr(transformers, f"{family}Config")(num_key_value_heads=2, head_dim=8, **sizes).save_pretrained(tmp_path)
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=70,
+    )
+    getattr(transformers, f"{family}Config")(
+        num_key_value_heads=2, head_dim=8, **sizes
+    ).save_pretrained(tmp_path)
     args = bench.parse_args(["--device", "cpu", "-t", "1"])
     args.model, args.ranks = f"random:{tmp_path / 'config.json'}:2", parallel.Ranks()
     model = bench.open_model(args, "fp32", 16, "none")
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
-    assert len(model.weights.layers) == 2 and layer == {tensor.name for tensor in model.config.layer_table}
+    assert len(model.weights.layers) == 2 and layer == {
+        tensor.name for tensor in model.config.layer_table
+    }
     assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
     theirs = bench.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
-    code, out, err = bench_cli("-m", args.model, *"--kernels -p 4 -d 0,7 --device cpu -o jsonl".split())
+    code, out, err = bench_cli(
+        "-m", args.model, *"--kernels -p 4 -d 0,7 --device cpu -o jsonl".split()
+    )
     prompt = "rmsnorm rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
     expected = [(op, 1, 100) for op in (*prompt, "rmsnorm_linear", "sample")]
     expected += [(op, 4, depth) for depth in (0, 7) for op in prompt]
-    assert code == 0 and [(row["op"], row["tokens"], row["depth"]) for row in objects(out)] == expected, err
+    assert (
+        code == 0 and [(row["op"], row["tokens"], row["depth"]) for row in objects(out)] == expected
+    ), err
 
 
 def test_bench_shapes_as_published():
@@ -4956,7 +6416,12 @@ def test_bench_shapes_as_published():
         "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Qwen2.5-0.5B": 494_032_768,
         "Qwen2.5-1.5B": 1_543_714_304, "SmolLM2-135M": 134_515_008, "SmolLM2-360M": 361_821_120,
     }  # fmt: skip
-    published = {"1.1b": 1_100_048_384, "7b": 6_738_415_616, "8b": 8_030_261_248, "13b": 13_015_864_320} | tied
+    published = {
+        "1.1b": 1_100_048_384,
+        "7b": 6_738_415_616,
+        "8b": 8_030_261_248,
+        "13b": 13_015_864_320,
+    } | tied
     for name, weights in (published | {"70b": 68_976_648_192}).items():
         c = replace(bench.random_config(f"random:{name}"), tie_embeddings=name in tied)
         assert checkpoint.weight_bytes(c, torch.float16, None) == 2 * weights, name
@@ -4981,15 +6446,26 @@ def test_bench_profile_rows(tiny_model, monkeypatch):
     monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
     step = ["_embedding_kernel"]
     for _ in range(2):
-        step += ["_vector_kernel", "_attention_kernel", "_vector_kernel", "_vector_kernel", "_vector_kernel"]
+        step += [
+            "_vector_kernel",
+            "_attention_kernel",
+            "_vector_kernel",
+            "_vector_kernel",
+            "_vector_kernel",
+        ]
     step += ["_vector_kernel", "_sample_best_kernel"]
-    # each starts a second before the one before it ends, but for the last, which starts a second later
+    # each starts a second before the one before it ends, but for the last, which starts a second
+    # later
     events = [(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
     events += [(step[-1], events[-1][2] + 1, events[-1][2] + 2)]
     rows, ms, gaps, _ = bench.profile_rows(events, tiny_model, 1, 100)
     counts = {row["kernel"]: row["count"] for row in rows}
     products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in bench.PRODUCT_ROWS}
-    assert counts == products | {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_best_kernel": 1}
+    assert counts == products | {
+        "_embedding_kernel": 1,
+        "_attention_kernel": 2,
+        "_sample_best_kernel": 1,
+    }
     assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
     moved = 2 * bench.cost("w2", tiny_model, 1)[0]
@@ -5000,9 +6476,15 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     (tmp_path / "text").write_text(TEXT * 3)
     flags = ("--device", "cpu", "--perplexity", tmp_path / "text", "-o", "json")
     (row,) = rows_of(bench_cli("-m", tiny, *flags, "--against", "bf16"))
-    assert row["perplexity"] > 1 and row["mean_kl"] > 0 and 0 < row["standard_error"] < row["perplexity"]
+    assert (
+        row["perplexity"] > 1
+        and row["mean_kl"] > 0
+        and 0 < row["standard_error"] < row["perplexity"]
+    )
     assert rows_of(bench_cli("-m", tiny_saved, *flags))[0]["format"] == "e4m3"
-    assert_refused(bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original")
+    assert_refused(
+        bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original"
+    )
 
 
 def test_bench_threads(bench_cli, tiny, request):
@@ -5021,7 +6503,8 @@ def test_bench_passes(bench_cli, tiny):
 
 @pytest.mark.parametrize("card", [90, 120])
 def test_bench_tune(tiny, tmp_path, monkeypatch, card):
-    """On a card that has entries, and on one that has used another's. A matrix in another format has other tables."""
+    """On a card that has entries, and on one that has used another's. A matrix in another format
+    has other tables."""
     model = load(tiny, dtype="fp16", device="cpu")
     layer = model.weights.layers[0]
     (layer.w2,) = encoded([layer.w2], E4M3)
@@ -5030,11 +6513,14 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
     monkeypatch.setattr(launch, "tables", functools.cache(launch.tables.__wrapped__))
     monkeypatch.setattr(bench, "tables", launch.tables)
     launch.save_tables()
-    assert file.read_text() == (HERE / "launch.json").read_text(), "what was not changed is saved as it was"
+    assert file.read_text() == (HERE / "launch.json").read_text(), (
+        "what was not changed is saved as it was"
+    )
     best = {"vector": [4, 1024, 2], "few": [32, 4, 2, 8, 1]}
     nearest = lambda kind: launch.nearest(launch.nearest(launch.tables()[kind], card), 16)
 
-    def pass_seconds(model, cache, T, depth) -> float:  # the more ops have the best sizes, the faster
+    # the more ops have the best sizes, the faster
+    def pass_seconds(model, cache, T, depth) -> float:
         kind, ops = ("vector", nearest("vector")) if T == 1 else ("few", nearest("few")[T])
         return 1.0 / (1 + str(ops).count(str(best[kind])))
 
@@ -5046,15 +6532,31 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
     bench.run_tune(SimpleNamespace(dtype=["auto"], format=["none"]))
     launch.tables.cache_clear()  # what it wrote
     vector, few = (launch.tables()[kind][card][16] for kind in best)
-    for matrix, op in (("wqkv", "rmsnorm_qkv_rope"), ("wo", "linear_add"), ("w13", "rmsnorm_swiglu")):
+    for matrix, op in (
+        ("wqkv", "rmsnorm_qkv_rope"),
+        ("wo", "linear_add"),
+        ("w13", "rmsnorm_swiglu"),
+    ):
         columns = getattr(layer, matrix).columns
-        assert vector[op][columns] == best["vector"] and few[8][op][columns] == few[16][op][columns] == best["few"]
+        assert (
+            vector[op][columns] == best["vector"]
+            and few[8][op][columns] == few[16][op][columns] == best["few"]
+        )
     assert layer.w2.columns not in vector["linear_add"]
-    assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], "other cards keep theirs"
+    assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], (
+        "other cards keep theirs"
+    )
 
 
 def test_bench_cells_and_percents(capsys):
-    shown = {1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070", 5.4712: "5.47"}
+    shown = {
+        1.0: "1.00",
+        0.0: "0.00",
+        1.00071: "1.00071",
+        0.00037: "0.00037",
+        1.07: "1.070",
+        5.4712: "5.47",
+    }
     shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
     for value, text in (shown | {7: "7", None: ""}).items():
         assert bench.cell(value) == text, value
@@ -5070,7 +6572,9 @@ def test_bench_plot(bench_cli, tiny, tmp_path):
     record.write_text(out)
     rows = bench.read_rows(record)
     rows += [replace(row, dtype="bf16") for row in rows]
-    assert len({bench.label(row, rows) for row in rows if row.test == "tg2"}) == 4, "bars of the same name"
+    assert len({bench.label(row, rows) for row in rows if row.test == "tg2"}) == 4, (
+        "bars of the same name"
+    )
     draw = ("--plot", record, picture)
     assert bench_cli(*draw) == (0, "", "")
     whole = picture.read_bytes()
@@ -5080,9 +6584,13 @@ def test_bench_plot(bench_cli, tiny, tmp_path):
         record.write_text(text)
         assert_refused(bench_cli(*draw), "not a row printed by bench.py -o jsonl")
     record.write_text(out)
-    assert_refused(bench_cli("--plot", record, tmp_path / "none" / "x.png"), "x.png: No such file or directory")
+    assert_refused(
+        bench_cli("--plot", record, tmp_path / "none" / "x.png"), "x.png: No such file or directory"
+    )
     assert_refused(bench_cli("--plot", record, tmp_path / "x.xyz"), "Format 'xyz' is not supported")
-    assert_refused(bench_cli("--plot", tmp_path / "none", picture), "none: No such file or directory")
+    assert_refused(
+        bench_cli("--plot", tmp_path / "none", picture), "none: No such file or directory"
+    )
     record.write_text("")
     assert "there is nothing to draw" in bench_cli(*draw)[2]
 
@@ -5096,10 +6604,14 @@ def test_bench_picture_of_the_readme(bench_cli, tmp_path):
 
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
     (tmp_path / "bad").write_bytes(b"ab\xff")
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)  # packages that are not there
+    # packages that are not there
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     for arguments, text in (
         (["-m", tiny, "--vs", "transformers"], "--vs needs a package"),
-        (["--plot", HERE / "figures/h200.jsonl", "x.png"], "--plot needs a package that is not installed: matplotlib"),
+        (
+            ["--plot", HERE / "figures/h200.jsonl", "x.png"],
+            "--plot needs a package that is not installed: matplotlib",
+        ),
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
         (["-m", "nowhere"], "no file or folder nowhere here"),
@@ -5113,9 +6625,12 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
     ):  # fmt: skip
         assert_refused(bench_cli(*arguments.split()), text, code=2)
     for of_another_mode in (
-        "--vs transformers --perplexity x", "--plot x x.png --perplexity x", "--plot x x.png --kernels", "--plot x.png",
-        "--stride 4", "--against fp32", "--perplexity x --dtype fp32,bf16", "--kernels --format none,e4m3",
-        "--kernels -n 4", "--kernels -r 4", "--kernels --accumulate fp32", "--profile -p 4,5", "--profile -o json",
+        "--vs transformers --perplexity x", "--plot x x.png --perplexity x",
+        "--plot x x.png --kernels", "--plot x.png",
+        "--stride 4", "--against fp32", "--perplexity x --dtype fp32, bf16",
+        "--kernels --format none, e4m3",
+        "--kernels -n 4", "--kernels -r 4", "--kernels --accumulate fp32", "--profile -p 4, 5",
+        "--profile -o json",
         "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels",
         "--plot x x.png -m a",
     ):  # fmt: skip
@@ -5128,7 +6643,9 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
 def test_fuzz_finds_nothing():
     flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}"
     done = in_shell(f"TRITON_INTERPRET=0 $PYTHON $HERE/dev/fuzz.py {flags}")
-    assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 WRONG = {  # a case that goes wrong: what the fuzzer says of it
@@ -5173,7 +6690,9 @@ def test_readme_from_python_runs_as_written(monkeypatch, capsys):
     names = {}
     exec(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1], names)
     model, tokenizer, ids = (names[name] for name in ("model", "tokenizer", "ids"))
-    text = tokenizer.decode(ids + list(generate(model, ids, n=50, sampling=Sampling(repeat_penalty=1.1))))
+    text = tokenizer.decode(
+        ids + list(generate(model, ids, n=50, sampling=Sampling(repeat_penalty=1.1)))
+    )
     answers = [turn["content"] for turn in names["chat"] if turn["role"] == "assistant"]
     expected = "\n".join([text, *answers, ""])
     assert "Once upon a time" + capsys.readouterr().out == expected, "not as the checkpoint says"
@@ -5206,23 +6725,35 @@ GOLDENS = {  # greedy text of models/tales in fp32
 
 def test_tales_says_what_it_said():
     """Greedy text in fp32. A change here means that the weights or the arithmetic have changed."""
-    model, tokenizer = load(run.DEFAULT_MODEL, dtype="fp32", device="cpu"), Tokenizer(run.DEFAULT_MODEL)
+    model, tokenizer = (
+        load(run.DEFAULT_MODEL, dtype="fp32", device="cpu"),
+        Tokenizer(run.DEFAULT_MODEL),
+    )
     for prompt, text in GOLDENS.items():
         ids = tokenizer.encode(prompt)
-        assert tokenizer.decode(generate(model, ids, n=24, sampling=Sampling(temp=0))) == text, prompt
+        assert tokenizer.decode(generate(model, ids, n=24, sampling=Sampling(temp=0))) == text, (
+            prompt
+        )
 
 
 def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
-    tale = "Once upon a time there was a fox who lived in a wood. He met a crow, and the crow sang.\n" * 6
+    tale = (
+        "Once upon a time there was a fox who lived in a wood. He met a crow, and the crow sang.\n"
+        * 6
+    )
     for part in ("train", "held_out"):
         (tmp_path / part).mkdir()
         text = f"The Fox and the Crow\n{tale}The King of the Wood\n{tale.replace('fox', 'king')}"
         (tmp_path / part / "book.txt").write_text(text)
     flags = "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu"
     flags += " --teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
-    trained = in_shell(f"$PYTHON $HERE/models/tales/train.py --corpus . --out out {flags}", cwd=tmp_path)
+    trained = in_shell(
+        f"$PYTHON $HERE/models/tales/train.py --corpus . --out out {flags}", cwd=tmp_path
+    )
     assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
-    code, text, _ = cli("-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
+    code, text, _ = cli(
+        "-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos"
+    )
     assert code == 0 and text.startswith("Once") and len(text) > 8
 
 
@@ -5231,4 +6762,6 @@ if __name__ == "__main__":  # started by the tests of several ranks: "forks" or 
     if mode == "gpus":
         check_gpus(folder)
     for size in (2, 4):
-        torch.multiprocessing.start_processes(run_rank, (folder, size, free_port()), size, start_method="fork")
+        torch.multiprocessing.start_processes(
+            run_rank, (folder, size, free_port()), size, start_method="fork"
+        )

@@ -1,8 +1,9 @@
-"""Text to ids and back: SentencePiece and tokenizer.json, chat templates, and streaming that splits no character.
+"""Text to ids and back: SentencePiece and tokenizer.json, chat templates, and streaming that splits
+no character.
 
-Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a sane size are read, a
-template runs in Jinja's sandbox, errors are one line, and only the template itself writes control tokens.
-"""
+Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a
+sane size are read, a template runs in Jinja's sandbox, errors are one line, and only the template
+itself writes control tokens."""
 
 import codecs
 import functools
@@ -21,8 +22,10 @@ from ggml import find_gguf, open_regular, read_header, tokenizer_files
 
 MESSAGE = 500  # characters in a message, at most
 FILE_BYTES = 64_000_000  # of a file that is read whole, at most
-PADDING = 4096  # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
-TURN_MARKS = ("<|im_start|>", "<|im_end|>")  # control tokens in templates, even where SentencePiece has them as text
+# a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
+PADDING = 4096
+# control tokens in templates, even where SentencePiece has them as text
+TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 Span = tuple[int, int]  # of characters: start, end
@@ -32,7 +35,8 @@ Span = tuple[int, int]  # of characters: start, end
 
 
 def local_checkpoint(name: str) -> Path | None:
-    """A checkpoint's folder or GGUF file; None for what may be "owner/name" on the hub. Raises OSError, ValueError."""
+    """A checkpoint's folder or GGUF file; None for what may be "owner/name" on the hub. Raises
+    OSError, ValueError."""
     folder = Path(os.path.expanduser(name))  # as it is if there is no such user
     if folder.is_dir():
         return find_gguf(folder) or folder
@@ -42,7 +46,9 @@ def local_checkpoint(name: str) -> Path | None:
             return folder
         return Path(os.path.realpath(folder))  # a link that the user names may lead anywhere
     if folder.exists():
-        raise FileNotFoundError(f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)")
+        raise FileNotFoundError(
+            f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)"
+        )
     if folder.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
         raise FileNotFoundError(f"no file or folder {name} here; a hub model is written owner/name")
     return None
@@ -57,7 +63,8 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Reduce the message of any exception raised inside to one short, printable line. Also a decorator."""
+    """Reduce the message of any exception raised inside to one short, printable line. Also a
+    decorator."""
     try:
         yield
     except Exception as error:
@@ -67,7 +74,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def bytes_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> bytes:
-    """The whole of an open file. Raises ValueError, which names its source, if it has more than `limit` bytes."""
+    """The whole of an open file. Raises ValueError, which names its source, if it has more than
+    `limit` bytes."""
     raw = file.read(limit + 1)
     if len(raw) > limit:
         raise ValueError(f"{source} has more than {limit:,} bytes")
@@ -80,7 +88,9 @@ def text_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+        raise ValueError(
+            f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}"
+        ) from None
 
 
 def read_bytes(file: Path) -> bytes:
@@ -137,21 +147,28 @@ TEMPLATES = {
 
 
 def find_template(folder: Path, config: dict, choice: str | None = None) -> tuple[str, str]:
-    """A checkpoint's template and where it comes from ("" for plain text, if it has none). config: its
-    tokenizer_config.json; choice: one of our names, or a file. Llama 2 in Meta's layout and Vicuna, which have none,
-    are recognised by the folder's path. Raises ValueError, OSError."""
+    """A checkpoint's template and where it comes from ("" for plain text, if it has none). config:
+    its tokenizer_config.json; choice: one of our names, or a file. Llama 2 in Meta's layout and
+    Vicuna, which have none, are recognised by the folder's path. Raises ValueError, OSError."""
     if choice in TEMPLATES:
         return TEMPLATES[choice], f"{choice} (given)"
     if choice is not None:
         file = Path(choice).resolve()  # the user's own, which may be a link
         if not file.is_file():
-            raise FileNotFoundError(f"{file} is not a chat template: neither one of {', '.join(TEMPLATES)} nor a file")
+            raise FileNotFoundError(
+                f"{file} is not a chat template: neither one of {', '.join(TEMPLATES)} nor a file"
+            )
         return read_text(file), f"{choice} (given)"
     if (folder / "chat_template.jinja").is_file():
-        return read_text(folder / "chat_template.jinja"), "the checkpoint's own (chat_template.jinja)"
+        return read_text(
+            folder / "chat_template.jinja"
+        ), "the checkpoint's own (chat_template.jinja)"
     own = config.get("chat_template")
     if isinstance(own, list):  # several, by name
-        own = next((t.get("template") for t in own if isinstance(t, dict) and t.get("name") == "default"), None)
+        own = next(
+            (t.get("template") for t in own if isinstance(t, dict) and t.get("name") == "default"),
+            None,
+        )
     if isinstance(own, str):
         return own, "the checkpoint's own"
     path = str(folder.absolute()).lower()
@@ -166,12 +183,15 @@ def render(template: str, **variables) -> str:
     try:
         return compiled(template).render(variables)
     except Exception as error:
-        raise ValueError(one_line(f"the chat template says: {str(error) or type(error).__name__}")) from None
+        raise ValueError(
+            one_line(f"the chat template says: {str(error) or type(error).__name__}")
+        ) from None
 
 
 @functools.cache
 def compiled(template: str):
-    """The template in Jinja's immutable sandbox, set up as by transformers (utils/chat_template_utils.py)."""
+    """The template in Jinja's immutable sandbox, set up as by transformers
+    (utils/chat_template_utils.py)."""
     from datetime import datetime
 
     import jinja2
@@ -181,11 +201,14 @@ def compiled(template: str):
         raise jinja2.TemplateError(message)
 
     extensions = ["jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # {% generation %} marks what the assistant says, for training; here it is a block without an effect
+    # {% generation %} marks what the assistant says, for training; here it is a block without an
+    # effect
     template = re.sub(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})", r"\1with\2", template)
     return environment.from_string(template)
 
@@ -195,11 +218,14 @@ def compiled(template: str):
 
 def any_of(texts: Collection[str]) -> re.Pattern:
     """A pattern that matches these texts, preferring the longest."""
-    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or "(?!)")
+    return re.compile(
+        "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or "(?!)"
+    )
 
 
 def encode_continuation(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """The ids of a text that continues other text: as encoded after a character that cannot merge with it."""
+    """The ids of a text that continues other text: as encoded after a character that cannot merge
+    with it."""
     for before in (".", "\n", "a"):
         start, ids = encode(before), encode(before + text)
         if ids[: len(start)] == start:
@@ -221,7 +247,8 @@ class Vocabulary:
     utf8_errors: str  # how bytes that are not UTF-8 are decoded
 
     def encode(self, text: str) -> list[int]:
-        """Text to ids. What the vocabulary would turn into a control token is cut in two, so that it stays text."""
+        """Text to ids. What the vocabulary would turn into a control token is cut in two, so that
+        it stays text."""
         ids, found = self._encode(text)
         if found:
             cuts = [begin + 1 for begin in found]
@@ -231,12 +258,17 @@ class Vocabulary:
         return ids
 
     def encode_after(self, text: str) -> list[int]:
-        """Text that continues other text: without the space that some vocabularies put before a text."""
-        return encode_continuation(text, self.encode) if self.adds_space and text else self.encode(text)
+        """Text that continues other text: without the space that some vocabularies put before a
+        text."""
+        return (
+            encode_continuation(text, self.encode)
+            if self.adds_space and text
+            else self.encode(text)
+        )
 
     def encode_chat(self, text: str, control: list[Span], after: bool) -> list[int]:
-        """A rendered conversation, or (after) the rest of one. control: spans of control tokens; what else looks like
-        one is text."""
+        """A rendered conversation, or (after) the rest of one. control: spans of control tokens;
+        what else looks like one is text."""
         ids, done, spaced, before = [], 0, not after, ""
         for begin, end in [*control, (len(text), len(text))]:
             part, token = text[done:begin], text[begin:end]
@@ -252,7 +284,8 @@ class Vocabulary:
 class SentencePiece(Vocabulary):
     """A tokenizer.model, with the tokens that fine-tuned models add in files beside it."""
 
-    utf8_errors = "surrogateescape"  # every byte that is not part of a valid character becomes one U+FFFD
+    # every byte that is not part of a valid character becomes one U+FFFD
+    utf8_errors = "surrogateescape"
 
     def __init__(self, file: Path, raw: bytes, folder: Path, config: dict, vocab_size: int | None):
         from sentencepiece import SentencePieceProcessor
@@ -265,19 +298,35 @@ class SentencePiece(Vocabulary):
         except (RuntimeError, ValueError, IndexError):
             instead = "of Llama 3, take the folder in Hugging Face's layout"
             raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
-        added = {token["content"]: token for token in _added_tokens(folder, config) if token["id"] >= self.size}
+        added = {
+            token["content"]: token
+            for token in _added_tokens(folder, config)
+            if token["id"] >= self.size
+        }
         ids = {text: token["id"] for text, token in added.items()}
         self.size_with_added = max([self.size - 1, *ids.values()]) + 1
         embedded = {text: i for text, i in ids.items() if vocab_size is None or i < vocab_size}
-        self._shown = {ids[text]: text.encode() for text, token in added.items() if token.get("special") is False}
-        self.control = embedded | {p: i for i, p in enumerate(pieces) if self.sp.is_control(i) or p in TURN_MARKS}
+        self._shown = {
+            ids[text]: text.encode()
+            for text, token in added.items()
+            if token.get("special") is False
+        }
+        self.control = embedded | {
+            p: i for i, p in enumerate(pieces) if self.sp.is_control(i) or p in TURN_MARKS
+        }
         self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
-        ids = {"bos_token": self.sp.bos_id(), "eos_token": self.sp.eos_id(), "unk_token": self.sp.unk_id()}
+        ids = {
+            "bos_token": self.sp.bos_id(),
+            "eos_token": self.sp.eos_id(),
+            "unk_token": self.sp.unk_id(),
+        }
         self.named = {name: pieces[i] for name, i in ids.items() if i >= 0}
-        self.space_after_control = bool(config.get("legacy", not config))  # as in Meta's own programs
+        # as in Meta's own programs
+        self.space_after_control = bool(config.get("legacy", not config))
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for: none for a control token or one beyond the vocabulary."""
+        """The bytes that a token stands for: none for a control token or one beyond the
+        vocabulary."""
         piece = self.sp.id_to_piece(token) if token < self.size else ""
         if not piece or piece in self.control:
             return self._shown.get(token, b"")
@@ -290,55 +339,88 @@ class SentencePiece(Vocabulary):
         return [bos] if bos >= 0 and config.get("add_bos_token") is not False else []
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """The ids of a text, and where the control tokens begin that the vocabulary itself finds in it."""
+        """The ids of a text, and where the control tokens begin that the vocabulary itself finds in
+        it."""
         return self.sp.encode(text), [mark.start() for mark in self._in_text.finditer(text)]
 
 
 def _added_tokens(folder: Path, config: dict) -> list[dict]:
-    """Tokens besides SentencePiece's, from added_tokens.json and from tokenizer_config.json's added_tokens_decoder or,
-    as transformers 5 writes them, from tokenizer.json: "id", "content" and, except in the first, "special"."""
+    """Tokens besides SentencePiece's, from added_tokens.json and from tokenizer_config.json's
+    added_tokens_decoder or, as transformers 5 writes them, from tokenizer.json: "id", "content"
+    and, except in the first, "special"."""
     read = lambda name: read_json(folder / name) if (folder / name).is_file() else {}
     tokens = [{"id": i, "content": text} for text, i in read("added_tokens.json").items()]
     if isinstance(decoder := config.get("added_tokens_decoder"), dict):
-        tokens += [t | {"id": int(i)} for i, t in decoder.items() if i.isdecimal() and len(i) < 10 and type(t) is dict]
+        tokens += [
+            t | {"id": int(i)}
+            for i, t in decoder.items()
+            if i.isdecimal() and len(i) < 10 and type(t) is dict
+        ]
     else:
         with suppress(ValueError, TypeError):  # optional: it may be damaged, or have no such list
-            tokens += [token for token in read("tokenizer.json").get("added_tokens") if type(token) is dict]
-    return [token for token in tokens if type(token.get("id")) is int and type(token.get("content")) is str]
+            tokens += [
+                token for token in read("tokenizer.json").get("added_tokens") if type(token) is dict
+            ]
+    return [
+        token
+        for token in tokens
+        if type(token.get("id")) is int and type(token.get("content")) is str
+    ]
 
 
 class TokenizerJson(Vocabulary):
     """A tokenizer.json, run by the library that defines it (tokenizers)."""
 
-    MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)  # "<think>": a control token, special or not
+    # "<think>": a control token, special or not
+    MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)
 
     def __init__(self, file: Path, raw: dict, folder: Path, config: dict, vocab_size: int | None):
         import tokenizers
 
         try:
             # those that the model has an embedding for
-            added = [t for t in raw.get("added_tokens") or [] if vocab_size is None or t["id"] < vocab_size]
+            added = [
+                t
+                for t in raw.get("added_tokens") or []
+                if vocab_size is None or t["id"] < vocab_size
+            ]
             self._added = {token["id"]: token["content"] for token in added}
             self._special = {token["content"] for token in added if token["special"]}
             self.control = {
-                text: i for i, text in self._added.items() if text in self._special or self.MARK.fullmatch(text)
+                text: i
+                for i, text in self._added.items()
+                if text in self._special or self.MARK.fullmatch(text)
             }
-            self.lstrip, self.rstrip = ({t["content"] for t in added if t[strip]} for strip in ("lstrip", "rstrip"))
-            raw["added_tokens"] = [token | {"special": token["content"] in self.control} for token in added]
-            kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))  # it may be composed of several
-            self._library = tokenizers.Tokenizer.from_str(json.dumps(raw | {"truncation": None, "padding": None}))
+            self.lstrip, self.rstrip = (
+                {t["content"] for t in added if t[strip]} for strip in ("lstrip", "rstrip")
+            )
+            raw["added_tokens"] = [
+                token | {"special": token["content"] in self.control} for token in added
+            ]
+            # it may be composed of several
+            kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))
+            self._library = tokenizers.Tokenizer.from_str(
+                json.dumps(raw | {"truncation": None, "padding": None})
+            )
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library's PanicException is not an Exception
             raise ValueError(f"{file} is not a valid tokenizer: {error}") from None
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
-            raise ValueError(f"{file}: its decoder is {', '.join(sorted(kinds)) or 'absent'}, which is not supported")
+            raise ValueError(
+                f"{file}: its decoder is {', '.join(sorted(kinds)) or 'absent'}, which is not supported"
+            )
         self.size = self._library.get_vocab_size(with_added_tokens=False)
         self.size_with_added = max([self.size - 1, *self._added]) + 1
         self._byte_level = "ByteLevel" in kinds
-        self.utf8_errors = "replace" if self._byte_level else "surrogateescape"  # U+FFFD per sequence or byte
-        self._control_ids = set(self.control.values()) - {self._library.token_to_id(str(raw["model"].get("unk_token")))}
-        first, after_control = (self._encode(text + "a")[0] for text in ("", next(iter(self.control), "")))
+        # U+FFFD per sequence or byte
+        self.utf8_errors = "replace" if self._byte_level else "surrogateescape"
+        self._control_ids = set(self.control.values()) - {
+            self._library.token_to_id(str(raw["model"].get("unk_token")))
+        }
+        first, after_control = (
+            self._encode(text + "a")[0] for text in ("", next(iter(self.control), ""))
+        )
         self.adds_space = bool(first) and self.bytes_of(first[0]).startswith(b" ")
         self.space_after_control = after_control[1:] == first
         self._library.encode_special_tokens = True  # as text
@@ -364,20 +446,26 @@ class TokenizerJson(Vocabulary):
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         encoding = self._library.encode(text, add_special_tokens=False)
         found = zip(encoding.ids, encoding.offsets)
-        return encoding.ids, [begin for i, (begin, end) in found if i in self._control_ids and end - begin > 1]
+        return encoding.ids, [
+            begin for i, (begin, end) in found if i in self._control_ids and end - begin > 1
+        ]
 
 
-# GPT-2's alphabet: a character for each byte, visible ones of Latin-1 for themselves, the others from 256 on
+# GPT-2's alphabet: a character for each byte, visible ones of Latin-1 for themselves, the others
+# from 256 on
 VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
-BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {
+    chr(256 + i): byte for i, byte in enumerate(OTHERS)
+}
 
 
 # ---- the tokenizer
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.model or tokenizer.json of a folder; Meta's may have the former in its parent. Raises OSError."""
+    """tokenizer.model or tokenizer.json of a folder; Meta's may have the former in its parent.
+    Raises OSError."""
     meta = [] if (folder / "config.json").is_file() else [folder.parent / "tokenizer.model"]
     for file in folder / "tokenizer.model", *meta, folder / "tokenizer.json":
         if file.is_file():
@@ -396,7 +484,8 @@ class Prompt:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.model or tokenizer.json, or GGUF's, its control tokens and its chat template."""
+    """A checkpoint's tokenizer.model or tokenizer.json, or GGUF's, its control tokens and its chat
+    template."""
 
     @one_line_errors()
     def __init__(
@@ -406,9 +495,9 @@ class Tokenizer:
         bos_id: int | None = None,
         chat_template: str | None = None,
     ):
-        """folder: the checkpoint's, or a GGUF file; vocab_size and bos_id: the model's; chat_template: a name or a
-        file, instead of the folder's own. Raises OSError; ValueError when a file is broken or its size does not fit the
-        model."""
+        """folder: the checkpoint's, or a GGUF file; vocab_size and bos_id: the model's;
+        chat_template: a name or a file, instead of the folder's own. Raises OSError; ValueError
+        when a file is broken or its size does not fit the model."""
         folder = Path(folder)
         if gguf := find_gguf(folder):
             file = folder = gguf
@@ -423,37 +512,50 @@ class Tokenizer:
         self.vocabulary = kind(file, raw, folder, self.config, vocab_size)
         size, with_added = self.vocabulary.size, self.vocabulary.size_with_added
         if vocab_size is not None and not size <= vocab_size <= with_added + PADDING:
-            raise ValueError(f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}")
+            raise ValueError(
+                f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}"
+            )
         self.control = self.vocabulary.control
         self._pattern, self._longest = any_of(self.control), max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
         tokens = {name: self.config.get(name) for name in NAMES}
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-        self.named = self.vocabulary.named | {name: text for name, text in texts.items() if isinstance(text, str)}
+        texts = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name, token in tokens.items()
+        }
+        self.named = self.vocabulary.named | {
+            name: text for name, text in texts.items() if isinstance(text, str)
+        }
         self.bos = self.control.get(self.named.get("bos_token"), -1 if bos_id is None else bos_id)
         self.eos = self.control.get(self.named.get("eos_token"), -1)
         self._starts = self.vocabulary.starts(self.bos, self.config)
         self.chat_template, self.template_name = find_template(folder, self.config, chat_template)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control token is encoded as
-        text. Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
+        """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control
+        token is encoded as text. Raises ValueError for a lone surrogate, which UTF-8 cannot
+        encode."""
         return (self._starts if bos else []) + self.vocabulary.encode(_checked(text))
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for: none for a control token or one beyond the tokenizer's."""
+        """The bytes that a token stands for: none for a control token or one beyond the
+        tokenizer's."""
         return self.vocabulary.bytes_of(token) if 0 <= token < 1 << 31 else b""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, without the space that some tokenizers put before a text."""
-        text = _replaced(b"".join(map(self.bytes_of, ids)).decode(errors=self.vocabulary.utf8_errors))
+        text = _replaced(
+            b"".join(map(self.bytes_of, ids)).decode(errors=self.vocabulary.utf8_errors)
+        )
         return text.removeprefix(" ") if self.vocabulary.adds_space else text
 
-    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-        """A conversation ("role" and "content" of each message) to ids, up to where the model answers. Only the
-        template itself writes control tokens: what looks like one in a message is text. Raises ValueError where the
-        template fails, TypeError for what is no conversation."""
+    def apply_chat_template(
+        self, messages: list[dict], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """A conversation ("role" and "content" of each message) to ids, up to where the model
+        answers. Only the template itself writes control tokens: what looks like one in a message is
+        text. Raises ValueError where the template fails, TypeError for what is no conversation."""
         is_turn = lambda message: isinstance(message, dict) and {"role", "content"} <= {*message}
         if not messages or not all(map(is_turn, messages)):
             raise TypeError('a conversation is a list of dicts with "role" and "content"')
@@ -462,8 +564,9 @@ class Tokenizer:
     def chat_prompt(
         self, messages: list[dict], add_generation_prompt: bool = True, past: Prompt | None = None
     ) -> Prompt:
-        """The same, with its text. If it continues `past`, an answered prompt, so do the ids: the tokens of an answer
-        need not be those that its text would be encoded to, and what was evaluated can stay in the cache."""
+        """The same, with its text. If it continues `past`, an answered prompt, so do the ids: the
+        tokens of an answer need not be those that its text would be encoded to, and what was
+        evaluated can stay in the cache."""
         text, control = self._render(messages, add_generation_prompt)
         start = self._end_of(past, text)
         control = [(begin - start, end - start) for begin, end in control if begin >= start]
@@ -476,19 +579,23 @@ class Tokenizer:
 
     @staticmethod
     def _end_of(past: Prompt | None, text: str) -> int:
-        """Where past and its answer end in the text of a conversation that continues them; 0 if this one does not."""
-        if past is None or not text.startswith(past.text) or text == past.text:  # the same question again
+        """Where past and its answer end in the text of a conversation that continues them; 0 if
+        this one does not."""
+        # the same question again
+        if past is None or not text.startswith(past.text) or text == past.text:
             return 0
         answer, begin = past.answer.strip(), len(past.text)
         at = text.find(answer, begin)
         return at + len(answer) if at >= 0 and not text[begin:at].strip() else 0
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
-        """What ends an answer, because the template writes it between an answer and the next question: ids of control
-        tokens and, if the template has none for the roles, text."""
+        """What ends an answer, because the template writes it between an answer and the next
+        question: ids of control tokens and, if the template has none for the roles, text."""
         first, answer, second = (secrets.token_hex(8) for _ in range(3))
         roles = {first: "user", answer: "assistant", second: "user"}
-        text, control = self._render([{"role": role, "content": word} for word, role in roles.items()], False)
+        text, control = self._render(
+            [{"role": role, "content": word} for word, role in roles.items()], False
+        )
         begin, end = text.find(answer) + len(answer), text.find(second)
         if not len(answer) <= begin <= end:  # it does not write one of them
             return set(), []
@@ -503,15 +610,21 @@ class Tokenizer:
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and where the template wrote control tokens.
 
-        A character that occurs nowhere else marks what is typed: in messages it is put before what looks like a
-        control token, or could become one together with what the template writes around the message. No mark stands
-        in a token or after it, since templates look for "</think>" and strip what follows.
-        """
-        everything = self.chat_template + _checked("".join(message["content"] for message in messages))
+        A character that occurs nowhere else marks what is typed: in messages it is put before what
+        looks like a control token, or could become one together with what the template writes
+        around the message. No mark stands in a token or after it, since templates look for
+        "</think>" and strip what follows."""
+        everything = self.chat_template + _checked(
+            "".join(message["content"] for message in messages)
+        )
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
         mark = next(c for c in private if c not in everything)
-        marked = [{"role": m["role"], "content": self._marked(m["content"], mark)} for m in messages]
-        variables = dict(messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None)
+        marked = [
+            {"role": m["role"], "content": self._marked(m["content"], mark)} for m in messages
+        ]
+        variables = dict(
+            messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None
+        )
         parts = render(self.chat_template, **variables, **self.named).split(mark)
         marks, text = {*accumulate(map(len, parts[:-1]))}, "".join(parts)
         return text, [span for span in self._control_in(text) if marks.isdisjoint(range(*span))]
@@ -519,7 +632,11 @@ class Tokenizer:
     def _marked(self, content: str, mark: str) -> str:
         start, end = len(content) - len(content.lstrip()), len(content.rstrip())
         places = {begin for begin, _ in self._control_in(content)}
-        places |= {i for i in range(max(start, end - self._longest), end) if content[i:end] in self._beginnings}
+        places |= {
+            i
+            for i in range(max(start, end - self._longest), end)
+            if content[i:end] in self._beginnings
+        }
         if any(content[start : start + n] in self._endings for n in range(1, self._longest)):
             places.add(start)
         cuts = [0, *sorted(places), len(content)]
@@ -532,7 +649,9 @@ class Tokenizer:
 
 def _checked(text: str) -> str:
     if bad := re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"the text is not UTF-8: it holds U+{ord(bad[0]):04X} at {bad.start()}, a lone surrogate")
+        raise ValueError(
+            f"the text is not UTF-8: it holds U+{ord(bad[0]):04X} at {bad.start()}, a lone surrogate"
+        )
     return text
 
 
@@ -544,12 +663,13 @@ def _replaced(text: str) -> str:
 class TextStream:
     """Turns tokens, one at a time, into text that can be printed at once.
 
-    A character of several tokens is held back until it is complete, and whatever may be the start of a stop string
-    until that is decided. The pieces returned, joined, equal all tokens decoded together, up to the first stop string.
-    """
+    A character of several tokens is held back until it is complete, and whatever may be the start
+    of a stop string until that is decided. The pieces returned, joined, equal all tokens decoded
+    together, up to the first stop string."""
 
     def __init__(self, tokenizer: Tokenizer, at_start: bool = False, stops: Sequence[str] = ()):
-        """at_start: the text begins here, so that the leading space of the first token is not part of it."""
+        """at_start: the text begins here, so that the leading space of the first token is not part
+        of it."""
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
         self.strip_space = at_start and tokenizer.vocabulary.adds_space
@@ -573,7 +693,9 @@ class TextStream:
         self._held += text
         found = [i for i in (self._held.find(stop) for stop in self.stops) if i >= 0]
         self.stopped = bool(found)
-        sizes = ((stop, n) for stop in self.stops for n in range(min(len(stop), len(self._held) + 1)))
+        sizes = (
+            (stop, n) for stop in self.stops for n in range(min(len(stop), len(self._held) + 1))
+        )
         keep = max((n for stop, n in sizes if self._held.endswith(stop[:n])), default=0)
         end = min(found, default=len(self._held) - keep)
         ready, self._held = self._held[:end], self._held[end:]

@@ -1,18 +1,19 @@
-"""The ops that only training needs, forward and backward, modelled on llm.c's training kernels (its pull request 378).
+"""The ops that only training needs, forward and backward, modelled on llm.c's training kernels (its
+pull request 378).
 
-An op is one block: formula and shapes, a reference in plain torch that autograd differentiates, the Triton kernels, and
-the `torch.autograd.Function` that launches them. The file ends with a table of the ops in two columns:
-`reference` runs on any torch device, is what `torch.compile` gets, and is the oracle in tests; `fused` runs on CUDA,
-and on CPU tensors when TRITON_INTERPRET=1. models/tales/train.py trains with either.
+An op is one block: formula and shapes, a reference in plain torch that autograd differentiates, the
+Triton kernels, and the `torch.autograd.Function` that launches them. The file ends with a table of
+the ops in two columns: `reference` runs on any torch device, is what `torch.compile` gets, and is
+the oracle in tests; `fused` runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1.
+models/tales/train.py trains with either.
 
-Shape letters: B sequences of S tokens, T = B S tokens in all, C dim, F hidden_dim, V vocabulary, H query heads, KH
-key/value heads, D head_dim, N columns of any matrix.
+Shape letters: B sequences of S tokens, T = B S tokens in all, C dim, F hidden_dim, V vocabulary, H
+query heads, KH key/value heads, D head_dim, N columns of any matrix.
 
-All of these ops are memory-bound, so each reads its inputs once, writes its outputs once, and does the adjacent work on
-the way: the residual and its gradient, dropout, the concatenation of gradients. A thread moves 16 bytes at a time. Sums
-are taken in fp32 and in a fixed order, with no atomics: the same inputs on the same card give the same gradients bit
-for bit.
-"""
+All of these ops are memory-bound, so each reads its inputs once, writes its outputs once, and does
+the adjacent work on the way: the residual and its gradient, dropout, the concatenation of
+gradients. A thread moves 16 bytes at a time. Sums are taken in fp32 and in a fixed order, with no
+atomics: the same inputs on the same card give the same gradients bit for bit."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -23,7 +24,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from launch import EMULATED, constexpr, gdc_launch_dependents, gdc_wait, jit, launch, processors, tl, triton
+from launch import (
+    EMULATED,
+    constexpr,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch,
+    processors,
+    tl,
+    triton,
+)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -35,9 +46,11 @@ def wide(x: Tensor) -> Tensor:
 
 
 @jit
-def _column_sum_kernel(x, out, T, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A block of columns, summed over every num_programs(1)-th tile of rows, two tiles in flight at once. x [T, N], out
-    [programs along the rows, N] fp32."""
+def _column_sum_kernel(
+    x, out, T, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """A block of columns, summed over every num_programs(1)-th tile of rows, two tiles in flight at
+    once. x [T, N], out [programs along the rows, N] fp32."""
     gdc_launch_dependents(PDL)
     pid_n, pid_t = tl.program_id(0), tl.program_id(1)
     step = tl.num_programs(1) * ROWS
@@ -48,20 +61,28 @@ def _column_sum_kernel(x, out, T, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl
     for first in range(pid_t * ROWS, T, 2 * step):
         rows = first + tl.arange(0, ROWS)
         offsets = rows.to(tl.int64)[:, None] * N + offs_n[None, :]
-        mask, mask_next = (rows < T)[:, None] & mask_n[None, :], (rows < T - step)[:, None] & mask_n[None, :]
+        mask, mask_next = (
+            (rows < T)[:, None] & mask_n[None, :],
+            (rows < T - step)[:, None] & mask_n[None, :],
+        )
         tile = tl.load(x + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
-        next_tile = tl.load(x + offsets + step * N, mask=mask_next, other=0.0, eviction_policy="evict_first")
+        next_tile = tl.load(
+            x + offsets + step * N, mask=mask_next, other=0.0, eviction_policy="evict_first"
+        )
         acc += tile.to(tl.float32)
         acc += next_tile.to(tl.float32)
     tl.store(out + pid_t * N + offs_n, tl.sum(acc, 0), mask=mask_n)
 
 
 def _sum_partials(partial: Tensor) -> Tensor:
-    """Column sums [N] of a few rows [P, N] in fp32: blocks of 32 bytes, so that many programs share the work."""
+    """Column sums [N] of a few rows [P, N] in fp32: blocks of 32 bytes, so that many programs share
+    the work."""
     P, N = partial.shape
     out, rows = partial.new_empty(1, N), min(512, triton.next_power_of_2(triton.cdiv(P, 2)))
     grid = (triton.cdiv(N, 8), 1)
-    launch(_column_sum_kernel, grid, partial.device, partial, out, P, N=N, ROWS=rows, BLOCK=8, warps=8)
+    launch(
+        _column_sum_kernel, grid, partial.device, partial, out, P, N=N, ROWS=rows, BLOCK=8, warps=8
+    )
     return out[0]
 
 
@@ -70,14 +91,26 @@ def bias_backward(dout: Tensor) -> Tensor:
     assert dout.is_contiguous(), dout.shape
     rows, block = 8, 512
     columns, tiles = triton.cdiv(N, block), triton.cdiv(T, rows)
-    length = triton.cdiv(tiles, max(1, 8 * processors(dout.device) // columns))  # tiles of a program, the same for all
+    # tiles of a program, the same for all
+    length = triton.cdiv(tiles, max(1, 8 * processors(dout.device) // columns))
     slabs = triton.cdiv(tiles, length)
     partial = dout.new_empty(slabs, N, dtype=torch.float32)
-    launch(_column_sum_kernel, (columns, slabs), dout.device, dout, partial, T, N=N, ROWS=rows, BLOCK=block)
+    launch(
+        _column_sum_kernel,
+        (columns, slabs),
+        dout.device,
+        dout,
+        partial,
+        T,
+        N=N,
+        ROWS=rows,
+        BLOCK=block,
+    )
     return partial[0] if slabs == 1 else _sum_partials(partial)
 
 
-# ---- linear: y = x W^T + b. x [..., C], weight [N, C], bias [N] -> [..., N]. The library's products, our bias_backward
+# ---- linear: y = x W^T + b. x [..., C], weight [N, C], bias [N] -> [..., N]. The library's
+# products, our bias_backward
 
 
 def linear_ref(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -110,7 +143,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def rmsnorm_ref(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, dropout: float = 0.0
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     total = x if branch is None else x + functional.dropout(branch, dropout)
     normed = wide(total) * torch.rsqrt(wide(total).square().mean(-1, keepdim=True) + eps)
@@ -119,8 +157,9 @@ def rmsnorm_ref(
 
 @jit
 def _dropout_factor(index, seed, p):
-    """1 / (1 - p) for what is kept and 0 for what is dropped: a hash (MurmurHash3's finaliser) of the element's index
-    and the seed decides, so that backward finds the same mask without storing it."""
+    """1 / (1 - p) for what is kept and 0 for what is dropped: a hash (MurmurHash3's finaliser) of
+    the element's index and the seed decides, so that backward finds the same mask without storing
+    it."""
     h = index.to(tl.uint32) ^ seed.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -143,7 +182,8 @@ def _rmsnorm_forward_kernel(
         added = tl.load(branch + offsets, mask=mask, other=0.0).to(tl.float32)
         if seed is not None:
             added *= _dropout_factor(offsets, tl.load(seed), p)
-        values = (values + added).to(total.dtype.element_ty)  # normalise the rounded sum, as backward will see it
+        # normalise the rounded sum, as backward will see it
+        values = (values + added).to(total.dtype.element_ty)
         tl.store(total + offsets, values, mask=mask)
         values = values.to(tl.float32)
     weights = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
@@ -154,10 +194,11 @@ def _rmsnorm_forward_kernel(
 @jit
 def _rmsnorm_backward_kernel(
     total, weight, dy, dtotal, seed, dx, dbranch, dweight, T, eps, p,
-    C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Every num_programs(0)-th tile of rows, the next ones loaded ahead. dweight [programs, C] fp32 gets this program's
-    part of the sum."""
+    """Every num_programs(0)-th tile of rows, the next ones loaded ahead. dweight [programs, C] fp32
+    gets this program's part of the sum."""
     gdc_launch_dependents(PDL)
     pid, cols = tl.program_id(0), tl.arange(0, BLOCK)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -167,10 +208,16 @@ def _rmsnorm_backward_kernel(
         rows = first + tl.arange(0, ROWS)
         offsets = rows.to(tl.int64)[:, None] * C + cols[None, :]
         mask = (rows < T)[:, None] & (cols < C)[None, :]
-        values = tl.load(total + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        dys = tl.load(dy + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(total + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        dys = tl.load(dy + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         if dtotal is not None:  # the gradient that reaches the residual bypassing the norm
-            direct = tl.load(dtotal + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            direct = tl.load(
+                dtotal + offsets, mask=mask, other=0.0, eviction_policy="evict_first"
+            ).to(tl.float32)
         g = dys * weights[None, :]
         factor = tl.rsqrt(tl.sum(values * values, 1) / C + eps)
         along = tl.sum(g * values, 1) * factor * factor / C
@@ -187,7 +234,8 @@ def _rmsnorm_backward_kernel(
 
 
 def _row_tile(C: int, elements: int, least: int) -> dict[str, int]:
-    """A tile of whole rows: its shape, and the warps, at least `least`, for about `elements` elements per thread."""
+    """A tile of whole rows: its shape, and the warps, at least `least`, for about `elements`
+    elements per thread."""
     block = triton.next_power_of_2(C)
     warps = min(16, max(least, block // (32 * elements)))
     return dict(ROWS=max(1, elements * 32 * warps // block), BLOCK=block, warps=warps)
@@ -196,17 +244,48 @@ def _row_tile(C: int, elements: int, least: int) -> dict[str, int]:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, p: float
+        ctx,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        p: float,
     ) -> tuple[Tensor, Tensor]:
         C = x.shape[-1]
         T, cut = x.numel() // C, _row_tile(C, 32, least=2)
-        assert x.is_contiguous() and weight.shape == (C,) and x.numel() < 1 << 32, (x.shape, weight.shape)
-        assert branch is None or branch.is_contiguous() and branch.shape == x.shape, (x.shape, branch.shape)
+        assert x.is_contiguous() and weight.shape == (C,) and x.numel() < 1 << 32, (
+            x.shape,
+            weight.shape,
+        )
+        assert branch is None or branch.is_contiguous() and branch.shape == x.shape, (
+            x.shape,
+            branch.shape,
+        )
         # The kernels derive from the seed what dropout drops
-        seed = torch.randint(1 << 31, (1,), dtype=torch.int32, device=x.device) if p and branch is not None else None
+        seed = (
+            torch.randint(1 << 31, (1,), dtype=torch.int32, device=x.device)
+            if p and branch is not None
+            else None
+        )
         total, y = x if branch is None else torch.empty_like(x), x.new_empty(*x.shape, dtype=dtype)
         grid = (triton.cdiv(T, cut["ROWS"]),)
-        launch(_rmsnorm_forward_kernel, grid, x.device, x, branch, weight, seed, total, y, T, eps, p, C=C, **cut)
+        launch(
+            _rmsnorm_forward_kernel,
+            grid,
+            x.device,
+            x,
+            branch,
+            weight,
+            seed,
+            total,
+            y,
+            T,
+            eps,
+            p,
+            C=C,
+            **cut,
+        )
         ctx.save_for_backward(total, weight, seed)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.p, ctx.branch = eps, p, None if branch is None else branch.dtype
@@ -222,40 +301,66 @@ class _RMSNorm(torch.autograd.Function):
         elements = 16 if C <= 2048 else 8
         stages = 2 if C <= 2048 and dtotal is not None and total.element_size() == 4 else 3
         T, cut = total.numel() // C, _row_tile(C, elements, least=4)
-        programs = min(triton.cdiv(T, cut["ROWS"]), max(1, 256 // elements // cut["warps"]) * processors(total.device))
+        programs = min(
+            triton.cdiv(T, cut["ROWS"]),
+            max(1, 256 // elements // cut["warps"]) * processors(total.device),
+        )
         dx, partial = torch.empty_like(total), total.new_empty(programs, C, dtype=torch.float32)
-        own = branch is not None and (branch != total.dtype or seed is not None)  # else its gradient is that of x
+        # else its gradient is that of x
+        own = branch is not None and (branch != total.dtype or seed is not None)
         dbranch = total.new_empty(*total.shape, dtype=branch) if own else None
         args = (total, weight, dy, dtotal, seed, dx, dbranch, partial, T, ctx.eps, ctx.p)
-        launch(_rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, STAGES=stages, **cut)
+        launch(
+            _rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, STAGES=stages, **cut
+        )
         shared = dx if branch is not None else None
-        return dx, dbranch if own else shared, _sum_partials(partial).to(weight.dtype), None, None, None
+        return (
+            dx,
+            dbranch if own else shared,
+            _sum_partials(partial).to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def rmsnorm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, dropout: float = 0.0
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     return _RMSNorm.apply(x, branch, weight, eps, dtype, dropout)
 
 
-# ---- rope: q, k, v from one joint product, q and k rotated: components i and i + D/2 by the angle of [position, i]
+# ---- rope: q, k, v from one joint product, q and k rotated: components i and i + D/2 by the angle
+# of [position, i]
 #      qkv [B, S, (H + 2 KH) D], cos, sin fp32 [S or more, D/2] -> q [B, S, H, D], k, v [B, S, KH, D]  (Su et al., 2021)
 #      Pairs are placed as in Hugging Face's checkpoints. The fused op rotates in place: qkv holds q and k afterwards.
 
 
-def rope_ref(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def rope_ref(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     B, S, N = qkv.shape
     qk, v = qkv.view(B, S, -1, N // (heads + 2 * kv_heads)).split((heads + kv_heads, kv_heads), 2)
     a, b = wide(qk).chunk(2, -1)
     cos, sin = cos[:S, None], sin[:S, None]
-    q, k = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(qkv.dtype).split((heads, kv_heads), 2)
+    q, k = (
+        torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        .to(qkv.dtype)
+        .split((heads, kv_heads), 2)
+    )
     return q, k, v
 
 
 @jit
 def _rope_forward_kernel(
     qkv, cos, sin, T, S,
-    HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotate ROWS of the first TURNED heads of all tokens, in place. qkv [T, HEADS, 2 HALF]"""
@@ -278,16 +383,21 @@ def _load_halves(x, token, head, cols, mask, HEADS: tl.constexpr, HALF: tl.const
     """Both halves of heads of x [T, HEADS, 2 HALF] in fp32; 0 where there is no such head."""
     offsets = (token.to(tl.int64) * HEADS + head)[:, None] * (2 * HALF) + cols[None, :]
     mask = mask & ((head >= 0) & (head < HEADS))[:, None]
-    a, b = tl.load(x + offsets, mask=mask, other=0.0), tl.load(x + offsets + HALF, mask=mask, other=0.0)
+    a, b = (
+        tl.load(x + offsets, mask=mask, other=0.0),
+        tl.load(x + offsets + HALF, mask=mask, other=0.0),
+    )
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @jit
 def _rope_backward_kernel(
     dq, dk, dv, cos, sin, dqkv, T, S,
-    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of all tokens: those of q and k rotated back, all gathered into dqkv [T, H + 2 KH, 2 HALF]."""
+    """ROWS heads of all tokens: those of q and k rotated back, all gathered into dqkv [T, H + 2 KH,
+    2 HALF]."""
     gdc_launch_dependents(PDL)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     token, head = rows // (H + 2 * KH), rows % (H + 2 * KH)
@@ -300,13 +410,17 @@ def _rope_backward_kernel(
     ka, kb = _load_halves(dk, token, head - H, cols, mask, KH, HALF)
     va, vb = _load_halves(dv, token, head - H - KH, cols, mask, KH, HALF)
     a, b = qa + ka + va, qb + kb + vb  # two of the three are 0
-    c, s = tl.load(cos + angles, mask=turned, other=1.0), tl.load(sin + angles, mask=turned, other=0.0)
+    c, s = (
+        tl.load(cos + angles, mask=turned, other=1.0),
+        tl.load(sin + angles, mask=turned, other=0.0),
+    )
     tl.store(dqkv + offsets, (a * c + b * s).to(dqkv.dtype.element_ty), mask=mask)
     tl.store(dqkv + offsets + HALF, (b * c - a * s).to(dqkv.dtype.element_ty), mask=mask)
 
 
 def _rope_tile(rows: int, D: int) -> tuple[tuple[int], dict[str, int]]:
-    """The grid for this many rows, each a head of a token, and the tile of about 1024 pairs that a program takes."""
+    """The grid for this many rows, each a head of a token, and the tile of about 1024 pairs that a
+    program takes."""
     block = triton.next_power_of_2(D // 2)
     cut = dict(HALF=D // 2, ROWS=max(1, 1024 // block), BLOCK=block)
     return (triton.cdiv(rows, cut["ROWS"]),), cut
@@ -319,7 +433,10 @@ class _Rope(torch.autograd.Function):
         B, S, N = qkv.shape
         D, turned = N // (heads + 2 * kv_heads), heads + kv_heads
         assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous(), qkv.shape
-        assert cos.shape == sin.shape and cos.shape[0] >= S and 2 * cos.shape[1] == D, (cos.shape, qkv.shape)
+        assert cos.shape == sin.shape and cos.shape[0] >= S and 2 * cos.shape[1] == D, (
+            cos.shape,
+            qkv.shape,
+        )
         grid, cut = _rope_tile(B * S * turned, D)
         cut |= dict(HEADS=turned + kv_heads, TURNED=turned)
         launch(_rope_forward_kernel, grid, qkv.device, qkv, cos, sin, B * S, S, **cut)
@@ -338,7 +455,9 @@ class _Rope(torch.autograd.Function):
         return dqkv, None, None, None, None
 
 
-def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     return _Rope.apply(qkv, cos, sin, heads, kv_heads)
 
 
@@ -353,7 +472,8 @@ def swiglu_ref(ab: Tensor) -> Tensor:
 
 @jit
 def _swiglu_offsets(F: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a program's elements are in out [T, F], and their a in ab [T, 2 F]; int64, for 2^31 elements and more."""
+    """Where a program's elements are in out [T, F], and their a in ab [T, 2 F]; int64, for 2^31
+    elements and more."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return offsets, offsets // F * (2 * F) + offsets % F
 
@@ -364,17 +484,25 @@ def _swiglu_forward_kernel(ab, out, count, F: tl.constexpr, BLOCK: tl.constexpr,
     offsets, place = _swiglu_offsets(F, BLOCK)
     mask = offsets < count
     gdc_wait(PDL)
-    a, b = tl.load(ab + place, mask=mask).to(tl.float32), tl.load(ab + place + F, mask=mask).to(tl.float32)
+    a, b = (
+        tl.load(ab + place, mask=mask).to(tl.float32),
+        tl.load(ab + place + F, mask=mask).to(tl.float32),
+    )
     tl.store(out + offsets, (a / (1.0 + tl.exp(-a)) * b).to(out.dtype.element_ty), mask=mask)
 
 
 @jit
-def _swiglu_backward_kernel(ab, dout, dab, count, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu_backward_kernel(
+    ab, dout, dab, count, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     gdc_launch_dependents(PDL)
     offsets, place = _swiglu_offsets(F, BLOCK)
     mask = offsets < count
     gdc_wait(PDL)
-    a, b = tl.load(ab + place, mask=mask).to(tl.float32), tl.load(ab + place + F, mask=mask).to(tl.float32)
+    a, b = (
+        tl.load(ab + place, mask=mask).to(tl.float32),
+        tl.load(ab + place + F, mask=mask).to(tl.float32),
+    )
     d = tl.load(dout + offsets, mask=mask).to(tl.float32)
     s = 1.0 / (1.0 + tl.exp(-a))
     tl.store(dab + place, (d * b * s * (1.0 + a * (1.0 - s))).to(dab.dtype.element_ty), mask=mask)
@@ -390,7 +518,16 @@ class _SwiGLU(torch.autograd.Function):
         assert ab.is_contiguous() and ab.shape[-1] % 2 == 0, ab.shape
         out = ab.new_empty(*ab.shape[:-1], ab.shape[-1] // 2)
         grid = (triton.cdiv(out.numel(), ELEMENTS),)
-        launch(_swiglu_forward_kernel, grid, ab.device, ab, out, out.numel(), F=out.shape[-1], BLOCK=ELEMENTS)
+        launch(
+            _swiglu_forward_kernel,
+            grid,
+            ab.device,
+            ab,
+            out,
+            out.numel(),
+            F=out.shape[-1],
+            BLOCK=ELEMENTS,
+        )
         ctx.save_for_backward(ab)
         return out
 
@@ -399,7 +536,17 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, dout: Tensor) -> Tensor:
         (ab,), dout = ctx.saved_tensors, dout.contiguous()
         dab, grid = torch.empty_like(ab), (triton.cdiv(dout.numel(), ELEMENTS),)
-        launch(_swiglu_backward_kernel, grid, ab.device, ab, dout, dab, dout.numel(), F=dout.shape[-1], BLOCK=ELEMENTS)
+        launch(
+            _swiglu_backward_kernel,
+            grid,
+            ab.device,
+            ab,
+            dout,
+            dab,
+            dout.numel(),
+            F=dout.shape[-1],
+            BLOCK=ELEMENTS,
+        )
         return dab
 
 
@@ -408,9 +555,10 @@ def swiglu(ab: Tensor) -> Tensor:
 
 
 # ---- cross_entropy: mean of log(sum(exp(logits))) - logits[target] over the targets that count
-#      logits [T, V], targets int64 [T], of which those equal to IGNORE do not count -> scalar in fp32
-#      Where a gradient is wanted, the fused op computes it with the loss, (softmax(logits) - onehot(target)) / count,
-#      and writes it over the logits, so that there is no second matrix of their size: do not use them afterwards.
+#      logits [T, V], targets int64 [T], of which those equal to IGNORE do not count -> scalar in
+#      fp32 Where a gradient is wanted, the fused op computes it with the loss, (softmax(logits) -
+#      onehot(target)) / count, and writes it over the logits, so that there is no second matrix of
+#      their size: do not use them afterwards.
 
 IGNORE = -100  # as in torch
 LOG2E = constexpr(1.4426950408889634)
@@ -430,11 +578,17 @@ def _exponent(logits, shift):
 
 @jit
 def _add_powers(tile, lane_max, lane_shift, lane_sum):
-    """Fold a tile [lanes, WIDTH] of logits into each lane's maximum, that maximum as an exponent of two (rounded down),
-    and its sum of powers."""
+    """Fold a tile [lanes, WIDTH] of logits into each lane's maximum, that maximum as an exponent of
+    two (rounded down), and its sum of powers."""
     lane_max = tl.maximum(lane_max, tl.max(tile, 1))
-    shift = tl.maximum(tl.floor(lane_max * LOG2E), -3e38)  # finite, so that a lane of -inf adds 0, not NaN
-    return lane_max, shift, lane_sum * tl.exp2(lane_shift - shift) + tl.sum(tl.exp2(_exponent(tile, shift[:, None])), 1)
+    # finite, so that a lane of -inf adds 0, not NaN
+    shift = tl.maximum(tl.floor(lane_max * LOG2E), -3e38)
+    return (
+        lane_max,
+        shift,
+        lane_sum * tl.exp2(lane_shift - shift)
+        + tl.sum(tl.exp2(_exponent(tile, shift[:, None])), 1),
+    )
 
 
 @jit
@@ -448,12 +602,14 @@ def _load_blocks(start, offs, COUNT: tl.constexpr, BLOCK: tl.constexpr, EVICTION
 
 @jit
 def _still_packed(block):
-    """The same block, though the compiler cannot know that: otherwise it would keep the fp32 values that the 16-bit
-    ones were converted to, in twice as many registers."""
+    """The same block, though the compiler cannot know that: otherwise it would keep the fp32 values
+    that the 16-bit ones were converted to, in twice as many registers."""
     if EMULATED:
         return block
     PACK: tl.constexpr = 32 // block.dtype.primitive_bitwidth
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [block], dtype=block.dtype, is_pure=False, pack=PACK)
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [block], dtype=block.dtype, is_pure=False, pack=PACK
+    )
 
 
 @jit
@@ -462,8 +618,12 @@ def _prefetch(start, BYTES: tl.constexpr, AT_ONCE: tl.constexpr):
     ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
     if not EMULATED:
         for first in tl.static_range(0, BYTES, 128 * AT_ONCE):
-            pointers = start.to(tl.int64) + tl.minimum(first + 128 * tl.arange(0, AT_ONCE), BYTES - 1)
-            tl.inline_asm_elementwise(ASM, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+            pointers = start.to(tl.int64) + tl.minimum(
+                first + 128 * tl.arange(0, AT_ONCE), BYTES - 1
+            )
+            tl.inline_asm_elementwise(
+                ASM, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+            )
 
 
 @jit
@@ -474,24 +634,27 @@ def _softmax(block, shift, factor):
 @jit
 def _cross_entropy_kernel(
     logits, targets, count, losses, T, ahead,
-    V: tl.constexpr, IGNORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    V: tl.constexpr, IGNORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
     AT_ONCE: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row and, where there is a count, the gradient over the logits: (softmax - onehot) / count.
+    """The loss of a row and, where there is a count, the gradient over the logits: (softmax -
+    onehot) / count.
 
-    A row consists of whole blocks and a ragged end, which alone has a mask. The end and about KEPT blocks before it
-    stay in registers until the gradient is written over them. The other blocks are loaded AT_ONCE at a time, and again
-    for the gradient, the last ones first, before anything else can evict them from the caches. Where V is not a
-    multiple of WIDTH, rows start anywhere: the whole blocks then start at the first aligned 16 bytes, and what lies
-    before them is part of the end.
+    A row consists of whole blocks and a ragged end, which alone has a mask. The end and about KEPT
+    blocks before it stay in registers until the gradient is written over them. The other blocks are
+    loaded AT_ONCE at a time, and again for the gradient, the last ones first, before anything else
+    can evict them from the caches. Where V is not a multiple of WIDTH, rows start anywhere: the
+    whole blocks then start at the first aligned 16 bytes, and what lies before them is part of the
+    end.
 
-    Rows in registers leave room for only a few programs, and while these compute, memory is idle. So each program
-    prefetches into the L2 a row that will be needed soon, `ahead` by as many as run at once, or the first PREFETCHED
-    bytes of it. The number of instructions matters, too: a maximum is kept for every WIDTH neighbours, the 16 bytes
-    that a thread loads at once, since one for each logit would double the exponentials; and these are powers of two,
-    with the maximum rounded down to a whole power, so that a logit costs one multiply-add before its power, rounded
-    once at any magnitude.
-    """
+    Rows in registers leave room for only a few programs, and while these compute, memory is idle.
+    So each program prefetches into the L2 a row that will be needed soon, `ahead` by as many as run
+    at once, or the first PREFETCHED bytes of it. The number of instructions matters, too: a maximum
+    is kept for every WIDTH neighbours, the 16 bytes that a thread loads at once, since one for each
+    logit would double the exponentials; and these are powers of two, with the maximum rounded down
+    to a whole power, so that a logit costs one multiply-add before its power, rounded once at any
+    magnitude."""
     gdc_launch_dependents(PDL)
     WHOLE: tl.constexpr = (V - 1) // BLOCK
     # blocks that are loaded twice
@@ -526,9 +689,13 @@ def _cross_entropy_kernel(
     for v in range(0, TWICE * BLOCK, AT_ONCE * BLOCK):
         some = _load_blocks(blocks + v, offs, AT_ONCE, BLOCK, "")
         for i in tl.static_range(AT_ONCE):
-            lane_max, lane_shift, lane_sum = _add_powers(some[i].to(tl.float32), lane_max, lane_shift, lane_sum)
+            lane_max, lane_shift, lane_sum = _add_powers(
+                some[i].to(tl.float32), lane_max, lane_shift, lane_sum
+            )
     for i in tl.static_range(WHOLE - TWICE):
-        lane_max, lane_shift, lane_sum = _add_powers(kept[i].to(tl.float32), lane_max, lane_shift, lane_sum)
+        lane_max, lane_shift, lane_sum = _add_powers(
+            kept[i].to(tl.float32), lane_max, lane_shift, lane_sum
+        )
     lane_max, lane_shift, lane_sum = _add_powers(end.to(tl.float32), lane_max, lane_shift, lane_sum)
     row_max = tl.max(lane_max, 0)
     shift = tl.maximum(tl.floor(row_max * LOG2E), -3e38)
@@ -542,26 +709,43 @@ def _cross_entropy_kernel(
             start = blocks + TWICE * BLOCK - back
             some = _load_blocks(start, offs, AT_ONCE, BLOCK, "evict_first")
             for i in tl.static_range(AT_ONCE):
-                tl.store(start + i * BLOCK + offs, _softmax(some[i], shift, factor), eviction_policy="evict_first")
+                tl.store(
+                    start + i * BLOCK + offs,
+                    _softmax(some[i], shift, factor),
+                    eviction_policy="evict_first",
+                )
         if TWICE > 0:
             _prefetch(next_row, PREFETCHED, LANES)
         for i in tl.static_range(WHOLE - TWICE):
             pointers = blocks + (TWICE + i) * BLOCK + offs
-            tl.store(pointers, _softmax(_still_packed(kept[i]), shift, factor), eviction_policy="evict_first")
-        tl.store(row + end_offs, _softmax(_still_packed(end), shift, factor), mask=mask, eviction_policy="evict_first")
+            tl.store(
+                pointers,
+                _softmax(_still_packed(kept[i]), shift, factor),
+                eviction_policy="evict_first",
+            )
+        tl.store(
+            row + end_offs,
+            _softmax(_still_packed(end), shift, factor),
+            mask=mask,
+            eviction_policy="evict_first",
+        )
         tl.debug_barrier()  # the target's own gradient is written after that of its neighbours
-        gradient = (tl.exp2(_exponent(true_logit, shift)) - total) * factor  # 0 where this logit is all of the total
+        # 0 where this logit is all of the total
+        gradient = (tl.exp2(_exponent(true_logit, shift)) - total) * factor
         tl.store(row + target, gradient.to(logits.dtype.element_ty), mask=exists)
 
 
-def _cross_entropy_launch(V: int, size: int, gradient: bool, device: torch.device) -> dict[str, int]:
+def _cross_entropy_launch(
+    V: int, size: int, gradient: bool, device: torch.device
+) -> dict[str, int]:
     """How rows of V logits of `size` bytes each are cut up, from sweeps on an H200."""
     width, row = 16 // size, V * size
     if not gradient:
         warps, registers, kept, at_once, prefetched = 8, 64, 0, 8, 0
     elif row <= 1 << 14:
         warps, registers, kept, at_once, prefetched = 4, 64, 16, 4, row
-    elif row <= 1 << (17 if size == 2 else 16):  # two programs per SM, each with up to 64 KB of a row in its registers
+    # two programs per SM, each with up to 64 KB of a row in its registers
+    elif row <= 1 << (17 if size == 2 else 16):
         warps, registers, kept, at_once, prefetched = 8, 128, 16, 4, min(row, 1 << 16)
     elif size == 4:  # one program per SM, with up to 128 KB
         warps, registers, kept, at_once, prefetched = 16, 128, 16, 8, row if row <= 1 << 17 else 0
@@ -570,13 +754,15 @@ def _cross_entropy_launch(V: int, size: int, gradient: bool, device: torch.devic
     warps = min(warps, triton.cdiv(triton.next_power_of_2(V), 32 * width))
     # as many rows as run at once, or more if they are short
     ahead = processors(device) * max(16 // warps, (1 << 17) // row, 1)
-    cut = dict(WIDTH=width, BLOCK=32 * width * warps, KEPT=kept, AT_ONCE=at_once, PREFETCHED=prefetched)
+    cut = dict(
+        WIDTH=width, BLOCK=32 * width * warps, KEPT=kept, AT_ONCE=at_once, PREFETCHED=prefetched
+    )
     return cut | dict(V=V, IGNORE=IGNORE, ahead=ahead, warps=warps, maxnreg=registers)
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
-    """The loss of each row, fp32 [T], 0 where the target is IGNORE. Given `count`, one number on the device, the
-    gradient of the sum of the losses divided by it is written over the logits."""
+    """The loss of each row, fp32 [T], 0 where the target is IGNORE. Given `count`, one number on
+    the device, the gradient of the sum of the losses divided by it is written over the logits."""
     T, V = logits.shape
     assert logits.is_contiguous() and targets.shape == (T,), (logits.shape, targets.shape)
     losses = logits.new_empty(T, dtype=torch.float32)
@@ -592,7 +778,9 @@ def _scale_kernel(x, factor, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     gdc_wait(PDL)
     f = tl.load(factor).to(tl.float32)
     if f != 1.0:
-        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        for first in range(
+            tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK
+        ):
             offsets = first + tl.arange(0, BLOCK)
             values = tl.load(x + offsets, mask=offsets < count).to(tl.float32) * f
             tl.store(x + offsets, values.to(x.dtype.element_ty), mask=offsets < count)
@@ -617,7 +805,9 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss: Tensor) -> tuple:
         gradient, ctx.gradient = ctx.gradient, None
-        assert gradient is not None, "the gradient of cross_entropy is available once: it overwrites the logits"
+        assert gradient is not None, (
+            "the gradient of cross_entropy is available once: it overwrites the logits"
+        )
         return _scale(gradient, dloss), None, None
 
 
@@ -630,9 +820,11 @@ def _differentiated(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
-# ---- linear_cross_entropy: cross_entropy of logits x W^T. x [T, C], weight [V, C], targets int64 [T] -> scalar in fp32
-#      The fused op takes a chunk of tokens at a time, forward and backward at once, so that the full logits never exist
-#      (as Liger Kernel does; Hsu et al., 2024). Chunks are large, since each adds to dweight in memory.
+# ---- linear_cross_entropy: cross_entropy of logits x W^T. x [T, C], weight [V, C], targets int64
+# [T] -> scalar in fp32
+#      The fused op takes a chunk of tokens at a time, forward and backward at once, so that the
+#      full logits never exist (as Liger Kernel does; Hsu et al., 2024). Chunks are large, since
+#      each adds to dweight in memory.
 
 CHUNK = 4096  # tokens
 
@@ -653,11 +845,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiated: bool) -> Tensor:
         narrow, count, losses = weight.to(x.dtype), (targets != IGNORE).sum(), []
-        dx, dweight = (torch.empty_like(x), torch.zeros_like(weight)) if differentiated else (None, None)
+        dx, dweight = (
+            (torch.empty_like(x), torch.zeros_like(weight)) if differentiated else (None, None)
+        )
         for first in range(0, len(x), CHUNK):
             rows = slice(first, first + CHUNK)
             logits = x[rows] @ narrow.t()
-            losses.append(cross_entropy_rows(logits, targets[rows], count if differentiated else None))
+            losses.append(
+                cross_entropy_rows(logits, targets[rows], count if differentiated else None)
+            )
             if differentiated:  # the logits are their gradient now
                 torch.mm(logits, narrow, out=dx[rows])
                 _accumulate(dweight, logits.t(), x[rows])
@@ -688,4 +884,6 @@ OPS = {
     "cross_entropy": (cross_entropy_ref, cross_entropy),
     "linear_cross_entropy": (linear_cross_entropy_ref, linear_cross_entropy),
 }
-reference, fused = (SimpleNamespace(**{name: pair[i] for name, pair in OPS.items()}) for i in (0, 1))
+reference, fused = (
+    SimpleNamespace(**{name: pair[i] for name, pair in OPS.items()}) for i in (0, 1)
+)

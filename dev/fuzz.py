@@ -1,13 +1,13 @@
-"""Fuzzing: randomly corrupted checkpoints, templates, texts and options. Each case has 10 seconds and a gigabyte.
+"""Fuzzing: randomly corrupted checkpoints, templates, texts and options. Each case has 10 seconds
+and a gigabyte.
 
     python dev/fuzz.py --seconds 60        # fresh cases; prints what went wrong and how to repeat it
     python dev/fuzz.py --seed 7 --cases 1  # that one again, with its traceback
 
-A case passes with the right model or text, or with a documented error of one short line. It fails on any other
-exception or warning, when it runs out of time or memory, when anything is executed, unpickled or connected to, and when
-a file outside its folder is read. A corrupted checkpoint that is accepted must be the model that its libraries read
-from it.
-"""
+A case passes with the right model or text, or with a documented error of one short line. It fails
+on any other exception or warning, when it runs out of time or memory, when anything is executed,
+unpickled or connected to, and when a file outside its folder is read. A corrupted checkpoint that
+is accepted must be the model that its libraries read from it."""
 
 import argparse
 import io
@@ -52,7 +52,15 @@ from sampling import Sampling
 from tokenizer import TEMPLATES, TextStream, Tokenizer, one_line
 
 SECONDS, MEMORY = 10, 1 << 30  # limits of a case
-DOCUMENTED = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError, OSError, MemoryError)
+DOCUMENTED = (
+    ValueError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    PermissionError,
+    OSError,
+    MemoryError,
+)
 
 # ---- what is corrupted: one tiny model in each layout
 
@@ -64,20 +72,30 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     folder.mkdir()
     (home / "text").write_text(Path(__file__).read_text() + "Żółw, 乌龟 🐢\n" * 20)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(home / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=VOCAB, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        input=str(home / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        minloglevel=2,
     )  # fmt: skip
     (folder / "tokenizer.vocab").unlink()
     config = dict(
-        model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=64, max_position_embeddings=64,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, rms_norm_eps=1e-5, torch_dtype="float32",
+        model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=64,
+        max_position_embeddings=64,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, rms_norm_eps=1e-5,
+        torch_dtype="float32",
         bos_token_id=1, eos_token_id=2, rope_scaling=dict(rope_type="linear", factor=2.0),
     )  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps(dict(bos_token_id=1, eos_token_id=[2])))
-    (folder / "tokenizer_config.json").write_text(json.dumps(dict(add_bos_token=True, added_tokens_decoder={})))
+    (folder / "generation_config.json").write_text(
+        json.dumps(dict(bos_token_id=1, eos_token_id=[2]))
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(dict(add_bos_token=True, added_tokens_decoder={}))
+    )
     c = read_config(folder)
-    tensors = {name: torch.randn(row.shape(c)) for name, row in stored_tensors(c, "hugging_face").items()}
+    tensors = {
+        name: torch.randn(row.shape(c)) for name, row in stored_tensors(c, "hugging_face").items()
+    }
     save_file(tensors, folder / "model.safetensors")
 
     def like(name: str, spared: str = "model.safetensors") -> Path:
@@ -91,43 +109,75 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     meta = like("meta", "*onfig.json")
     (meta / "model.safetensors").unlink()
     torch.save(dict(zip(stored_tensors(c), tensors.values())), meta / "consolidated.00.pth")
-    params = dict(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=-1, multiple_of=32, ffn_dim_multiplier=0.5)
+    params = dict(
+        dim=32,
+        n_layers=1,
+        n_heads=2,
+        n_kv_heads=1,
+        vocab_size=-1,
+        multiple_of=32,
+        ffn_dim_multiplier=0.5,
+    )
     (meta / "params.json").write_text(json.dumps(params))
     output_of("-m", folder, "--save", home / "saved", "--fp8")
     words = lambda *shape: torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32)
     awq = lambda N, K: dict(
-        qweight=words(K, N // 8), qzeros=words(K // 32, N // 8), scales=torch.rand(K // 32, N).half()
+        qweight=words(K, N // 8),
+        qzeros=words(K // 32, N // 8),
+        scales=torch.rand(K // 32, N).half(),
     )
-    fp8 = lambda N, K: {"weight": torch.randn(N, K).to(torch.float8_e4m3fn), "weight_scale": torch.rand(N, 1)}
+    fp8 = lambda N, K: {
+        "weight": torch.randn(N, K).to(torch.float8_e4m3fn),
+        "weight_scale": torch.rand(N, 1),
+    }
     float_8 = {"weights": dict(num_bits=8, type="float", strategy="channel")}
     for name, packed, about in (
         ("awq", awq, dict(quant_method="awq", bits=4, group_size=32, version="gemm")),
-        ("fp8", fp8, dict(quant_method="compressed-tensors", format="float-quantized", config_groups={"0": float_8})),
+        (
+            "fp8",
+            fp8,
+            dict(
+                quant_method="compressed-tensors",
+                format="float-quantized",
+                config_groups={"0": float_8},
+            ),
+        ),
     ):
         (like(name) / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
         found = {key: t for key, t in tensors.items() if "proj" not in key}
         for key in tensors.keys() - found.keys():
-            found |= {key.removesuffix("weight") + word: value for word, value in packed(*tensors[key].shape).items()}
+            found |= {
+                key.removesuffix("weight") + word: value
+                for word, value in packed(*tensors[key].shape).items()
+            }
         save_file(found, home / name / "model.safetensors")
     (home / "gguf").mkdir()
     sizes = dict(
         embedding_length=32, feed_forward_length=64, context_length=64, block_count=1,
         **{"attention.head_count": 2, "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-5},
     )  # fmt: skip
-    metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in sizes.items()}
+    metadata = {"general.architecture": "llama"} | {
+        f"llama.{key}": value for key, value in sizes.items()
+    }
     metadata |= sentencepiece_metadata(folder / "tokenizer.model")
     tensors = dict(zip(stored_tensors(c, "gguf"), tensors.values()))
     for i, (name, t) in enumerate(tensors.items()):
-        kind = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0, None)[i % 3] if t.dim() == 2 else None
-        tensors[name] = (int(kind), torch.from_numpy(gguf.quants.quantize(t.numpy(), kind))) if kind else t
+        kind = (
+            (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0, None)[i % 3]
+            if t.dim() == 2
+            else None
+        )
+        tensors[name] = (
+            (int(kind), torch.from_numpy(gguf.quants.quantize(t.numpy(), kind))) if kind else t
+        )
     write_gguf(home / "gguf/model.gguf", metadata, tensors)
     names = ("safetensors", "json", "bin", "shards", "meta", "saved", "awq", "fp8", "gguf")
     return {name: home / name for name in names}
 
 
 def write_gguf(file: Path, metadata: dict, tensors: dict) -> Path:
-    """metadata: values, in the types that llama.cpp gives them unless they are scalars of numpy; tensors: torch's, or
-    (number of a type, bytes [N, M])."""
+    """metadata: values, in the types that llama.cpp gives them unless they are scalars of numpy;
+    tensors: torch's, or (number of a type, bytes [N, M])."""
     writer, kinds = gguf.GGUFWriter(file, metadata["general.architecture"]), gguf.GGUFValueType
     writer.data_alignment = metadata.get("general.alignment", 32)
     for key, value in metadata.items():
@@ -140,7 +190,9 @@ def write_gguf(file: Path, metadata: dict, tensors: dict) -> Path:
         kind, raw = value if isinstance(value, tuple) else (None, value)
         if raw.dtype == torch.bfloat16:
             kind, raw = 30, raw.view(torch.uint8)
-        writer.add_tensor(name, raw.contiguous().numpy(), raw_dtype=kind and gguf.GGMLQuantizationType(kind))
+        writer.add_tensor(
+            name, raw.contiguous().numpy(), raw_dtype=kind and gguf.GGMLQuantizationType(kind)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -149,9 +201,13 @@ def write_gguf(file: Path, metadata: dict, tensors: dict) -> Path:
 
 
 def sentencepiece_metadata(file: Path, **more: int) -> dict:
-    """A tokenizer.model as llama.cpp's converter writes it to GGUF. more: tokens after its own, and their types."""
+    """A tokenizer.model as llama.cpp's converter writes it to GGUF. more: tokens after its own, and
+    their types."""
     sp = sentencepiece.SentencePieceProcessor(str(file))
-    tests, ids = {sp.is_unknown: 2, sp.is_control: 3, sp.is_unused: 5, sp.is_byte: 6}, range(sp.vocab_size())
+    tests, ids = (
+        {sp.is_unknown: 2, sp.is_control: 3, sp.is_unused: 5, sp.is_byte: 6},
+        range(sp.vocab_size()),
+    )
     types = [next((kind for test, kind in tests.items() if test(i)), 1) for i in ids]
     return {
         "tokenizer.ggml.model": "llama",
@@ -167,8 +223,10 @@ def sentencepiece_metadata(file: Path, **more: int) -> dict:
 # ---- how it is corrupted
 
 STRANGE = (
-    None, True, False, 0, -1, 1, 2, 3, 7, 16, 400, 2**16, 2**31, 2**63, 10**30, 0.5, -0.0, 1e-9, 1e308, float("nan"),
-    float("inf"), "", "x", "llama", "linear", "float16", "\ud800", "\x1b[31m\n", "../x", "/etc/passwd", "x" * 5000,
+    None, True, False, 0, -1, 1, 2, 3, 7, 16, 400, 2**16, 2**31, 2**63, 10**30, 0.5, -0.0, 1e-9,
+    1e308, float("nan"),
+    float("inf"), "", "x", "llama", "linear", "float16", "\ud800",
+    "\x1b[31m\n", "../x", "/etc/passwd", "x" * 5000,
     [], {}, [[]], [0, 1, 2], ["x"] * 3000, {"a": 1}, {"content": "<s>"},
 )  # fmt: skip
 
@@ -206,10 +264,14 @@ def spoil_bytes(rng: random.Random, raw: bytes) -> bytes:
     at, size = sorted((rng.randrange(len(raw) + 1), rng.randrange(len(raw) + 1)))
     piece = raw[at:size][: rng.choice((1, 4, 8, 100, 10**9))]
     new = rng.choice((
-        b"", piece * 2, piece[::-1], rng.randbytes(len(piece)), b"\xff" * len(piece), b"\0" * len(piece),
-        struct.pack("<Q", rng.choice((0, 1, 2**31, 2**40, 2**63))), rng.choice((b'"', b"[" * 5000, b"\xed\xa0\x80")),
+        b"", piece * 2, piece[::-1], rng.randbytes(len(piece)), b"\xff" * len(piece),
+        b"\0" * len(piece),
+        struct.pack("<Q", rng.choice((0, 1, 2**31, 2**40, 2**63))),
+        rng.choice((b'"', b"[" * 5000, b"\xed\xa0\x80")),
     ))  # fmt: skip
-    return rng.choice((raw[:at] + new + raw[at + len(piece) :], raw[:at], raw[at:], raw[:at] + piece + raw[at:]))
+    return rng.choice(
+        (raw[:at] + new + raw[at + len(piece) :], raw[:at], raw[at:], raw[:at] + piece + raw[at:])
+    )
 
 
 def spoil_safetensors(rng: random.Random, raw: bytes) -> bytes:
@@ -272,9 +334,17 @@ def spoiled_checkpoint(rng: random.Random, bases: dict[str, Path], place: Path) 
     model = load(folder, **options)
     watched.folder = ""
     ids = tokenizer.encode("a") or [0]
-    tokenizer.decode([*generate(model, ids[:4], KVCache(model), 2, Sampling(temp=0), ignore_eos=rng.random() < 0.5)])
+    tokenizer.decode(
+        [
+            *generate(
+                model, ids[:4], KVCache(model), 2, Sampling(temp=0), ignore_eos=rng.random() < 0.5
+            )
+        ]
+    )
     written_again(folder)
-    assert all_logits(model) == all_logits(load(folder, **options)), "it is not what the libraries read"
+    assert all_logits(model) == all_logits(load(folder, **options)), (
+        "it is not what the libraries read"
+    )
 
 
 def written_again(folder: Path) -> None:
@@ -296,7 +366,14 @@ def all_logits(model) -> bytes:
 
 
 def some_text(rng: random.Random, bad: bool) -> str:
-    planes = ((32, 127), (0, 32), (128, 0x800), (0x800, 0xD800), (0xE000, 0x10000), (0x10000, 0x110000))
+    planes = (
+        (32, 127),
+        (0, 32),
+        (128, 0x800),
+        (0x800, 0xD800),
+        (0xE000, 0x10000),
+        (0x10000, 0x110000),
+    )
     planes += ((0xD800, 0xE000),) * bad
     words = ("<s>", "▁", ".", " ", "the ", "<0x41>", "[INST]", "<|im_end|>")
     some = lambda: rng.choice((chr(rng.randrange(*rng.choice(planes))), *words))
@@ -305,9 +382,13 @@ def some_text(rng: random.Random, bad: bool) -> str:
 
 def text_there_and_back(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
     tokenizer = Tokenizer(bases[rng.choice(("safetensors", "json"))])
-    ids = [rng.choice((rng.randrange(VOCAB), rng.randrange(1 << 22))) for _ in range(rng.choice((1, 10, 1000)))]
+    ids = [
+        rng.choice((rng.randrange(VOCAB), rng.randrange(1 << 22)))
+        for _ in range(rng.choice((1, 10, 1000)))
+    ]
     assert "\ud800" not in tokenizer.decode(ids)
-    text = some_text(rng, bad=rng.random() < 0.2).replace("▁", "_")  # which SentencePiece writes for a space
+    # which SentencePiece writes for a space
+    text = some_text(rng, bad=rng.random() < 0.2).replace("▁", "_")
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text, (text, tokenizer.decode(ids))
     stops = [some_text(rng, bad=False)[:3] for _ in range(rng.randrange(3))]
@@ -338,20 +419,26 @@ def spoiled_template(rng: random.Random, bases: dict[str, Path], place: Path) ->
     tokenizer.chat_template = template.replace("RAN", str(ran))
     roles = [rng.choice(("user", "assistant", "system", "x", "")) for _ in range(rng.randint(1, 5))]
     try:
-        ids = tokenizer.apply_chat_template([{"role": r, "content": some_text(rng, rng.random() < 0.1)} for r in roles])
+        ids = tokenizer.apply_chat_template(
+            [{"role": r, "content": some_text(rng, rng.random() < 0.1)} for r in roles]
+        )
         assert all(0 <= i < 400 for i in ids), ids
     finally:
         assert not ran.exists(), f"{template!r} executed code"
 
 
 VALUES = (
-    "", "0", "-1", "1", "1e99", "nan", "inf", "-inf", "x", "\udc80", "x" * 5000, "\x1b[0m\n", "1" * 5000, "cpu", "e4m3",
+    "", "0", "-1", "1", "1e99", "nan", "inf", "-inf", "x", "\udc80", "x" * 5000,
+    "\x1b[0m\n", "1" * 5000, "cpu", "e4m3",
 )  # fmt: skip
 
 
 def any_options(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
     program = rng.choice((run, bench))
-    words = [rng.choice((rng.choice(flags_of(program)), rng.choice(VALUES))) for _ in range(rng.randrange(6))]
+    words = [
+        rng.choice((rng.choice(flags_of(program)), rng.choice(VALUES)))
+        for _ in range(rng.randrange(6))
+    ]
     said = io.StringIO()
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(said):
@@ -399,7 +486,9 @@ def spoiled_saving(rng: random.Random, bases: dict[str, Path], place: Path) -> N
         expected.add("saved")
         load(str(place / "saved"), device="cpu", ctx_size=8)
     finally:
-        assert {path.name for path in place.iterdir()} == expected, "it is saved whole or not at all"
+        assert {path.name for path in place.iterdir()} == expected, (
+            "it is saved whole or not at all"
+        )
 
 
 def spoiled_prompt_cache(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
@@ -413,7 +502,8 @@ def spoiled_prompt_cache(rng: random.Random, bases: dict[str, Path], place: Path
 
 
 KINDS: dict[Callable, int] = {  # how often each is chosen
-    spoiled_checkpoint: 20, spoiled_template: 3, text_there_and_back: 4, any_options: 1, any_prompt: 1,
+    spoiled_checkpoint: 20, spoiled_template: 3, text_there_and_back: 4, any_options: 1,
+    any_prompt: 1,
     spoiled_chat: 1, spoiled_saving: 1, spoiled_prompt_cache: 1,
 }  # fmt: skip
 
@@ -421,17 +511,27 @@ KINDS: dict[Callable, int] = {  # how often each is chosen
 # ---- cases in processes of their own
 
 
-watched = SimpleNamespace(folder="", seen=[])  # while there is a folder, what is done that must not be
+# while there is a folder, what is done that must not be
+watched = SimpleNamespace(folder="", seen=[])
 FORBIDDEN = "os.system os.exec os.posix_spawn subprocess.Popen socket.connect pickle.find_class ctypes.dlopen".split()
 
 
 def watch(event: str, arguments: tuple) -> None:
-    """An audit hook that records what a case must not do: open files outside its folder, run programs or connect."""
+    """An audit hook that records what a case must not do: open files outside its folder, run
+    programs or connect."""
     if watched.folder and event in FORBIDDEN:
         watched.seen.append(f"{event}{arguments}"[:300])
     if watched.folder and event == "open" and isinstance(arguments[0], str | os.PathLike):
         path = os.path.realpath(arguments[0])
-        own = (os.path.realpath(watched.folder), sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev/null", str(ROOT))
+        own = (
+            os.path.realpath(watched.folder),
+            sys.prefix,
+            sys.base_prefix,
+            "/proc",
+            "/sys",
+            "/dev/null",
+            str(ROOT),
+        )
         if not f"{path}/".startswith(tuple(f"{root}/" for root in own)):
             watched.seen.append(f"opens {path}")
 
@@ -451,7 +551,11 @@ def one_case(seed: int, bases: dict[str, Path]) -> str:
         outcome = "refused" if refused else f"FAILED: {traceback.format_exc()}"
     watched.folder = ""
     shutil.rmtree(place, ignore_errors=True)
-    return f"{kind.__name__}: FAILED: {watched.seen}" if watched.seen else f"{kind.__name__}: {outcome}"
+    return (
+        f"{kind.__name__}: FAILED: {watched.seen}"
+        if watched.seen
+        else f"{kind.__name__}: {outcome}"
+    )
 
 
 def worker(seeds: list[int], bases: dict[str, Path], to: Connection) -> None:
@@ -468,7 +572,8 @@ def worker(seeds: list[int], bases: dict[str, Path], to: Connection) -> None:
 def run_cases(
     seeds: list[int], bases: dict[str, Path], until: float = float("inf"), limit: float = SECONDS
 ) -> tuple[Counter, dict[int, str]]:
-    """Counts of the outcomes, and the failures by seed. A process that dies or hangs costs only its current case."""
+    """Counts of the outcomes, and the failures by seed. A process that dies or hangs costs only its
+    current case."""
     outcomes, failures, left = Counter(), {}, seeds
     forked = multiprocessing.get_context("fork")
     while left and time.monotonic() < until:
@@ -513,7 +618,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\n--seed {seed} --cases 1\n{outcome}")
     for outcome, count in sorted(outcomes.items()):
         print(f"{count:8} {outcome}")
-    print(f"{sum(outcomes.values())} cases from seed {args.seed} in {seconds:.0f} s, {len(failures)} failed")
+    print(
+        f"{sum(outcomes.values())} cases from seed {args.seed} in {seconds:.0f} s, {len(failures)} failed"
+    )
     return 1 if failures else 0
 
 

@@ -1,8 +1,9 @@
-"""Turns text files into what train.py reads: streams of tokens, in which some of the tales are told in a chat.
+"""Turns text files into what train.py reads: streams of tokens, in which some of the tales are told
+in a chat.
 
-A book is split at its titles into sections. For the chat a tale becomes a dialogue: a fitting request, made up from its
-title and from the people and things in it, and the tale as the answer, in instalments if it is long.
-"""
+A book is split at its titles into sections. For the chat a tale becomes a dialogue: a fitting
+request, made up from its title and from the people and things in it, and the tale as the answer, in
+instalments if it is long."""
 
 import io
 import multiprocessing
@@ -49,12 +50,19 @@ class Section:
 
 
 def heading(line):
-    """The title that a line holds, or None. A title is short and not speech, with every word but the small ones
-    capitalised."""
-    line = re.sub(r"\s*[\[(][^\])]*[\])]$", "", line.strip())  # a footnote's mark, or '(From the French)'
+    """The title that a line holds, or None. A title is short and not speech, with every word but
+    the small ones capitalised."""
+    # a footnote's mark, or '(From the French)'
+    line = re.sub(r"\s*[\[(][^\])]*[\])]$", "", line.strip())
     line = line.rstrip(".?!") if line.isupper() or line.lower().startswith("chapter") else line
     words = re.findall(r"[^\W\d_][\w'-]*", line)
-    if not 3 <= len(line) <= 75 or line[0] in "\"'[(*_" or line[-1] in ",;:.?!-" or '"' in line or not words:
+    if (
+        not 3 <= len(line) <= 75
+        or line[0] in "\"'[(*_"
+        or line[-1] in ",;:.?!-"
+        or '"' in line
+        or not words
+    ):
         return None
     if not all(w[0].isupper() or w in SMALL_WORDS or words[0].lower() == "chapter" for w in words):
         return None
@@ -65,7 +73,8 @@ def heading(line):
 
 
 def sections(text):
-    """Split a book at its titles. A title that follows another one after only a little text is taken for plain text."""
+    """Split a book at its titles. A title that follows another one after only a little text is
+    taken for plain text."""
     found, lines = [], [line for line in text.split("\n") if line.strip()]
     for line in lines:
         title = heading(line)
@@ -108,7 +117,9 @@ ASK = (
     "I would like to hear {}|I want to hear {}|Let me hear {}|Give me {}|Write {}|Write me {}|Do you know {}?|"
     "Read me {}"
 ).split("|")
-TITLED = 'the tale of {}|the tale of {}|the story of {}|the tale called {}|the story of "{}"|"{}"|{}|{}'.split("|")
+TITLED = 'the tale of {}|the tale of {}|the story of {}|the tale called {}|the story of "{}"|"{}"|{}|{}'.split(
+    "|"
+)
 GENERIC = (
     "a {}|a {}|a short {}|a short {}|a little {}|another {}|another one|one more {}|a {}, please|a good {}|something|"
     "a {} about anything you like"
@@ -133,17 +144,27 @@ SMALL_TALK = {
 
 
 def topics(text, title):
-    """The people and things that a passage is about: words of TOPICS and names, each ready to follow 'a story
-    about'."""
-    words, head = Counter(re.findall(r"[a-z]+", text.lower())), set(re.findall(r"[a-z]+", title.lower()))
-    found = [("an " if w[0] in "aeio" else "a ") + w for w in sorted(TOPICS) if words[w] > 2 or words[w] and w in head]
+    """The people and things that a passage is about: words of TOPICS and names, each ready to
+    follow 'a story about'."""
+    words, head = (
+        Counter(re.findall(r"[a-z]+", text.lower())),
+        set(re.findall(r"[a-z]+", title.lower())),
+    )
+    found = [
+        ("an " if w[0] in "aeio" else "a ") + w
+        for w in sorted(TOPICS)
+        if words[w] > 2 or words[w] and w in head
+    ]
     names = Counter(re.findall(r"(?<=[a-z,] )[A-Z][a-z]{2,}", text))
     lower = set(re.findall(r"\b[a-z]+\b", text))
-    return found + [n for n, k in sorted(names.items()) if k > 2 and n.lower() not in lower | TOPICS]
+    return found + [
+        n for n, k in sorted(names.items()) if k > 2 and n.lower() not in lower | TOPICS
+    ]
 
 
 def request(rng, section, part, complete):
-    """One way of asking for this tale. Only a tale that fits in one answer may be asked for without saying which."""
+    """One way of asking for this tale. Only a tale that fits in one answer may be asked for without
+    saying which."""
     about, roll = topics(part, section.title), rng.random()
     if complete and roll < 0.4:
         wish = rng.choice(GENERIC).format(rng.choice(STORY))
@@ -161,8 +182,8 @@ def request(rng, section, part, complete):
 
 
 def cut(text, whole=3400):
-    """A tale in parts that each fit in one answer: about 300 to 850 tokens, ending at the end of a paragraph or a
-    sentence."""
+    """A tale in parts that each fit in one answer: about 300 to 850 tokens, ending at the end of a
+    paragraph or a sentence."""
     parts, rng = [], random.Random(len(text))
     while len(text) > whole:
         at = rng.randrange(1300, 2700)
@@ -202,12 +223,20 @@ class Data:
 
 
 def document(rng, section, sp, spell):
-    """The tokens of one section. Some of the tales are told in a chat, in Meta's template: '<s>[INST] user [/INST]
-    answer </s>' for each turn. The others are plain text, half of them without the title: '<s> Once upon a time'."""
+    """The tokens of one section. Some of the tales are told in a chat, in Meta's template:
+    '<s>[INST] user [/INST] answer </s>' for each turn. The others are plain text, half of them
+    without the title: '<s> Once upon a time'."""
     if not section.is_tale or rng.random() > CHAT:
         bare = section.is_tale and rng.random() < 0.5
-        return [BOS, *spell(section.body if bare else f"{section.headings}\n{section.body}".strip()), EOS]
-    tokens, system = [], f"<<SYS>>\n{rng.choice(SYSTEMS)}\n<</SYS>>\n\n" if rng.random() < 0.15 else ""
+        return [
+            BOS,
+            *spell(section.body if bare else f"{section.headings}\n{section.body}".strip()),
+            EOS,
+        ]
+    tokens, system = (
+        [],
+        f"<<SYS>>\n{rng.choice(SYSTEMS)}\n<</SYS>>\n\n" if rng.random() < 0.15 else "",
+    )
     for asked, answer in dialogue(rng, section):
         tokens += [BOS, *sp.encode(f"[INST] {system}{asked} [/INST]"), *spell(answer + " "), EOS]
         system = ""
@@ -215,15 +244,19 @@ def document(rng, section, sp, spell):
 
 
 def encode_epoch(data, plan, epoch, seed):
-    """One reading of all books in a new order: a stream of tokens, and where in it documents begin (after their <s>).
-    Sub-word dropout splits words at random, so that a passage is rarely tokenised the same way twice; the last
-    readings are tokenised as in inference."""
+    """One reading of all books in a new order: a stream of tokens, and where in it documents begin
+    (after their <s>). Sub-word dropout splits words at random, so that a passage is rarely
+    tokenised the same way twice; the last readings are tokenised as in inference."""
     rng, stream, heads = random.Random(f"{seed} {epoch}"), [], []
     alpha = plan.respell if epoch < plan.epochs * (1 - CANONICAL) else 0.0
 
     def spell(text):
         a = alpha * rng.choice((0, 1, 1, 2))
-        return data.sp.encode(text, enable_sampling=True, alpha=a, nbest_size=-1) if a else data.sp.encode(text)
+        return (
+            data.sp.encode(text, enable_sampling=True, alpha=a, nbest_size=-1)
+            if a
+            else data.sp.encode(text)
+        )
 
     for section in rng.sample(data.books, len(data.books)):
         heads.append(len(stream) + 1)
@@ -232,7 +265,8 @@ def encode_epoch(data, plan, epoch, seed):
 
 
 def epochs(data, plan, seed):
-    """The epochs' token streams, made ahead by worker processes: tokenising one takes as long as training on it."""
+    """The epochs' token streams, made ahead by worker processes: tokenising one takes as long as
+    training on it."""
     workers = max(1, min(6, plan.epochs, (os.cpu_count() or 2) // 3))
 
     def work(w):
@@ -249,8 +283,9 @@ def epochs(data, plan, seed):
 
 
 def train_tokenizer(books, path, vocab):
-    """Llama 2's settings: BPE, byte fallback (a line break is <0x0A>), single digits, no normalisation.
-    The chat's markers are repeated often enough that '[INST]' is three tokens and not six."""
+    """Llama 2's settings: BPE, byte fallback (a line break is <0x0A>), single digits, no
+    normalisation. The chat's markers are repeated often enough that '[INST]' is three tokens and
+    not six."""
     lines = [line for s in books for line in f"{s.headings}\n{s.body}".split("\n") if line]
     lines += ["[INST] <<SYS>> <</SYS>> [/INST]"] * (len(lines) // 40)
     written = io.BytesIO()

@@ -1,10 +1,11 @@
-"""One training step, kernel by kernel, beside what the hardware can do: the same report as llm.c prints of its step.
+"""One training step, kernel by kernel, beside what the hardware can do: the same report as llm.c
+prints of its step.
 
-Times come from the profiler. Bytes and operations are counted, not measured: each kernel of training.py and each op of
-torch is charged with its inputs read once and its outputs written once, and matmuls and attention with their
-multiplications and additions. A kernel's ideal time is the longer of two: its bytes at the rate of a large copy, and
-its operations at the rate of a large matmul, both measured in the same run.
-"""
+Times come from the profiler. Bytes and operations are counted, not measured: each kernel of
+training.py and each op of torch is charged with its inputs read once and its outputs written once,
+and matmuls and attention with their multiplications and additions. A kernel's ideal time is the
+longer of two: its bytes at the rate of a large copy, and its operations at the rate of a large
+matmul, both measured in the same run."""
 
 from collections import defaultdict
 
@@ -26,15 +27,20 @@ KINDS = {  # by what a row's name contains
 
 
 def kind_of(name):
-    return next((kind for kind, signs in KINDS.items() if any(sign in name for sign in signs)), "other")
+    return next(
+        (kind for kind, signs in KINDS.items() if any(sign in name for sign in signs)), "other"
+    )
 
 
 def size(tensors):
-    return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
+    return sum(
+        t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)
+    )
 
 
 class Counting(TorchDispatchMode):
-    """Counts bytes and operations of every op by name; those of training.py's kernels where they are launched."""
+    """Counts bytes and operations of every op by name; those of training.py's kernels where they
+    are launched."""
 
     def __init__(self):
         super().__init__()
@@ -44,9 +50,13 @@ class Counting(TorchDispatchMode):
         out = op(*args, **(kwargs or {}))
         name, schema = op._overloadpacket.__name__, op._schema
         if schema.is_mutable or not any(r.alias_info for r in schema.returns):  # not a view
-            written = [a for a, s in zip(args, schema.arguments) if s.alias_info and s.alias_info.is_write]
+            written = [
+                a for a, s in zip(args, schema.arguments) if s.alias_info and s.alias_info.is_write
+            ]
             named = schema.arguments[len(args) :]
-            written += [(kwargs or {}).get(s.name) for s in named if s.alias_info and s.alias_info.is_write]
+            written += [
+                (kwargs or {}).get(s.name) for s in named if s.alias_info and s.alias_info.is_write
+            ]
             self.bytes[f"aten::{name}"] += size(args) + size(written or out)
         self.operations[f"aten::{name}"] += operations(name, args)
         return out
@@ -81,13 +91,15 @@ def operations(name, args):
     if "scaled_dot_product" in name:
         backward = "backward" in name
         q, k = args[1:3] if backward else args[:2]
-        return (5.0 if backward else 2.0) * q.numel() * k.shape[-2]  # causal: half of the positions are seen
+        # causal: half of the positions are seen
+        return (5.0 if backward else 2.0) * q.numel() * k.shape[-2]
     return 0.0
 
 
 def timed(parts, device):
-    """Name -> (seconds, count) of what ran, and the seconds of each part. On a GPU the names are those of our kernels
-    and, for kernels that torch launches, those of its ops; on a CPU, those of the ops."""
+    """Name -> (seconds, count) of what ran, and the seconds of each part. On a GPU the names are
+    those of our kernels and, for kernels that torch launches, those of its ops; on a CPU, those of
+    the ops."""
     gpu, activity = device.type == "cuda", torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU] + [activity.CUDA] * gpu) as profiler:
         for name, part in parts.items():
@@ -95,7 +107,11 @@ def timed(parts, device):
                 part()
                 bench.synchronize(device)
     events = profiler.events()
-    spans = {e.name[5:]: e.time_range for e in events if e.name.startswith("part ") and e.device_type.name == "CPU"}
+    spans = {
+        e.name[5:]: e.time_range
+        for e in events
+        if e.name.startswith("part ") and e.device_type.name == "CPU"
+    }
     found = defaultdict(lambda: [0.0, 0])
 
     def add(name, microseconds, count=1):
@@ -107,11 +123,17 @@ def timed(parts, device):
             if e.name.startswith("aten::"):
                 add(e.name, e.self_cpu_time_total)
         return found, {name: span.elapsed_us() * 1e-6 for name, span in spans.items()}
-    ran = [e for e in events if e.device_type.name == "CUDA" and not e.name.startswith(("part ", "Optimizer."))]
+    ran = [
+        e
+        for e in events
+        if e.device_type.name == "CUDA" and not e.name.startswith(("part ", "Optimizer."))
+    ]
     for e in ran:
         add(e.name, e.time_range.elapsed_us())
     for e in events:
-        for kernel in e.kernels if e.device_type.name == "CPU" and e.name.startswith("aten::") else ():
+        for kernel in (
+            e.kernels if e.device_type.name == "CPU" and e.name.startswith("aten::") else ()
+        ):
             add(kernel.name, -kernel.duration, -1)
             add(outermost(e), kernel.duration)
     within = {name: sum(e.time_range.elapsed_us() for e in ran if span.start <= e.time_range.start < span.end) * 1e-6
@@ -124,12 +146,15 @@ def outermost(event):
     name = event.name
     while event.cpu_parent is not None:
         event = event.cpu_parent
-        name = event.name if event.name.startswith("aten::") and event.name not in COMPOSITE else name
+        name = (
+            event.name if event.name.startswith("aten::") and event.name not in COMPOSITE else name
+        )
     return name
 
 
 COMPOSITE = tuple(
-    f"aten::{name}" for name in "to linear matmul dropout contiguous scaled_dot_product_attention".split()
+    f"aten::{name}"
+    for name in "to linear matmul dropout contiguous scaled_dot_product_attention".split()
 )
 
 
@@ -151,17 +176,29 @@ def report(parts, device):
         # what is not counted is taken to be at its ceiling
         kinds[kind_of(name)][1] += min(best, seconds) if best else seconds
         if seconds > 0.002 * total:
-            shares = {"% of copy": 100 * moved / copy / seconds, "% of product": 100 * done / product / seconds}
+            shares = {
+                "% of copy": 100 * moved / copy / seconds,
+                "% of product": 100 * done / product / seconds,
+            }
             rows.append(
-                {"kernel": name[:48], "ms": 1e3 * seconds, "count": count, "GB/s": moved / seconds / 1e9} | shares
+                {
+                    "kernel": name[:48],
+                    "ms": 1e3 * seconds,
+                    "count": count,
+                    "GB/s": moved / seconds / 1e9,
+                }
+                | shares
             )
     sums = [
-        {"": k, "ms": 1e3 * s, "% of time": 100 * s / total, "% of ceiling": 100 * i / s} for k, (s, i) in kinds.items()
+        {"": k, "ms": 1e3 * s, "% of time": 100 * s / total, "% of ceiling": 100 * i / s}
+        for k, (s, i) in kinds.items()
     ]
     spans = [{"": k, "ms": 1e3 * s, "% of time": 100 * s / total} for k, s in within.items()]
     ideal = sum(i for _, i in kinds.values())
     share = f"efficiency {100 * ideal / total:.1f}%"
-    closing = f"{1e3 * total:.2f} ms of kernels; each at its own ceiling {1e3 * ideal:.2f} ms: {share}"
+    closing = (
+        f"{1e3 * total:.2f} ms of kernels; each at its own ceiling {1e3 * ideal:.2f} ms: {share}"
+    )
     for table in (rows, sums, spans):
         bench.show(table)
         print()

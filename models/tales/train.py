@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Train the embedded model: text files in, a Llama 2 folder in Hugging Face's layout out.
 
-    python models/tales/train.py --corpus DIR --out DIR        DIR holds train/*.txt and held_out/*.txt
+    python models/tales/train.py --corpus DIR --out DIR        DIR holds train/*.txt and
+                                                               held_out/*.txt
 
-A corpus of 21 MB is tiny for a language model: anything big enough to learn it learns it by heart. So the recipe is
-mostly about preventing that. It reads the books many times but never the same way twice (books.py: sub-word dropout,
-new requests; here: new windows), trains two larger teachers that can afford dropout, and has the small model that is
-shipped imitate their averaged predictions: a distribution over the next token says more than the one token that
-occurred. The model is defined anew here: the inference program updates a cache in place, and gradients cannot flow
-through that.
+A corpus of 21 MB is tiny for a language model: anything big enough to learn it learns it by heart.
+So the recipe is mostly about preventing that. It reads the books many times but never the same way
+twice (books.py: sub-word dropout, new requests; here: new windows), trains two larger teachers that
+can afford dropout, and has the small model that is shipped imitate their averaged predictions: a
+distribution over the next token says more than the one token that occurred. The model is defined
+anew here: the inference program updates a cache in place, and gradients cannot flow through that.
 """
 
 import argparse
@@ -37,7 +38,8 @@ from torch import nn
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from training import fused, reference
 
-# ---------------------------------------------------------------- the model: Llama 2, named as Hugging Face names it
+# ---------------------------------------------------------------- the model: Llama 2, named as
+# Hugging Face names it
 
 
 @dataclass
@@ -58,7 +60,8 @@ class Config:
         return (self.dim, kv, kv) if name.endswith("qkv_proj") else (self.hidden, self.hidden)
 
 
-JOINED = {  # matrices that multiply the same input are one matrix here, and several in the checkpoint
+# matrices that multiply the same input are one matrix here, and several in the checkpoint
+JOINED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
@@ -72,8 +75,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(c.dim, c.dim, bias=False)
 
     def forward(self, x, cos, sin):
-        q, k, v = (t.transpose(1, 2) for t in self.ops.rope(self.qkv_proj(x), cos, sin, *self.heads))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads[0] != self.heads[1])
+        q, k, v = (
+            t.transpose(1, 2) for t in self.ops.rope(self.qkv_proj(x), cos, sin, *self.heads)
+        )
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.heads[0] != self.heads[1]
+        )
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -89,14 +96,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x is the residual and h its normalised form, the input of a branch. A branch's output is added, with dropout, by
-    the norm that follows it, so a block ends with the first norm of the next one."""
+    """x is the residual and h its normalised form, the input of a branch. A branch's output is
+    added, with dropout, by the norm that follows it, so a block ends with the first norm of the
+    next one."""
 
     def __init__(self, c, dropout, ops):
         super().__init__()
         self.ops, self.eps, self.dropout = ops, c.eps, dropout
         self.self_attn, self.mlp = Attention(c, ops), MLP(c, ops)
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)  # weights only
+        # weights only
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
 
     def forward(self, x, h, cos, sin, next_norm):
         dropout = self.dropout if self.training else 0.0
@@ -112,11 +121,14 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(c.vocab, c.dim)
         self.layers = nn.ModuleList(Block(c, dropout, ops) for _ in range(c.layers))
         self.norm, self.dropout = nn.RMSNorm(c.dim), nn.Dropout(dropout)
-        angles = torch.outer(torch.arange(c.context), c.theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim))
+        angles = torch.outer(
+            torch.arange(c.context), c.theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
+        )
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, p in self.named_parameters():
-            if p.ndim == 2:  # the last matrix of each branch starts smaller, since the layers' outputs add up
+            # the last matrix of each branch starts smaller, since the layers' outputs add up
+            if p.ndim == 2:
                 ends = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.layers) if ends else 0.02)
 
@@ -124,9 +136,12 @@ class Llama(nn.Module):
         return self.dropout(self.embed_tokens(tokens))
 
     def hidden(self, x):
-        """The input of the classifier. The residual x is in fp32, the rest in autocast's type if it is on."""
+        """The input of the classifier. The residual x is in fp32, the rest in autocast's type if it
+        is on."""
         device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        )
         norms = [*(block.input_layernorm.weight for block in self.layers), self.norm.weight]
         x, h = self.ops.rmsnorm(x, None, norms[0], self.config.eps, dtype)
         for block, norm in zip(self.layers, norms[1:]):
@@ -138,7 +153,9 @@ class Llama(nn.Module):
 
     def classify(self, h, targets):
         """The mean cross-entropy."""
-        return self.ops.linear_cross_entropy(h.flatten(0, 1), self.embed_tokens.weight, targets.flatten())
+        return self.ops.linear_cross_entropy(
+            h.flatten(0, 1), self.embed_tokens.weight, targets.flatten()
+        )
 
     def loss(self, tokens, targets):
         return self.classify(self.hidden(self.embed(tokens)), targets)
@@ -162,17 +179,20 @@ class Plan:
 
 
 TEACHER = Plan(epochs=12, lr=4e-3, decay=0.5, dropout=0.15, hide=0.05, respell=0.08)
-# the student's learning rate is high, which keeps it from learning by heart: without teachers 6e-3 clearly beat 3e-3
+# the student's learning rate is high, which keeps it from learning by heart: without teachers 6e-3
+# clearly beat 3e-3
 STUDENT = Plan(epochs=18, lr=1e-2, decay=0.3, dropout=0.0, hide=0.0, respell=0.05)
 ALIGNED = 0.5  # probability that a document's beginning begins a window
-WARMUP, FALL = 0.03, 0.7  # shares of the training in which the learning rate rises, and falls to zero
+# shares of the training in which the learning rate rises, and falls to zero
+WARMUP, FALL = 0.03, 0.7
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum that is orthogonalised before it is applied, so that every direction of a weight matrix learns at the
-    same speed. Five Newton-Schulz steps (in bf16 on a GPU) do this, for all matrices of one shape at once. The result
-    is scaled to the size of an AdamW step, so that one learning rate serves both. A parameter that joins several
-    matrices is split into them, with `rows` rows each."""
+    """Momentum that is orthogonalised before it is applied, so that every direction of a weight
+    matrix learns at the same speed. Five Newton-Schulz steps (in bf16 on a GPU) do this, for all
+    matrices of one shape at once. The result is scaled to the size of an AdamW step, so that one
+    learning rate serves both. A parameter that joins several matrices is split into them, with
+    `rows` rows each."""
 
     def __init__(self, params, rows, lr, weight_decay, momentum=0.95):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
@@ -185,19 +205,23 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             shapes = {}
             for p in group["params"]:
-                for matrix in zip(*(t.split(self.rows[p]) for t in (p, p.grad, self.state[p]["m"]))):
+                for matrix in zip(
+                    *(t.split(self.rows[p]) for t in (p, p.grad, self.state[p]["m"]))
+                ):
                     shapes.setdefault(matrix[0].shape, []).append(matrix)
             for shape, matrices in shapes.items():
                 params, grads, moments = map(list, zip(*matrices))
                 torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
-                update = torch.stack(torch._foreach_lerp(grads, moments, group["momentum"]))  # Nesterov
+                # Nesterov
+                update = torch.stack(torch._foreach_lerp(grads, moments, group["momentum"]))
                 update = orthogonal(update) * (0.2 * math.sqrt(max(shape)) * group["lr"])
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_sub_(params, list(update.to(params[0].dtype)))
 
 
 def orthogonal(x):
-    """The matrices with all singular values brought close to 1, by Newton-Schulz steps; the factors are Muon's own."""
+    """The matrices with all singular values brought close to 1, by Newton-Schulz steps; the factors
+    are Muon's own."""
     tall, x = x.shape[-2] > x.shape[-1], x.bfloat16() if x.is_cuda else x
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -209,28 +233,40 @@ def orthogonal(x):
 
 def optimizers(model, plan):
     """Muon for the matrices, AdamW for the embedding and the norms."""
-    matrices = {n.removesuffix(".weight"): p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n}
-    rows = [model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),) for n, p in matrices.items()]
+    matrices = {
+        n.removesuffix(".weight"): p
+        for n, p in model.named_parameters()
+        if p.ndim == 2 and "embed" not in n
+    }
+    rows = [
+        model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),)
+        for n, p in matrices.items()
+    ]
     embedding = dict(params=[model.embed_tokens.weight], weight_decay=0.1 * plan.decay)
     norms = dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)
-    gpu = model.embed_tokens.weight.is_cuda  # there the rate is on the device, and the step part of a CUDA graph
+    # there the rate is on the device, and the step part of a CUDA graph
+    gpu = model.embed_tokens.weight.is_cuda
     lr = torch.tensor(plan.lr, device=model.embed_tokens.weight.device) if gpu else plan.lr
-    adamw = torch.optim.AdamW([embedding, norms], lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=gpu, capturable=gpu)
+    adamw = torch.optim.AdamW(
+        [embedding, norms], lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=gpu, capturable=gpu
+    )
     return [adamw, Muon(list(matrices.values()), rows, lr=plan.lr, weight_decay=plan.decay)]
 
 
 def imitation(logits, guides, y):
-    """What to minimise when there are teachers, the cross-entropy with the mean of their predictions; and, for the
-    report, the cross-entropy with the actual next token."""
+    """What to minimise when there are teachers, the cross-entropy with the mean of their
+    predictions; and, for the report, the cross-entropy with the actual next token."""
     logits = logits.float()
     soft = sum(guide.float().softmax(-1) for guide in guides) / len(guides)
-    return -(soft * logits.log_softmax(-1)).sum(-1).mean(), F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    return -(soft * logits.log_softmax(-1)).sum(-1).mean(), F.cross_entropy(
+        logits.flatten(0, 1), y.flatten()
+    )
 
 
 def windows(size, heads, length, rng):
-    """Where the windows of an epoch begin. A model that has only seen windows cut anywhere takes what follows the first
-    <s> for the middle of a text, and does not recognise a prompt as a beginning; so half of the documents begin a
-    window."""
+    """Where the windows of an epoch begin. A model that has only seen windows cut anywhere takes
+    what follows the first <s> for the middle of a text, and does not recognise a prompt as a
+    beginning; so half of the documents begin a window."""
     starts, at = [], rng.randrange(length)
     while at + length <= size:
         starts.append(at)
@@ -244,7 +280,9 @@ def grouped(epoch, args, device, rng):
     stream, heads = epoch
     starts = windows(len(stream), heads, args.context, rng)
     if not starts:
-        sys.exit(f"train.py: the books hold {len(stream)} tokens, too few for --context {args.context}")
+        sys.exit(
+            f"train.py: the books hold {len(stream)} tokens, too few for --context {args.context}"
+        )
     batch = min(args.batch, len(starts))
     groups = torch.tensor(starts[: len(starts) // batch * batch], device=device).view(-1, batch)
     return torch.from_numpy(stream.astype(np.int64)).to(device), groups
@@ -257,13 +295,15 @@ def pick(tokens, starts, length):
 
 
 def compile_plain(model):
-    """Compile a plain torch model block by block, since all its blocks share one compilation. Fused ops stay as they
-    are."""
+    """Compile a plain torch model block by block, since all its blocks share one compilation. Fused
+    ops stay as they are."""
     if model.ops is reference:
         for block in model.layers:
             block.compile(dynamic=False)
         model.ops = SimpleNamespace(**vars(reference))
-        model.ops.linear_cross_entropy = torch.compile(reference.linear_cross_entropy, dynamic=False)
+        model.ops.linear_cross_entropy = torch.compile(
+            reference.linear_cross_entropy, dynamic=False
+        )
 
 
 def rate(progress):
@@ -281,12 +321,17 @@ def update(model, optims, lr):
 
 
 class Graph:
-    """A function of tensors as a CUDA graph, since Python takes longer to launch the kernels of a step than they take
-    to run. The first calls are not captured, since in them libraries allocate their workspaces and kernels are
-    compiled."""
+    """A function of tensors as a CUDA graph, since Python takes longer to launch the kernels of a
+    step than they take to run. The first calls are not captured, since in them libraries allocate
+    their workspaces and kernels are compiled."""
 
     def __init__(self, function, warmup=3):
-        self.function, self.warmup, self.graph, self.stream = function, warmup, None, torch.cuda.Stream()
+        self.function, self.warmup, self.graph, self.stream = (
+            function,
+            warmup,
+            None,
+            torch.cuda.Stream(),
+        )
 
     def __call__(self, *inputs):
         if self.warmup or self.graph and inputs[0].shape != self.inputs[0].shape:
@@ -307,8 +352,8 @@ class Graph:
 
 
 def stepper(model, teachers, plan):
-    """A function of inputs, targets and the learning rate that makes one training step and returns the
-    cross-entropy."""
+    """A function of inputs, targets and the learning rate that makes one training step and returns
+    the cross-entropy."""
     device = model.embed_tokens.weight.device.type
     gpu = device == "cuda"
     imitate = torch.compile(imitation, dynamic=False) if gpu else imitation
@@ -327,7 +372,8 @@ def stepper(model, teachers, plan):
 
 
 def fit(name, model, teachers, plan, data, args, seed):
-    """Train the model in place and return it. Other processes tokenise the books while the GPU is set up."""
+    """Train the model in place and return it. Other processes tokenise the books while the GPU is
+    set up."""
     began, rng, readings = time.time(), random.Random(seed), epochs(data, plan, seed)
     device, gpu = next(model.to(args.device).parameters()).device, args.device == "cuda"
     if gpu:
@@ -346,15 +392,18 @@ def fit(name, model, teachers, plan, data, args, seed):
         if (epoch + 1) % 4 == 0 or epoch + 1 == plan.epochs:
             done = f"{name}, epoch {epoch + 1} of {plan.epochs}, {time.time() - began:.0f} s"
             loss = losses / len(groups)
-            say(f"{done}: training loss {loss.item():.3f}, held out {evaluate(model, data)[0]:.4f} bits per byte")
+            say(
+                f"{done}: training loss {loss.item():.3f}, held out {evaluate(model, data)[0]:.4f} bits per byte"
+            )
     return model.eval()
 
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def evaluate(model, data):
-    """Bits per byte and perplexity per token of the held-out text: windows of 512 tokens without overlap, each read
-    afresh after <s>, so that a token is predicted from 256 others on average. Every token counts once."""
+    """Bits per byte and perplexity per token of the held-out text: windows of 512 tokens without
+    overlap, each read afresh after <s>, so that a token is predicted from 256 others on average.
+    Every token counts once."""
     was, device = model.training, next(model.parameters()).device
     model.eval()
     nats, tokens = 0.0, torch.tensor(data.judged, device=device)
@@ -371,7 +420,8 @@ def new_teacher(vocab, args):
 
 
 def teach(i, file, data, args):
-    """Train a teacher and save it: run in a process of its own, and on a GPU of its own if there are enough."""
+    """Train a teacher and save it: run in a process of its own, and on a GPU of its own if there
+    are enough."""
     seed, plan = args.seed + 1 + i, replace(TEACHER, epochs=args.teacher_epochs)
     torch.manual_seed(seed)
     if args.device == "cuda":
@@ -382,7 +432,10 @@ def teach(i, file, data, args):
 
 def taught(data, args):
     """The teachers, trained side by side."""
-    teachers = [new_teacher(data.sp.vocab_size(), args).eval().requires_grad_(False) for _ in range(args.teachers)]
+    teachers = [
+        new_teacher(data.sp.vocab_size(), args).eval().requires_grad_(False)
+        for _ in range(args.teachers)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
         files = [Path(folder, str(i)) for i in range(args.teachers)]
@@ -406,7 +459,8 @@ CHAT_TEMPLATE = r"""
 
 
 def shaped(vocab, dim, layers, sharing, context):
-    """The config of a model with Llama 2's proportions; `sharing` query heads share one key/value head."""
+    """The config of a model with Llama 2's proportions; `sharing` query heads share one key/value
+    head."""
     return Config(vocab, dim, layers, dim // 64 // sharing, dim * 11 // 4 // 64 * 64, context)
 
 
@@ -449,9 +503,12 @@ def save(model, folder):
         unk_token="<unk>",
         chat_template=CHAT_TEMPLATE,
     )
-    generation = dict(bos_token_id=BOS, eos_token_id=EOS, repetition_penalty=1.1)  # it repeats itself without one
+    # it repeats itself without one
+    generation = dict(bos_token_id=BOS, eos_token_id=EOS, repetition_penalty=1.1)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model.safetensors").write_bytes(safetensors.torch.save(state, metadata={"format": "pt"}))
+    (folder / "model.safetensors").write_bytes(
+        safetensors.torch.save(state, metadata={"format": "pt"})
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")
@@ -478,12 +535,27 @@ def say(text):
 
 
 def arguments():
-    p = argparse.ArgumentParser(description="Train the model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = argparse.ArgumentParser(
+        description="Train the model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = p.add_argument
-    add("--corpus", type=Path, help="folder with train/*.txt and held_out/*.txt, one paragraph per line")
+    add(
+        "--corpus",
+        type=Path,
+        help="folder with train/*.txt and held_out/*.txt, one paragraph per line",
+    )
     add("--out", type=Path, help="folder to write the model to")
-    add("--profile", action="store_true", help="only profile one step of a teacher on random tokens, kernel by kernel")
-    add("--seed", type=int, default=1, help="of the weights, the requests and the order of the books")
+    add(
+        "--profile",
+        action="store_true",
+        help="only profile one step of a teacher on random tokens, kernel by kernel",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=1,
+        help="of the weights, the requests and the order of the books",
+    )
     add(
         "--device",
         choices=("cuda", "cpu"),
@@ -496,7 +568,12 @@ def arguments():
         help="Triton kernels, or plain torch, compiled on a GPU; the default follows --device",
     )
     add("--vocab", type=int, default=4096, help="size of the tokenizer")
-    add("--dim", type=int, default=256, help="width, a multiple of 128: two heads of 64 share a key head")
+    add(
+        "--dim",
+        type=int,
+        default=256,
+        help="width, a multiple of 128: two heads of 64 share a key head",
+    )
     add("--layers", type=int, default=9, help="depth")
     add("--context", type=int, default=1024, help="tokens per window")
     add("--batch", type=int, default=32, help="windows per step")
@@ -518,7 +595,9 @@ def read(folder):
     """The books of a folder."""
     files = sorted(folder.glob("*.txt"))
     if not files:
-        sys.exit(f"train.py: no *.txt in {folder}: --corpus wants a folder with train/*.txt and held_out/*.txt")
+        sys.exit(
+            f"train.py: no *.txt in {folder}: --corpus wants a folder with train/*.txt and held_out/*.txt"
+        )
     return [f.read_text(encoding="utf-8") for f in files]
 
 
@@ -564,7 +643,9 @@ def profile(args):
         "backward": lambda: state.pop("loss").backward(),
         "optimiser": lambda: update(model, optims, lr),
     }
-    print(f"{sum(p.numel() for p in model.parameters())} parameters, {x.numel()} tokens, {args.kernels} kernels\n")
+    print(
+        f"{sum(p.numel() for p in model.parameters())} parameters, {x.numel()} tokens, {args.kernels} kernels\n"
+    )
     report(parts, torch.device(args.device))
 
 
