@@ -51,7 +51,7 @@ lint: .venv/ready-test  ## ruff: style and formatting
 	$(VENV)/ruff check . && $(VENV)/ruff format --check .
 
 clean:  ## remove .venv and caches
-	rm -rf .venv __pycache__ dev/__pycache__ .pytest_cache .ruff_cache
+	rm -rf .venv __pycache__ */__pycache__ .pytest_cache .ruff_cache
 
 .venv/ready: requirements.txt
 	@echo "setting up .venv with torch: 2.8 GB to download, minutes"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import hopper
+from extra import hopper
 from fp8 import E4M3, e4m3_encode, plain_values
 from launch import (
     EMULATED,

@@ -187,11 +187,11 @@ from checkpoint import (
     pick_dtype,
     read_config,
 )
+from extra.parallel import Ranks
 from fp8 import Format, Matrix
 from kernels import FORMATS, cpu_product_dtype, prepacked, storage_dtype
 from launch import capability, jit, nearest, save_tables, tables, tl, triton
-from model import CHUNK, Config, KVCache, LayerWeights, Llama, Timings, Weights, captured, generate
-from parallel import Ranks
+from model import CHUNK, Config, LayerWeights, Llama, State, Timings, Weights, captured, generate
 from sampling import Sampler, Sampling
 from tokenizer import TextStream, Tokenizer
 
@@ -549,7 +549,7 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def prompt_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int) -> list[float]:
+def prompt_speeds(model: Llama, cache: State, test: Test, repetitions: int) -> list[float]:
     _, T, depth = test
     tokens = torch.randint(3, model.config.vocab_size, (depth + T,)).tolist()
     cache.truncate(0)
@@ -563,7 +563,7 @@ def prompt_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int) ->
     return [T / s for s in wall_times(run, model.device, repetitions)]
 
 
-def generation_speeds(model: Llama, cache: KVCache, test: Test, repetitions: int) -> list[float]:
+def generation_speeds(model: Llama, cache: State, test: Test, repetitions: int) -> list[float]:
     """Tokens a second of the whole loop, sampling and text included, after a prompt of at least one
     token."""
     prompt = torch.randint(3, model.config.vocab_size, (max(test.depth, 1),)).tolist()
@@ -592,7 +592,7 @@ def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]
     start = time.perf_counter()
     model = open_model(args, dtype, max(test.depth + test.n for test in args.tests) + 1, form)
     loaded = time.perf_counter() - start
-    cache, device, as_type = KVCache(model), model.device, product_dtype(model)
+    cache, device, as_type = State(model), model.device, product_dtype(model)
     note(f"loaded in {loaded:.2f} s on {device}{args.ranks.described(model.exchange, device)}")
     if device.type == "cpu":
         seconds = (args.repetitions + 1) * sum(test.n / bound(model, test) for test in args.tests)
@@ -733,7 +733,7 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     """The ops at T tokens after start_pos others, on the data of each layer in turn, beside plain
     PyTorch."""
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
-    KV, H, KH, D, eps = KVCache(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
+    KV, H, KH, D, eps = State(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     KV.advance(start_pos)
     pos, scratch, end = KV.device_pos, KV.scratch, start_pos + T
     x, residual, y, h = (
@@ -940,7 +940,7 @@ def run_profile(args: argparse.Namespace) -> None:
     start_pos, T = max(args.depth[0], 100), args.n_prompt[0]
     model = open_model(args, args.dtype[0], start_pos + T + 8, args.format[0])
     tokens = torch.randint(3, model.config.vocab_size, (start_pos + T,)).tolist()
-    cache = KVCache(model)
+    cache = State(model)
     model.prefill(tokens[:start_pos], cache)
     step = model.graph(cache).replay if model.uses_graphs else lambda: model.step(1, cache)
 
@@ -964,7 +964,7 @@ def run_profile(args: argparse.Namespace) -> None:
 # ---- passes of several tokens
 
 
-def pass_seconds(model: Llama, cache: KVCache, T: int, depth: int) -> float:
+def pass_seconds(model: Llama, cache: State, T: int, depth: int) -> float:
     """How long it takes to evaluate T tokens at a depth."""
 
     def run() -> None:
@@ -980,7 +980,7 @@ def run_passes(args: argparse.Namespace) -> None:
     gain to pay off."""
     (depth,), lengths = args.depth, [1, *(T for T in args.passes if T > 1)]
     model = open_model(args, args.dtype[0], depth + max(lengths), args.format[0])
-    cache = KVCache(model)
+    cache = State(model)
     seconds = [pass_seconds(model, cache, T, depth) for T in lengths]
     same = dict(model=args.model, format=format_of(model), depth=depth)
     show(
@@ -1040,7 +1040,7 @@ def run_tune(args: argparse.Namespace) -> None:
     model = open_model(args, args.dtype[0], 256, args.format[0])
     if not model.uses_graphs:
         raise ValueError("--tune times the Triton kernels on a GPU")
-    cache, layer = KVCache(model), model.weights.layers[0]
+    cache, layer = State(model), model.weights.layers[0]
     products = [
         ("rmsnorm_qkv_rope", layer.wqkv),
         ("linear_add", layer.wo),
@@ -1115,7 +1115,7 @@ def perplexity(
     by part, each token's loss; with a second model also its loss, and how far their distributions
     differ. A window's input is bos and all its tokens but the last; each token counts in the first
     window with it."""
-    caches, end = [(m, KVCache(m, ctx)) for m in (model, against) if m], 0
+    caches, end = [(m, State(m, ctx)) for m in (model, against) if m], 0
     for start in range(0, len(ids), stride):
         counted, end = end, min(start + ctx, len(ids))
         window, skip = [bos, *ids[start:end]], counted - start

@@ -97,7 +97,7 @@ def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
     """Do a program's work(args, parallel.Ranks) and return its exit code: 1, with one line on
     stderr (with --debug, a traceback), if it fails. If there are several processes, each exits
     here."""
-    from parallel import Ranks
+    from extra.parallel import Ranks
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks = Ranks.of_torchrun()

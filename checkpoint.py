@@ -24,12 +24,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-import ggml
 import kernels
 import launch
-import quants
+from extra import gguf, quants
+from extra.gguf import open_regular, read_header
+from extra.parallel import ALL, Ranks, share
 from fp8 import Format, Matrix, Tensors
-from ggml import open_regular, read_header
 from kernels import FORMATS
 from model import (
     CACHES,
@@ -41,13 +41,12 @@ from model import (
     PADDED,
     Config,
     Joined,
-    KVCache,
     LayerWeights,
     Llama,
+    State,
     Stored,
     Weights,
 )
-from parallel import ALL, Ranks, share
 from sampling import Sampling
 from tokenizer import (
     Tokenizer,
@@ -116,7 +115,7 @@ def read_config(folder: Path) -> Config:
     ValueError."""
     if folder.is_file():
         config = _hugging_face_config(
-            Fields(folder, ggml.config_json(read_header(folder))), Fields(folder, {})
+            Fields(folder, gguf.config_json(read_header(folder))), Fields(folder, {})
         )
     elif (folder / "config.json").is_file():
         config = _hugging_face_config(Fields(folder / "config.json"), _generation(folder))
@@ -146,7 +145,7 @@ def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
 
 
 def _hugging_face_config(f: Fields, generation: Fields) -> Config:
-    f.refuse_unless("model_type", *ggml.ARCHITECTURES)
+    f.refuse_unless("model_type", *gguf.ARCHITECTURES)
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
@@ -410,7 +409,7 @@ class Part:
     offset: int = 0  # of its first byte in a safetensors or GGUF file
     mapped: Tensor | None = None  # the tensor itself, of a torch file
     # how it is quantised; dtype and shape are those it is decoded to
-    kind: ggml.Type | quants.Layout | None = None
+    kind: gguf.Type | quants.Layout | None = None
     # the tensors of a layout, by the last word of their names
     pieces: "dict[str, Part] | None" = None
 
@@ -445,7 +444,7 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
     ]
 
 
-def gguf_parts(header: ggml.GGUF) -> list[Part]:
+def gguf_parts(header: gguf.GGUF) -> list[Part]:
     """The tensors of a GGUF file or of a split one. Those of one dimension are never quantised."""
     parts = []
     for info in header.tensors.values():
@@ -793,7 +792,7 @@ class Checkpoint:
 
 
 NOT_NEEDED = (  # repeated in the config, or scales of activations, which are not rounded here
-    "rotary_emb.inv_freq", "rope.freqs", ggml.ROPE_FACTORS, ".weight_shape",
+    "rotary_emb.inv_freq", "rope.freqs", gguf.ROPE_FACTORS, ".weight_shape",
     ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 
@@ -858,8 +857,8 @@ def find_checkpoint(name: str | Path) -> Path:
     from huggingface_hub import constants, errors, is_offline_mode
 
     repository, _, kind = name.partition(":")
-    for gguf in [kind] if kind else [None, "Q4_K_M", *([""] if is_offline_mode() else [])]:
-        if found := _cached(repository, gguf):
+    for wanted in [kind] if kind else [None, "Q4_K_M", *([""] if is_offline_mode() else [])]:
+        if found := _cached(repository, wanted):
             return found
     try:
         return _download(repository, kind)
@@ -883,7 +882,7 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
     found = (
         says(re.escape(kind))
         if kind
-        else says("Q4_K_M") or says("|".join(t.name for t in ggml.TYPES.values()))
+        else says("Q4_K_M") or says("|".join(t.name for t in gguf.TYPES.values()))
     )
     stem = lambda name: re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", name)
     return [name for name in found if stem(name) == stem(found[0])]
@@ -1453,7 +1452,7 @@ def importance_of(model: Llama, tokens: list[int], quiet: bool = False) -> dict[
         desc="calibrating", total=len(tokens), unit=" tokens", disable=quiet or None, leave=False
     ) as bar:
         for part in torch.tensor(tokens).split(min(1024, model.ctx_size)):
-            model.forward(part, KVCache(model, len(part)))
+            model.forward(part, State(model, len(part)))
             bar.update(len(part))
     if not all(torch.isfinite(total).all() for total in sums.values()):
         raise ValueError("the activations overflow: calibrate with --dtype bf16 or fp32")
@@ -1529,8 +1528,8 @@ def _copy_what_is_small(folder: Path, to: Path, tokenizer: Tokenizer) -> None:
     folder."""
     if folder.is_file():
         header = read_header(folder)
-        vocabulary, beside = ggml.tokenizer_files(header)
-        files = {"config.json": ggml.config_json(header), "tokenizer_config.json": beside}
+        vocabulary, beside = gguf.tokenizer_files(header)
+        files = {"config.json": gguf.config_json(header), "tokenizer_config.json": beside}
         files["tokenizer.model" if isinstance(vocabulary, bytes) else "tokenizer.json"] = vocabulary
         for name, value in files.items():
             (to / name).write_bytes(

@@ -35,8 +35,8 @@ from torch.nn import functional
 
 import fp8
 from attention import attention, attention_ref, to_cache, to_cache_ref
+from extra.int4 import INT4
 from fp8 import E4M3, E5M2, Format, Matrix
-from int4 import INT4
 from launch import (
     EMULATED,
     few_sizes,

@@ -280,7 +280,7 @@ class Llama:
             raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor | list[int], cache: KVCache) -> Tensor:
+    def forward(self, tokens: Tensor | list[int], cache: State) -> Tensor:
         """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them. A
         tensor's ids are not checked."""
         if not isinstance(tokens, Tensor):
@@ -290,11 +290,11 @@ class Llama:
         cache.append(tokens)
         return self.evaluate(len(tokens), cache)
 
-    def evaluate(self, T: int, cache: KVCache) -> Tensor:
+    def evaluate(self, T: int, cache: State) -> Tensor:
         """Evaluate the T tokens already at cache.pos -> logits float32 [T, V] of all of them."""
         return self._forward(T, cache, torch.empty(T, self.config.vocab_size, device=self.device))
 
-    def _forward(self, T: int, cache: KVCache, logits: Tensor, row: Tensor | None = None) -> Tensor:
+    def _forward(self, T: int, cache: State, logits: Tensor, row: Tensor | None = None) -> Tensor:
         """Evaluate the T tokens already at cache.pos; logits [n, V] are filled for the last n of
         them, or for `row`."""
         ops, w, eps, accumulate = self.ops, self.weights, self.config.norm_eps, self.accumulate
@@ -315,12 +315,12 @@ class Llama:
         cache.advance(T)
         return logits
 
-    def step(self, T: int, cache: KVCache) -> None:
+    def step(self, T: int, cache: State) -> None:
         """Evaluate the T tokens already at cache.pos; the last one's logits go to cache.logits."""
         self._forward(T, cache, cache.logits.view(1, -1))
 
     def prefill(
-        self, tokens: list[int], cache: KVCache, progress: Callable[[int, int], None] | None = None
+        self, tokens: list[int], cache: State, progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is
         called with the number of tokens done and the total."""
@@ -348,7 +348,7 @@ class Llama:
         )
         return next(fits, None) if self.uses_graphs and c.ranks == 1 and T > 1 else None
 
-    def _padded_step(self, T: int, length: int, cache: KVCache) -> None:
+    def _padded_step(self, T: int, length: int, cache: State) -> None:
         """`step` for T tokens, padded to `length` with copies of the last one. What is cached for
         the padding lies beyond cache.pos, so its weight is 0; but 0 * NaN is NaN, so the padding
         may not be whatever an earlier prompt left there. Captured as a CUDA graph the first time,
@@ -372,7 +372,7 @@ class Llama:
     def warm_up(self, T: int, sampling: Sampling) -> None:
         """Launch the kernels that `generate` launches for a prompt of T tokens: for
         launch.compile_kernels."""
-        cache = KVCache(self)
+        cache = State(self)
         T = min(T, cache.size, CHUNK[self.device.type])
         cache.sampler.set(sampling)
         self.step(self._padded(T, cache.size) or T, cache)
@@ -385,7 +385,7 @@ class Llama:
         graphs."""
         return self.device.type == "cuda" and self.backend == "triton"
 
-    def graph(self, cache: KVCache) -> torch.cuda.CUDAGraph:
+    def graph(self, cache: State) -> torch.cuda.CUDAGraph:
         """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured
         again only for another cache, other switches of the sampler, or another number of banned
         ids; the cache is not kept alive."""
@@ -464,7 +464,7 @@ def rope_table(config: Config, length: int) -> Tensor:
     return config.rope_gain * torch.stack((angles.cos(), angles.sin()), -1).float()
 
 
-class KVCache:
+class State:
     """Keys and values of the tokens seen so far, and the tokens themselves."""
 
     def __init__(self, model: Llama, size: int | None = None):
@@ -498,7 +498,7 @@ class KVCache:
         count += self.pos
         if count > self.size:
             raise ValueError(
-                f"the prompt has {count} tokens; the context holds {self.size} (-c, or KVCache's size)"
+                f"the prompt has {count} tokens; the context holds {self.size} (-c, or State's size)"
             )
 
     def append(self, tokens: Tensor) -> None:
@@ -567,7 +567,7 @@ class Timings:
 def generate(
     model: Llama,
     prompt: list[int],
-    cache: KVCache | None = None,
+    cache: State | None = None,
     n: int = -1,
     sampling: Sampling | None = None,
     eos: Collection[int] | None = None,
@@ -585,7 +585,7 @@ def generate(
     time. Raises what Llama.check does, ValueError when the prompt is longer than the cache,
     RuntimeError when the logits are not finite."""
     model.check(prompt)
-    cache, V = cache or KVCache(model), model.config.vocab_size
+    cache, V = cache or State(model), model.config.vocab_size
     # a tokenizer without one says -1
     eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]
     cache.sampler.set(sampling or model.sampling)
@@ -612,7 +612,7 @@ def generate(
 BANNED = -1e36  # a logit that no temperature draws; finite, since others are an error
 
 
-def choose_next(model: Llama, cache: KVCache, logits: Tensor, drawn: Tensor | None = None) -> None:
+def choose_next(model: Llama, cache: State, logits: Tensor, drawn: Tensor | None = None) -> None:
     """Sample the token at cache.pos from logits [V], or the T tokens that end there from [T, V],
     into `drawn` (by default cache.host_tokens); a single one goes into cache.tokens, too. logits
     may be overwritten."""
@@ -628,7 +628,7 @@ def choose_next(model: Llama, cache: KVCache, logits: Tensor, drawn: Tensor | No
     )
 
 
-def sample_next(model: Llama, cache: KVCache, logits: Tensor) -> int:
+def sample_next(model: Llama, cache: State, logits: Tensor) -> int:
     """The same, but wait for the token and return it: -1 where the logits are not finite."""
     choose_next(model, cache, logits)
     if model.device.type == "cuda":
@@ -636,7 +636,7 @@ def sample_next(model: Llama, cache: KVCache, logits: Tensor) -> int:
     return int(cache.host_tokens[cache.pos])
 
 
-def _decode(model: Llama, cache: KVCache, n: int) -> Iterator[int]:
+def _decode(model: Llama, cache: State, n: int) -> Iterator[int]:
     """Up to n tokens, one after the other; each is evaluated only when the next is asked for."""
     for i in range(n):
         yield sample_next(model, cache, cache.logits)
@@ -644,7 +644,7 @@ def _decode(model: Llama, cache: KVCache, n: int) -> Iterator[int]:
             model.step(1, cache)
 
 
-def _decode_on_gpu(model: Llama, cache: KVCache, n: int) -> Iterator[int]:
+def _decode_on_gpu(model: Llama, cache: State, n: int) -> Iterator[int]:
     """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), with the
     host one step ahead: while it reads a token, the GPU computes the next. Token and position stay
     on the device."""

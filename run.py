@@ -212,10 +212,10 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, Checkpoint, find_checkpoint, load, pick_device, read_config
 from checkpoint import save as save_model
-from model import KVCache, Llama, Timings, generate
-from parallel import Ranks
+from extra.parallel import Ranks
+from extra.speculation import Draft, Lookup
+from model import Llama, State, Timings, generate
 from sampling import Sampling
-from speculation import Draft, Lookup
 from tokenizer import TextStream, Tokenizer
 
 # ---- a session
@@ -274,7 +274,7 @@ class Session:
         if not args.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
-        self.cache = KVCache(self.model)
+        self.cache = State(self.model)
         self.speculation = Lookup(args.lookup) if args.lookup else None
         if args.draft:
             self.speculation = Draft(args.draft_max, self._load(args.draft))
@@ -496,7 +496,7 @@ class PromptCache:
             "types": types(model),
         }
 
-    def restore(self, cache: KVCache) -> None:
+    def restore(self, cache: State) -> None:
         """Fill an empty cache from the file, if there is one. Raises ValueError for one of another
         model."""
         held = self._read() if self.file.exists() else {"tokens": torch.empty(0, dtype=torch.int32)}
@@ -529,14 +529,14 @@ class PromptCache:
         except SafetensorError as error:
             raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
 
-    def keep(self, ids: list[int], cache: KVCache) -> None:
+    def keep(self, ids: list[int], cache: State) -> None:
         """Write the keys and values of ids, the first in the cache, unless the file has most of
         them. If a rank cannot, all raise its OSError."""
         same, n = len(os.path.commonprefix([self.tokens, ids])), len(ids)
         if 4 * same < 3 * n:
             self.ranks.gather(lambda: self._write(n, cache))
 
-    def _write(self, n: int, cache: KVCache) -> None:
+    def _write(self, n: int, cache: State) -> None:
         tensors = {
             name: torch.stack([t[:, :n] for t in kept]).cpu()
             for name, kept in (("k", cache.k), ("v", cache.v))

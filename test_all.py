@@ -64,17 +64,10 @@ import attention
 import bench
 import checkpoint
 import fp8
-import ggml
-import hopper
-import int4
 import kernels
 import launch
-import parallel
-import quants
 import run
 import sampling
-import speculation
-import training
 from chat import Chat, Printer
 from chat import columns as columns_of
 from checkpoint import (
@@ -90,8 +83,12 @@ from checkpoint import (
 )
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
+from extra import gguf as ggml
+from extra import hopper, int4, parallel, quants, speculation
+from extra.int4 import INT4
+from extra.parallel import Ranks
+from extra.speculation import Draft, Lookup, Pacer, Speculation
 from fp8 import E4M3, E5M2, Matrix
-from int4 import INT4
 from kernels import FORMATS, PRODUCTS
 from launch import tl
 from model import (
@@ -99,16 +96,14 @@ from model import (
     CHUNK,
     PADDED,
     Config,
-    KVCache,
     Llama,
+    State,
     Timings,
     captured,
     generate,
     rope_table,
 )
-from parallel import Ranks
 from sampling import Sampler, Sampling
-from speculation import Draft, Lookup, Pacer, Speculation
 from tokenizer import (
     TEMPLATES,
     Prompt,
@@ -118,6 +113,7 @@ from tokenizer import (
     find_template,
     local_checkpoint,
 )
+from training import ops as training
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HERE = Path(__file__).parent
@@ -223,10 +219,10 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def logits_of(model, ids, *sizes: int, cache: KVCache | None = None) -> torch.Tensor:
+def logits_of(model, ids, *sizes: int, cache: State | None = None) -> torch.Tensor:
     """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
     cache, ids = (
-        KVCache(model) if cache is None else cache,
+        State(model) if cache is None else cache,
         torch.as_tensor(ids, device=model.device),
     )
     return torch.cat([model.forward(part, cache).cpu() for part in ids.split(sizes or len(ids))])
@@ -455,7 +451,7 @@ def decode_in_graphs(monkeypatch, padded=()) -> None:
     graph = lambda run, device, reset, pool=None: (
         (run(), reset()) and SimpleNamespace(replay=run, pool=lambda: None)
     )
-    for module in ("model", "speculation"):
+    for module in ("model", "extra.speculation"):
         monkeypatch.setattr(f"{module}.captured", graph)
     for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
@@ -656,7 +652,7 @@ def greedy(model, prompt: list[int], n: int, cache=None, **options) -> list[int]
 
 
 def test_cache_reuses_the_common_beginning(tiny_model):
-    cache, timings = KVCache(tiny_model), Timings()
+    cache, timings = State(tiny_model), Timings()
     first = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
     again = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
     assert first == again and timings.prompt_tokens == 4 + 1
@@ -692,7 +688,7 @@ def test_wrong_prompts_are_named(tiny, tiny_model):
     for prompt, said in refused:
         for evaluate in (
             lambda p: greedy(tiny_model, p, 1),
-            lambda p: tiny_model.forward(p, KVCache(tiny_model)),
+            lambda p: tiny_model.forward(p, State(tiny_model)),
         ):
             with pytest.raises((TypeError, ValueError), match=said):
                 evaluate(prompt)
@@ -715,7 +711,7 @@ def test_an_ignored_eos_is_never_sampled(tiny_model):
             )
             == [7] * 5
         )
-    cache = KVCache(tiny_model)
+    cache = State(tiny_model)
     greedy(tiny_model, [1, 5], 1, cache, eos=[-1], ignore_eos=True)
     assert not cache.never, "no eos is not the last id"
 
@@ -726,7 +722,7 @@ def test_context_to_its_last_slot(tiny, kv_fp8, backend):
     model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=8, backend=backend, kv_fp8=kv_fp8)
     whole = greedy(model, [5, 6], 2)
     for size in (1, 2, 4):
-        cache, prompt = KVCache(model, size), [5, 6][:size]
+        cache, prompt = State(model, size), [5, 6][:size]
         assert greedy(model, prompt, -1, cache) == whole[: size - len(prompt)]
         assert cache.device_pos == cache.pos
         with pytest.raises(ValueError, match=f"has {size + 1} tokens; the context holds {size}"):
@@ -778,7 +774,7 @@ def test_no_step_sees_an_old_position(tiny, how):
     )
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
     model, plain = (load(tiny, backend=backend, **options) for backend in ("triton", "torch"))
-    cache, expected = KVCache(model), KVCache(plain)
+    cache, expected = State(model), State(plain)
     with torch.inference_mode():
         if how == "generate":
             list(generate(model, [1, 5, 9], cache, steps, Sampling(temp=1.5, seed=SEED), eos=[]))
@@ -828,7 +824,7 @@ def test_cache_not_finite(tiny, kv_fp8, backend):
     model = load(
         tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8
     )
-    cache, prompt = KVCache(model), [1, 5, 6]
+    cache, prompt = State(model), [1, 5, 6]
     greedy(model, prompt, 0, cache)
     for (which, bad), new in itertools.product((("k", NAN), ("v", INF)), ([7], [7, 8, 9])):
         cache.truncate(len(prompt))
@@ -849,7 +845,7 @@ def test_padded_prompts_are_the_prompts(monkeypatch):
     if not ON_GPU:
         decode_in_graphs(monkeypatch, PADDED)
     with torch.inference_mode():
-        cache, plain = KVCache(model), KVCache(model)
+        cache, plain = State(model), State(model)
         for T in (20, 31, 25, 2, 100, 90, 7, 97, 8, 128):
             ids = torch.randint(3, model.config.vocab_size, (T,), device=DEVICE)
             model.prefill(ids.tolist(), cache)
@@ -888,7 +884,7 @@ def test_a_cache_is_freed_with_its_owner(tiny):
     for i in range(4):
         list(generate(model, [1, 5], n=3, sampling=Sampling(seed=i), eos=[]))
         held.append(torch.cuda.memory_allocated())
-    cache = KVCache(model)
+    cache = State(model)
     list(generate(model, [1, 5], cache, n=3, eos=[]))
     gone = weakref.ref(cache)
     del cache
@@ -1034,7 +1030,7 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
 
     model = load(tiny, dtype="fp32", device=DEVICE, backend="torch", ctx_size=64)
     cache, first = (
-        KVCache(model),
+        State(model),
         Sampling(temp=2.0, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30),
     )
     changes = [
@@ -1068,7 +1064,7 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
         Sampling(repeat_penalty=1.1),
     ):
         list(generate(model, [1, 5, 9], cache, 1, other, eos=[]))
-    list(generate(model, [1, 5, 9], KVCache(model), 1, other, eos=[]))
+    list(generate(model, [1, 5, 9], State(model), 1, other, eos=[]))
     list(generate(model, [1, 5, 9], cache, 1, other, eos=[3], ignore_eos=True))
     assert len(captures) == 7
 
@@ -1890,7 +1886,7 @@ def test_decoded_caches(dtype):
         )
 
 
-# ---- int4.py
+# ---- extra/int4.py
 
 
 @functools.cache
@@ -2471,14 +2467,14 @@ def test_prompt_cache_saves_evaluation(cli, tiny, tmp_path):
 
 
 def test_prompt_cache_below_three_quarters(tiny_model, tmp_path):
-    ids, cache = list(range(5, 45)), KVCache(tiny_model)
+    ids, cache = list(range(5, 45)), State(tiny_model)
     tiny_model.prefill(ids, cache)
     for same, rewritten in ((30, False), (29, True)):
         kept = run.PromptCache(tmp_path / f"{same}", tiny_model, Ranks())
         kept.tokens = ids[:same]
         kept.keep(ids, cache)
         assert kept.file.exists() == rewritten
-    restored = KVCache(tiny_model)
+    restored = State(tiny_model)
     kept.restore(restored)
     assert restored.tokens[: restored.pos].tolist() == ids
     assert all(
@@ -4314,7 +4310,7 @@ def test_spoiled_tokenizer_json(tmp_path, spoil, expected):
         Tokenizer(tmp_path, vocab_size=100)
 
 
-# ---- ggml.py and quants.py: files by llama.cpp's package gguf, whose decoding is the reference
+# ---- extra/gguf.py and extra/quants.py: files by llama.cpp's package gguf, whose decoding is the reference
 
 
 QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
@@ -4950,7 +4946,7 @@ def test_gguf_byte_pairs(name, tmp_path):
         assert (Tokenizer(file).encode("ab")[0] == ours.bos) == said
 
 
-# ---- quants.py: quantised safetensors, packed as their formats' documents say
+# ---- extra/quants.py: quantised safetensors, packed as their formats' documents say
 
 
 def words(codes: torch.Tensor, order=range(8)) -> torch.Tensor:
@@ -5139,7 +5135,7 @@ def test_bad_quantised_safetensors_are_one_line(cli, copy, case):
     assert_refused(cli("-m", copy, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), *said)
 
 
-# ---- speculation.py
+# ---- extra/speculation.py
 
 
 class Planted(Speculation):
@@ -5197,11 +5193,11 @@ def test_proposals_do_not_change_the_text(tiny, settings):
     other, options = other_model(model), dict(sampling=Sampling()) | SETTINGS[settings]
     options["sampling"] = replace(options["sampling"], seed=SEED)
     prompt = random.choices(range(3, 300), k=random.choice([1, 9])) * random.choice([1, 3])
-    expected_cache = KVCache(model)
+    expected_cache = State(model)
     expected = list(generate(model, prompt, expected_cache, **options))
     planted = [Planted(n, prompt + expected) for n in (5, 15)]
     for way in map(always, [Lookup(3), Draft(3, model), Draft(4, other), *planted]):
-        cache = KVCache(model)
+        cache = State(model)
         assert list(generate(model, prompt, cache, **options, decode=way.decode)) == expected
         assert cache.pos == cache.device_pos == expected_cache.pos
         # an eos ends a pass early
@@ -5212,7 +5208,7 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     """Also after Ctrl-C while it reads a prompt: what it has kept of the text before is no part of
     the new one."""
     model = exact_model(tiny, ctx_size=128)
-    draft, cache = always(Draft(4, copy_module.copy(model))), KVCache(model)
+    draft, cache = always(Draft(4, copy_module.copy(model))), State(model)
     write = lambda prompt: list(generate(model, prompt, cache, 61, eos=[], decode=draft.decode))
     first, second = (random.choices(range(3, 300), k=50) for _ in range(2))
     assert len(write(first)) == 61 and draft.accepted == draft.proposed and draft.passes == 12
@@ -5226,7 +5222,7 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
 def test_speculation_ends_within_a_pass(tiny):
     model, prompt = exact_model(tiny, ctx_size=128), [1, 5, 6]
     for taken in range(1, 9):
-        cache, draft = KVCache(model), always(Draft(4, model))
+        cache, draft = State(model), always(Draft(4, model))
         with contextlib.closing(
             generate(model, prompt, cache, 40, eos=[], decode=draft.decode)
         ) as tokens:
@@ -5237,7 +5233,7 @@ def test_speculation_ends_within_a_pass(tiny):
             generate(model, turn, cache, 12, eos=[], timings=timings, decode=draft.decode)
         )
         assert timings.prompt_tokens == 3 and second == list(
-            generate(model, turn, KVCache(model), 12, eos=[])
+            generate(model, turn, State(model), 12, eos=[])
         )
 
 
@@ -5313,7 +5309,7 @@ def test_speculation_in_graphs(tiny, monkeypatch):
     model = exact_model(tiny, ctx_size=40, device=DEVICE.type)
     prompt, other = [1, 5, 6, 7, 5, 6], other_model(model)
     settings = dict(sampling=Sampling(temp=0.7, seed=3, repeat_penalty=1.2), eos=[])
-    cache, plain = KVCache(model), list(generate(model, prompt, **settings))
+    cache, plain = State(model), list(generate(model, prompt, **settings))
     longer = [*prompt, *plain[:5], 9]
     plain_longer = list(generate(model, longer, n=9, **settings))
     if DEVICE.type == "cpu":
@@ -5371,7 +5367,7 @@ def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):
     assert len(seen) == 40 and max(seen) < read_config(tiny).vocab_size
 
 
-# ---- parallel.py
+# ---- extra/parallel.py
 
 
 PARALLEL = {  # cases, with checkpoints made below: a folder, and options of load
@@ -5661,7 +5657,7 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
     assert wrong.item() == 0, "sums of another round"
 
 
-# ---- parallel.py: processes started by torchrun
+# ---- extra/parallel.py: processes started by torchrun
 
 
 def torchrun(*arguments, size: int = 2, **options) -> subprocess.Popen:
@@ -5789,7 +5785,7 @@ def test_torchrun_reports_one_error(tiny):
     ), err
 
 
-# ---- training.py
+# ---- training/ops.py
 
 
 # An error of half a unit in the last place; in fp32, that of a sum of some rounded terms
@@ -6048,8 +6044,8 @@ def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
 
 @pytest.fixture
 def train(monkeypatch):
-    """models/tales/train.py, which imports what is beside it."""
-    monkeypatch.syspath_prepend(HERE / "models/tales")
+    """training/train.py, which imports what is beside it."""
+    monkeypatch.syspath_prepend(HERE / "training")
     import train
 
     return train
@@ -6748,7 +6744,7 @@ def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
     flags = "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu"
     flags += " --teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
     trained = in_shell(
-        f"$PYTHON $HERE/models/tales/train.py --corpus . --out out {flags}", cwd=tmp_path
+        f"$PYTHON $HERE/training/train.py --corpus . --out out {flags}", cwd=tmp_path
     )
     assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
     code, text, _ = cli(

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-from ggml import find_gguf, open_regular, read_header, tokenizer_files
+from extra.gguf import find_gguf, open_regular, read_header, tokenizer_files
 
 MESSAGE = 500  # characters in a message, at most
 FILE_BYTES = 64_000_000  # of a file that is read whole, at most

@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT))
 import bench
 import run
 from checkpoint import find_checkpoint, load, read_config, stored_tensors
-from model import KVCache, generate
+from model import State, generate
 from sampling import Sampling
 from tokenizer import TEMPLATES, TextStream, Tokenizer, one_line
 
@@ -337,7 +337,7 @@ def spoiled_checkpoint(rng: random.Random, bases: dict[str, Path], place: Path) 
     tokenizer.decode(
         [
             *generate(
-                model, ids[:4], KVCache(model), 2, Sampling(temp=0), ignore_eos=rng.random() < 0.5
+                model, ids[:4], State(model), 2, Sampling(temp=0), ignore_eos=rng.random() < 0.5
             )
         ]
     )
@@ -362,7 +362,7 @@ def written_again(folder: Path) -> None:
 
 @torch.inference_mode()
 def all_logits(model) -> bytes:
-    return model.forward(torch.arange(VOCAB), KVCache(model)).numpy().tobytes()
+    return model.forward(torch.arange(VOCAB), State(model)).numpy().tobytes()
 
 
 def some_text(rng: random.Random, bad: bool) -> str:

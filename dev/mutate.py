@@ -108,10 +108,13 @@ MUTANTS = [
         "encoded_rows",
     ),
     Mutant(
-        "int4.py", 'return E4M3 if name == "output" else self', "return self", "model_in_a_format"
+        "extra/int4.py",
+        'return E4M3 if name == "output" else self',
+        "return self",
+        "model_in_a_format",
     ),
-    Mutant("int4.py", "for step in (-1, 0, 1):", "for step in (1,):", "4_bits_lose"),
-    Mutant("int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
+    Mutant("extra/int4.py", "for step in (-1, 0, 1):", "for step in (1,):", "4_bits_lose"),
+    Mutant("extra/int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
     Mutant("fp8.py", ".clamp(-largest, largest)", ".clamp(-largest, 2 * largest)", "encode"),
     Mutant(
         "fp8.py",
@@ -179,16 +182,21 @@ MUTANTS = [
         "transformers",
     ),
     Mutant(
-        "quants.py", "[0, 4, 1, 5, 2, 6, 3, 7]", "[0, 2, 4, 6, 1, 3, 5, 7]", "safetensors_equal"
+        "extra/quants.py",
+        "[0, 4, 1, 5, 2, 6, 3, 7]",
+        "[0, 2, 4, 6, 1, 3, 5, 7]",
+        "safetensors_equal",
     ),
-    Mutant("quants.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
+    Mutant("extra/quants.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
     Mutant(
-        "int4.py",
+        "extra/int4.py",
         "COLUMNS, EACH, GROUP),)\n    return",
         "COLUMNS, EACH, 32),)\n    return",
         "safetensors_formats",
     ),
-    Mutant("quants.py", "and columns % format.group == 0", "and columns % 32 == 0", "gguf_models"),
+    Mutant(
+        "extra/quants.py", "and columns % format.group == 0", "and columns % 32 == 0", "gguf_models"
+    ),
     Mutant(
         "checkpoint.py",
         "workspace += copies * size * largest_read(c)",

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import fp8
-import hopper
+from extra import hopper
 from fp8 import E4M3, Format, Grouped, Shapes, Tensors
 from launch import EMULATED, capability, constexpr, jit, tl
 

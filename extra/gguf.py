@@ -1,4 +1,5 @@
-"""GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer,
+(
+    """GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer,
 translated into the files of a Hugging Face folder.
 
 A file is a header (metadata and a table of tensors, in little-endian order) and, aligned, the
@@ -6,9 +7,10 @@ tensors' bytes. Nothing in it is trusted: counts, sizes and offsets are checked 
 size before memory is taken. Sources: ggml's docs/gguf.md, llama.cpp's llama-vocab.cpp and
 llama-model.cpp for what keys mean and for their defaults.
 
-This file is not called gguf.py because that would hide the package `gguf` from every program run in
-this folder, and transformers imports it to read such files. It does not need torch, nor does
-tokenizer.py, which imports it."""
+It does not need torch, nor does tokenizer.py, which imports it. It lies in extra/, where its name does
+not hide the package `gguf`, which transformers imports."""
+    ""
+)
 
 import io
 import math

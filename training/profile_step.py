@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bench
-import training
+from training import ops as training
 
 KINDS = {  # by what a row's name contains
     "product": ("mm", "linear"),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train the embedded model: text files in, a Llama 2 folder in Hugging Face's layout out.
 
-    python models/tales/train.py --corpus DIR --out DIR        DIR holds train/*.txt and
+    python training/train.py --corpus DIR --out DIR        DIR holds train/*.txt and
                                                                held_out/*.txt
 
 A corpus of 21 MB is tiny for a language model: anything big enough to learn it learns it by heart.
@@ -35,11 +35,10 @@ import torch.nn.functional as F
 from books import BOS, EOS, UNK, Data, epochs, sections, train_tokenizer
 from torch import nn
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-from training import fused, reference
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from training.ops import fused, reference
 
-# ---------------------------------------------------------------- the model: Llama 2, named as
-# Hugging Face names it
+# ---- the model: Llama 2, named as Hugging Face names it
 
 
 @dataclass

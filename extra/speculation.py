@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl
-from model import KVCache, Llama, captured, choose_next, sample_next
+from model import Llama, State, captured, choose_next, sample_next
 
 MAX_PROPOSALS = 15  # per pass
 # how many of the last tokens are looked up: the longest run of them that occurred before
@@ -73,7 +73,7 @@ class Speculation:
         self.passes = self.proposed = self.accepted = 0
         self._on_gpu: _OnGpu | None = None
 
-    def propose(self, cache: KVCache, count: int) -> list[int]:
+    def propose(self, cache: State, count: int) -> list[int]:
         """At most `count` tokens that may follow the one at cache.pos."""
         raise NotImplementedError
 
@@ -83,11 +83,11 @@ class Speculation:
         always are."""
         raise NotImplementedError
 
-    def catch_up(self, cache: KVCache, read: int) -> None:
+    def catch_up(self, cache: State, read: int) -> None:
         """Called with the GPU idle, before the first of a series of passes with proposals. `read`
         is the position of the last token."""
 
-    def decode(self, model: Llama, cache: KVCache, n: int) -> Iterator[int]:
+    def decode(self, model: Llama, cache: State, n: int) -> Iterator[int]:
         """Up to n tokens. Stopping after any of them leaves the cache with exactly what came before
         it."""
         if n == 0:
@@ -117,7 +117,7 @@ class Speculation:
         rate = 1 + self.accepted / self.passes if self.passes else 0
         return f"proposals {self.passes} passes, {rate:.2f} tokens a pass; {share} proposals accepted\n"
 
-    def _passes(self, model: Llama, cache: KVCache, last: int) -> Iterator[tuple[int, int, float]]:
+    def _passes(self, model: Llama, cache: State, last: int) -> Iterator[tuple[int, int, float]]:
         """Until the token at `last` is sampled: evaluate the token at cache.pos and some proposals,
         move cache.pos to the last token that is sampled, the first that was not proposed. Yields
         the number of proposals, that position, and the seconds."""
@@ -137,7 +137,7 @@ class Speculation:
                 cache.advance(1)
             yield len(proposals), cache.pos, time.perf_counter() - start
 
-    def _graphs(self, model: Llama, cache: KVCache, last: int) -> Iterator[tuple[int, int, float]]:
+    def _graphs(self, model: Llama, cache: State, last: int) -> Iterator[tuple[int, int, float]]:
         """The same with a CUDA graph per pass, which proposes, evaluates, samples at each position,
         counts what is accepted, and advances. The host is one pass behind: while it reads the
         result of one, the GPU runs the next, so it knows only the highest position that the GPU may
@@ -203,7 +203,7 @@ class _OnGpu:
     """What decoding by CUDA graphs keeps on the GPU, and the passes that are running there."""
 
     def __init__(
-        self, key: tuple, propose: Callable[[_OnGpu, int], None], model: Llama, cache: KVCache
+        self, key: tuple, propose: Callable[[_OnGpu, int], None], model: Llama, cache: State
     ):
         self.key, self.propose, self.model, self.cache = key, propose, model, cache
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -307,7 +307,7 @@ class Lookup(Speculation):
     """Proposes what followed the latest earlier occurrence of the last few tokens, in prompt or
     answer (Saxena, 2023); if too few followed, they repeat."""
 
-    def propose(self, cache: KVCache, count: int) -> list[int]:
+    def propose(self, cache: State, count: int) -> list[int]:
         seen = cache.tokens[: cache.pos + 1]
         for length in range(min(LONGEST, len(seen) - 1), SHORTEST - 1, -1):
             found = (seen.unfold(0, length, 1)[:-1] == seen[-length:]).all(1).nonzero()
@@ -338,28 +338,28 @@ class Draft(Speculation):
     def __init__(self, n: int, model: Llama):
         super().__init__(n)
         self.model = model
-        self.cache: KVCache | None = None
+        self.cache: State | None = None
 
-    def decode(self, model: Llama, cache: KVCache, n: int) -> Iterator[int]:
+    def decode(self, model: Llama, cache: State, n: int) -> Iterator[int]:
         """The draft's cache has room for proposals beyond the end of the main model's. Of the two
         vocabularies one may be padded further: what the other lacks is never sampled."""
         size = cache.size + MAX_PROPOSALS + 1
         if self.cache is None or self.cache.size != size:
-            self.cache = KVCache(self.model, size)
+            self.cache = State(self.model, size)
         V, own = len(cache.logits), len(self.cache.logits)
         self.cache.sampler = cache.sampler
         self.cache.ban([*(i for i in cache.never if i < own), *range(V, own)])
         cache.ban([*cache.never, *range(own, V)])
         yield from super().decode(model, cache, n)
 
-    def catch_up(self, cache: KVCache, read: int) -> None:
+    def catch_up(self, cache: State, read: int) -> None:
         """Evaluate what the draft has not seen yet, up to and including the token at `read`. How
         far it has come is what device_pos says: graphs do not move the position on the host."""
         own, seen = self.cache, cache.tokens[: read + 1].tolist()
         own.seek(int(own.device_pos))
         self.model.prefill(seen[own.reuse(seen) :], own)
 
-    def propose(self, cache: KVCache, count: int) -> list[int]:
+    def propose(self, cache: State, count: int) -> list[int]:
         own, first = self.cache, cache.pos + 1
         self.catch_up(cache, cache.pos)
         for i in range(count):

@@ -5,7 +5,7 @@ An op is one block: formula and shapes, a reference in plain torch that autograd
 Triton kernels, and the `torch.autograd.Function` that launches them. The file ends with a table of
 the ops in two columns: `reference` runs on any torch device, is what `torch.compile` gets, and is
 the oracle in tests; `fused` runs on CUDA, and on CPU tensors when TRITON_INTERPRET=1.
-models/tales/train.py trains with either.
+train.py trains with either.
 
 Shape letters: B sequences of S tokens, T = B S tokens in all, C dim, F hidden_dim, V vocabulary, H
 query heads, KH key/value heads, D head_dim, N columns of any matrix.

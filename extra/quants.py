@@ -2,7 +2,7 @@
 them as they are.
 
 First the blocks of ggml, llama.cpp's library of tensors. The numbers of its types, and how large a
-block is, are in ggml.py. Sources: ggml-common.h and ggml-quants.c."""
+block is, are in extra/gguf.py. Sources: ggml-common.h and ggml-quants.c."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 import fp8
-import ggml
-import int4
+from extra import gguf, int4
 from fp8 import Format, Grouped, Shapes, Tensors
 from launch import EMULATED, constexpr, jit, tl
 
@@ -57,7 +56,7 @@ def _in_parts(groups: Tensor, parts: Tensor) -> Tensor:
     return (groups[..., None] * parts.unflatten(1, (groups.shape[1], -1))).flatten(1)
 
 
-def blocks(kind: ggml.Type, raw: Tensor) -> Blocks:
+def blocks(kind: gguf.Type, raw: Tensor) -> Blocks:
     """Rows of blocks as read, uint8 [N, bytes], on any device, to codes and scales."""
     N = len(raw)
     codes, scale, minimum, *parts = SPLIT[kind.name](raw.view(N, -1, kind.nbytes))
@@ -613,9 +612,9 @@ class Layout(NamedTuple):
     optional: tuple[str, ...] = ()
 
 
-def decoded(kind: ggml.Type | Layout, b: Blocks) -> Tensor:
+def decoded(kind: gguf.Type | Layout, b: Blocks) -> Tensor:
     """float32 [N, K]."""
-    if isinstance(kind, ggml.Type):
+    if isinstance(kind, gguf.Type):
         return b.decoded()
     kind.format.write(b, tensors := kind.format.empty(*b.codes.shape, b.codes.device))
     return kind.format.decoded(tensors)
@@ -739,7 +738,7 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
 
 
 def format_for(
-    kinds: set[ggml.Type | Layout | None], columns: int, most_bits: int = 8
+    kinds: set[gguf.Type | Layout | None], columns: int, most_bits: int = 8
 ) -> Format | None:
     """The smallest format that holds matrices of all of these types of ggml, or of this layout,
     exactly, side by side and cut to so many columns; None if there is none."""
