@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -17,8 +16,6 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from chat import (
     DEFAULT_MODEL,
@@ -91,8 +88,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="the same with proposals from a smaller model of the same vocabulary")
     add("--draft-max", type=within(int, 1, 15), default=4, metavar="N", help="how many tokens it proposes")
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
-    add("--prompt-cache", metavar="FILE",
-        help="save the prompt's keys and values to FILE, and reuse those it already holds")
 
     add = parser.group("sampling", writes)
     add("--temp", "--temperature", type=within(float, 0), metavar="X",
@@ -153,8 +148,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.escape:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
-    folder = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
-    parser.find([args.model, args.draft], [args.file, args.system_file, args.calibrate, folder])
+    parser.find([args.model, args.draft], [args.file, args.system_file])
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args
@@ -169,10 +163,6 @@ def mode_of(args: argparse.Namespace) -> str:
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     bare = at_terminal and args.prompt is None and args.file is None and not args.no_conversation
     return "bare" if bare else "text"
-
-
-def real_path(file: str) -> str:
-    return os.path.realpath(os.path.expanduser(file))
 
 
 def version() -> str:
@@ -205,9 +195,6 @@ if __name__ == "__main__":
         os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import DTYPES, Checkpoint, find_checkpoint, load, pick_device, read_config
@@ -279,11 +266,6 @@ class Session:
         if args.draft:
             self.speculation = Draft(args.draft_max, self._load(args.draft))
         self.timings = Timings()
-        self.prompt_cache = (
-            PromptCache(args.prompt_cache, self.model, ranks) if args.prompt_cache else None
-        )
-        if self.prompt_cache:
-            self.prompt_cache.restore(self.cache)
         self.load_seconds = time.perf_counter() - start
 
     def _warm_up(self, model: Llama, prompt: str | None) -> None:
@@ -409,8 +391,7 @@ class Session:
         return answer
 
     def _generate(self, ids: list[int], eos: Collection[int], timings: Timings) -> Iterator[int]:
-        """model.generate, with a progress bar for a long prompt; the first prompt goes into the
-        prompt cache."""
+        """model.generate, with a progress bar for a long prompt."""
         hidden = self.args.quiet or None  # None: if stderr is no terminal
         bar = tqdm(desc="prompt", unit=" tokens", delay=2, leave=False, disable=hidden)
 
@@ -419,13 +400,6 @@ class Session:
             bar.update(done - bar.n)
             if done == total:
                 bar.close()
-                first, self.prompt_cache = self.prompt_cache, None
-                if first:
-                    if total < len(ids):
-                        self.note(
-                            f"note: {first.file} holds {len(ids) - total} of the prompt's {len(ids)} tokens"
-                        )
-                    first.keep(ids, self.cache)
 
         settings = (
             self.args.n_predict,
@@ -471,100 +445,6 @@ def types(model: Llama) -> str:
     if model.accumulate == "fp16" or model.accumulate == "fp32" and held:
         text += f", {model.accumulate} sums for prompts"
     return text
-
-
-# ---- the prompt cache: keys and values of a prompt in a safetensors file
-
-
-class PromptCache:
-    """A file with the keys and values of a prompt, so that a long one is evaluated only once.
-
-    As in llama.cpp, it is read at the start, used for the prefix that the prompt shares with it,
-    and written if less than three quarters of the prompt came from it. Of several ranks, each has a
-    file of its own, for its heads."""
-
-    KIND = "prompt cache, layout 1"
-
-    def __init__(self, file: str, model: Llama, ranks: Ranks):
-        self.model, self.ranks = model, ranks
-        own = f".{ranks.rank + 1}-of-{ranks.size}" if ranks.size > 1 else ""
-        self.file = Path(real_path(f"{file}{own}"))
-        self.tokens: list[int] = []  # what the file holds
-        self.metadata = {
-            "fused-llama": self.KIND,
-            "model": fingerprint(model),
-            "types": types(model),
-        }
-
-    def restore(self, cache: State) -> None:
-        """Fill an empty cache from the file, if there is one. Raises ValueError for one of another
-        model."""
-        held = self._read() if self.file.exists() else {"tokens": torch.empty(0, dtype=torch.int32)}
-        tokens = held["tokens"][: cache.size]
-        # One rank's file may be newer than another's, or missing
-        first, *others = self.ranks.gather(tokens.tolist)
-        if not first or any(other != first for other in others):
-            return
-        self.tokens = first
-        cache.append(tokens)
-        for layer, values in zip([*cache.k, *cache.v], [*held["k"], *held["v"]]):
-            layer[:, : len(tokens)] = values[:, : len(tokens)]
-        cache.advance(len(tokens))
-
-    def _read(self) -> dict[str, Tensor]:
-        """The tokens [n] and their keys "k" and values "v" [L, KH, n, D]. Raises ValueError."""
-        if not self.file.is_file():
-            raise ValueError(f"{self.file} is not a file")
-        try:
-            with safe_open(self.file, "pt") as f:
-                metadata = f.metadata() or {}
-                if metadata.get("fused-llama") != self.KIND:
-                    raise ValueError(
-                        f"{self.file} is not a prompt cache of this program; it was left unchanged"
-                    )
-                if metadata.get("model") != self.metadata["model"]:
-                    made = f"{self.file} was made with another model or other types ({metadata.get('types')})"
-                    raise ValueError(f"{made}: delete it or name another")
-                return {name: f.get_tensor(name) for name in f.keys()}
-        except SafetensorError as error:
-            raise ValueError(f"{self.file} is not a valid safetensors file: {error}") from None
-
-    def keep(self, ids: list[int], cache: State) -> None:
-        """Write the keys and values of ids, the first in the cache, unless the file has most of
-        them. If a rank cannot, all raise its OSError."""
-        same, n = len(os.path.commonprefix([self.tokens, ids])), len(ids)
-        if 4 * same < 3 * n:
-            self.ranks.gather(lambda: self._write(n, cache))
-
-    def _write(self, n: int, cache: State) -> None:
-        tensors = {
-            name: torch.stack([t[:, :n] for t in kept]).cpu()
-            for name, kept in (("k", cache.k), ("v", cache.v))
-        }
-        tensors["tokens"] = cache.tokens[:n].cpu()
-        try:
-            with (
-                ending_cleanly(),
-                TemporaryDirectory(prefix=f"{self.file.name}.", dir=self.file.parent) as beside,
-            ):
-                file = Path(beside, "cache")  # renamed when it is whole
-                save_file(tensors, file, self.metadata)
-                file.replace(self.file)
-        except Exception as error:
-            raise OSError(f"the prompt cache {self.file} cannot be written: {error}") from None
-
-
-def fingerprint(model: Llama) -> str:
-    """A hash of what keys and values depend on: the configuration, the types, and up to 64 numbers
-    of each matrix."""
-    numbers = []
-    for t in [
-        model.weights.embedding,
-        *(t for matrix in model.weights.matrices for t in matrix.tensors),
-    ]:
-        t = t.to_dense() if t.is_mkldnn else t
-        numbers += t.flatten()[:: max(1, t.numel() // 64)][:64].tolist()
-    return hashlib.sha256(f"{model.config} {types(model)} {numbers}".encode()).hexdigest()
 
 
 # ---- what the program does
