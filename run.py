@@ -59,8 +59,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="keep keys and values as 8-bit floats: half the context's memory")
     add("--save", metavar="DIR",
         help="write the model with its matrices as --fp8 or --int4 says to DIR instead of generating; -m DIR runs it")
-    add("--calibrate", metavar="FILE",
-        help="with --int4 --save: some pages of text; the weights that matter most to it are rounded most carefully")
 
     add = parser.group("where it runs")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
@@ -135,7 +133,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--fp8 and --int4 both say how matrices are kept; use one": args.fp8 and args.int4,
         "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None
         and not args.format,
-        "--calibrate is for --int4 with --save": args.calibrate and not (args.int4 and args.save),
         "--lookup and --draft both propose tokens; use one": args.lookup and args.draft,
         "--draft-max is for --draft": args.draft is None and "draft_max" in args.given,
         "--system and --system-prompt-file both give a system prompt; use one": args.system
@@ -474,7 +471,6 @@ def complete(session: Session, prompt: str) -> None:
 
 def save(args: argparse.Namespace) -> int:
     options = dict(format=args.format, dtype=args.dtype, device=args.device, quiet=args.quiet)
-    options["calibrate"] = read_input(args.calibrate) if args.calibrate else None
     with ending_cleanly():
         file = save_model(args.model, args.save, **options)
     if not args.quiet:

@@ -3529,28 +3529,6 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
         assert_refused(cli("-m", saved, *refused), why)
 
 
-def test_calibrated_model_loses_less(cli, tmp_path):
-    """On other text than it was calibrated with: the mean square of the logits' errors."""
-    text = tmp_path / "text"
-    text.write_text(TEXT * 40)
-    for made, extra in ("plain", []), ("weighed", ["--calibrate", text]):
-        assert cli("--int4", "--save", tmp_path / made, *extra)[0] == 0
-    names = run.DEFAULT_MODEL, tmp_path / "plain", tmp_path / "weighed"
-    exact, *ours = (load(name, dtype="fp32", device="cpu") for name in names)
-    tokens = Tokenizer(names[0]).encode("The king had three sons, and the youngest went away.")
-    right, plain, weighed = (logits_of(model, tokens) for model in (exact, *ours))
-    assert nmse(weighed, right) < nmse(plain, right)
-    assert_refused(
-        cli("--calibrate", text, "-p", "x"), "--calibrate is for --int4 with --save", code=2
-    )
-    for settings, said in (
-        (dict(format="e4m3", calibrate="x"), "is for int4"),
-        (dict(calibrate=" "), "is empty"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            save(run.DEFAULT_MODEL, tmp_path / "refused", **dict(format="int4") | settings)
-
-
 def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
