@@ -927,22 +927,6 @@ def test_warm_up_needs_a_gpu_and_triton(tiny, backend):
         load(tiny, device=DEVICE.type, backend=backend, warm_up=lambda model: 1 / 0)
 
 
-@pytest.mark.parametrize(
-    "flags, text, more", [("-p fox", "fox", 0), ("--chat -p fox -sys crow", "crowfox", 32)]
-)
-def test_warm_up_of_the_command_line(cli, tiny, monkeypatch, flags, text, more):
-    """What the prompt and the sampling flags need."""
-    seen = []
-
-    def loaded(*arguments, warm_up, **options):
-        warm_up(SimpleNamespace(warm_up=lambda *needed: seen.append(needed)))
-        return load(*arguments, **options)
-
-    monkeypatch.setattr(run, "load", loaded)
-    assert cli("-m", tiny, "-n", 1, "--temp", 0, "--seed", 7, *flags.split())[0] == 0
-    assert seen == [(len(Tokenizer(tiny).encode(text)) + more, Sampling(temp=0, seed=7))]
-
-
 def check_warm_up(folder: str) -> None:
     """That the kernels compiled while models are loaded are those that `generate` launches, as if
     on Hopper."""
