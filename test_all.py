@@ -54,6 +54,7 @@ import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -68,7 +69,7 @@ import kernels
 import launch
 import run
 import sampling
-from chat import Chat, Printer
+from chat import Printer
 from chat import columns as columns_of
 from checkpoint import (
     Loader,
@@ -104,6 +105,7 @@ from model import (
     rope_table,
 )
 from sampling import Sampler, Sampling
+from session import Conversation
 from tokenizer import (
     TEMPLATES,
     Prompt,
@@ -2155,9 +2157,9 @@ def test_what_ends_a_text(cli, copy):
 
 
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
-    shown, original = io.StringIO(), run.tqdm
+    shown, original = io.StringIO(), tqdm
     at_once = dict(delay=0, disable=False, mininterval=0, file=shown)
-    monkeypatch.setattr(run, "tqdm", lambda **options: original(**options | at_once))
+    monkeypatch.setattr("chat.tqdm", lambda **options: original(**options | at_once))
     monkeypatch.setitem(CHUNK, "cpu", 16)
     assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
     done, total = map(int, re.findall(r"(\d+)/(\d+) \[", shown.getvalue())[-1])
@@ -2374,7 +2376,7 @@ def test_closed_stdout_ends_quietly(tiny, flags):
 
 
 def test_lost_streams(tiny, tmp_path):
-    say = "import chat as c; c.use_safe_streams(); c.note('a note'); print('text'); print(c.sys.stderr.isatty())"
+    say = "import extra.cli as c; c.use_safe_streams(); c.note('a note'); print('text'); print(c.sys.stderr.isatty())"
     for lost in ("2>&-", "2>/dev/full", "2> >(exit)", "<&- 2>&-"):
         done = in_shell(f'"$PYTHON" -c "{say}" {lost}', cwd=HERE)
         assert (done.returncode, done.stdout, done.stderr) == (0, "text\nFalse\n", ""), lost
@@ -2398,7 +2400,7 @@ def test_ctrl_c_prints_timings_and_exits_130(tiny):
 
 
 @pytest.mark.parametrize("line, flags, expected", [
-    ("import torch\n", "-p x", 130),  # the imports
+    ("    import torch\n", "-p x", 130),  # the imports
     ("    sys.exit(code)\n", "-m none -p x", 1),  # the end, when the error is reported
 ])  # fmt: skip
 def test_ctrl_c_at_the_edges_of_a_run(tmp_path, line, flags, expected):
@@ -2427,10 +2429,14 @@ def chat_objects(cli, folder, *lines: str, flags=()) -> list[dict]:
 def fitted(monkeypatch) -> list:
     """The prompts of the turns of a chat, in the order in which they were made to fit the
     context."""
-    seen, fit = [], Chat.fit
-    monkeypatch.setattr(
-        Chat, "fit", lambda self, message: seen.append(fit(self, message)) or seen[-1]
-    )
+    seen, fit = [], Conversation.fit
+
+    def fit_and_keep(self, message, turns):
+        prompt, kept = fit(self, message, turns)
+        seen.append(prompt)
+        return prompt, kept
+
+    monkeypatch.setattr(Conversation, "fit", fit_and_keep)
     return seen
 
 
@@ -2585,8 +2591,8 @@ def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
 
 def test_chat_shortens_an_answer(tiny):
     """By more than the space before it."""
-    chat = SimpleNamespace(session=SimpleNamespace(tokenizer=Tokenizer(tiny)))
-    _, answer = Chat.shortened(chat, [{}, {"content": "\u4f60 good day"}], 1)
+    talk = SimpleNamespace(session=SimpleNamespace(tokenizer=Tokenizer(tiny)))
+    _, answer = Conversation.shortened(talk, [{}, {"content": "\u4f60 good day"}], 1)
     assert answer["content"].strip() == "good day"
 
 
@@ -5190,10 +5196,10 @@ def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):
     hot, seen, original = (
         ("--temp", 9, "--top-k", 0, "--min-p", 0, "--top-p", 1, "--ignore-eos"),
         [],
-        run.generate,
+        generate,
     )
     monkeypatch.setattr(
-        run, "generate", lambda *a, **k: (seen.append(i) or i for i in original(*a, **k))
+        "session.generate", lambda *a, **k: (seen.append(i) or i for i in original(*a, **k))
     )
     assert cli("-m", copy, *flags[2:], *hot, "--draft", tiny)[0] == 0
     assert len(seen) == 40 and max(seen) < read_config(tiny).vocab_size
