@@ -105,7 +105,7 @@ from model import (
     rope_table,
 )
 from sampling import Sampler, Sampling
-from session import Conversation
+from session import Conversation, Session
 from tokenizer import (
     TEMPLATES,
     Prompt,
@@ -2411,6 +2411,93 @@ def test_ctrl_c_at_the_edges_of_a_run(tmp_path, line, flags, expected):
     (tmp_path / "run.py").write_text(f"{before}\n{kill}{line}{after}")
     done = in_shell(f'PYTHONPATH="$HERE" "$PYTHON" run.py {flags}', cwd=tmp_path)
     assert done.returncode == expected and "Traceback" not in done.stderr, done
+
+
+# ---- session.py
+
+
+@pytest.fixture(scope="session")
+def tiny_session(tiny):
+    """Not to be changed."""
+    return Session(tiny, dtype="fp32", device="cpu")
+
+
+def test_pieces_of_a_text(tiny_session):
+    """They are what model.generate and the tokenizer make of a prompt, token by token."""
+    tokenizer, prompt = tiny_session.tokenizer, "Once upon"
+    ids = greedy(tiny_session.model, tokenizer.encode(prompt), 12)
+    generation = tiny_session.generate(prompt, n=12, temp=0, ignore_eos=True)
+    pieces = list(generation)
+    assert [piece.ids for piece in pieces] == [*([i] for i in ids), []] and generation.ids == ids
+    assert "".join(piece.text for piece in pieces) == generation.text != ""
+    assert generation.prompt_tokens == len(tokenizer.encode(prompt))
+    assert generation.ended_by == "length" and generation.timings.new_tokens == 12
+    same = tiny_session.generate(tokenizer.encode(prompt), n=12, temp=0, ignore_eos=True)
+    assert same.finish().text == generation.text and same.timings.prompt_tokens == 1
+    stop = generation.text[3:6]
+    stopped = tiny_session.generate(prompt, stop=[stop], temp=0, ignore_eos=True).finish()
+    assert stopped.ended_by == "stop"
+    assert stopped.text == generation.text[: generation.text.find(stop)]
+
+
+@pytest.mark.parametrize("prompt, settings, error, said", [
+    ("a", dict(tmp=0), TypeError, "no setting 'tmp'; sampling has temp, top_k"),
+    ("a", dict(top_p=2), ValueError, "top_p is 2; it must be from 0 to 1"),
+    ("a " * 999, dict(), ValueError, r"the prompt has \d+ tokens; the context holds 256"),
+    ([], dict(), ValueError, "the prompt is empty"),
+    (None, dict(), TypeError, "a prompt is a list of ids"),
+])  # fmt: skip
+def test_generate_is_refused_at_the_call(tiny_session, prompt, settings, error, said):
+    before = tiny_session.state.tokens.clone()
+    with pytest.raises(error, match=said):
+        tiny_session.generate(prompt, **settings)
+    assert torch.equal(tiny_session.state.tokens, before)
+
+
+def test_a_text_ends_the_one_before(tiny_session):
+    options = dict(n=6, ignore_eos=True)
+    alone = tiny_session.generate("fox", **options).finish()
+    total = tiny_session.timings.new_tokens
+    first = tiny_session.generate("Once", **options)
+    next(first)
+    second = tiny_session.generate("fox", **options)
+    assert list(first) == [] and first.ended_by == "interrupt" and len(first.ids) == 1
+    assert second.finish().text == alone.text
+    assert tiny_session.timings.new_tokens == total + 1 + 6
+    never = tiny_session.generate("Once", **options)
+    never.close()
+    assert list(never) == [] and not never.answered
+
+
+def test_conversation_with_unfinished_answers(tiny_session):
+    """It has what was generated of them."""
+    talk, options = Conversation(tiny_session), dict(n=6, ignore_eos=True)
+    for piece in talk.answer("hello", **options):
+        if piece.text:
+            break
+    answer = talk.answer("good day", **options).finish()
+    said = [turn["content"] for turn in talk.turns]
+    assert said == ["hello", piece.text, "good day", answer.text]
+    talk.again(**options)  # of which nothing is generated
+    next(talk.again(**options))
+    talk.session.end()
+    assert [turn["content"] for turn in talk.turns[:3]] == said[:3]
+    assert len(talk.turns) == 4 and len(talk.turns[3]["content"]) < len(answer.text)
+    next(talk.answer("more", **options))
+    talk.clear()
+    assert talk.turns == []
+    with pytest.raises(ValueError, match="there is no answer yet"):
+        talk.again()
+
+
+def test_chat_of_messages_evaluates_only_what_is_new(tiny):
+    """Whoever sends the whole conversation each time, as clients of a server do."""
+    session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
+    first = session.chat(conversation("tell me a tale"), n=6, ignore_eos=True).finish()
+    messages = conversation("tell me a tale", first.text, "go on")
+    second = session.chat(messages, n=6, ignore_eos=True).finish()
+    new = second.prompt_tokens - first.prompt_tokens - len(first.ids)
+    assert second.timings.prompt_tokens <= new + 1
 
 
 # ---- chat.py: conversations
