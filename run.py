@@ -147,9 +147,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         print(version(), flush=True)
         parser.exit()
     args.format = "int4" if args.int4 else args.fp8
-    for is_wrong, error in contradictions(args):
-        if is_wrong:
-            parser.error(error)
+    if error := contradiction(args):
+        parser.error(error)
     if args.model is None:
         args.model = str(DEFAULT_MODEL)
     if args.escape:
@@ -174,26 +173,23 @@ def mode_of(args: argparse.Namespace) -> str:
     return "bare" if at_terminal else "text"
 
 
-def contradictions(args: argparse.Namespace) -> list[tuple[object, str]]:
-    """What may be wrong with the flags together: whether it is, and the error."""
-    return [
-        ("" in (args.model, args.save), "-m or --save is empty"),
-        (
-            args.prompt is not None and args.file is not None,
-            "--prompt and --file both give a prompt; use one",
-        ),
-        (args.fp8 and args.int4, "--fp8 and --int4 both say how matrices are kept; use one"),
-        (
-            args.save is not None and not args.format,
-            "--save writes matrices in 8 or 4 bits: add --fp8 or --int4",
-        ),
-        (args.lookup and args.draft, "--lookup and --draft both propose tokens; use one"),
-        (args.draft is None and "draft_max" in args.given, "--draft-max is for --draft"),
-        (
-            args.system and args.system_file,
-            "--system and --system-prompt-file both give a system prompt; use one",
-        ),
-    ]
+def contradiction(args: argparse.Namespace) -> str | None:
+    """What is wrong with flags that are right one by one; None if nothing is."""
+    if "" in (args.model, args.save):
+        return "-m or --save is empty"
+    if args.prompt is not None and args.file is not None:
+        return "--prompt and --file both give a prompt; use one"
+    if args.fp8 and args.int4:
+        return "--fp8 and --int4 both say how matrices are kept; use one"
+    if args.save is not None and not args.format:
+        return "--save writes matrices in 8 or 4 bits: add --fp8 or --int4"
+    if args.lookup and args.draft:
+        return "--lookup and --draft both propose tokens; use one"
+    if args.draft is None and "draft_max" in args.given:
+        return "--draft-max is for --draft"
+    if args.system and args.system_file:
+        return "--system and --system-prompt-file both give a system prompt; use one"
+    return None
 
 
 def version() -> str:
@@ -229,7 +225,9 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
     if args.mode == "save":
-        return save(args) if ranks.rank == 0 else 0  # one process does it
+        if ranks.rank == 0:  # one process does it
+            save(args)
+        return 0
     ranks.join(pick_device(args.device, ranks))
     # only rank 0 sees the terminal, and its random seed counts
     args = ranks.broadcast(lambda: args)
@@ -337,7 +335,7 @@ def converse(
     return 0
 
 
-def save(args: argparse.Namespace) -> int:
+def save(args: argparse.Namespace) -> None:
     from checkpoint import save as save_model
 
     with ending_cleanly():
@@ -352,7 +350,6 @@ def save(args: argparse.Namespace) -> int:
     if not args.quiet:
         matrices = f"{args.format} matrices, {file.name} of {file.stat().st_size:,} bytes"
         note(f"saved     {file.parent}: {matrices}")
-    return 0
 
 
 # ---- what it says about a run

@@ -289,7 +289,7 @@ class Parser(argparse.ArgumentParser):
 
 def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
     """An argparse type: a number in a range."""
-    what = "a whole number" if kind is int else "a number"
+    what = {int: "a whole number", float: "a number"}[kind]
     limit = f"from {low:,} to {high:,}"
     if high == float("inf"):
         limit = f"{low:,} or more"
