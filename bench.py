@@ -23,7 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from chat import (
+from extra.cli import (
     DEFAULT_MODEL,
     DTYPE_NAMES,
     FORMAT_NAMES,

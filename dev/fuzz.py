@@ -491,20 +491,10 @@ def spoiled_saving(rng: random.Random, bases: dict[str, Path], place: Path) -> N
         )
 
 
-def spoiled_prompt_cache(rng: random.Random, bases: dict[str, Path], place: Path) -> None:
-    file = place / "cache"
-    arguments = ("-m", bases["safetensors"], *"-p hello -n 2 -c 64 --prompt-cache".split(), file)
-    output_of(*arguments)
-    file.write_bytes(spoil_safetensors(rng, file.read_bytes()))
-    if rng.random() < 0.1:
-        replace_by_another_kind(rng, file, bases["safetensors"])
-    output_of(*arguments)
-
-
 KINDS: dict[Callable, int] = {  # how often each is chosen
     spoiled_checkpoint: 20, spoiled_template: 3, text_there_and_back: 4, any_options: 1,
     any_prompt: 1,
-    spoiled_chat: 1, spoiled_saving: 1, spoiled_prompt_cache: 1,
+    spoiled_chat: 1, spoiled_saving: 1,
 }  # fmt: skip
 
 

@@ -248,10 +248,9 @@ MUTANTS = [
         "typed_control",
     ),
     Mutant("tokenizer.py", "trim_blocks=True, ", "", "template_has"),
-    Mutant("run.py", "    if token in eos:", "    if False:", "what_ends"),
-    Mutant("run.py", "4 * same < 3 * n", "4 * same < 2 * n", "three_quarters"),
-    Mutant("chat.py", "min(size // 4, 256)", "min(size // 2, 256)", "drops_its_oldest"),
-    Mutant("chat.py", "excess + 1 :]", "excess:]", "shortens_an_answer"),
+    Mutant("session.py", "    if token in eos:", "    if False:", "what_ends"),
+    Mutant("session.py", "min(size // 4, 256)", "min(size // 2, 256)", "drops_its_oldest"),
+    Mutant("session.py", "excess + 1 :]", "excess:]", "shortens_an_answer"),
 ]
 
 

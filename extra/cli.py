@@ -1,0 +1,313 @@
+"""What the command-line programs share: safe streams, errors of one line, exit codes, flags.
+
+Importing it does not import torch, which takes seconds: --help and errors in the command line do
+not wait for that."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import os
+import re
+import shutil
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from tokenizer import local_checkpoint, one_line, text_of
+
+DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "tales"
+
+
+# ---- standard streams
+
+
+def use_safe_streams() -> None:
+    """Make the standard streams UTF-8. One that is closed becomes /dev/null; so do all of any rank
+    but the first."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None or not is_rank0():
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(encoding="utf-8", errors="strict")
+    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def is_rank0() -> bool:
+    """Whether this is the only process or, of those that torchrun started, the first."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0"
+
+
+def screen_width() -> int:
+    """How many columns are used of the terminal."""
+    # some terminals wrap as soon as the last column is written
+    return max(shutil.get_terminal_size().columns - 1, 2)
+
+
+def show(text: str) -> None:
+    """Write text to stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Write lines to stderr. At a terminal they are wrapped at words, and what follows a line's
+    label is indented as far as its first line."""
+    if sys.stderr.isatty():
+        text = "\n".join(_wrapped(line) for line in text.split("\n"))
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # a full disk or a closed pipe behind it does not end a good run
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _wrapped(line: str) -> str:
+    label = re.match(r"(\S+ )+ +|", line)
+    return textwrap.fill(
+        line,
+        width=screen_width(),
+        subsequent_indent=label.end() * " ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def read_input(file: str | None) -> str:
+    """The text of a file, or of standard input if file is None, without a final newline. Raises
+    OSError, and ValueError if it is not UTF-8 or too large."""
+    if file is None:
+        source = nullcontext(sys.stdin.buffer)
+        name = "standard input"
+    else:
+        source = open(file, "rb")  # noqa: SIM115
+        name = file
+    with source as f:
+        text = text_of(f, name)
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+# ---- how a program ends
+
+
+def import_torch() -> None:
+    """Import torch, which takes seconds. Meanwhile, and until exit_code, Ctrl-C ends the program at
+    once: a library might swallow a KeyboardInterrupt that is raised while it is imported."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        remedy = "`make run` sets up .venv with all that is needed"
+        note(f"error: {error}: {remedy}; or pip install -r requirements.txt")
+        sys.exit(1)
+
+
+def exit_code(work: Callable[..., int], args: argparse.Namespace) -> int:
+    """Do a program's work(args, parallel.Ranks) and return its exit code: 1, with one line on
+    stderr (with --debug, a traceback), if it fails. If there are several processes, each exits
+    here."""
+    from extra.parallel import Ranks
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ranks = Ranks.of_torchrun()
+    try:
+        if args.ignored and not vars(args).get("quiet"):
+            note(f"note: {', '.join(args.ignored)}: no effect here, ignored")
+        code = work(args, ranks)
+        sys.stdout.flush()
+        if code != 130:  # after Ctrl-C the others may wait for something else: torchrun ends them
+            ranks.finish()
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        code = 0 if ranks.size == 1 else 1  # 1 for torchrun to end the others
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as exit:  # see ending_cleanly
+        code = exit.code
+    except Exception as error:
+        code = 1
+        if error := ranks.to_report(error):
+            if args.debug:
+                note(traceback.format_exc().rstrip())
+            else:
+                note(f"error: {error_line(error)}")
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try again when it exits, and report it a second time
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # Python's own way out is longer: there, libraries wait for ranks that may be dead
+    if ranks.size > 1:
+        os._exit(code)
+    return code
+
+
+@contextmanager
+def ending_cleanly() -> Iterator[None]:
+    """While this lasts, SIGTERM and SIGHUP raise SystemExit, so that nothing half-written is left
+    behind."""
+
+    def end(number: int, frame) -> None:
+        sys.exit(128 + number)
+
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    handled = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def error_line(error: Exception) -> str:
+    """An error's message as one printable line. For an OSError it is the file, if any, and the
+    reason, without the errno."""
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        message = error.strerror
+        if error.filename:
+            message = f"{error.filename}: {message}"
+    return one_line(message) or type(error).__name__
+
+
+# ---- flags
+
+DTYPE_NAMES = ("fp32", "fp16", "bf16")
+FORMATS_8 = ("e4m3", "e5m2")
+FORMAT_NAMES = (*FORMATS_8, "int4")
+IGNORED = (  # flags of llama.cpp that mean nothing here
+    "-ngl --gpu-layers --n-gpu-layers -fa --flash-attn -b --batch-size -ub --ubatch-size --mmap "
+    "--no-mmap --mlock --jinja --no-warmup -co --color --log-disable --simple-io -tb "
+    "--threads-batch --context-shift --no-context-shift --keep -np --parallel --numa --perf "
+    "--no-perf --repack --no-repack --verbose-prompt -mli --multiline-input"
+).split()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors, whole flag names only, and flags that apply only in some of a
+    program's modes."""
+
+    def __init__(self, description: str, modes: dict[str, str]):
+        """modes: the name of each mode, and what error messages call it."""
+        # flags that are not given are absent from what argparse returns
+        super().__init__(
+            usage="%(prog)s [flags]",
+            description=description,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        self.epilog = f"Accepted as in llama.cpp, and ignored: {', '.join(IGNORED)}."
+        self.add_argument(*IGNORED, nargs="?", dest="ignored", help=argparse.SUPPRESS)
+        self.modes = modes
+        self.defaults: dict[str, object] = {}
+        self.modes_of: dict[str, list[str]] = {}  # the modes in which a flag applies, if not all
+
+    def group(self, title: str, modes: str = "") -> Callable:
+        """A group of flags, as a function that adds a flag to it. modes: those in which its flags
+        apply, if not all."""
+        return functools.partial(self._flag, self.add_argument_group(title), modes)
+
+    def _flag(
+        self, group, modes: str, *names: str, help: str, default=None, only: str = "", **options
+    ) -> None:
+        """only: the modes in which this flag applies, if fewer than its group's."""
+        if options.get("action") in ("store_true", "store_false"):
+            default = bool(default)
+        elif isinstance(default, str | int | float) and default != "":
+            help += f" [{default}]"
+        action = group.add_argument(*names, help=help.replace("%", "%%"), **options)
+        self.defaults[action.dest] = default
+        if only or modes:
+            self.modes_of |= dict.fromkeys(names, (only or modes).split())
+
+    def parse(
+        self, argv: list[str] | None, mode_of: Callable[[argparse.Namespace], str]
+    ) -> argparse.Namespace:
+        """The flags' values, plus `mode`, `given`: the names of those on the command line, and
+        `ignored`."""
+        if argv is None:
+            argv = sys.argv[1:]
+        given, rest = self.parse_known_args(argv)
+        if rest:
+            self.error(self._unknown(rest[0]))
+        args = argparse.Namespace(**self.defaults | vars(given))
+        args.given = set(vars(given))
+        args.mode = mode_of(args)
+        flags = [word.split("=")[0] for word in argv]
+        args.ignored = [flag for flag in flags if flag in IGNORED]
+        for flag in flags:
+            modes = self.modes_of.get(flag, [args.mode])
+            if args.mode not in modes:
+                self.error(self._misplaced(flag, modes, args.mode))
+        return args
+
+    def _misplaced(self, flag: str, modes: list[str], mode: str) -> str:
+        """What is wrong with a flag that applies only in these modes."""
+        needed = [self.modes[name] for name in modes if self.modes[name].startswith("-")]
+        if needed and not self.modes[mode].startswith("-"):
+            return f"{flag} needs {' or '.join(needed)}"
+        return f"{flag} cannot be used with {self.modes[mode]}"
+
+    def _unknown(self, word: str) -> str:
+        """What is wrong with a word that argparse does not know."""
+        flags = self._option_string_actions
+        if not word.startswith("-"):
+            message = f"unexpected argument {word!r}"
+            return f"{message}: write -p {word!r}" if "--prompt" in flags else message
+        message = f"unknown flag {word}"
+        if re.match("-ct[kv]|--cache-type-[kv]", word):
+            return f"{message}: --kv-fp8 keeps keys and values in 8 bits"
+        similar = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.8)
+        return f"{message}: did you mean {similar[0]}?" if similar else message
+
+    def find(self, models: Iterable[str | None], files: Iterable[str | None] = ()) -> None:
+        """Exit with 1 and one line if a model or a file is missing. Only rank 0 looks: others may
+        lack what only it reads."""
+        if not is_rank0():
+            return
+        try:
+            for model in filter(None, models):
+                local_checkpoint(model)
+            for file in filter(None, files):
+                os.stat(file)
+        except (OSError, ValueError) as error:
+            self.exit(1, f"error: {error_line(error)}\n")
+
+    def error(self, message: str):
+        if not is_rank0():
+            time.sleep(30)  # until rank 0 has reported the same, and torchrun ends this process
+        self.exit(2, f"error: {one_line(message.removeprefix('argument '))} (see --help)\n")
+
+    def _get_option_tuples(self, option_string: str) -> list:
+        return []  # argparse would take -ngl for -n with the value gl
+
+
+def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
+    """An argparse type: a number in a range."""
+    what = {int: "a whole number", float: "a number"}[kind]
+    limit = f"from {low:,} to {high:,}"
+    if high == float("inf"):
+        limit = f"{low:,} or more"
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text}: must be {what}") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text}: must be {limit}")
+        return value
+
+    return number
+
+
+def device_name_of(text: str) -> str:
+    """cpu, cuda or cuda:N; llama.cpp's spellings, none and CUDAN, are accepted as well."""
+    if text == "none":
+        return "cpu"
+    return re.sub(r"^CUDA(\d+)$", r"cuda:\1", text)

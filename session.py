@@ -1,0 +1,426 @@
+"""A model with its tokenizer, its state and its settings: text in, pieces of text out.
+
+    session = Session("models/tales")
+    for piece in session.generate("Once upon a time", n=50, temp=0.5):
+        print(piece.text, end="")
+
+The command line, the chat and Python programs use these few methods. Nothing here reads flags or
+knows a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from checkpoint import DTYPES, Checkpoint, find_checkpoint, load, read_config
+from extra.parallel import Ranks
+from extra.speculation import Draft, Lookup
+from model import State, Timings, generate
+from sampling import Sampling
+from tokenizer import Prompt, TextStream, Tokenizer
+
+SEEDS = 1 << 63
+
+Message = dict[str, str]  # its "role" and its "content"
+
+# ---- what is generated
+
+
+class Piece(NamedTuple):
+    """What was generated since the piece before. There is a piece for each token, and a last one
+    with the text that was still held back."""
+
+    text: str  # empty while a character is incomplete, or while this may begin a stop string
+    ids: list[int]
+
+
+class Generation:
+    """The text that follows a prompt: an iterator of its pieces, which also adds them up."""
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        tokens: Iterator[int],
+        timings: Timings,
+        limit: int,
+        eos: Collection[int],
+        stream: TextStream,
+    ):
+        """tokens: what follows the prompt, up to and including an id in eos, or until there are
+        `limit` tokens; timings is filled in by it."""
+        self.prompt_tokens = prompt_tokens
+        self.ids: list[int] = []  # without an eos
+        self.text = ""
+        # in the end "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full)
+        self.ended_by = "interrupt"
+        self.timings = timings
+        self._at_end: list[Callable[[], None]] = []
+        self._pieces = self._run(tokens, limit, eos, stream)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def finish(self) -> Generation:
+        """Generate all of the text. Returns this object."""
+        for _ in self:
+            pass
+        return self
+
+    def close(self) -> None:
+        """End the text here. Pieces must not be asked for at the same time by another thread."""
+        self._pieces.close()
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is a text: False if it was interrupted before the first token."""
+        return bool(self.ids) or self.ended_by != "interrupt"
+
+    def at_end(self, do: Callable[[], None]) -> None:
+        """Call `do` when the text ends or is interrupted, but not after an error."""
+        self._at_end.append(do)
+
+    def _run(
+        self, tokens: Iterator[int], limit: int, eos: Collection[int], stream: TextStream
+    ) -> Iterator[Piece]:
+        token = None
+        try:
+            with closing(tokens):
+                for token in tokens:
+                    # it is the last one; some files do not flag it special, so that it has a text
+                    if token in eos:
+                        continue
+                    yield self._piece(stream.push(token), [token])
+                    if stream.stopped:
+                        break
+            yield self._piece(stream.finish(), [])
+            if stream.stopped:
+                self.ended_by = "stop"
+            elif token in eos:
+                self.ended_by = "eos"
+            elif self.timings.new_tokens == limit:
+                self.ended_by = "length"
+            else:
+                self.ended_by = "context"
+        except Exception:
+            self._at_end.clear()
+            raise
+        finally:  # also after close and Ctrl-C
+            for do in self._at_end:
+                do()
+
+    def _piece(self, text: str, ids: list[int]) -> Piece:
+        self.text += text
+        self.ids += ids
+        return Piece(text, ids)
+
+
+# ---- a session
+
+
+class Session:
+    """A loaded model with its tokenizer and the state of one sequence.
+
+    Texts are generated one at a time. What a prompt has in common with the beginning of what was
+    evaluated last is not evaluated again. With several ranks, each has a session, and all call the
+    same methods in the same order."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        chat_template: str | None = None,
+        threads: int | None = None,
+        lookup: int | None = None,
+        draft: str | None = None,
+        draft_max: int = 4,
+        ranks: Ranks = Ranks(),
+        **options,
+    ):
+        """model: a folder, a GGUF file, or a repository of the hub. options: dtype, device,
+        ctx_size, backend, format, kv_fp8, accumulate and quiet, as for checkpoint.load.
+        chat_template: a name or a file, instead of the checkpoint's own. threads: of the CPU; by
+        default one for a small model, otherwise one per core. lookup: propose so many tokens from
+        earlier in the text. draft: a smaller model, which proposes draft_max tokens. Raises
+        ValueError, OSError or MemoryError with a message of one line."""
+        start = time.perf_counter()
+        checkpoint = Checkpoint(find_checkpoint(model))
+        config = checkpoint.config
+        # before the weights, which may take minutes, so that its errors come at once
+        self.tokenizer = Tokenizer(
+            checkpoint.folder, config.vocab_size, config.bos_id, chat_template
+        )
+        if threads:
+            torch.set_num_threads(threads)
+        # ranks would disagree on when proposals pay off
+        if (lookup or draft) and ranks.size > 1:
+            raise ValueError(f"--lookup and --draft run in one process, not in {ranks.size}")
+        if draft:
+            check_draft(draft, self.tokenizer, config.vocab_size)
+        self.ranks = ranks
+        self.model = load(checkpoint, ranks=ranks, **options)
+        if not threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
+            torch.set_num_threads(1)
+        self.eos: set[int] = {*config.eos_ids, self.tokenizer.eos} - {-1}
+        self.state = State(self.model)
+        self.speculation: Lookup | Draft | None = None
+        if lookup:
+            self.speculation = Lookup(lookup)
+        if draft:
+            self.speculation = Draft(draft_max, load(draft, ranks=ranks, **options))
+        self.sampling: Sampling = self.model.sampling  # the checkpoint's own
+        self.timings = Timings()  # of all that was generated
+        self.load_seconds = time.perf_counter() - start
+        self._generation: Generation | None = None  # the last one
+        self._past: Prompt | None = None  # the last prompt of a chat, and its answer
+        self._turn_ends: tuple[set[int], list[str]] | None = None
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        *,
+        n: int = -1,
+        stop: Sequence[str] = (),
+        sampling: Sampling | None = None,
+        ignore_eos: bool = False,
+        eos: Collection[int] | None = None,
+        at_start: bool | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **settings,
+    ) -> Generation:
+        """Continue a prompt, of which nothing is evaluated before the first piece is asked for.
+        There are at most n tokens; below 0 there is no limit but the context. The text ends before
+        the first of the strings in `stop`. If an earlier text is unfinished, it ends here.
+
+        sampling: by default the session's, in which settings, such as temp=0.5, replace single
+        values. eos: the ids that end the text, by default the model's; with ignore_eos they are
+        never chosen. at_start: whether a text begins after the prompt, so that a space that the
+        tokenizer puts first is left out; by default if the prompt is an empty text. progress:
+        called with the number of the prompt's tokens that are evaluated, and of all that have to
+        be.
+
+        Raises TypeError for an unknown setting, ValueError for one out of range or a prompt that is
+        longer than the context. The iterator raises RuntimeError if the logits are not finite."""
+        sampling = replace_settings(sampling or self.sampling, settings)
+        if at_start is None:
+            at_start = prompt == ""
+        if isinstance(prompt, str):
+            first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
+            prompt = self.tokenizer.encode(prompt) or first
+        if eos is None:
+            eos = self.eos
+        self.model.check(prompt)
+        self.state.check_room(len(prompt) - self.state.pos)
+        self.end()
+        decode = None  # one token at a time
+        if self.speculation:
+            decode = self.speculation.decode
+        timings = Timings()
+        tokens = generate(
+            self.model,
+            prompt,
+            self.state,
+            n=n,
+            sampling=sampling,
+            eos=eos,
+            ignore_eos=ignore_eos,
+            timings=timings,
+            progress=progress,
+            decode=decode,
+        )
+        stream = TextStream(self.tokenizer, at_start, stop)
+        self._generation = Generation(len(prompt), tokens, timings, n, eos, stream)
+        self._generation.at_end(lambda: self._count(timings))
+        return self._generation
+
+    def end(self) -> None:
+        """Close the last text, if it is unfinished."""
+        if self._generation:
+            self._generation.close()
+
+    def chat(
+        self, messages: list[Message] | Prompt, *, stop: Sequence[str] = (), **options
+    ) -> Generation:
+        """Answer messages, or what `render` made of them. options: as for `generate`, which raises
+        the same errors. The answer also ends where the chat template would write something after
+        it."""
+        self.end()
+        prompt = messages if isinstance(messages, Prompt) else self.render(messages)
+        ids, texts = self.turn_ends()
+        options |= dict(eos=self.eos | ids, stop=[*stop, *texts], at_start=True)
+        generation = self.generate(prompt.ids, **options)
+        generation.at_end(lambda: self._remember(prompt, generation))
+        return generation
+
+    def render(self, messages: list[Message]) -> Prompt:
+        """The text and the ids that the chat template makes of messages. If they continue the last
+        chat, so do the ids. With several ranks, rank 0 renders, since a template may ask for the
+        time; the others receive the prompt or the error. Raises ValueError if the template refuses
+        the messages."""
+        return self.ranks.broadcast(lambda: self.tokenizer.chat_prompt(messages, past=self._past))
+
+    def turn_ends(self) -> tuple[set[int], list[str]]:
+        """The ids and the strings that end an answer, besides eos, according to the chat template.
+        Raises ValueError if it fails."""
+        if self._turn_ends is None:
+            self._turn_ends = self.ranks.broadcast(self.tokenizer.turn_ends)
+        return self._turn_ends
+
+    def types(self) -> str:
+        """What the model computes in, in words: its dtype, and what differs from it."""
+        model = self.model
+        formats = model.weights.held
+        quantised = model.checkpoint.quantised
+        text = next(name for name, value in DTYPES.items() if value == model.dtype)
+        if formats:
+            text += f" with {formats} matrices"
+        if quantised and not formats:
+            text += f" (decoded from {quantised})"
+        if quantised and formats:
+            complete = all(matrix.format for matrix in model.weights.matrices)
+            text += f" ({quantised} in the file{'' if complete else '; others as floats'})"
+        if model.kv_fp8:
+            text += ", e4m3 keys and values"
+        if model.accumulate == "fp16" or model.accumulate == "fp32" and formats:
+            text += f", {model.accumulate} sums for prompts"
+        return text
+
+    def _count(self, timings: Timings) -> None:
+        self.timings += timings
+
+    def _remember(self, prompt: Prompt, answer: Generation) -> None:
+        if answer.answered:
+            ids = answer.ids
+            if answer.ended_by == "stop":  # they go on beyond the text
+                ids = self.tokenizer.encode(answer.text, bos=False)
+            self._past = Prompt(prompt.text, prompt.ids + ids, answer.text)
+
+
+def replace_settings(sampling: Sampling, settings: dict[str, float]) -> Sampling:
+    """Raises TypeError for a name that is no setting, ValueError for a value out of range."""
+    names = [field.name for field in fields(Sampling)]
+    for name in settings:
+        if name not in names:
+            raise TypeError(f"there is no setting {name!r}; sampling has {', '.join(names)}")
+    return replace(sampling, **settings)
+
+
+def check_draft(name: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError if a draft has other tokens. How many unused ones pad its vocabulary does
+    not matter."""
+    folder = find_checkpoint(name)
+    config = read_config(folder)
+    other = Tokenizer(folder, config.vocab_size, config.bos_id)
+    ids = range(max(config.vocab_size, vocab_size))
+    differs = any(other.bytes_of(i) != tokenizer.bytes_of(i) for i in ids)
+    if differs or other.control != tokenizer.control:
+        what = "has a different vocabulary from the model's"
+        raise ValueError(f"--draft {name} {what}: it cannot propose tokens for it")
+
+
+# ---- a conversation
+
+
+class Conversation:
+    """Messages of a user and their answers. Each answer evaluates only what is new. When the
+    context is full, the oldest turns go."""
+
+    def __init__(self, session: Session, system: str = "", sampling: Sampling | None = None):
+        """system: the system prompt, if any. Raises ValueError if it leaves no room for a message,
+        or the chat template refuses it."""
+        self.session = session
+        self.sampling = sampling or session.sampling
+        self.dropped = False  # whether the last message made the oldest part go
+        self.begin(system)
+        session.turn_ends()  # raises now what it would raise at the first message
+
+    def begin(self, system: str = "") -> None:
+        """Forget the conversation, and begin a new one with another system prompt; "" for none.
+        After a ValueError, as for a new object, it is still the old one."""
+        messages = []
+        if system:
+            messages = [{"role": "system", "content": system}]
+            self.length_with("?", messages, "the system prompt")
+        self.system: list[Message] = messages
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all but the system prompt."""
+        self.session.end()
+        self.turns: list[Message] = []  # two for each turn: the user's and its answer
+
+    def answer(self, message: str, **options) -> Generation:
+        """Answer a message. Both become part of the conversation when the text ends, or if it is
+        interrupted after its first token. options: as for Session.generate. Raises ValueError if
+        the message does not fit into the context."""
+        self.session.end()
+        return self._answer(message, self.turns, options)
+
+    def again(self, **options) -> Generation:
+        """Answer the last message again, with the next seed; the new answer replaces the old one.
+        Raises ValueError if there is none."""
+        self.session.end()
+        if not self.turns:
+            raise ValueError("there is no answer yet")
+        self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % SEEDS)
+        *turns, message, _ = self.turns
+        return self._answer(message["content"], turns, options)
+
+    def fit(self, message: str, turns: list[Message]) -> tuple[Prompt, list[Message]]:
+        """The prompt for a message after these turns, and those of them that it contains. Where it
+        leaves little room for an answer, the oldest turns are dropped, and then the beginning of
+        the last answer, until half of the context is free; the system prompt stays."""
+        size = self.session.state.size
+        new = {"role": "user", "content": message}
+        prompt = self.session.render([*self.system, *turns, new])
+        if len(prompt.ids) + min(size // 4, 256) <= size:
+            return prompt, turns
+        alone = self.length_with(message, self.system, "the message")
+        while turns and len(prompt.ids) > max(size // 2, alone):
+            if len(turns) > 2:
+                turns = turns[2:]
+            else:
+                turns = self.shortened(turns, len(prompt.ids) - size // 2)
+            prompt = self.session.render([*self.system, *turns, new])
+        return prompt, turns
+
+    def shortened(self, turn: list[Message], excess: int) -> list[Message]:
+        """A turn without the first `excess` tokens of its answer. It is empty if nothing of that is
+        left."""
+        message, answer = turn
+        ids = self.session.tokenizer.encode(answer["content"], bos=False)
+        # + 1: a space that encoding may put first
+        text = self.session.tokenizer.decode(ids[excess + 1 :])
+        text = text.lstrip("\N{REPLACEMENT CHARACTER}")  # of a character that was cut in two
+        if 0 < len(text) < len(answer["content"]):
+            return [message, answer | {"content": text}]
+        return []
+
+    def length_with(self, message: str, system: list[Message], name: str) -> int:
+        """How many tokens a first message takes after a system prompt. Raises ValueError, which
+        names what is too long, if the context is smaller."""
+        size = self.session.state.size
+        length = len(self.session.render([*system, {"role": "user", "content": message}]).ids)
+        if length > size:
+            raise ValueError(f"{name} takes {length} tokens; the context holds {size} (see -c)")
+        return length
+
+    def _answer(self, message: str, turns: list[Message], options: dict) -> Generation:
+        prompt, kept = self.fit(message, turns)
+        generation = self.session.chat(prompt, **{"sampling": self.sampling} | options)
+        generation.at_end(lambda: self._keep(kept, message, generation))
+        self.dropped = kept is not turns
+        return generation
+
+    def _keep(self, turns: list[Message], message: str, answer: Generation) -> None:
+        if answer.answered:
+            said = {"role": "assistant", "content": answer.text}
+            self.turns = [*turns, {"role": "user", "content": message}, said]
