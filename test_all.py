@@ -1011,7 +1011,7 @@ def test_warm_up_compiles_what_is_launched(tmp_path):
     without_interpreter(f"check_warm_up({str(tmp_path)!r})")
 
 
-@pytest.mark.parametrize("top_k, other_top_k", [(9, 7), (40, 30)], ids=["listed", "sorted"])
+@pytest.mark.parametrize("top_k, other_top_k", [(5, 3), (40, 30)], ids=["listed", "sorted"])
 def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypatch):
     """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read
     anew."""
