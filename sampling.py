@@ -16,9 +16,9 @@ To add a setting, touch four places:
 
 1. Sampling: its field with its range, and its number in `numbers`;
 2. _choose_ref, which says what it does;
-3. the kernel that does it: _sample_best_kernel if it changes logits, otherwise
-   _sample_draw_kernel and _sample_candidates_kernel (and a switch if it can be off at no cost);
-4. a flag of the same name in run.py and values in test_sampling_equals_the_reference.
+3. the kernels: _sample_best_kernel if it changes logits, otherwise _draw and the two kernels that
+   call it. They load the number by its place. If it costs time when it is off, it gets a switch;
+4. its flag in run.py, of the same name, and its values in test_sampling_equals_the_reference.
 
 If generation_config.json may set it, its name there goes into checkpoint.read_sampling. Banned
 tokens have the logit model.BANNED, which is finite."""
@@ -44,9 +44,8 @@ from launch import (
     triton,
 )
 
-# Temperatures in use: float32 could round lower ones to 0; with hotter ones, a logit of
-# model.BANNED could be drawn
-COLDEST, HOTTEST = 1e-30, 1e30
+COLDEST = 1e-30  # float32 could round lower temperatures to 0
+HOTTEST = 1e30  # beyond it, a logit of model.BANNED could be drawn
 EVERY = 1 << 30  # a window of the penalty that holds any context
 
 
@@ -77,14 +76,21 @@ class Sampling:
 
     @property
     def temperature(self) -> float:
-        """temp, within what float32 can divide by."""
+        """By which logits are divided: temp, from COLDEST to HOTTEST."""
         return min(max(self.temp, COLDEST), HOTTEST)
+
+    @property
+    def window(self) -> int:
+        """How many of the last tokens are penalised."""
+        if self.repeat_last_n < 0:
+            return EVERY
+        return min(self.repeat_last_n, EVERY)
 
     def numbers(self) -> list[float]:
         """What kernels load, by the places below."""
         log_min_p = math.log(self.min_p) if self.min_p > 0 else -math.inf
-        window = EVERY if self.repeat_last_n < 0 else min(self.repeat_last_n, EVERY)
-        return [self.temperature, self.top_k, self.top_p, log_min_p, self.repeat_penalty, window]
+        penalty = self.repeat_penalty
+        return [self.temperature, self.top_k, self.top_p, log_min_p, penalty, self.window]
 
 
 TEMP, TOP_K, TOP_P, LOG_MIN_P, PENALTY, WINDOW = map(constexpr, range(6))
@@ -152,8 +158,7 @@ def sample_ref(
 def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> int:
     """The token for a position, -1 where the logits are not finite."""
     if s.repeat_penalty != 1:
-        first = 0 if s.repeat_last_n < 0 else max(0, position - s.repeat_last_n)
-        recent = tokens[first:position].long()
+        recent = tokens[max(0, position - s.window) : position].long()
         seen = logits.gather(0, recent)
         penalised = torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
         logits.scatter_(0, recent, penalised)
@@ -188,7 +193,8 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
 # rounded to a whole number. Their sums are exact, so they do not depend on the order, and ranks
 # that share a model, each of which draws for itself, draw the same token.
 
-MIN_BLOCK, MAX_PARTS = 64, 128  # the fewest logits of a part and the most parts; powers of 2
+MIN_BLOCK = 64  # the fewest logits of a part; a power of 2
+MAX_PARTS = 128  # a power of 2
 # how many of the listed logits, or of the recent tokens, are read at a time
 CHUNK = constexpr(1024)
 LAST_ID = constexpr(0x7FFFFFFF)
@@ -221,9 +227,12 @@ def _best_of(scores, ids, mask):
 
 
 @jit
-def _draw(l, ids, mask, best, temp, seed, position):
-    """The token that is drawn, as _best_of gives it."""
-    return _best_of((l - best) / temp + _gumbel(seed, position, ids), ids, mask)
+def _draw(l, ids, floor, best, log_min_p, temp, seed, position):
+    """The token that is drawn among those at or above the floor that min-p keeps, as _best_of gives
+    it. A logit of -inf stands for no token."""
+    floor = tl.maximum(floor, best + log_min_p)
+    scores = (l - best) / temp + _gumbel(seed, position, ids)
+    return _best_of(scores, ids, (l >= floor) & (l > float("-inf")))
 
 
 @jit
@@ -303,8 +312,8 @@ def _sample_draw_kernel(
     logits, bests, floors, winner, arrived, chosen_tokens, drawn, pos, seed, numbers,
     V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draw among the tokens that min-p keeps and whose logits are at or above the row's floor, if
-    there are floors [rows]. winner int64 [rows] is zero between launches."""
+    """Draw among the tokens at or above the row's floor, or among all if there are no floors
+    [rows]. winner int64 [rows] is zero between launches."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     ids = part * BLOCK + tl.arange(0, BLOCK)
@@ -315,14 +324,14 @@ def _sample_draw_kernel(
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
     l = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
     best = tl.max(tl.load(bests + row * PARTS + tl.arange(0, PARTS)), 0)
-    floor = best + log_min_p
+    floor = float("-inf")
     if floors is not None:
-        floor = tl.maximum(floor, tl.load(floors + row))
-    kept = (ids < V) & (l >= floor)
-    tl.atomic_max(winner + row, _draw(l, ids, kept, best, temp, seed, position), sem="relaxed")
+        floor = tl.load(floors + row)
+    drawn_here = _draw(l, ids, floor, best, log_min_p, temp, seed, position)
+    tl.atomic_max(winner + row, drawn_here, sem="relaxed")
     if is_last(arrived + row, PARTS):
-        drawn_best = tl.atomic_xchg(winner + row, 0)
-        _store_token(drawn_best, best < float("inf"), chosen_tokens, drawn, position)
+        drawn_of_all = tl.atomic_xchg(winner + row, 0)
+        _store_token(drawn_of_all, best < float("inf"), chosen_tokens, drawn, position)
 
 
 @jit
@@ -419,14 +428,13 @@ def _sample_candidates_kernel(
             threshold = _threshold(chunk, listed, count, target, threshold, best, UNIT)
 
         # draw
-        floor = tl.maximum(threshold, best + log_min_p)
         winner = tl.full([], 0, tl.int64)
         for start in range(0, count, CHUNK):
             if count > CHUNK:
                 chunk = _load_chunk(listed, start, count, float("-inf"))
                 chunk_ids = _load_chunk(listed_ids, start, count, 0)
-            better = _draw(chunk, chunk_ids, chunk >= floor, best, temp, seed, position)
-            winner = tl.maximum(winner, better)
+            args = (threshold, best, log_min_p, temp, seed, position)
+            winner = tl.maximum(winner, _draw(chunk, chunk_ids, *args))
         _store_token(winner, finite, chosen_tokens, drawn, position)
 
 

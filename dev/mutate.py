@@ -146,7 +146,12 @@ MUTANTS = [
     Mutant(
         "sampling.py", "tl.atomic_xchg(counts + row, 0)", "tl.load(counts + row)", "other_sampling"
     ),
-    Mutant("sampling.py", "tl.maximum(winner, better)", "better", "sampling_equals"),
+    Mutant(
+        "sampling.py",
+        "tl.maximum(winner, _draw(chunk, chunk_ids, *args))",
+        "_draw(chunk, chunk_ids, *args)",
+        "sampling_equals",
+    ),
     Mutant("sampling.py", "tl.load(floors + row)", "tl.load(floors)", "found_by_sorting"),
     Mutant(
         "sampling.py",
