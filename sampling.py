@@ -7,24 +7,27 @@ which happens with the token's probability (Gumbel-max trick: Gumbel, 1954). The
 seed, position and token alone, so a seed gives the same text on every device, and a draft model
 mostly draws what the model itself will (Daliri, Musco and Suresh, 2024).
 
-The op `sample` reads logits float32 [T, V] of the T tokens before pos, which it may overwrite, and
-writes to `drawn` (int32, -1 where they are not finite) the token chosen to follow each of them, up
-to drawn[pos]. `tokens`, int32 [S], holds what comes before each position; the token of a single row
-is written there, too, as 0 if it is -1. The settings come as a Sampler, whose numbers are on the
-device.
+The op `sample` reads logits float32 [T, V] of the T tokens before pos, which it may overwrite. It
+writes the token chosen to follow each of them to `drawn` (int32, up to drawn[pos]), or -1 where
+the logits are not finite. `tokens`, int32 [S], holds what comes before each position. The token of
+a single row is also written there, as 0 if it is -1. The settings come as a Sampler.
 
-To add a setting: a field of Sampling and its range; its number in _numbers, which kernels load by
-its place; what it does, in _choose_ref and in _sample_draw_kernel, or in _sample_best_kernel if it
-needs to see all logits first (_load_part reads what that kernel found); a switch if it can be off;
-a flag of the same name in run.py; values in test_sampling_equals_the_reference; its name in
-checkpoint.read_sampling if generation_config.json may set it. Banned tokens have the logit
-model.BANNED, which is finite."""
+To add a setting, touch four places:
+
+1. Sampling: its field with its range, and its number in `numbers`;
+2. _choose_ref, which says what it does;
+3. the kernels: _sample_best_kernel if it changes logits, otherwise _draw and the two kernels that
+   call it. They load the number by its place. If it costs time when it is off, it gets a switch;
+4. its flag in run.py, of the same name, and its values in test_sampling_equals_the_reference.
+
+If generation_config.json may set it, its name there goes into checkpoint.read_sampling. Banned
+tokens have the logit model.BANNED, which is finite."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
-from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,76 +44,91 @@ from launch import (
     triton,
 )
 
+COLDEST = 1e-30  # float32 could round lower temperatures to 0
+HOTTEST = 1e30  # beyond it, a logit of model.BANNED could be drawn
+EVERY = 1 << 30  # a window of the penalty that holds any context
+
+
+def _setting(default: float, low: float, high: float = math.inf):
+    return field(default=default, metadata={"range": (low, high)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty
     1 are off. Another seed gives another text. Raises ValueError for a value out of range."""
 
-    temp: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64  # tokens that the penalty looks back on; -1: all
-    seed: int = 0
+    temp: float = _setting(0.8, 0)
+    top_k: int = _setting(40, 0)
+    top_p: float = _setting(0.95, 0, 1)
+    min_p: float = _setting(0.05, 0, 1)
+    repeat_penalty: float = _setting(1.0, 0.01, 100)
+    repeat_last_n: int = _setting(64, -1)  # tokens that the penalty looks back on; -1 is all
+    seed: int = _setting(0, 0, (1 << 63) - 1)
 
     def __post_init__(self) -> None:
-        for name, (low, high) in RANGES.items():
-            if not low <= getattr(self, name) <= high:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            low, high = setting.metadata["range"]
+            if not low <= value <= high:
                 limit = f"{low} or more" if high == math.inf else f"from {low} to {high}"
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {limit}")
+                raise ValueError(f"{setting.name} is {value}; it must be {limit}")
+
+    @property
+    def temperature(self) -> float:
+        """By which logits are divided: temp, from COLDEST to HOTTEST."""
+        return min(max(self.temp, COLDEST), HOTTEST)
+
+    @property
+    def window(self) -> int:
+        """How many of the last tokens are penalised."""
+        if self.repeat_last_n < 0:
+            return EVERY
+        return min(self.repeat_last_n, EVERY)
+
+    def numbers(self) -> list[float]:
+        """What kernels load, by the places below."""
+        log_min_p = math.log(self.min_p) if self.min_p > 0 else -math.inf
+        penalty = self.repeat_penalty
+        return [self.temperature, self.top_k, self.top_p, log_min_p, penalty, self.window]
 
 
-RANGES = {"temp": (0, math.inf), "top_k": (0, math.inf), "top_p": (0, 1), "min_p": (0, 1)}
-RANGES |= {
-    "repeat_penalty": (0.01, 100),
-    "repeat_last_n": (-1, math.inf),
-    "seed": (0, (1 << 63) - 1),
-}
-
-# Temperatures in use: float32 could round lower ones to 0; with hotter ones, a logit of
-# model.BANNED could be drawn
-COLDEST, HOTTEST = 1e-30, 1e30
+TEMP, TOP_K, TOP_P, LOG_MIN_P, PENALTY, WINDOW = map(constexpr, range(6))
 
 
-def _temperature(s: Sampling) -> float:
-    return min(max(s.temp, COLDEST), HOTTEST)
+class Switches(NamedTuple):
+    """What is on. Settings with the same switches share a captured graph."""
 
-
-def _numbers(s: Sampling) -> list[float]:
-    """Temperature, top_k, top_p, log(min_p), penalty and its window: kernels load them by their
-    places."""
-    window = min(s.repeat_last_n, 1 << 30) if s.repeat_last_n >= 0 else 1 << 30
-    log_min_p = math.log(s.min_p) if s.min_p > 0 else -math.inf
-    return [_temperature(s), float(s.top_k), s.top_p, log_min_p, s.repeat_penalty, float(window)]
-
-
-# What kernels are compiled for. COUNTED: the thresholds are searched for in bins
-Switches = namedtuple("Switches", "GREEDY PENALTY TOP_K TOP_P COUNTED")
+    greedy: bool
+    penalty: bool
+    top_k: bool
+    top_p: bool
+    sorts: bool  # all logits are sorted to find the thresholds of top-k and top-p
 
 
 class Sampler:
     """Settings as the ops take them: `s` for the host, and the same numbers in device memory, where
-    a kernel reads them. So a captured graph picks up new settings, as long as its kernels are
-    compiled for the same `switches`."""
+    a captured graph reads them, so that it picks up new ones."""
 
     def __init__(self, device: torch.device, s: Sampling = Sampling()):
         self.scratch = Scratch(device)
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self.numbers = torch.tensor(_numbers(s), device=device)
+        self.numbers = torch.zeros(len(s.numbers()), device=device)
         self.set(s)
 
     def set(self, s: Sampling) -> None:
         self.s = s
         self.seed.fill_(s.seed)
-        self.numbers.copy_(torch.tensor(_numbers(s)))
+        self.numbers.copy_(torch.tensor(s.numbers(), dtype=torch.float32))
 
     def switches(self, V: int) -> Switches:
         """What is on, given V logits."""
-        s, cuts = self.s, 0 < self.s.top_k < V
-        counted = not cuts or s.top_k > triton.cdiv(V, _block(V))
-        return Switches(s.temp == 0, s.repeat_penalty != 1, cuts, s.top_p < 1, counted)
+        s = self.s
+        top_k = 0 < s.top_k < V
+        top_p = s.top_p < 1
+        lists = top_k and s.top_k <= triton.cdiv(V, _block(V))
+        sorts = (top_k or top_p) and not lists
+        return Switches(s.temp == 0, s.repeat_penalty != 1, top_k, top_p, sorts)
 
 
 # SplitMix64's constants (Vigna, 2015), as torch's signed integers
@@ -140,12 +158,10 @@ def sample_ref(
 def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> int:
     """The token for a position, -1 where the logits are not finite."""
     if s.repeat_penalty != 1:
-        first = 0 if s.repeat_last_n < 0 else max(0, position - s.repeat_last_n)
-        recent = tokens[first:position].long()
+        recent = tokens[max(0, position - s.window) : position].long()
         seen = logits.gather(0, recent)
-        logits.scatter_(
-            0, recent, torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
-        )
+        penalised = torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
+        logits.scatter_(0, recent, penalised)
     floor, best = map(float, logits.aminmax())
     if not (math.isfinite(floor) and math.isfinite(best)):
         return -1
@@ -160,51 +176,45 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
     if s.min_p > 0:
         floor = max(floor, best + math.log(s.min_p))
     kept = (logits >= floor).nonzero()[:, 0]
-    scores = (logits[kept] - best) / _temperature(s) + gumbel(s.seed, position, kept)
+    scores = (logits[kept] - best) / s.temperature + gumbel(s.seed, position, kept)
     return int(kept[scores.argmax()])
 
 
-# There are at most three launches. Each divides the vocabulary into parts, one a program:
+# Each launch divides the vocabulary into parts, one a program. The first, `best`, penalises and
+# finds the best logit of each part; a greedy choice ends there. What follows depends on how the
+# thresholds of top-k and top-p are found:
 #
-# best    penalise; find the best and the lowest logit of each part; if greedy, choose, and that is
-#         all
-# count   with top-k or top-p: add up tokens and probabilities in bins, by how far a logit is below
-#         the best
-# draw    with top-k or top-p: running sums over the bins tell in which of them the two thresholds
-#         lie; list the logits from one to the other, a few hundred unless many are equal. Draw
-#         among the tokens above these, which are certainly kept. The last program to finish finds
-#         the thresholds, and draws among the listed tokens, too
+# - neither is on: `draw`, in which each part draws among its tokens, and the best draw wins;
+# - top-k is on and at most the number of parts: `candidates` lists the few logits that top-k may
+#   keep, and the last program finds the thresholds among them and draws;
+# - otherwise: torch sorts all logits (_find_floors), and `draw` skips those below the threshold.
 #
-# With a top-k of at most the number of parts, counting is left out: the k-th largest of the parts'
-# best logits has k logits at or above it, so that top-k's threshold is no lower. All of these are
-# listed; there are seldom many more.
-#
-# Probabilities are integers, so that their sums do not depend on the order, in units of 1 / UNIT of
-# the best token's. One atomic adds to both sums of a bin, which share 64 bits: the lowest SHIFT are
-# for probabilities, the others for tokens. If V has L bits, tokens need L, so that SHIFT is 64 - L,
-# and V probabilities fit if UNIT is 2^(SHIFT - L).
+# Top-p adds up weights: the probability of a token in units of 1 / _unit(V) of the best token's,
+# rounded to a whole number. Their sums are exact, so they do not depend on the order, and ranks
+# that share a model, each of which draws for itself, draw the same token.
 
-BINS = 2048
-MIN_BLOCK, MAX_PARTS = 256, 128  # the fewest logits of a part and the most parts; powers of 2
-# how far below the best logit the bins reach; the last one holds whatever is lower
-DEPTH = constexpr(32.0)
+MIN_BLOCK = 64  # the fewest logits of a part; a power of 2
+MAX_PARTS = 128  # a power of 2
 # how many of the listed logits, or of the recent tokens, are read at a time
 CHUNK = constexpr(1024)
 LAST_ID = constexpr(0x7FFFFFFF)
 INF_RANK = constexpr(0xFF800000)  # the upper bits of _best_of's number where the score is inf
 
 
+def _unit(V: int) -> float:
+    """The weight of the best token. All V weights add up to less than 2^53: float64 is exact."""
+    return 2.0 ** (53 - V.bit_length())
+
+
 @jit
 def _gumbel(seed, position, ids):
-    z = ((position.to(tl.uint64) << 32) + ids.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15 + seed.to(
-        tl.uint64
-    )
+    z = (position.to(tl.uint64) << 32) + ids.to(tl.uint64) + 1
+    z = z * 0x9E3779B97F4A7C15 + seed.to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     u = ((z >> 24).to(tl.float32) + 0.5) / (1 << 40)
-    # of -u
-    log1p = tl.where(u < 1 / 32, -u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4))), tl.log(1 - u))
-    return -tl.log(-log1p)
+    series = -u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))  # of log(1 - u)
+    return -tl.log(-tl.where(u < 1 / 32, series, tl.log(1 - u)))
 
 
 @jit
@@ -217,66 +227,117 @@ def _best_of(scores, ids, mask):
 
 
 @jit
-def _draw(l, ids, mask, best, bad, temp, seed, position):
-    """The token that is drawn, in the same form; of a score of inf if a logit is not finite."""
-    return _best_of(
-        tl.where(bad, float("inf"), (l - best) / temp + _gumbel(seed, position, ids)), ids, mask
-    )
+def _draw(l, ids, floor, best, log_min_p, temp, seed, position):
+    """The token that is drawn among those at or above the floor that min-p keeps, as _best_of gives
+    it. A logit of -inf stands for no token."""
+    floor = tl.maximum(floor, best + log_min_p)
+    scores = (l - best) / temp + _gumbel(seed, position, ids)
+    return _best_of(scores, ids, (l >= floor) & (l > float("-inf")))
 
 
 @jit
-def _store_token(best, chosen_tokens, drawn, position):
-    """Store the token of _best_of's number; if its score is inf, -1, and 0 as the next one's
-    input."""
-    token = tl.where(best >> 31 == INF_RANK, -1, LAST_ID - (best & LAST_ID)).to(tl.int32)
+def _store_token(winner, finite, chosen_tokens, drawn, position):
+    """Store the token of _best_of's number or, if the logits are not finite, -1, and 0 as the next
+    step's input."""
+    token = tl.where(finite, LAST_ID - (winner & LAST_ID), -1).to(tl.int32)
     if chosen_tokens is not None:
         tl.store(chosen_tokens + position, tl.maximum(token, 0))
     tl.store(drawn + position, token)
 
 
 @jit
-def _load_part(
-    logits, extremes, part, top_k, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):
-    """A part's logits, with those surely below top_k, if given, set to -inf; the best and the
-    lowest of the others, of all parts; whether any logit is not finite: then all are taken to be
-    0."""
-    row, ids, parts = tl.program_id(1), part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
+def _sample_best_kernel(
+    logits, bests, copy, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers,
+    PENALISE: tl.constexpr, CHOOSE: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Penalise recent tokens; find the best logit of each part, bests [rows, PARTS], which is inf
+    if one is not finite; if CHOOSE, store the best of all. copy [rows, V] is scratch memory of the
+    penalty, winner int64 [rows] is zero between launches. Axis 1 of the grid is the rows of logits,
+    here and below."""
+    gdc_launch_dependents(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
     logits += row * V
-    extremes += row * 2 * PARTS
-    l = tl.load(logits + ids, mask=ids < V)
-    bests = tl.load(extremes + parts)
-    best, lowest = tl.max(bests, 0), tl.min(tl.load(extremes + PARTS + parts), 0)
-    if top_k is not None:
-        # how many parts reach each
-        as_good = tl.sum((bests[:, None] >= bests[None, :]).to(tl.int32), 0)
-        lowest = tl.maximum(lowest, tl.max(tl.where(as_good >= top_k, bests, float("-inf")), 0))
-    bad = best == float("inf")
-    l, best, lowest = tl.where(bad, 0.0, l), tl.where(bad, 0.0, best), tl.where(bad, 0.0, lowest)
-    return tl.where((ids < V) & (l >= lowest), l, float("-inf")), best, lowest, bad
+    first = part * BLOCK
+    ids = first + tl.arange(0, BLOCK)
+    penalty = tl.load(numbers + PENALTY)
+    window = tl.load(numbers + WINDOW).to(tl.int32)
+    gdc_wait(PDL)
+    position = tl.load(pos) - tl.num_programs(1) + 1 + row
+    l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
+    if PENALISE:  # from a copy, so that a token seen twice is penalised once
+        copy += row * V
+        tl.store(copy + ids, l, mask=ids < V)
+        tl.debug_barrier()
+        for start in range(0, tl.minimum(window, position), CHUNK):
+            back = start + tl.arange(0, CHUNK)
+            in_window = (back < window) & (back < position)
+            recent = tl.load(tokens + position - 1 - back, mask=in_window, other=-1)
+            in_part = (recent >= first) & (recent < first + BLOCK)
+            seen = tl.load(copy + recent, mask=in_part, other=0.0)
+            penalised = tl.where(seen > 0, seen / penalty, seen * penalty)
+            tl.store(logits + recent, penalised, mask=in_part)
+        tl.debug_barrier()
+        l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
+    not_finite = (l != l) | (tl.abs(l) == float("inf"))
+    l = tl.where((ids < V) & not_finite, float("inf"), l)
+    if CHOOSE:
+        tl.atomic_max(winner + row, _best_of(l, ids, ids < V), sem="relaxed")
+        if is_last(arrived + row, PARTS):
+            best = tl.atomic_xchg(winner + row, 0)
+            _store_token(best, best >> 31 < INF_RANK, chosen_tokens, drawn, position)
+    else:
+        tl.store(bests + row * PARTS + part, tl.max(l, 0))
+
+
+def _find_floors(logits: Tensor, numbers: Tensor, on: Switches, floors: Tensor) -> None:
+    """Write the lowest logit that top-k and top-p keep in each row to `floors` [rows]. Runs inside
+    a captured graph: the numbers are read on the device, and nothing is awaited."""
+    _, top_k, top_p, *_ = numbers.split(1)  # in the order of Sampling.numbers
+    ranked = logits.sort(descending=True).values
+    if on.top_k:
+        floor = ranked.index_select(1, top_k.long() - 1)
+        ranked = ranked.masked_fill(ranked < floor, -math.inf)  # equals at the edge stay
+    if on.top_p:
+        weights = (ranked - ranked[:, :1]).double().exp()
+        sums = (weights * _unit(logits.shape[1])).round().cumsum(1)
+        target = sums[:, -1:] * top_p.double()
+        place = (sums < target).sum(1, keepdim=True)  # the first that reaches it; 0 if NaN
+        floor = ranked.gather(1, place)
+    floors.copy_(floor[:, 0])
 
 
 @jit
-def _bin(l, best, lowest, BINS: tl.constexpr):
-    bin = (best - l) * (BINS / tl.minimum(tl.maximum(best - lowest, 1e-30), DEPTH))
-    return tl.where(bin < BINS, bin, BINS - 1).to(tl.int32)
+def _sample_draw_kernel(
+    logits, bests, floors, winner, arrived, chosen_tokens, drawn, pos, seed, numbers,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Draw among the tokens at or above the row's floor, or among all if there are no floors
+    [rows]. winner int64 [rows] is zero between launches."""
+    gdc_launch_dependents(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
+    ids = part * BLOCK + tl.arange(0, BLOCK)
+    temp = tl.load(numbers + TEMP)
+    log_min_p = tl.load(numbers + LOG_MIN_P)
+    seed = tl.load(seed)
+    gdc_wait(PDL)
+    position = tl.load(pos) - tl.num_programs(1) + 1 + row
+    l = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
+    best = tl.max(tl.load(bests + row * PARTS + tl.arange(0, PARTS)), 0)
+    floor = float("-inf")
+    if floors is not None:
+        floor = tl.load(floors + row)
+    drawn_here = _draw(l, ids, floor, best, log_min_p, temp, seed, position)
+    tl.atomic_max(winner + row, drawn_here, sem="relaxed")
+    if is_last(arrived + row, PARTS):
+        drawn_of_all = tl.atomic_xchg(winner + row, 0)
+        _store_token(drawn_of_all, best < float("inf"), chosen_tokens, drawn, position)
 
 
 @jit
-def _weights(l, best, UNIT: tl.constexpr):
-    """What logits add to a sum: their probabilities or, where UNIT is None, 1 each; nothing if
-    -inf."""
-    return (
-        (l > float("-inf")).to(tl.int64)
-        if UNIT is None
-        else (tl.exp(l - best) * UNIT + 0.5).to(tl.int64)
-    )
-
-
-@jit
-def _sum_before(sums, index, place):
-    """The running sum just before a place; 0 before the first."""
-    return tl.max(tl.where(index < place, sums, 0), 0)
+def _kth_largest(values, k):
+    reach = tl.sum((values[:, None] >= values[None, :]).to(tl.int32), 0)  # how many reach each
+    return tl.max(tl.where(reach >= k, values, float("-inf")), 0)
 
 
 @jit
@@ -287,228 +348,132 @@ def _load_chunk(listed, start, count, other):
 
 @jit
 def _split(l, listed, count, floor, best, UNIT: tl.constexpr):
-    """Of `count` listed logits, of which l is the first chunk: the sum of those at or above the
-    floor, the lowest of these, and the highest of the others."""
-    kept, lowest, highest = tl.full([], 0, tl.int64), float("inf"), float("-inf")
+    """Of `count` listed logits, of which l is the first chunk: how many are at or above the floor
+    or, given a unit, the sum of their weights; the lowest of these; the highest of the others."""
+    total = tl.full([], 0, tl.int64)
+    lowest = float("inf")
+    highest = float("-inf")
     for start in range(0, count, CHUNK):
         if count > CHUNK:
             l = _load_chunk(listed, start, count, float("-inf"))
         above = l >= floor
-        kept += tl.sum(tl.where(above, _weights(l, best, UNIT), 0), 0)
+        if UNIT is None:
+            weights = above.to(tl.int64)
+        else:
+            weights = tl.where(above, tl.exp(l - best) * UNIT + 0.5, 0).to(tl.int64)
+        total += tl.sum(weights, 0)
         lowest = tl.minimum(lowest, tl.min(tl.where(above, l, float("inf")), 0))
         highest = tl.maximum(highest, tl.max(tl.where(above, float("-inf"), l), 0))
-    return kept, lowest, highest
+    return total, lowest, highest
 
 
 @jit
 def _threshold(l, listed, count, target, low, best, UNIT: tl.constexpr):
-    """The largest of the listed logits such that the sum of those at or above it reaches the
-    target; it is at least `low`. Bisection, in which each end moves on to a logit that is
-    listed."""
+    """The largest of the listed logits such that _split's sum at this floor reaches the target; it
+    is at least `low`. Bisection, in which each end moves on to a logit that is listed."""
     high = best
     while low < high:
         middle = low * 0.5 + high * 0.5
         middle = tl.where(middle > low, middle, high)
-        kept, above, below = _split(l, listed, count, middle, best, UNIT)
-        high = tl.where(kept == target, above, tl.where(kept > target, high, below))
-        low = tl.where(kept >= target, above, low)
+        total, above, below = _split(l, listed, count, middle, best, UNIT)
+        high = tl.where(total == target, above, tl.where(total > target, high, below))
+        low = tl.where(total >= target, above, low)
     return low
 
 
 @jit
-def _sample_best_kernel(
-    logits, extremes, copy, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers,
-    ON: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+def _sample_candidates_kernel(
+    logits, bests, listed, listed_ids, counts, arrived, chosen_tokens, drawn, pos, seed, numbers,
+    UNIT: tl.constexpr, USE_TOP_P: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Penalise recent tokens, from a copy of the logits; find each part's best logit (inf if one is
-    not finite) and lowest, extremes [rows, 2, PARTS]; if greedy, choose the best of all. Axis 1 of
-    the grid is the rows of logits here and below."""
+    """Draw with a top-k of at most the number of parts. The k-th largest of the parts' bests has k
+    logits at or above it, so top-k's threshold is no lower. All of these are listed, seldom many
+    more than k, with their tokens: listed and listed_ids [rows, V]; counts [rows] is zero between
+    launches."""
     gdc_launch_dependents(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
-    logits += row * V
-    extremes += row * 2 * PARTS
+    listed += row * V
+    listed_ids += row * V
     ids = part * BLOCK + tl.arange(0, BLOCK)
-    penalty, window = tl.load(numbers + 4), tl.load(numbers + 5).to(tl.int32)
+    temp = tl.load(numbers + TEMP)
+    top_k = tl.load(numbers + TOP_K).to(tl.int64)
+    top_p = tl.load(numbers + TOP_P).to(tl.float64)
+    log_min_p = tl.load(numbers + LOG_MIN_P)
+    seed = tl.load(seed)
     gdc_wait(PDL)
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
-    l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    if ON.PENALTY:  # from a copy, so that a token seen twice is penalised once
-        tl.store(copy + row * V + ids, l, mask=ids < V)
-        tl.debug_barrier()
-        for start in range(0, tl.minimum(window, position), CHUNK):
-            back = start + tl.arange(0, CHUNK)
-            recent = tl.load(
-                tokens + position - 1 - back, mask=(back < window) & (back < position), other=-1
-            )
-            mask_recent = (recent >= part * BLOCK) & (recent < (part + 1) * BLOCK)
-            seen = tl.load(copy + row * V + recent, mask=mask_recent, other=0.0)
-            tl.store(
-                logits + recent,
-                tl.where(seen > 0, seen / penalty, seen * penalty),
-                mask=mask_recent,
-            )
-        tl.debug_barrier()
-        l = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    l = tl.where((ids < V) & ((l != l) | (tl.abs(l) == float("inf"))), float("inf"), l)
-    if ON.GREEDY:
-        tl.atomic_max(winner + row, _best_of(l, ids, ids < V), sem="relaxed")
-        if is_last(arrived + row, PARTS):
-            _store_token(tl.atomic_xchg(winner + row, 0), chosen_tokens, drawn, position)
-    else:
-        tl.store(extremes + part, tl.max(l, 0))
-        tl.store(extremes + PARTS + part, tl.min(tl.where(ids < V, l, float("inf")), 0))
+    l = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
 
+    # list this part's candidates; none at all if a logit of the row is not finite
+    part_bests = tl.load(bests + row * PARTS + tl.arange(0, PARTS))
+    best = tl.max(part_bests, 0)
+    finite = best < float("inf")
+    lowest = tl.where(finite, _kth_largest(part_bests, top_k), best)
+    candidate = (l >= lowest) & (ids < tl.where(finite, V, 0))
+    places = tl.cumsum(candidate.to(tl.int32), 0)
+    places += tl.atomic_add(counts + row, tl.max(places, 0), sem="relaxed") - 1
+    tl.store(listed + places, l, mask=candidate)
+    tl.store(listed_ids + places, ids, mask=candidate)
 
-@jit
-def _sample_count_kernel(
-    logits, extremes, bins, SHIFT: tl.constexpr, UNIT: tl.constexpr, BINS: tl.constexpr,
-    ON: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Add a part's tokens, for top-k, and their probabilities, for top-p, to the bins [rows,
-    BINS]."""
-    gdc_launch_dependents(PDL)
-    bins += tl.program_id(1) * BINS
-    gdc_wait(PDL)
-    l, best, lowest, _ = _load_part(logits, extremes, tl.program_id(0), None, V, BLOCK, PARTS)
-    bin, weights = _bin(l, best, lowest, BINS), tl.zeros([BLOCK], tl.int64)
-    if ON.TOP_K:
-        weights += _weights(l, best, None) << SHIFT
-    if ON.TOP_P:
-        weights += _weights(l, best, UNIT)
-    # atomics on one address take turns, and most tokens may be in the last bin in use: it gets
-    # their sum
-    last = tl.max(tl.where(weights != 0, bin, 0), 0)
-    tl.atomic_add(bins + last, tl.sum(tl.where(bin == last, weights, 0), 0), sem="relaxed")
-    tl.atomic_add(bins + bin, weights, mask=(weights != 0) & (bin != last), sem="relaxed")
-
-
-@jit
-def _sample_draw_kernel(
-    logits, extremes, bins, listed, listed_ids, counts, winner, arrived, chosen_tokens, drawn, pos,
-    seed, numbers,
-    SHIFT: tl.constexpr, UNIT: tl.constexpr, BINS: tl.constexpr,
-    ON: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Draw a token, and empty the bins. listed and listed_ids [rows, V], counts [rows]: the logits
-    of the bins in which the thresholds of top-k and top-p may lie, or all that _load_part leaves.
-    winner [rows]: the best of what is certainly kept, see _best_of."""
-    gdc_launch_dependents(PDL)
-    part, row = tl.program_id(0), tl.program_id(1)
-    temp, top_k, top_p = (
-        tl.load(numbers),
-        tl.load(numbers + 1).to(tl.int64),
-        tl.load(numbers + 2).to(tl.float64),
-    )
-    log_min_p, seed, ids = tl.load(numbers + 3), tl.load(seed), part * BLOCK + tl.arange(0, BLOCK)
-    gdc_wait(PDL)
-    position = tl.load(pos) - tl.num_programs(1) + 1 + row
-    enough = top_k if ON.TOP_K and not ON.COUNTED else None
-    l, best, lowest, bad = _load_part(logits, extremes, part, enough, V, BLOCK, PARTS)
-    kept, tokens_above, mass_above = l > float("-inf"), 0, 0
-    if ON.TOP_K or ON.TOP_P:
-        bins += row * BINS
-        listed += row * V
-        listed_ids += row * V
-        counts += row
-        mask, kept = kept, None
-        if ON.COUNTED:
-            bin, every = _bin(l, best, lowest, BINS), tl.arange(0, BINS)
-            sums = tl.cumsum(tl.load(bins + every), 0)
-            tokens, masses = (sums >> SHIFT) & ((1 << (64 - SHIFT)) - 1), sums & ((1 << SHIFT) - 1)
-            last = tl.sum((tokens < top_k).to(tl.int32), 0) if ON.TOP_K else BINS
-            first = last
-            if ON.TOP_P:
-                # with top-k a lower bound: it keeps some of bin `last`, too
-                total = _sum_before(masses, every, last)
-                first = tl.sum((masses < (top_p * total).to(tl.int64)).to(tl.int32), 0)
-            kept = mask & (bin < first)
-            mask = mask & (bin >= first) & (bin <= (last if ON.TOP_K else first))
-            tokens_above, mass_above = (
-                _sum_before(tokens, every, first),
-                _sum_before(masses, every, first),
-            )
-        offs = tl.cumsum(mask.to(tl.int32), 0)
-        offs += tl.atomic_add(counts, tl.max(offs, 0), sem="relaxed") - 1
-        tl.store(listed + offs, l, mask=mask)
-        tl.store(listed_ids + offs, ids, mask=mask)
-    floor = best + log_min_p
-    if kept is not None:
-        drawn_best = _draw(l, ids, kept & (l >= floor), best, bad, temp, seed, position)
-        tl.atomic_max(winner + row, drawn_best, sem="relaxed")
     if is_last(arrived + row, PARTS):
-        drawn_best = tl.atomic_xchg(winner + row, 0)
-        if ON.TOP_K or ON.TOP_P:
-            count, threshold = tl.load(counts, cache_modifier=".cg"), lowest
-            chunk, chunk_ids = (
-                _load_chunk(listed, 0, count, float("-inf")),
-                _load_chunk(listed_ids, 0, count, 0),
-            )
-            if ON.TOP_K:
-                threshold = _threshold(
-                    chunk, listed, count, top_k - tokens_above, lowest, best, None
-                )
-            if ON.TOP_P:
-                if ON.TOP_K:  # now the total is known
-                    total = mass_above + _split(chunk, listed, count, threshold, best, UNIT)[0]
-                target = (top_p * total).to(tl.int64) - mass_above
-                threshold = _threshold(chunk, listed, count, target, threshold, best, UNIT)
-            floor = tl.maximum(floor, threshold)
-            for start in range(0, count, CHUNK):
-                if count > CHUNK:
-                    chunk = _load_chunk(listed, start, count, float("-inf"))
-                    chunk_ids = _load_chunk(listed_ids, start, count, 0)
-                better = _draw(chunk, chunk_ids, chunk >= floor, best, bad, temp, seed, position)
-                drawn_best = tl.maximum(drawn_best, better)
-            tl.store(counts, 0)
-            if ON.COUNTED:
-                tl.store(bins + every, tl.zeros([BINS], tl.int64))
-        _store_token(drawn_best, chosen_tokens, drawn, position)
+        # find the thresholds
+        count = tl.atomic_xchg(counts + row, 0)
+        chunk = _load_chunk(listed, 0, count, float("-inf"))
+        chunk_ids = _load_chunk(listed_ids, 0, count, 0)
+        threshold = _threshold(chunk, listed, count, top_k, lowest, best, None)
+        if USE_TOP_P:
+            total, _, _ = _split(chunk, listed, count, threshold, best, UNIT)
+            target = (top_p * total).to(tl.int64)
+            threshold = _threshold(chunk, listed, count, target, threshold, best, UNIT)
+
+        # draw
+        winner = tl.full([], 0, tl.int64)
+        for start in range(0, count, CHUNK):
+            if count > CHUNK:
+                chunk = _load_chunk(listed, start, count, float("-inf"))
+                chunk_ids = _load_chunk(listed_ids, start, count, 0)
+            args = (threshold, best, log_min_p, temp, seed, position)
+            winner = tl.maximum(winner, _draw(chunk, chunk_ids, *args))
+        _store_token(winner, finite, chosen_tokens, drawn, position)
 
 
 def _block(V: int) -> int:
-    """How many logits a part has."""
+    """How many logits a part has. Of 4,096 logits or more there are 64 to 128 parts."""
     return max(MIN_BLOCK, triton.next_power_of_2(V) // MAX_PARTS)
 
 
 def sample(logits: Tensor, tokens: Tensor, drawn: Tensor, pos: Tensor, sampler: Sampler) -> None:
     rows, V = logits.shape
-    chosen_tokens = tokens if rows == 1 else None
-    on, zeros, numbers = sampler.switches(V), sampler.scratch.zeros, sampler.numbers
-    parts = triton.next_power_of_2(triton.cdiv(V, _block(V)))
-    extremes, arrived = (
-        zeros("extremes", rows, 2, parts),
-        zeros("parts done", rows, dtype=torch.int32),
-    )
+    on = sampler.switches(V)
+    zeros = sampler.scratch.zeros
+    block = _block(V)
+    parts = triton.next_power_of_2(triton.cdiv(V, block))
+    bests = zeros("bests", rows, parts)
+    winner = zeros("winner", rows, dtype=torch.int64)
+    arrived = zeros("parts done", rows, dtype=torch.int32)
+    output = (tokens if rows == 1 else None, drawn, pos)
+    settings = (sampler.seed, sampler.numbers)
 
     def run(kernel, *args, **constants) -> None:
-        sizes = dict(ON=on, V=V, BLOCK=_block(V), PARTS=parts)
-        launch(
-            kernel,
-            (parts, rows),
-            logits.device,
-            logits,
-            extremes,
-            *args,
-            **constants,
-            **sizes,
-            warps=8,
-        )
+        grid = (parts, rows)
+        sizes = dict(V=V, BLOCK=block, PARTS=parts)
+        launch(kernel, grid, logits.device, logits, bests, *args, **constants, **sizes, warps=8)
 
-    winner = zeros("winner", rows, dtype=torch.int64)
-    listed = zeros("listed", rows, V)
-    args = (listed, winner, arrived, tokens, chosen_tokens, drawn, pos, numbers)
-    run(_sample_best_kernel, *args)
-    if on.GREEDY:
+    copy = zeros("copy", rows, V) if on.penalty else None
+    args = (copy, winner, arrived, tokens, *output, sampler.numbers)
+    run(_sample_best_kernel, *args, PENALISE=on.penalty, CHOOSE=on.greedy)
+    if on.greedy:
         return
-    lists, shift = (None,) * 4, 64 - V.bit_length()
-    units = dict(SHIFT=shift, UNIT=2.0 ** (2 * shift - 64), BINS=BINS)
-    if on.TOP_K or on.TOP_P:
-        bins, counts = (
-            zeros("bins", rows, BINS, dtype=torch.int64),
-            zeros("counts", rows, dtype=torch.int32),
-        )
-        lists = (bins, listed, zeros("listed ids", rows, V, dtype=torch.int32), counts)
-        if on.COUNTED:
-            run(_sample_count_kernel, bins, **units)
-    args = (*lists, winner, arrived, chosen_tokens, drawn, pos, sampler.seed, numbers)
-    run(_sample_draw_kernel, *args, **units)
+    if on.top_k and not on.sorts:
+        listed = zeros("listed", rows, V)
+        listed_ids = zeros("listed ids", rows, V, dtype=torch.int32)
+        counts = zeros("counts", rows, dtype=torch.int32)
+        args = (listed, listed_ids, counts, arrived, *output, *settings)
+        run(_sample_candidates_kernel, *args, UNIT=_unit(V), USE_TOP_P=on.top_p)
+        return
+    floors = None
+    if on.sorts:
+        floors = zeros("floors", rows)
+        _find_floors(logits, sampler.numbers, on, floors)
+    run(_sample_draw_kernel, floors, winner, arrived, *output, *settings)

@@ -541,14 +541,16 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
     changes = (
         dict(),
-        dict(temp=0),
-        dict(top_k=0, repeat_penalty=1.1),
+        dict(temp=0, repeat_penalty=1.1),
         dict(top_k=1000),
         dict(top_p=1),
+        dict(top_k=0, top_p=1),
     )
-    for settings in (*changes, dict(top_k=0, top_p=1)):
+    for settings in changes:
         sampler = Sampler(DEVICE, Sampling(**settings))
         kernels.fused.sample(new(1, 32000, dtype=torch.float32), *ids, one, sampler)
+    # parts with fewer logits than a program has threads
+    kernels.fused.sample(new(1, 4096, dtype=torch.float32), *ids, one, Sampler(DEVICE))
     kernels.fused.sample(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
     cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
     gpu = SimpleNamespace(
@@ -996,14 +998,18 @@ def test_warm_up_compiles_what_is_launched(tmp_path):
     without_interpreter(f"check_warm_up({str(tmp_path)!r})")
 
 
-def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
+@pytest.mark.parametrize("top_k, other_top_k", [(5, 3), (40, 30)], ids=["listed", "sorted"])
+def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypatch):
     """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read
     anew."""
     recorded, captures = [], []
 
-    def record(*arguments, **constants) -> None:
-        recorded.append(functools.partial(launch.launch, *arguments, **constants))
-        recorded[-1]()
+    def recording(function):
+        def record(*arguments, **constants) -> None:
+            recorded.append(functools.partial(function, *arguments, **constants))
+            recorded[-1]()
+
+        return record
 
     def captured(run, device, reset) -> SimpleNamespace:
         recorded.clear()
@@ -1017,15 +1023,17 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
     model = load(tiny, dtype="fp32", device=DEVICE, backend="torch", ctx_size=64)
     cache, first = (
         State(model),
-        Sampling(temp=2.0, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30),
+        Sampling(temp=2.0, top_k=top_k, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30),
     )
+    cache.sampler.set(first)
+    assert cache.sampler.switches(model.config.vocab_size).sorts == (top_k == 40)
     changes = [
         dict(),
         dict(seed=SEED),
         dict(seed=(1 << 63) - 1),
         dict(temp=1.3),
         dict(temp=1e-9),
-        dict(top_k=7),
+        dict(top_k=other_top_k),
     ]
     changes += [
         dict(top_p=0.4),
@@ -1038,7 +1046,8 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
     expected = [list(generate(model, [1, 5, 9], n=8, sampling=s, eos=[])) for s in every]
     assert len({*map(tuple, expected)}) > 6
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=kernels.fused.sample))
-    monkeypatch.setattr(sampling, "launch", record)
+    monkeypatch.setattr(sampling, "launch", recording(launch.launch))
+    monkeypatch.setattr(sampling, "_find_floors", recording(sampling._find_floors))
     decode_in_graphs(monkeypatch)
     monkeypatch.setattr("model.captured", captured)
     assert [list(generate(model, [1, 5, 9], cache, 8, s, eos=[])) for s in every] == expected
@@ -1496,7 +1505,7 @@ def test_the_penalty_looks_back_its_window(window):
 def test_logits_not_finite(bad):
     logits = torch.randn(2500)
     logits[2000] = bad
-    for settings in (dict(), dict(top_k=0), dict(temp=0)):
+    for settings in (dict(), dict(top_k=0), dict(top_k=200), dict(temp=0), dict(top_k=0, top_p=1)):
         assert choose_alike(logits, NOTHING, 0, **settings) == -1
 
 
@@ -1511,7 +1520,6 @@ KINDS_OF_LOGITS = {
     "flat": lambda V: 0.03 * torch.randn(V),
     "equal": torch.zeros,
     "rounded": lambda V: (3 * torch.randn(V)).round(),
-    # the others are in one bin, and more than are listed at a time
     "one above the others": lambda V: (3e-5 * torch.randn(V)).index_fill(0, torch.tensor(7), 2.0),
     "near zero": lambda V: 3 * torch.randn(V) * torch.rand(V) ** 20,
     "banned": lambda V: (3 * torch.randn(V)).index_fill(0, torch.arange(V // 4), BANNED),
@@ -1548,9 +1556,41 @@ def test_sampling_equals_the_reference(kind):
         )
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.999999, 1.0])
+@pytest.mark.parametrize("top_k", [0, 129, 1099, 1100])
+def test_thresholds_found_by_sorting(top_k, top_p, rows):
+    V, settings = 1100, dict(top_k=top_k, top_p=top_p, min_p=0, temp=3, seed=SEED)
+    sorts = Sampler(DEVICE, Sampling(**settings)).switches(V).sorts
+    assert sorts == (top_p < 1 or 0 < top_k < V)
+    for kind in ("normal", "equal", "rounded", "few above equals"):
+        logits = torch.stack([KINDS_OF_LOGITS[kind](V) for _ in range(rows)])
+        choose_alike(logits if rows > 1 else logits[0], NOTHING, 4, **settings)
+
+
+def test_the_lowest_logit_that_sorting_keeps():
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.07, 0.03], [0.05, 0.4, 0.4, 0.1, 0.05]]).log()
+    floors = torch.empty(2)
+    for top_k, top_p, places in (
+        (0, 0.0, (0, 1)), (0, 0.49, (0, 1)), (0, 0.51, (1, 1)), (0, 0.79, (2, 1)), (0, 0.81, (2, 3)),
+        (0, 0.98, (4, 0)), (1, 1.0, (0, 1)), (2, 1.0, (1, 1)), (3, 1.0, (2, 3)), (4, 1.0, (3, 0)),
+        # the equals that top-k keeps count for top-p
+        (3, 0.8, (1, 1)), (1, 0.6, (0, 1)), (4, 0.89, (2, 3)), (4, 0.93, (3, 0)),
+    ):  # fmt: skip
+        sampler = Sampler(torch.device("cpu"), Sampling(top_k=top_k, top_p=top_p))
+        sampling._find_floors(logits, sampler.numbers, sampler.switches(5), floors)
+        assert floors.tolist() == [logits[0, places[0]], logits[1, places[1]]], (top_k, top_p)
+
+
 def test_rows_are_sampled_as_single_tokens_are():
     tokens, penalty = torch.randint(0, 2000, (40,), dtype=torch.int32), dict(repeat_penalty=1.3)
-    for settings in (dict(seed=3), dict(temp=0), dict(top_k=0, **penalty), penalty):
+    for settings in (
+        dict(seed=3),
+        dict(temp=0),
+        dict(top_k=0, **penalty),
+        dict(top_k=0, top_p=1),
+        penalty,
+    ):
         logits = 3 * torch.randn(5, 2000)
         logits[3, 7] = torch.nan
         choose_alike(logits, tokens, 30, **settings)

@@ -123,22 +123,20 @@ MUTANTS = [
         "finite",
     ),
     Mutant("sampling.py", "(back < window)", "(back <= window)", "penalty"),
-    Mutant("sampling.py", '((l != l) | (tl.abs(l) == float("inf")))', "(l != l)", "not_finite"),
+    Mutant("sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "not_finite"),
     Mutant("sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "sampling_equals"),
-    Mutant(
-        "sampling.py", "(as_good >= top_k, bests", "(2 * as_good >= top_k, bests", "sampling_equals"
-    ),
-    Mutant("sampling.py", "64 - V.bit_length()", "32", "sampling_equals"),
+    Mutant("sampling.py", "tl.where(reach >= k,", "tl.where(2 * reach >= k,", "sampling_equals"),
+    Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
     Mutant(
         "sampling.py",
-        "_split(chunk, listed, count, threshold, best, UNIT)[0]",
-        "0",
+        "_split(chunk, listed, count, threshold, best, UNIT)",
+        "_split(chunk, listed, count, lowest, best, UNIT)",
         "sampling_equals",
     ),
-    Mutant("sampling.py", "ids.to(tl.uint64) + 1)", "ids.to(tl.uint64))", "sampling_equals"),
-    Mutant(
-        "sampling.py", "(bin <= (last if ON.TOP_K else first))", "(bin <= first)", "sampling_equals"
-    ),
+    Mutant("sampling.py", "ids.to(tl.uint64) + 1", "ids.to(tl.uint64)", "sampling_equals"),
+    Mutant("sampling.py", "top_k.long() - 1)", "top_k.long())", "lowest_logit"),
+    Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
+    Mutant("sampling.py", "(sums < target)", "(sums <= target)", "found_by_sorting"),
     Mutant(
         "sampling.py",
         "if count > CHUNK:\n            l =",
@@ -146,14 +144,20 @@ MUTANTS = [
         "sampling_equals",
     ),
     Mutant(
-        "sampling.py",
-        "tl.store(bins + every, tl.zeros([BINS], tl.int64))",
-        "pass",
-        "other_sampling",
+        "sampling.py", "tl.atomic_xchg(counts + row, 0)", "tl.load(counts + row)", "other_sampling"
     ),
-    Mutant("sampling.py", "tl.maximum(drawn_best, better)", "better", "sampling_equals"),
     Mutant(
-        "sampling.py", "if s.min_p > 0 else -math.inf", "if s.min_p > 0 else 0.0", "sampling_equals"
+        "sampling.py",
+        "tl.maximum(winner, _draw(chunk, chunk_ids, *args))",
+        "_draw(chunk, chunk_ids, *args)",
+        "sampling_equals",
+    ),
+    Mutant("sampling.py", "tl.load(floors + row)", "tl.load(floors)", "found_by_sorting"),
+    Mutant(
+        "sampling.py",
+        "(self.min_p) if self.min_p > 0 else -math.inf",
+        "(self.min_p + 1)",
+        "sampling_equals",
     ),
     Mutant(
         "sampling.py",
