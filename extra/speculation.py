@@ -214,7 +214,8 @@ class Speculation:
         rate = 0.0
         if self.passes:
             rate = 1 + self.accepted / self.passes
-        return f"proposals {self.passes} passes, {rate:.2f} tokens a pass; {share} proposals accepted\n"
+        passes = f"{self.passes} passes, {rate:.2f} tokens a pass"
+        return f"proposals {passes}; {share} proposals accepted\n"
 
 
 def agreeing(proposals: list[int], tokens: list[int]) -> int:
@@ -295,8 +296,8 @@ class Draft(Speculation):
         self.model.prefill(ids[own.reuse(ids) :], own)
 
     def propose(self, ids: list[int]) -> list[int]:
-        """The draft evaluates two tokens first, the last one and the one before: if all proposals of the last
-        pass were accepted, the draft has not evaluated the last of them."""
+        """The draft evaluates two tokens first, the last one and the one before: if all its latest
+        proposals were accepted, it has not evaluated the last of them."""
         own = self.state
         last = len(ids) - 1
         self._catch_up(ids)
