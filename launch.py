@@ -14,7 +14,7 @@ correct:
 - before the wait a kernel reads only what no kernel launched this way writes in the same step
   (weights, tables, sampling settings, `pos`, the keys and values of earlier steps), and it writes
   nothing; parallel.py explains its exceptions;
-- `pos` is moved by torch's own operations (State.advance and seek, and those in speculation.py),
+- `pos` is moved by torch's own operations (State.advance and seek),
   which are launched without the attribute: each starts when all kernels before it have ended,
   including those that read the old value, and whatever comes after it starts when it has ended.
   test_no_step_sees_an_old_position runs thousands of each;

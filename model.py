@@ -477,6 +477,8 @@ class State:
         # index of a padded prompt's last token
         self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of prompts, by length
+        # of speculation.py's passes, by what they depend on
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
         pinned = model.device.type == "cuda"
         # sampled ones, for the host

@@ -85,7 +85,7 @@ from checkpoint import (
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
 from extra import gguf as ggml
-from extra import hopper, int4, parallel, quants, speculation
+from extra import hopper, int4, parallel, quants
 from extra.int4 import INT4
 from extra.parallel import Ranks
 from extra.speculation import Draft, Lookup, Pacer, Speculation
@@ -437,7 +437,6 @@ def as_if_on(arch: int) -> None:
         int4,
         training,
         parallel,
-        speculation,
     ):
         module.capability, module.processors = lambda device: arch, lambda device: 132
 
@@ -552,12 +551,6 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     # parts with fewer logits than a program has threads
     kernels.fused.sample(new(1, 4096, dtype=torch.float32), *ids, one, Sampler(DEVICE))
     kernels.fused.sample(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
-    cache = SimpleNamespace(tokens=ids[0], device_pos=one, host_tokens=ids[1], size=512)
-    gpu = SimpleNamespace(
-        cache=cache, drawn=ids[0], rejected=one, turn=one, result=new(2, 2, dtype=torch.int32)
-    )
-    Lookup(4).enqueue_proposals(gpu, 5)
-    speculation._OnGpu.accept(gpu, 5)
     launch_training(dtype)
 
 
@@ -621,7 +614,7 @@ def compile_kernels(arch: int) -> None:
     if arch == 89:
         assert "_vector_kernel" in compiled
         return
-    modules = (kernels, attention, sampling, fp8, int4, parallel, speculation, training)
+    modules = (kernels, attention, sampling, fp8, int4, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every | {"few_attention_kernel"}, every ^ compiled
@@ -5110,9 +5103,11 @@ class Planted(Speculation):
         super().__init__(n)
         self.text = text
 
-    def propose(self, cache, count):
-        coming = self.text[cache.pos + 1 : cache.pos + 1 + random.randint(0, count)]
-        return [random.choice([token] * 4 + [7]) for token in coming]
+    def propose(self, ids):
+        coming = self.text[len(ids) : len(ids) + self.n]
+        planted = [random.choice([token] * 4 + [7]) for token in coming]
+        planted += [7] * (self.n - len(planted))
+        return random.choice([planted, []])
 
 
 def always(speculation: Speculation) -> Speculation:
@@ -5184,8 +5179,29 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     assert draft.accepted == draft.proposed and draft.passes == 24
 
 
-def test_speculation_ends_within_a_pass(tiny):
+def test_draft_forgets_what_was_not_sampled(tiny):
+    """What it proposes depends on the text alone, not on what was proposed earlier."""
+    model = exact_model(tiny, ctx_size=64)
+    draft, other = Draft(3, other_model(model)), []
+    toss, propose = random.Random(SEED), draft.propose
+    draft.pacer.ready = lambda: toss.random() < 0.6
+    draft.propose = lambda ids: other.append(([*ids], propose(ids))) or other[-1][1]
+    prompt = random.choices(range(3, 300), k=9)
+    list(generate(model, prompt, n=50, eos=[], sampling=Sampling(seed=SEED), decode=draft.decode))
+    assert draft.accepted < draft.proposed
+    for ids, proposals in other:
+        fresh, state = Draft(3, draft.model), State(model)
+        state.sampler.set(Sampling(seed=SEED))
+        with torch.inference_mode():
+            fresh.begin(model, state, ids[:-1])
+            assert fresh.propose(ids) == proposals
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_speculation_ends_within_a_pass(tiny, monkeypatch, in_graphs):
     model, prompt = exact_model(tiny, ctx_size=128), [1, 5, 6]
+    if in_graphs:
+        decode_in_graphs(monkeypatch)
     for taken in range(1, 9):
         cache, draft = State(model), always(Draft(4, model))
         with contextlib.closing(
@@ -5202,21 +5218,28 @@ def test_speculation_ends_within_a_pass(tiny):
         )
 
 
+def looked_up(seen: list[int], count: int) -> list[int]:
+    """What Lookup proposes, by comparing everything with everything."""
+    for length in range(min(4, len(seen) - 1), 1, -1):
+        for start in range(len(seen) - length - 1, -1, -1):
+            if seen[start : start + length] == seen[-length:]:
+                following = seen[start + length :]
+                return [following[i % len(following)] for i in range(count)]
+    return []
+
+
 def test_lookup_proposals():
-    """By the reference; and by the kernel, for random texts, too."""
-    zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+    """At once, and with a text that grows."""
 
     def proposed(*seen: int, count: int = 4) -> list[int]:
-        lookup, size, beyond = Lookup(count), len(seen), [6, 6] + [-7] * (62 - len(seen))
-        tokens = torch.tensor([*seen, *beyond], dtype=torch.int32, device=DEVICE)
-        cache = SimpleNamespace(
-            tokens=tokens, pos=size - 1, device_pos=zeros(1) + size - 1, size=64
-        )
-        gpu = SimpleNamespace(cache=cache, turn=zeros(1) + 1, result=zeros(2, 2))
-        expected = lookup.propose(cache, count)
-        lookup.enqueue_proposals(gpu, 1 + count)
-        assert bool(gpu.result[1, 1]) == bool(expected)
-        assert tokens.tolist() == [*seen, *(expected or [0] * count), *beyond[count:]]
+        once, growing = Lookup(count), Lookup(count)
+        for size in range(1, len(seen) + 1):
+            expected = looked_up([*seen[:size]], count)
+            assert growing.propose([*seen[:size]]) == expected
+        assert once.propose([*seen]) == expected
+        once.begin(None, None, [9, 8, 7, 6, 5])
+        once.begin(None, None, [*seen[:-1]])  # of the text before, nothing is left
+        assert once.propose([*seen]) == expected
         return expected
 
     # one token is not enough
@@ -5236,7 +5259,7 @@ def test_failed_proposals_cost_3_percent(cost):
 
     def spend(accepted: int) -> float:
         seconds = cost if pacer.ready() else 1.0
-        pacer.record(int(seconds > 1), accepted, seconds)
+        pacer.record(int(seconds > 1), accepted, seconds, waited=False)
         return seconds
 
     for length in (400, 4000):
@@ -5246,26 +5269,18 @@ def test_failed_proposals_cost_3_percent(cost):
     assert all(spend(4) > 1 for _ in range(20))
 
 
-def test_proposals_are_accepted_on_the_device():
-    filled = lambda value, *shape: torch.full(shape, value, dtype=torch.int32, device=DEVICE)
-    for T, accepted in [(n, k) for n in (1, 2, 5, 16) for k in range(n)]:
-        tokens, drawn, host_tokens = (filled(-9, 40) for _ in range(3))
-        drawn[8 : 8 + T] = tokens[8 : 8 + T] = torch.arange(50, 50 + T, dtype=torch.int32)
-        tokens[8 + accepted] = 3
-        cache = SimpleNamespace(tokens=tokens, host_tokens=host_tokens, device_pos=filled(7 + T, 1))
-        gpu = SimpleNamespace(
-            cache=cache,
-            drawn=drawn,
-            turn=filled(5, 1),
-            rejected=filled(0, 1),
-            result=filled(0, 2, 2),
-        )
-        speculation._OnGpu.accept(gpu, T)
-        assert (
-            gpu.rejected == T - 1 - accepted and gpu.turn == 6 and gpu.result[1, 0] == 8 + accepted
-        )
-        assert host_tokens[7 : 10 + accepted].tolist() == [-9, *range(50, 51 + accepted), -9]
-        assert tokens[8 + accepted] == 50 + accepted
+def test_looking_for_proposals_costs_3_percent():
+    """A GPU is idle meanwhile, also where nothing is found."""
+    pacer = Pacer()
+
+    def spend() -> float:
+        waited = pacer.ready()
+        seconds = 1.15 if waited else 1.0
+        pacer.record(0, 0, seconds, waited)
+        return seconds
+
+    for length in (400, 4000):
+        assert sum(spend() for _ in range(length)) <= 1.03 * length
 
 
 def test_speculation_in_graphs(tiny, monkeypatch):
@@ -5289,6 +5304,45 @@ def test_speculation_in_graphs(tiny, monkeypatch):
         )
         if isinstance(way, Draft) and way.n == 3:
             assert way.accepted == way.proposed > 0
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+@pytest.mark.parametrize("proposing", [False, True])
+def test_speculation_where_logits_are_not_finite(tiny, monkeypatch, in_graphs, proposing):
+    model, prompt = exact_model(tiny, ctx_size=64), [1, 5, 6]
+    text = list(generate(model, prompt, n=20, eos=[], sampling=Sampling(seed=SEED)))
+    sample = model.ops.sample
+
+    def spoiled(logits, tokens, drawn, pos, sampler) -> None:
+        logits[max(14 - (int(pos) - len(logits) + 1), 0) :] = torch.nan
+        sample(logits, tokens, drawn, pos, sampler)
+
+    model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=spoiled))
+    if in_graphs:
+        decode_in_graphs(monkeypatch)
+    planted, got = Planted(4, prompt + text), []
+    planted.pacer.ready = lambda: proposing
+    tokens = generate(
+        model, prompt, n=20, eos=[], sampling=Sampling(seed=SEED), decode=planted.decode
+    )
+    with pytest.raises(RuntimeError, match="not finite"):
+        got.extend(tokens)
+    assert got == text[:11]
+
+
+def test_single_tokens_run_ahead(tiny, monkeypatch):
+    """Without proposals, two passes are on their way; with them, one: tokens are needed first."""
+    model = exact_model(tiny, ctx_size=64)
+    decode_in_graphs(monkeypatch)
+    for proposing, launched in ((False, [2, 3, 4, 5, 5, 5]), (True, [1, 2, 3, 4, 5, 5])):
+        lookup, counts = Lookup(3), []
+        one_pass = lookup._pass
+        lookup._pass = lambda *args, f=one_pass, c=counts: c.append(1) or f(*args)
+        lookup.propose = lambda ids: []
+        lookup.pacer.ready = lambda p=proposing: p
+        settings = dict(n=6, eos=[], sampling=Sampling(seed=SEED))
+        text = generate(model, [1, 5, 6], **settings, decode=lookup.decode)
+        assert [len(counts) for _ in text] == launched
 
 
 def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):

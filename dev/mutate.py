@@ -255,6 +255,21 @@ MUTANTS = [
     Mutant("session.py", "    if token in eos:", "    if False:", "what_ends"),
     Mutant("session.py", "min(size // 4, 256)", "min(size // 2, 256)", "drops_its_oldest"),
     Mutant("session.py", "excess + 1 :]", "excess:]", "shortens_an_answer"),
+    Mutant(
+        "extra/speculation.py",
+        "if proposal != token:",
+        "if proposal > token:",
+        "propos",
+    ),
+    Mutant(
+        "extra/speculation.py",
+        "own.pos = min(own.pos, self.first + agreeing(self.guesses, text))",
+        "own.pos = own.pos",
+        "draft",
+    ),
+    Mutant("extra/speculation.py", "read = position", "read = len(ids) - 1", "speculation"),
+    Mutant("extra/speculation.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
+    Mutant("extra/speculation.py", ".clamp_(min=0)", "", "speculation"),
 ]
 
 
