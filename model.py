@@ -1,4 +1,4 @@
-"""Llama 2: configuration, weights, key/value cache, forward, generate. Shape letters as in
+"""Llama 2: configuration, weights, forward, the state of a sequence, generate. Shape letters as in
 kernels.py."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import astuple, dataclass, field, replace
@@ -240,7 +239,7 @@ class Llama:
     backend: str  # the ops that run it: a key of kernels.BACKENDS
     device: torch.device
     dtype: torch.dtype
-    ctx_size: int  # default size of its cache, in positions
+    ctx_size: int  # positions of a state, unless another size is given
     checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
     kv_fp8: bool = False  # keys and values in 8 bits
     accumulate: str = "auto"  # how a prompt's products are summed, see kernels.py
@@ -249,8 +248,6 @@ class Llama:
     ops: SimpleNamespace = field(init=False, repr=False)
     # parallel.Exchange, for one token's sums over ranks
     exchange: Any = field(init=False, default=None, repr=False)
-    # the last captured decode step: its key, its graph
-    _graph: tuple = field(default=(None, None), repr=False)
 
     @torch.inference_mode()
     def __post_init__(self) -> None:
@@ -280,27 +277,27 @@ class Llama:
             raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor | list[int], cache: State) -> Tensor:
-        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them. A
+    def forward(self, tokens: Tensor | list[int], state: State) -> Tensor:
+        """Evaluate T tokens at state.pos. tokens int [T] -> logits float32 [T, V] of all of them. A
         tensor's ids are not checked."""
         if not isinstance(tokens, Tensor):
             self.check(tokens)
         tokens = torch.as_tensor(tokens)
         assert tokens.ndim == 1, (tokens.shape, "one sequence at a time")
-        cache.append(tokens)
-        return self.evaluate(len(tokens), cache)
+        state.append(tokens)
+        return self.evaluate(len(tokens), state)
 
-    def evaluate(self, T: int, cache: State) -> Tensor:
-        """Evaluate the T tokens already at cache.pos -> logits float32 [T, V] of all of them."""
-        return self._forward(T, cache, torch.empty(T, self.config.vocab_size, device=self.device))
+    def evaluate(self, T: int, state: State) -> Tensor:
+        """Evaluate the T tokens already at state.pos -> logits float32 [T, V] of all of them."""
+        return self._forward(T, state, torch.empty(T, self.config.vocab_size, device=self.device))
 
-    def _forward(self, T: int, cache: State, logits: Tensor, row: Tensor | None = None) -> Tensor:
-        """Evaluate the T tokens already at cache.pos; logits [n, V] are filled for the last n of
+    def _forward(self, T: int, state: State, logits: Tensor, row: Tensor | None = None) -> Tensor:
+        """Evaluate the T tokens already at state.pos; logits [n, V] are filled for the last n of
         them, or for `row`."""
         ops, w, eps, accumulate = self.ops, self.weights, self.config.norm_eps, self.accumulate
-        pos, rope, scratch = cache.device_pos, cache.rope, cache.scratch
-        x = ops.embedding(cache.tokens, pos, T, w.embedding)
-        for layer, k, v in zip(w.layers, cache.k, cache.v):
+        pos, rope, scratch = state.device_pos, state.rope, state.scratch
+        x = ops.embedding(state.tokens, pos, T, w.embedding)
+        for layer, k, v in zip(w.layers, state.k, state.v):
             extra = layer.qkv_bias, layer.qk_norm, accumulate
             q = ops.rmsnorm_qkv_rope(
                 x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, *extra
@@ -312,31 +309,31 @@ class Llama:
             x = ops.linear_add(h, layer.w2, x, accumulate)
         x = x[T - len(logits) :] if row is None else x.index_select(0, row)
         ops.rmsnorm_linear(x, w.norm, w.output, eps, logits, accumulate)
-        cache.advance(T)
+        state.advance(T)
         return logits
 
-    def step(self, T: int, cache: State) -> None:
-        """Evaluate the T tokens already at cache.pos; the last one's logits go to cache.logits."""
-        self._forward(T, cache, cache.logits.view(1, -1))
+    def step(self, T: int, state: State) -> None:
+        """Evaluate the T tokens already at state.pos; the last one's logits go to state.logits."""
+        self._forward(T, state, state.logits.view(1, -1))
 
     def prefill(
-        self, tokens: list[int], cache: State, progress: Callable[[int, int], None] | None = None
+        self, tokens: list[int], state: State, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is
+        """Evaluate a prompt in chunks; the last token's logits go to state.logits. progress is
         called with the number of tokens done and the total."""
-        cache.check_room(len(tokens))
-        start = cache.pos
+        state.check_room(len(tokens))
+        start = state.pos
         for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(
             CHUNK[self.device.type]
         ):
-            cache.append(chunk)
+            state.append(chunk)
             T = len(chunk)
-            if length := self._padded(T, cache.size - cache.pos):
-                self._padded_step(T, length, cache)
+            if length := self._padded(T, state.size - state.pos):
+                self._padded_step(T, length, state)
             else:
-                self.step(T, cache)
+                self.step(T, state)
             if progress:
-                progress(cache.pos - start, len(tokens))
+                progress(state.pos - start, len(tokens))
 
     def _padded(self, T: int, room: int) -> int | None:
         """The length to which a prompt of T tokens is padded; None if it is not captured as a CUDA
@@ -348,36 +345,39 @@ class Llama:
         )
         return next(fits, None) if self.uses_graphs and c.ranks == 1 and T > 1 else None
 
-    def _padded_step(self, T: int, length: int, cache: State) -> None:
+    def _padded_step(self, T: int, length: int, state: State) -> None:
         """`step` for T tokens, padded to `length` with copies of the last one. What is cached for
-        the padding lies beyond cache.pos, so its weight is 0; but 0 * NaN is NaN, so the padding
+        the padding lies beyond state.pos, so its weight is 0; but 0 * NaN is NaN, so the padding
         may not be whatever an earlier prompt left there. Captured as a CUDA graph the first time,
         replayed from then on."""
-        start, end, graphs = cache.pos, cache.pos, cache.prompt_graphs
-        cache.tokens[start + T : start + length] = cache.tokens[start + T - 1]
-        cache.row.fill_(T - 1)
-        step = lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row)
-        # shared by all: nothing outlives a replay
-        pool = next((graph.pool() for graph in graphs.values()), None)
+        start = end = state.pos
+        state.tokens[start + T : start + length] = state.tokens[start + T - 1]
+        state.row.fill_(T - 1)
+
+        def run() -> None:
+            self._forward(length, state, state.logits.view(1, -1), state.row)
+
         try:
-            if length in graphs:
-                graphs[length].replay()
+            if graph := state.graphs.get(("prompt", length)):
+                graph.replay()
             else:
-                graphs[length] = captured(step, self.device, lambda: cache.seek(start), pool)
+                reset = lambda: state.seek(start)
+                graph = captured(run, self.device, reset, state.prompt_pool)
+                state.graphs["prompt", length] = graph
             end = start + T
         finally:
-            cache.seek(end)
+            state.seek(end)
 
     @torch.inference_mode()
     def warm_up(self, T: int, sampling: Sampling) -> None:
         """Launch the kernels that `generate` launches for a prompt of T tokens: for
         launch.compile_kernels."""
-        cache = State(self)
-        T = min(T, cache.size, CHUNK[self.device.type])
-        cache.sampler.set(sampling)
-        self.step(self._padded(T, cache.size) or T, cache)
-        choose_next(self, cache, cache.logits)
-        self.step(1, cache)
+        state = State(self)
+        T = min(T, state.size, CHUNK[self.device.type])
+        state.sampler.set(sampling)
+        self.step(self._padded(T, state.size) or T, state)
+        choose_next(self, state, state.logits)
+        self.step(1, state)
 
     @property
     def uses_graphs(self) -> bool:
@@ -385,24 +385,26 @@ class Llama:
         graphs."""
         return self.device.type == "cuda" and self.backend == "triton"
 
-    def graph(self, cache: State) -> torch.cuda.CUDAGraph:
-        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured
-        again only for another cache, other switches of the sampler, or another number of banned
-        ids; the cache is not kept alive."""
-        key = (weakref.ref(cache), *cache.captured_with(self))
-        if self._graph[0] != key:
-            pos, logits = cache.pos, cache.logits.clone()
+    def graph(self, state: State) -> torch.cuda.CUDAGraph:
+        """One decode step as a CUDA graph: sample a token from state.logits, evaluate it. The state
+        keeps the last one captured, which serves until what it depends on changes."""
+        key = ("decode", *state.captured_with(self))
+        if key not in state.graphs:
+            pos = state.pos
+            logits = state.logits.clone()
 
             def run() -> None:
-                choose_next(self, cache, cache.logits)
-                self.step(1, cache)
+                choose_next(self, state, state.logits)
+                self.step(1, state)
 
             def reset() -> None:
-                cache.seek(pos)
-                cache.logits.copy_(logits)
+                state.seek(pos)
+                state.logits.copy_(logits)
 
-            self._graph = (key, captured(run, self.device, reset))
-        return self._graph[1]
+            graph = captured(run, self.device, reset)
+            state.drop_graphs("decode")
+            state.graphs[key] = graph
+        return state.graphs[key]
 
     @property
     def suits_one_thread(self) -> bool:
@@ -449,7 +451,7 @@ def captured(
     return graph
 
 
-# ---- key/value cache
+# ---- the state of a sequence
 
 
 def rope_table(config: Config, length: int) -> Tensor:
@@ -465,33 +467,44 @@ def rope_table(config: Config, length: int) -> Tensor:
 
 
 class State:
-    """Keys and values of the tokens seen so far, and the tokens themselves."""
+    """Everything that belongs to one sequence: the tokens seen so far with their keys and values,
+    how the next one is chosen, and what kernels and graphs need meanwhile. llama2.c calls it
+    RunState.
+
+    Keys and values of a layer are a tensor [KH, S, D] each, in the model's kv_dtype: the positions
+    of a head are contiguous, and what lies from pos on counts for nothing. device_pos is the number
+    of positions in use on the device, where a captured graph can move it."""
 
     def __init__(self, model: Llama, size: int | None = None):
-        c, size = model.config, size or model.ctx_size
-        shape = (c.n_layers, c.n_kv_heads, size, c.head_dim)
-        self.size = size
-        self.pos = 0  # positions in use, on the host
-        # the same, on the device
-        self.device_pos = torch.zeros(1, dtype=torch.int32, device=model.device)
-        # index of a padded prompt's last token
-        self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
-        self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of prompts, by length
-        self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
-        pinned = model.device.type == "cuda"
-        # sampled ones, for the host
-        self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        # of the last token evaluated
-        self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)
-        self.sampler = Sampler(model.device)  # how the next one is chosen
+        """size: the number of positions, by default the model's ctx_size."""
+        c = model.config
+        device = model.device
+        self.size = size or model.ctx_size
+        self.pos = 0  # positions in use
+        self.device_pos = torch.zeros(1, dtype=torch.int32, device=device)  # the same
+
+        # The tokens, and those that were sampled once more for the host
+        self.tokens = torch.zeros(self.size, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self.host_tokens = torch.zeros(self.size, dtype=torch.int32, pin_memory=pinned)
+
+        shape = (c.n_layers, c.n_kv_heads, self.size, c.head_dim)
+        self.k = torch.zeros(shape, dtype=model.kv_dtype, device=device).unbind()  # L x [KH, S, D]
+        self.v = torch.zeros(shape, dtype=model.kv_dtype, device=device).unbind()  # L x [KH, S, D]
+        self.rope = rope_table(c, self.size).to(device)  # [S, D/2, 2]
+
+        # How the next token is chosen
+        self.logits = torch.zeros(c.vocab_size, device=device)  # of the last token evaluated
+        self.sampler = Sampler(device)
         self.never: tuple[int, ...] = ()  # ids that are not sampled
-        # BANNED at these ids, 0 elsewhere: added to logits
-        self.bans = torch.zeros_like(self.logits)
-        self.scratch = Scratch(model.device)
-        # L x [KH, S, D]
-        self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
-        self.v = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
-        self.rope = rope_table(c, size).to(model.device)  # [S, D/2, 2]
+        self.bans = torch.zeros_like(self.logits)  # BANNED for these, 0 for others; added to logits
+
+        # What kernels keep from launch to launch, and what has been captured. A graph's key begins
+        # with its kind, then comes what it depends on besides the state: ("prompt", length) and
+        # ("decode", settings of the sampler). Whoever captures another kind keeps it here.
+        self.scratch = Scratch(device)
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.row = torch.zeros(1, dtype=torch.int64, device=device)  # a padded prompt's last token
 
     def check_room(self, count: int) -> None:
         """Raise ValueError if `count` more tokens do not fit: the one place that checks this."""
@@ -512,8 +525,19 @@ class State:
         self.bans.zero_()[ids] = BANNED
 
     def captured_with(self, model: Llama) -> tuple:
-        """What a graph that samples depends on besides the cache."""
+        """What a graph that samples depends on besides the state."""
         return self.sampler.switches(model.config.vocab_size), len(self.never)
+
+    def drop_graphs(self, kind: str) -> None:
+        """Free all graphs of a kind."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] != kind}
+
+    @property
+    def prompt_pool(self) -> tuple[int, int] | None:
+        """The memory pool that all graphs of prompts share, since nothing outlives a replay. None
+        if there is no such graph yet."""
+        pools = (graph.pool() for key, graph in self.graphs.items() if key[0] == "prompt")
+        return next(pools, None)
 
     def truncate(self, pos: int) -> None:
         """Forget everything from pos on."""
@@ -529,8 +553,8 @@ class State:
         self.device_pos.fill_(pos)
 
     def reuse(self, tokens: list[int]) -> int:
-        """Keep the longest prefix that the cache and tokens share, but not the last of tokens.
-        Returns its length."""
+        """Keep what the tokens evaluated so far and these ones begin with in common, except the last
+        of these. Returns its length."""
         cached = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
         same = next((i for i, (a, b) in enumerate(zip(cached, tokens)) if a != b), len(cached))
         self.truncate(same)
@@ -544,7 +568,7 @@ class State:
 class Timings:
     """Filled in by generate, added up over calls."""
 
-    prompt_tokens: int = 0  # evaluated, not those that were still in the cache
+    prompt_tokens: int = 0  # those evaluated, without what the state already had
     prompt_seconds: float = 0.0
     new_tokens: int = 0
     steps: int = 0  # new tokens except the first of each call, whose time counts as the prompt's
@@ -567,7 +591,7 @@ class Timings:
 def generate(
     model: Llama,
     prompt: list[int],
-    cache: State | None = None,
+    state: State | None = None,
     n: int = -1,
     sampling: Sampling | None = None,
     eos: Collection[int] | None = None,
@@ -576,29 +600,30 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     decode: Callable[..., Iterator[int]] | None = None,
 ) -> Iterator[int]:
-    """Evaluate the prompt, then yield new tokens: at most n (below 0: no limit), until an eos
-    (yielded too) or a full context.
+    """Evaluate the prompt, then yield new tokens: at most n (no limit if n is negative), until an
+    eos (which is yielded) or a full context.
 
-    The beginning of the prompt that the cache already holds is not evaluated again. sampling: by
-    default the model's. eos: by default the config's. progress: as in prefill. decode: a
-    replacement for decoding token by token, such as Speculation.decode. There is one sequence at a
-    time. Raises what Llama.check does, ValueError when the prompt is longer than the cache,
-    RuntimeError when the logits are not finite."""
+    state: keeps its keys and values where the prompt begins like what it has seen; by default a new
+    one. sampling: by default the model's. eos: by default the config's. progress: see prefill.
+    decode: a replacement for decoding token by token, such as Speculation.decode. Raises what
+    Llama.check does, ValueError if the prompt is longer than the context, RuntimeError if the
+    logits are not finite."""
     model.check(prompt)
-    cache, V = cache or State(model), model.config.vocab_size
+    state = state or State(model)
+    V = model.config.vocab_size
     # a tokenizer without one says -1
     eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]
-    cache.sampler.set(sampling or model.sampling)
-    cache.ban(eos if ignore_eos else [])
+    state.sampler.set(sampling or model.sampling)
+    state.ban(eos if ignore_eos else [])
     timings = timings or Timings()
     start = time.perf_counter()
-    reused = cache.reuse(prompt)
-    model.prefill(prompt[reused:], cache, progress)
-    n = min(n, cache.size - cache.pos) if n >= 0 else cache.size - cache.pos
+    reused = state.reuse(prompt)
+    model.prefill(prompt[reused:], state, progress)
+    n = min(n, state.size - state.pos) if n >= 0 else state.size - state.pos
     timings.prompt_tokens += len(prompt) - reused
     decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
     stopping = model.ranks.stopping_together() if model.ranks else nullcontext()
-    with stopping, closing(decode(model, cache, n)) as tokens:
+    with stopping, closing(decode(model, state, n)) as tokens:
         for i, token in enumerate(tokens):
             timings.add(time.perf_counter() - start, first=i == 0)
             start = time.perf_counter()
@@ -612,46 +637,46 @@ def generate(
 BANNED = -1e36  # a logit that no temperature draws; finite, since others are an error
 
 
-def choose_next(model: Llama, cache: State, logits: Tensor, drawn: Tensor | None = None) -> None:
-    """Sample the token at cache.pos from logits [V], or the T tokens that end there from [T, V],
-    into `drawn` (by default cache.host_tokens); a single one goes into cache.tokens, too. logits
+def choose_next(model: Llama, state: State, logits: Tensor, drawn: Tensor | None = None) -> None:
+    """Sample the token at state.pos from logits [V], or the T tokens that end there from [T, V],
+    into `drawn` (by default state.host_tokens); a single one goes into state.tokens, too. logits
     may be overwritten."""
-    if cache.never:
-        logits.add_(cache.bans)
-    drawn = cache.host_tokens if drawn is None else drawn
+    if state.never:
+        logits.add_(state.bans)
+    drawn = state.host_tokens if drawn is None else drawn
     model.ops.sample(
         logits.view(-1, model.config.vocab_size),
-        cache.tokens,
+        state.tokens,
         drawn,
-        cache.device_pos,
-        cache.sampler,
+        state.device_pos,
+        state.sampler,
     )
 
 
-def sample_next(model: Llama, cache: State, logits: Tensor) -> int:
+def sample_next(model: Llama, state: State, logits: Tensor) -> int:
     """The same, but wait for the token and return it: -1 where the logits are not finite."""
-    choose_next(model, cache, logits)
+    choose_next(model, state, logits)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    return int(cache.host_tokens[cache.pos])
+    return int(state.host_tokens[state.pos])
 
 
-def _decode(model: Llama, cache: State, n: int) -> Iterator[int]:
+def _decode(model: Llama, state: State, n: int) -> Iterator[int]:
     """Up to n tokens, one after the other; each is evaluated only when the next is asked for."""
     for i in range(n):
-        yield sample_next(model, cache, cache.logits)
+        yield sample_next(model, state, state.logits)
         if i + 1 < n:
-            model.step(1, cache)
+            model.step(1, state)
 
 
-def _decode_on_gpu(model: Llama, cache: State, n: int) -> Iterator[int]:
+def _decode_on_gpu(model: Llama, state: State, n: int) -> Iterator[int]:
     """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), with the
     host one step ahead: while it reads a token, the GPU computes the next. Token and position stay
     on the device."""
     if n == 0:
         return
-    graph = model.graph(cache)
-    first, read = cache.pos, 0
+    graph = model.graph(state)
+    first, read = state.pos, 0
     stream, done = torch.cuda.current_stream(model.device), [torch.cuda.Event(), torch.cuda.Event()]
     try:
         for launched in range(n + 1):
@@ -661,10 +686,10 @@ def _decode_on_gpu(model: Llama, cache: State, n: int) -> Iterator[int]:
             if launched > 0:
                 read = launched - 1
                 done[read % 2].synchronize()
-                cache.pos = first + read
-                yield int(cache.host_tokens[cache.pos])
+                state.pos = first + read
+                yield int(state.host_tokens[state.pos])
     finally:
-        cache.seek(first + read)
+        state.seek(first + read)
 
 
 def not_finite(model: Llama) -> str:

@@ -647,17 +647,17 @@ def read_config_like(**fields) -> Config:
     return Config(**(base | fields))
 
 
-def greedy(model, prompt: list[int], n: int, cache=None, **options) -> list[int]:
-    return list(generate(model, prompt, cache, n, Sampling(temp=0), **dict(eos=[]) | options))
+def greedy(model, prompt: list[int], n: int, state=None, **options) -> list[int]:
+    return list(generate(model, prompt, state, n, Sampling(temp=0), **dict(eos=[]) | options))
 
 
 def test_cache_reuses_the_common_beginning(tiny_model):
-    cache, timings = State(tiny_model), Timings()
-    first = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
-    again = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
+    state, timings = State(tiny_model), Timings()
+    first = greedy(tiny_model, [1, 5, 6, 7], 4, state, timings=timings)
+    again = greedy(tiny_model, [1, 5, 6, 7], 4, state, timings=timings)
     assert first == again and timings.prompt_tokens == 4 + 1
     longer = [1, 5, 6, 7, *first[:2], 9]
-    assert greedy(tiny_model, longer, 4, cache, timings=timings) == greedy(tiny_model, longer, 4)
+    assert greedy(tiny_model, longer, 4, state, timings=timings) == greedy(tiny_model, longer, 4)
     assert timings.prompt_tokens == 4 + 1 + 1
 
 
@@ -711,9 +711,9 @@ def test_an_ignored_eos_is_never_sampled(tiny_model):
             )
             == [7] * 5
         )
-    cache = State(tiny_model)
-    greedy(tiny_model, [1, 5], 1, cache, eos=[-1], ignore_eos=True)
-    assert not cache.never, "no eos is not the last id"
+    state = State(tiny_model)
+    greedy(tiny_model, [1, 5], 1, state, eos=[-1], ignore_eos=True)
+    assert not state.never, "no eos is not the last id"
 
 
 @BACKENDS
@@ -722,11 +722,11 @@ def test_context_to_its_last_slot(tiny, kv_fp8, backend):
     model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=8, backend=backend, kv_fp8=kv_fp8)
     whole = greedy(model, [5, 6], 2)
     for size in (1, 2, 4):
-        cache, prompt = State(model, size), [5, 6][:size]
-        assert greedy(model, prompt, -1, cache) == whole[: size - len(prompt)]
-        assert cache.device_pos == cache.pos
+        state, prompt = State(model, size), [5, 6][:size]
+        assert greedy(model, prompt, -1, state) == whole[: size - len(prompt)]
+        assert state.device_pos == state.pos
         with pytest.raises(ValueError, match=f"has {size + 1} tokens; the context holds {size}"):
-            greedy(model, [7] * (size + 1), -1, cache)
+            greedy(model, [7] * (size + 1), -1, state)
 
 
 def test_accumulate_reaches_the_ops(tiny, monkeypatch):
@@ -774,20 +774,20 @@ def test_no_step_sees_an_old_position(tiny, how):
     )
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
     model, plain = (load(tiny, backend=backend, **options) for backend in ("triton", "torch"))
-    cache, expected = State(model), State(plain)
+    state, expected = State(model), State(plain)
     with torch.inference_mode():
         if how == "generate":
-            list(generate(model, [1, 5, 9], cache, steps, Sampling(temp=1.5, seed=SEED), eos=[]))
+            list(generate(model, [1, 5, 9], state, steps, Sampling(temp=1.5, seed=SEED), eos=[]))
         else:
             for part in torch.randint(3, 300, (sum(sizes),), device=DEVICE).split(sizes):
-                cache.append(part)
-                model.step(len(part), cache)
-        assert int(cache.device_pos) == cache.pos
-        plain.prefill(cache.tokens[: cache.pos].tolist(), expected)
-    for ours, theirs in zip((*cache.k, *cache.v), (*expected.k, *expected.v)):
-        ours, theirs = (t[:, : cache.pos] for t in (ours, theirs))
+                state.append(part)
+                model.step(len(part), state)
+        assert int(state.device_pos) == state.pos
+        plain.prefill(state.tokens[: state.pos].tolist(), expected)
+    for ours, theirs in zip((*state.k, *state.v), (*expected.k, *expected.v)):
+        ours, theirs = (t[:, : state.pos] for t in (ours, theirs))
         errors = (ours - theirs).square().sum((0, 2)) / theirs.square().sum((0, 2))
-        assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {cache.pos}"
+        assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {state.pos}"
 
 
 @BACKENDS
@@ -824,15 +824,15 @@ def test_cache_not_finite(tiny, kv_fp8, backend):
     model = load(
         tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8
     )
-    cache, prompt = State(model), [1, 5, 6]
-    greedy(model, prompt, 0, cache)
+    state, prompt = State(model), [1, 5, 6]
+    greedy(model, prompt, 0, state)
     for (which, bad), new in itertools.product((("k", NAN), ("v", INF)), ([7], [7, 8, 9])):
-        cache.truncate(len(prompt))
-        number = getattr(cache, which)[1][:, 1, 2]
+        state.truncate(len(prompt))
+        number = getattr(state, which)[1][:, 1, 2]
         before = number.clone()
         number.fill_(0x7F if kv_fp8 else bad)
         with pytest.raises(RuntimeError, match="not finite, although every weight is"):
-            greedy(model, [*prompt, *new], 1, cache)
+            greedy(model, [*prompt, *new], 1, state)
         number.copy_(before)
 
 
@@ -845,14 +845,14 @@ def test_padded_prompts_are_the_prompts(monkeypatch):
     if not ON_GPU:
         decode_in_graphs(monkeypatch, PADDED)
     with torch.inference_mode():
-        cache, plain = State(model), State(model)
+        state, plain = State(model), State(model)
         for T in (20, 31, 25, 2, 100, 90, 7, 97, 8, 128):
             ids = torch.randint(3, model.config.vocab_size, (T,), device=DEVICE)
-            model.prefill(ids.tolist(), cache)
+            model.prefill(ids.tolist(), state)
             exact = model.forward(ids, plain)[-1]
-            assert cache.pos == int(cache.device_pos) == plain.pos
-            assert nmse(cache.logits, exact) < (1e-4 if ON_GPU else 1e-10), T
-    assert [*cache.prompt_graphs] == [32, 8, 128]
+            assert state.pos == int(state.device_pos) == plain.pos
+            assert nmse(state.logits, exact) < (1e-4 if ON_GPU else 1e-10), T
+    assert [*state.graphs] == [("prompt", length) for length in (32, 8, 128)]
 
 
 @pytest.mark.parametrize(
@@ -884,9 +884,9 @@ def test_a_cache_is_freed_with_its_owner(tiny):
     for i in range(4):
         list(generate(model, [1, 5], n=3, sampling=Sampling(seed=i), eos=[]))
         held.append(torch.cuda.memory_allocated())
-    cache = State(model)
-    list(generate(model, [1, 5], cache, n=3, eos=[]))
-    gone = weakref.ref(cache)
+    state = State(model)
+    list(generate(model, [1, 5], state, n=3, eos=[]))
+    gone = weakref.ref(state)
     del cache
     assert gone() is None and held[1] == held[3]
 
@@ -1025,11 +1025,11 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
         reset()
         captures.append(launches := [*recorded])
         return SimpleNamespace(
-            replay=lambda: [launch() for launch in launches] + [model.step(1, cache)]
+            replay=lambda: [launch() for launch in launches] + [model.step(1, state)]
         )
 
     model = load(tiny, dtype="fp32", device=DEVICE, backend="torch", ctx_size=64)
-    cache, first = (
+    state, first = (
         State(model),
         Sampling(temp=2.0, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30),
     )
@@ -1055,7 +1055,7 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
     monkeypatch.setattr(sampling, "launch", record)
     decode_in_graphs(monkeypatch)
     monkeypatch.setattr("model.captured", captured)
-    assert [list(generate(model, [1, 5, 9], cache, 8, s, eos=[])) for s in every] == expected
+    assert [list(generate(model, [1, 5, 9], state, 8, s, eos=[])) for s in every] == expected
     assert len(captures) == 1
     for other in (
         Sampling(temp=0),
@@ -1063,9 +1063,9 @@ def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
         Sampling(top_k=100),
         Sampling(repeat_penalty=1.1),
     ):
-        list(generate(model, [1, 5, 9], cache, 1, other, eos=[]))
+        list(generate(model, [1, 5, 9], state, 1, other, eos=[]))
     list(generate(model, [1, 5, 9], State(model), 1, other, eos=[]))
-    list(generate(model, [1, 5, 9], cache, 1, other, eos=[3], ignore_eos=True))
+    list(generate(model, [1, 5, 9], state, 1, other, eos=[3], ignore_eos=True))
     assert len(captures) == 7
 
 
