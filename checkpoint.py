@@ -12,7 +12,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -1023,9 +1022,7 @@ class Loader:
             total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False
         )
 
-    def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
-        """beside: takes the weights with one layer, returns a context manager; the other layers are
-        read inside it."""
+    def load(self) -> Weights:
         with self.bar:
             embedding, *layers, norm, output = model_tensors(self.whole)
             layers = [list(tensors) for _, tensors in itertools.groupby(layers, lambda t: t.layer)]
@@ -1035,10 +1032,8 @@ class Loader:
                 last = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
             else:
                 last = self.matrix(output)
-            weights = Weights(table, [self.layer(layers[0])], self.vector(norm), last)
-            with beside(weights):
-                weights.layers += [self.layer(tensors) for tensors in layers[1:]]
-        return weights
+            made = [self.layer(tensors) for tensors in layers]
+            return Weights(table, made, self.vector(norm), last)
 
     def layer(self, tensors: list[Joined]) -> LayerWeights:
         return LayerWeights(
@@ -1338,7 +1333,6 @@ def load(
     accumulate: str = "auto",
     quiet: bool = False,
     ranks: Ranks = Ranks(),
-    warm_up: Callable[[Llama], object] | None = None,
 ) -> Llama:
     """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder
     in Hugging Face's or Meta's layout, a GGUF file, or a repository of the hub.
@@ -1347,9 +1341,8 @@ def load(
     is that, but at most 4096. format: in which to keep the matrices, a name of kernels.FORMATS;
     what `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's
     products are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the
-    model, if several. warm_up: called with a model of one layer, while the others are read, to
-    compile the kernels that it launches; on a single GPU with the Triton kernels. Raises
-    ValueError, OSError or MemoryError, in one line that says what to do."""
+    model, if several. Raises ValueError, OSError or MemoryError, in one line that says what to
+    do."""
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
         raise ValueError(
@@ -1385,20 +1378,8 @@ def load(
     )
     settings = (backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
 
-    def compiling(weights: Weights) -> AbstractContextManager:
-        if not warm_up or ranks.size > 1:
-            return nullcontext()
-        model = Llama(replace(config, n_layers=1), weights, *settings)
-        return (
-            launch.compiling_kernels(lambda: warm_up(model), on)
-            if model.uses_graphs
-            else nullcontext()
-        )
-
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load(
-            compiling
-        )
+        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
     return Llama(config, weights, *settings)

@@ -368,17 +368,6 @@ class Llama:
         finally:
             state.seek(end)
 
-    @torch.inference_mode()
-    def warm_up(self, T: int, sampling: Sampling) -> None:
-        """Launch the kernels that `generate` launches for a prompt of T tokens: for
-        launch.compile_kernels."""
-        state = State(self)
-        T = min(T, state.size, CHUNK[self.device.type])
-        state.sampler.set(sampling)
-        self.step(self._padded(T, state.size) or T, state)
-        choose_next(self, state, state.logits)
-        self.step(1, state)
-
     @property
     def uses_graphs(self) -> bool:
         """Whether decode steps, and prompts of the lengths in PADDED, are captured as CUDA

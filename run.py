@@ -250,7 +250,7 @@ class Answer:
 class Session:
     """A loaded model with its tokenizer, cache and settings, and its timings so far."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, prompt: str | None):
+    def __init__(self, args: argparse.Namespace, ranks: Ranks):
         start = time.perf_counter()
         self.args, self.ranks = args, ranks
         checkpoint = Checkpoint(find_checkpoint(args.model))
@@ -270,7 +270,7 @@ class Session:
             name: value for name, value in checkpoint.sampling.items() if name not in given
         }
         self.sampling = Sampling(**self.own_sampling | given)
-        self.model = self._load(checkpoint, warm_up=lambda model: self._warm_up(model, prompt))
+        self.model = self._load(checkpoint)
         if not args.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
@@ -286,12 +286,7 @@ class Session:
             self.prompt_cache.restore(self.cache)
         self.load_seconds = time.perf_counter() - start
 
-    def _warm_up(self, model: Llama, prompt: str | None) -> None:
-        """Launch what the first prompt needs. How many tokens a chat template adds is a guess."""
-        length = len(self.tokenizer.encode(self.args.system + (prompt or "")))
-        model.warm_up(length + (0 if self.args.mode == "text" else 32) or 1, self.sampling)
-
-    def _load(self, name: str | Checkpoint, **more) -> Llama:
+    def _load(self, name: str | Checkpoint) -> Llama:
         options = (
             "dtype",
             "device",
@@ -306,7 +301,6 @@ class Session:
             name,
             **{option: getattr(self.args, option) for option in options},
             ranks=self.ranks,
-            **more,
         )
 
     def note(self, text: str) -> None:
@@ -618,7 +612,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     )
     if args.system_file is not None:
         args.system = ranks.broadcast(lambda: read_input(args.system_file))
-    session = Session(args, ranks, prompt)
+    session = Session(args, ranks)
     session.note(session.summary())
     made_for_chat = (
         args.chat_template is not None or session.tokenizer.chat_template != TEMPLATES["plain"]

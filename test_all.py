@@ -887,7 +887,7 @@ def test_a_cache_is_freed_with_its_owner(tiny):
     state = State(model)
     list(generate(model, [1, 5], state, n=3, eos=[]))
     gone = weakref.ref(state)
-    del cache
+    del state
     assert gone() is None and held[1] == held[3]
 
 
@@ -908,106 +908,6 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         captured(lambda: 1 / gc.isenabled(), DEVICE)
     assert gc.isenabled()
-
-
-def test_errors_beside_a_warm_up():
-    compiled = threading.Event()
-    compile = lambda: (time.sleep(0.1), compiled.set())
-    with pytest.raises(OSError, match="cut short"), launch.compiling_kernels(compile, DEVICE):
-        raise OSError("cut short")
-    assert compiled.is_set(), "the compiler was not waited for"
-    with pytest.raises(ZeroDivisionError), launch.compiling_kernels(lambda: 1 / 0, DEVICE):
-        pass
-
-
-@BACKENDS
-def test_warm_up_needs_a_gpu_and_triton(tiny, backend):
-    compiles = ON_GPU and backend == "triton"
-    with pytest.raises(ZeroDivisionError) if compiles else contextlib.nullcontext():
-        load(tiny, device=DEVICE.type, backend=backend, warm_up=lambda model: 1 / 0)
-
-
-@pytest.mark.parametrize(
-    "flags, text, more", [("-p fox", "fox", 0), ("--chat -p fox -sys crow", "crowfox", 32)]
-)
-def test_warm_up_of_the_command_line(cli, tiny, monkeypatch, flags, text, more):
-    """What the prompt and the sampling flags need."""
-    seen = []
-
-    def loaded(*arguments, warm_up, **options):
-        warm_up(SimpleNamespace(warm_up=lambda *needed: seen.append(needed)))
-        return load(*arguments, **options)
-
-    monkeypatch.setattr(run, "load", loaded)
-    assert cli("-m", tiny, "-n", 1, "--temp", 0, "--seed", 7, *flags.split())[0] == 0
-    assert seen == [(len(Tokenizer(tiny).encode(text)) + more, Sampling(temp=0, seed=7))]
-
-
-def check_warm_up(folder: str) -> None:
-    """That the kernels compiled while models are loaded are those that `generate` launches, as if
-    on Hopper."""
-    from triton import compiler
-
-    loads = (  # family, tokens of the prompt, options of load, of Sampling
-        ("gqa", 20, dict(), dict()),
-        ("gqa", 100, dict(format="e4m3", kv_fp8=True), dict()),
-        ("gqa", 300, dict(format="int4"), dict()),
-        ("mha", 500, dict(kv_fp8=True), dict()),
-        ("mha", 5, dict(format="e4m3"), dict()),
-        ("mha", 1, dict(format="int4"), dict()),
-        ("qwen 2.5", 9, dict(), dict(temp=0)),
-        ("qwen 3", 60, dict(format="int4"), dict(top_k=0, repeat_penalty=1.1)),
-        ("llama 3.2", 512, dict(format="e4m3", accumulate="fp32"), dict(top_p=1)),
-    )
-    compiled, launched = set(), set()
-
-    def compile(source, options, **_) -> SimpleNamespace:
-        key = f"{source.fn.__name__} {source.hash()} {options}"
-        compiled.add(key)
-        run = lambda *_: launched.add(key)
-        return SimpleNamespace(
-            run=run, launch_metadata=lambda *_: None, function=None, packed_metadata=None
-        )
-
-    as_if_on(90)
-    compiler.compile = compile
-    launch.INTERPRETED = True  # for load, which finds no GPU
-    torch.cuda.set_device = lambda device: None
-    torch._scaled_mm = lambda x, w, *_, out_dtype, **__: torch.zeros(
-        len(x), w.shape[1], dtype=out_dtype
-    )
-    sizes = dict(hidden_size=512, intermediate_size=768, max_position_embeddings=1024)
-    modules = (kernels, attention, hopper, sampling, fp8)
-    for family, T, options, settings in loads:
-        saved, s = Path(folder, family), Sampling(**settings)
-        if not saved.exists():
-            hugging_face_model(
-                **FAMILIES[family] | sizes | dict(head_dim=128)
-            ).half().save_pretrained(saved)
-        with pytest.MonkeyPatch.context() as patch:
-            decode_in_graphs(patch, PADDED)
-            for kernel in itertools.chain.from_iterable(
-                vars(module).values() for module in modules
-            ):
-                getattr(kernel, "device_caches", {}).clear()
-            compiled.clear()
-            launched.clear()
-            warm_up = lambda model, T=T, s=s: model.warm_up(T, s)
-            model = load(
-                saved, device="cpu", backend="triton", warm_up=warm_up, quiet=True, **options
-            )
-            early = {*compiled}
-            assert early and not launched
-            list(generate(model, [5] * T, n=2, sampling=s, eos=[]))
-            assert launched == early == compiled, (
-                family,
-                sorted(launched - early),
-                sorted(early - launched),
-            )
-
-
-def test_warm_up_compiles_what_is_launched(tmp_path):
-    without_interpreter(f"check_warm_up({str(tmp_path)!r})")
 
 
 def test_other_sampling_needs_no_other_graph(tiny, monkeypatch):
