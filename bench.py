@@ -735,7 +735,7 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
     KV, H, KH, D, eps = State(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     KV.advance(start_pos)
-    pos, scratch, end = KV.device_pos, KV.scratch, start_pos + T
+    pos, end = KV.device_pos, start_pos + T
     x, residual, y, h = (
         torch.randn(T, n, device=device, dtype=dtype) for n in (c.dim, c.dim, H * D, c.hidden_dim)
     )
@@ -792,25 +792,23 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
         lambda a: ops.rmsnorm(a, norm, eps),
         lambda a: plain_rmsnorm(a, norm, eps),
     )
-    qkv = lambda l, k, v, *_: ops.rmsnorm_qkv_rope(
-        x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, l.qkv_bias, l.qk_norm
-    )
+    qkv = lambda layer, *_: ops.rmsnorm_qkv_rope(x, layer, KV)
     yield case("rmsnorm_qkv_rope", layers, qkv, plain_qkv)
     yield case(
         "attention",
         layers,
-        lambda _, k, v, *__: ops.attention(q, k, v, pos, scratch),
+        lambda layer, *_: ops.attention(q, layer, KV),
         plain_attention,
     )
     add = lambda inner, m: ops.linear_add(inner, m, residual)
     plain_add = lambda inner, m: residual + functional.linear(inner, dense(m))
     yield case("wo", [(y, layer.wo) for layer in w.layers], add, plain_add)
     yield case("w2", [(h, layer.w2) for layer in w.layers], add, plain_add)
-    swiglu = lambda l, *_: ops.rmsnorm_swiglu(x, l.ffn_norm, l.w13, eps)
+    swiglu = lambda layer, *_: ops.rmsnorm_swiglu(x, layer, KV)
     yield case("rmsnorm_swiglu", layers, swiglu, plain_swiglu)
     if T == 1:
         logits, sampler = torch.empty(T, c.vocab_size, device=device), Sampler(device)
-        output = lambda: ops.rmsnorm_linear(x, w.norm, w.output, eps, logits)
+        output = lambda: ops.rmsnorm_linear(x, w.norm, w.output, KV, logits)
         plain_output = lambda: functional.linear(
             plain_rmsnorm(x, w.norm, eps), dense(w.output)
         ).float()

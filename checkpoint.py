@@ -1411,23 +1411,23 @@ def importance_of(model: Llama, tokens: list[int], quiet: bool = False) -> dict[
     model reads a text: float32 [K], as in llama.cpp's importance matrix."""
     ops, sums = model.ops, {}
 
-    def watched(op: Callable, normed: bool) -> Callable:
+    inputs = {  # of each op: its norm, if any, and its matrix
+        "rmsnorm_qkv_rope": lambda layer, _: (layer.attention_norm, layer.wqkv),
+        "linear_add": lambda w, _: (None, w),
+        "rmsnorm_swiglu": lambda layer, _: (layer.ffn_norm, layer.w13),
+        "rmsnorm_linear": lambda norm, w, *_: (norm, w),
+    }
+
+    def watched(name: str) -> Callable:
         def run(x: Tensor, *rest) -> Tensor:
-            seen, w = (
-                (kernels.rmsnorm_ref(x, rest[0], model.config.norm_eps), rest[1])
-                if normed
-                else (x, rest[0])
-            )
+            norm, w = inputs[name](*rest)
+            seen = x if norm is None else kernels.rmsnorm_ref(x, norm, model.config.norm_eps)
             sums[w] = sums.get(w, 0) + seen.float().square().sum(0)
-            return op(x, *rest)
+            return getattr(ops, name)(x, *rest)
 
         return run
 
-    products = {
-        name: watched(op, "rmsnorm" in name)
-        for name, op in vars(ops).items()
-        if name in kernels.PRODUCTS
-    }
+    products = {name: watched(name) for name in kernels.PRODUCTS}
     model.ops = SimpleNamespace(**vars(ops) | products)
     with tqdm(
         desc="calibrating", total=len(tokens), unit=" tokens", disable=quiet or None, leave=False

@@ -7,7 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from itertools import groupby
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from extra.parallel import Exchange, Ranks, make_exchange
 from fp8 import Matrix, fit_norm
 from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
@@ -120,6 +121,7 @@ class LayerWeights:
     w2: Matrix  # [C, F]
     qkv_bias: Tensor | None = None  # [(H + 2 KH) D]
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
+    index: int = 0  # which layer it is, from 0 on: whose keys and values of State are its own
 
 
 @dataclass
@@ -128,6 +130,10 @@ class Weights:
     layers: list[LayerWeights]
     norm: Tensor  # [C]
     output: Matrix  # [V, C], or one rank's rows of it; the embedding itself when tied
+
+    def __post_init__(self) -> None:
+        for index, layer in enumerate(self.layers):
+            layer.index = index
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -236,27 +242,28 @@ class Llama:
 
     config: Config
     weights: Weights = field(repr=False)
-    backend: str  # the ops that run it: a key of kernels.BACKENDS
+    backend: str  # whose ops run it: "torch" or "triton"
     device: torch.device
     dtype: torch.dtype
     ctx_size: int  # positions of a state, unless another size is given
     checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
     kv_fp8: bool = False  # keys and values in 8 bits
-    accumulate: str = "auto"  # how a prompt's products are summed, see kernels.py
-    ranks: Any = None  # the parallel.Ranks that share it, if several
+    accumulate: str = "auto"  # how a prompt's products are summed, see kernels.ops
+    ranks: Ranks = Ranks()  # the processes that share it
     sampling: Sampling = Sampling()  # the checkpoint's own
     ops: SimpleNamespace = field(init=False, repr=False)
-    # parallel.Exchange, for one token's sums over ranks
-    exchange: Any = field(init=False, default=None, repr=False)
+    # for one token's sums over ranks
+    exchange: Exchange | None = field(init=False, default=None, repr=False)
 
     @torch.inference_mode()
     def __post_init__(self) -> None:
-        self.ops, w = kernels.BACKENDS[self.backend], self.weights
-        if self.ranks and self.ranks.size > 1:
+        w = self.weights
+        self.ops = kernels.ops(self.backend, self.accumulate)
+        if self.ranks.size > 1:
             matrices = [m for layer in w.layers for m in (layer.wo, layer.w2)] + [w.output]
-            self.ops, self.exchange = self.ranks.cut_ops(
-                self.ops, matrices, self.backend, self.device
-            )
+            self.exchange = make_exchange(self.ranks, matrices, self.backend, self.device)
+            half_sums = self.accumulate == "fp16"
+            self.ops = self.ranks.cut_ops(self.ops, self.exchange, half_sums)
         if self.backend == "triton":
             for layer in w.layers:
                 fit_norm(layer.attention_norm, layer.wqkv)
@@ -294,21 +301,15 @@ class Llama:
     def _forward(self, T: int, state: State, logits: Tensor, row: Tensor | None = None) -> Tensor:
         """Evaluate the T tokens already at state.pos; logits [n, V] are filled for the last n of
         them, or for `row`."""
-        ops, w, eps, accumulate = self.ops, self.weights, self.config.norm_eps, self.accumulate
-        pos, rope, scratch = state.device_pos, state.rope, state.scratch
-        x = ops.embedding(state.tokens, pos, T, w.embedding)
-        for layer, k, v in zip(w.layers, state.k, state.v):
-            extra = layer.qkv_bias, layer.qk_norm, accumulate
-            q = ops.rmsnorm_qkv_rope(
-                x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, *extra
-            )
-            x = ops.linear_add(
-                ops.attention(q, k, v, pos, scratch, accumulate), layer.wo, x, accumulate
-            )
-            h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps, accumulate)
-            x = ops.linear_add(h, layer.w2, x, accumulate)
+        ops, w = self.ops, self.weights
+        x = ops.embedding(T, w.embedding, state)
+        for layer in w.layers:
+            q = ops.rmsnorm_qkv_rope(x, layer, state)
+            x = ops.linear_add(ops.attention(q, layer, state), layer.wo, x)
+            h = ops.rmsnorm_swiglu(x, layer, state)
+            x = ops.linear_add(h, layer.w2, x)
         x = x[T - len(logits) :] if row is None else x.index_select(0, row)
-        ops.rmsnorm_linear(x, w.norm, w.output, eps, logits, accumulate)
+        ops.rmsnorm_linear(x, w.norm, w.output, state, logits)
         state.advance(T)
         return logits
 
@@ -481,6 +482,7 @@ class State:
         self.k = torch.zeros(shape, dtype=model.kv_dtype, device=device).unbind()  # L x [KH, S, D]
         self.v = torch.zeros(shape, dtype=model.kv_dtype, device=device).unbind()  # L x [KH, S, D]
         self.rope = rope_table(c, self.size).to(device)  # [S, D/2, 2]
+        self.norm_eps = c.norm_eps
 
         # How the next token is chosen
         self.logits = torch.zeros(c.vocab_size, device=device)  # of the last token evaluated
@@ -611,8 +613,7 @@ def generate(
     n = min(n, state.size - state.pos) if n >= 0 else state.size - state.pos
     timings.prompt_tokens += len(prompt) - reused
     decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
-    stopping = model.ranks.stopping_together() if model.ranks else nullcontext()
-    with stopping, closing(decode(model, state, n)) as tokens:
+    with model.ranks.stopping_together(), closing(decode(model, state, n)) as tokens:
         for i, token in enumerate(tokens):
             timings.add(time.perf_counter() - start, first=i == 0)
             start = time.perf_counter()
