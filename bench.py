@@ -191,7 +191,17 @@ from extra.parallel import Ranks
 from fp8 import Format, Matrix
 from kernels import FORMATS, cpu_product_dtype, prepacked, storage_dtype
 from launch import capability, jit, nearest, save_tables, tables, tl, triton
-from model import CHUNK, Config, LayerWeights, Llama, State, Timings, Weights, captured, generate
+from model import (
+    PROMPT_CHUNK,
+    Config,
+    LayerWeights,
+    Llama,
+    State,
+    Timings,
+    Weights,
+    captured,
+    generate,
+)
 from sampling import Sampler, Sampling
 from tokenizer import TextStream, Tokenizer
 
@@ -1123,7 +1133,9 @@ def perplexity(
                 m.prefill(window[:skip], kv)
         tokens = torch.tensor(window[skip:], device=model.device)
         # In parts: the logits of a whole window would be large
-        for part, goal in zip(tokens[:-1].split(CHUNK["cpu"]), tokens[1:].split(CHUNK["cpu"])):
+        for part, goal in zip(
+            tokens[:-1].split(PROMPT_CHUNK["cpu"]), tokens[1:].split(PROMPT_CHUNK["cpu"])
+        ):
             logs = [m.forward(part, kv).log_softmax(-1) for m, kv in caches]
             loss, *other_loss = (
                 functional.nll_loss(log, goal, reduction="none").cpu() for log in logs

@@ -32,12 +32,12 @@ from fp8 import Format, Matrix, Tensors
 from kernels import FORMATS
 from model import (
     CACHES,
-    CHUNK,
     CUT,
     EMBEDDING,
     NORM,
     OUTPUT,
     PADDED,
+    PROMPT_CHUNK,
     Config,
     Joined,
     LayerWeights,
@@ -1256,7 +1256,9 @@ def check_memory(
             weights += size * elements  # in both layouts
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
-    workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
+    workspace = (
+        min(ctx_size, PROMPT_CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
+    )
     # of decoded matrices: the graphs of prompts have memory of their own
     copies = 1 if on_cpu else 2
     if not on_cpu:

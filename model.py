@@ -25,7 +25,7 @@ from sampling import Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
 # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
-CHUNK = {"cpu": 512, "cuda": 2048}
+PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
 # Prompt lengths that are captured as CUDA graphs. A prompt is padded to the next one as long as
 # tokens times weights of a layer stay below PADDED_WORK: up to there, launching the kernels takes
 # the host longer than the GPU runs them
@@ -325,7 +325,7 @@ class Llama:
         state.check_room(len(tokens))
         start = state.pos
         for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(
-            CHUNK[self.device.type]
+            PROMPT_CHUNK[self.device.type]
         ):
             state.append(chunk)
             T = len(chunk)

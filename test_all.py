@@ -93,8 +93,8 @@ from kernels import FORMATS, PRODUCTS
 from launch import tl
 from model import (
     BANNED,
-    CHUNK,
     PADDED,
+    PROMPT_CHUNK,
     Config,
     Llama,
     State,
@@ -1263,6 +1263,28 @@ def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
         check_attention(heads, T, start_pos, kv_fp8)
 
 
+@pytest.mark.parametrize("limit", ["tokens", "bytes"])
+def test_reference_attention_takes_a_prompt_in_blocks(limit, monkeypatch):
+    """Whose masks are small however long the context is."""
+    q, layer, state = op_arguments("attention", torch.float32, (4, 2, 16), 70, 30)[0]
+    whole = attention.attention_ref(q, layer, state)
+    masks, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*heads, attn_mask):
+        masks.append(attn_mask.shape)
+        return attend(*heads, attn_mask=attn_mask)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    if limit == "tokens":
+        monkeypatch.setattr(attention, "MOST_TOKENS", 32)
+        expected = [(64, 62), (64, 94), (12, 100)]
+    else:
+        monkeypatch.setattr(attention, "MASK_BYTES", 5 * 2 * 100 * 40)
+        expected = [(80, 70), (60, 100)]
+    assert nmse(attention.attention_ref(q, layer, state), whole) < 1e-10
+    assert masks == expected
+
+
 @pytest.mark.parametrize("dtype, format, small", [
     (torch.float32, None, False), (torch.bfloat16, None, False), (torch.bfloat16, None, True),
     (torch.bfloat16, INT4, False),
@@ -1303,10 +1325,10 @@ def test_prompts_need_few_onednn_kernels(monkeypatch):
         return x[:, :1].expand(-1, 8) + 0
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
-    for T in range(1, CHUNK["cpu"] + 1):
+    for T in range(1, PROMPT_CHUNK["cpu"] + 1):
         x = torch.arange(T, dtype=torch.bfloat16)[:, None].expand(T, 4)
         assert kernels.linear_ref(x, w).equal(x[:, :1].expand(T, 8))
-    assert len(sizes) <= 20 and 1 in sizes and max(sizes) == CHUNK["cpu"]
+    assert len(sizes) <= 20 and 1 in sizes and max(sizes) == PROMPT_CHUNK["cpu"]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -2128,7 +2150,7 @@ def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     shown, original = io.StringIO(), run.tqdm
     at_once = dict(delay=0, disable=False, mininterval=0, file=shown)
     monkeypatch.setattr(run, "tqdm", lambda **options: original(**options | at_once))
-    monkeypatch.setitem(CHUNK, "cpu", 16)
+    monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
     assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
     done, total = map(int, re.findall(r"(\d+)/(\d+) \[", shown.getvalue())[-1])
     assert shown.getvalue().count("\rprompt") > 3 and 64 < total <= done + 16
@@ -2906,7 +2928,7 @@ def test_mode_of_a_run(monkeypatch):
 def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch):
     """Logits of a prompt, whole and in parts, and greedy tokens after one that is evaluated in
     chunks; in 8 bits, against our model with decoded weights."""
-    monkeypatch.setitem(CHUNK, "cpu", 16)
+    monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
     theirs = hugging_face_model(**FAMILIES[family])
     theirs.save_pretrained(tmp_path)
     T = 70 if backend == "torch" else 15  # the interpreter is slow
