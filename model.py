@@ -11,15 +11,16 @@ from contextlib import closing
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import kernels
 from extra.parallel import Exchange, Ranks, make_exchange
-from fp8 import Matrix, fit_norm
+from fp8 import Format, Matrix, fit_norm
 from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
 
@@ -29,7 +30,8 @@ PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
 # Prompt lengths that are captured as CUDA graphs. A prompt is padded to the next one as long as
 # tokens times weights of a layer stay below PADDED_WORK: up to there, launching the kernels takes
 # the host longer than the GPU runs them
-PADDED, PADDED_WORK = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128)), 2e11
+PADDED = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128))
+PADDED_WORK = 2e11
 
 
 # ---- configuration
@@ -48,7 +50,7 @@ class Config:
     vocab_size: int
     norm_eps: float
     rope_theta: float = 10000.0
-    # by which the D/2 frequencies are divided for a longer context; empty: by 1
+    # by which the D/2 frequencies are divided for a longer context; empty if they stay
     rope_factors: tuple[float, ...] = ()
     rope_gain: float = 1.0  # q and k are multiplied by it
     max_seq_len: int = 4096
@@ -57,9 +59,9 @@ class Config:
     tie_embeddings: bool = False
     qkv_bias: bool = False  # q, k and v have a bias
     qk_norm: bool = False  # q and k are normalised head by head before RoPE
-    dtype: torch.dtype | None = None  # None: as the tensors are stored
+    dtype: torch.dtype | None = None  # of the tensors; None if the file does not say
     bos_id: int | None = None  # for a tokenizer that names none
-    eos_ids: tuple[int, ...] = ()  # empty: as the tokenizer says
+    eos_ids: tuple[int, ...] = ()  # empty if only the tokenizer knows
     # processes that share the model; if several, n_heads, n_kv_heads and hidden_dim are per process
     ranks: int = 1
 
@@ -85,12 +87,11 @@ class Config:
             raise ValueError(
                 f"{self.n_kv_heads} key/value heads can be neither divided nor repeated {evenly}"
             )
-        heads, kv_heads = self.n_heads // ranks, max(1, self.n_kv_heads // ranks)
         return replace(
             self,
             ranks=ranks,
-            n_heads=heads,
-            n_kv_heads=kv_heads,
+            n_heads=self.n_heads // ranks,
+            n_kv_heads=max(1, self.n_kv_heads // ranks),
             hidden_dim=self.hidden_dim // ranks,
         )
 
@@ -236,6 +237,18 @@ CUT = {
 # ---- the model
 
 
+class Origin(Protocol):
+    """What a model knows of the checkpoint that its weights came from: checkpoint.Checkpoint."""
+
+    folder: Path
+    config: Config  # of the whole model, however many ranks share it
+    elements: int
+    format: Format | None  # of its matrices, where --save encoded them
+    quantised: str  # how others have quantised them, in words
+
+    def first_bad_tensor(self, dtype: torch.dtype) -> str | None: ...
+
+
 @dataclass
 class Llama:
     """A loaded model: what forward and generate need."""
@@ -246,14 +259,13 @@ class Llama:
     device: torch.device
     dtype: torch.dtype
     ctx_size: int  # positions of a state, unless another size is given
-    checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
+    checkpoint: Origin | None = None  # None if the weights are random
     kv_fp8: bool = False  # keys and values in 8 bits
     accumulate: str = "auto"  # how a prompt's products are summed, see kernels.ops
     ranks: Ranks = Ranks()  # the processes that share it
     sampling: Sampling = Sampling()  # the checkpoint's own
     ops: SimpleNamespace = field(init=False, repr=False)
-    # for one token's sums over ranks
-    exchange: Exchange | None = field(init=False, default=None, repr=False)
+    exchange: Exchange | None = field(init=False, default=None, repr=False)  # if ranks have one
 
     @torch.inference_mode()
     def __post_init__(self) -> None:
@@ -262,8 +274,8 @@ class Llama:
         if self.ranks.size > 1:
             matrices = [m for layer in w.layers for m in (layer.wo, layer.w2)] + [w.output]
             self.exchange = make_exchange(self.ranks, matrices, self.backend, self.device)
-            half_sums = self.accumulate == "fp16"
-            self.ops = self.ranks.cut_ops(self.ops, self.exchange, half_sums)
+            fp16_sums = self.accumulate == "fp16"
+            self.ops = self.ranks.cut_ops(self.ops, self.exchange, fp16_sums)
         if self.backend == "triton":
             for layer in w.layers:
                 fit_norm(layer.attention_norm, layer.wqkv)
@@ -271,12 +283,11 @@ class Llama:
             fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
-        """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or has an
-        id that the model does not."""
+        """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or
+        contains an id that the model does not have."""
         if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
-            raise TypeError(
-                "a prompt is a list of ids: tokenizer.encode(text), or ids.tolist() of a tensor"
-            )
+            how = "tokenizer.encode(text), or ids.tolist() of a tensor"
+            raise TypeError(f"a prompt is a list of ids: {how}")
         if not prompt:
             raise ValueError("the prompt is empty: it needs a token to start from, such as bos")
         V = self.config.vocab_size
@@ -285,8 +296,8 @@ class Llama:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor | list[int], state: State) -> Tensor:
-        """Evaluate T tokens at state.pos. tokens int [T] -> logits float32 [T, V] of all of them. A
-        tensor's ids are not checked."""
+        """Evaluate T tokens at state.pos. tokens int [T] -> logits float32 [T, V] of all of them.
+        The ids in a tensor are not checked."""
         if not isinstance(tokens, Tensor):
             self.check(tokens)
         tokens = torch.as_tensor(tokens)
@@ -324,9 +335,8 @@ class Llama:
         called with the number of tokens done and the total."""
         state.check_room(len(tokens))
         start = state.pos
-        for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(
-            PROMPT_CHUNK[self.device.type]
-        ):
+        ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+        for chunk in ids.split(PROMPT_CHUNK[self.device.type]):
             state.append(chunk)
             T = len(chunk)
             if length := self._padded(T, state.size - state.pos):
@@ -337,20 +347,23 @@ class Llama:
                 progress(state.pos - start, len(tokens))
 
     def _padded(self, T: int, room: int) -> int | None:
-        """The length to which a prompt of T tokens is padded; None if it is not captured as a CUDA
+        """The length to which a prompt of T tokens is padded. None if it is not captured as a CUDA
         graph."""
         c = self.config
+        if not self.uses_graphs or c.ranks > 1 or T == 1:
+            return None
         layer_weights = sum(math.prod(tensor.shape(c)) for tensor in c.layer_table if tensor.matrix)
-        fits = (
-            n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PADDED_WORK)
-        )
-        return next(fits, None) if self.uses_graphs and c.ranks == 1 and T > 1 else None
+        for length in PADDED:
+            pays = length == T or length * layer_weights <= PADDED_WORK
+            if T <= length <= room and pays:
+                return length
+        return None
 
     def _padded_step(self, T: int, length: int, state: State) -> None:
-        """`step` for T tokens, padded to `length` with copies of the last one. What is cached for
-        the padding lies beyond state.pos, so its weight is 0; but 0 * NaN is NaN, so the padding
-        may not be whatever an earlier prompt left there. Captured as a CUDA graph the first time,
-        replayed from then on."""
+        """`step` for T tokens, padded to `length` with copies of the last one. Keys and values of
+        the padding lie beyond state.pos, so their weight is 0; but 0 * NaN is NaN, so the padding
+        may not be whatever an earlier prompt left there. The first call for a length captures a
+        CUDA graph, which later ones replay."""
         start = end = state.pos
         state.tokens[start + T : start + length] = state.tokens[start + T - 1]
         state.row.fill_(T - 1)
@@ -377,7 +390,7 @@ class Llama:
 
     def graph(self, state: State) -> torch.cuda.CUDAGraph:
         """One decode step as a CUDA graph: sample a token from state.logits, evaluate it. The state
-        keeps the last one captured, which serves until what it depends on changes."""
+        keeps the last one, until the graph depends on other settings."""
         key = ("decode", *state.captured_with(self))
         if key not in state.graphs:
             pos = state.pos
@@ -409,8 +422,8 @@ class Llama:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs of a GPU, so that they can share memory. torch's own default is one of the
-    first GPU used."""
+    """The stream of all captures on a GPU, so that graphs can share memory. torch's own default
+    belongs to the first GPU used."""
     return torch.cuda.Stream(device)
 
 
@@ -473,7 +486,7 @@ class State:
         self.pos = 0  # positions in use
         self.device_pos = torch.zeros(1, dtype=torch.int32, device=device)  # the same
 
-        # The tokens, and those that were sampled once more for the host
+        # The tokens; those that were sampled are there once more for the host
         self.tokens = torch.zeros(self.size, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self.host_tokens = torch.zeros(self.size, dtype=torch.int32, pin_memory=pinned)
@@ -490,20 +503,19 @@ class State:
         self.never: tuple[int, ...] = ()  # ids that are not sampled
         self.bans = torch.zeros_like(self.logits)  # BANNED for these, 0 for others; added to logits
 
-        # What kernels keep from launch to launch, and what has been captured. A graph's key begins
-        # with its kind, then comes what it depends on besides the state: ("prompt", length) and
-        # ("decode", settings of the sampler). Whoever captures another kind keeps it here.
+        # What kernels keep from launch to launch, and what has been captured. A graph's key is its
+        # kind and what it depends on besides the state: ("prompt", length), and ("decode", ...)
+        # with captured_with. A program that captures steps of another kind keeps them here.
         self.scratch = Scratch(device)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.row = torch.zeros(1, dtype=torch.int64, device=device)  # a padded prompt's last token
 
     def check_room(self, count: int) -> None:
-        """Raise ValueError if `count` more tokens do not fit: the one place that checks this."""
+        """Raise ValueError if `count` more tokens do not fit. Nothing else checks this."""
         count += self.pos
         if count > self.size:
-            raise ValueError(
-                f"the prompt has {count} tokens; the context holds {self.size} (-c, or State's size)"
-            )
+            holds = f"the context holds {self.size} (-c, or State's size)"
+            raise ValueError(f"the prompt has {count} tokens; {holds}")
 
     def append(self, tokens: Tensor) -> None:
         """Place tokens at pos, where forward will evaluate them."""
@@ -516,7 +528,7 @@ class State:
         self.bans.zero_()[ids] = BANNED
 
     def captured_with(self, model: Llama) -> tuple:
-        """What a graph that samples depends on besides the state."""
+        """What a graph that samples depends on besides the state: the end of its key."""
         return self.sampler.switches(model.config.vocab_size), len(self.never)
 
     def drop_graphs(self, kind: str) -> None:
@@ -544,10 +556,12 @@ class State:
         self.device_pos.fill_(pos)
 
     def reuse(self, tokens: list[int]) -> int:
-        """Keep what the tokens evaluated so far and these ones begin with in common, except the last
-        of these. Returns its length."""
-        cached = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
-        same = next((i for i, (a, b) in enumerate(zip(cached, tokens)) if a != b), len(cached))
+        """Truncate the state to what it has in common with the beginning of these tokens, of which
+        the last must be evaluated in any case. Returns how many that are."""
+        seen = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
+        same = 0
+        while same < len(seen) and seen[same] == tokens[same]:
+            same += 1
         self.truncate(same)
         return same
 
@@ -594,25 +608,28 @@ def generate(
     """Evaluate the prompt, then yield new tokens: at most n (no limit if n is negative), until an
     eos (which is yielded) or a full context.
 
-    state: keeps its keys and values where the prompt begins like what it has seen; by default a new
-    one. sampling: by default the model's. eos: by default the config's. progress: see prefill.
-    decode: a replacement for decoding token by token, such as Speculation.decode. Raises what
-    Llama.check does, ValueError if the prompt is longer than the context, RuntimeError if the
-    logits are not finite."""
+    state: the sequence to go on with, by default a new one. What the prompt has in common with it,
+    from the first token on, is not evaluated again. sampling: by default the model's. eos: by
+    default the config's. progress: see prefill. decode: a replacement for decoding token by token,
+    such as Speculation.decode. Raises what Llama.check does, ValueError if the prompt is longer
+    than the context, RuntimeError if the logits are not finite."""
     model.check(prompt)
     state = state or State(model)
-    V = model.config.vocab_size
+    if eos is None:
+        eos = model.config.eos_ids
     # a tokenizer without one says -1
-    eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]
+    eos = [i for i in eos if 0 <= i < model.config.vocab_size]
     state.sampler.set(sampling or model.sampling)
     state.ban(eos if ignore_eos else [])
     timings = timings or Timings()
     start = time.perf_counter()
     reused = state.reuse(prompt)
     model.prefill(prompt[reused:], state, progress)
-    n = min(n, state.size - state.pos) if n >= 0 else state.size - state.pos
     timings.prompt_tokens += len(prompt) - reused
-    decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
+    room = state.size - state.pos
+    n = min(n, room) if n >= 0 else room
+    if decode is None:
+        decode = _decode_on_gpu if model.uses_graphs else _decode
     with model.ranks.stopping_together(), closing(decode(model, state, n)) as tokens:
         for i, token in enumerate(tokens):
             timings.add(time.perf_counter() - start, first=i == 0)
@@ -629,22 +646,18 @@ BANNED = -1e36  # a logit that no temperature draws; finite, since others are an
 
 def choose_next(model: Llama, state: State, logits: Tensor, drawn: Tensor | None = None) -> None:
     """Sample the token at state.pos from logits [V], or the T tokens that end there from [T, V],
-    into `drawn` (by default state.host_tokens); a single one goes into state.tokens, too. logits
-    may be overwritten."""
+    into `drawn` (by default state.host_tokens). A single one is also written to state.tokens.
+    logits may be overwritten."""
     if state.never:
         logits.add_(state.bans)
-    drawn = state.host_tokens if drawn is None else drawn
-    model.ops.sample(
-        logits.view(-1, model.config.vocab_size),
-        state.tokens,
-        drawn,
-        state.device_pos,
-        state.sampler,
-    )
+    if drawn is None:
+        drawn = state.host_tokens
+    rows = logits.view(-1, model.config.vocab_size)
+    model.ops.sample(rows, state.tokens, drawn, state.device_pos, state.sampler)
 
 
 def sample_next(model: Llama, state: State, logits: Tensor) -> int:
-    """The same, but wait for the token and return it: -1 where the logits are not finite."""
+    """Sample the token at state.pos, wait for it and return it: -1 if the logits are not finite."""
     choose_next(model, state, logits)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
@@ -666,8 +679,10 @@ def _decode_on_gpu(model: Llama, state: State, n: int) -> Iterator[int]:
     if n == 0:
         return
     graph = model.graph(state)
-    first, read = state.pos, 0
-    stream, done = torch.cuda.current_stream(model.device), [torch.cuda.Event(), torch.cuda.Event()]
+    stream = torch.cuda.current_stream(model.device)
+    done = [torch.cuda.Event(), torch.cuda.Event()]
+    first = state.pos
+    read = 0
     try:
         for launched in range(n + 1):
             if launched < n:
@@ -683,7 +698,10 @@ def _decode_on_gpu(model: Llama, state: State, n: int) -> Iterator[int]:
 
 
 def not_finite(model: Llama) -> str:
-    stored = kernels.storage_dtype(model.backend, model.dtype, model.device)
-    if bad := model.checkpoint and model.checkpoint.first_bad_tensor(stored):
-        return f"the logits are not finite: {bad}"
-    return "the logits are not finite, although every weight is: the activations overflow; try --dtype bf16 or fp32"
+    """What to tell the user about logits that are not finite: which tensor is to blame, if any."""
+    if model.checkpoint:
+        dtype = kernels.storage_dtype(model.backend, model.dtype, model.device)
+        if bad := model.checkpoint.first_bad_tensor(dtype):
+            return f"the logits are not finite: {bad}"
+    overflow = "the activations overflow; try --dtype bf16 or fp32"
+    return f"the logits are not finite, although every weight is: {overflow}"
