@@ -1,7 +1,7 @@
 """Attention: softmax(q k^T / sqrt(D)) v. Token t sees positions 0 .. pos + t; G = H / KH query
 heads share one k, v head.
 
-q [T, H, D], caches of one layer [KH, S, D] -> [T, H D]
+q [T, H, D], keys and values of one layer [KH, S, D] -> [T, H D]
 
 Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt. On
 Hopper, hopper.py has one for a few, up to 64 tokens and 128 rows, and one for long prompts. All
@@ -11,13 +11,14 @@ Milakov and Gimelshein, 2018)."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from extra import hopper
-from fp8 import E4M3, e4m3_encode, plain_values
+from fp8 import E4M3, Matrix, e4m3_encode, plain_values
 from launch import (
     EMULATED,
     Scratch,
@@ -39,6 +40,30 @@ from launch import (
 )
 
 
+class Layer(Protocol):
+    """What ops read of a layer's weights: see model.LayerWeights."""
+
+    index: int
+    attention_norm: Tensor
+    wqkv: Matrix
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    ffn_norm: Tensor
+    w13: Matrix
+
+
+class State(Protocol):
+    """What ops read of a sequence, and where they write keys and values: see model.State."""
+
+    tokens: Tensor
+    device_pos: Tensor
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+    rope: Tensor
+    norm_eps: float
+    scratch: Scratch
+
+
 def to_cache_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values as a cache of that type stores them; in E4M3 what is not finite becomes NaN,
     so that it is noticed."""
@@ -56,28 +81,50 @@ def cached_ref(cache: Tensor) -> Tensor:
     return E4M3.floats(cache) if cache.dtype == torch.int8 else cache.float()
 
 
-def attention_ref(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, scratch: Scratch, accumulate: str = "auto"
-) -> Tensor:  # fmt: skip
-    (T, H, D), KH = q.shape, k_cache.shape[0]
-    G, length = H // KH, int(pos) + T
+# Of a prompt, the reference takes so many tokens at once that the mask stays below MASK_BYTES, and
+# at most MOST_TOKENS, so that little is computed for keys that a token does not see. On a CPU,
+# torch's function is a fifth slower with fewer than 768 rows, which are tokens times G; with
+# MASK_BYTES that happens beyond 34,000 positions.
+MASK_BYTES = 128 << 20
+MOST_TOKENS = 256
+MASK_ELEMENT = 5  # bytes: a bool, and the float32 that torch makes of it
+
+
+def attention_ref(q: Tensor, layer: Layer, state: State) -> Tensor:
+    T, H, D = q.shape
+    start_pos = int(state.device_pos)
+    length = start_pos + T
+    k = cached_ref(state.k[layer.index][:, None, :length])
+    v = cached_ref(state.v[layer.index][:, None, :length])
+    if T == 1:
+        return _attend_ref(q, k, v).to(q.dtype)
+    at_once = MASK_BYTES // (MASK_ELEMENT * (H // len(k)) * length)
+    at_once = max(1, min(at_once, MOST_TOKENS))
+    parts, end = [], start_pos
+    for part in q.split(at_once):
+        end += len(part)
+        parts.append(_attend_ref(part, k[:, :, :end], v[:, :, :end]))
+    return torch.cat(parts).to(q.dtype)
+
+
+def _attend_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last tokens' attention. q [T, H, D], k and v float32 [KH, 1, S, D] -> float32 [T, H D]"""
+    T, H, D = q.shape
+    KH, _, S, _ = k.shape
+    G = H // KH
     # The heads of a group are rows of one product, so k and v are read once and are not expanded:
     # with expanded keys and a mask, torch's result is wrong for some lengths on a GPU (compare
     # pytorch issue 191937)
     rows = q.float().view(T, KH, G, D).transpose(0, 1).reshape(KH, 1, T * G, D)
-    k, v = (cached_ref(cache_[:, None, :length]) for cache_ in (k_cache, v_cache))
     mask = None
     if T > 1:
-        mask = (
-            torch.ones(T, length, dtype=torch.bool, device=q.device)
-            .tril(length - T)
-            .repeat_interleave(G, 0)
-        )
+        sees = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        mask = sees.repeat_interleave(G, 0)
     y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
     # torch mistakes a row of scores that are all NaN for a masked one and returns 0. In such a row
     # q is NaN or all keys are, the first among them
     y.addcmul_(rows, k[:, :, :1], value=0)
-    return y.view(KH, T, G * D).transpose(0, 1).reshape(T, H * D).to(q.dtype)
+    return y.view(KH, T, G * D).transpose(0, 1).reshape(T, H * D)
 
 
 @jit
@@ -362,132 +409,122 @@ def _single_attention_kernel(
 SPLIT_ROWS = 64
 
 
-def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, scratch: Scratch, accumulate: str = "auto"
-) -> Tensor:  # fmt: skip
-    (T, H, D), KH = q.shape, k_cache.shape[0]
-    tensors = (q, k_cache, v_cache)
-    assert all(t.is_contiguous() for t in tensors) and D % 8 == 0, [t.shape for t in tensors]
-    out, rows = q.new_empty(T, H * D), T * H // KH
+def attention(q: Tensor, layer: Layer, state: State, *, accumulate: str = "auto") -> Tensor:
+    T, H, D = q.shape
+    k, v = state.k[layer.index], state.v[layer.index]
+    assert all(t.is_contiguous() for t in (q, k, v)) and D % 8 == 0, (q.shape, k.shape, v.shape)
+    out = q.new_empty(T, H * D)
+    rows = T * H // len(k)
     few_rows = few_rows_sizes(q.device) if rows > 1 and hopper.attends_few(q, rows) else None
     if few_rows:
-        _launch_few_rows(q, k_cache, v_cache, out, pos, scratch, few_rows)
+        _launch_few_rows(q, k, v, out, state, few_rows)
     elif rows <= SPLIT_ROWS:
-        _launch_split(q, k_cache, v_cache, out, pos, scratch)
+        _launch_split(q, k, v, out, state)
     else:
-        _launch_prompt(q, k_cache, v_cache, out, pos, accumulate == "fp16")
+        _launch_prompt(q, k, v, out, state.device_pos, accumulate == "fp16")
     return out
 
 
-def _cache_constants(q: Tensor, k_cache: Tensor) -> tuple[tuple[float, float], dict]:
+def _constants(q: Tensor, k: Tensor) -> tuple[tuple[float, float], dict]:
     """The scales and the constants that every attention kernel takes."""
-    (_, H, D), S = q.shape, k_cache.shape[1]
-    format = E4M3.on(q.device) if k_cache.dtype == torch.int8 else None
-    gain = format.gain if format else 1.0  # of decoded keys, and of decoded values
+    _, H, D = q.shape
+    decode, gain = plain_values, 1.0  # of keys and of values; gain: what decoded ones are times
+    if k.dtype == torch.int8:
+        format = E4M3.on(q.device)
+        decode, gain = format.values_nan, format.gain
     block_d = max(16, triton.next_power_of_2(D))
-    constants = dict(
-        S=S, H=H, D=D, BLOCK_D=block_d, DECODE=format.values_nan if format else plain_values
-    )
+    constants = dict(S=k.shape[1], H=H, D=D, BLOCK_D=block_d, DECODE=decode)
     return (gain * math.log2(math.e) / math.sqrt(D), gain), constants
 
 
 def _splits(sizes: SplitSizes, device: torch.device, groups: int) -> int:
-    """Into how many chunks the cache is split for each group of rows."""
-    return min(32, triton.next_power_of_2(triton.cdiv(sizes.programs * processors(device), groups)))
+    """Into how many splits the positions are divided for each group of rows."""
+    programs = sizes.programs * processors(device)
+    return min(32, triton.next_power_of_2(triton.cdiv(programs, groups)))
 
 
 def _split_scratch(
     scratch: Scratch, groups: int, D: int, splits: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the splits leave for the last program: results, maxima and sums, counters."""
-    partial, ends = (
-        scratch.zeros("partial", groups, splits, rows, D),
-        scratch.zeros("ends", groups, splits, rows, 2),
-    )
-    return partial, ends, scratch.zeros("splits done", groups, dtype=torch.int32)
+    partial = scratch.zeros("partial", groups, splits, rows, D)
+    ends = scratch.zeros("ends", groups, splits, rows, 2)
+    arrived = scratch.zeros("splits done", groups, dtype=torch.int32)
+    return partial, ends, arrived
 
 
-def _launch_split(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch
-) -> None:
-    (T, H, _), (KH, _, D), (scales, constants) = (
-        q.shape,
-        k_cache.shape,
-        _cache_constants(q, k_cache),
-    )
+def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> None:
+    T, H, D = q.shape
+    KH = len(k)
     rows = T * H // KH
-    # rows and positions: tl.dot needs 16 of each
-    sizes, least = split_sizes(q.device, rows), 1 if rows == 1 else 16
-    splits, padded = _splits(sizes, q.device, KH), triton.next_power_of_2(rows)
-    block_m, block_n = max(padded, least), sizes.block if D <= 128 else max(sizes.block // 2, least)
-    merge = min(splits, max(1, 4096 // (padded * constants["BLOCK_D"])))
+    scales, constants = _constants(q, k)
+    sizes = split_sizes(q.device, rows)
+    least = 1 if rows == 1 else 16  # rows, and positions: tl.dot needs 16 of each
+    padded = triton.next_power_of_2(rows)
+    block_m = max(padded, least)
+    block_n = sizes.block if D <= 128 else max(sizes.block // 2, least)
+    splits = _splits(sizes, q.device, KH)
     constants |= dict(
         SPLITS=splits,
-        MERGE=merge,
+        MERGE=min(splits, max(1, 4096 // (padded * constants["BLOCK_D"]))),
         BLOCK_N=block_n,
         LEAST=max(block_n, sizes.least),
         warps=sizes.warps,
     )
-    args = (q, k_cache, v_cache, out, *_split_scratch(scratch, KH, D, splits, block_m), pos)
+    scratch = _split_scratch(state.scratch, KH, D, splits, block_m)
+    args = (q, k, v, out, *scratch, state.device_pos)
+    grid = (KH, splits)
     if rows == 1:
-        launch(_single_attention_kernel, (KH, splits), q.device, *args, *scales, **constants)
+        launch(_single_attention_kernel, grid, q.device, *args, *scales, **constants)
     else:
         constants |= dict(G=H // KH, BLOCK_M=block_m, ROWS=padded, stages=sizes.stages)
-        launch(_split_attention_kernel, (KH, splits), q.device, *args, T, *scales, **constants)
+        launch(_split_attention_kernel, grid, q.device, *args, T, *scales, **constants)
 
 
 def _launch_few_rows(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, scratch: Scratch, sizes: SplitSizes
-) -> None:  # fmt: skip
-    (T, H, _), KH, (scales, constants) = q.shape, len(k_cache), _cache_constants(q, k_cache)
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State, sizes: SplitSizes
+) -> None:
+    T, H, _ = q.shape
+    KH = len(k)
+    scales, constants = _constants(q, k)
     groups = KH * triton.cdiv(T * H // KH, hopper.FEW_M)
-    splits, block_d = _splits(sizes, q.device, groups), max(64, constants["BLOCK_D"])
+    splits = _splits(sizes, q.device, groups)
+    block_d = max(64, constants["BLOCK_D"])
     constants |= dict(G=H // KH, BLOCK_D=block_d, W=sizes.warps, SPLITS=splits)
-    constants |= dict(LEAST=max(16 * sizes.warps, sizes.least))
-    args = (
-        q,
-        k_cache,
-        v_cache,
-        out,
-        *_split_scratch(scratch, groups, block_d, splits, hopper.FEW_M),
-        pos,
-        T,
-    )
-    launch(
-        hopper.few_attention_kernel,
-        (groups, splits),
-        q.device,
-        *args,
-        *scales,
-        **constants,
-        warps=sizes.warps,
-    )
+    constants |= dict(LEAST=max(16 * sizes.warps, sizes.least), warps=sizes.warps)
+    scratch = _split_scratch(state.scratch, groups, block_d, splits, hopper.FEW_M)
+    args = (q, k, v, out, *scratch, state.device_pos, T, *scales)
+    launch(hopper.few_attention_kernel, (groups, splits), q.device, *args, **constants)
 
 
 def _launch_prompt(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, pos: Tensor, fp16_sums: bool
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, pos: Tensor, fp16_sums: bool
 ) -> None:
-    (T, H, D), KH = q.shape, k_cache.shape[0]
+    T, H, D = q.shape
     on_hopper = capability(q.device) == 90 and hopper.attends_prompt(q) and not fp16_sums
-    if on_hopper and k_cache.dtype == torch.int8:
-        k_cache, v_cache = decode_caches(k_cache, v_cache, pos, T, q.dtype)
-    positions_at_once = SHARED_KEYS // (2 * D * k_cache.element_size())
-    scales, constants = _cache_constants(q, k_cache)
+    if on_hopper and k.dtype == torch.int8:
+        k, v = decode_caches(k, v, pos, T, q.dtype)
+    positions_at_once = SHARED_KEYS // (2 * D * k.element_size())
+    scales, constants = _constants(q, k)
     if on_hopper:
-        hopper.prompt_attention(q, k_cache, v_cache, out, pos, scales[0], positions_at_once)
+        hopper.prompt_attention(q, k, v, out, pos, scales[0], positions_at_once)
         return
     # within the 99 KB of shared memory that the smallest cards have
-    block_m, block_n, stages = (64, 32, 2) if D > 128 else (128 if T > 64 else 64, 64, 3)
+    if D > 128:
+        block_m, block_n, stages = 64, 32, 2
+    else:
+        block_m, block_n, stages = 128 if T > 64 else 64, 64, 3
     constants |= dict(
-        G=H // KH,
+        G=H // len(k),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         POSITIONS_AT_ONCE=positions_at_once,
+        FP16_SUMS=fp16_sums,
+        warps=block_m // 16,
         stages=stages,
     )
-    args, grid = (q, k_cache, v_cache, out, pos, T), (triton.cdiv(T, block_m) * H,)
-    constants |= dict(FP16_SUMS=fp16_sums, warps=block_m // 16)
-    launch(_attention_kernel, grid, q.device, *args, *scales, **constants)
+    grid = (triton.cdiv(T, block_m) * H,)
+    launch(_attention_kernel, grid, q.device, q, k, v, out, pos, T, *scales, **constants)
 
 
 @jit

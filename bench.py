@@ -191,7 +191,17 @@ from extra.parallel import Ranks
 from fp8 import Format, Matrix
 from kernels import FORMATS, cpu_product_dtype, prepacked, storage_dtype
 from launch import capability, jit, nearest, save_tables, tables, tl, triton
-from model import CHUNK, Config, LayerWeights, Llama, State, Timings, Weights, captured, generate
+from model import (
+    PROMPT_CHUNK,
+    Config,
+    LayerWeights,
+    Llama,
+    State,
+    Timings,
+    Weights,
+    captured,
+    generate,
+)
 from sampling import Sampler, Sampling
 from tokenizer import TextStream, Tokenizer
 
@@ -735,7 +745,7 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
     c, ops, w, device, dtype = model.config, model.ops, model.weights, model.device, model.dtype
     KV, H, KH, D, eps = State(model), c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps
     KV.advance(start_pos)
-    pos, scratch, end = KV.device_pos, KV.scratch, start_pos + T
+    pos, end = KV.device_pos, start_pos + T
     x, residual, y, h = (
         torch.randn(T, n, device=device, dtype=dtype) for n in (c.dim, c.dim, H * D, c.hidden_dim)
     )
@@ -792,25 +802,23 @@ def kernel_rows(model: Llama, T: int, start_pos: int) -> Iterator[dict]:
         lambda a: ops.rmsnorm(a, norm, eps),
         lambda a: plain_rmsnorm(a, norm, eps),
     )
-    qkv = lambda l, k, v, *_: ops.rmsnorm_qkv_rope(
-        x, l.attention_norm, l.wqkv, KV.rope, k, v, pos, eps, l.qkv_bias, l.qk_norm
-    )
+    qkv = lambda layer, *_: ops.rmsnorm_qkv_rope(x, layer, KV)
     yield case("rmsnorm_qkv_rope", layers, qkv, plain_qkv)
     yield case(
         "attention",
         layers,
-        lambda _, k, v, *__: ops.attention(q, k, v, pos, scratch),
+        lambda layer, *_: ops.attention(q, layer, KV),
         plain_attention,
     )
     add = lambda inner, m: ops.linear_add(inner, m, residual)
     plain_add = lambda inner, m: residual + functional.linear(inner, dense(m))
     yield case("wo", [(y, layer.wo) for layer in w.layers], add, plain_add)
     yield case("w2", [(h, layer.w2) for layer in w.layers], add, plain_add)
-    swiglu = lambda l, *_: ops.rmsnorm_swiglu(x, l.ffn_norm, l.w13, eps)
+    swiglu = lambda layer, *_: ops.rmsnorm_swiglu(x, layer, KV)
     yield case("rmsnorm_swiglu", layers, swiglu, plain_swiglu)
     if T == 1:
         logits, sampler = torch.empty(T, c.vocab_size, device=device), Sampler(device)
-        output = lambda: ops.rmsnorm_linear(x, w.norm, w.output, eps, logits)
+        output = lambda: ops.rmsnorm_linear(x, w.norm, w.output, KV, logits)
         plain_output = lambda: functional.linear(
             plain_rmsnorm(x, w.norm, eps), dense(w.output)
         ).float()
@@ -1125,7 +1133,9 @@ def perplexity(
                 m.prefill(window[:skip], kv)
         tokens = torch.tensor(window[skip:], device=model.device)
         # In parts: the logits of a whole window would be large
-        for part, goal in zip(tokens[:-1].split(CHUNK["cpu"]), tokens[1:].split(CHUNK["cpu"])):
+        for part, goal in zip(
+            tokens[:-1].split(PROMPT_CHUNK["cpu"]), tokens[1:].split(PROMPT_CHUNK["cpu"])
+        ):
             logs = [m.forward(part, kv).log_softmax(-1) for m, kv in caches]
             loss, *other_loss = (
                 functional.nll_loss(log, goal, reduction="none").cpu() for log in logs

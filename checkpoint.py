@@ -12,7 +12,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,12 +32,12 @@ from fp8 import Format, Matrix, Tensors
 from kernels import FORMATS
 from model import (
     CACHES,
-    CHUNK,
     CUT,
     EMBEDDING,
     NORM,
     OUTPUT,
     PADDED,
+    PROMPT_CHUNK,
     Config,
     Joined,
     LayerWeights,
@@ -1023,9 +1022,7 @@ class Loader:
             total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False
         )
 
-    def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
-        """beside: takes the weights with one layer, returns a context manager; the other layers are
-        read inside it."""
+    def load(self) -> Weights:
         with self.bar:
             embedding, *layers, norm, output = model_tensors(self.whole)
             layers = [list(tensors) for _, tensors in itertools.groupby(layers, lambda t: t.layer)]
@@ -1035,10 +1032,8 @@ class Loader:
                 last = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
             else:
                 last = self.matrix(output)
-            weights = Weights(table, [self.layer(layers[0])], self.vector(norm), last)
-            with beside(weights):
-                weights.layers += [self.layer(tensors) for tensors in layers[1:]]
-        return weights
+            made = [self.layer(tensors) for tensors in layers]
+            return Weights(table, made, self.vector(norm), last)
 
     def layer(self, tensors: list[Joined]) -> LayerWeights:
         return LayerWeights(
@@ -1261,7 +1256,9 @@ def check_memory(
             weights += size * elements  # in both layouts
     cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
     widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
-    workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
+    workspace = (
+        min(ctx_size, PROMPT_CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
+    )
     # of decoded matrices: the graphs of prompts have memory of their own
     copies = 1 if on_cpu else 2
     if not on_cpu:
@@ -1338,7 +1335,6 @@ def load(
     accumulate: str = "auto",
     quiet: bool = False,
     ranks: Ranks = Ranks(),
-    warm_up: Callable[[Llama], object] | None = None,
 ) -> Llama:
     """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder
     in Hugging Face's or Meta's layout, a GGUF file, or a repository of the hub.
@@ -1347,9 +1343,8 @@ def load(
     is that, but at most 4096. format: in which to keep the matrices, a name of kernels.FORMATS;
     what `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's
     products are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the
-    model, if several. warm_up: called with a model of one layer, while the others are read, to
-    compile the kernels that it launches; on a single GPU with the Triton kernels. Raises
-    ValueError, OSError or MemoryError, in one line that says what to do."""
+    model, if several. Raises ValueError, OSError or MemoryError, in one line that says what to
+    do."""
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
         raise ValueError(
@@ -1385,20 +1380,8 @@ def load(
     )
     settings = (backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
 
-    def compiling(weights: Weights) -> AbstractContextManager:
-        if not warm_up or ranks.size > 1:
-            return nullcontext()
-        model = Llama(replace(config, n_layers=1), weights, *settings)
-        return (
-            launch.compiling_kernels(lambda: warm_up(model), on)
-            if model.uses_graphs
-            else nullcontext()
-        )
-
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load(
-            compiling
-        )
+        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
     return Llama(config, weights, *settings)
@@ -1430,23 +1413,23 @@ def importance_of(model: Llama, tokens: list[int], quiet: bool = False) -> dict[
     model reads a text: float32 [K], as in llama.cpp's importance matrix."""
     ops, sums = model.ops, {}
 
-    def watched(op: Callable, normed: bool) -> Callable:
+    inputs = {  # of each op: its norm, if any, and its matrix
+        "rmsnorm_qkv_rope": lambda layer, _: (layer.attention_norm, layer.wqkv),
+        "linear_add": lambda w, _: (None, w),
+        "rmsnorm_swiglu": lambda layer, _: (layer.ffn_norm, layer.w13),
+        "rmsnorm_linear": lambda norm, w, *_: (norm, w),
+    }
+
+    def watched(name: str) -> Callable:
         def run(x: Tensor, *rest) -> Tensor:
-            seen, w = (
-                (kernels.rmsnorm_ref(x, rest[0], model.config.norm_eps), rest[1])
-                if normed
-                else (x, rest[0])
-            )
+            norm, w = inputs[name](*rest)
+            seen = x if norm is None else kernels.rmsnorm_ref(x, norm, model.config.norm_eps)
             sums[w] = sums.get(w, 0) + seen.float().square().sum(0)
-            return op(x, *rest)
+            return getattr(ops, name)(x, *rest)
 
         return run
 
-    products = {
-        name: watched(op, "rmsnorm" in name)
-        for name, op in vars(ops).items()
-        if name in kernels.PRODUCTS
-    }
+    products = {name: watched(name) for name in kernels.PRODUCTS}
     model.ops = SimpleNamespace(**vars(ops) | products)
     with tqdm(
         desc="calibrating", total=len(tokens), unit=" tokens", disable=quiet or None, leave=False

@@ -8,12 +8,10 @@ Shape letters, here and everywhere:
     C dim               F hidden_dim          N, K  rows and columns of any matrix
     H query heads       KH key/value heads    G = H / KH      D head_dim
 
-There is one sequence at a time, so no batch axis. `pos` is a one-element int32 tensor on the
-device: how many positions are cached before the T new ones. Its value is called start_pos. Kernels
-take contiguous tensors and derive strides from shapes. `accumulate` says how a prompt's products
-are summed: "auto" lets 8-bit products accumulate fast (fp8.tensor_core_linear) and rounds INT4 to
-E4M3 for them, "fp32" does neither, "fp16" sums in half precision. `scratch` is memory that kernels
-reuse from launch to launch; it belongs to the cache.
+There is one sequence at a time, so no batch axis. Ops take x, what they need of the weights, and
+the state of the sequence: op(x, layer, state). `pos` is a one-element int32 tensor on the device:
+how many positions are cached before the T new ones. Its value is called start_pos. Kernels take
+contiguous tensors and derive strides from shapes.
 
 The file ends with a table of the ops, each in two columns. `reference` (--backend torch) has the
 functions whose names end in _ref, and runs on any torch device: it is the CPU path, and the oracle
@@ -25,7 +23,7 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -34,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import fp8
-from attention import attention, attention_ref, to_cache, to_cache_ref
+from attention import Layer, State, attention, attention_ref, to_cache, to_cache_ref
 from extra.int4 import INT4
 from fp8 import E4M3, E5M2, Format, Matrix
 from launch import (
@@ -764,9 +762,9 @@ def library_product(
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
 
 
-def embedding_ref(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
-    start_pos = int(pos)
-    return functional.embedding(tokens[start_pos : start_pos + T], table)
+def embedding_ref(T: int, table: Tensor, state: State) -> Tensor:
+    start_pos = int(state.device_pos)
+    return functional.embedding(state.tokens[start_pos : start_pos + T], table)
 
 
 @jit
@@ -783,20 +781,11 @@ def _embedding_kernel(
     )
 
 
-def embedding(tokens: Tensor, pos: Tensor, T: int, table: Tensor) -> Tensor:
+def embedding(T: int, table: Tensor, state: State) -> Tensor:
     C = table.shape[1]
     out = table.new_empty(T, C)
-    launch(
-        _embedding_kernel,
-        (T, triton.cdiv(C, 1024)),
-        table.device,
-        tokens,
-        pos,
-        table,
-        out,
-        C=C,
-        BLOCK=1024,
-    )
+    args = (state.tokens, state.device_pos, table, out)
+    launch(_embedding_kernel, (T, triton.cdiv(C, 1024)), out.device, *args, C=C, BLOCK=1024)
     return out
 
 
@@ -850,10 +839,8 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def encode_rows(x: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
     """x [T, C], normalised where there is a weight, as E4M3 codes, int8 [T, C], and scales, float32
     [T, 1]."""
-    codes, scales = (
-        torch.empty_like(x, dtype=torch.int8),
-        x.new_empty(len(x), 1, dtype=torch.float32),
-    )
+    codes = torch.empty_like(x, dtype=torch.int8)
+    scales = x.new_empty(len(x), 1, dtype=torch.float32)
     _launch_rmsnorm(x, weight, eps, codes, scales)
     return codes, scales
 
@@ -864,9 +851,8 @@ def _launch_rmsnorm(
     T, C = x.shape
     assert x.is_contiguous() and (weight is None or weight.shape == (C,)), x.shape
     block = triton.next_power_of_2(C)
-    sizes = dict(
-        C=C, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=min(16, max(1, block // 512))
-    )
+    warps = min(16, max(1, block // 512))
+    sizes = dict(C=C, BLOCK=block, ENCODE=E4M3.on(x.device).encode_tile, warps=warps)
     launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, scales, eps, **sizes)
 
 
@@ -938,32 +924,32 @@ def _rope_kernel(
 
 
 # ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q, k rotated by rope; k, v into
-# the cache at pos
-#      x [T, C], wqkv [(H + 2 KH) D, C], caches of one layer [KH, S, D] -> q [T, H, D] bias [(H + 2
-#      KH) D], for Qwen2, or None. qk_norm [2, D], for Qwen3, or None: before rope, rmsnorm with the
-#      first row as its weight is applied to each head of q, with the second row to each head of k.
-#      An int8 cache holds E4M3 codes without a scale: magnitudes up to 448, three mantissa bits
-#      from 0.016 up.
+#                        the state at pos
+#      x [T, C], wqkv [(H + 2 KH) D, C], keys and values of the layer [KH, S, D] -> q [T, H, D]
+#      bias [(H + 2 KH) D], for Qwen2, or None. qk_norm [2, D], for Qwen3, or None: before rope,
+#      rmsnorm with the first row as its weight is applied to each head of q, with the second row to
+#      each head of k. Keys and values in int8 are E4M3 codes without a scale: magnitudes up to 448,
+#      three mantissa bits from 0.016 up.
 
 
-def rmsnorm_qkv_rope_ref(
-    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor,
-    pos: Tensor, eps: float,
-    bias: Tensor | None = None, qk_norm: Tensor | None = None, accumulate: str = "auto",
-) -> Tensor:  # fmt: skip
-    start_pos, T = int(pos), x.shape[0]
+def rmsnorm_qkv_rope_ref(x: Tensor, layer: Layer, state: State) -> Tensor:
+    T = len(x)
+    start_pos = int(state.device_pos)
+    k_cache, v_cache = state.k[layer.index], state.v[layer.index]
     KH, _, D = k_cache.shape
-    qkv = linear_ref(rmsnorm_ref(x, norm, eps), wqkv)
-    qkv = (qkv if bias is None else qkv + bias).view(T, -1, D)
+    qkv = linear_ref(rmsnorm_ref(x, layer.attention_norm, state.norm_eps), layer.wqkv)
+    if layer.qkv_bias is not None:
+        qkv = qkv + layer.qkv_bias
+    qkv = qkv.view(T, -1, D)
     H = qkv.shape[1] - 2 * KH
-    qk = qkv[:, : H + KH]
-    if qk_norm is not None:
-        heads = zip(qk.split([H, KH], 1), qk_norm)
-        qk = torch.cat([rmsnorm_ref(some, weight, eps) for some, weight in heads], 1)
-    qk = rope_ref(qk, table, pos)
-    for cache_, new in ((k_cache, qk[:, H:]), (v_cache, qkv[:, H + KH :])):
+    qk, v = qkv.split([H + KH, KH], 1)
+    if layer.qk_norm is not None:
+        heads = zip(qk.split([H, KH], 1), layer.qk_norm)
+        qk = torch.cat([rmsnorm_ref(some, weight, state.norm_eps) for some, weight in heads], 1)
+    q, k = rope_ref(qk, state.rope, state.device_pos).split([H, KH], 1)
+    for cache_, new in ((k_cache, k), (v_cache, v)):
         cache_[:, start_pos : start_pos + T] = to_cache_ref(new, cache_.dtype).transpose(0, 1)
-    return qk[:, :H]
+    return q
 
 
 class Heads(NamedTuple):
@@ -1014,43 +1000,57 @@ def _store_rope(
     tl.store(v_cache + offs_v + 1, to_cache(odd, v_cache), mask=mask_v)
 
 
-def rmsnorm_qkv_rope(
-    x: Tensor, norm: Tensor, wqkv: Matrix, table: Tensor, k_cache: Tensor, v_cache: Tensor,
-    pos: Tensor, eps: float,
-    bias: Tensor | None = None, qk_norm: Tensor | None = None, accumulate: str = "auto",
-) -> Tensor:  # fmt: skip
-    (KH, S, D), T, op = k_cache.shape, x.shape[0], "rmsnorm_qkv_rope"
-    H = wqkv.rows // D - 2 * KH
-    q, sizes, qkv = x.new_empty(T, H, D), Heads(S, H, KH, D), None
-    if qk_norm is None and (T == 1 or bias is None):
-        args = (q, k_cache, v_cache, table, pos, bias)
-        epilogue = Epilogue(
-            _prepare_rope, _store_rope, args, sizes, added=None if bias is None else len(args) - 1
-        )
+def rmsnorm_qkv_rope(x: Tensor, layer: Layer, state: State, *, accumulate: str = "auto") -> Tensor:
+    k_cache, v_cache = state.k[layer.index], state.v[layer.index]
+    bias, norm, eps = layer.qkv_bias, layer.attention_norm, state.norm_eps
+    T = len(x)
+    KH, S, D = k_cache.shape
+    H = layer.wqkv.rows // D - 2 * KH
+    sizes = Heads(S, H, KH, D)
+    q = x.new_empty(T, H, D)
+    # An epilogue has the whole of a head only in several programs, so q's and k's own norms need
+    # another kernel, and so does a bias of a few tokens
+    qkv = None
+    if layer.qk_norm is None and (T == 1 or bias is None):
+        args = (q, k_cache, v_cache, state.rope, state.device_pos, bias)
+        added = None if bias is None else len(args) - 1
+        epilogue = Epilogue(_prepare_rope, _store_rope, args, sizes, added)
     else:
-        qkv = x.new_empty(T if T <= MAX_FEW else 0, wqkv.rows, dtype=torch.float32)
+        qkv = x.new_empty(T if T <= MAX_FEW else 0, layer.wqkv.rows, dtype=torch.float32)
         epilogue = Epilogue(_prepare_rows, _store_linear, (qkv,))
-    if not launch_product(op, x, norm, wqkv, eps, epilogue):
-        qkv = library_product(x, norm, wqkv, eps, accumulate)
+    if not launch_product("rmsnorm_qkv_rope", x, norm, layer.wqkv, eps, epilogue):
+        qkv = library_product(x, norm, layer.wqkv, eps, accumulate)
     if qkv is not None:
-        args, block_d = (
-            (qkv, bias, qk_norm, eps, table, k_cache, v_cache, q, pos),
-            triton.next_power_of_2(D),
-        )
-        heads = max(1, min(triton.next_power_of_2(H + 2 * KH), 2048 // block_d))
-        encode = E4M3.on(x.device).encode_tile if k_cache.dtype == torch.int8 else None
-        constants = dict(
-            HEADS=heads, BLOCK_D=block_d, ENCODE=encode, FP16_SUMS=accumulate == "fp16"
-        )
-        grid, warps = (T, triton.cdiv(H + 2 * KH, heads)), max(1, heads * block_d // 256)
-        launch(_rope_kernel, grid, x.device, *args, **sizes._asdict(), **constants, warps=warps)
+        _launch_rope(qkv, q, layer, state, sizes, accumulate == "fp16")
     return q
+
+
+def _launch_rope(
+    qkv: Tensor, q: Tensor, layer: Layer, state: State, sizes: Heads, fp16_sums: bool
+) -> None:
+    """What an epilogue does, after the product: bias, norms of q and k, RoPE, k and v into the
+    state. qkv [T, (H + 2 KH) D] -> q"""
+    k_cache, v_cache = state.k[layer.index], state.v[layer.index]
+    heads = sizes.H + 2 * sizes.KH
+    block_d = triton.next_power_of_2(sizes.D)
+    at_once = max(1, min(triton.next_power_of_2(heads), 2048 // block_d))
+    args = (qkv, layer.qkv_bias, layer.qk_norm, state.norm_eps, state.rope)
+    args += (k_cache, v_cache, q, state.device_pos)
+    constants = sizes._asdict() | dict(
+        HEADS=at_once,
+        BLOCK_D=block_d,
+        ENCODE=E4M3.on(q.device).encode_tile if k_cache.dtype == torch.int8 else None,
+        FP16_SUMS=fp16_sums,
+        warps=max(1, at_once * block_d // 256),
+    )
+    grid = (len(q), triton.cdiv(heads, at_once))
+    launch(_rope_kernel, grid, q.device, *args, **constants)
 
 
 # ---- linear_add: residual += x W^T, in place. x [T, K], W [C, K], residual [T, C] -> residual
 
 
-def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto") -> Tensor:
+def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
     return residual.add_(linear_ref(x, w))
 
 
@@ -1070,14 +1070,11 @@ def _store_linear(
     tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
 
 
-def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto") -> Tensor:
-    assert residual.shape == (x.shape[0], w.rows) and residual.is_contiguous(), (
-        residual.shape,
-        w.shape,
-    )
-    if launch_product(
-        "linear_add", x, None, w, 0.0, Epilogue(_prepare_rows, _store_linear, (residual,), added=0)
-    ):
+def linear_add(x: Tensor, w: Matrix, residual: Tensor, *, accumulate: str = "auto") -> Tensor:
+    fits = residual.shape == (len(x), w.rows) and residual.is_contiguous()
+    assert fits, (residual.shape, x.shape, w.shape)
+    epilogue = Epilogue(_prepare_rows, _store_linear, (residual,), added=0)
+    if launch_product("linear_add", x, None, w, 0.0, epilogue):
         return residual
     return library_product(x, None, w, 0.0, accumulate, residual)
 
@@ -1086,10 +1083,9 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto")
 #      w13 [2 F, C] interleaves the rows of w1 and w3, so that a and b of one output are neighbours
 
 
-def rmsnorm_swiglu_ref(
-    x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto"
-) -> Tensor:
-    a, b = linear_ref(rmsnorm_ref(x, norm, eps), w13).view(x.shape[0], -1, 2).unbind(-1)
+def rmsnorm_swiglu_ref(x: Tensor, layer: Layer, state: State) -> Tensor:
+    ab = linear_ref(rmsnorm_ref(x, layer.ffn_norm, state.norm_eps), layer.w13)
+    a, b = ab.view(len(x), -1, 2).unbind(-1)
     return functional.silu(a).mul_(b)
 
 
@@ -1131,26 +1127,15 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
     )
 
 
-def rmsnorm_swiglu(
-    x: Tensor, norm: Tensor, w13: Matrix, eps: float, accumulate: str = "auto"
-) -> Tensor:
-    T, F = x.shape[0], w13.rows // 2
+def rmsnorm_swiglu(x: Tensor, layer: Layer, state: State, *, accumulate: str = "auto") -> Tensor:
+    T, F = len(x), layer.w13.rows // 2
+    norm, eps = layer.ffn_norm, state.norm_eps
     out = x.new_empty(T, F)
-    if not launch_product(
-        "rmsnorm_swiglu", x, norm, w13, eps, Epilogue(_prepare_halves, _store_swiglu, (out,))
-    ):
-        ab = library_product(x, norm, w13, eps, accumulate)
-        fp16_sums = accumulate == "fp16"
-        launch(
-            _swiglu_kernel,
-            (T, triton.cdiv(F, 1024)),
-            x.device,
-            ab,
-            out,
-            F,
-            BLOCK=1024,
-            FP16_SUMS=fp16_sums,
-        )
+    epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))
+    if not launch_product("rmsnorm_swiglu", x, norm, layer.w13, eps, epilogue):
+        ab = library_product(x, norm, layer.w13, eps, accumulate)
+        sizes = dict(BLOCK=1024, FP16_SUMS=accumulate == "fp16")
+        launch(_swiglu_kernel, (T, triton.cdiv(F, 1024)), x.device, ab, out, F, **sizes)
     return out
 
 
@@ -1158,25 +1143,21 @@ def rmsnorm_swiglu(
 # out
 
 
-def rmsnorm_linear_ref(
-    x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto"
-) -> Tensor:
-    return out.copy_(linear_ref(rmsnorm_ref(x, norm, eps), w))
+def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, state: State, out: Tensor) -> Tensor:
+    return out.copy_(linear_ref(rmsnorm_ref(x, norm, state.norm_eps), w))
 
 
 def rmsnorm_linear(
-    x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto"
+    x: Tensor, norm: Tensor, w: Matrix, state: State, out: Tensor, *, accumulate: str = "auto"
 ) -> Tensor:
-    assert out.shape == (x.shape[0], w.rows) and out.is_contiguous(), (out.shape, w.shape)
-    if launch_product(
-        "rmsnorm_linear", x, norm, w, eps, Epilogue(_prepare_rows, _store_linear, (out,))
-    ):
+    assert out.shape == (len(x), w.rows) and out.is_contiguous(), (out.shape, x.shape, w.shape)
+    epilogue = Epilogue(_prepare_rows, _store_linear, (out,))
+    if launch_product("rmsnorm_linear", x, norm, w, state.norm_eps, epilogue):
         return out
-    return out.copy_(library_product(x, norm, w, eps, accumulate))
+    return out.copy_(library_product(x, norm, w, state.norm_eps, accumulate))
 
 
-# ---- the table of ops, and the names of its columns for --backend; the formats of matrices, by
-# name
+# ---- the table of ops: the reference of each, and the fused one
 
 OPS = {
     "embedding": (embedding_ref, embedding),
@@ -1188,11 +1169,24 @@ OPS = {
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),
     "sample": (sample_ref, sample),
 }
-# Those that multiply by a matrix: (x, norm, w, ...) if "rmsnorm" is in the name, otherwise (x, w,
-# ...)
-PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")
-reference, fused = (
-    SimpleNamespace(**{name: pair[i] for name, pair in OPS.items()}) for i in (0, 1)
-)
-BACKENDS = {"torch": reference, "triton": fused}
+PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")  # by a matrix
+
+
+def ops(backend: str, accumulate: str = "auto") -> SimpleNamespace:
+    """The ops of a backend, "torch" or "triton".
+
+    accumulate: how the Triton backend sums a prompt's products. "auto" lets 8-bit products
+    accumulate fast (fp8.tensor_core_linear) and rounds INT4 to E4M3 for them, "fp32" does neither,
+    "fp16" sums in half precision, in attention as well. The reference ops sum in fp32."""
+    column = {"torch": 0, "triton": 1}[backend]
+    table = {name: op[column] for name, op in OPS.items()}
+    if backend == "triton":
+        for name in ("attention", *PRODUCTS):
+            table[name] = partial(table[name], accumulate=accumulate)
+    return SimpleNamespace(**table)
+
+
+reference = ops("torch")
+fused = ops("triton")
+
 FORMATS: dict[str, Format] = {format.name: format for format in (E4M3, E5M2, INT4)}

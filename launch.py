@@ -29,9 +29,9 @@ from __future__ import annotations  # tl.constexpr is not evaluated where there 
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache
 from pathlib import Path
@@ -135,15 +135,6 @@ def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
 
     # AsyncCompileMode leaves itself switched on if a kernel fails to compile
     copy_context().run(compile_all)
-
-
-@contextmanager
-def compiling_kernels(run: Callable[[], object], device: torch.device) -> Iterator[None]:
-    """Run compile_kernels in a thread beside the body of the context, and wait for both."""
-    with ThreadPoolExecutor(1) as thread:
-        done = thread.submit(compile_kernels, run, device)
-        yield
-        done.result()
 
 
 class Scratch:

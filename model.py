@@ -1,4 +1,4 @@
-"""Llama 2: configuration, weights, key/value cache, forward, generate. Shape letters as in
+"""Llama 2: configuration, weights, forward, the state of a sequence, generate. Shape letters as in
 kernels.py."""
 
 from __future__ import annotations
@@ -6,30 +6,32 @@ from __future__ import annotations
 import gc
 import math
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import kernels
-from fp8 import Matrix, fit_norm
+from extra.parallel import Exchange, Ranks, make_exchange
+from fp8 import Format, Matrix, fit_norm
 from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
 # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
-CHUNK = {"cpu": 512, "cuda": 2048}
+PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
 # Prompt lengths that are captured as CUDA graphs. A prompt is padded to the next one as long as
 # tokens times weights of a layer stay below PADDED_WORK: up to there, launching the kernels takes
 # the host longer than the GPU runs them
-PADDED, PADDED_WORK = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128)), 2e11
+PADDED = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128))
+PADDED_WORK = 2e11
 
 
 # ---- configuration
@@ -48,7 +50,7 @@ class Config:
     vocab_size: int
     norm_eps: float
     rope_theta: float = 10000.0
-    # by which the D/2 frequencies are divided for a longer context; empty: by 1
+    # by which the D/2 frequencies are divided for a longer context; empty if they stay
     rope_factors: tuple[float, ...] = ()
     rope_gain: float = 1.0  # q and k are multiplied by it
     max_seq_len: int = 4096
@@ -57,9 +59,9 @@ class Config:
     tie_embeddings: bool = False
     qkv_bias: bool = False  # q, k and v have a bias
     qk_norm: bool = False  # q and k are normalised head by head before RoPE
-    dtype: torch.dtype | None = None  # None: as the tensors are stored
+    dtype: torch.dtype | None = None  # of the tensors; None if the file does not say
     bos_id: int | None = None  # for a tokenizer that names none
-    eos_ids: tuple[int, ...] = ()  # empty: as the tokenizer says
+    eos_ids: tuple[int, ...] = ()  # empty if only the tokenizer knows
     # processes that share the model; if several, n_heads, n_kv_heads and hidden_dim are per process
     ranks: int = 1
 
@@ -85,12 +87,11 @@ class Config:
             raise ValueError(
                 f"{self.n_kv_heads} key/value heads can be neither divided nor repeated {evenly}"
             )
-        heads, kv_heads = self.n_heads // ranks, max(1, self.n_kv_heads // ranks)
         return replace(
             self,
             ranks=ranks,
-            n_heads=heads,
-            n_kv_heads=kv_heads,
+            n_heads=self.n_heads // ranks,
+            n_kv_heads=max(1, self.n_kv_heads // ranks),
             hidden_dim=self.hidden_dim // ranks,
         )
 
@@ -121,6 +122,7 @@ class LayerWeights:
     w2: Matrix  # [C, F]
     qkv_bias: Tensor | None = None  # [(H + 2 KH) D]
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
+    index: int = 0  # which layer it is, from 0 on: whose keys and values of State are its own
 
 
 @dataclass
@@ -129,6 +131,10 @@ class Weights:
     layers: list[LayerWeights]
     norm: Tensor  # [C]
     output: Matrix  # [V, C], or one rank's rows of it; the embedding itself when tied
+
+    def __post_init__(self) -> None:
+        for index, layer in enumerate(self.layers):
+            layer.index = index
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -231,35 +237,45 @@ CUT = {
 # ---- the model
 
 
+class Origin(Protocol):
+    """What a model knows of the checkpoint that its weights came from: checkpoint.Checkpoint."""
+
+    folder: Path
+    config: Config  # of the whole model, however many ranks share it
+    elements: int
+    format: Format | None  # of its matrices, where --save encoded them
+    quantised: str  # how others have quantised them, in words
+
+    def first_bad_tensor(self, dtype: torch.dtype) -> str | None: ...
+
+
 @dataclass
 class Llama:
     """A loaded model: what forward and generate need."""
 
     config: Config
     weights: Weights = field(repr=False)
-    backend: str  # the ops that run it: a key of kernels.BACKENDS
+    backend: str  # whose ops run it: "torch" or "triton"
     device: torch.device
     dtype: torch.dtype
-    ctx_size: int  # default size of its cache, in positions
-    checkpoint: Any = None  # the checkpoint.Checkpoint that the weights came from, if any
+    ctx_size: int  # positions of a state, unless another size is given
+    checkpoint: Origin | None = None  # None if the weights are random
     kv_fp8: bool = False  # keys and values in 8 bits
-    accumulate: str = "auto"  # how a prompt's products are summed, see kernels.py
-    ranks: Any = None  # the parallel.Ranks that share it, if several
+    accumulate: str = "auto"  # how a prompt's products are summed, see kernels.ops
+    ranks: Ranks = Ranks()  # the processes that share it
     sampling: Sampling = Sampling()  # the checkpoint's own
     ops: SimpleNamespace = field(init=False, repr=False)
-    # parallel.Exchange, for one token's sums over ranks
-    exchange: Any = field(init=False, default=None, repr=False)
-    # the last captured decode step: its key, its graph
-    _graph: tuple = field(default=(None, None), repr=False)
+    exchange: Exchange | None = field(init=False, default=None, repr=False)  # if ranks have one
 
     @torch.inference_mode()
     def __post_init__(self) -> None:
-        self.ops, w = kernels.BACKENDS[self.backend], self.weights
-        if self.ranks and self.ranks.size > 1:
+        w = self.weights
+        self.ops = kernels.ops(self.backend, self.accumulate)
+        if self.ranks.size > 1:
             matrices = [m for layer in w.layers for m in (layer.wo, layer.w2)] + [w.output]
-            self.ops, self.exchange = self.ranks.cut_ops(
-                self.ops, matrices, self.backend, self.device
-            )
+            self.exchange = make_exchange(self.ranks, matrices, self.backend, self.device)
+            fp16_sums = self.accumulate == "fp16"
+            self.ops = self.ranks.cut_ops(self.ops, self.exchange, fp16_sums)
         if self.backend == "triton":
             for layer in w.layers:
                 fit_norm(layer.attention_norm, layer.wqkv)
@@ -267,12 +283,11 @@ class Llama:
             fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
-        """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or has an
-        id that the model does not."""
+        """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or
+        contains an id that the model does not have."""
         if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
-            raise TypeError(
-                "a prompt is a list of ids: tokenizer.encode(text), or ids.tolist() of a tensor"
-            )
+            how = "tokenizer.encode(text), or ids.tolist() of a tensor"
+            raise TypeError(f"a prompt is a list of ids: {how}")
         if not prompt:
             raise ValueError("the prompt is empty: it needs a token to start from, such as bos")
         V = self.config.vocab_size
@@ -280,104 +295,92 @@ class Llama:
             raise ValueError(f"the prompt contains the id {wrong[0]}; the model's are 0 .. {V - 1}")
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor | list[int], cache: State) -> Tensor:
-        """Evaluate T tokens at cache.pos. tokens int [T] -> logits float32 [T, V] of all of them. A
-        tensor's ids are not checked."""
+    def forward(self, tokens: Tensor | list[int], state: State) -> Tensor:
+        """Evaluate T tokens at state.pos. tokens int [T] -> logits float32 [T, V] of all of them.
+        The ids in a tensor are not checked."""
         if not isinstance(tokens, Tensor):
             self.check(tokens)
         tokens = torch.as_tensor(tokens)
         assert tokens.ndim == 1, (tokens.shape, "one sequence at a time")
-        cache.append(tokens)
-        return self.evaluate(len(tokens), cache)
+        state.append(tokens)
+        return self.evaluate(len(tokens), state)
 
-    def evaluate(self, T: int, cache: State) -> Tensor:
-        """Evaluate the T tokens already at cache.pos -> logits float32 [T, V] of all of them."""
-        return self._forward(T, cache, torch.empty(T, self.config.vocab_size, device=self.device))
+    def evaluate(self, T: int, state: State) -> Tensor:
+        """Evaluate the T tokens already at state.pos -> logits float32 [T, V] of all of them."""
+        return self._forward(T, state, torch.empty(T, self.config.vocab_size, device=self.device))
 
-    def _forward(self, T: int, cache: State, logits: Tensor, row: Tensor | None = None) -> Tensor:
-        """Evaluate the T tokens already at cache.pos; logits [n, V] are filled for the last n of
+    def _forward(self, T: int, state: State, logits: Tensor, row: Tensor | None = None) -> Tensor:
+        """Evaluate the T tokens already at state.pos; logits [n, V] are filled for the last n of
         them, or for `row`."""
-        ops, w, eps, accumulate = self.ops, self.weights, self.config.norm_eps, self.accumulate
-        pos, rope, scratch = cache.device_pos, cache.rope, cache.scratch
-        x = ops.embedding(cache.tokens, pos, T, w.embedding)
-        for layer, k, v in zip(w.layers, cache.k, cache.v):
-            extra = layer.qkv_bias, layer.qk_norm, accumulate
-            q = ops.rmsnorm_qkv_rope(
-                x, layer.attention_norm, layer.wqkv, rope, k, v, pos, eps, *extra
-            )
-            x = ops.linear_add(
-                ops.attention(q, k, v, pos, scratch, accumulate), layer.wo, x, accumulate
-            )
-            h = ops.rmsnorm_swiglu(x, layer.ffn_norm, layer.w13, eps, accumulate)
-            x = ops.linear_add(h, layer.w2, x, accumulate)
+        ops, w = self.ops, self.weights
+        x = ops.embedding(T, w.embedding, state)
+        for layer in w.layers:
+            q = ops.rmsnorm_qkv_rope(x, layer, state)
+            x = ops.linear_add(ops.attention(q, layer, state), layer.wo, x)
+            h = ops.rmsnorm_swiglu(x, layer, state)
+            x = ops.linear_add(h, layer.w2, x)
         x = x[T - len(logits) :] if row is None else x.index_select(0, row)
-        ops.rmsnorm_linear(x, w.norm, w.output, eps, logits, accumulate)
-        cache.advance(T)
+        ops.rmsnorm_linear(x, w.norm, w.output, state, logits)
+        state.advance(T)
         return logits
 
-    def step(self, T: int, cache: State) -> None:
-        """Evaluate the T tokens already at cache.pos; the last one's logits go to cache.logits."""
-        self._forward(T, cache, cache.logits.view(1, -1))
+    def step(self, T: int, state: State) -> None:
+        """Evaluate the T tokens already at state.pos; the last one's logits go to state.logits."""
+        self._forward(T, state, state.logits.view(1, -1))
 
     def prefill(
-        self, tokens: list[int], cache: State, progress: Callable[[int, int], None] | None = None
+        self, tokens: list[int], state: State, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Evaluate a prompt in chunks; the last token's logits go to cache.logits. progress is
+        """Evaluate a prompt in chunks; the last token's logits go to state.logits. progress is
         called with the number of tokens done and the total."""
-        cache.check_room(len(tokens))
-        start = cache.pos
-        for chunk in torch.tensor(tokens, dtype=torch.int32, device=self.device).split(
-            CHUNK[self.device.type]
-        ):
-            cache.append(chunk)
+        state.check_room(len(tokens))
+        start = state.pos
+        ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+        for chunk in ids.split(PROMPT_CHUNK[self.device.type]):
+            state.append(chunk)
             T = len(chunk)
-            if length := self._padded(T, cache.size - cache.pos):
-                self._padded_step(T, length, cache)
+            if length := self._padded(T, state.size - state.pos):
+                self._padded_step(T, length, state)
             else:
-                self.step(T, cache)
+                self.step(T, state)
             if progress:
-                progress(cache.pos - start, len(tokens))
+                progress(state.pos - start, len(tokens))
 
     def _padded(self, T: int, room: int) -> int | None:
-        """The length to which a prompt of T tokens is padded; None if it is not captured as a CUDA
+        """The length to which a prompt of T tokens is padded. None if it is not captured as a CUDA
         graph."""
         c = self.config
+        if not self.uses_graphs or c.ranks > 1 or T == 1:
+            return None
         layer_weights = sum(math.prod(tensor.shape(c)) for tensor in c.layer_table if tensor.matrix)
-        fits = (
-            n for n in PADDED if T <= n <= room and (n == T or n * layer_weights <= PADDED_WORK)
-        )
-        return next(fits, None) if self.uses_graphs and c.ranks == 1 and T > 1 else None
+        for length in PADDED:
+            pays = length == T or length * layer_weights <= PADDED_WORK
+            if T <= length <= room and pays:
+                return length
+        return None
 
-    def _padded_step(self, T: int, length: int, cache: State) -> None:
-        """`step` for T tokens, padded to `length` with copies of the last one. What is cached for
-        the padding lies beyond cache.pos, so its weight is 0; but 0 * NaN is NaN, so the padding
-        may not be whatever an earlier prompt left there. Captured as a CUDA graph the first time,
-        replayed from then on."""
-        start, end, graphs = cache.pos, cache.pos, cache.prompt_graphs
-        cache.tokens[start + T : start + length] = cache.tokens[start + T - 1]
-        cache.row.fill_(T - 1)
-        step = lambda: self._forward(length, cache, cache.logits.view(1, -1), cache.row)
-        # shared by all: nothing outlives a replay
-        pool = next((graph.pool() for graph in graphs.values()), None)
+    def _padded_step(self, T: int, length: int, state: State) -> None:
+        """`step` for T tokens, padded to `length` with copies of the last one. Keys and values of
+        the padding lie beyond state.pos, so their weight is 0; but 0 * NaN is NaN, so the padding
+        may not be whatever an earlier prompt left there. The first call for a length captures a
+        CUDA graph, which later ones replay."""
+        start = end = state.pos
+        state.tokens[start + T : start + length] = state.tokens[start + T - 1]
+        state.row.fill_(T - 1)
+
+        def run() -> None:
+            self._forward(length, state, state.logits.view(1, -1), state.row)
+
         try:
-            if length in graphs:
-                graphs[length].replay()
+            if graph := state.graphs.get(("prompt", length)):
+                graph.replay()
             else:
-                graphs[length] = captured(step, self.device, lambda: cache.seek(start), pool)
+                reset = lambda: state.seek(start)
+                graph = captured(run, self.device, reset, state.prompt_pool)
+                state.graphs["prompt", length] = graph
             end = start + T
         finally:
-            cache.seek(end)
-
-    @torch.inference_mode()
-    def warm_up(self, T: int, sampling: Sampling) -> None:
-        """Launch the kernels that `generate` launches for a prompt of T tokens: for
-        launch.compile_kernels."""
-        cache = State(self)
-        T = min(T, cache.size, CHUNK[self.device.type])
-        cache.sampler.set(sampling)
-        self.step(self._padded(T, cache.size) or T, cache)
-        choose_next(self, cache, cache.logits)
-        self.step(1, cache)
+            state.seek(end)
 
     @property
     def uses_graphs(self) -> bool:
@@ -385,24 +388,26 @@ class Llama:
         graphs."""
         return self.device.type == "cuda" and self.backend == "triton"
 
-    def graph(self, cache: State) -> torch.cuda.CUDAGraph:
-        """One decode step as a CUDA graph: sample a token from cache.logits, evaluate it. Captured
-        again only for another cache, other switches of the sampler, or another number of banned
-        ids; the cache is not kept alive."""
-        key = (weakref.ref(cache), *cache.captured_with(self))
-        if self._graph[0] != key:
-            pos, logits = cache.pos, cache.logits.clone()
+    def graph(self, state: State) -> torch.cuda.CUDAGraph:
+        """One decode step as a CUDA graph: sample a token from state.logits, evaluate it. The state
+        keeps the last one, until the graph depends on other settings."""
+        key = ("decode", *state.captured_with(self))
+        if key not in state.graphs:
+            pos = state.pos
+            logits = state.logits.clone()
 
             def run() -> None:
-                choose_next(self, cache, cache.logits)
-                self.step(1, cache)
+                choose_next(self, state, state.logits)
+                self.step(1, state)
 
             def reset() -> None:
-                cache.seek(pos)
-                cache.logits.copy_(logits)
+                state.seek(pos)
+                state.logits.copy_(logits)
 
-            self._graph = (key, captured(run, self.device, reset))
-        return self._graph[1]
+            graph = captured(run, self.device, reset)
+            state.drop_graphs("decode")
+            state.graphs[key] = graph
+        return state.graphs[key]
 
     @property
     def suits_one_thread(self) -> bool:
@@ -417,8 +422,8 @@ class Llama:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs of a GPU, so that they can share memory. torch's own default is one of the
-    first GPU used."""
+    """The stream of all captures on a GPU, so that graphs can share memory. torch's own default
+    belongs to the first GPU used."""
     return torch.cuda.Stream(device)
 
 
@@ -449,7 +454,7 @@ def captured(
     return graph
 
 
-# ---- key/value cache
+# ---- the state of a sequence
 
 
 def rope_table(config: Config, length: int) -> Tensor:
@@ -465,43 +470,52 @@ def rope_table(config: Config, length: int) -> Tensor:
 
 
 class State:
-    """Keys and values of the tokens seen so far, and the tokens themselves."""
+    """Everything that belongs to one sequence: the tokens seen so far with their keys and values,
+    how the next one is chosen, and what kernels and graphs need meanwhile. llama2.c calls it
+    RunState.
+
+    Keys and values of a layer are a tensor [KH, S, D] each, in the model's kv_dtype: the positions
+    of a head are contiguous, and what lies from pos on counts for nothing. device_pos is the number
+    of positions in use on the device, where a captured graph can move it."""
 
     def __init__(self, model: Llama, size: int | None = None):
-        c, size = model.config, size or model.ctx_size
-        shape = (c.n_layers, c.n_kv_heads, size, c.head_dim)
-        self.size = size
-        self.pos = 0  # positions in use, on the host
-        # the same, on the device
-        self.device_pos = torch.zeros(1, dtype=torch.int32, device=model.device)
-        # index of a padded prompt's last token
-        self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
-        self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of prompts, by length
-        # of speculation.py's passes, by what they depend on
-        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
-        self.tokens = torch.zeros(size, dtype=torch.int32, device=model.device)
-        pinned = model.device.type == "cuda"
-        # sampled ones, for the host
-        self.host_tokens = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        # of the last token evaluated
-        self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=model.device)
-        self.sampler = Sampler(model.device)  # how the next one is chosen
+        """size: the number of positions, by default the model's ctx_size."""
+        c = model.config
+        device = model.device
+        self.size = size or model.ctx_size
+        self.pos = 0  # positions in use
+        self.device_pos = torch.zeros(1, dtype=torch.int32, device=device)  # the same
+
+        # The tokens; those that were sampled are there once more for the host
+        self.tokens = torch.zeros(self.size, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self.host_tokens = torch.zeros(self.size, dtype=torch.int32, pin_memory=pinned)
+
+        shape = (c.n_layers, c.n_kv_heads, self.size, c.head_dim)
+        self.k = torch.zeros(shape, dtype=model.kv_dtype, device=device).unbind()  # L x [KH, S, D]
+        self.v = torch.zeros(shape, dtype=model.kv_dtype, device=device).unbind()  # L x [KH, S, D]
+        self.rope = rope_table(c, self.size).to(device)  # [S, D/2, 2]
+        self.norm_eps = c.norm_eps
+
+        # How the next token is chosen
+        self.logits = torch.zeros(c.vocab_size, device=device)  # of the last token evaluated
+        self.sampler = Sampler(device)
         self.never: tuple[int, ...] = ()  # ids that are not sampled
-        # BANNED at these ids, 0 elsewhere: added to logits
-        self.bans = torch.zeros_like(self.logits)
-        self.scratch = Scratch(model.device)
-        # L x [KH, S, D]
-        self.k = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
-        self.v = torch.zeros(shape, dtype=model.kv_dtype, device=model.device).unbind()
-        self.rope = rope_table(c, size).to(model.device)  # [S, D/2, 2]
+        self.bans = torch.zeros_like(self.logits)  # BANNED for these, 0 for others; added to logits
+
+        # What kernels keep from launch to launch, and what has been captured. A graph's key is its
+        # kind and what it depends on besides the state: ("prompt", length), and ("decode", ...)
+        # with captured_with. A program that captures steps of another kind keeps them here.
+        self.scratch = Scratch(device)
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.row = torch.zeros(1, dtype=torch.int64, device=device)  # a padded prompt's last token
 
     def check_room(self, count: int) -> None:
-        """Raise ValueError if `count` more tokens do not fit: the one place that checks this."""
+        """Raise ValueError if `count` more tokens do not fit. Nothing else checks this."""
         count += self.pos
         if count > self.size:
-            raise ValueError(
-                f"the prompt has {count} tokens; the context holds {self.size} (-c, or State's size)"
-            )
+            holds = f"the context holds {self.size} (-c, or State's size)"
+            raise ValueError(f"the prompt has {count} tokens; {holds}")
 
     def append(self, tokens: Tensor) -> None:
         """Place tokens at pos, where forward will evaluate them."""
@@ -514,8 +528,19 @@ class State:
         self.bans.zero_()[ids] = BANNED
 
     def captured_with(self, model: Llama) -> tuple:
-        """What a graph that samples depends on besides the cache."""
+        """What a graph that samples depends on besides the state: the end of its key."""
         return self.sampler.switches(model.config.vocab_size), len(self.never)
+
+    def drop_graphs(self, kind: str) -> None:
+        """Free all graphs of a kind."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] != kind}
+
+    @property
+    def prompt_pool(self) -> tuple[int, int] | None:
+        """The memory pool that all graphs of prompts share, since nothing outlives a replay. None
+        if there is no such graph yet."""
+        pools = (graph.pool() for key, graph in self.graphs.items() if key[0] == "prompt")
+        return next(pools, None)
 
     def truncate(self, pos: int) -> None:
         """Forget everything from pos on."""
@@ -531,10 +556,12 @@ class State:
         self.device_pos.fill_(pos)
 
     def reuse(self, tokens: list[int]) -> int:
-        """Keep the longest prefix that the cache and tokens share, but not the last of tokens.
-        Returns its length."""
-        cached = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
-        same = next((i for i, (a, b) in enumerate(zip(cached, tokens)) if a != b), len(cached))
+        """Truncate the state to what it has in common with the beginning of these tokens, of which
+        the last must be evaluated in any case. Returns how many that are."""
+        seen = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
+        same = 0
+        while same < len(seen) and seen[same] == tokens[same]:
+            same += 1
         self.truncate(same)
         return same
 
@@ -546,7 +573,7 @@ class State:
 class Timings:
     """Filled in by generate, added up over calls."""
 
-    prompt_tokens: int = 0  # evaluated, not those that were still in the cache
+    prompt_tokens: int = 0  # those evaluated, without what the state already had
     prompt_seconds: float = 0.0
     new_tokens: int = 0
     steps: int = 0  # new tokens except the first of each call, whose time counts as the prompt's
@@ -569,7 +596,7 @@ class Timings:
 def generate(
     model: Llama,
     prompt: list[int],
-    cache: State | None = None,
+    state: State | None = None,
     n: int = -1,
     sampling: Sampling | None = None,
     eos: Collection[int] | None = None,
@@ -578,29 +605,32 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     decode: Callable[..., Iterator[int]] | None = None,
 ) -> Iterator[int]:
-    """Evaluate the prompt, then yield new tokens: at most n (below 0: no limit), until an eos
-    (yielded too) or a full context.
+    """Evaluate the prompt, then yield new tokens: at most n (no limit if n is negative), until an
+    eos (which is yielded) or a full context.
 
-    The beginning of the prompt that the cache already holds is not evaluated again. sampling: by
-    default the model's. eos: by default the config's. progress: as in prefill. decode: a
-    replacement for decoding token by token, such as Speculation.decode. There is one sequence at a
-    time. Raises what Llama.check does, ValueError when the prompt is longer than the cache,
-    RuntimeError when the logits are not finite."""
+    state: the sequence to go on with, by default a new one. What the prompt has in common with it,
+    from the first token on, is not evaluated again. sampling: by default the model's. eos: by
+    default the config's. progress: see prefill. decode: a replacement for decoding token by token,
+    such as Speculation.decode. Raises what Llama.check does, ValueError if the prompt is longer
+    than the context, RuntimeError if the logits are not finite."""
     model.check(prompt)
-    cache, V = cache or State(model), model.config.vocab_size
+    state = state or State(model)
+    if eos is None:
+        eos = model.config.eos_ids
     # a tokenizer without one says -1
-    eos = [i for i in (model.config.eos_ids if eos is None else eos) if 0 <= i < V]
-    cache.sampler.set(sampling or model.sampling)
-    cache.ban(eos if ignore_eos else [])
+    eos = [i for i in eos if 0 <= i < model.config.vocab_size]
+    state.sampler.set(sampling or model.sampling)
+    state.ban(eos if ignore_eos else [])
     timings = timings or Timings()
     start = time.perf_counter()
-    reused = cache.reuse(prompt)
-    model.prefill(prompt[reused:], cache, progress)
-    n = min(n, cache.size - cache.pos) if n >= 0 else cache.size - cache.pos
+    reused = state.reuse(prompt)
+    model.prefill(prompt[reused:], state, progress)
     timings.prompt_tokens += len(prompt) - reused
-    decode = decode or (_decode_on_gpu if model.uses_graphs else _decode)
-    stopping = model.ranks.stopping_together() if model.ranks else nullcontext()
-    with stopping, closing(decode(model, cache, n)) as tokens:
+    room = state.size - state.pos
+    n = min(n, room) if n >= 0 else room
+    if decode is None:
+        decode = _decode_on_gpu if model.uses_graphs else _decode
+    with model.ranks.stopping_together(), closing(decode(model, state, n)) as tokens:
         for i, token in enumerate(tokens):
             timings.add(time.perf_counter() - start, first=i == 0)
             start = time.perf_counter()
@@ -614,47 +644,45 @@ def generate(
 BANNED = -1e36  # a logit that no temperature draws; finite, since others are an error
 
 
-def choose_next(model: Llama, cache: State, logits: Tensor, drawn: Tensor | None = None) -> None:
-    """Sample the token at cache.pos from logits [V], or the T tokens that end there from [T, V],
-    into `drawn` (by default cache.host_tokens); a single one goes into cache.tokens, too. logits
-    may be overwritten."""
-    if cache.never:
-        logits.add_(cache.bans)
-    drawn = cache.host_tokens if drawn is None else drawn
-    model.ops.sample(
-        logits.view(-1, model.config.vocab_size),
-        cache.tokens,
-        drawn,
-        cache.device_pos,
-        cache.sampler,
-    )
+def choose_next(model: Llama, state: State, logits: Tensor, drawn: Tensor | None = None) -> None:
+    """Sample the token at state.pos from logits [V], or the T tokens that end there from [T, V],
+    into `drawn` (by default state.host_tokens). A single one is also written to state.tokens.
+    logits may be overwritten."""
+    if state.never:
+        logits.add_(state.bans)
+    if drawn is None:
+        drawn = state.host_tokens
+    rows = logits.view(-1, model.config.vocab_size)
+    model.ops.sample(rows, state.tokens, drawn, state.device_pos, state.sampler)
 
 
-def sample_next(model: Llama, cache: State, logits: Tensor) -> int:
-    """The same, but wait for the token and return it: -1 where the logits are not finite."""
-    choose_next(model, cache, logits)
+def sample_next(model: Llama, state: State, logits: Tensor) -> int:
+    """Sample the token at state.pos, wait for it and return it: -1 if the logits are not finite."""
+    choose_next(model, state, logits)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    return int(cache.host_tokens[cache.pos])
+    return int(state.host_tokens[state.pos])
 
 
-def _decode(model: Llama, cache: State, n: int) -> Iterator[int]:
+def _decode(model: Llama, state: State, n: int) -> Iterator[int]:
     """Up to n tokens, one after the other; each is evaluated only when the next is asked for."""
     for i in range(n):
-        yield sample_next(model, cache, cache.logits)
+        yield sample_next(model, state, state.logits)
         if i + 1 < n:
-            model.step(1, cache)
+            model.step(1, state)
 
 
-def _decode_on_gpu(model: Llama, cache: State, n: int) -> Iterator[int]:
+def _decode_on_gpu(model: Llama, state: State, n: int) -> Iterator[int]:
     """The same, as replays of one CUDA graph (sample, then evaluate what was sampled), with the
     host one step ahead: while it reads a token, the GPU computes the next. Token and position stay
     on the device."""
     if n == 0:
         return
-    graph = model.graph(cache)
-    first, read = cache.pos, 0
-    stream, done = torch.cuda.current_stream(model.device), [torch.cuda.Event(), torch.cuda.Event()]
+    graph = model.graph(state)
+    stream = torch.cuda.current_stream(model.device)
+    done = [torch.cuda.Event(), torch.cuda.Event()]
+    first = state.pos
+    read = 0
     try:
         for launched in range(n + 1):
             if launched < n:
@@ -663,14 +691,17 @@ def _decode_on_gpu(model: Llama, cache: State, n: int) -> Iterator[int]:
             if launched > 0:
                 read = launched - 1
                 done[read % 2].synchronize()
-                cache.pos = first + read
-                yield int(cache.host_tokens[cache.pos])
+                state.pos = first + read
+                yield int(state.host_tokens[state.pos])
     finally:
-        cache.seek(first + read)
+        state.seek(first + read)
 
 
 def not_finite(model: Llama) -> str:
-    stored = kernels.storage_dtype(model.backend, model.dtype, model.device)
-    if bad := model.checkpoint and model.checkpoint.first_bad_tensor(stored):
-        return f"the logits are not finite: {bad}"
-    return "the logits are not finite, although every weight is: the activations overflow; try --dtype bf16 or fp32"
+    """What to tell the user about logits that are not finite: which tensor is to blame, if any."""
+    if model.checkpoint:
+        dtype = kernels.storage_dtype(model.backend, model.dtype, model.device)
+        if bad := model.checkpoint.first_bad_tensor(dtype):
+            return f"the logits are not finite: {bad}"
+    overflow = "the activations overflow; try --dtype bf16 or fp32"
+    return f"the logits are not finite, although every weight is: {overflow}"

@@ -94,8 +94,8 @@ from kernels import FORMATS, PRODUCTS
 from launch import tl
 from model import (
     BANNED,
-    CHUNK,
     PADDED,
+    PROMPT_CHUNK,
     Config,
     Llama,
     State,
@@ -477,15 +477,15 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
-    one, scratch = new(1, dtype=torch.int32), launch.Scratch(DEVICE)
+    one = new(1, dtype=torch.int32)
     blank = lambda N, K, format: Matrix(
         format.empty(N, K, DEVICE) if format else new(N, K), format, (N, K)
     )
 
-    def run_ops(ops, T: int, heads=(8, 8, 128), format=None, **extra) -> None:
-        for op in ops:
-            arguments = encoded(op_arguments(op, dtype, heads, T, 300, 500)[0], format)
-            getattr(kernels.fused, op)(*arguments, **extra)
+    def run_ops(names, T: int, heads=(8, 8, 128), format=None, ops=kernels.fused, **extra) -> None:
+        for op in names:
+            arguments = op_arguments(op, dtype, heads, T, 300, 500, **extra)[0]
+            getattr(ops, op)(*encoded(arguments, format))
 
     for T in (1, 100, 3) if half else (1, 100):
         run_ops(OPS, T)
@@ -504,12 +504,13 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     forms = (INT4, GROUPED, *HELD) if arch in (80, 90) else (INT4, quants.E4M3_128)
     for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
         kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
-    kernels.fused.rmsnorm_swiglu(new(1, 4096), new(4096), blank(66, 4096, INT4), 1e-5)
+    layer = SimpleNamespace(ffn_norm=new(4096), w13=blank(66, 4096, INT4))
+    kernels.fused.rmsnorm_swiglu(new(1, 4096), layer, SimpleNamespace(norm_eps=1e-5))
     fp8._recode(
         blank(66, 4096, INT4), new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32)
     )
     for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
-        for extra in (dict(bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
+        for extra in (dict(qkv_bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
             run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, **extra)
     C, F, V = 1024, 5504, 600
     for form in (None, E4M3) if half else (None,):
@@ -522,13 +523,14 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     for norm in (None, new(512)):
         kernels.encode_rows(new(3, 512), norm, 1e-5)
     for T, D in ((1, 128), (100, 128 if half else 64)):
-        caches = [new(8, 500, D, dtype=torch.int8) for _ in range(2)]
-        arguments = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
-        kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *caches, *arguments[6:])
-        kernels.fused.attention(new(T, 8, D), *caches, one, scratch)
-    attention.decode_caches(*caches, one, 100, dtype)
+        x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (8, 8, D), T, 300, 500)[0]
+        k, v = (new(8, 500, D, dtype=torch.int8) for _ in range(2))
+        state = changed(state, k=(None, k), v=(None, v))
+        kernels.fused.rmsnorm_qkv_rope(x, layer, state)
+        kernels.fused.attention(new(T, 8, D), layer, state)
+    attention.decode_caches(k, v, one, 100, dtype)
     if half:
-        run_ops(["attention"], 100, accumulate="fp16")
+        run_ops(["attention"], 100, ops=kernels.ops("triton", "fp16"))
     if arch == 90:  # Hopper's own kernels for prompts: attention, the product with INT4
         run_ops(["attention"], 512)
         # tiles of 64, 128 and 256 tokens
@@ -644,17 +646,17 @@ def read_config_like(**fields) -> Config:
     return Config(**(base | fields))
 
 
-def greedy(model, prompt: list[int], n: int, cache=None, **options) -> list[int]:
-    return list(generate(model, prompt, cache, n, Sampling(temp=0), **dict(eos=[]) | options))
+def greedy(model, prompt: list[int], n: int, state=None, **options) -> list[int]:
+    return list(generate(model, prompt, state, n, Sampling(temp=0), **dict(eos=[]) | options))
 
 
 def test_cache_reuses_the_common_beginning(tiny_model):
-    cache, timings = State(tiny_model), Timings()
-    first = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
-    again = greedy(tiny_model, [1, 5, 6, 7], 4, cache, timings=timings)
+    state, timings = State(tiny_model), Timings()
+    first = greedy(tiny_model, [1, 5, 6, 7], 4, state, timings=timings)
+    again = greedy(tiny_model, [1, 5, 6, 7], 4, state, timings=timings)
     assert first == again and timings.prompt_tokens == 4 + 1
     longer = [1, 5, 6, 7, *first[:2], 9]
-    assert greedy(tiny_model, longer, 4, cache, timings=timings) == greedy(tiny_model, longer, 4)
+    assert greedy(tiny_model, longer, 4, state, timings=timings) == greedy(tiny_model, longer, 4)
     assert timings.prompt_tokens == 4 + 1 + 1
 
 
@@ -708,9 +710,9 @@ def test_an_ignored_eos_is_never_sampled(tiny_model):
             )
             == [7] * 5
         )
-    cache = State(tiny_model)
-    greedy(tiny_model, [1, 5], 1, cache, eos=[-1], ignore_eos=True)
-    assert not cache.never, "no eos is not the last id"
+    state = State(tiny_model)
+    greedy(tiny_model, [1, 5], 1, state, eos=[-1], ignore_eos=True)
+    assert not state.never, "no eos is not the last id"
 
 
 @BACKENDS
@@ -719,21 +721,29 @@ def test_context_to_its_last_slot(tiny, kv_fp8, backend):
     model = load(tiny, dtype="fp32", device=DEVICE.type, ctx_size=8, backend=backend, kv_fp8=kv_fp8)
     whole = greedy(model, [5, 6], 2)
     for size in (1, 2, 4):
-        cache, prompt = State(model, size), [5, 6][:size]
-        assert greedy(model, prompt, -1, cache) == whole[: size - len(prompt)]
-        assert cache.device_pos == cache.pos
+        state, prompt = State(model, size), [5, 6][:size]
+        assert greedy(model, prompt, -1, state) == whole[: size - len(prompt)]
+        assert state.device_pos == state.pos
         with pytest.raises(ValueError, match=f"has {size + 1} tokens; the context holds {size}"):
-            greedy(model, [7] * (size + 1), -1, cache)
+            greedy(model, [7] * (size + 1), -1, state)
 
 
 def test_accumulate_reaches_the_ops(tiny, monkeypatch):
-    seen, norm = [], kernels.reference.rmsnorm_linear
-    monkeypatch.setattr(
-        kernels.reference, "rmsnorm_linear", lambda *a: seen.append(a[-1]) or norm(*a)
-    )
+    seen, product = [], kernels.library_product
+
+    def library_product(x, norm, w, eps, accumulate, residual=None):
+        seen.append(accumulate)
+        return product(x, norm, w, eps, accumulate, residual)
+
+    monkeypatch.setattr(kernels, "library_product", library_product)
+    options = dict(dtype="fp32", device=DEVICE.type, backend="triton")
     for accumulate in ("auto", "fp32"):
-        logits_of(load(tiny, device="cpu", accumulate=accumulate), [1, 2, 3])
-    assert seen == ["auto", "fp32"]
+        model = load(tiny, accumulate=accumulate, **options)
+        logits_of(model, [1, 2, 3])
+        bound = [op.keywords for op in vars(model.ops).values() if isinstance(op, partial)]
+        assert bound == [dict(accumulate=accumulate)] * 5
+        assert seen == [accumulate] * (4 * len(model.weights.layers) + 1)
+        seen.clear()
 
 
 # roundings of 2^-12, 2^-9
@@ -771,20 +781,20 @@ def test_no_step_sees_an_old_position(tiny, how):
     )
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
     model, plain = (load(tiny, backend=backend, **options) for backend in ("triton", "torch"))
-    cache, expected = State(model), State(plain)
+    state, expected = State(model), State(plain)
     with torch.inference_mode():
         if how == "generate":
-            list(generate(model, [1, 5, 9], cache, steps, Sampling(temp=1.5, seed=SEED), eos=[]))
+            list(generate(model, [1, 5, 9], state, steps, Sampling(temp=1.5, seed=SEED), eos=[]))
         else:
             for part in torch.randint(3, 300, (sum(sizes),), device=DEVICE).split(sizes):
-                cache.append(part)
-                model.step(len(part), cache)
-        assert int(cache.device_pos) == cache.pos
-        plain.prefill(cache.tokens[: cache.pos].tolist(), expected)
-    for ours, theirs in zip((*cache.k, *cache.v), (*expected.k, *expected.v)):
-        ours, theirs = (t[:, : cache.pos] for t in (ours, theirs))
+                state.append(part)
+                model.step(len(part), state)
+        assert int(state.device_pos) == state.pos
+        plain.prefill(state.tokens[: state.pos].tolist(), expected)
+    for ours, theirs in zip((*state.k, *state.v), (*expected.k, *expected.v)):
+        ours, theirs = (t[:, : state.pos] for t in (ours, theirs))
         errors = (ours - theirs).square().sum((0, 2)) / theirs.square().sum((0, 2))
-        assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {cache.pos}"
+        assert errors.max() < 1e-6, f"position {int(errors.argmax())} of {state.pos}"
 
 
 @BACKENDS
@@ -821,15 +831,15 @@ def test_cache_not_finite(tiny, kv_fp8, backend):
     model = load(
         tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8
     )
-    cache, prompt = State(model), [1, 5, 6]
-    greedy(model, prompt, 0, cache)
+    state, prompt = State(model), [1, 5, 6]
+    greedy(model, prompt, 0, state)
     for (which, bad), new in itertools.product((("k", NAN), ("v", INF)), ([7], [7, 8, 9])):
-        cache.truncate(len(prompt))
-        number = getattr(cache, which)[1][:, 1, 2]
+        state.truncate(len(prompt))
+        number = getattr(state, which)[1][:, 1, 2]
         before = number.clone()
         number.fill_(0x7F if kv_fp8 else bad)
         with pytest.raises(RuntimeError, match="not finite, although every weight is"):
-            greedy(model, [*prompt, *new], 1, cache)
+            greedy(model, [*prompt, *new], 1, state)
         number.copy_(before)
 
 
@@ -842,14 +852,14 @@ def test_padded_prompts_are_the_prompts(monkeypatch):
     if not ON_GPU:
         decode_in_graphs(monkeypatch, PADDED)
     with torch.inference_mode():
-        cache, plain = State(model), State(model)
+        state, plain = State(model), State(model)
         for T in (20, 31, 25, 2, 100, 90, 7, 97, 8, 128):
             ids = torch.randint(3, model.config.vocab_size, (T,), device=DEVICE)
-            model.prefill(ids.tolist(), cache)
+            model.prefill(ids.tolist(), state)
             exact = model.forward(ids, plain)[-1]
-            assert cache.pos == int(cache.device_pos) == plain.pos
-            assert nmse(cache.logits, exact) < (1e-4 if ON_GPU else 1e-10), T
-    assert [*cache.prompt_graphs] == [32, 8, 128]
+            assert state.pos == int(state.device_pos) == plain.pos
+            assert nmse(state.logits, exact) < (1e-4 if ON_GPU else 1e-10), T
+    assert [*state.graphs] == [("prompt", length) for length in (32, 8, 128)]
 
 
 @pytest.mark.parametrize(
@@ -881,10 +891,10 @@ def test_a_cache_is_freed_with_its_owner(tiny):
     for i in range(4):
         list(generate(model, [1, 5], n=3, sampling=Sampling(seed=i), eos=[]))
         held.append(torch.cuda.memory_allocated())
-    cache = State(model)
-    list(generate(model, [1, 5], cache, n=3, eos=[]))
-    gone = weakref.ref(cache)
-    del cache
+    state = State(model)
+    list(generate(model, [1, 5], state, n=3, eos=[]))
+    gone = weakref.ref(state)
+    del state
     assert gone() is None and held[1] == held[3]
 
 
@@ -907,90 +917,6 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
     assert gc.isenabled()
 
 
-def test_errors_beside_a_warm_up():
-    compiled = threading.Event()
-    compile = lambda: (time.sleep(0.1), compiled.set())
-    with pytest.raises(OSError, match="cut short"), launch.compiling_kernels(compile, DEVICE):
-        raise OSError("cut short")
-    assert compiled.is_set(), "the compiler was not waited for"
-    with pytest.raises(ZeroDivisionError), launch.compiling_kernels(lambda: 1 / 0, DEVICE):
-        pass
-
-
-@BACKENDS
-def test_warm_up_needs_a_gpu_and_triton(tiny, backend):
-    compiles = ON_GPU and backend == "triton"
-    with pytest.raises(ZeroDivisionError) if compiles else contextlib.nullcontext():
-        load(tiny, device=DEVICE.type, backend=backend, warm_up=lambda model: 1 / 0)
-
-
-def check_warm_up(folder: str) -> None:
-    """That the kernels compiled while models are loaded are those that `generate` launches, as if
-    on Hopper."""
-    from triton import compiler
-
-    loads = (  # family, tokens of the prompt, options of load, of Sampling
-        ("gqa", 20, dict(), dict()),
-        ("gqa", 100, dict(format="e4m3", kv_fp8=True), dict()),
-        ("gqa", 300, dict(format="int4"), dict()),
-        ("mha", 500, dict(kv_fp8=True), dict()),
-        ("mha", 5, dict(format="e4m3"), dict()),
-        ("mha", 1, dict(format="int4"), dict()),
-        ("qwen 2.5", 9, dict(), dict(temp=0)),
-        ("qwen 3", 60, dict(format="int4"), dict(top_k=0, repeat_penalty=1.1)),
-        ("llama 3.2", 512, dict(format="e4m3", accumulate="fp32"), dict(top_p=1)),
-    )
-    compiled, launched = set(), set()
-
-    def compile(source, options, **_) -> SimpleNamespace:
-        key = f"{source.fn.__name__} {source.hash()} {options}"
-        compiled.add(key)
-        run = lambda *_: launched.add(key)
-        return SimpleNamespace(
-            run=run, launch_metadata=lambda *_: None, function=None, packed_metadata=None
-        )
-
-    as_if_on(90)
-    compiler.compile = compile
-    launch.INTERPRETED = True  # for load, which finds no GPU
-    torch.cuda.set_device = lambda device: None
-    torch._scaled_mm = lambda x, w, *_, out_dtype, **__: torch.zeros(
-        len(x), w.shape[1], dtype=out_dtype
-    )
-    sizes = dict(hidden_size=512, intermediate_size=768, max_position_embeddings=1024)
-    modules = (kernels, attention, hopper, sampling, fp8)
-    for family, T, options, settings in loads:
-        saved, s = Path(folder, family), Sampling(**settings)
-        if not saved.exists():
-            hugging_face_model(
-                **FAMILIES[family] | sizes | dict(head_dim=128)
-            ).half().save_pretrained(saved)
-        with pytest.MonkeyPatch.context() as patch:
-            decode_in_graphs(patch, PADDED)
-            for kernel in itertools.chain.from_iterable(
-                vars(module).values() for module in modules
-            ):
-                getattr(kernel, "device_caches", {}).clear()
-            compiled.clear()
-            launched.clear()
-            warm_up = lambda model, T=T, s=s: model.warm_up(T, s)
-            model = load(
-                saved, device="cpu", backend="triton", warm_up=warm_up, quiet=True, **options
-            )
-            early = {*compiled}
-            assert early and not launched
-            list(generate(model, [5] * T, n=2, sampling=s, eos=[]))
-            assert launched == early == compiled, (
-                family,
-                sorted(launched - early),
-                sorted(early - launched),
-            )
-
-
-def test_warm_up_compiles_what_is_launched(tmp_path):
-    without_interpreter(f"check_warm_up({str(tmp_path)!r})")
-
-
 @pytest.mark.parametrize("top_k, other_top_k", [(5, 3), (40, 30)], ids=["listed", "sorted"])
 def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypatch):
     """A graph is replayed as CUDA does it: with the arguments of the capture, but numbers are read
@@ -1010,16 +936,16 @@ def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypat
         reset()
         captures.append(launches := [*recorded])
         return SimpleNamespace(
-            replay=lambda: [launch() for launch in launches] + [model.step(1, cache)]
+            replay=lambda: [launch() for launch in launches] + [model.step(1, state)]
         )
 
     model = load(tiny, dtype="fp32", device=DEVICE, backend="torch", ctx_size=64)
-    cache, first = (
+    state, first = (
         State(model),
         Sampling(temp=2.0, top_k=top_k, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30),
     )
-    cache.sampler.set(first)
-    assert cache.sampler.switches(model.config.vocab_size).sorts == (top_k == 40)
+    state.sampler.set(first)
+    assert state.sampler.switches(model.config.vocab_size).sorts == (top_k == 40)
     changes = [
         dict(),
         dict(seed=SEED),
@@ -1043,7 +969,7 @@ def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypat
     monkeypatch.setattr(sampling, "_find_floors", recording(sampling._find_floors))
     decode_in_graphs(monkeypatch)
     monkeypatch.setattr("model.captured", captured)
-    assert [list(generate(model, [1, 5, 9], cache, 8, s, eos=[])) for s in every] == expected
+    assert [list(generate(model, [1, 5, 9], state, 8, s, eos=[])) for s in every] == expected
     assert len(captures) == 1
     for other in (
         Sampling(temp=0),
@@ -1051,9 +977,9 @@ def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypat
         Sampling(top_k=100),
         Sampling(repeat_penalty=1.1),
     ):
-        list(generate(model, [1, 5, 9], cache, 1, other, eos=[]))
+        list(generate(model, [1, 5, 9], state, 1, other, eos=[]))
     list(generate(model, [1, 5, 9], State(model), 1, other, eos=[]))
-    list(generate(model, [1, 5, 9], cache, 1, other, eos=[3], ignore_eos=True))
+    list(generate(model, [1, 5, 9], state, 1, other, eos=[3], ignore_eos=True))
     assert len(captures) == 7
 
 
@@ -1095,58 +1021,85 @@ def dense(m: Matrix) -> Matrix:
     return Matrix(m.dense().float())
 
 
-def as_fp32(value):
-    """An op's argument in fp32; matrices decoded."""
-    if isinstance(value, Matrix):
-        return dense(value)
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def mapped(arguments, change):
+    """Arguments of an op with `change` made to all values, also in a layer or a state."""
+    if isinstance(arguments, SimpleNamespace):
+        return changed(arguments, **mapped(vars(arguments), change))
+    if isinstance(arguments, dict):
+        return {name: mapped(value, change) for name, value in arguments.items()}
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)(mapped(value, change) for value in arguments)
+    return change(arguments)
 
 
-def cloned(arguments) -> list:
-    return [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+def changed(fields: SimpleNamespace, **changes) -> SimpleNamespace:
+    """The same with other values of some fields."""
+    return SimpleNamespace(**vars(fields) | changes)
 
 
-def encoded(arguments: tuple, format) -> list:
+def as_fp32(arguments, decode: bool = True):
+    """An op's arguments in fp32; matrices decoded."""
+
+    def change(value):
+        if isinstance(value, Matrix):
+            return dense(value) if decode else value
+        return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+
+    return mapped(arguments, change)
+
+
+def cloned(arguments):
+    return mapped(arguments, lambda a: a.clone() if torch.is_tensor(a) else a)
+
+
+def encoded(arguments, format):
     encode = lambda w: Matrix(format.encode(w.data), format, w.shape)
-    return [encode(a) if format and isinstance(a, Matrix) else a for a in arguments]
+    return mapped(arguments, lambda a: encode(a) if format and isinstance(a, Matrix) else a)
+
+
+def tensors_in(arguments: tuple) -> dict[str, torch.Tensor]:
+    """By "place of the argument.field"; of keys and values, those of the second layer."""
+    fields = lambda a: vars(a) if isinstance(a, SimpleNamespace) else {"": a}
+    values = {f"{i}.{n}": v for i, a in enumerate(arguments) for n, v in fields(a).items()}
+    values = {n: v[1] if isinstance(v, tuple) else v for n, v in values.items()}
+    return {name: value for name, value in values.items() if torch.is_tensor(value)}
 
 
 def op_arguments(
-    op: str, dtype: torch.dtype, heads: tuple, T: int, before: int, S: int = 0
+    op: str, dtype: torch.dtype, heads: tuple, T: int, before: int, S: int = 0, **layer
 ) -> tuple[tuple, tuple]:
-    """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, by index."""
+    """Arguments of an op for `heads` (H, KH, D), and which of them it writes in place, as
+    tensors_in names them. layer: fields that not every layer has. It is the second of a model."""
     H, KH, D = heads
     C, F, V, S = 8 * (2 * H + 1), 52, 101, S or before + T + 9
-    pos, scratch = torch.tensor([before], dtype=torch.int32, device=DEVICE), launch.Scratch(DEVICE)
-    table, tokens = (
-        torch.randn(S, D // 2, 2, device=DEVICE),
-        torch.randint(0, V, (S,), device=DEVICE).int(),
+    matrix = lambda rows, columns: Matrix(randn(rows, columns, dtype=dtype, scale=columns**-0.5))
+    state = SimpleNamespace(
+        tokens=torch.randint(0, V, (S,), device=DEVICE).int(),
+        device_pos=torch.tensor([before], dtype=torch.int32, device=DEVICE),
+        k=(None, randn(KH, S, D, dtype=dtype)),
+        v=(None, randn(KH, S, D, dtype=dtype)),
+        rope=torch.randn(S, D // 2, 2, device=DEVICE),
+        norm_eps=1e-5,
+        scratch=launch.Scratch(DEVICE),
     )
     # activations as large as real outliers, or so small that epsilon is most of the sum
-    x, norm, eps = (
-        randn(T, C, dtype=dtype, scale=3000 if before else 0.003),
-        randn(C, dtype=dtype),
-        1e-5,
-    )
-    cache = [randn(KH, S, D, dtype=dtype) for _ in range(2)]
-    matrix = lambda rows, columns: Matrix(randn(rows, columns, dtype=dtype, scale=columns**-0.5))
+    x, norm = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype)
+
+    def of_layer(**weights) -> SimpleNamespace:
+        return SimpleNamespace(**dict(index=1, qkv_bias=None, qk_norm=None) | weights | layer)
+
+    qkv = lambda: of_layer(attention_norm=norm, wqkv=matrix((H + 2 * KH) * D, C))
+    ffn = lambda: of_layer(ffn_norm=norm, w13=matrix(2 * F, C))
+    logits = lambda: torch.full((T, V), NAN, device=DEVICE)
+    half = functools.partial(randn, dtype=dtype)
     return {
-        "embedding": lambda: ((tokens, pos, T, randn(V, C, dtype=dtype)), ()),
-        "rmsnorm": lambda: ((x, norm, eps), ()),
-        "rmsnorm_qkv_rope": lambda: (
-            (x, norm, matrix((H + 2 * KH) * D, C), table, *cache, pos, eps),
-            (4, 5),
-        ),
-        "attention": lambda: ((randn(T, H, D, dtype=dtype), *cache, pos, scratch), ()),
-        "linear_add": lambda: (
-            (randn(T, F, dtype=dtype), matrix(C, F), randn(T, C, dtype=dtype)),
-            (2,),
-        ),
-        "rmsnorm_swiglu": lambda: ((x, norm, matrix(2 * F, C), eps), ()),
-        "rmsnorm_linear": lambda: (
-            (x, norm, matrix(V, C), eps, torch.full((T, V), NAN, device=DEVICE)),
-            (4,),
-        ),
+        "embedding": lambda: ((T, half(V, C), state), ()),
+        "rmsnorm": lambda: ((x, norm, 1e-5), ()),
+        "rmsnorm_qkv_rope": lambda: ((x, qkv(), state), ("2.k", "2.v")),
+        "attention": lambda: ((half(T, H, D), of_layer(), state), ()),
+        "linear_add": lambda: ((half(T, F), matrix(C, F), half(T, C)), ("2.",)),
+        "rmsnorm_swiglu": lambda: ((x, ffn(), state), ()),
+        "rmsnorm_linear": lambda: ((x, norm, matrix(V, C), state, logits()), ("4.",)),
     }[op]()
 
 
@@ -1165,31 +1118,39 @@ def equals_reference(op: str, draws: list[tuple], written: tuple, limit: float) 
     arguments, writes where it should, and leaves its inputs as they are."""
     errors = {}
     for arguments in draws:
-        mine, exact = cloned(arguments), cloned([as_fp32(a) for a in arguments])
+        mine, exact = cloned(arguments), cloned(as_fp32(arguments))
         right, ours = getattr(kernels.reference, op)(*exact), getattr(kernels.fused, op)(*mine)
+        mine, exact, before = tensors_in(mine), tensors_in(exact), tensors_in(arguments)
         new = slice(None)
         if op == "rmsnorm_qkv_rope":
-            new = slice(int(arguments[6]), int(arguments[6]) + len(ours))
-            for i in written:  # other positions of the cache
-                assert torch.equal(mine[i][:, : new.start], arguments[i][:, : new.start])
-                assert torch.equal(mine[i][:, new.stop :], arguments[i][:, new.stop :])
+            start = int(arguments[2].device_pos)
+            new = slice(start, start + len(ours))
+            for name in written:  # other positions
+                assert torch.equal(mine[name][:, : new.start], before[name][:, : new.start])
+                assert torch.equal(mine[name][:, new.stop :], before[name][:, new.stop :])
         for name, a, b in [
             ("y", ours, right),
-            *((i, mine[i][:, new], exact[i][:, new]) for i in written),
+            *((name, mine[name][:, new], exact[name][:, new]) for name in written),
         ]:
             assert a.shape == b.shape
             errors.setdefault(name, []).append(nmse(a, b))
-        for i, was in enumerate(arguments):
-            if isinstance(was, torch.Tensor) and i not in written:
-                assert torch.equal(mine[i], was), (op, i, "changed its input")
+        for name, was in before.items():
+            if name not in written:
+                assert torch.equal(mine[name], was), (op, name, "changed its input")
     for name, found in errors.items():
         assert sum(found) / len(found) < limit, (op, name, found)
 
 
 def test_tables_have_the_same_ops_and_signatures():
-    for name, op in vars(kernels.fused).items():
-        assert inspect.signature(op) == inspect.signature(getattr(kernels.reference, name)), name
-        assert op.__name__ == name and getattr(kernels.reference, name).__name__ == f"{name}_ref"
+    """Except that `accumulate`, which kernels.ops binds, has no meaning for a reference."""
+    for name, (reference, op) in kernels.OPS.items():
+        parameters = dict(inspect.signature(op).parameters)
+        bound = parameters.pop("accumulate", None)
+        assert bool(bound) == isinstance(getattr(kernels.fused, name), partial), name
+        assert bound is None or bound.kind is inspect.Parameter.KEYWORD_ONLY, name
+        assert parameters == dict(inspect.signature(reference).parameters), name
+        assert op.__name__ == name and reference.__name__ == f"{name}_ref"
+    assert kernels.OPS.keys() == vars(kernels.fused).keys() == vars(kernels.reference).keys()
 
 
 @pytest.mark.parametrize("T, before", [(1, 0), (1, 40), (2, 0), (2, 5), (17, 0), (17, 40)])
@@ -1206,30 +1167,25 @@ def test_op_equals_its_reference(dtype, heads, T, before, guarded):
     )
     # in a prompt, norm, matmul, its norm and q are rounded
     limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)
-    arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)
-    extras = (bias,), (None, qk_norm), (bias, qk_norm)
+    extras = dict(qkv_bias=bias), dict(qk_norm=qk_norm), dict(qkv_bias=bias, qk_norm=qk_norm)
     for extra, format in itertools.product(extras, (None, E4M3) if T < 17 else (None,)):
         # with what the one before left in scratch. Sums in half precision, which a GPU makes of a
         # token's packed products, leave an error that differs between draws
-        more = 7 if ON_GPU and T == 1 and format else 0
-        draws = [
-            arguments,
-            *(op_arguments("rmsnorm_qkv_rope", dtype, heads, T, before)[0] for _ in range(more)),
-        ]
-        equals_reference(
-            "rmsnorm_qkv_rope", [(*encoded(a, format), *extra) for a in draws], written, limit
-        )
+        count = 8 if ON_GPU and T == 1 and format else 1
+        draw = partial(op_arguments, "rmsnorm_qkv_rope", dtype, heads, T, before, **extra)
+        draws = [encoded(draw()[0], format) for _ in range(count)]
+        equals_reference("rmsnorm_qkv_rope", draws, draw()[1], limit)
     guarded()
 
 
 @pytest.mark.parametrize("T", [1, 3, 17])
 def test_qkv_into_caches_of_2_31_values(T):
     """Of which only a few pages are touched."""
-    arguments, _ = op_arguments("rmsnorm_qkv_rope", torch.float16, (1, 1, 64), T, 5, S=100)
+    x, layer, state = op_arguments("rmsnorm_qkv_rope", torch.float16, (1, 1, 64), T, 5, S=100)[0]
     small = [torch.zeros(1, 100, 64, dtype=torch.int8, device=DEVICE) for _ in range(2)]
     large = [torch.empty(1, 1 << 25, 64, dtype=torch.int8, device=DEVICE) for _ in range(2)]
-    for caches in (small, large):
-        kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *caches, *arguments[6:])
+    for k, v in (small, large):
+        kernels.fused.rmsnorm_qkv_rope(x, layer, changed(state, k=(None, k), v=(None, v)))
     assert all(torch.equal(a[:, 5 : 5 + T], b[:, 5 : 5 + T]) for a, b in zip(small, large))
 
 
@@ -1244,7 +1200,11 @@ def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     half = functools.partial(randn, dtype=torch.float16)
     if T > 1:  # rows of several tiles
         cases.append(
-            ("linear_add", (half(T, 1048), Matrix(half(40, 1048, scale=0.03)), half(T, 40)), (2,))
+            (
+                "linear_add",
+                (half(T, 1048), Matrix(half(40, 1048, scale=0.03)), half(T, 40)),
+                ("2.",),
+            )
         )
     for (op, arguments, written), format in itertools.product(cases, (None, E4M3)):
         limit = ONE_UNIT[torch.float16] * ROUNDED_TWICE.get(op, 1)
@@ -1256,16 +1216,16 @@ def check_attention(
 ) -> None:
     """It equals its reference, whatever comes after the T tokens; and again with what that left in
     scratch."""
-    q, *caches, pos, scratch = op_arguments("attention", dtype, heads, T, before)[0]
-    caches = [E4M3.round(cache) if kv_fp8 else cache for cache in caches]
-    for cache in caches:
-        cache[:, before + T :] = 0x7F if kv_fp8 else torch.nan
-    exact = attention.attention_ref(q.float(), *caches, pos, scratch)
+    q, layer, state = op_arguments("attention", dtype, heads, T, before)[0]
+    if kv_fp8:
+        state.k = (None, E4M3.round(state.k[1]))
+        state.v = (None, E4M3.round(state.v[1]))
+    for cached in (state.k[1], state.v[1]):
+        cached[:, before + T :] = 0x7F if kv_fp8 else torch.nan
+    exact = attention.attention_ref(q.float(), layer, state)
     for _ in range(runs):
-        assert nmse(attention.attention(q, *caches, pos, scratch), exact) < ONE_UNIT[dtype], (
-            T,
-            before,
-        )
+        error = nmse(attention.attention(q, layer, state), exact)
+        assert error < ONE_UNIT[dtype], (T, before)
 
 
 @pytest.mark.parametrize("heads, sizes", [
@@ -1305,6 +1265,28 @@ def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
 def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
     for T in (65, 127, 512, 513, 640, 700, 2048) if ON_GPU else (65, 127):
         check_attention(heads, T, start_pos, kv_fp8)
+
+
+@pytest.mark.parametrize("limit", ["tokens", "bytes"])
+def test_reference_attention_takes_a_prompt_in_blocks(limit, monkeypatch):
+    """Whose masks are small however long the context is."""
+    q, layer, state = op_arguments("attention", torch.float32, (4, 2, 16), 70, 30)[0]
+    whole = attention.attention_ref(q, layer, state)
+    masks, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*heads, attn_mask):
+        masks.append(attn_mask.shape)
+        return attend(*heads, attn_mask=attn_mask)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    if limit == "tokens":
+        monkeypatch.setattr(attention, "MOST_TOKENS", 32)
+        expected = [(64, 62), (64, 94), (12, 100)]
+    else:
+        monkeypatch.setattr(attention, "MASK_BYTES", 5 * 2 * 100 * 40)
+        expected = [(80, 70), (60, 100)]
+    assert nmse(attention.attention_ref(q, layer, state), whole) < 1e-10
+    assert masks == expected
 
 
 @pytest.mark.parametrize("dtype, format, small", [
@@ -1347,10 +1329,10 @@ def test_prompts_need_few_onednn_kernels(monkeypatch):
         return x[:, :1].expand(-1, 8) + 0
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
-    for T in range(1, CHUNK["cpu"] + 1):
+    for T in range(1, PROMPT_CHUNK["cpu"] + 1):
         x = torch.arange(T, dtype=torch.bfloat16)[:, None].expand(T, 4)
         assert kernels.linear_ref(x, w).equal(x[:, :1].expand(T, 8))
-    assert len(sizes) <= 20 and 1 in sizes and max(sizes) == CHUNK["cpu"]
+    assert len(sizes) <= 20 and 1 in sizes and max(sizes) == PROMPT_CHUNK["cpu"]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -1361,18 +1343,26 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     full = functools.partial(torch.full, dtype=torch.float16, device=DEVICE)
     q, k, v = full((T, H, D), 200.0), full((H, 128, D), 100.0), full((H, 128, D), 100.0)
     k[:, :5], v[:, 5:] = -100.0, 900.0
-    pos = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    y = kernels.fused.attention(q, k, v, pos, launch.Scratch(DEVICE), "fp16")
+    ops = kernels.ops("triton", "fp16")
+    state = SimpleNamespace(
+        k=[k],
+        v=[v],
+        device_pos=torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        rope=torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE),
+        norm_eps=0.0,
+        scratch=launch.Scratch(DEVICE),
+    )
+    x = full((T, 64), 1.0)
+    layer = SimpleNamespace(
+        index=0,
+        attention_norm=x[0].clone(),
+        wqkv=Matrix(full((3 * H * D, 64), 65504 / 64)),
+        qkv_bias=full((3 * H * D,), 65504.0),
+        qk_norm=None,
+    )
+    y = ops.attention(q, layer, state)
     assert torch.isfinite(y).all() and (y[8:] > 890).all()
-    table = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE)
-    x, w, bias = (
-        full((T, 64), 1.0),
-        Matrix(full((3 * H * D, 64), 65504 / 64)),
-        full((3 * H * D,), 65504.0),
-    )
-    kernels.fused.rmsnorm_qkv_rope(
-        x, x[0].clone(), w, table, k, v, pos, 0.0, bias, accumulate="fp16"
-    )
+    ops.rmsnorm_qkv_rope(x, layer, state)
     assert all(
         torch.isfinite(cache[:, :T]).all() and cache[:, :T].max() == 65504 for cache in (k, v)
     )
@@ -1382,25 +1372,25 @@ def test_half_sums_saturate_and_do_not_hide_nan():
             kernels._swiglu_kernel, (T, 1), out.device, ab, out, 64, BLOCK=1024, FP16_SUMS=True
         )
         assert out.allclose(full((T, 64), expected), rtol=0, atol=0, equal_nan=True)
-    assert (
-        kernels.fused.linear_add(ab, Matrix(full((64, 128), 1.0)), full((T, 64), 0.0), "fp16")
-        .isnan()
-        .all()
-    )
+    assert ops.linear_add(ab, Matrix(full((64, 128), 1.0)), full((T, 64), 0.0)).isnan().all()
 
 
 @needs_gpu
 def test_prompt_beyond_65504_with_half_sums():
+    ops = kernels.ops("triton", "fp16")
+
+    def positive(a):
+        """Sums that pass 65504 in both directions are NaN, which is reported."""
+        if isinstance(a, Matrix):
+            return Matrix(a.data.abs() * 1e4)
+        return a.abs_() if torch.is_tensor(a) and a.is_floating_point() else a
+
     for op in PRODUCTS:
-        arguments = op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0]
-        # all positive: sums that pass 65504 in both directions are NaN, which is reported
-        arguments = [Matrix(a.data.abs() * 1e4) if isinstance(a, Matrix) else a for a in arguments]
-        arguments = [
-            a.abs_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
-            for a in arguments
-        ]
-        y = getattr(kernels.fused, op)(*arguments, accumulate="fp16")
-        finite = arguments[4:6] if op == "rmsnorm_qkv_rope" else [y]
+        arguments = mapped(op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0], positive)
+        y = getattr(ops, op)(*arguments)
+        finite = [y]
+        if op == "rmsnorm_qkv_rope":
+            finite = [arguments[2].k[1], arguments[2].v[1]]
         assert all(torch.isfinite(t).all() for t in finite), op
         assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
@@ -1770,8 +1760,8 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
         for _ in range(16 if op == "rmsnorm_swiglu" and T == 1 else 1):
             arguments = encoded(op_arguments(op, dtype, (4, 2, 16), T, 5)[0], FORMATS[form])
             # the reference in fp32, since rounding in other types is not what is tested
-            in_fp32 = [a if isinstance(a, Matrix) else as_fp32(a) for a in arguments]
-            exact = getattr(kernels.reference, op)(*cloned([as_fp32(a) for a in arguments]))
+            in_fp32 = as_fp32(arguments, decode=False)
+            exact = getattr(kernels.reference, op)(*cloned(as_fp32(arguments)))
             outputs = (
                 getattr(kernels.fused, op)(*cloned(arguments)),
                 getattr(kernels.reference, op)(*cloned(in_fp32)),
@@ -1792,9 +1782,10 @@ def test_packed_products_with_large_norms(peak):
         x, plain = x.half().to(DEVICE), (norm.float(), dense(w))
         fp8.fit_norm(norm, w)
         assert norm.max() <= fp8.NORM_LIMIT
+        state = SimpleNamespace(norm_eps=1e-5)
         out, exact = (torch.empty(1, 16, device=DEVICE) for _ in range(2))
-        kernels.rmsnorm_linear_ref(x.float(), *plain, 1e-5, exact)
-        assert nmse(kernels.rmsnorm_linear(x, norm, w, 1e-5, out), exact) < ONE_UNIT[torch.float16]
+        kernels.rmsnorm_linear_ref(x.float(), *plain, state, exact)
+        assert nmse(kernels.rmsnorm_linear(x, norm, w, state, out), exact) < ONE_UNIT[torch.float16]
 
 
 def test_kernels_encode_as_torch_does():
@@ -1824,14 +1815,14 @@ def test_kernels_encode_as_torch_does():
 def test_ops_on_an_8_bit_cache(dtype, heads, T):
     """The reference of the QKV op writes the nearest codes, its kernel the same, except where it
     rounds the other way; attention reads them exactly."""
-    arguments, written = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)
-    caches = [E4M3.round(arguments[i]) for i in written]
-    ours, exact, unrounded = cloned(caches), cloned(caches), [arguments[i].float() for i in written]
-    kernels.fused.rmsnorm_qkv_rope(*arguments[:4], *ours, *arguments[6:])
+    x, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, heads, T, 40)[0]
+    caches = [E4M3.round(state.k[1]), E4M3.round(state.v[1])]
+    ours, exact = cloned(caches), cloned(caches)
+    unrounded = [state.k[1].float(), state.v[1].float()]
+    with_caches = lambda k, v: changed(state, k=(None, k), v=(None, v))
+    kernels.fused.rmsnorm_qkv_rope(x, layer, with_caches(*ours))
     for held in (exact, unrounded):
-        kernels.reference.rmsnorm_qkv_rope(
-            *[as_fp32(a) for a in arguments[:4]], *held, *arguments[6:]
-        )
+        kernels.reference.rmsnorm_qkv_rope(as_fp32(x), as_fp32(layer), with_caches(*held))
     floats = attention.cached_ref
     for mine, theirs, nearest, before in zip(ours, exact, unrounded, caches):
         assert torch.equal(theirs, E4M3.round(nearest))
@@ -1858,7 +1849,7 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
     if not fp8.on_tensor_cores(w):
         pytest.skip("this GPU has none")
     residual = randn(80, 512, dtype=dtype)
-    y = kernels.linear_add(x, w, added := residual.clone(), accumulate)
+    y = kernels.linear_add(x, w, added := residual.clone(), accumulate=accumulate)
     assert y is added and 0 < nmse(y, residual.float() + x.float() @ dense(w).data.t()) < 2.0**-10
 
 
@@ -2069,16 +2060,17 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
     N, C, D, dtype = 5 * 48, 320, 48, torch.float16
 
-    def draw(*extra: tuple[int, ...] | None) -> tuple:
-        arguments, _ = op_arguments("rmsnorm_qkv_rope", dtype, (3, 1, D), 1, 4)
-        (w,) = encoded([Matrix(torch.randn(N, C, device=DEVICE))], INT4)
-        extra = (shape and randn(*shape, dtype=dtype) for shape in extra)
-        return randn(1, C, dtype=dtype), randn(C, dtype=dtype), w, *arguments[3:], *extra
+    def draw(**shapes: tuple[int, ...]) -> tuple:
+        extra = {name: randn(*shape, dtype=dtype) for name, shape in shapes.items()}
+        _, layer, state = op_arguments("rmsnorm_qkv_rope", dtype, (3, 1, D), 1, 4, **extra)[0]
+        layer.attention_norm = randn(C, dtype=dtype)
+        (layer.wqkv,) = encoded([Matrix(torch.randn(N, C, device=DEVICE))], INT4)
+        return randn(1, C, dtype=dtype), layer, state
 
     # where few of a norm's weights are large, errors vary between draws
-    for extra in ((), ((N,),), (None, (2, D))):
-        draws = [draw(*extra) for _ in range(64 if ON_GPU else 1)]
-        equals_reference("rmsnorm_qkv_rope", draws, (4, 5), 4 * ONE_UNIT[dtype])
+    for extra in (dict(), dict(qkv_bias=(N,)), dict(qk_norm=(2, D))):
+        draws = [draw(**extra) for _ in range(64 if ON_GPU else 1)]
+        equals_reference("rmsnorm_qkv_rope", draws, ("2.k", "2.v"), 4 * ONE_UNIT[dtype])
 
 
 # ---- run.py: the command line
@@ -2193,7 +2185,7 @@ def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
     shown, original = io.StringIO(), tqdm
     at_once = dict(delay=0, disable=False, mininterval=0, file=shown)
     monkeypatch.setattr("chat.tqdm", lambda **options: original(**options | at_once))
-    monkeypatch.setitem(CHUNK, "cpu", 16)
+    monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
     assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
     done, total = map(int, re.findall(r"(\d+)/(\d+) \[", shown.getvalue())[-1])
     assert shown.getvalue().count("\rprompt") > 3 and 64 < total <= done + 16
@@ -2932,7 +2924,7 @@ def test_mode_of_a_run(monkeypatch):
 def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch):
     """Logits of a prompt, whole and in parts, and greedy tokens after one that is evaluated in
     chunks; in 8 bits, against our model with decoded weights."""
-    monkeypatch.setitem(CHUNK, "cpu", 16)
+    monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
     theirs = hugging_face_model(**FAMILIES[family])
     theirs.save_pretrained(tmp_path)
     T = 70 if backend == "torch" else 15  # the interpreter is slow
@@ -5568,7 +5560,8 @@ def test_exchange_adds_and_gathers(format):
                     < ONE_UNIT[torch.float16]
                 )
         x, norm, logits = halves(1, C), halves(C), torch.empty(1, V, device=DEVICE)
-        exact = kernels.rmsnorm_linear_ref(x.float(), norm.float(), dense(whole), 1e-5, logits)
+        eps = SimpleNamespace(norm_eps=1e-5)
+        exact = kernels.rmsnorm_linear_ref(x.float(), norm.float(), dense(whole), eps, logits)
         for exchange, m in zip(exchanges, outputs):
             exchange.send("rmsnorm_linear", x, norm, m, 1e-5)
         for exchange, m in zip(exchanges, outputs):
@@ -5612,11 +5605,7 @@ def check_gpus(folder: Path) -> None:
             one = logits(load(folder / name, dtype=dtype, device=own, **options))
             model = load(folder / name, dtype=dtype, device="cuda", ranks=ranks, **options)
             for exchange in (model.exchange, None):
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(parallel, "make_exchange", lambda *_, exchange=exchange: exchange)
-                    model.ops, _ = ranks.cut_ops(
-                        kernels.BACKENDS[model.backend], [], model.backend, model.device
-                    )
+                model.ops = ranks.cut_ops(kernels.ops(model.backend), exchange, False)
                 ours = logits(model)
                 assert torch.equal(ours, ranks.broadcast(lambda ours=ours: ours)), "ranks differ"
                 assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (case, dtype, exchange)

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kernels
+from attention import State
 from fp8 import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
@@ -142,36 +143,31 @@ class Ranks:
     # The ops
 
     def cut_ops(
-        self, ops: SimpleNamespace, matrices: list[Matrix], backend: str, device: torch.device
-    ) -> tuple[SimpleNamespace, Exchange | None]:
-        """A table of ops for a model that is cut: `ops`, but for the two that involve all ranks.
-        matrices: those whose products are summed or gathered, in the same order on all ranks."""
-        exchange = make_exchange(self, matrices, backend, device)
+        self, ops: SimpleNamespace, exchange: Exchange | None, fp16_sums: bool
+    ) -> SimpleNamespace:
+        """The ops of a model that is cut: `ops`, except for the two that involve all ranks.
+        fp16_sums: whether sums are kept within the range of fp16."""
 
-        def linear_add(x: Tensor, w: Matrix, residual: Tensor, accumulate: str = "auto") -> Tensor:
+        def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
             if exchange and len(x) == 1:
                 return exchange.linear_add(x, w, residual)
             # The residual is one more term of the sum, which rank 0 adds
-            ops.linear_add(x, w, residual if self.rank == 0 else residual.zero_(), accumulate)
+            ops.linear_add(x, w, residual if self.rank == 0 else residual.zero_())
             dist.all_reduce(residual)
-            return residual.clamp_(-65504.0, 65504.0) if accumulate == "fp16" else residual
+            return residual.clamp_(-65504.0, 65504.0) if fp16_sums else residual
 
-        def rmsnorm_linear(
-            x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor, accumulate: str = "auto"
-        ) -> Tensor:
+        def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, state: State, out: Tensor) -> Tensor:
             if exchange and len(x) == 1:
-                return exchange.rmsnorm_linear(x, norm, w, eps, out)
-            part = ops.rmsnorm_linear(x, norm, w, eps, out.new_empty(len(x), w.rows), accumulate)
+                return exchange.rmsnorm_linear(x, norm, w, state.norm_eps, out)
+            part = ops.rmsnorm_linear(x, norm, w, state, out.new_empty(len(x), w.rows))
             parts = [torch.empty_like(part) for _ in range(self.size)]
             dist.all_gather(parts, part)
             for rank, columns in enumerate(parts):
                 out[:, share(out.shape[1], rank, self.size)] = columns
             return out
 
-        table = SimpleNamespace(
-            **vars(ops) | dict(linear_add=linear_add, rmsnorm_linear=rmsnorm_linear)
-        )
-        return table, exchange
+        own = dict(linear_add=linear_add, rmsnorm_linear=rmsnorm_linear)
+        return SimpleNamespace(**vars(ops) | own)
 
     def described(self, exchange: Exchange | None, device: torch.device) -> str:
         """How the ranks communicate, for the user to read."""
