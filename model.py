@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from fp8 import Matrix, fit_norm
+from formats import Matrix
 from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
 
@@ -262,9 +262,9 @@ class Llama:
             )
         if self.backend == "triton":
             for layer in w.layers:
-                fit_norm(layer.attention_norm, layer.wqkv)
-                fit_norm(layer.ffn_norm, layer.w13)
-            fit_norm(w.norm, w.output)
+                kernels.fit_norm(layer.attention_norm, layer.wqkv)
+                kernels.fit_norm(layer.ffn_norm, layer.w13)
+            kernels.fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
         """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or has an

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kernels
-from fp8 import Matrix
+from formats import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 Value = TypeVar("Value")
