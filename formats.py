@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from launch import jit, tl
+from launch import EMULATED, jit, tl
 
 Tensors = tuple[Tensor, ...]  # what a format stores for a matrix, codes first
 Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # type and shape of each of these, by name
@@ -143,10 +143,14 @@ def split_4(x):
 
 @jit
 def as_floats(bytes_):
-    """Four int8 [A, B, 4], the bytes of a float: [A, B]. Joining them costs nothing: they are in
-    one register."""
-    b0, b1, b2, b3 = split_4(bytes_.to(tl.uint8, bitcast=True).to(tl.uint32))
-    return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
+    """Four int8 [A, B, 4], the bytes of a float that PTX returns: [A, B]. Joining them costs
+    nothing: they are in one register. In the interpreter, which has no PTX, they are floats
+    already."""
+    if EMULATED:
+        return bytes_
+    else:
+        b0, b1, b2, b3 = split_4(bytes_.to(tl.uint8, bitcast=True).to(tl.uint32))
+        return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
 
 
 @jit

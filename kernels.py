@@ -658,7 +658,8 @@ def _tokens_operand(
     t = register // (SIZES.steps * PARTS) * 8 + lane // 4
     step = warp * SIZES.steps + register // PARTS % SIZES.steps
     places = k + step * (4 * E) + lane % 4 * E + register % PARTS * 8 + e
-    pointers = x + tl.minimum(t, T - 1) * K + columns_of(places, K, COLUMNS)
+    cols = columns_of(places, K, COLUMNS)
+    pointers = x + tl.minimum(t, T - 1) * K + cols
     if k + SIZES.warps * SIZES.steps * 4 * E <= K:
         tile = tl.load(pointers, eviction_policy="evict_last")
     else:

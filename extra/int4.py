@@ -280,9 +280,8 @@ _VALUES_REGISTERS = constexpr("=&r,=&r,=&r,=&r" + 4 * ",r")
 
 
 @jit
-def _codes_of(words):
-    """Codes of the pairs 0 to 3 of each word, four int16 [..., 2 M]."""
-    halves = int16_of(words)
+def _codes_of(halves):
+    """Codes of the pairs 0 to 3 of each word, from the int16 that words consist of."""
     return halves & 15, halves >> 4 & 15, halves >> 8 & 15, halves >> 12 & 15
 
 
@@ -325,25 +324,28 @@ def emulated_values(code0, code1, code2, code3, factors):
 
 
 @jit
-def _decoded(words, factors):
-    """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
+def _decoded(halves, factors):
+    """Halves [R, COLUMNS] from the int16 that words consist of: one fma.rn.f16x2 for two
+    weights."""
     if EMULATED:
-        code0, code1, code2, code3 = _codes_of(words)
+        code0, code1, code2, code3 = _codes_of(halves)
         return emulated_values(code0, code1, code2, code3, factors)
     else:
-        return run_values_asm((int16_of(words),), factors, _VALUES_ASM, _VALUES_REGISTERS)
+        return run_values_asm((halves,), factors, _VALUES_ASM, _VALUES_REGISTERS)
 
 
 @jit
 def values_with_zero(tile, SCALES: tl.constexpr):
+    halves = int16_of(tile[0])
     scale, zero = SCALES(tile, 0)
-    return _decoded(tile[0], factors_of(scale, scale * zero * -1048576.0))
+    return _decoded(halves, factors_of(scale, scale * zero * -1048576.0))  # 2^20
 
 
 @jit
 def values_with_minimum(tile, SCALES: tl.constexpr):
+    halves = int16_of(tile[0])
     scale, minimum = SCALES(tile, 0)
-    return _decoded(tile[0], factors_of(scale, minimum))
+    return _decoded(halves, factors_of(scale, minimum))
 
 
 # For one token
@@ -385,31 +387,32 @@ _SUMS_REGISTERS = constexpr("=&r" + 20 * ",r")
 
 @jit
 def _code_sums(words, x):
-    """Sums of codes times x over 32 columns, times 2^-20: float32 [R, COLUMNS / 32]."""
+    """Sums of codes times x over 32 columns, times 2^-20, for as_floats: [R, COLUMNS / 32]."""
     if EMULATED:
-        code0, code1, code2, code3 = _codes_of(words)
+        code0, code1, code2, code3 = _codes_of(int16_of(words))
         products = in_order(code0, code1, code2, code3) * x[None, :]
         return sums_of(products, 32) * 2.0**-20
     else:
         args = (words,) + split_4(x.reshape(words.shape[1], 4, 4).permute(0, 2, 1))
-        sums = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             _SUMS_ASM, _SUMS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4
         )
-        return as_floats(sums)
 
 
 @jit
 def stream_sums_with_zero(tile, x, sum_x, SCALES: tl.constexpr):
+    sum_x = sum_x[None, :]
     sums = _code_sums(tile[0], x)
     scale, zero = SCALES(tile, 20)
-    return sums_of(scale * (sums - zero * sum_x[None, :]), 2)
+    return sums_of(scale * (as_floats(sums) - zero * sum_x), 2)
 
 
 @jit
 def stream_sums_with_minimum(tile, x, sum_x, SCALES: tl.constexpr):
+    sum_x = sum_x[None, :]
     sums = _code_sums(tile[0], x)
     scale, minimum = SCALES(tile, 20)
-    return sums_of(scale * sums + minimum * sum_x[None, :], 2)
+    return sums_of(scale * as_floats(sums) + minimum * sum_x, 2)
 
 
 # ---- INT4 in kernels
@@ -428,11 +431,11 @@ def _scale_and_zero(tile, SHIFT: tl.constexpr):
 def _values(tile, SCALES: tl.constexpr):
     """As values_with_zero, but for the factors: a scale's code, shifted, has the bits of a half
     that is 2^24 times as large."""
-    groups = tile[1]
+    halves, groups = int16_of(tile[0]), tile[1]
     by_0 = groups >> 2 & 0x3FC0 | 0x4000
     by_4 = (by_0 - 0x1000).to(tl.float16, bitcast=True)
     zero = (groups & 0xFF).to(tl.float16, bitcast=True)
-    return _decoded(tile[0], (by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero))
+    return _decoded(halves, (by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero))
 
 
 @jit
