@@ -40,12 +40,21 @@ def load_once(pointers, mask):
 
 
 @jit
+def _mask(offs_k, left):
+    """Which of these columns there are. None if all of them, see Format.load."""
+    if left is None:
+        return None
+    else:
+        return offs_k < left
+
+
+@jit
 def load_elements(
     w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr = 1
 ):
     """The `load` of a format whose first tensor has an element for each weight."""
     offs_k = tl.arange(0, COLUMNS)[None, :]
-    mask = None if left is None else offs_k < left
+    mask = _mask(offs_k, left)
     return load_once(w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS]), mask)
 
 
@@ -54,7 +63,8 @@ def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COU
     """A tensor of W as int32 words, one for EACH columns: [R, COLUMNS / EACH], COUNT neighbours to
     a thread."""
     word = tl.arange(0, COLUMNS // EACH)[None, :]
-    mask = None if left is None else word // COUNT * (COUNT * EACH) < left
+    # of neighbours all or none, so that one instruction loads them
+    mask = _mask(word // COUNT * (COUNT * EACH), left)
     words = w.to(tl.pointer_type(tl.int32)) + start // EACH + (k // EACH + word)
     return load_once(tl.max_contiguous(words, [1, COUNT]), mask)
 
@@ -72,7 +82,7 @@ def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GR
     for each GROUP columns: [R, COLUMNS / EACH], one to a thread, like the codes. `start` is a
     multiple of GROUP, k of EACH."""
     offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
-    mask = None if left is None else offs_k < left
+    mask = _mask(offs_k, left)
     return load_once(w + start // GROUP + tl.max_contiguous((k + offs_k) // GROUP, [1, 1]), mask)
 
 
@@ -221,34 +231,34 @@ class Format:
     type.
 
     load(w, start, k, left, COLUMNS, NEIGHBOURS, GROUP)
-                         a tile as stored, COLUMNS weights of each of its rows. start [R, 1]: where
-                         these begin in W, as if that were stored row by row; k: the first column, a
-                         number or [R, 1]; left: how many columns there are from there on, None if
-                         enough; NEIGHBOURS: how many a thread should get, if possible; GROUP:
-                         `group` below
-    values(tile, SCALES) the weights before `gain` and the row's scale: halves or floats
-                         [R, COLUMNS]
+        A tile as stored, COLUMNS weights of each of its rows. start [R, 1]: where these rows begin
+        in W, counted in weights; k: the first column, a number or [R, 1]; left: how many columns
+        there are from there on, None if enough; NEIGHBOURS: how many weights a thread should get
+        side by side, if possible; GROUP: `group` below.
+    values(tile, SCALES)
+        The weights before `gain` and the row's scale: halves or floats [R, COLUMNS].
     scales_of(tile, SHIFT)
-                         SCALES of `values` and `stream_sums`: float32 scales of a tile's groups,
-                         times 2^SHIFT, and their minimums or zero points, whichever these expect.
-                         None if there are no groups
-    gain                 all values are multiplied by it, and by the scale of their row, an element
-                         of the last tensor. None if rows have no scale
-    half2                for products in half precision with one token, eight neighbours added up,
-                         see kernels.half2_asm: PTX that puts the half2 of the two codes in the lower
-                         half of a register SOURCE into p, and the same for its upper half; a and b
-                         (16 bits) and q are free. None if there are no such products
-    columns(places, K)   the columns whose weights are stored in these places of a row; runs of
-                         eight columns stay together. None if all are in order
+        SCALES of `values` and `stream_sums`. Float32 scales of a tile's groups, times 2^SHIFT, and
+        their minimums or zero points, whichever these expect. None if there are no groups.
+    gain
+        All values are multiplied by it, and by the scale of their row, an element of the last
+        tensor. None if rows have no scale.
+    half2
+        For products in half precision with one token (kernels.half2_asm), two pieces of PTX. The
+        first puts the two codes in the lower half of register SOURCE as a half2 into p, the second
+        those in the upper half. They may use a and b, of 16 bits, and q, of 32. None if there are
+        no such products.
+    columns(places, K)
+        The columns whose weights are stored in these places of a row. Runs of eight columns stay
+        together. None if all are in order.
 
     With these, one token runs in kernels._stream_kernel:
 
     stream_load(w, start, k, left, COLUMNS, GROUP)
-                         a tile of which a thread has whatever 64 weights need
+        A tile of which a thread has whatever 64 weights need.
     stream_sums(tile, x, sum_x, SCALES)
-                         its products with x, added up: float32 [R, COLUMNS / 64]. x: words of half2
-                         [COLUMNS / 2], floats [COLUMNS] in the interpreter; sum_x: the sums of each
-                         `sum_x` of them [COLUMNS / sum_x]
+        The tile's products with x, added up: float32 [R, COLUMNS / 64]. x: half2 [COLUMNS / 2], or
+        floats [COLUMNS] in the interpreter; sum_x: the sums of each `sum_x` of them.
     """
 
     name: str

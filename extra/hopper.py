@@ -75,8 +75,9 @@ def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 #      It is written for heads of dimension 128 and 16-bit caches; an 8-bit cache is decoded for it,
 #      a layer at a time. With heads of dimension 64 the ordinary kernel is as fast (BENCHMARKS.md).
 
-# rows of q of a group, keys in a block
-ROWS, BLOCK_N, HEAD_DIM = constexpr(64), constexpr(128), constexpr(128)
+ROWS = constexpr(64)  # rows of q of a group
+BLOCK_N = constexpr(128)  # keys in a block
+HEAD_DIM = constexpr(128)
 STAGES = constexpr(2)  # buffers for blocks of keys, and for blocks of values
 
 
@@ -85,7 +86,8 @@ def _place(prompt):
     """First row, head, cached positions and number of key blocks of this program."""
     pos, T, H, G, positions_at_once = prompt
     BLOCK_M: gl.constexpr = 2 * ROWS
-    pid, row_blocks = gl.program_id(0), gl.cdiv(T, BLOCK_M)
+    pid = gl.program_id(0)
+    row_blocks = gl.cdiv(T, BLOCK_M)
     start_pos = gl.load(pos)
     heads_at_once = gl.maximum(positions_at_once // (start_pos + T), 1) * G
     block, head = rows_of_program(pid, row_blocks, heads_at_once, H)
@@ -104,7 +106,9 @@ def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G):
         offs_q = [row + group * ROWS, head * HEAD_DIM]
         tma.async_copy_global_to_shared(q, offs_q, q_full.index(group), q_tiles.index(group))
     for j in range(blocks):
-        stage, phase, n = j % STAGES, (j // STAGES) & 1, head // G * S + (blocks - 1 - j) * BLOCK_N
+        stage = j % STAGES
+        phase = (j // STAGES) & 1
+        n = head // G * S + (blocks - 1 - j) * BLOCK_N
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
         tma.async_copy_global_to_shared(k, [n, 0], k_full.index(stage), k_tiles.index(stage))
@@ -145,7 +149,8 @@ def _step(
     SCORES: gl.constexpr = row_max.type.layout.parent
     ACC: gl.constexpr = acc.type.layout
     k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = keys_and_values
-    k, v = j % STAGES, (j - 1) % STAGES
+    k = j % STAGES
+    v = (j - 1) % STAGES
     mbarrier.wait(k_full.index(k), (j // STAGES) & 1)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     scores = warpgroup_mma(q, k_tiles.index(k).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -158,12 +163,8 @@ def _step(
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(v_empty.index(v), count=1)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
-    return (
-        gl.convert_layout(p_next.to(q.dtype), gl.DotOperandLayout(0, ACC, 2)),
-        acc,
-        row_max,
-        row_sum,
-    )
+    p_next = gl.convert_layout(p_next.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
+    return p_next, acc, row_max, row_sum
 
 
 @jit
@@ -208,7 +209,7 @@ def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, 
         p, acc, row_max, row_sum = _step(
             j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, False
         )
-    # The last p v; the result is written out through q's buffer, which nothing reads any more
+    # The last p v; the result is written out through q's buffer, which is free now
     v = (blocks - 1) % STAGES
     mbarrier.wait(v_full.index(v), ((blocks - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_tiles.index(v), acc)
@@ -224,9 +225,12 @@ def _hopper_attention_kernel(q, k, v, out, pos, T, qk_scale, S, H, G, positions_
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, ROWS, HEAD_DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
-    q_full, v_clear = _barriers(2, 1), _barriers(1, 1).index(0)
-    k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    q_full = _barriers(2, 1)
+    v_clear = _barriers(1, 1).index(0)
+    k_full = _barriers(STAGES, 1)
+    k_empty = _barriers(STAGES, 2)
+    v_full = _barriers(STAGES, 1)
+    v_empty = _barriers(STAGES, 2)
     keys_and_values = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
     prompt = (pos, T, H, G, positions_at_once)
     gl.warp_specialize(
@@ -257,11 +261,12 @@ def prompt_attention(
     """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T,
     H D]. positions_at_once: how many positions of one key/value head take up
     attention.SHARED_KEYS."""
-    (T, H, D), (KH, S, _) = q.shape, k_cache.shape
-    queries, result = (descriptor(t.view(T, H * D), [ROWS.value, D]) for t in (q, out))
-    keys, values = (
-        descriptor(cache.view(KH * S, D), [BLOCK_N.value, D]) for cache in (k_cache, v_cache)
-    )
+    T, H, D = q.shape
+    KH, S, _ = k_cache.shape
+    queries = descriptor(q.view(T, H * D), [ROWS.value, D])
+    result = descriptor(out.view(T, H * D), [ROWS.value, D])
+    keys = descriptor(k_cache.view(KH * S, D), [BLOCK_N.value, D])
+    values = descriptor(v_cache.view(KH * S, D), [BLOCK_N.value, D])
     grid = (triton.cdiv(T, 2 * ROWS.value) * H,)
     args = (queries, keys, values, result, pos, T, qk_scale, S, H, H // KH, positions_at_once)
     start(_hopper_attention_kernel, grid, q.device, *args, num_warps=4)
@@ -338,15 +343,15 @@ def _merge(
         parts = ()
         new_peak = peak
         for s in gl.static_range(AT_ONCE):
-            slot, mask = first + (begin + s) * 16, mask_row & (begin + s < used)
-            maxima = maxima + (
-                gl.load(ends + slot * 2, mask=mask, other=-1e30, cache_modifier=".cg"),
-            )
-            sums = sums + (
-                gl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"),
-            )
-            part = partial + slot[:, None] * BLOCK_D + columns[None, :]
-            parts = parts + (gl.load(part, mask=mask[:, None], other=0.0, cache_modifier=".cg"),)
+            slot = first + (begin + s) * 16
+            mask = mask_row & (begin + s < used)
+            top = gl.load(ends + slot * 2, mask=mask, other=-1e30, cache_modifier=".cg")
+            maxima = maxima + (top,)
+            sum_ = gl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+            sums = sums + (sum_,)
+            place = partial + slot[:, None] * BLOCK_D + columns[None, :]
+            part = gl.load(place, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+            parts = parts + (part,)
             new_peak = gl.maximum(new_peak, maxima[s])
         rescale = gl.exp2(peak - new_peak)
         total *= rescale
@@ -362,8 +367,7 @@ def _merge(
 @jit
 def few_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
-    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    W: gl.constexpr,
+    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr,
     SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16 of the T G rows of a key/value head over one split of the positions; attention.py explains
@@ -392,25 +396,18 @@ def few_attention_kernel(
         v = _load_values(v_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, EV)
         gdc_wait(PDL)
         warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
-        row = (
-            top
-            + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
-            + warp * 0
-        )
+        offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
+        row = top + offs_m + warp * 0
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
-        q_tile = gl.load(
-            q + (row // G * H + head * G + row % G) * D + d, mask=(row < T * G) & (d < D), other=0.0
-        )
+        q_rows = q + (row // G * H + head * G + row % G) * D
+        q_tile = gl.load(q_rows + d, mask=(row < T * G) & (d < D), other=0.0)
         if start + BLOCK_N > start_pos:
             k += _load_keys(k_head, start, start_pos, end, D, BLOCK_D, W, KEYS)
             v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, W, EV)
         warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
         own = warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
-        last = (
-            start_pos
-            + (top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None])
-            // G
-        )
+        offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+        last = start_pos + (top + offs_m) // G
         # finite: a warp may see nothing
         row_max = gl.full([W, 16], -1e30, gl.float32, gl.SliceLayout(2, MMA))
         row_sum = gl.zeros([W, 16], gl.float32, gl.SliceLayout(2, MMA))
@@ -428,9 +425,8 @@ def few_attention_kernel(
             p = gl.exp2((scores - new_max[:, :, None]) * qk_scale)
             rescale = gl.exp2((row_max - new_max) * qk_scale)
             row_sum = row_sum * rescale + gl.sum(p, 2)
-            acc = mma_v2(
-                gl.convert_layout(p.to(q_tile.dtype), WEIGHTS), v_tile, acc * rescale[:, :, None]
-            )
+            weights = gl.convert_layout(p.to(q_tile.dtype), WEIGHTS)
+            acc = mma_v2(weights, v_tile, acc * rescale[:, :, None])
             row_max = new_max
         # Merge the warps' softmaxes; each thread has all W values of its elements
         LANES: gl.constexpr = BLOCK_D // 4 if BLOCK_D < 128 else 32
@@ -441,26 +437,20 @@ def few_attention_kernel(
         maxima = gl.convert_layout(row_max, gl.SliceLayout(2, ALL))
         peak = gl.max(maxima, 0)
         weight = gl.exp2((maxima - peak[None, :]) * qk_scale)
-        total = gl.convert_layout(
-            gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0),
-            gl.SliceLayout(1, Y),
-        )
+        total = gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0)
+        total = gl.convert_layout(total, gl.SliceLayout(1, Y))
         y = gl.sum(gl.convert_layout(acc, ALL) * weight[:, :, None], 0) * v_scale
-        row, column = (
-            top + gl.arange(0, 16, gl.SliceLayout(1, Y)),
-            gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y)),
-        )
+        row = top + gl.arange(0, 16, gl.SliceLayout(1, Y))
+        column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
         offs_d = (column // (8 * EV) * (8 * EV) + column % 8 * EV + column // 8 % EV)[None, :]
         offs = (row // G * H + head * G + row % G)[:, None] * D + offs_d
         mask_row = row < T * G
         if used > 1:
             first = pid * SPLITS * 16 + row - top
             slot = first + split * 16
-            gl.store(
-                ends + slot * 2,
-                gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale,
-                mask=mask_row,
-            )
+            maximum = ends + slot * 2
+            scaled = gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale
+            gl.store(maximum, scaled, mask=mask_row)
             gl.store(ends + slot * 2 + 1, total, mask=mask_row)
             gl.store(partial + slot[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None])
             if is_last(arrived + pid, used):
@@ -474,7 +464,7 @@ def few_attention_kernel(
 
 
 def attends_few(q: Tensor, rows: int) -> bool:
-    """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are
-    as fast."""
+    """Whether the kernel is meant for these queries. With more tokens or rows, the kernels for
+    prompts are as fast."""
     T, _, D = q.shape
     return not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128

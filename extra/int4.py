@@ -431,7 +431,8 @@ def _scale_and_zero(tile, SHIFT: tl.constexpr):
 def _values(tile, SCALES: tl.constexpr):
     """As values_with_zero, but for the factors: a scale's code, shifted, has the bits of a half
     that is 2^24 times as large."""
-    halves, groups = int16_of(tile[0]), tile[1]
+    halves = int16_of(tile[0])
+    groups = tile[1]
     by_0 = groups >> 2 & 0x3FC0 | 0x4000
     by_4 = (by_0 - 0x1000).to(tl.float16, bitcast=True)
     zero = (groups & 0xFF).to(tl.float16, bitcast=True)

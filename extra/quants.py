@@ -108,7 +108,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _k_scales(b: Tensor) -> Tensors:
     """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K: two halves times 6 bits each,
-    packed in 12 bytes. The first four of either are the low 6 bits of a byte; the others have 4
+    in 12 bytes. The first four of either are the low 6 bits of a byte; the others have 4
     bits in the last bytes, and 2 at the top of the first."""
     low_scale, low_minimum, last = b[..., 4:16].split(4, -1)
     scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
@@ -183,13 +183,13 @@ class Form:
         """Type and shape of each tensor, see Format.tensors."""
         return {"scale": (torch.float16, (N, K // group))}
 
-    def stored(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
-        """What is stored. scale, minimum: those of the blocks, scaled so that they fit halves."""
+    def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
+        """These tensors. scale, minimum: those of the blocks, scaled so that they fit halves."""
         return (scale,)
 
-    def scales(self, stored: Tensors, row: Tensor, middle: int) -> Tensors:
+    def scales(self, tensors: Tensors, row: Tensor, middle: int) -> Tensors:
         """Scales and minimums, float32 [N, groups], times `row` [N, 1]. middle: see FileGroups."""
-        (scale,) = stored
+        (scale,) = tensors
         return scale * row, scale * row * -middle
 
 
@@ -200,11 +200,11 @@ class Minimum(Form):
         halves = torch.float16, (N, K // group)
         return {"scale": halves, "minimum": halves}
 
-    def stored(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
+    def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
         return scale, minimum
 
-    def scales(self, stored: Tensors, row: Tensor, middle: int) -> Tensors:
-        scale, minimum = stored
+    def scales(self, tensors: Tensors, row: Tensor, middle: int) -> Tensors:
+        scale, minimum = tensors
         return scale * row, minimum * row
 
 
@@ -214,12 +214,12 @@ class Zero(Form):
     def tensors(self, N: int, K: int, group: int) -> Shapes:
         return {"scale": (torch.int32, (N, K // group))}
 
-    def stored(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
+    def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
         sixteenths = blocks.zero.to(torch.int16) * 16
         return (_joined(sixteenths.view(torch.float16), scale).view(torch.int32),)
 
-    def scales(self, stored: Tensors, row: Tensor, middle: int) -> Tensors:
-        sixteenths, scale = stored[0].view(torch.int16).unflatten(1, (-1, 2)).unbind(2)
+    def scales(self, tensors: Tensors, row: Tensor, middle: int) -> Tensors:
+        sixteenths, scale = tensors[0].view(torch.int16).unflatten(1, (-1, 2)).unbind(2)
         scale = scale.contiguous().view(torch.float16) * row
         return scale, scale * sixteenths / -16
 
@@ -232,16 +232,17 @@ class Parts(Form):
     def tensors(self, N: int, K: int, group: int) -> Shapes:
         return {"parts": (torch.int16, (N, K // 32)), "scale": (torch.int32, (N, K // group))}
 
-    def stored(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
+    def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
         first, second = (part.to(torch.int8) for part in blocks.parts)
-        if blocks.minimum is None:  # parts of 16 columns
-            low, high = first[:, ::2], first[:, 1::2]
+        if blocks.minimum is None:  # `first` is for each 16 columns, two in a row
+            parts = first.contiguous()
         else:
-            low, high = first, torch.where(_spread(minimum == 0, first.shape[1]), first, second)
-        return _joined(low, high).view(torch.int16), _joined(scale, minimum).view(torch.int32)
+            no_minimum = _spread(minimum == 0, first.shape[1])
+            parts = _joined(first, torch.where(no_minimum, first, second))
+        return parts.view(torch.int16), _joined(scale, minimum).view(torch.int32)
 
-    def scales(self, stored: Tensors, row: Tensor, middle: int) -> Tensors:
-        parts, halves = stored
+    def scales(self, tensors: Tensors, row: Tensor, middle: int) -> Tensors:
+        parts, halves = tensors
         scale, minimum = halves.view(torch.float16).unflatten(1, (-1, 2)).unbind(2)
         low, high = parts.view(torch.int8).unflatten(1, (-1, 2)).unbind(2)
         return in_parts(scale * row, low), in_parts(minimum * row, high)
@@ -263,7 +264,7 @@ class FileGroups(Grouped):
     def code_tensors(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int8, (N, K))}
 
-    def stored_codes(self, codes: Tensor) -> Tensors:
+    def encode_codes(self, codes: Tensor) -> Tensors:
         return (codes ^ -128,)
 
     def codes(self, tensors: Tensors) -> Tensor:
@@ -278,7 +279,9 @@ class FileGroups(Grouped):
         return self.form.scales(tuple(groups), row * self.unit, self.middle)
 
     def write(self, blocks: Blocks, out: Tensors) -> None:
-        minimum = torch.zeros_like(blocks.scale) if blocks.minimum is None else blocks.minimum
+        minimum = blocks.minimum
+        if minimum is None:
+            minimum = torch.zeros_like(blocks.scale)
         peak = torch.maximum(blocks.scale.abs(), minimum.abs()).amax(1, keepdim=True)
         peak = peak.clamp(min=1e-30)
         up = 2.0**14 / (peak.view(torch.int32) & 0x7F800000).view(torch.float32)  # a power of two
@@ -287,12 +290,12 @@ class FileGroups(Grouped):
         codes = blocks.codes
         if self.middle:
             codes = codes + self.middle * _spread(minimum == 0, codes.shape[1])
-        stored = (
-            *self.stored_codes(self.in_runs(codes)),
-            *self.form.stored(blocks, scale, minimum),
+        values = (
+            *self.encode_codes(self.in_runs(codes)),
+            *self.form.encode(blocks, scale, minimum),
             1 / (up * self.unit),
         )
-        for place, value in zip(out, stored, strict=True):
+        for place, value in zip(out, values, strict=True):
             place.copy_(value)
 
 
@@ -306,7 +309,7 @@ class FileGroups4(int4.Codes4, FileGroups):
     def code_tensors(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int32, (N, K // 8))}
 
-    def stored_codes(self, codes: Tensor) -> Tensors:
+    def encode_codes(self, codes: Tensor) -> Tensors:
         return (int4.to_words(codes),)
 
 
@@ -484,7 +487,7 @@ class FileGroups6(FileGroups):
     def code_tensors(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int32, (N, K // 8)), "high": (torch.int32, (N, K // 16))}
 
-    def stored_codes(self, codes: Tensor) -> Tensors:
+    def encode_codes(self, codes: Tensor) -> Tensors:
         # [N, K / 16, j, i, neighbours]
         upper = (codes >> 4).to(torch.int16).unflatten(1, (-1, 4, 2, 2))
         high = 0
