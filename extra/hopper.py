@@ -399,8 +399,8 @@ def few_attention_kernel(
         offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
         row = top + offs_m + warp * 0
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
-        q_rows = q + (row // G * H + head * G + row % G) * D
-        q_tile = gl.load(q_rows + d, mask=(row < T * G) & (d < D), other=0.0)
+        mask = (row < T * G) & (d < D)
+        q_tile = gl.load(q + (row // G * H + head * G + row % G) * D + d, mask=mask, other=0.0)
         if start + BLOCK_N > start_pos:
             k += _load_keys(k_head, start, start_pos, end, D, BLOCK_D, W, KEYS)
             v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, W, EV)
