@@ -31,8 +31,8 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # type and shape of eac
 
 @jit
 def load_once(pointers, mask):
-    """Load what is read once and need not stay in the caches: zero where the mask is off, all where
-    it is None."""
+    """Load what is read once and need not stay in the caches. Gives zero where the mask is off; a
+    mask of None is on everywhere."""
     if mask is None:
         return tl.load(pointers, eviction_policy="evict_first")
     else:
@@ -220,7 +220,7 @@ class Blocks(NamedTuple):
 
 
 def in_parts(groups: Tensor, parts: Tensor) -> Tensor:
-    """Numbers of groups times those of their parts: [N, G] and [N, P] to [N, P]."""
+    """Each group's number times the numbers of its parts. [N, G] and [N, P] -> [N, P]."""
     return (groups[..., None] * parts.unflatten(1, (groups.shape[1], -1))).flatten(1)
 
 
@@ -381,8 +381,9 @@ class Format:
 
 
 def rotated(runs, turns):
-    """The run of eight columns that is stored in the place of each: every `turns` runs are rotated,
-    by one more from one thread (64 columns) to the next. For torch and for kernels."""
+    """The indices of the runs of eight columns that are stored in these places. Every `turns` runs
+    are rotated among themselves, by one more from one thread (64 columns) to the next. For torch
+    and for kernels."""
     return runs // turns * turns + (runs + runs // 8) % turns
 
 

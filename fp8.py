@@ -2,7 +2,7 @@
 
     E5M2  sign, 5 exponent bits, 2 of mantissa: the upper byte of a half-precision float
     E4M3  sign, 4 exponent bits, 3 of mantissa: under the sign of a half, these bits are the value
-          times 2^-8, subnormals too
+          times 2^-8, also for subnormals
 
 Either is decoded by moving bits into a half, on any GPU and any CPU. GPUs from sm_89 on have an
 instruction that converts E4M3, and tensor cores that multiply it: E4M3_NATIVE. Hopper's tensor

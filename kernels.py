@@ -906,7 +906,7 @@ def _recode(w: Matrix, out: Tensor, scales: Tensor | None) -> None:
 
 
 def dense_for(w: Matrix, x: Tensor) -> Tensor:
-    """W [N, K] in the type of x, on a GPU."""
+    """W [N, K] in the type of x, decoded on a GPU if it has a format."""
     if not w.format:
         return w.data
     out = x.new_empty(w.rows, w.columns)
@@ -924,8 +924,8 @@ def _cublas_scales_rows(device: torch.device) -> bool:
 
 
 def on_tensor_cores(w: Matrix, accumulate: str = "auto") -> bool:
-    """Whether 8-bit tensor cores multiply a prompt: 8-bit floats as they are; formats that allow it
-    recoded as E4M3, unless `accumulate` asks for the most precise sums."""
+    """Whether 8-bit tensor cores multiply a prompt. They take 8-bit floats as they are, and formats
+    that allow it recoded as E4M3, unless `accumulate` asks for the most precise sums."""
     if not w.format or w.rows % 16 or w.columns % 16:
         return False
     if isinstance(w.format, Float8):

@@ -245,8 +245,8 @@ def _error(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 #
 #      For every format that has them. Its `scales_of` gives a tile's groups either scales and zero
 #      points, where `values` and `stream_sums` are those ..._with_zero, or scales and minimums,
-#      where they are those ..._with_minimum. As halves, codes stand for 2^-24 or 2^-20 of
-#      themselves, so zero points are given as halves, too: in sixteenths, times 2^-24.
+#      where they are those ..._with_minimum. The bits of a code, read as a half, are 2^-24 or 2^-20
+#      times the code. Zero points are given in the same way: in sixteenths, times 2^-24.
 
 
 @jit

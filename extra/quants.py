@@ -39,7 +39,7 @@ from formats import (
 )
 from launch import EMULATED, constexpr, jit, tl
 
-# weights decoded at a time: as many as fit into a CPU's caches, which halves the time
+# how many weights are decoded at a time: they fit into a CPU's caches, which halves the time
 AT_ONCE = 1 << 20
 
 
@@ -70,9 +70,9 @@ def checked(b: Blocks) -> Blocks:
 ONES = 0x0101010101010101
 
 
-def _words(quants: Tensor, run: int) -> Tensor:
-    """Bytes [N, B, n * run] to int64 [N, B, n, 1, run / 8]."""
-    # faster than a byte at a time
+def _eights(quants: Tensor, run: int) -> Tensor:
+    """Eight bytes in each int64: [N, B, n * run] to [N, B, n, 1, run / 8]."""
+    # copying two bytes at a time is faster than one
     pairs = quants.view(torch.int16).clone(memory_format=torch.contiguous_format)
     return pairs.view(torch.int64).view(*quants.shape[:2], -1, 1, run // 8)
 
@@ -80,7 +80,7 @@ def _words(quants: Tensor, run: int) -> Tensor:
 def _nibbles(quants: Tensor, run: int) -> Tensor:
     """Bytes [N, B, n * run] to codes, int64 [N, B, n, 2, run / 8]: of each run, the low nibbles,
     then the high ones."""
-    words = _words(quants, run)
+    words = _eights(quants, run)
     return torch.cat((words & 15 * ONES, words >> 4 & 15 * ONES), -2)
 
 
@@ -88,14 +88,14 @@ def _high_bits(quants: Tensor, run: int, bits: int) -> Tensor:
     """Bytes [N, B, n * run] to int64 [N, B, n, 8 / bits, run / 8]: of each run, the lowest bits of
     each byte first, in the place of bits 4 and up."""
     shifts = torch.arange(0, 8, bits, device=quants.device)[:, None]
-    return (_words(quants, run) >> shifts & (2**bits - 1) * ONES) << 4
+    return (_eights(quants, run) >> shifts & (2**bits - 1) * ONES) << 4
 
 
 def _five_bits(quants: Tensor) -> Tensor:
-    """The fifth bits of 32 columns, from the lowest of 4 bytes up, then 16 bytes of nibbles, to
-    codes int8."""
+    """Codes int8 of 32 columns, from 4 bytes with their fifth bits, the lowest first, and 16 bytes
+    of nibbles."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-    # eight bits of each byte
+    # the eight bits of each byte as bytes
     table = (bits << 4).to(torch.uint8).view(torch.int64).to(quants.device)
     high = table[quants[..., :4].int(), 0].view(*quants.shape[:2], 1, 2, 2)
     return (_nibbles(quants[..., 4:], 16) | high).view(torch.int8)
@@ -107,9 +107,9 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _k_scales(b: Tensor) -> Tensors:
-    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K: two halves times 6 bits each,
-    in 12 bytes. The first four of either are the low 6 bits of a byte; the others have 4
-    bits in the last bytes, and 2 at the top of the first."""
+    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K. The parts, of 6 bits, are in 12
+    bytes: the first four of either are the low 6 bits of a byte; the others have 4 bits in the last
+    bytes, and 2 at the top of the first."""
     low_scale, low_minimum, last = b[..., 4:16].split(4, -1)
     scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
     minimum = torch.cat((low_minimum & 63, last >> 4 | low_minimum >> 6 << 4), -1)
@@ -123,7 +123,7 @@ def _q5_k(b: Tensor):
 
 
 def _q6_k(b: Tensor):
-    """Each half of a block: 64 bytes of low nibbles, and 32 bytes of two high bits, those of
+    """Each half of a block has 64 bytes of low nibbles, and 32 bytes of two high bits, those of
     columns i, i + 32, i + 64 and i + 96 in byte i."""
     low = _nibbles(b[..., :128], 64).view(*b.shape[:2], 2, 4, 4)
     codes = low | _high_bits(b[..., 128:192], 32, 2)
@@ -136,7 +136,7 @@ SPLIT = {
     "Q4_1": lambda b: (_nibbles(b[..., 4:], 16).view(torch.int8), _half(b, 0), _half(b, 2)),
     "Q5_0": lambda b: (_five_bits(b[..., 2:]) - 16, _half(b, 0), None),
     "Q5_1": lambda b: (_five_bits(b[..., 4:]), _half(b, 0), _half(b, 2)),
-    "Q8_0": lambda b: (_words(b[..., 2:], 32).view(torch.int8), _half(b, 0), None),
+    "Q8_0": lambda b: (_eights(b[..., 2:], 32).view(torch.int8), _half(b, 0), None),
     "Q4_K": lambda b: (_nibbles(b[..., 16:], 32).view(torch.int8), *_k_scales(b)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
@@ -250,12 +250,12 @@ class Parts(Form):
 
 @dataclass(frozen=True, eq=False)
 class FileGroups(Grouped):
-    """Codes of files: int8 [N, K] with the sign bit flipped, so that as unsigned bytes they are 128
-    more; then what `form` stores for their groups; float32 row [N, 1].
+    """Codes as a file has them, int8 [N, K] with the sign bit flipped, so that as unsigned bytes
+    they are 128 more; then what `form` stores for their groups; float32 row [N, 1].
 
     A row's halves are multiplied by a power of two so that the largest is at least 2^14: of those
     that were halves in the file, none loses a bit. Kernels multiply them by `unit`, so that decoded
-    weights fit halves, too."""
+    weights also fit halves."""
 
     form: Form = Form()
     unit: float = 1.0
@@ -396,7 +396,7 @@ def _scales_of_parts(parts, halves, SHIFT: tl.constexpr, EXPONENT: tl.constexpr)
 def _q4_k_load(
     w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Halves first: of the orders that were measured, this one is the fastest."""
+    """The halves are loaded first: of the orders that were measured, this one is the fastest."""
     halves = load_groups(w[2], start, k, left, COLUMNS, 32, GROUP)
     codes = load_codes(w[0], start, k, left, COLUMNS, 8)
     return codes, load_groups(w[1], start, k, left, COLUMNS, 32, 32), halves
