@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from extra import hopper
-from fp8 import E4M3, Matrix, e4m3_encode, plain_values
+from formats import Matrix, plain_values
+from fp8 import E4M3, e4m3_encode
 from launch import (
     EMULATED,
     Scratch,

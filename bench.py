@@ -176,7 +176,6 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-import fp8
 from checkpoint import (
     DTYPES,
     check_accumulate,
@@ -188,8 +187,8 @@ from checkpoint import (
     read_config,
 )
 from extra.parallel import Ranks
-from fp8 import Format, Matrix
-from kernels import FORMATS, cpu_product_dtype, prepacked, storage_dtype
+from formats import Format, Matrix
+from kernels import FORMATS, cpu_product_dtype, in_cpu_layout, on_tensor_cores, storage_dtype
 from launch import capability, jit, nearest, save_tables, tables, tl, triton
 from model import (
     PROMPT_CHUNK,
@@ -237,13 +236,11 @@ def random_weights(
         rows, columns = shape
         if held := format and format.at(name):
             block = held.encode(torch.randn(min(rows, 64), columns, device=device).mul_(0.02))
-            w = Matrix(
-                tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), held, shape
-            )
+            w = Matrix(tuple(torch.cat([t] * -(-rows // len(t)))[:rows] for t in block), held)
         else:
             stored = storage_dtype(backend, dtype, device)
             w = Matrix(torch.randn(shape, dtype=stored, device=device).mul_(0.02))
-        return prepacked(w, backend, dtype, format)
+        return in_cpu_layout(w, backend, dtype, format)
 
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
     made = lambda tensor: (
@@ -425,7 +422,7 @@ def product_dtype(model: Llama, op: str = "wo", T: int = 2) -> torch.dtype:
     products = T > 1 and op in PRODUCT_ROWS and model.backend == "triton"
     return (
         torch.float8_e4m3fn
-        if products and all(map(fp8.on_tensor_cores, model.weights.matrices))
+        if products and all(map(on_tensor_cores, model.weights.matrices))
         else model.dtype
     )
 
@@ -1059,7 +1056,7 @@ def run_tune(args: argparse.Namespace) -> None:
     products = [(op, w) for op, w in products if w.format is layer.wqkv.format]
     for _ in range(20):
         pass_seconds(model, cache, 1, 64)  # a GPU that was idle is slower at first
-    streams = layer.wqkv.format and layer.wqkv.format.packed_load
+    streams = layer.wqkv.format and layer.wqkv.format.stream_load
     kind, single = ("stream", stream_candidates) if streams else ("vector", vector_candidates)
     few = own_table(model, "few")
     passes = [

@@ -28,7 +28,7 @@ import launch
 from extra import gguf, quants
 from extra.gguf import open_regular, read_header
 from extra.parallel import ALL, Ranks, share
-from fp8 import Format, Matrix, Tensors
+from formats import Format, Matrix, Tensors
 from kernels import FORMATS
 from model import (
     CACHES,
@@ -231,7 +231,7 @@ def _quantisation(f: Fields) -> quants.Layout | None:
         return quants.fp8_scaled("weight_scale_inv" if in_blocks else "weight_scale", in_blocks)
     if method == "pack-quantized":
         only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
-        return quants.packed(group, q.get("symmetric") is not False)
+        return quants.w4a16(group, q.get("symmetric") is not False)
     if method == "float-quantized":
         only(num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"))
         only(block_structure=(None, [128, 128]))
@@ -1029,7 +1029,7 @@ class Loader:
             table = self.vector(embedding)
             if self.config.tie_embeddings and not (self.format and self.format.at("output")):
                 tied = table[self.share("output_rows")].to(self.stored)
-                last = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
+                last = kernels.in_cpu_layout(Matrix(tied), self.backend, self.dtype)
             else:
                 last = self.matrix(output)
             made = [self.layer(tensors) for tensors in layers]
@@ -1086,12 +1086,12 @@ class Loader:
             take = (
                 self.saved if self.checkpoint.format else self.encode if self.encodes else self.held
             )
-            made = Matrix(take(format, t, columns), format, self.shapes[t.name])
+            made = Matrix(take(format, t, columns), format)
         else:
             made = Matrix(torch.empty(self.shapes[t.name], dtype=self.stored, device=self.device))
             self.fill(made.data, t, columns)
         self.bar.update(made.nbytes)
-        return kernels.prepacked(made, self.backend, self.dtype, self.format)
+        return kernels.in_cpu_layout(made, self.backend, self.dtype, self.format)
 
     def fill(self, data: Tensor, t: Joined, columns: slice) -> None:
         for (place,), source in zip(self.places((data,), t), self.sources(t), strict=True):
@@ -1118,14 +1118,9 @@ class Loader:
         (N, part), K, tensors = self.shapes[t.name], t.shape(self.whole)[1], self.encoded[t.name]
         data = self.workspace[: N * K].view(N, K)
         self.fill(data, t, ALL)
-        weigh = (
-            dict(importance=self.importance[t.name])
-            if self.importance and format is self.format
-            else {}
-        )
         try:
             if part == K or not format.can_be_cut(K, part):
-                return format.encode(data[:, columns], tensors, **weigh)
+                return format.encode(data[:, columns], tensors)
             for tensor, whole in zip(tensors, format.encode(data)):
                 tensor.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
             return tensors
@@ -1239,7 +1234,9 @@ def check_memory(
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will
     not fit, before any of them is allocated."""
     size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
-    for name, shape in matrix_shapes(c).items() if on_cpu else ():  # what kernels.prepacked adds
+    for name, shape in (
+        matrix_shapes(c).items() if on_cpu else ()
+    ):  # what kernels.in_cpu_layout adds
         held, elements = format and format.at(name), math.prod(shape)
         if name == "output" and (
             format is kernels.INT4 or c.tie_embeddings and not held and dtype != torch.float16

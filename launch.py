@@ -21,7 +21,6 @@ correct:
 - there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one
   (triton issue 11905). kernels._stream_kernel is a deliberate exception: its loads of W are meant
   to move above the wait, and whatever has to come after it stands in the same branch.
-  hopper._multiply_blocks is another: Gluon moves no loads.
 """
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton

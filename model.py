@@ -20,7 +20,7 @@ from torch import Tensor
 
 import kernels
 from extra.parallel import Exchange, Ranks, make_exchange
-from fp8 import Format, Matrix, fit_norm
+from formats import Format, Matrix
 from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
 
@@ -278,9 +278,9 @@ class Llama:
             self.ops = self.ranks.cut_ops(self.ops, self.exchange, fp16_sums)
         if self.backend == "triton":
             for layer in w.layers:
-                fit_norm(layer.attention_norm, layer.wqkv)
-                fit_norm(layer.ffn_norm, layer.w13)
-            fit_norm(w.norm, w.output)
+                kernels.fit_norm(layer.attention_norm, layer.wqkv)
+                kernels.fit_norm(layer.ffn_norm, layer.w13)
+            kernels.fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
         """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or

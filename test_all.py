@@ -64,6 +64,7 @@ if not ON_GPU and "COMPILES" not in os.environ:
 import attention
 import bench
 import checkpoint
+import formats
 import fp8
 import kernels
 import launch
@@ -89,7 +90,8 @@ from extra import hopper, int4, parallel, quants
 from extra.int4 import INT4
 from extra.parallel import Ranks
 from extra.speculation import Draft, Lookup, Pacer, Speculation
-from fp8 import E4M3, E5M2, Matrix
+from formats import Matrix
+from fp8 import E4M3, E5M2
 from kernels import FORMATS, PRODUCTS
 from launch import tl
 from model import (
@@ -163,8 +165,6 @@ FLOATS_8 = {"e4m3": E4M3, "e5m2": E5M2}
 # padding, and values not finite on purpose
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="only a GPU has graphs and tensor cores")
-not_hopper = "not ON_GPU or launch.capability(DEVICE) != 90"  # evaluated as a test starts
-needs_hopper = pytest.mark.skipif(not_hopper, reason="not a Hopper")
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
@@ -478,9 +478,7 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
     one = new(1, dtype=torch.int32)
-    blank = lambda N, K, format: Matrix(
-        format.empty(N, K, DEVICE) if format else new(N, K), format, (N, K)
-    )
+    blank = lambda N, K, format: Matrix(format.empty(N, K, DEVICE) if format else new(N, K), format)
 
     def run_ops(names, T: int, heads=(8, 8, 128), format=None, ops=kernels.fused, **extra) -> None:
         for op in names:
@@ -501,12 +499,12 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     for T in (13, 60) if half else ():
         run_ops(["linear_add"], T, format=E4M3)
     # no other instructions
-    forms = (INT4, GROUPED, *HELD) if arch in (80, 90) else (INT4, quants.E4M3_128)
+    forms = (INT4, OWN, *FILE_FORMATS) if arch in (80, 90) else (INT4, quants.E4M3_128)
     for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
         kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
     layer = SimpleNamespace(ffn_norm=new(4096), w13=blank(66, 4096, INT4))
     kernels.fused.rmsnorm_swiglu(new(1, 4096), layer, SimpleNamespace(norm_eps=1e-5))
-    fp8._recode(
+    kernels._recode(
         blank(66, 4096, INT4), new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32)
     )
     for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
@@ -531,14 +529,8 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     attention.decode_caches(k, v, one, 100, dtype)
     if half:
         run_ops(["attention"], 100, ops=kernels.ops("triton", "fp16"))
-    if arch == 90:  # Hopper's own kernels for prompts: attention, the product with INT4
+    if arch == 90:  # Hopper's own kernel for prompts
         run_ops(["attention"], 512)
-        # tiles of 64, 128 and 256 tokens
-        for T, N in ((20, 16), (100, 9008), (600, 9008))[: 3 if half else 1]:
-            w = blank(N, 1024, INT4)
-            x, out = (new(T, 1024, dtype=torch.int8), new(T, 1, dtype=torch.float32)), new(T, N)
-            for add in (False, True):
-                hopper.int4_linear(*x, w.tensors, out, add)
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
     changes = (
         dict(),
@@ -599,9 +591,9 @@ def compile_kernels(arch: int) -> None:
         if arch == 80:
             assemble = [knobs.nvidia.ptxas.path, "--gpu-name=sm_86", "-o", os.devnull, "-"]
             subprocess.run(assemble, input=ptx.encode(), check=True)
-        if name in ("_hopper_attention_kernel", "_int4_product_kernel"):
+        if name == "_hopper_attention_kernel":
             assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
-        if name != "_hopper_attention_kernel":
+        else:
             assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
         if constants.get("FP16_SUMS"):
             with_fp16_sums.add(name)
@@ -616,7 +608,7 @@ def compile_kernels(arch: int) -> None:
     if arch == 89:
         assert "_vector_kernel" in compiled
         return
-    modules = (kernels, attention, sampling, fp8, int4, parallel, training)
+    modules = (kernels, attention, sampling, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every | {"few_attention_kernel"}, every ^ compiled
@@ -1053,7 +1045,7 @@ def cloned(arguments):
 
 
 def encoded(arguments, format):
-    encode = lambda w: Matrix(format.encode(w.data), format, w.shape)
+    encode = lambda w: Matrix(format.encode(w.data), format)
     return mapped(arguments, lambda a: encode(a) if format and isinstance(a, Matrix) else a)
 
 
@@ -1293,29 +1285,26 @@ def test_reference_attention_takes_a_prompt_in_blocks(limit, monkeypatch):
     (torch.float32, None, False), (torch.bfloat16, None, False), (torch.bfloat16, None, True),
     (torch.bfloat16, INT4, False),
 ])  # fmt: skip
-def test_prepacked_matrices_are_the_same_matrices(dtype, format, small, monkeypatch):
+def test_matrices_in_a_cpu_layout_are_the_same_matrices(dtype, format, small, monkeypatch):
     """As products on a CPU read them: fp32 column by column, bf16 in oneDNN's layout, a small
     matrix in both, one in 4 bits in torch's own."""
     monkeypatch.setattr(kernels, "SMALL", 2 * 320 * 256 if small else 0)
     w = Matrix(torch.randn(320, 256).to(dtype))
     (w,) = encoded([w], format)
-    packed = kernels.prepacked(w, "torch", dtype)
-    assert (
-        torch.equal(packed.dense(), w.dense())
-        and packed.shape == w.shape
-        and packed.nbytes == w.nbytes
-    )
-    assert kernels.prepacked(w, "triton", dtype) is w
+    laid_out = kernels.in_cpu_layout(w, "torch", dtype)
+    assert torch.equal(laid_out.dense(), w.dense())
+    assert laid_out.shape == w.shape == (320, 256) and laid_out.nbytes == w.nbytes
+    assert kernels.in_cpu_layout(w, "triton", dtype) is w
     if dtype == torch.float32:
-        assert packed.data.stride() == (1, 320)
+        assert laid_out.data.stride() == (1, 320)
     else:
-        assert kernels.prepacked(w, "torch", torch.float32) is w
+        assert kernels.in_cpu_layout(w, "torch", torch.float32) is w
     if dtype == torch.bfloat16:
-        assert bool(packed.packed) == bool(format or small and kernels.multiplies_bf16())
+        assert bool(laid_out.cpu_layout) == bool(format or small and kernels.multiplies_bf16())
     for T in (9, 1):
         x = torch.randn(T, 256).to(dtype)
         exact = x.double() @ w.dense().double().t()
-        assert nmse(kernels.linear_ref(x, packed), exact) < (2 if format else 1) * ONE_UNIT[dtype]
+        assert nmse(kernels.linear_ref(x, laid_out), exact) < (2 if format else 1) * ONE_UNIT[dtype]
     assert torch.backends.mkldnn.enabled
 
 
@@ -1580,23 +1569,23 @@ def test_rows_are_sampled_as_single_tokens_are():
         assert choose(logits, tokens, 30, **settings)[29] == -1
 
 
-# ---- fp8.py: a format of one's own, the 8-bit floats, packed products, 8-bit caches
+# ---- formats.py and fp8.py: a format of one's own, the 8-bit floats, products in half precision, 8-bit caches
 
 
 @launch.jit
-def _grouped_load(
+def _own_load(
     w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
 ):
-    scales = fp8.load_groups(w[1], start, k, left, COLUMNS, 1, GROUP)
-    return fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS), scales
+    scales = formats.load_groups(w[1], start, k, left, COLUMNS, 1, GROUP)
+    return formats.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS), scales
 
 
 @launch.jit
-def _grouped_values(tile):
+def _own_values(tile, SCALES: tl.constexpr):
     return tile[0].to(tl.float32) * tile[1].to(tl.float32)
 
 
-class Grouped(fp8.Format):
+class OwnFormat(formats.Format):
     """Integers with a half as scale for each 32 columns: all that has to be written to add such a
     format."""
 
@@ -1604,10 +1593,8 @@ class Grouped(fp8.Format):
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float16, (N, K // 32))}
 
     def encode(self, weights, out=None):
-        groups, out = (
-            weights.float().unflatten(1, (-1, 32)),
-            out or self.empty(*weights.shape, weights.device),
-        )
+        groups = weights.float().unflatten(1, (-1, 32))
+        out = out or self.empty(*weights.shape, weights.device)
         out[1].copy_((groups.abs().amax(2) / 127).clamp(min=1e-4))
         out[0].copy_((groups / out[1][..., None].float()).round().clamp(-127, 127).flatten(1))
         return out
@@ -1617,7 +1604,7 @@ class Grouped(fp8.Format):
         return (codes.float().unflatten(1, (-1, 32)) * scales[..., None].float()).flatten(1)
 
 
-GROUPED = Grouped("grouped", 8, _grouped_load, _grouped_values, group=32)
+OWN = OwnFormat("own", 8, _own_load, _own_values, group=32)
 
 
 @pytest.fixture(scope="session")
@@ -1630,21 +1617,19 @@ def grouped_folder(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("format, dtype, backend", [
-    ("grouped", "fp32", "torch"), ("grouped", "fp16", "torch"), ("grouped", "bf16", "torch"),
-    ("int4", "fp32", "torch"), ("int4", "bf16", "torch"), ("grouped", "fp32", "triton"),
+    ("own", "fp32", "torch"), ("own", "fp16", "torch"), ("own", "bf16", "torch"),
+    ("int4", "fp32", "torch"), ("int4", "bf16", "torch"), ("own", "fp32", "triton"),
     ("int4", "bf16", "triton"),
 ])  # fmt: skip
 def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, monkeypatch):
     """In a prompt, with one token and with eight; and again when it is saved and loaded."""
-    monkeypatch.setitem(FORMATS, "grouped", GROUPED)
+    monkeypatch.setitem(FORMATS, "own", OWN)
     loaded = partial(load, grouped_folder, format=format, device=DEVICE.type)
     ours = loaded(dtype=dtype, backend=backend)
     exact, plain = (loaded(dtype=d, backend="torch") for d in ("fp32", dtype))
     assert ours.weights.layers[0].w2.format is FORMATS[format]
     decoded = backend == "torch" and not ON_GPU  # as a CPU reads it faster
-    assert ours.weights.output.format is (
-        GROUPED if format == "grouped" else None if decoded else E4M3
-    )
+    assert ours.weights.output.format is (OWN if format == "own" else None if decoded else E4M3)
     ours.accumulate = "fp32"  # otherwise a GPU decodes a prompt's weights in 4 bits to E4M3
     with_dense_weights(exact)
     with_dense_weights(plain)
@@ -1683,7 +1668,7 @@ def test_cpu_without_bf16_products(grouped_folder, monkeypatch):
     options = dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", format="int4")
     exact, plain, in_4_bits = (load(grouped_folder, device="cpu", **given) for given in options)
     assert {m.data.dtype for m in plain.weights.matrices} == {torch.float16}
-    assert all(bool(m.packed) == (m.format is INT4) for m in in_4_bits.weights.matrices)
+    assert all(bool(m.cpu_layout) == (m.format is INT4) for m in in_4_bits.weights.matrices)
     prompts = torch.randint(3, 300, (8, 59))
     right, ours, _ = (
         logits_of_prompts(model, prompts, 57, 1, 1) for model in (exact, plain, in_4_bits)
@@ -1694,7 +1679,7 @@ def test_cpu_without_bf16_products(grouped_folder, monkeypatch):
 
 def with_dense_weights(model) -> None:
     for matrix in model.weights.matrices:
-        matrix.tensors, matrix.format, matrix.packed = (matrix.dense().float(),), None, None
+        matrix.tensors, matrix.format, matrix.cpu_layout = (matrix.dense().float(),), None, None
 
 
 EVERY_CODE = torch.arange(256).to(torch.uint8).view(torch.int8)
@@ -1753,7 +1738,7 @@ def test_encode_and_check_refuse_what_is_not_finite(form):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_ops_read_8_bit_matrices(dtype, form, T):
     """Against the reference with the same weights decoded: reading them adds no error of its own.
-    The half-precision sums of packed products leave an NMSE of 0.26 ONE_UNIT, SwiGLU's 0.59 on
+    Products in half precision leave an NMSE of 0.26 ONE_UNIT, SwiGLU's 0.59 on
     average over many draws; in a tenth of them the few largest of its outputs exceed one unit."""
     for op in PRODUCTS:
         errors = []
@@ -1772,7 +1757,7 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
 
 
 @pytest.mark.parametrize("peak", [1, 30, 36, 40, 150])
-def test_packed_products_with_large_norms(peak):
+def test_products_in_half_precision_with_large_norms(peak):
     """On a GPU, eight products are summed in half precision: all energy in eight neighbours is the
     worst case."""
     for K, spread in itertools.product((256, 4096, 8192), (1, 8, 256)):
@@ -1780,8 +1765,8 @@ def test_packed_products_with_large_norms(peak):
         x[0, :spread] = 100.0
         (w,) = encoded([Matrix(torch.full((16, K), 448.0, device=DEVICE))], E4M3)
         x, plain = x.half().to(DEVICE), (norm.float(), dense(w))
-        fp8.fit_norm(norm, w)
-        assert norm.max() <= fp8.NORM_LIMIT
+        kernels.fit_norm(norm, w)
+        assert norm.max() <= kernels.NORM_LIMIT
         state = SimpleNamespace(norm_eps=1e-5)
         out, exact = (torch.empty(1, 16, device=DEVICE) for _ in range(2))
         kernels.rmsnorm_linear_ref(x.float(), *plain, state, exact)
@@ -1846,7 +1831,7 @@ def test_8_bit_tensor_cores_multiply_a_prompt(form, dtype, accumulate):
     err less."""
     x, w = randn(80, 256, dtype=dtype), Matrix(randn(512, 256, dtype=torch.float16, scale=1 / 16))
     (w,) = encoded([w], FORMATS[form])
-    if not fp8.on_tensor_cores(w):
+    if not kernels.on_tensor_cores(w):
         pytest.skip("this GPU has none")
     residual = randn(80, 512, dtype=dtype)
     y = kernels.linear_add(x, w, added := residual.clone(), accumulate=accumulate)
@@ -1874,7 +1859,7 @@ def test_activations_as_codes():
 def test_int4_recoded_as_e4m3(K):
     w = int4_matrix(64, K)
     recoded = E4M3.empty(64, K, w.data.device)
-    fp8._recode(w, *recoded)
+    kernels._recode(w, *recoded)
     # three bits of mantissa: 2^-8 / 12 to 2^-6 / 12
     assert nmse(E4M3.decoded(recoded), w.dense()) < 2.0**-10
 
@@ -1973,85 +1958,11 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
         )
         normed = kernels.rmsnorm_ref(x.float(), norm.float(), 1e-5)
         # weights are decoded to halves; a token's sums are halves, and its norm is not as large as
-        # fp8.fit_norm has it
+        # fit_norm has it
         limit = (
             (2e-4 if dtype == torch.bfloat16 else 5e-5) if T == 1 else 1e-6 + ONE_UNIT[dtype] * 8
         )
         assert nmse(out, normed @ rows.t()) < limit, (N, K)
-
-
-def test_prompts_for_hoppers_own_kernel(monkeypatch):
-    """It is not meant for fp32, for columns beyond a whole block, or for many tokens."""
-    monkeypatch.setattr(int4, "capability", lambda device: 90)
-    monkeypatch.setattr(
-        hopper, "int4_linear", lambda codes, scales, tensors, out, add: (out.dtype, *out.shape, add)
-    )
-    half, w = torch.float16, int4_matrix(16, 512)
-    codes = lambda T, K: (torch.empty(T, K), torch.empty(T, 1), w.tensors)
-    chosen = lambda T, K, dtype: INT4.tensor_core_linear(*codes(T, K), dtype, None)
-    assert chosen(896, 512, half) == (half, 896, 16, False) and chosen(17, 512, torch.bfloat16)
-    assert (
-        chosen(100, 512, torch.float32) is chosen(100, 96, half) is chosen(897, 512, half) is None
-    )
-    residual = torch.zeros(20, 16, dtype=half)
-    monkeypatch.setattr(
-        hopper, "int4_linear", lambda codes, scales, tensors, out, add: out is residual and add
-    )
-    assert INT4.tensor_core_linear(*codes(20, 512), half, residual)
-
-
-@needs_hopper
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("T, N, K, tokens", [
-    (17, 48, 256, 64), (64, 17008, 1280, 64), (300, 528, 2048, 64), (100, 17008, 1280, 128),
-    (200, 9008, 768, 256),
-    (513, 9008, 2304, 256), (896, 12304, 256, 256),
-])  # fmt: skip
-def test_hoppers_prompts_with_4_bit_matrices(T, N, K, tokens, dtype, monkeypatch):
-    """Tiles of every size; several to a program, whose blocks begin at each stage of the buffer;
-    rows and tokens that do not fill a tile."""
-    tiles, run = [], hopper.launch
-    monkeypatch.setattr(
-        hopper,
-        "launch",
-        lambda *args, **sizes: (tiles.append(sizes["TOKENS"]), run(*args, **sizes)),
-    )
-    w, x = int4_matrix(N, K), randn(T, K, dtype=dtype)
-    codes, scales = kernels.encode_rows(x)
-    out = torch.full((T + 1, N), NAN, dtype=dtype, device=DEVICE)
-    hopper.int4_linear(codes, scales, w.tensors, out[:T])
-    size = w.dense().square().mean(1).sqrt()
-    exact = (E4M3.floats(codes) * scales) @ (w.dense() / size[:, None]).t()
-    assert nmse(out[:T] / size, exact) < 2.0**-10  # W's codes have three bits of mantissa
-    assert out[T:].isnan().all() and tiles == [tokens]
-    assert torch.equal(fp8.tensor_core_linear(codes, scales, w, dtype, "auto"), out[:T])
-    residual = out[:T].flip(0)  # as large as the product
-    hopper.int4_linear(codes, scales, w.tensors, out[:T].copy_(residual), add=True)
-    assert nmse(out[:T] / size, residual / size + exact) < 2.0**-10 and out[T:].isnan().all()
-    y = kernels.linear_add(x, w, residual)
-    assert y is residual and torch.equal(y, out[:T])
-
-
-@needs_hopper
-def test_hoppers_codes_of_4_bit_matrices():
-    """The identity times W: every code is what its formula says, rounded to a half and then, ties
-    away from zero, to E4M3."""
-    words = torch.randint(-(1 << 31), 1 << 31, (256, 32), device=DEVICE).int()
-    groups = torch.randint(0, 0xF0, (256, 8), device=DEVICE) << 8 | torch.randint(
-        0, 256, (256, 8), device=DEVICE
-    )
-    w = (words, groups.to(torch.int16), torch.ones(256, 1, device=DEVICE))
-    scale, zero = int4._scales(groups >> 8).double(), groups & 0xFF
-    factor, added = scale[..., None], (scale * zero / -16).half()[..., None]
-    codes = INT4.codes(w).unflatten(1, (8, 32))
-    halves = (codes * factor + added).half().flatten(1).view(torch.int16).int()
-    rounded = (halves & 0x7FFF) + 0x40 >> 7 | halves >> 8 & 0x80
-    exact = E4M3.floats(rounded.to(torch.int8))[:, INT4.order(256, DEVICE).argsort()] / 256
-    out = torch.empty(256, 256, dtype=torch.float16, device=DEVICE)
-    hopper.int4_linear(
-        E4M3.round(torch.eye(256, device=DEVICE)), torch.ones(256, 1, device=DEVICE), w, out
-    )
-    assert torch.equal(out.t().float(), exact)
 
 
 def test_heads_of_a_4_bit_matrix(monkeypatch):
@@ -4264,7 +4175,7 @@ def test_spoiled_tokenizer_json(tmp_path, spoil, expected):
 
 
 QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
-HELD = (*quants.HOLDS, *quants.WITH_ZEROS.values(), quants.E4M3_128)  # the formats of quants.py
+FILE_FORMATS = (*quants.EXACT, *quants.WITH_ZEROS.values(), quants.E4M3_128)
 # at the start of a block; others have one, Q6_K's is the last
 HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
 BYTES = {  # a vocabulary of one token a byte
@@ -4381,9 +4292,9 @@ def test_gguf_types_are_decoded(number):
 
 
 def stored_in(format, N: int, K: int):
-    """Blocks of each kind that a format holds, and what they stand for."""
-    if format in quants.HOLDS:
-        for number in (n for n, kind in QUANTS.items() if kind.name in quants.HOLDS[format]):
+    """Blocks of each kind that a format keeps exactly, and what they stand for."""
+    if format in quants.EXACT:
+        for number in (n for n, kind in QUANTS.items() if kind.name in quants.EXACT[format]):
             raw = random_blocks(number, N, K)
             yield quants.blocks(QUANTS[number], raw.to(DEVICE)), dequantised(number, raw).to(DEVICE)
         return
@@ -4402,17 +4313,17 @@ def stored_in(format, N: int, K: int):
     yield quants.Blocks(codes, scale, zero=zero), values.to(DEVICE)
 
 
-@pytest.mark.parametrize("format", HELD, ids=lambda format: format.name)
+@pytest.mark.parametrize("format", FILE_FORMATS, ids=lambda format: format.name)
 def test_products_with_gguf_and_safetensors_formats(format):
     """Matrices bit for bit; the kernels' products with one token, a few and a prompt, and torch's
     own on a CPU."""
     N, K, errors = 48, 768, {}
-    # a GPU adds up a token's packed products in half precision, whose error varies
+    # a GPU adds up a token's products in half precision, whose error varies
     draws = 8 if ON_GPU else 1
     for kind, (blocks, exact) in [
         drawn for _ in range(draws) for drawn in enumerate(stored_in(format, N, K))
     ]:
-        w = Matrix(format.empty(N, K, DEVICE), format, (N, K))
+        w = Matrix(format.empty(N, K, DEVICE), format)
         format.write(blocks, w.tensors)
         assert torch.equal(w.dense(), exact)
         for T, dtype in (
@@ -4426,12 +4337,10 @@ def test_products_with_gguf_and_safetensors_formats(format):
             errors.setdefault((kind, T, dtype), []).append(nmse(y, x.float() @ exact.t()))
     for (kind, T, dtype), found in errors.items():
         assert sum(found) / len(found) < 2 * ONE_UNIT[dtype], (kind, T, found)
-    if packed := format.packed(tuple(t.cpu() for t in w.tensors)):
+    if laid_out := format.cpu_layout(tuple(t.cpu() for t in w.tensors)):
         x = torch.randn(1, K).bfloat16()
-        assert (
-            nmse(format.packed_linear(x, packed), x.float() @ exact.cpu().t())
-            < 2 * ONE_UNIT[torch.bfloat16]
-        )
+        y = format.cpu_layout_linear(x, laid_out)
+        assert nmse(y, x.float() @ exact.cpu().t()) < 2 * ONE_UNIT[torch.bfloat16]
 
 
 @pytest.mark.parametrize("kinds, columns, most_bits, name", [
@@ -5392,7 +5301,7 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "8-bit cache": ("tiny", dict(kv_fp8=True)),
     "saved": ("saved", {}),
     "fused": ("tiny", dict(backend="triton")),
-    "a format of one's own": ("grouped", dict(format="grouped")),
+    "a format of one's own": ("grouped", dict(format="own")),
     "saved, in a format of one's own": ("saved groups", {}),
 }
 # four would cut a group
@@ -5404,7 +5313,7 @@ def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, l
     one of several."""
     name, options = PARALLEL[case]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FORMATS, "grouped", GROUPED)
+        patch.setitem(FORMATS, "own", OWN)
         model = load(folder / name, dtype="fp32", device="cpu", **options | changed)
     ids = torch.arange(5, 17) * 7
     return logits_of(model, ids, 10, 1, 1), greedy(
@@ -5448,8 +5357,8 @@ def parallel_folder(tiny, grouped_folder, tmp_path_factory) -> Path:
     to_meta(folder / "meta", 2)
     save(folder / "qwen 2.5, tied, longer", folder / "saved", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FORMATS, "grouped", GROUPED)
-        save(grouped_folder, folder / "saved groups", format="grouped", device="cpu")
+        patch.setitem(FORMATS, "own", OWN)
+        save(grouped_folder, folder / "saved groups", format="own", device="cpu")
     return folder
 
 
@@ -5491,9 +5400,9 @@ def test_ranks_that_do_not_divide_a_model(tiny):
     with pytest.raises(ValueError, match=too_many):
         read_config_like(n_heads=6, n_kv_heads=3).cut(2)
     with pytest.raises(
-        ValueError, match="layers.0.wo has 16 columns on each of 2 processes; grouped needs"
+        ValueError, match="layers.0.wo has 16 columns on each of 2 processes; own needs"
     ):
-        check_groups(read_config_like().cut(2), GROUPED)
+        check_groups(read_config_like().cut(2), OWN)
 
 
 def test_ranks_that_divide_256_columns_of_int4(copy):
@@ -5536,7 +5445,7 @@ def test_exchange_adds_and_gathers(format):
     (whole,) = encoded([Matrix(halves(V, C))], format)
     cuts = [parallel.share(V, rank, 3) for rank in range(3)]
     part = lambda rows: tuple(t[rows].contiguous() for t in whole.tensors)
-    outputs = [Matrix(part(rows), format, (rows.stop - rows.start, C)) for rows in cuts]
+    outputs = [Matrix(part(rows), format) for rows in cuts]
     memory = [
         torch.zeros(3 * (2 * C + outputs[0].rows), dtype=torch.int64, device=DEVICE)
         for _ in range(3)

@@ -31,7 +31,9 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant("kernels.py", "tl.sum(y * y) / C + eps)", "tl.sum(y * y) / C)", "op_equals"),
-    Mutant("kernels.py", "* packed[j][2]", "", "products_with_4_bit"),
+    Mutant(
+        "kernels.py", "x_part[1], SCALES) * x_part[2]", "x_part[1], SCALES)", "products_with_4_bit"
+    ),
     Mutant(
         "kernels.py",
         "return even * cos - odd * sin,",
@@ -46,8 +48,8 @@ MUTANTS = [
     ),
     Mutant(
         "kernels.py",
-        "x if norm is None else rmsnorm(x, norm, eps), w",
-        "x, w",
+        "normed = x if norm is None else rmsnorm(x, norm, eps)",
+        "normed = x",
         "products_do_not_depend",
     ),
     Mutant(
@@ -194,13 +196,11 @@ MUTANTS = [
     Mutant("extra/quants.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
     Mutant(
         "extra/int4.py",
-        "COLUMNS, EACH, GROUP),)\n    return",
-        "COLUMNS, EACH, 32),)\n    return",
+        "load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)",
+        "load_groups(w[1], start, k, left, COLUMNS, 32, 32)",
         "safetensors_formats",
     ),
-    Mutant(
-        "extra/quants.py", "and columns % format.group == 0", "and columns % 32 == 0", "gguf_models"
-    ),
+    Mutant("extra/quants.py", "if columns % format.group:", "if columns % 32:", "gguf_models"),
     Mutant(
         "checkpoint.py",
         "workspace += copies * size * largest_read(c)",

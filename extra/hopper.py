@@ -2,12 +2,10 @@
 shared memory.
 
 Attention of a prompt (sm_90); attention of a few query rows per key/value head: those of a few
-tokens, or of a single token whose heads share keys and values; a prompt's product with INT4
-(sm_90)."""
+tokens, or of a single token whose heads share keys and values."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from launch import (
@@ -16,8 +14,6 @@ from launch import (
     gdc_launch_dependents,
     gdc_wait,
     is_last,
-    launch,
-    processors,
     rows_of_program,
     split_of,
     start,
@@ -79,8 +75,9 @@ def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 #      It is written for heads of dimension 128 and 16-bit caches; an 8-bit cache is decoded for it,
 #      a layer at a time. With heads of dimension 64 the ordinary kernel is as fast (BENCHMARKS.md).
 
-# rows of q of a group, keys in a block
-ROWS, BLOCK_N, HEAD_DIM = constexpr(64), constexpr(128), constexpr(128)
+ROWS = constexpr(64)  # rows of q of a group
+BLOCK_N = constexpr(128)  # keys in a block
+HEAD_DIM = constexpr(128)
 STAGES = constexpr(2)  # buffers for blocks of keys, and for blocks of values
 
 
@@ -89,7 +86,8 @@ def _place(prompt):
     """First row, head, cached positions and number of key blocks of this program."""
     pos, T, H, G, positions_at_once = prompt
     BLOCK_M: gl.constexpr = 2 * ROWS
-    pid, row_blocks = gl.program_id(0), gl.cdiv(T, BLOCK_M)
+    pid = gl.program_id(0)
+    row_blocks = gl.cdiv(T, BLOCK_M)
     start_pos = gl.load(pos)
     heads_at_once = gl.maximum(positions_at_once // (start_pos + T), 1) * G
     block, head = rows_of_program(pid, row_blocks, heads_at_once, H)
@@ -108,7 +106,9 @@ def _load(q, k, v, q_tiles, q_full, keys_and_values, prompt, S, G):
         offs_q = [row + group * ROWS, head * HEAD_DIM]
         tma.async_copy_global_to_shared(q, offs_q, q_full.index(group), q_tiles.index(group))
     for j in range(blocks):
-        stage, phase, n = j % STAGES, (j // STAGES) & 1, head // G * S + (blocks - 1 - j) * BLOCK_N
+        stage = j % STAGES
+        phase = (j // STAGES) & 1
+        n = head // G * S + (blocks - 1 - j) * BLOCK_N
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
         tma.async_copy_global_to_shared(k, [n, 0], k_full.index(stage), k_tiles.index(stage))
@@ -149,7 +149,8 @@ def _step(
     SCORES: gl.constexpr = row_max.type.layout.parent
     ACC: gl.constexpr = acc.type.layout
     k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = keys_and_values
-    k, v = j % STAGES, (j - 1) % STAGES
+    k = j % STAGES
+    v = (j - 1) % STAGES
     mbarrier.wait(k_full.index(k), (j // STAGES) & 1)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     scores = warpgroup_mma(q, k_tiles.index(k).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -162,12 +163,8 @@ def _step(
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(v_empty.index(v), count=1)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
-    return (
-        gl.convert_layout(p_next.to(q.dtype), gl.DotOperandLayout(0, ACC, 2)),
-        acc,
-        row_max,
-        row_sum,
-    )
+    p_next = gl.convert_layout(p_next.to(q.dtype), gl.DotOperandLayout(0, ACC, 2))
+    return p_next, acc, row_max, row_sum
 
 
 @jit
@@ -212,7 +209,7 @@ def _multiply(group, out, q_tiles, q_full, keys_and_values, v_clear, prompt, T, 
         p, acc, row_max, row_sum = _step(
             j, blocks, q, p, acc, row_max, row_sum, last, qk_scale, keys_and_values, False
         )
-    # The last p v; the result is written out through q's buffer, which nothing reads any more
+    # The last p v; the result is written out through q's buffer, which is free now
     v = (blocks - 1) % STAGES
     mbarrier.wait(v_full.index(v), ((blocks - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_tiles.index(v), acc)
@@ -228,9 +225,12 @@ def _hopper_attention_kernel(q, k, v, out, pos, T, qk_scale, S, H, G, positions_
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, ROWS, HEAD_DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
-    q_full, v_clear = _barriers(2, 1), _barriers(1, 1).index(0)
-    k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    q_full = _barriers(2, 1)
+    v_clear = _barriers(1, 1).index(0)
+    k_full = _barriers(STAGES, 1)
+    k_empty = _barriers(STAGES, 2)
+    v_full = _barriers(STAGES, 1)
+    v_empty = _barriers(STAGES, 2)
     keys_and_values = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
     prompt = (pos, T, H, G, positions_at_once)
     gl.warp_specialize(
@@ -261,11 +261,12 @@ def prompt_attention(
     """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T,
     H D]. positions_at_once: how many positions of one key/value head take up
     attention.SHARED_KEYS."""
-    (T, H, D), (KH, S, _) = q.shape, k_cache.shape
-    queries, result = (descriptor(t.view(T, H * D), [ROWS.value, D]) for t in (q, out))
-    keys, values = (
-        descriptor(cache.view(KH * S, D), [BLOCK_N.value, D]) for cache in (k_cache, v_cache)
-    )
+    T, H, D = q.shape
+    KH, S, _ = k_cache.shape
+    queries = descriptor(q.view(T, H * D), [ROWS.value, D])
+    result = descriptor(out.view(T, H * D), [ROWS.value, D])
+    keys = descriptor(k_cache.view(KH * S, D), [BLOCK_N.value, D])
+    values = descriptor(v_cache.view(KH * S, D), [BLOCK_N.value, D])
     grid = (triton.cdiv(T, 2 * ROWS.value) * H,)
     args = (queries, keys, values, result, pos, T, qk_scale, S, H, H // KH, positions_at_once)
     start(_hopper_attention_kernel, grid, q.device, *args, num_warps=4)
@@ -342,15 +343,15 @@ def _merge(
         parts = ()
         new_peak = peak
         for s in gl.static_range(AT_ONCE):
-            slot, mask = first + (begin + s) * 16, mask_row & (begin + s < used)
-            maxima = maxima + (
-                gl.load(ends + slot * 2, mask=mask, other=-1e30, cache_modifier=".cg"),
-            )
-            sums = sums + (
-                gl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"),
-            )
-            part = partial + slot[:, None] * BLOCK_D + columns[None, :]
-            parts = parts + (gl.load(part, mask=mask[:, None], other=0.0, cache_modifier=".cg"),)
+            slot = first + (begin + s) * 16
+            mask = mask_row & (begin + s < used)
+            top = gl.load(ends + slot * 2, mask=mask, other=-1e30, cache_modifier=".cg")
+            maxima = maxima + (top,)
+            sum_ = gl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+            sums = sums + (sum_,)
+            place = partial + slot[:, None] * BLOCK_D + columns[None, :]
+            part = gl.load(place, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+            parts = parts + (part,)
             new_peak = gl.maximum(new_peak, maxima[s])
         rescale = gl.exp2(peak - new_peak)
         total *= rescale
@@ -366,8 +367,7 @@ def _merge(
 @jit
 def few_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
-    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    W: gl.constexpr,
+    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr,
     SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16 of the T G rows of a key/value head over one split of the positions; attention.py explains
@@ -396,25 +396,18 @@ def few_attention_kernel(
         v = _load_values(v_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, EV)
         gdc_wait(PDL)
         warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
-        row = (
-            top
-            + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
-            + warp * 0
-        )
+        offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
+        row = top + offs_m + warp * 0
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
-        q_tile = gl.load(
-            q + (row // G * H + head * G + row % G) * D + d, mask=(row < T * G) & (d < D), other=0.0
-        )
+        mask = (row < T * G) & (d < D)
+        q_tile = gl.load(q + (row // G * H + head * G + row % G) * D + d, mask=mask, other=0.0)
         if start + BLOCK_N > start_pos:
             k += _load_keys(k_head, start, start_pos, end, D, BLOCK_D, W, KEYS)
             v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, W, EV)
         warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
         own = warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
-        last = (
-            start_pos
-            + (top + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None])
-            // G
-        )
+        offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+        last = start_pos + (top + offs_m) // G
         # finite: a warp may see nothing
         row_max = gl.full([W, 16], -1e30, gl.float32, gl.SliceLayout(2, MMA))
         row_sum = gl.zeros([W, 16], gl.float32, gl.SliceLayout(2, MMA))
@@ -432,9 +425,8 @@ def few_attention_kernel(
             p = gl.exp2((scores - new_max[:, :, None]) * qk_scale)
             rescale = gl.exp2((row_max - new_max) * qk_scale)
             row_sum = row_sum * rescale + gl.sum(p, 2)
-            acc = mma_v2(
-                gl.convert_layout(p.to(q_tile.dtype), WEIGHTS), v_tile, acc * rescale[:, :, None]
-            )
+            weights = gl.convert_layout(p.to(q_tile.dtype), WEIGHTS)
+            acc = mma_v2(weights, v_tile, acc * rescale[:, :, None])
             row_max = new_max
         # Merge the warps' softmaxes; each thread has all W values of its elements
         LANES: gl.constexpr = BLOCK_D // 4 if BLOCK_D < 128 else 32
@@ -445,26 +437,20 @@ def few_attention_kernel(
         maxima = gl.convert_layout(row_max, gl.SliceLayout(2, ALL))
         peak = gl.max(maxima, 0)
         weight = gl.exp2((maxima - peak[None, :]) * qk_scale)
-        total = gl.convert_layout(
-            gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0),
-            gl.SliceLayout(1, Y),
-        )
+        total = gl.sum(gl.convert_layout(row_sum, gl.SliceLayout(2, ALL)) * weight, 0)
+        total = gl.convert_layout(total, gl.SliceLayout(1, Y))
         y = gl.sum(gl.convert_layout(acc, ALL) * weight[:, :, None], 0) * v_scale
-        row, column = (
-            top + gl.arange(0, 16, gl.SliceLayout(1, Y)),
-            gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y)),
-        )
+        row = top + gl.arange(0, 16, gl.SliceLayout(1, Y))
+        column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, Y))
         offs_d = (column // (8 * EV) * (8 * EV) + column % 8 * EV + column // 8 % EV)[None, :]
         offs = (row // G * H + head * G + row % G)[:, None] * D + offs_d
         mask_row = row < T * G
         if used > 1:
             first = pid * SPLITS * 16 + row - top
             slot = first + split * 16
-            gl.store(
-                ends + slot * 2,
-                gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale,
-                mask=mask_row,
-            )
+            maximum = ends + slot * 2
+            scaled = gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale
+            gl.store(maximum, scaled, mask=mask_row)
             gl.store(ends + slot * 2 + 1, total, mask=mask_row)
             gl.store(partial + slot[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None])
             if is_last(arrived + pid, used):
@@ -478,271 +464,7 @@ def few_attention_kernel(
 
 
 def attends_few(q: Tensor, rows: int) -> bool:
-    """Whether the kernel is meant for these: with more tokens or rows, the kernels for prompts are
-    as fast."""
+    """Whether the kernel is meant for these queries. With more tokens or rows, the kernels for
+    prompts are as fast."""
     T, _, D = q.shape
     return not INTERPRETED and T <= 64 and rows <= 128 and q.itemsize == 2 and D <= 128
-
-
-# ---- a prompt's product with INT4
-#
-#      A program multiplies 2 x 64 rows of W by TOKENS tokens on 8-bit tensor cores, 256 columns at
-#      a time: a block of eight groups that int4.py interleaves. As in attention above, one group of
-#      warps loads, and two multiply. These decode W straight into the registers of the instruction,
-#      half a block while the product of the half before it is under way, so W in 8 bits never
-#      exists in memory. Of each 32 columns, thread i of four needs columns 4 i to 4 i + 3 and 4 i +
-#      16 to 4 i + 19; thanks to the interleaving, its words hold exactly these.
-
-BLOCK_K = 256  # columns in a block, in 32 words; in kernels these are literals
-MAX_TOKENS = 896  # with more, decoding W once for all of them is faster
-
-
-def _decode_asm(shift: int) -> str:
-    """PTX that makes E4M3 codes of 4-bit integers in both halves of $2 and $3: in $0 four codes of
-    those at bits `shift` to `shift` + 3, in $1 of those above. As pairs of halves $4 has what
-    integers at bit 0 are to be multiplied by, $5 the same for bit 4, $6 what is to be added. A half
-    rounded to its upper nine bits is the code of 256 times its value, but for the place of the sign
-    (fp8.py)."""
-    lines = [f"shr.u32 m, $2, {shift}; shr.u32 n, $3, {shift};"]
-    for out, mask in enumerate(("0x000f000f", "0x00f000f0")):
-        for word, pair in (("m", "a"), ("n", "b")):
-            lines.append(f"and.b32 v, {word}, {mask}; fma.rn.f16x2 v, v, ${4 + out}, $6;")
-            lines.append(f"shl.b32 {pair}, v, 1; add.u32 {pair}, {pair}, 0x00800080;")
-            lines.append(f"lop3.b32 {pair}, {pair}, v, 0x80008000, 0xd8;")  # the sign
-        lines.append(f"prmt.b32 ${out}, a, b, 0x7531;")
-    return f"{{ .reg .b32 m, n, v, a, b; {' '.join(lines)} }}"
-
-
-_DECODE_FIRST, _DECODE_SECOND = constexpr(_decode_asm(0)), constexpr(_decode_asm(8))
-# int4._int4_factors on pairs of equal halves: from what INT4 stores for a group to $4, $5 and $6
-# above, the scale times 2^24, the scale times 2^20, and minus the scale times the zero point
-_FACTORS = constexpr(
-    "{ .reg .b32 zero; prmt.b32 zero, $3, 0, 0x4040; neg.f16x2 zero, zero; prmt.b32 $0, $3, 0, 0x1414;"
-    "shr.u32 $0, $0, 2; lop3.b32 $0, $0, 0x3fc03fc0, 0x40004000, 0xea; sub.u32 $1, $0, 0x10001000;"
-    "mul.rn.f16x2 $2, $1, zero; }"
-)
-
-
-@jit
-def _factors(groups):
-    kinds: gl.constexpr = (gl.int32, gl.int32, gl.int32)
-    groups = groups.to(gl.int32)
-    return gl.inline_asm_elementwise(
-        _FACTORS, "=&r,=&r,=r,r", [groups], dtype=kinds, is_pure=True, pack=1
-    )
-
-
-@jit
-def _decode(words, factors, ASM: gl.constexpr):
-    """Half a block of W, two quarters of its columns, four codes to an int32: two [64, 8, 2]."""
-    LAYOUT: gl.constexpr = factors[0].type.layout.parent
-    kinds: gl.constexpr = (gl.int32, gl.int32)
-    even, odd = gl.split(gl.reshape(words, [64, 8, 2, 2]))
-    args = [gl.convert_layout(even, LAYOUT), gl.convert_layout(odd, LAYOUT)]
-    args += [factors[0][:, :, None], factors[1][:, :, None], factors[2][:, :, None]]
-    return gl.inline_asm_elementwise(
-        ASM, "=&r,=&r,r,r,r,r,r", args, dtype=kinds, is_pure=True, pack=1
-    )
-
-
-@jit
-def _bytes_of(codes):
-    """int32 [64, 8, 2] to int8 [64, 8, 2, 4]. It is the same register."""
-    words = gl.reshape(gl.join(gl.join(codes, codes), gl.join(codes, codes)), [64, 8, 2, 4])
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.int8, is_pure=True, pack=4
-    )
-
-
-@jit
-def _operand(codes, OPERAND: gl.constexpr):
-    """What _decode returns, as E4M3 [64, 128] in the order of x."""
-    y = gl.reshape(gl.join(_bytes_of(codes[0]), _bytes_of(codes[1])), [64, 4, 2, 8, 2])
-    y = gl.reshape(gl.permute(y, [0, 4, 2, 1, 3]), [64, 128])
-    return gl.convert_layout(y.to(gl.float8e4nv, bitcast=True), OPERAND)
-
-
-@jit
-def _tile_place(tile, T, TOKENS: gl.constexpr):
-    """First row of W and first token of a tile of the result: tiles of the same rows are
-    neighbours."""
-    token_blocks = gl.cdiv(T, TOKENS)
-    return tile // token_blocks * 128, tile % token_blocks * TOKENS
-
-
-@jit
-def _load_words(words, x, w_tiles, full, tile, j, stage, T, TOKENS: gl.constexpr):
-    """Block j of W, for a tile of the result. `full` will wait for x, too."""
-    row = _tile_place(tile, T, TOKENS)[0]
-    mbarrier.expect(full.index(stage), 2 * words.block_type.nbytes + 2 * x.block_type.nbytes)
-    for group in gl.static_range(2):
-        place = [row + group * 64, j * 32]
-        tma.async_copy_global_to_shared(
-            words, place, full.index(stage), w_tiles.index(2 * stage + group)
-        )
-
-
-@jit
-def _load_blocks(
-    words, x, w_tiles, x_tiles, full, empty, tiles, blocks, T, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """The group that loads."""
-    early = gl.minimum(STAGES, blocks)  # before the wait: the blocks of W for which there is space
-    for stage in range(early):
-        _load_words(words, x, w_tiles, full, gl.program_id(0), stage, stage, T, TOKENS)
-    gdc_wait(PDL)
-    i = 0  # blocks so far
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token = _tile_place(tile, T, TOKENS)[1]
-        for j in range(blocks):
-            stage = i % STAGES
-            if i >= early:
-                mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-                _load_words(words, x, w_tiles, full, tile, j, stage, T, TOKENS)
-            for half in gl.static_range(2):
-                place = [token, j * 256 + half * 128]
-                tma.async_copy_global_to_shared(
-                    x, place, full.index(stage), x_tiles.index(2 * stage + half)
-                )
-            i += 1
-
-
-@jit
-def _multiply_blocks(
-    group, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added,
-    tiles, blocks, N, T,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """One of the two groups that multiply. To add to `out`, it copies the tile of `out` into shared
-    memory meanwhile."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
-    # Which rows and words a thread has, [64, 8 x 4]; the same in pairs of words, by groups [64, 8,
-    # 2]
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 4], [0, 16], [8, 0]],
-        [[0, 2], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 32],
-    )
-    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1, 0], [0, 4, 0], [8, 0, 0]], [[0, 0, 1], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]], [], [64, 8, 2],
-    )  # fmt: skip
-    out_tile = out_tiles.index(group)
-    i, phase = 0, 0  # blocks so far; the phase of `added`
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, token = _tile_place(tile, T, TOKENS)
-        row += group * 64
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
-        offs_g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
-        in_block = (
-            groups + gl.minimum(rows, N - 1).to(gl.int64)[:, None] * (blocks * 8) + offs_g[None, :]
-        )
-        factors = _factors(gl.load(in_block))
-        next_groups = gl.load(in_block + gl.minimum(1, blocks - 1) * 8)
-        gdc_wait(PDL)  # for x_scales and out; the group that loads waits itself before it loads x
-        if ADD:
-            tma.store_wait(0)  # for the tile before
-            mbarrier.expect(added.index(group), out.block_type.nbytes)
-            tma.async_copy_global_to_shared(out, [token, row], added.index(group), out_tile)
-        mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-        words = w_tiles.index(2 * (i % STAGES) + group).load(WORDS)
-        codes = _decode(words, factors, _DECODE_FIRST)
-        acc = gl.zeros([64, TOKENS], gl.float32, ACC)
-        for j in range(blocks):
-            # Each product is started as soon as its half is decoded, and meanwhile, as far as ptxas
-            # lets it, the next half is decoded; the last round decodes its own block again, and
-            # nothing uses that
-            stage, after = i % STAGES, i + gl.where(j < blocks - 1, 1, 0)
-            x_tile = x_tiles.index(2 * stage).permute((1, 0))
-            acc = warpgroup_mma(_operand(codes, OPERAND), x_tile, acc, is_async=True)
-            codes = _decode(words, factors, _DECODE_SECOND)
-            x_tile = x_tiles.index(2 * stage + 1).permute((1, 0))
-            acc = warpgroup_mma(_operand(codes, OPERAND), x_tile, acc, is_async=True)
-            factors = _factors(next_groups)
-            next_groups = gl.load(in_block + gl.minimum(j + 2, blocks - 1) * 8)
-            mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
-            words = w_tiles.index(2 * (after % STAGES) + group).load(WORDS)
-            # Registers of the first half are free from here on. The words go through the wait, so
-            # that nothing is decoded into these registers before it (triton issue 9433)
-            acc, words = warpgroup_mma_wait(1, deps=[acc, words])
-            codes = _decode(words, factors, _DECODE_FIRST)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(stage), count=1)
-            i += 1
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, ACC))
-        tokens = token + gl.arange(0, TOKENS, gl.SliceLayout(0, ACC))
-        acc *= (gl.load(row_scales + rows, mask=rows < N, other=0.0) / 256)[:, None]
-        acc *= gl.load(x_scales + tokens, mask=tokens < T, other=0.0)[None, :]
-        if ADD:
-            mbarrier.wait(added.index(group), phase)
-            phase ^= 1
-            acc += out_tile.permute((1, 0)).load(ACC).to(gl.float32)
-        else:
-            tma.store_wait(0)  # for the tile before
-        out_tile.permute((1, 0)).store(acc.to(out.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out, [token, row], out_tile)
-    tma.store_wait(0)
-
-
-@jit(do_not_specialize=["tiles", "blocks", "N", "T"])
-def _int4_product_kernel(
-    words, groups, row_scales, x, x_scales, out, tiles, blocks, N, T, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr,
-    ADD: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    gdc_launch_dependents(PDL)
-    w_tiles = gl.allocate_shared_memory(words.dtype, [2 * STAGES, 64, 32], words.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, TOKENS, 128], x.layout)
-    out_tiles = gl.allocate_shared_memory(out.dtype, [2, TOKENS, 64], out.layout)
-    full, empty, added = _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1)
-    gl.warp_specialize(
-        [
-            (_multiply_blocks, (0, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added,
-                                tiles, blocks, N, T, TOKENS, STAGES, ADD, PDL)),
-            (_multiply_blocks, (1, out, groups, row_scales, x_scales, w_tiles, x_tiles, out_tiles, full, empty, added,
-                                tiles, blocks, N, T, TOKENS, STAGES, ADD, PDL)),
-            (_load_blocks, (words, x, w_tiles, x_tiles, full, empty, tiles, blocks, T, TOKENS, STAGES, PDL)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
-
-
-def multiplies_int4(T: int, K: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel is meant for T tokens, K columns and a result in dtype; N must be a
-    multiple of 8."""
-    return T <= MAX_TOKENS and K % BLOCK_K == 0 and dtype.itemsize == 2
-
-
-def int4_linear(
-    x: Tensor, x_scales: Tensor, tensors: tuple[Tensor, ...], out: Tensor, add: bool = False
-) -> Tensor:
-    """x W^T in out [T, N], or added to it. x [T, K] codes of E4M3 and their scales [T, 1]; tensors:
-    what int4.INT4 stores for W."""
-    (T, N), (words, groups, row_scales), SMs = out.shape, tensors, processors(x.device)
-    tiles_of = lambda tokens: triton.cdiv(N, 128) * triton.cdiv(T, tokens)
-    # The most tokens to a tile that fill more than half of it and keep more than half of the SMs
-    # busy
-    tokens = next((n for n in (256, 128) if n < 2 * T and 2 * tiles_of(n) > SMs), 64)
-    codes = descriptor(x.view(torch.float8_e4m3fn), [tokens, BLOCK_K // 2])
-    weights, result = descriptor(words, [64, BLOCK_K // 8]), descriptor(out, [tokens, 64])
-    args = (weights, groups, row_scales, codes, x_scales, result)
-    sizes, tiles = dict(TOKENS=tokens, STAGES=2 if tokens == 256 else 4, ADD=add), tiles_of(tokens)
-    launch(
-        _int4_product_kernel,
-        (min(tiles, SMs),),
-        x.device,
-        *args,
-        tiles,
-        x.shape[1] // BLOCK_K,
-        N,
-        T,
-        **sizes,
-    )
-    return out

@@ -26,10 +26,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import fp8
-from extra import hopper
-from fp8 import E4M3, Format, Grouped, Shapes, Tensors
-from launch import EMULATED, capability, constexpr, jit, tl
+from formats import (
+    Format,
+    Grouped,
+    Shapes,
+    Tensors,
+    as_floats,
+    int16_of,
+    load_codes,
+    load_groups,
+    load_two_groups,
+    some_rows,
+    split_4,
+    sums_of,
+)
+from fp8 import E4M3
+from launch import EMULATED, constexpr, jit, tl
 
 GROUP = 32
 BLOCK = 256  # columns that eight groups share
@@ -38,34 +50,33 @@ LARGEST = 0xEF  # the largest code of a scale
 
 @dataclass(frozen=True, eq=False)
 class Codes4(Grouped):
-    """4-bit codes in the order above."""
+    """A format with 4-bit codes in the order above, in its first tensor."""
+
+    codes_each: int = 8
 
     def order(self, K: int, device: torch.device) -> Tensor:
-        return in_words(super().order(K, device), 4)
+        return word_order(super().order(K, device), 4)
 
     def codes(self, tensors: Tensors) -> Tensor:
-        return unpacked(tensors[0])
+        return from_words(tensors[0])
 
-    def packed(self, tensors: Tensors) -> Tensors | None:
-        """The codes in torch's layout, (code - 8) * scale + offset in bf16 for each group, and the
-        order of columns."""
+    def cpu_layout(self, tensors: Tensors) -> Tensors | None:
+        """The codes in torch's layout, bf16 pairs for each group, of which W = (code - 8) * first +
+        second, and the order of columns."""
         if len(tensors[0]) % 16:
             return None
         scale, minimum = self.scales(tensors)
-        both = (
-            torch.stack((scale, 8 * scale + minimum), 2)
-            .transpose(0, 1)
-            .to(torch.bfloat16)
-            .contiguous()
-        )
+        pairs = torch.stack((scale, 8 * scale + minimum), 2).transpose(0, 1)
         codes = self.codes(tensors).int()
+        laid_out = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         order = self.order(codes.shape[1], codes.device)
-        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), both, order
+        return laid_out, pairs.to(torch.bfloat16).contiguous(), order
 
-    def packed_linear(self, x: Tensor, packed: Tensors) -> Tensor:
-        codes, both, order = packed
+    def cpu_layout_linear(self, x: Tensor, cpu_layout: Tensors) -> Tensor:
+        codes, pairs, order = cpu_layout
         x = x.gather(1, order.expand(x.shape))
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, x.shape[1] // len(both), both)
+        group = x.shape[1] // len(pairs)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,34 +85,29 @@ class Int4(Codes4):
     float32 row [N, 1]."""
 
     def tensors(self, N: int, K: int) -> Shapes:
-        groups = {"codes": (torch.int32, (N, K // 8)), "groups": (torch.int16, (N, K // GROUP))}
-        return groups | {"row": (torch.float32, (N, 1))}
+        return {
+            "codes": (torch.int32, (N, K // 8)),
+            "groups": (torch.int16, (N, K // GROUP)),
+            "row": (torch.float32, (N, 1)),
+        }
 
     def runs(self, K: int, device: torch.device) -> Tensor:
         runs = torch.arange(K // 8, device=device)
-        blocks, rest = runs[: K // BLOCK * 32], runs[K // BLOCK * 32 :]
-        return torch.cat((blocks.view(-1, 4, 2, 4).transpose(1, 3).flatten(), rest))
+        whole = K // BLOCK * BLOCK // 8  # those of whole blocks
+        blocks = runs[:whole].view(-1, 4, 2, 4).transpose(1, 3).flatten()
+        return torch.cat((blocks, runs[whole:]))
 
     def at(self, name: str) -> Format:
         """The output matrix is kept in E4M3: that lowers the KL divergence by a third
         (BENCHMARKS.md)."""
         return E4M3 if name == "output" else self
 
-    def encode(
-        self, weights: Tensor, out: Tensors | None = None, importance: Tensor | None = None
-    ) -> Tensors:
-        """Scale and zero point of a group are searched for the least squared error, which
-        `importance` [K] weighs, if given."""
+    def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
+        """The scale and the zero point of a group are searched for the least squared error."""
         out = out or self.empty(*weights.shape, weights.device)
-        weigh = (
-            weights.new_ones(weights.shape[1])
-            if importance is None
-            else importance.float().clamp(min=1e-12)
-        )
-        in_groups = lambda t: self.in_runs(t.float()).unflatten(-1, (-1, GROUP))
-        weigh = in_groups(weigh)
-        for rows, *places in fp8.some_rows(weights, out):
-            for place, value in zip(places, _encode(in_groups(rows), weigh)):
+        for rows, *places in some_rows(weights, out):
+            groups = self.in_runs(rows.float()).unflatten(-1, (-1, GROUP))
+            for place, value in zip(places, _encode(groups)):
                 place.copy_(value)
         return out
 
@@ -110,27 +116,13 @@ class Int4(Codes4):
         scale = _scales(groups >> 8 & 0xFF) * row
         return scale, scale * (groups & 0xFF) / -16
 
-    def tensor_core_linear(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        tensors: Tensors,
-        dtype: torch.dtype,
-        residual: Tensor | None,
-    ) -> Tensor | None:
-        if capability(codes.device) != 90 or not hopper.multiplies_int4(*codes.shape, dtype):
-            return None
-        out = (
-            scales.new_empty(len(codes), len(tensors[0]), dtype=dtype)
-            if residual is None
-            else residual
-        )
-        return hopper.int4_linear(codes, scales, tensors, out, add=residual is not None)
-
     def check(self, tensors: Tensors) -> None:
         super().check(tensors)
         if ((tensors[1] >> 8 & 0xFF) > LARGEST).any():
             raise ValueError("scales that are not positive and finite")
+
+
+# ---- codes of 4 bits in words, in torch
 
 
 def nibbles(words: Tensor) -> Tensor:
@@ -139,7 +131,7 @@ def nibbles(words: Tensor) -> Tensor:
     return torch.stack((raw & 15, raw >> 4), 2).flatten(1).view(torch.int8)
 
 
-def unpacked(words: Tensor) -> Tensor:
+def from_words(words: Tensor) -> Tensor:
     """The same, but float32 on a CPU, where torch's operator for quantised embeddings is ten times
     as fast. It expects each row's codes to be followed by a scale and an offset, both halves."""
     if not words.is_cpu:
@@ -148,18 +140,21 @@ def unpacked(words: Tensor) -> Tensor:
     return torch.ops.quantized.embedding_bag_4bit_unpack(rows.view(torch.uint8))
 
 
-def in_words(columns: Tensor, words: int) -> Tensor:
-    """Columns [K] in the order in which `unpacked` returns them: each group of 8 `words` columns is
-    spread over its words as described at the top of this file (four words; two in quants.Held6)."""
+def word_order(columns: Tensor, words: int) -> Tensor:
+    """Columns [K] in the order in which `from_words` returns them: each 8 `words` columns are
+    spread over so many words as described at the top of this file, where these are four."""
     return columns.view(-1, 4, words, 2).permute(0, 2, 3, 1).flatten()
 
 
-def packed(codes: Tensor, words: int = 4) -> Tensor:
-    """Codes [N, K] to int32 [N, K / 8], each group of 8 `words` columns spread over its words
+def to_words(codes: Tensor, words: int = 4) -> Tensor:
+    """Codes [N, K] to int32 [N, K / 8], each 8 `words` columns spread over so many words
     likewise."""
     codes = codes.to(torch.int16).unflatten(1, (-1, 4, 2 * words))
     halves = codes[:, :, 0] | codes[:, :, 1] << 4 | codes[:, :, 2] << 8 | codes[:, :, 3] << 12
     return halves.flatten(1).view(torch.int32)
+
+
+# ---- INT4: encoding
 
 
 def _scales(codes: Tensor) -> Tensor:
@@ -172,55 +167,67 @@ def _scale_codes(scales: Tensor) -> Tensor:
     return ((scales.view(torch.int32) + (1 << 18) >> 19) - (127 - 23 << 4)).clamp_(0, LARGEST)
 
 
-def _encode(w: Tensor, weigh: Tensor) -> Tensors:
-    """Groups w [N, G, 32] and how much each column counts [G, 32] to what is stored.
+def _encode(w: Tensor) -> Tensors:
+    """What is stored for groups w [N, G, 32].
 
     First each group by itself: for a number of ranges, codes to nearest, then the scale and the
     minimum that fit these codes best, by least squares; the best of them. Then, since the scale and
     the zero point are themselves rounded, the codes of the scale nearest to that one, each with the
     zero point that fits best."""
     peak = w.abs().amax((1, 2)).clamp_(min=1e-30)[:, None]
-    # [32, N, G], so scaled that no square is too large
+    # [32, N, G], scaled so that no square is too large
     w = (w / peak[..., None]).permute(2, 0, 1).contiguous()
-    weigh = weigh.t()[:, None].contiguous()
-    low, high = w.amin(0).clamp_(max=0), w.amax(0).clamp_(min=0)
-    least = torch.full_like(low, torch.inf)
-    scale, zero = torch.ones_like(low), torch.zeros_like(low)  # w = scale (code - zero)
-    total, sum_w = weigh.sum(0), (w * weigh).sum(0)
-    span, middle = ((high - low) / 15).clamp_(min=1e-30), (high + low) / 2
-    for part in torch.linspace(0.6, 1.05, 10).tolist():
-        step = span * part
-        code = _codes(w, step, 7.5 - middle / step)
-        counted = code * weigh
-        sum_c, sum_cc, sum_cw = counted.sum(0), code.mul_(counted).sum(0), counted.mul_(w).sum(0)
-        spread = total * sum_cc - sum_c.square()  # near 0, nothing but rounding error
-        fit = (total * sum_cw - sum_c * sum_w) / spread.clamp(min=1e-30)
-        fit = torch.where((fit > 0) & (spread > 1e-4 * total * sum_cc), fit, step)
-        offset = ((sum_c - sum_w / fit) / total).clamp_(0, 255 / 16)
-        error = _error(w, weigh, fit, offset)
-        better = error < least
-        for found, tried in ((least, error), (scale, fit), (zero, offset)):
-            found.copy_(torch.where(better, tried, found))
-    # for rows of zeros
+    scale, zero = _fit_groups(w)
+    # never 0, even for rows of zeros
     row = (scale.amax(1, keepdim=True) / _scales(torch.tensor(LARGEST))).clamp_(min=1e-6)
+    sum_w = w.sum(0)
+    start = zero * scale
     nearest = _scale_codes(scale / row)
-    best = torch.full_like(low, torch.inf)
-    byte, sixteenths, start = nearest.clone(), torch.zeros_like(nearest), zero * scale
+    byte = nearest.clone()
+    sixteenths = torch.zeros_like(nearest)
+    least = torch.full_like(scale, torch.inf)
     for step in (-1, 0, 1):
         tried = (nearest + step).clamp_(0, LARGEST)
         fit = _scales(tried) * row
         code = _codes(w, fit, (start / fit).clamp_(0, 255 / 16))
-        offset = ((code.mul_(weigh).sum(0) - sum_w / fit) / total * 16).round_().clamp_(0, 255)
-        error = _error(w, weigh, fit, offset / 16)
-        better = error < best
-        for found, value in ((best, error), (byte, tried), (sixteenths, offset.int())):
+        offset = ((code.sum(0) - sum_w / fit) / GROUP * 16).round_().clamp_(0, 255)
+        error = _error(w, fit, offset / 16)
+        better = error < least
+        for found, value in ((least, error), (byte, tried), (sixteenths, offset.int())):
             found.copy_(torch.where(better, value, found))
     code = _codes(w, _scales(byte) * row, sixteenths / 16)
-    return (
-        packed(code.permute(1, 2, 0).contiguous().flatten(1)),
-        (byte << 8 | sixteenths).to(torch.int16),
-        row * peak,
-    )
+    words = to_words(code.permute(1, 2, 0).contiguous().flatten(1))
+    return words, (byte << 8 | sixteenths).to(torch.int16), row * peak
+
+
+def _fit_groups(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zero points [N, G] of the least squared error, w = scale (code - zero), for
+    weights [32, N, G]."""
+    low = w.amin(0).clamp_(max=0)
+    high = w.amax(0).clamp_(min=0)
+    span = ((high - low) / 15).clamp_(min=1e-30)
+    middle = (high + low) / 2
+    sum_w = w.sum(0)
+    scale = torch.ones_like(low)
+    zero = torch.zeros_like(low)
+    least = torch.full_like(low, torch.inf)
+    for part in torch.linspace(0.6, 1.05, 10).tolist():
+        step = span * part
+        code = _codes(w, step, 7.5 - middle / step)
+        # the regression of w on code
+        sum_c = code.sum(0)
+        sum_cw = (code * w).sum(0)
+        sum_cc = code.square_().sum(0)
+        spread = GROUP * sum_cc - sum_c.square()
+        fit = (GROUP * sum_cw - sum_c * sum_w) / spread.clamp(min=1e-30)
+        # near 0, the spread is nothing but rounding error
+        fit = torch.where((fit > 0) & (spread > 1e-4 * GROUP * sum_cc), fit, step)
+        offset = ((sum_c - sum_w / fit) / GROUP).clamp_(0, 255 / 16)
+        error = _error(w, fit, offset)
+        better = error < least
+        for found, tried in ((least, error), (scale, fit), (zero, offset)):
+            found.copy_(torch.where(better, tried, found))
+    return scale, zero
 
 
 def _codes(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -228,68 +235,25 @@ def _codes(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return torch.addcmul(zero, w, scale.reciprocal()).round_().clamp_(0, 15)
 
 
-def _error(w: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Weighted squared error of each group [N, G] with the nearest codes."""
+def _error(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The squared error of each group [N, G] with the nearest codes."""
     exact = torch.addcmul(zero, w, scale.reciprocal())
-    return exact.sub_(exact.round().clamp_(0, 15)).square_().mul_(weigh).sum(0).mul_(scale.square())
+    return exact.sub_(exact.round().clamp_(0, 15)).square_().sum(0).mul_(scale.square())
 
 
-# ---- in kernels
-
-
-@jit
-def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr):
-    """What w stores, as int32 words of EACH columns: [R, COLUMNS / EACH], COUNT neighbours to a
-    thread."""
-    word = tl.arange(0, COLUMNS // EACH)[None, :]
-    mask = None if left is None else word // COUNT * (COUNT * EACH) < left
-    words = w.to(tl.pointer_type(tl.int32)) + start // EACH + (k // EACH + word)
-    return fp8.stream(tl.max_contiguous(words, [1, COUNT]), mask)
-
-
-@jit
-def load_codes(w, start, k, left, COLUMNS: tl.constexpr):
-    """Codes of 4 or 8 bits, EACH to an int32: [R, COLUMNS / (4 EACH), 4], four neighbours to a
-    thread."""
-    EACH: tl.constexpr = 4 if w[0].dtype.element_ty == tl.int8 else 8
-    return load_words(w[0], start, k, left, COLUMNS, EACH, 4).reshape(
-        start.shape[0], COLUMNS // (4 * EACH), 4
-    )
+# ---- codes of 4 bits in kernels
+#
+#      For every format that has them. Its `scales_of` gives a tile's groups either scales and zero
+#      points, where `values` and `stream_sums` are those ..._with_zero, or scales and minimums,
+#      where they are those ..._with_minimum. The bits of a code, read as a half, are 2^-24 or 2^-20
+#      times the code. Zero points are given in the same way: in sixteenths, times 2^-24.
 
 
 @jit
 def load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
-    """Codes of 4 or 8 bits, then the tensors of their groups: all between codes and row. Of two,
-    the first has an element for each 32 columns."""
-    if w[0].dtype.element_ty == tl.int8:
-        tile = (fp8.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS),)
-        EACH: tl.constexpr = NEIGHBOURS
-    else:
-        tile = (load_codes(w, start, k, left, COLUMNS),)
-        EACH: tl.constexpr = 32
-    if len(w) == 4:
-        tile += (fp8.load_groups(w[1], start, k, left, COLUMNS, EACH, 32),)
-        tile += (fp8.load_groups(w[2], start, k, left, COLUMNS, EACH, GROUP),)
-    else:
-        tile += (fp8.load_groups(w[1], start, k, left, COLUMNS, EACH, GROUP),)
-    return tile
-
-
-@jit
-def _scale_and_zero(groups, EXPONENT: tl.constexpr):
-    """The scale times 2^EXPONENT, and the zero point in sixteenths times 2^-24. INT4's groups are
-    int16; those of quants.py are halves, the scale alone, or int32, the scale as a half above the
-    zero point."""
-    if groups.dtype == tl.float16:
-        return groups.to(tl.float32) * (2.0 ** (EXPONENT - 24)), 128 * 2.0**-24
-    elif groups.dtype == tl.int32:
-        return fp8.half_at(groups >> 16, 24 - EXPONENT), fp8.half_at(groups, 0)
-    else:
-        bits = groups.to(tl.int32)
-        scale = (((bits & 0xFF00) << 11) + ((127 - 23 + EXPONENT) << 23)).to(
-            tl.float32, bitcast=True
-        )
-        return scale, (bits & 0xFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    """Codes, and one tensor of groups."""
+    codes = load_codes(w[0], start, k, left, COLUMNS, 8)
+    return codes, load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)
 
 
 def values_asm(extract: str, first: int) -> str:
@@ -311,22 +275,19 @@ def _extract(word: str) -> str:
     )
 
 
-_VALUES_ASM, _VALUES_REGISTERS = (
-    constexpr(values_asm(_extract("$4"), 5)),
-    constexpr("=&r,=&r,=&r,=&r" + 4 * ",r"),
-)
+_VALUES_ASM = constexpr(values_asm(_extract("$4"), 5))
+_VALUES_REGISTERS = constexpr("=&r,=&r,=&r,=&r" + 4 * ",r")
 
 
 @jit
-def halves_of(words):
-    """int32 [..., M] to the int16 that they consist of [..., 2 M], the lower one first."""
-    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    return both.reshape(words.shape[:-1] + (2 * words.shape[-1],))
+def _codes_of(halves):
+    """Codes of the pairs 0 to 3 of each word, from the int16 that words consist of."""
+    return halves & 15, halves >> 4 & 15, halves >> 8 & 15, halves >> 12 & 15
 
 
 @jit
 def in_order(y0, y1, y2, y3):
-    """What the pairs 0 to 3 of each word stand for, [R, G, M] each, by columns: [R, 4 G M]."""
+    """What belongs to the pairs 0 to 3 of each word, [R, G, M] each, by columns: [R, 4 G M]."""
     y = tl.join(tl.join(y0, y1), tl.join(y2, y3)).permute(0, 1, 4, 3, 2)
     return y.reshape(y0.shape[0], 4 * y0.shape[1] * y0.shape[2])
 
@@ -334,34 +295,19 @@ def in_order(y0, y1, y2, y3):
 @jit
 def factors_of(scale, minimum):
     """What codes at bits 0 and 4 are multiplied by, and what is added, as halves."""
-    # 2^24, 2^20
-    return (
-        (scale * 16777216.0).to(tl.float16),
-        (scale * 1048576.0).to(tl.float16),
-        minimum.to(tl.float16),
-    )
+    by_0 = (scale * 16777216.0).to(tl.float16)  # 2^24
+    by_4 = (scale * 1048576.0).to(tl.float16)  # 2^20
+    return by_0, by_4, minimum.to(tl.float16)
 
 
 @jit
-def _int4_factors(groups):
-    """The same from INT4's groups: a scale's code, shifted, has the bits of a half that is 2^24
-    times as large."""
-    by_0 = groups >> 2 & 0x3FC0 | 0x4000
-    by_4, zero = (
-        (by_0 - 0x1000).to(tl.float16, bitcast=True),
-        (groups & 0xFF).to(tl.float16, bitcast=True),
-    )
-    return by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero
-
-
-@jit
-def run_values_asm(codes, factors, ASM: tl.constexpr, REGISTERS: tl.constexpr):
-    """Halves [R, COLUMNS] from codes, a tuple of int16 [R, G, M], and their factors, by PTX of
+def run_values_asm(halves, factors, ASM: tl.constexpr, REGISTERS: tl.constexpr):
+    """Halves [R, COLUMNS] from a tuple of int16 [R, G, M] and the factors of the groups, by PTX of
     values_asm."""
-    args = codes + (factors[0][:, :, None], factors[1][:, :, None], factors[2][:, :, None])
-    halves: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+    args = halves + (factors[0][:, :, None], factors[1][:, :, None], factors[2][:, :, None])
+    types: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
     y0, y1, y2, y3 = tl.inline_asm_elementwise(
-        ASM, REGISTERS, args, dtype=halves, is_pure=True, pack=2
+        ASM, REGISTERS, args, dtype=types, is_pure=True, pack=2
     )
     return in_order(y0, y1, y2, y3)
 
@@ -369,10 +315,8 @@ def run_values_asm(codes, factors, ASM: tl.constexpr, REGISTERS: tl.constexpr):
 @jit
 def emulated_values(code0, code1, code2, code3, factors):
     """The same in the interpreter, in floats, from the codes of the pairs 0 to 3 of each word."""
-    by_0, by_4 = (
-        factors[0].to(tl.float32)[:, :, None] * 2.0**-24,
-        factors[1].to(tl.float32)[:, :, None] * 2.0**-20,
-    )
+    by_0 = factors[0].to(tl.float32)[:, :, None] * 2.0**-24
+    by_4 = factors[1].to(tl.float32)[:, :, None] * 2.0**-20
     added = factors[2].to(tl.float32)[:, :, None]
     return in_order(
         code0 * by_0 + added, code1 * by_4 + added, code2 * by_0 + added, code3 * by_4 + added
@@ -380,22 +324,38 @@ def emulated_values(code0, code1, code2, code3, factors):
 
 
 @jit
-def values(tile):
-    """Halves [R, COLUMNS]: one fma.rn.f16x2 for two weights."""
-    codes = halves_of(tile[0])
-    if len(tile) == 3:
-        factors = factors_of(*fp8.scale_and_minimum(tile[1:], 24, 6))
-    elif tile[1].dtype == tl.int16:
-        factors = _int4_factors(tile[1])
-    else:
-        scale, zero = _scale_and_zero(tile[1], 0)
-        factors = factors_of(scale, scale * zero * -1048576.0)  # 2^20
+def _decoded(halves, factors):
+    """Halves [R, COLUMNS] from the int16 that words consist of: one fma.rn.f16x2 for two
+    weights."""
     if EMULATED:
-        return emulated_values(
-            codes & 15, codes >> 4 & 15, codes >> 8 & 15, codes >> 12 & 15, factors
-        )
+        code0, code1, code2, code3 = _codes_of(halves)
+        return emulated_values(code0, code1, code2, code3, factors)
     else:
-        return run_values_asm((codes,), factors, _VALUES_ASM, _VALUES_REGISTERS)
+        return run_values_asm((halves,), factors, _VALUES_ASM, _VALUES_REGISTERS)
+
+
+@jit
+def values_with_zero(tile, SCALES: tl.constexpr):
+    halves = int16_of(tile[0])
+    scale, zero = SCALES(tile, 0)
+    return _decoded(halves, factors_of(scale, scale * zero * -1048576.0))  # 2^20
+
+
+@jit
+def values_with_minimum(tile, SCALES: tl.constexpr):
+    halves = int16_of(tile[0])
+    scale, minimum = SCALES(tile, 0)
+    return _decoded(halves, factors_of(scale, minimum))
+
+
+# For one token
+
+
+@jit
+def stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """Codes, and one tensor of groups in 16 bits."""
+    codes = load_codes(w[0], start, k, left, COLUMNS, 8)
+    return codes, load_two_groups(w[1], start, k, left, COLUMNS, GROUP, 16)
 
 
 def sums_asm(extract: list[str], total: str) -> str:
@@ -407,73 +367,76 @@ def sums_asm(extract: list[str], total: str) -> str:
     for i, word in enumerate(extract):
         lines.append(word)
         for j, pair in enumerate("abcd"):
-            sums, factors = ("low", "high")[j % 2], f"{pair}, ${5 + j * len(extract) + i}"
-            first = i == 0 and j < 2
-            lines.append(
-                f"mul.rn.f16x2 {sums}, {factors};"
-                if first
-                else f"fma.rn.f16x2 {sums}, {factors}, {sums};"
-            )
-    # 16
+            sums = "low" if j % 2 == 0 else "high"
+            factors = f"{pair}, ${5 + j * len(extract) + i}"
+            if i == 0 and j < 2:
+                lines.append(f"mul.rn.f16x2 {sums}, {factors};")
+            else:
+                lines.append(f"fma.rn.f16x2 {sums}, {factors}, {sums};")
+    # 0x4c00 is 16
     lines.append("mov.b32 v, 0x4c004c00; fma.rn.f16x2 high, low, v, high; mov.b32 {l, u}, high;")
     registers = ".reg .b32 a, b, c, d, e, g, swapped, v, low, high; .reg .b16 l, u; .reg .f32 f;"
     return f"{{ {registers} {' '.join(lines)} {total} }}"
 
 
-_PACKED_ASM = constexpr(
+_SUMS_ASM = constexpr(
     sums_asm([_extract(f"${1 + i}") for i in range(4)], "add.f16 l, l, u; cvt.f32.f16 $0, l;")
 )
-_PACKED_REGISTERS = constexpr("=&r" + 20 * ",r")
+_SUMS_REGISTERS = constexpr("=&r" + 20 * ",r")
 
 
 @jit
-def packed_groups(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """For each 32 columns the element of w, 16 or 32 bits, that belongs to them, two to a thread:
-    [R, COLUMNS / 32]."""
-    if GROUP > 32:  # a multiple of 64, which a thread has: both are the same
-        one = fp8.load_groups(w, start, k, left, COLUMNS, 64, GROUP)
-        return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
-    elif w.dtype.element_ty.primitive_bitwidth == 16:
-        both = fp8.load_groups(w.to(tl.pointer_type(tl.int32)), start, k, left, COLUMNS, 64, 64)
-        return halves_of(both).to(w.dtype.element_ty, bitcast=True)
-    else:
-        return load_words(w, start, k, left, COLUMNS, 32, 2)
-
-
-@jit
-def packed_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The same for one token."""
-    tile = (load_codes(w, start, k, left, COLUMNS),)
-    if len(w) == 4:
-        tile += (
-            packed_groups(w[1], start, k, left, COLUMNS, 32),
-            packed_groups(w[2], start, k, left, COLUMNS, GROUP),
-        )
-    else:
-        tile += (packed_groups(w[1], start, k, left, COLUMNS, GROUP),)
-    return tile
-
-
-@jit
-def _packed_sums(tile, x, sum_x):
-    """Products with x, added up by two groups: float32 [R, COLUMNS / 64]."""
-    words, sum_x = tile[0], sum_x[None, :]
-    R: tl.constexpr = words.shape[0]
-    G: tl.constexpr = words.shape[1]
+def _code_sums(words, x):
+    """Sums of codes times x over 32 columns, times 2^-20, for as_floats: [R, COLUMNS / 32]."""
     if EMULATED:
-        sums = tl.sum((values(tile).to(tl.float32) * x[None, :]).reshape(R, G, 32), 2)
+        code0, code1, code2, code3 = _codes_of(int16_of(words))
+        products = in_order(code0, code1, code2, code3) * x[None, :]
+        return sums_of(products, 32) * 2.0**-20
     else:
-        args = (words,) + fp8.split_4(x.reshape(G, 4, 4).permute(0, 2, 1))
-        sums = tl.inline_asm_elementwise(
-            _PACKED_ASM, _PACKED_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4
+        args = (words,) + split_4(x.reshape(words.shape[1], 4, 4).permute(0, 2, 1))
+        return tl.inline_asm_elementwise(
+            _SUMS_ASM, _SUMS_REGISTERS, args, dtype=tl.int8, is_pure=True, pack=4
         )
-        if len(tile) == 3:
-            scale, minimum = fp8.scale_and_minimum(tile[1:], 24, 6)
-            sums = scale * 1048576.0 * fp8.as_floats(sums) + minimum * sum_x
-        else:
-            scale, zero = _scale_and_zero(tile[1], 20)
-            sums = scale * (fp8.as_floats(sums) - zero * sum_x)
-    return tl.sum(sums.reshape(R, G // 2, 2), 2)
+
+
+@jit
+def stream_sums_with_zero(tile, x, sum_x, SCALES: tl.constexpr):
+    sum_x = sum_x[None, :]
+    sums = _code_sums(tile[0], x)
+    scale, zero = SCALES(tile, 20)
+    return sums_of(scale * (as_floats(sums) - zero * sum_x), 2)
+
+
+@jit
+def stream_sums_with_minimum(tile, x, sum_x, SCALES: tl.constexpr):
+    sum_x = sum_x[None, :]
+    sums = _code_sums(tile[0], x)
+    scale, minimum = SCALES(tile, 20)
+    return sums_of(scale * as_floats(sums) + minimum * sum_x, 2)
+
+
+# ---- INT4 in kernels
+
+
+@jit
+def _scale_and_zero(tile, SHIFT: tl.constexpr):
+    """A scale's code, shifted, has the bits of a float; a zero point is a subnormal half."""
+    groups = tile[1].to(tl.int32)
+    scale = ((groups & 0xFF00) << 11) + ((127 - 23 + SHIFT) << 23)
+    zero = (groups & 0xFF).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32, bitcast=True), zero.to(tl.float32)
+
+
+@jit
+def _values(tile, SCALES: tl.constexpr):
+    """As values_with_zero, but for the factors: a scale's code, shifted, has the bits of a half
+    that is 2^24 times as large."""
+    halves = int16_of(tile[0])
+    groups = tile[1]
+    by_0 = groups >> 2 & 0x3FC0 | 0x4000
+    by_4 = (by_0 - 0x1000).to(tl.float16, bitcast=True)
+    zero = (groups & 0xFF).to(tl.float16, bitcast=True)
+    return _decoded(halves, (by_0.to(tl.float16, bitcast=True), by_4, by_4 * -zero))
 
 
 @jit
@@ -481,19 +444,29 @@ def _columns(places, K: tl.constexpr):
     """See Format.columns. Groups 2 i and 2 i + 1 of a block belong to the same thread: the first
     has columns 64 j + 8 i to 64 j + 8 i + 7, j from 0 to 3, the second those 32 further on. Columns
     beyond the last whole block are in order."""
-    quarter, half, thread = places % 32 // 8, places // 32 % 2, places // 64 % 4
+    quarter = places % 32 // 8
+    half = places // 32 % 2
+    thread = places // 64 % 4
     columns = places // 256 * 256 + quarter * 64 + half * 32 + thread * 8 + places % 8
-    return columns if K % 256 == 0 else tl.where(places < K // 256 * 256, columns, places)
+    if K % 256 == 0:
+        return columns
+    else:
+        return tl.where(places < K // 256 * 256, columns, places)
 
 
-# What formats of 4-bit codes share
-KERNEL = dict(
-    values=values,
-    gain=1.0,
-    packed_load=packed_load,
-    packed_sums=_packed_sums,
-    sum_x=32,
-    neighbours=64,
-    peak=16384.0,
+# What all formats of 4-bit codes have for one token: a thread takes 64 columns, whole groups
+STREAMED = dict(gain=1.0, sum_x=32, neighbours=64, peak=16384.0)
+INT4 = Int4(
+    "int4",
+    bits=4,
+    load=load,
+    values=_values,
+    scales_of=_scale_and_zero,
+    columns=_columns,
+    stream_load=stream_load,
+    stream_sums=stream_sums_with_zero,
+    group=GROUP,
+    whole=BLOCK,
+    bound=2.0**-4,
+    **STREAMED,
 )
-INT4 = Int4("int4", 4, load, columns=_columns, group=GROUP, whole=BLOCK, bound=2.0**-4, **KERNEL)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 import kernels
 from attention import State
-from fp8 import Matrix
+from formats import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 Value = TypeVar("Value")

@@ -1,0 +1,504 @@
+"""What a matrix is: N rows and K columns, stored as its Format says.
+
+A format is one block of functions and numbers, for torch and for kernels. Nothing else knows how it
+stores a matrix. To add one, subclass Format, write its functions, and enter it in kernels.FORMATS:
+it can then be loaded, saved, divided among ranks, and run with one token, a few, or a prompt.
+
+    code     a small integer, or an 8-bit float, that stands for a weight
+    word     an int32 that holds several codes
+    group    neighbouring columns of a row that share a scale, and a minimum or a zero point
+    run      eight neighbouring columns
+    half2    two halves in one 32-bit register; one instruction computes with both"""
+
+from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from launch import EMULATED, jit, tl
+
+Tensors = tuple[Tensor, ...]  # what a format stores for a matrix, codes first
+Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # type and shape of each of these, by name
+
+
+# ---- in kernels: loading a tile. See Format.load for the arguments
+
+
+@jit
+def load_once(pointers, mask):
+    """Load what is read once and need not stay in the caches. Gives zero where the mask is off; a
+    mask of None is on everywhere."""
+    if mask is None:
+        return tl.load(pointers, eviction_policy="evict_first")
+    else:
+        return tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
+
+
+@jit
+def _mask(offs_k, left):
+    """Which of these columns there are. None if all of them, see Format.load."""
+    if left is None:
+        return None
+    else:
+        return offs_k < left
+
+
+@jit
+def load_elements(
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr = 1
+):
+    """The `load` of a format whose first tensor has an element for each weight."""
+    offs_k = tl.arange(0, COLUMNS)[None, :]
+    mask = _mask(offs_k, left)
+    return load_once(w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS]), mask)
+
+
+@jit
+def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr):
+    """A tensor of W as int32 words, one for EACH columns: [R, COLUMNS / EACH], COUNT neighbours to
+    a thread."""
+    word = tl.arange(0, COLUMNS // EACH)[None, :]
+    # of neighbours all or none, so that one instruction loads them
+    mask = _mask(word // COUNT * (COUNT * EACH), left)
+    words = w.to(tl.pointer_type(tl.int32)) + start // EACH + (k // EACH + word)
+    return load_once(tl.max_contiguous(words, [1, COUNT]), mask)
+
+
+@jit
+def load_codes(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
+    """Words of EACH codes: [R, COLUMNS / (4 EACH), 4], four neighbours to a thread."""
+    words = load_words(w, start, k, left, COLUMNS, EACH, 4)
+    return words.reshape(start.shape[0], COLUMNS // (4 * EACH), 4)
+
+
+@jit
+def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
+    """For each EACH columns the element that belongs to them, from a tensor of W with an element
+    for each GROUP columns: [R, COLUMNS / EACH], one to a thread, like the codes. `start` is a
+    multiple of GROUP, k of EACH."""
+    offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
+    mask = _mask(offs_k, left)
+    return load_once(w + start // GROUP + tl.max_contiguous((k + offs_k) // GROUP, [1, 1]), mask)
+
+
+@jit
+def load_two_groups(
+    w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+):
+    """For each 32 columns the element of BITS bits, 16 or 32, that belongs to them:
+    [R, COLUMNS / 32], two to a thread, which has 64 columns."""
+    if GROUP > 32:  # a multiple of 64, so that both are the same
+        one = load_groups(w, start, k, left, COLUMNS, 64, GROUP)
+        return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
+    elif BITS == 16:
+        both = load_groups(w.to(tl.pointer_type(tl.int32)), start, k, left, COLUMNS, 64, 64)
+        return int16_of(both).to(w.dtype.element_ty, bitcast=True)
+    else:
+        return load_words(w, start, k, left, COLUMNS, 32, 2)
+
+
+@jit
+def columns_of(places, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """See Format.columns. Unless eight neighbours have a dimension of their own, loads are not
+    vectorised: the compiler does not see through the arithmetic."""
+    if COLUMNS is None:
+        return places
+    else:
+        return COLUMNS(places, K)
+
+
+@jit
+def row_scale(w, rows, mask, GAIN: tl.constexpr):
+    """What sums over rows of W are multiplied by, see Format.gain."""
+    return tl.load(w[-1] + rows, mask=mask, other=0.0) * GAIN
+
+
+# ---- in kernels: bits
+
+
+@jit
+def half2_of(low, high):
+    """Halves as the lower and the upper halves of 32 bits."""
+    return low.to(tl.uint16, bitcast=True).to(tl.uint32) | (
+        high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    )
+
+
+@jit
+def half_at(bits, EXPONENT: tl.constexpr):
+    """The half in the lower bits of int32, times 2^-EXPONENT, as a float."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (2.0**-EXPONENT)
+
+
+@jit
+def int16_of(words):
+    """int32 [..., M] to the int16 that they consist of [..., 2 M], the lower one first."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return both.reshape(words.shape[:-1] + (2 * words.shape[-1],))
+
+
+@jit
+def split_4(x):
+    """[A, B, 4] to four times [A, B]."""
+    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@jit
+def as_floats(bytes_):
+    """Four int8 [A, B, 4], the bytes of a float that PTX returns: [A, B]. Joining them costs
+    nothing: they are in one register. In the interpreter, which has no PTX, they are floats
+    already."""
+    if EMULATED:
+        return bytes_
+    else:
+        b0, b1, b2, b3 = split_4(bytes_.to(tl.uint8, bitcast=True).to(tl.uint32))
+        return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.float32, bitcast=True)
+
+
+@jit
+def sums_of(x, COUNT: tl.constexpr):
+    """Sums of COUNT neighbours: [R, G] to [R, G / COUNT]."""
+    return tl.sum(x.reshape(x.shape[0], x.shape[1] // COUNT, COUNT), 2)
+
+
+def half2_products(
+    half2: tuple[str, str], words: int, codes: int, x: Callable[[int, int], int]
+) -> str:
+    """PTX that adds up the products of codes and x in the half2 register `sums`. half2: see Format.
+    words: how many registers have codes, of which `codes` is the first one's number. x: from the
+    index of a word and the half of it, 0 or 1, to the number of the register with its two x."""
+    lines = []
+    for word in range(words):
+        for half in (0, 1):
+            lines.append(half2[half].replace("SOURCE", f"${codes + word}"))
+            factors = f"p, ${x(word, half)}"
+            if word == half == 0:
+                lines.append(f"mul.rn.f16x2 sums, {factors};")
+            else:
+                lines.append(f"fma.rn.f16x2 sums, {factors}, sums;")
+    return " ".join(lines)
+
+
+# ---- formats
+
+
+class Blocks(NamedTuple):
+    """A matrix W [N, K] that others have quantised, as codes and, for groups of neighbouring
+    columns, numbers that are halves in the file. In float32 their products are exact (a half times
+    6 or 8 bits, times 4 to 8), so that W is what ggml decodes, bit for bit:
+
+    W = scale * parts[0] * (code - zero) + minimum * parts[1]
+    """
+
+    codes: Tensor  # int8 [N, K]
+    scale: Tensor  # float32 [N, groups]
+    minimum: Tensor | None = None  # float32 [N, groups]; None stands for 0
+    # whole numbers of a byte [N, smaller groups]; None stands for 1
+    parts: tuple[Tensor, Tensor] | None = None
+    zero: Tensor | None = None  # whole numbers [N, groups]; None stands for 0
+
+    def decoded(self) -> Tensor:
+        """float32 [N, K]. Only for blocks without zero points."""
+        scale = self.scale
+        minimum = self.minimum
+        if self.parts:
+            scale = in_parts(scale, self.parts[0])
+            if minimum is not None:
+                minimum = in_parts(minimum, self.parts[1])
+        values = self.codes.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
+        if minimum is not None:
+            values += minimum[..., None]
+        return values.flatten(1)
+
+
+def in_parts(groups: Tensor, parts: Tensor) -> Tensor:
+    """Each group's number times the numbers of its parts. [N, G] and [N, P] -> [N, P]."""
+    return (groups[..., None] * parts.unflatten(1, (groups.shape[1], -1))).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """A way to store a matrix W [N, K]. Kernels receive the stored tensors as a tuple w, and these
+    functions and numbers as constants. They never look at how many tensors there are, or of which
+    type.
+
+    load(w, start, k, left, COLUMNS, NEIGHBOURS, GROUP)
+        A tile as stored, COLUMNS weights of each of its rows. start [R, 1]: where these rows begin
+        in W, counted in weights; k: the first column, a number or [R, 1]; left: how many columns
+        there are from there on, None if enough; NEIGHBOURS: how many weights a thread should get
+        side by side, if possible; GROUP: `group` below.
+    values(tile, SCALES)
+        The weights before `gain` and the row's scale: halves or floats [R, COLUMNS].
+    scales_of(tile, SHIFT)
+        SCALES of `values` and `stream_sums`. Float32 scales of a tile's groups, times 2^SHIFT, and
+        their minimums or zero points, whichever these expect. None if there are no groups.
+    gain
+        All values are multiplied by it, and by the scale of their row, an element of the last
+        tensor. None if rows have no scale.
+    half2
+        For products in half precision with one token (kernels.half2_asm), two pieces of PTX. The
+        first puts the two codes in the lower half of register SOURCE as a half2 into p, the second
+        those in the upper half. They may use a and b, of 16 bits, and q, of 32. None if there are
+        no such products.
+    columns(places, K)
+        The columns whose weights are stored in these places of a row. Runs of eight columns stay
+        together. None if all are in order.
+
+    With these, one token runs in kernels._stream_kernel:
+
+    stream_load(w, start, k, left, COLUMNS, GROUP)
+        A tile of which a thread has whatever 64 weights need.
+    stream_sums(tile, x, sum_x, SCALES)
+        The tile's products with x, added up: float32 [R, COLUMNS / 64]. x: half2 [COLUMNS / 2], or
+        floats [COLUMNS] in the interpreter; sum_x: the sums of each `sum_x` of them.
+    """
+
+    name: str
+    bits: int  # per weight: launch sizes are listed by it
+    load: Callable
+    values: Callable
+    scales_of: Callable | None = None
+    gain: float | None = None
+    half2: tuple[str, str] | None = None
+    columns: Callable | None = None
+    stream_load: Callable | None = None
+    stream_sums: Callable | None = None
+    sum_x: int = 16  # see stream_sums
+    neighbours: int = 8  # weights that a thread must get for products in half precision
+    peak: float = 16.0  # the largest magnitude to which x is scaled for them
+    # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
+    group: int = 1
+    # a matrix of this many columns or more can only be cut at multiples of it, once it is stored
+    whole: int = 1
+    # a power of two above all that `values` returns, if a prompt's product may round it to E4M3
+    bound: float = 0.0
+    codes_each: int = 1  # codes in an element of the first tensor
+
+    def at(self, name: str) -> Format:
+        """The format of a model's matrix of this name, where some are to be kept in another."""
+        return self
+
+    def tensors(self, N: int, K: int) -> Shapes:
+        """Type and shape [N, M] of each stored tensor. M divides K: columns a to b of W are a M / K
+        to b M / K of the tensor, rounded down and up."""
+        raise NotImplementedError
+
+    def empty(self, N: int, K: int, device: torch.device) -> Tensors:
+        """Space for what is stored of a matrix."""
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=device)
+            for dtype, shape in self.tensors(N, K).values()
+        )
+
+    def nbytes(self, N: int, K: int) -> int:
+        shapes = self.tensors(N, K).values()
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes)
+
+    def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
+        """What is stored for weights [N, K], in the given tensors if any. Raises ValueError for NaN
+        or inf."""
+        raise NotImplementedError
+
+    def write(self, blocks: Blocks, out: Tensors) -> None:
+        """Store what others have quantised, exactly."""
+        raise NotImplementedError
+
+    def weights(self, tensors: Tensors) -> Tensor:
+        """The matrix as float32 [N, K], its columns in the order in which they are stored."""
+        raise NotImplementedError
+
+    def order(self, K: int, device: torch.device) -> Tensor | None:
+        """The order in which the columns are stored, int64 [K]. Returns None if they are stored as
+        they come."""
+
+    def ordered(self, t: Tensor) -> Tensor:
+        """[..., K] with its columns in that order."""
+        order = self.order(t.shape[-1], t.device)
+        if order is None:
+            return t
+        return t.gather(-1, order.expand(t.shape))
+
+    def decoded(self, tensors: Tensors) -> Tensor:
+        """The matrix as float32 [N, K]."""
+        weights = self.weights(tensors)
+        order = self.order(weights.shape[1], weights.device)
+        if order is None:
+            return weights
+        return weights.index_select(1, order.argsort())
+
+    def check(self, tensors: Tensors) -> None:
+        """Raise ValueError for scales that are not positive and finite, and for codes that are not
+        finite."""
+        scales = tensors[-1]
+        if not ((scales > 0) & (scales < torch.inf)).all():
+            raise ValueError("scales that are not positive and finite")
+
+    def multiply(self, tensors: Tensors, factor: float) -> None:
+        """Multiply the matrix by a power of two, in place: the last tensor has its scales."""
+        tensors[-1].mul_(factor)
+
+    def on(self, device: torch.device) -> Format:
+        """The format as kernels on this device decode it."""
+        return self
+
+    def decoding(self) -> dict[str, Any]:
+        """What a kernel that decodes tiles is compiled for."""
+        return dict(
+            LOAD=self.load,
+            GROUP=self.group,
+            VALUES=self.values,
+            SCALES=self.scales_of,
+            COLUMNS=self.columns,
+            GAIN=self.gain,
+        )
+
+    def can_be_cut(self, K: int, part: int) -> bool:
+        """Whether K columns, once stored, can be cut into parts of so many."""
+        return part == K or self.whole > K or part % self.whole == 0
+
+    def cpu_layout(self, tensors: Tensors) -> Tensors | None:
+        """The matrix as torch's own product in bf16 with few tokens reads it on a CPU. Returns None
+        if torch has none."""
+
+    def cpu_layout_linear(self, x: Tensor, cpu_layout: Tensors) -> Tensor:
+        """x W^T in bf16. x [T, K] -> [T, N]."""
+        raise NotImplementedError
+
+    def vector_linear(self, row: Tensor, tensors: Tensors) -> Tensor:
+        """W times a row of floats [K], of magnitudes up to 1, on a CPU: [N] in float16 or
+        float32."""
+        row = self.ordered(row)
+        parts = zip(*(t.split(512) for t in tensors))
+        return torch.cat([torch.mv(self.weights(part), row) for part in parts])
+
+
+def rotated(runs, turns):
+    """The indices of the runs of eight columns that are stored in these places. Every `turns` runs
+    are rotated among themselves, by one more from one thread (64 columns) to the next. For torch
+    and for kernels."""
+    return runs // turns * turns + (runs + runs // 8) % turns
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped(Format):
+    """A format with a scale and a minimum for each group of columns: W = scale * code + minimum,
+    times the row's scale if there is one, which is then the last tensor."""
+
+    turns: int = 1  # runs of eight columns that are rotated among themselves, see rotated
+
+    def runs(self, K: int, device: torch.device) -> Tensor:
+        """The order in which runs of eight columns are stored, int64 [K / 8]: `columns` for
+        torch."""
+        return rotated(torch.arange(K // 8, device=device), self.turns)
+
+    def in_runs(self, t: Tensor) -> Tensor:
+        """[..., K] with its runs of eight columns in that order."""
+        runs = self.runs(t.shape[-1], t.device)
+        return t.unflatten(-1, (-1, 8)).index_select(-2, runs).flatten(-2)
+
+    def order(self, K: int, device: torch.device) -> Tensor:
+        return self.in_runs(torch.arange(K, device=device))
+
+    def codes(self, tensors: Tensors) -> Tensor:
+        """[N, K], as they are stored."""
+        raise NotImplementedError
+
+    def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Scales and minimums of the groups, times the row's scale: float32 [N, groups]."""
+        raise NotImplementedError
+
+    def weights(self, tensors: Tensors) -> Tensor:
+        scale, minimum = self.scales(tensors)
+        groups = self.codes(tensors).float().unflatten(1, (scale.shape[1], -1))
+        return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
+
+
+def some_rows(weights: Tensor, out: Tensors) -> Iterator[Tensors]:
+    """Some rows of the weights at a time, with the rows of `out` that they are encoded into; on a
+    CPU as many as fit into its caches. Raises ValueError for NaN or inf: this check is the only
+    place where encoding waits for the GPU, which encodes one matrix while the next is read."""
+    if not torch.isfinite(torch.stack(weights.aminmax())).all():
+        raise ValueError("NaN or inf cannot be stored in 8 or 4 bits")
+    elements = 1 << 16 if weights.is_cpu else 1 << 24
+    rows = max(1, elements // weights.shape[1])
+    yield from zip(*(t.split(rows) for t in (weights, *out)))
+
+
+@jit
+def plain_values(tile, SCALES: tl.constexpr = None):
+    """The `values` of a matrix in 16 or 32 bits."""
+    return tile
+
+
+PLAIN = Format("none", 16, load_elements, plain_values)
+
+
+# ---- matrices
+
+
+@dataclass(eq=False)
+class Matrix:
+    """A weight matrix W of N rows and K columns, applied as y = x W^T."""
+
+    # as the format says; without one, a single tensor [N, K] in 16 or 32 bits, which on a CPU may
+    # be stored column by column or in oneDNN's layout (kernels.in_cpu_layout)
+    tensors: Tensors
+    format: Format | None = None
+    # a second copy that some products on a CPU read: Format.cpu_layout, or oneDNN's layout
+    cpu_layout: Tensors | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tensors, Tensor):
+            self.tensors = (self.tensors,)
+
+    @property
+    def data(self) -> Tensor:
+        """The codes, or the weights themselves if there is no format."""
+        return self.tensors[0]
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def columns(self) -> int:
+        codes_each = self.format.codes_each if self.format else 1
+        return self.data.shape[1] * codes_each
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.rows, self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def bits(self) -> int:
+        """Bits per weight, by which launch sizes are listed."""
+        return self.format.bits if self.format else 8 * self.data.element_size()
+
+    def dense(self) -> Tensor:
+        """W as floats [N, K]: in float32 for a format, otherwise in the type of the data."""
+        if self.format:
+            return self.format.decoded(self.tensors)
+        return self.data.to_dense() if self.data.is_mkldnn else self.data
+
+    def parts(self, rows: int) -> list[Matrix]:
+        """The matrix, so many rows at a time."""
+        split = zip(*(t.split(rows) for t in self.tensors))
+        return [Matrix(part, self.format) for part in split]
+
+
+def format_of(w: Matrix) -> Format:
+    """The format of a matrix as kernels on its device read it."""
+    return w.format.on(w.data.device) if w.format else PLAIN
