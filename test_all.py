@@ -1952,7 +1952,12 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
         size = dense(w).data.square().mean(1).sqrt()
         out = (
             kernels.rmsnorm_linear(
-                x, norm, w, 1e-5, torch.empty(T, N, device=DEVICE), accumulate="fp32"
+                x,
+                norm,
+                w,
+                SimpleNamespace(norm_eps=1e-5),
+                torch.empty(T, N, device=DEVICE),
+                accumulate="fp32",
             )
             / size
         )
