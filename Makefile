@@ -33,10 +33,10 @@ bench: .venv/ready  ## tokens per second
 	$(RUN) bench.py -m "$(MODEL)" $(ARGS)
 
 kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU: torch's ops, not the kernels)
-	$(VENV)/python bench.py --kernels -m "$(MODEL)" $(ARGS)
+	$(VENV)/python dev/kernels.py -m "$(MODEL)" $(ARGS)
 
 profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
-	$(VENV)/python bench.py --profile -m "$(MODEL)" $(ARGS)
+	$(VENV)/python dev/steps.py -m "$(MODEL)" $(ARGS)
 
 test: .venv/ready-test  ## all tests; no GPU needed: five minutes on two cores, six the first time
 	$(VENV)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST) test_all.py $(ARGS)

@@ -81,13 +81,17 @@ from checkpoint import (
     read_part,
     save,
 )
-from dev import fuzz, mutate
+from dev import compare, fuzz, mutate, steps
+from dev import kernels as op_table
+from dev import passes as dev_passes
+from dev import tune as tuner
 from dev.fuzz import sentencepiece_metadata, write_gguf
 from extra import gguf as ggml
 from extra import hopper, int4, parallel, quants, speculation
 from extra.int4 import INT4
 from extra.parallel import Ranks
 from extra.speculation import Draft, Lookup, Pacer, Speculation
+from figures import plot
 from fp8 import E4M3, E5M2, Matrix
 from kernels import FORMATS, PRODUCTS
 from launch import tl
@@ -6188,37 +6192,24 @@ def test_tiles_fit_shared_memory(monkeypatch):
 # ---- bench.py
 
 
-def test_bench_cost(tiny_model):
+def tiny_llama(dtype: torch.dtype, format=None) -> Llama:
+    """With random weights, for what is counted by hand."""
     c = read_config_like(
         dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10
     )
     cpu = torch.device("cpu")
+    weights = bench.random_weights(c, dtype, cpu, format, "torch")
+    return Llama(c, weights, "torch", cpu, dtype, 16)
 
-    def model_in(dtype: torch.dtype, format=None) -> Llama:
-        return Llama(
-            c, bench.random_weights(c, dtype, cpu, format, "torch"), "torch", cpu, dtype, 16
-        )
 
-    halves, in_8_bits = model_in(torch.float16), model_in(torch.float16, E4M3)
-    # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
-    assert bench.cost("rmsnorm_qkv_rope", halves, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
-    # 3 tokens after 5: they see 6 + 7 + 8 = 21 keys; 8 cached positions of 2 heads of 2, for keys
-    # and for values
-    assert bench.cost("attention", halves, 3, 5) == (2 * (3 * 8 * 2 + 2 * 8 * 4), 4 * 8 * 21)
-    swiglu = bench.cost("rmsnorm_swiglu", model_in(torch.float32), 2)
-    assert swiglu == (4 * (24 * 8 + 2 * 8 + 8 + 2 * 12), 2 * 2 * 24 * 8)
-    assert bench.cost("w2", in_8_bits, 1) == (8 * 12 + 4 * 8 + 2 * (12 + 8 + 8), 2 * 8 * 12)
-    in_8_bits.weights.layers[1].w2 = halves.weights.layers[1].w2
-    assert bench.cost("w2", in_8_bits, 1)[0] == (8 * 12 + 4 * 8 + 2 * 8 * 12) / 2 + 2 * (12 + 8 + 8)
-    assert bench.cost("rmsnorm_linear", halves, 1)[0] == 2 * (10 * 8 + 8 + 8) + 4 * 10
+def test_bench_bytes_and_operations(tiny_model):
+    # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8
     layer = 2 * 16 * 8 + 4 * 8 * 1 + 2 * 8 * 8 + 2 * 24 * 8 + 2 * 8 * 12
-    assert bench.prefill_operations(halves, 1) == 2 * layer + 2 * 10 * 8
+    assert bench.prefill_operations(tiny_llama(torch.float16), 1) == 2 * layer + 2 * 10 * 8
     # a decode step reads all matrices, and keys and values of 2 layers, 2 heads of 16
     matrices = sum(matrix.nbytes for matrix in tiny_model.weights.matrices)
-    assert [bench.decode_bytes(tiny_model, depth) - matrices for depth in (0, 10)] == [
-        0,
-        4 * 2 * 2 * 10 * 2 * 16,
-    ]
+    assert bench.decode_bytes(tiny_model, 0) == matrices
+    assert bench.decode_bytes(tiny_model, 10) == matrices + 4 * 2 * 2 * 10 * 2 * 16
 
 
 @pytest.mark.parametrize("stride", [24, 10, 1])
@@ -6243,10 +6234,14 @@ def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
 
 
 @pytest.fixture
-def bench_cli(capfd, monkeypatch):
+def quick_ceilings(monkeypatch):
+    """In place of the real ones, which take seconds."""
     for name in ("read_ceiling", "copy_ceiling", "product_ceiling"):
-        # the real ones take seconds
         monkeypatch.setattr(bench, name, functools.cache(lambda *_: 1e10))
+
+
+@pytest.fixture
+def bench_cli(capfd, monkeypatch, quick_ceilings):
     return caller(bench.main, monkeypatch, capfd)
 
 
@@ -6322,88 +6317,26 @@ def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
     assert re.search(r"tiny\S*: this takes at least \d+ (s|minutes)", notes), notes
 
 
-def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, hub, monkeypatch):
-    seconds = (0.9**i for i in itertools.count())  # each measurement is shorter than the one before
-
-    def wall_times(run, *_) -> list[float]:
-        run()
-        return [next(seconds)]
-
-    monkeypatch.setattr(bench, "wall_times", wall_times)
-    axes = [
-        "-d",
-        "0,9",
-        "--dtype",
-        "fp32,bf16",
-        "--format",
-        "none,e4m3",
-        "-o",
-        "json",
-        "--vs",
-        "transformers",
-    ]
-    rows = rows_of(bench_cli("-m", f"random:{tiny / 'config.json'}", *QUICK, *axes))
-    ours, theirs = (
-        [r for r in rows if ("transformers" in r["backend"]) == peer] for peer in (False, True)
-    )
-    assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["format"] == "none" for r in theirs)
-    names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
-    expected = [
-        (r["dtype"], r["test"], name)
-        for r in ours
-        if r["format"] == "none"
-        for name in names[r["test"][:3]]
-    ]
-    assert [(r["dtype"], r["test"], r["backend"]) for r in theirs] == expected, (
-        "beside what it did not run"
-    )
-    result = bench_cli("-m", tiny_saved, *QUICK, "-o", "json", "--vs", "transformers")
-    rows = rows_of(result)
-    assert "transformers is not measured: --vs needs --format none" in result[2]
-    assert [(r["format"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, (
-        "it cannot read this model"
-    )
-    asked = []
-    for _ in range(2):
-        rows = rows_of(
-            bench_cli("-m", "someone/tiny", *QUICK, "-o", "json", "--vs", "transformers")
-        )
-        asked.append(len(hub.asked))
-    assert [r["backend"] for r in rows[2:]] == ["transformers", *names["tg2"]]
-    assert asked[0] == asked[1] > 0, "downloaded, and then the hub is not asked again"
-
-
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_bench_random_config(bench_cli, tmp_path, family):
-    sizes = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        vocab_size=70,
-    )
-    getattr(transformers, f"{family}Config")(
-        num_key_value_heads=2, head_dim=8, **sizes
-    ).save_pretrained(tmp_path)
+def test_bench_random_config(qwen_config, family):
     args = bench.parse_args(["--device", "cpu", "-t", "1"])
-    args.model, args.ranks = f"random:{tmp_path / 'config.json'}:2", parallel.Ranks()
+    args.model, args.ranks = f"random:{qwen_config}:2", parallel.Ranks()
     model = bench.open_model(args, "fp32", 16, "none")
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
-    assert len(model.weights.layers) == 2 and layer == {
-        tensor.name for tensor in model.config.layer_table
-    }
+    assert len(model.weights.layers) == 2
+    assert layer == {tensor.name for tensor in model.config.layer_table}
     assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
-    theirs = bench.transformers_model(args, torch.float32, torch.device("cpu"))
-    assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
-    code, out, err = bench_cli(
-        "-m", args.model, *"--kernels -p 4 -d 0,7 --device cpu -o jsonl".split()
-    )
-    prompt = "rmsnorm rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
-    expected = [(op, 1, 100) for op in (*prompt, "rmsnorm_linear", "sample")]
-    expected += [(op, 4, depth) for depth in (0, 7) for op in prompt]
-    assert (
-        code == 0 and [(row["op"], row["tokens"], row["depth"]) for row in objects(out)] == expected
-    ), err
+
+
+@pytest.fixture
+def qwen_config(family, tmp_path) -> Path:
+    """The config.json of a tiny model of a family."""
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=70,
+    )  # fmt: skip
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
+    return tmp_path / "config.json"
 
 
 def test_bench_shapes_as_published():
@@ -6431,43 +6364,6 @@ def test_bench_random_matrices(form):
     assert 0.018 < layer.wqkv.dense().std() < 0.022
 
 
-def test_bench_profile(bench_cli, tiny):
-    code, out, err = bench_cli("-m", tiny, "-p", 4, "--device", "cpu", "--profile")
-    assert "the Triton kernels need a GPU" in err and "| rmsnorm_swiglu: " in out
-    assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
-
-
-def test_bench_profile_rows(tiny_model, monkeypatch):
-    monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
-    monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
-    step = ["_embedding_kernel"]
-    for _ in range(2):
-        step += [
-            "_vector_kernel",
-            "_attention_kernel",
-            "_vector_kernel",
-            "_vector_kernel",
-            "_vector_kernel",
-        ]
-    step += ["_vector_kernel", "_sample_best_kernel"]
-    # each starts a second before the one before it ends, but for the last, which starts a second
-    # later
-    events = [(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
-    events += [(step[-1], events[-1][2] + 1, events[-1][2] + 2)]
-    rows, ms, gaps, _ = bench.profile_rows(events, tiny_model, 1, 100)
-    counts = {row["kernel"]: row["count"] for row in rows}
-    products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in bench.PRODUCT_ROWS}
-    assert counts == products | {
-        "_embedding_kernel": 1,
-        "_attention_kernel": 2,
-        "_sample_best_kernel": 1,
-    }
-    assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
-    w2 = next(row for row in rows if row["kernel"].startswith("w2"))
-    moved = 2 * bench.cost("w2", tiny_model, 1)[0]
-    assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
-
-
 def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp_path):
     (tmp_path / "text").write_text(TEXT * 3)
     flags = ("--device", "cpu", "--perplexity", tmp_path / "text", "-o", "json")
@@ -6491,14 +6387,182 @@ def test_bench_threads(bench_cli, tiny, request):
         assert {row["device"] for row in rows} == {name}
 
 
-def test_bench_passes(bench_cli, tiny):
-    flags = ("--passes", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json", "--device", "cpu")
-    rows = rows_of(bench_cli("-m", tiny, *flags))
+def test_bench_cells_and_percents(capsys):
+    shown = {
+        1.0: "1.00",
+        0.0: "0.00",
+        1.00071: "1.00071",
+        0.00037: "0.00037",
+        1.07: "1.070",
+        5.4712: "5.47",
+    }
+    shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
+    for value, text in (shown | {7: "7", None: ""}).items():
+        assert bench.cell(value) == text, value
+    bench.note_once.cache_clear()
+    assert [bench.percent(x, 2) for x in (1, 3, 3)] == [50, 150, 150]
+    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
+
+
+def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    for arguments, text in (
+        (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
+        (["-m", "random:7b:0"], "'0' is not a number of layers"),
+        (["-m", "nowhere"], "no file or folder nowhere here"),
+        (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
+        (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
+    ):
+        assert_refused(bench_cli(*arguments), text)
+    for arguments, text in (
+        ("-p x", "-p/--n-prompt: x: must be a whole number"),
+        ("-p 0 -n 0", "nothing to measure"),
+        ("--perplexity x --stride 600", "skips text"),
+    ):
+        assert_refused(bench_cli(*arguments.split()), text, code=2)
+    for of_the_other_mode in (
+        "--stride 4", "--against fp32", "--perplexity x -p 4", "--perplexity x --dtype fp32,bf16",
+        "--perplexity x -m a -m b", "--perplexity x --format none,e4m3",
+    ):  # fmt: skip
+        assert_refused(bench_cli(*of_the_other_mode.split()), code=2)
+
+
+# ---- dev/: what a developer measures
+
+
+@pytest.fixture
+def dev_cli(capfd, monkeypatch, quick_ceilings):
+    """A script of dev/ in this process, on a CPU: run(script, *arguments)."""
+
+    def run(script, *arguments) -> tuple[int, str, str]:
+        return caller(script.main, monkeypatch, capfd, "--device", "cpu")(*arguments)
+
+    return run
+
+
+def test_kernels_cost():
+    halves, in_8_bits = tiny_llama(torch.float16), tiny_llama(torch.float16, E4M3)
+    cost = op_table.cost
+    # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
+    assert cost("rmsnorm_qkv_rope", halves, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
+    # 3 tokens after 5: they see 6 + 7 + 8 = 21 keys; 8 cached positions of 2 heads of 2, for keys
+    # and for values
+    assert cost("attention", halves, 3, 5) == (2 * (3 * 8 * 2 + 2 * 8 * 4), 4 * 8 * 21)
+    swiglu = cost("rmsnorm_swiglu", tiny_llama(torch.float32), 2)
+    assert swiglu == (4 * (24 * 8 + 2 * 8 + 8 + 2 * 12), 2 * 2 * 24 * 8)
+    assert cost("w2", in_8_bits, 1) == (8 * 12 + 4 * 8 + 2 * (12 + 8 + 8), 2 * 8 * 12)
+    in_8_bits.weights.layers[1].w2 = halves.weights.layers[1].w2
+    assert cost("w2", in_8_bits, 1)[0] == (8 * 12 + 4 * 8 + 2 * 8 * 12) / 2 + 2 * (12 + 8 + 8)
+    assert cost("rmsnorm_linear", halves, 1)[0] == 2 * (10 * 8 + 8 + 8) + 4 * 10
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_kernels_of_a_family(dev_cli, qwen_config, family):
+    """Every op runs, and transformers gets the same shapes."""
+    args = SimpleNamespace(model=f"random:{qwen_config}:2")
+    theirs = compare.transformers_model(args, torch.float32, torch.device("cpu"))
+    assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
+    flags = "-p 4 -d 0,7 -o jsonl -t 1".split()
+    code, out, err = dev_cli(op_table, "-m", args.model, *flags)
+    prompt = "rmsnorm rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
+    expected = [(op, 1, 100) for op in (*prompt, "rmsnorm_linear", "sample")]
+    expected += [(op, 4, depth) for depth in (0, 7) for op in prompt]
+    found = [(row["op"], row["tokens"], row["depth"]) for row in objects(out)]
+    assert code == 0 and found == expected and "bound by: " in err, err
+
+
+def test_kernels_equal_plain_pytorch(tiny_model):
+    """What is timed beside each other computes the same; but for SwiGLU, whose rows it mixes up."""
+    for T, start_pos in ((1, 9), (5, 0), (5, 9)):
+        state = State(tiny_model)
+        state.advance(start_pos)
+        inputs = op_table.random_inputs(tiny_model, T)
+        ours = op_table.ops_of(tiny_model, state, inputs)
+        plain = op_table.plain_ops(tiny_model, state, inputs, start_pos)
+        assert ours.keys() == plain.keys()
+        for op in ("rmsnorm", "rmsnorm_qkv_rope", "attention", "wo", "w2"):
+            expected = plain[op](1)  # first, since ours may overwrite the residual
+            if op == "attention":  # PyTorch's has heads before tokens
+                expected = expected[0].transpose(0, 1)
+            assert_close(ours[op](1).reshape(expected.shape), expected)
+    ours = op_table.ops_of(tiny_model, state, op_table.random_inputs(tiny_model, 1))
+    assert ours["rmsnorm_linear"](0).isfinite().all()
+
+
+def test_compare_with_transformers(dev_cli, tiny, tiny_saved, hub, monkeypatch):
+    seconds = (0.9**i for i in itertools.count())  # each measurement is shorter than the one before
+
+    def wall_times(run, *_) -> list[float]:
+        run()
+        return [next(seconds)]
+
+    def rows_of_both(model, *flags) -> tuple[list[dict], str]:
+        quick = ["-p", "4", "-n", "2", "-r", "1", "-o", "json"]
+        result = dev_cli(compare, "-m", model, *quick, *flags)
+        return rows_of(result), result[2]
+
+    monkeypatch.setattr(bench, "wall_times", wall_times)
+    axes = ["-d", "0,9", "--dtype", "fp32,bf16", "--format", "none,e4m3"]
+    rows, _ = rows_of_both(f"random:{tiny / 'config.json'}", *axes)
+    theirs = [row for row in rows if "transformers" in row["backend"]]
+    ours = [row for row in rows if row not in theirs]
+    assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["format"] == "none" for r in theirs)
+    names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
+    expected = []
+    for row in ours:
+        if row["format"] == "none":
+            expected += [(row["dtype"], row["test"], name) for name in names[row["test"][:3]]]
+    found = [(row["dtype"], row["test"], row["backend"]) for row in theirs]
+    assert found == expected, "beside what it did not run"
+    rows, said = rows_of_both(tiny_saved)
+    assert "transformers is not measured: it needs --format none" in said
+    found = [(row["format"], row["backend"]) for row in rows]
+    assert found == [("e4m3", "torch")] * 2, "it cannot read this model"
+    asked = []
+    for _ in range(2):
+        rows, _ = rows_of_both("someone/tiny")
+        asked.append(len(hub.asked))
+    assert [r["backend"] for r in rows[2:]] == ["transformers", *names["tg2"]]
+    assert asked[0] == asked[1] > 0, "downloaded, and then the hub is not asked again"
+
+
+def test_steps(dev_cli, tiny):
+    code, out, err = dev_cli(steps, "-m", tiny, "-p", 4)
+    assert "the Triton kernels need a GPU" in err and "| rmsnorm_swiglu: " in out
+    assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
+
+
+def test_steps_rows(tiny_model, monkeypatch):
+    monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
+    monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
+    layer = ["_vector_kernel", "_attention_kernel", *["_vector_kernel"] * 3]
+    step = ["_embedding_kernel", *layer * 2, "_vector_kernel", "_sample_best_kernel"]
+    # each starts a second before the one before it ends, but for the last, which starts a second
+    # later
+    events = [steps.Event(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
+    events.append(steps.Event(step[-1], events[-1].end + 1, events[-1].end + 2))
+    rows, ms, gaps, _ = steps.profile_rows(events, tiny_model, 1, 100)
+    counts = {row["kernel"]: row["count"] for row in rows}
+    products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in op_table.PRODUCTS}
+    assert counts == products | {
+        "_embedding_kernel": 1,
+        "_attention_kernel": 2,
+        "_sample_best_kernel": 1,
+    }
+    assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
+    w2 = next(row for row in rows if row["kernel"].startswith("w2"))
+    moved = 2 * op_table.cost("w2", tiny_model, 1)[0]
+    assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
+
+
+def test_passes(dev_cli, tiny):
+    flags = ("-T", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json")
+    rows = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
     assert [row["tokens"] for row in rows] == [1, 2, 5] and rows[0]["ratio"] == 1
 
 
 @pytest.mark.parametrize("card", [90, 120])
-def test_bench_tune(tiny, tmp_path, monkeypatch, card):
+def test_tune(tiny, tmp_path, monkeypatch, card):
     """On a card that has entries, and on one that has used another's. A matrix in another format
     has other tables."""
     model = load(tiny, dtype="fp16", device="cpu")
@@ -6507,7 +6571,7 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
     file = Path(shutil.copy(HERE / "launch.json", tmp_path))
     monkeypatch.setattr(launch, "TABLES_FILE", file)
     monkeypatch.setattr(launch, "tables", functools.cache(launch.tables.__wrapped__))
-    monkeypatch.setattr(bench, "tables", launch.tables)
+    monkeypatch.setattr(tuner, "tables", launch.tables)
     launch.save_tables()
     assert file.read_text() == (HERE / "launch.json").read_text(), (
         "what was not changed is saved as it was"
@@ -6520,12 +6584,12 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
         kind, ops = ("vector", nearest("vector")) if T == 1 else ("few", nearest("few")[T])
         return 1.0 / (1 + str(ops).count(str(best[kind])))
 
-    monkeypatch.setattr(bench, "capability", lambda _: card)
-    monkeypatch.setattr(bench, "pass_seconds", pass_seconds)
+    monkeypatch.setattr(tuner, "capability", lambda _: card)
+    monkeypatch.setattr(tuner, "pass_seconds", pass_seconds)
     monkeypatch.setattr(bench, "open_model", lambda *_: model)
     monkeypatch.setattr(type(model), "uses_graphs", True)
     before = nearest("few")[8]["default"][0]
-    bench.run_tune(SimpleNamespace(dtype=["auto"], format=["none"]))
+    tuner.tune(SimpleNamespace(dtype=["auto"], format=["none"]))
     launch.tables.cache_clear()  # what it wrote
     vector, few = (launch.tables()[kind][card][16] for kind in best)
     for matrix, op in (
@@ -6544,96 +6608,61 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
     )
 
 
-def test_bench_cells_and_percents(capsys):
-    shown = {
-        1.0: "1.00",
-        0.0: "0.00",
-        1.00071: "1.00071",
-        0.00037: "0.00037",
-        1.07: "1.070",
-        5.4712: "5.47",
-    }
-    shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
-    for value, text in (shown | {7: "7", None: ""}).items():
-        assert bench.cell(value) == text, value
-    bench.note_once.cache_clear()
-    assert [bench.percent(x, 2) for x in (1, 3, 3)] == [50, 150, 150]
-    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
+@pytest.fixture
+def draw_picture(capfd, monkeypatch):
+    return caller(plot.main, monkeypatch, capfd)
 
 
-def test_bench_plot(bench_cli, tiny, tmp_path):
+def test_plot(bench_cli, draw_picture, tiny, tmp_path):
     record, picture = tmp_path / "record", tmp_path / "speed.svg"
     code, out, err = bench_cli("-m", tiny, *QUICK, "--format", "none,e4m3", "-o", "jsonl")
     assert code == 0, err
     record.write_text(out)
-    rows = bench.read_rows(record)
+    rows = plot.read_rows(record)
     rows += [replace(row, dtype="bf16") for row in rows]
-    assert len({bench.label(row, rows) for row in rows if row.test == "tg2"}) == 4, (
-        "bars of the same name"
-    )
-    draw = ("--plot", record, picture)
-    assert bench_cli(*draw) == (0, "", "")
+    labels = {plot.label(row, rows) for row in rows if row.test == "tg2"}
+    assert len(labels) == 4, "bars of the same name"
+    assert draw_picture(record, picture) == (0, "", "")
     whole = picture.read_bytes()
     assert b"fused-llama, fp32" in whole and b"fused-llama, e4m3" in whole
-    assert bench_cli(*draw)[0] == 0 and picture.read_bytes() == whole, "a record gives one picture"
+    assert draw_picture(record, picture)[0] == 0 and picture.read_bytes() == whole, (
+        "a record gives one picture"
+    )
     for text in ("{", "[]", "null", '{"test": "tg2"}', out.replace("tokens_per_s", "x")):
         record.write_text(text)
-        assert_refused(bench_cli(*draw), "not a row printed by bench.py -o jsonl")
+        assert_refused(draw_picture(record, picture), "not a row printed by bench.py -o jsonl")
     record.write_text(out)
-    assert_refused(
-        bench_cli("--plot", record, tmp_path / "none" / "x.png"), "x.png: No such file or directory"
-    )
-    assert_refused(bench_cli("--plot", record, tmp_path / "x.xyz"), "Format 'xyz' is not supported")
-    assert_refused(
-        bench_cli("--plot", tmp_path / "none", picture), "none: No such file or directory"
-    )
+    assert_refused(draw_picture(record, tmp_path / "none" / "x.png"), "No such file", "x.png")
+    assert_refused(draw_picture(record, tmp_path / "x.xyz"), "Format 'xyz' is not supported")
+    assert_refused(draw_picture(tmp_path / "none", picture), "No such file", "none")
     record.write_text("")
-    assert "there is nothing to draw" in bench_cli(*draw)[2]
+    assert_refused(draw_picture(record, picture), "there is nothing to draw")
 
 
-def test_bench_picture_of_the_readme(bench_cli, tmp_path):
-    assert bench_cli("--plot", HERE / "figures/h200.jsonl", tmp_path / "h200.svg") == (0, "", "")
+def test_picture_of_the_readme(draw_picture, tmp_path):
+    assert draw_picture(HERE / "figures/h200.jsonl", tmp_path / "h200.svg") == (0, "", "")
     drawn, kept = ((folder / "h200.svg").read_text() for folder in (tmp_path, HERE / "figures"))
     texts = [re.findall(r">([^<>\n]+)</text>", picture) for picture in (drawn, kept)]
     assert texts[0] == texts[1] and "fused-llama, e4m3" in texts[0]
 
 
-def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
-    (tmp_path / "bad").write_bytes(b"ab\xff")
-    # packages that are not there
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    for arguments, text in (
-        (["-m", tiny, "--vs", "transformers"], "--vs needs a package"),
-        (
-            ["--plot", HERE / "figures/h200.jsonl", "x.png"],
-            "--plot needs a package that is not installed: matplotlib",
-        ),
-        (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
-        (["-m", "random:7b:0"], "'0' is not a number of layers"),
-        (["-m", "nowhere"], "no file or folder nowhere here"),
-        (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
-        (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
-        (["-m", tiny, "--tune", "--device", "cpu"], "on a GPU"),
+def test_dev_errors_are_one_line(dev_cli, tiny, monkeypatch):
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
+    for script, text in (
+        (compare, "a package is not installed: transformers"),
+        (tuner, "on a GPU"),
     ):
-        assert_refused(bench_cli(*arguments), text)
-    for arguments, text in (("-p x", "-p/--n-prompt: x: must be a whole number"), ("-p 0 -n 0", "nothing to measure"),
-        ("-p 0 --profile", "nothing to measure"), ("--perplexity x --stride 600", "skips text"),
+        assert_refused(dev_cli(script, "-m", tiny), text)
+    for script, flags in (
+        (op_table, "--format none,e4m3"), (op_table, "-n 4"), (op_table, "-r 4"),
+        (op_table, "-m a -m b"), (steps, "-p 0"), (steps, "-p 4,5"), (steps, "-o json"),
+        (tuner, "-p 4"), (dev_passes, "-T 0"), (dev_passes, "-d 4,5"), (compare, "-p 0 -n 0"),
+        (compare, "--perplexity x"),
     ):  # fmt: skip
-        assert_refused(bench_cli(*arguments.split()), text, code=2)
-    for of_another_mode in (
-        "--vs transformers --perplexity x", "--plot x x.png --perplexity x",
-        "--plot x x.png --kernels", "--plot x.png",
-        "--stride 4", "--against fp32", "--perplexity x --dtype fp32, bf16",
-        "--kernels --format none, e4m3",
-        "--kernels -n 4", "--kernels -r 4", "--kernels --accumulate fp32", "--profile -p 4, 5",
-        "--profile -o json",
-        "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels",
-        "--plot x x.png -m a",
-    ):  # fmt: skip
-        assert_refused(bench_cli(*of_another_mode.split()), code=2)
+        assert_refused(dev_cli(script, *flags.split()), code=2)
 
 
-# ---- dev/
+# ---- dev/: fuzzing and mutants
 
 
 def test_fuzz_finds_nothing():
