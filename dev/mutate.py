@@ -31,7 +31,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant("kernels.py", "tl.sum(y * y) / C + eps)", "tl.sum(y * y) / C)", "op_equals"),
-    Mutant("kernels.py", "packed[j][1]) * packed[j][2]", "packed[j][1])", "products_with_4_bit"),
+    Mutant("kernels.py", "* packed[j][2]", "", "products_with_4_bit"),
     Mutant(
         "kernels.py",
         "return even * cos - odd * sin,",
@@ -88,8 +88,8 @@ MUTANTS = [
     ),
     Mutant(
         "attention.py",
-        "new_max, row_sum * rescale +",
-        "new_max, row_sum +",
+        "row_sum * rescale + tl.sum",
+        "row_sum + tl.sum",
         "attention_does_not_depend",
     ),
     Mutant(
