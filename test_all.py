@@ -34,6 +34,7 @@ import termios
 import textwrap
 import threading
 import time
+import traceback
 import warnings
 import weakref
 import zipfile
@@ -85,7 +86,7 @@ from dev import compare, fuzz, mutate, steps
 from dev import kernels as op_table
 from dev import passes as dev_passes
 from dev import tune as tuner
-from dev.fuzz import sentencepiece_metadata, write_gguf
+from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import gguf as ggml
 from extra import hopper, int4, parallel, quants, speculation
 from extra.int4 import INT4
@@ -6332,13 +6333,23 @@ WRONG = {  # a case that goes wrong: what the fuzzer says of it
 }
 
 
+def reports(act) -> int:
+    """What run.main does with --debug."""
+    try:
+        act()
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 @pytest.mark.parametrize("how", WRONG)
 def test_fuzz_notices(how, monkeypatch):
     act, expected = WRONG[how]
 
-    def kind(rng, bases, place):
+    def kind(rng, bases, place) -> bool:
         fuzz.watched.folder = str(place)
-        act()
+        return fuzz.ends_well(lambda: reports(act))
 
     monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
     outcomes, failures = fuzz.run_cases([SEED], {}, limit=1 if how == "no end" else PATIENCE)
