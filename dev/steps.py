@@ -55,8 +55,7 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[Event]:
     with torch.profiler.profile() as profile:
         run()
         bench.synchronize(device)
-    kinds = torch.autograd.DeviceType
-    kind = kinds.CUDA if device.type == "cuda" else kinds.CPU
+    kind = getattr(torch.autograd.DeviceType, device.type.upper())
     events = []
     for e in profile.events():
         if e.device_type == kind and e.cpu_parent is None:
@@ -88,7 +87,8 @@ def profile_rows(
     for (name, start, end), op in zip(events, ops):
         if op == "product":
             op = next(in_order, None)
-            name = f"{op}: {name}" if op else name
+            if op:
+                name = f"{op}: {name}"
         gaps += max(0.0, start - clock)
         spent[name, op].append(max(0.0, end - max(start, clock)))
         clock = max(clock, end)
@@ -134,7 +134,9 @@ def show_profiles(args: argparse.Namespace) -> None:
     ids = bench.random_ids(model, start_pos + T)
     state = State(model)
     model.prefill(ids[:start_pos], state)
-    step = model.graph(state).replay if model.uses_graphs else lambda: model.step(1, state)
+    step = lambda: model.step(1, state)
+    if model.uses_graphs:
+        step = model.graph(state).replay
 
     def prefill() -> None:
         state.truncate(0)

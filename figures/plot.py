@@ -38,8 +38,10 @@ def read_rows(file: str) -> list[Row]:
 
 def label(row: Row, rows: list[Row]) -> str:
     """Program and types, and what differs between the rows."""
-    program = "fused-llama" if row.ratio is None else row.backend
-    parts = [program, row.dtype if row.format == "none" else row.format]
+    parts = ["fused-llama"]
+    if row.ratio is not None:
+        parts = [row.backend]
+    parts.append(row.dtype if row.format == "none" else row.format)
     if row.format != "none" and len({r.dtype for r in rows if r.format == row.format}) > 1:
         parts.append(row.dtype)
     for name in ("model", "test"):
@@ -104,7 +106,8 @@ def plot(rows: list[Row], file: str) -> None:
     ax.set_title(title, loc="left", fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(file, dpi=150, metadata={"Date": None} if file.endswith(".svg") else None)
+    about = {"Date": None} if file.endswith(".svg") else {}
+    figure.savefig(file, dpi=150, metadata=about)
     pyplot.close(figure)
 
 

@@ -39,7 +39,9 @@ def launch_training(dtype: torch.dtype) -> None:
     new = lambda *shape, dtype=dtype: torch.zeros(
         shape, dtype=dtype, requires_grad=dtype.is_floating_point
     )
-    ops, fp32, targets = training.fused, torch.float32, new(2, dtype=torch.int64)
+    ops = training.fused
+    fp32 = torch.float32
+    targets = new(2, dtype=torch.int64)
     outputs = [
         ops.linear(new(300, 16), new(2304, 16), new(2304)),
         *(ops.swiglu(new(16, 2 * F)) for F in (2112, 53)),
@@ -107,7 +109,8 @@ def differentiated(
 ) -> tuple[list, list]:
     """An op's outputs for arguments in dtype with the gradients of its matrices; and the gradients
     fed back."""
-    passed, leaves = [], []
+    passed = []
+    leaves = []
     for i, a in enumerate(arguments):
         if isinstance(a, torch.dtype):
             a = dtype
@@ -166,10 +169,8 @@ def test_training_op_equals_autograd(op, dtype, guarded, monkeypatch):
 
 def test_dropout_forward_and_backward():
     x = torch.zeros(40, 250, device=DEVICE, requires_grad=True)
-    branch, weight = (
-        torch.ones(40, 250, device=DEVICE, requires_grad=True),
-        torch.ones(250, device=DEVICE),
-    )
+    branch = torch.ones(40, 250, device=DEVICE, requires_grad=True)
+    weight = torch.ones(250, device=DEVICE)
     masks = []
     for p in (0.3, 0.3, 0.05):
         branch.grad = None
@@ -184,7 +185,8 @@ def test_dropout_forward_and_backward():
             abs(masks[-1].double().mean().item() - (1 - p))
             < 6 * (p * (1 - p) / total.numel()) ** 0.5
         )
-    kept, in_both = masks[0].sum().item(), (masks[0] & masks[1]).sum().item()
+    kept = masks[0].sum().item()
+    in_both = (masks[0] & masks[1]).sum().item()
     assert abs(in_both / kept - 0.7) < 6 * (0.7 * 0.3 / kept) ** 0.5, "two calls share a mask"
 
 
@@ -194,7 +196,10 @@ def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
     that wraps lands."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    T, F, BLOCK, half = (1 << 18) + 1, 8192, training.ELEMENTS, torch.float16
+    T = (1 << 18) + 1
+    F = 8192
+    BLOCK = training.ELEMENTS
+    half = torch.float16
     last = (T * F // BLOCK - 1, 0, 0)
     monkeypatch.setattr(
         InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", last)
@@ -237,14 +242,14 @@ def test_loss_without_a_gradient(mode, monkeypatch):
         training, "_accumulate", lambda *arguments: pytest.fail("a gradient was computed")
     )
     wanted = mode is not torch.enable_grad  # by the tensors, though not there
-    logits, targets = torch.randn(5, 201, device=DEVICE), torch.randint(0, 201, (5,), device=DEVICE)
+    logits = torch.randn(5, 201, device=DEVICE)
+    targets = torch.randint(0, 201, (5,), device=DEVICE)
     x, w = (torch.randn(rows, 24, device=DEVICE, requires_grad=wanted) for rows in (5, 201))
-    before, logits = logits.clone(), logits.requires_grad_(wanted)
+    before = logits.clone()
+    logits = logits.requires_grad_(wanted)
     with mode():
-        loss, joint = (
-            training.cross_entropy(logits, targets),
-            training.linear_cross_entropy(x, w, targets),
-        )
+        loss = training.cross_entropy(logits, targets)
+        joint = training.linear_cross_entropy(x, w, targets)
     assert torch.equal(logits, before) and not loss.requires_grad and not joint.requires_grad
     assert torch.allclose(loss, training.cross_entropy_ref(before, targets))
     assert torch.allclose(joint, training.linear_cross_entropy_ref(x, w, targets))
@@ -252,31 +257,30 @@ def test_loss_without_a_gradient(mode, monkeypatch):
 
 def test_linear_cross_entropy_of_two_types():
     x, w, targets = training_cases("linear_cross_entropy", torch.float32)[0]
-    x, w = x.bfloat16().requires_grad_(), w.requires_grad_()
+    x = x.bfloat16().requires_grad_()
+    w = w.requires_grad_()
     loss = training.linear_cross_entropy(x, w, targets)
     loss.backward()
-    exact, weight = (
-        training.linear_cross_entropy_ref(x.detach().float(), w, targets),
-        w.grad.clone(),
-    )
+    exact = training.linear_cross_entropy_ref(x.detach().float(), w, targets)
+    weight = w.grad.clone()
     exact.backward()
     assert loss.dtype == torch.float32 and nmse(loss.detach(), exact.detach()) < 1e-3
     assert x.grad.dtype == torch.bfloat16 and nmse(weight, w.grad - weight) < 1e-3
 
 
 def test_cross_entropy_not_finite_or_ignored():
-    V, rows = 201, training.cross_entropy_rows
+    V = 201
+    rows = training.cross_entropy_rows
     for bad in (INF, NAN):
-        logits, targets = (
-            torch.randn(4, V, device=DEVICE),
-            torch.tensor([3, 7, training.IGNORE, 9], device=DEVICE),
-        )
+        logits = torch.randn(4, V, device=DEVICE)
+        targets = torch.tensor([3, 7, training.IGNORE, 9], device=DEVICE)
         logits[1, 50] = bad
         assert rows(logits, targets).isfinite().tolist() == [True, False, True, True]
         assert not training.cross_entropy(logits.clone().requires_grad_(), targets).isfinite()
         targets[1] = training.IGNORE
         assert training.cross_entropy(logits, targets).isfinite()
-    low, targets = torch.randn(2, V, device=DEVICE), torch.tensor([3, 8], device=DEVICE)
+    low = torch.randn(2, V, device=DEVICE)
+    targets = torch.tensor([3, 8], device=DEVICE)
     low[:, 5:] = -INF
     assert torch.allclose(
         rows(low, targets), torch.nn.functional.cross_entropy(low, targets, reduction="none")
@@ -292,10 +296,13 @@ def test_cross_entropy_not_finite_or_ignored():
 def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
     """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at
     any alignment."""
-    cut, dtype = training._cross_entropy_launch, torch.bfloat16
+    cut = training._cross_entropy_launch
+    dtype = torch.bfloat16
     for V, (kept, at_once) in itertools.product((65, 640, 643), ((0, 4), (3, 1), (3, 4), (99, 1))):
-        start, targets = randn(3, V, dtype=dtype, scale=3), torch.randint(0, V, (3,), device=DEVICE)
-        exact, logits = start.double().requires_grad_(), torch.empty_like(start).copy_(start)
+        start = randn(3, V, dtype=dtype, scale=3)
+        targets = torch.randint(0, V, (3,), device=DEVICE)
+        exact = start.double().requires_grad_()
+        logits = torch.empty_like(start).copy_(start)
         losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
         losses.mean().backward()
         sizes = dict(BLOCK=64, KEPT=kept, AT_ONCE=at_once, warps=1)
@@ -346,11 +353,9 @@ def test_training_with_either_table(train):
 def test_training_profile(train, monkeypatch, capsys):
     import profile_step
 
-    x, w, one = (
-        torch.randn(6, 8, device=DEVICE),
-        torch.randn(5, 8, device=DEVICE),
-        torch.ones(6, 1, device=DEVICE),
-    )
+    x = torch.randn(6, 8, device=DEVICE)
+    w = torch.randn(5, 8, device=DEVICE)
+    one = torch.ones(6, 1, device=DEVICE)
     with profile_step.Counting() as counted:
         torch.mm(x, w.t())
         training.fused.swiglu(x)
