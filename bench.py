@@ -65,7 +65,9 @@ class Test(NamedTuple):
     depth: int  # tokens already in the cache
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+        if self.depth:
+            return f"{self.kind}{self.n} @ d{self.depth}"
+        return f"{self.kind}{self.n}"
 
 
 def several(kind: Callable[[str], object]) -> Callable[[str], list]:
@@ -178,7 +180,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_test_flags(parser, "speed")
     add_output_flags(parser)
 
-    args = parser.parse(argv, lambda args: "perplexity" if args.perplexity else "speed")
+    def mode_of(args: argparse.Namespace) -> str:
+        return "perplexity" if args.perplexity else "speed"
+
+    args = parser.parse(argv, mode_of)
     if args.perplexity:
         take_one(parser, args, "-m", "--dtype", "--format")
         window = args.ctx_size or 512
@@ -253,7 +258,7 @@ def random_weights(
 
     def matrix(name: str, shape: tuple[int, int]) -> Matrix:
         rows, columns = shape
-        own = format.at(name) if format else None
+        own = format and format.at(name)
         if own is None:
             w = Matrix(normal(rows, columns, storage_dtype(backend, dtype, device)))
         else:
@@ -270,7 +275,10 @@ def random_weights(
         values = {}
         for tensor in c.layer_table:
             shape = tensor.shape(c)
-            values[tensor.name] = matrix(tensor.name, shape) if tensor.matrix else ones(*shape)
+            if tensor.matrix:
+                values[tensor.name] = matrix(tensor.name, shape)
+            else:
+                values[tensor.name] = ones(*shape)
         layers.append(LayerWeights(**values))
     embedding = normal(c.vocab_size, c.dim, dtype)
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
@@ -281,8 +289,11 @@ def open_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: str)
     format "none" leaves the matrices as they are. On a CPU, sets how many threads torch uses."""
     gc.collect()  # frees a model that was measured before
     torch.cuda.empty_cache()
-    opened = random_model if args.model.startswith("random:") else open_checkpoint
-    model = opened(args, dtype, max(ctx_size, args.ctx_size or 0), format)
+    ctx_size = max(ctx_size, args.ctx_size or 0)
+    if args.model.startswith("random:"):
+        model = random_model(args, dtype, ctx_size, format)
+    else:
+        model = open_checkpoint(args, dtype, ctx_size, format)
     threads = args.threads or (1 if model.suits_one_thread else args.cores)
     if model.device.type == "cpu" and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -508,8 +519,8 @@ class Row:
 
 def format_of(model: Llama) -> str:
     """What --format calls the format of the layers' matrices; a GGUF may have several."""
-    of_layers = model.weights.matrices[:-1]
-    return "+".join(sorted({w.format.name if w.format else "none" for w in of_layers}))
+    formats = {w.format for w in model.weights.matrices[:-1]}
+    return "+".join(sorted(format.name if format else "none" for format in formats))
 
 
 def device_name(device: torch.device, ranks: Ranks) -> str:
@@ -518,12 +529,16 @@ def device_name(device: torch.device, ranks: Ranks) -> str:
     else:
         threads = torch.get_num_threads()
         name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-    return name if ranks.size == 1 else f"{ranks.size} x {name}"
+    if ranks.size > 1:
+        return f"{ranks.size} x {name}"
+    return name
 
 
 def spread(values: list[float]) -> tuple[float, float]:
     """Mean and standard deviation."""
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    if len(values) == 1:
+        return values[0], 0.0
+    return statistics.mean(values), statistics.stdev(values)
 
 
 def random_ids(model: Llama, count: int) -> list[int]:
@@ -592,8 +607,8 @@ def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]
         kv="e4m3" if model.kv_fp8 else dtype_name,
     )
     for test in args.tests:
-        speeds = prompt_speeds if test.kind == "pp" else generation_speeds
-        mean, std = spread(speeds(model, state, test, args.repetitions))
+        measure = prompt_speeds if test.kind == "pp" else generation_speeds
+        mean, std = spread(measure(model, state, test, args.repetitions))
         yield Row(**about, test=str(test), tokens_per_s=mean, std=std,
             percent_of_ceiling=percent(mean, bound(model, test)))  # fmt: skip
     as_dtype = product_dtype(model)
@@ -721,7 +736,7 @@ def run_perplexity(args: argparse.Namespace) -> None:
 # ---- the command line again
 
 
-def measure(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+def exit_code_of(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
     """Do what a script of the bench is for, and return its exit code. Sets args.ranks, and on a CPU
     the number of threads."""
 
@@ -742,7 +757,7 @@ def run_speed(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    return measure(run_perplexity if args.perplexity else run_speed, args)
+    return exit_code_of(run_perplexity if args.perplexity else run_speed, args)
 
 
 if __name__ == "__main__":

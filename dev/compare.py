@@ -159,7 +159,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return bench.measure(compare, parse_args(argv))
+    return bench.exit_code_of(compare, parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -52,11 +52,12 @@ STRANGE = (
     ["x"] * 3000, {"a": 1}, {"content": "<s>"},
 )  # fmt: skip
 PIECES = (  # of templates
-    "{% for m in messages %}", "{% endfor %}", "{{ messages[0].content * 999 }}", "{{ x", "{{ 1 / 0 }}",
-    "{{ raise_exception(x) }}", "{% macro f(a) %}{{ f(a) }}{% endmacro %}{{ f(1) }}", "{# \ud800 #}",
+    "{% for m in messages %}", "{% endfor %}", "{{ messages[0].content * 999 }}", "{{ x",
+    "{{ 1 / 0 }}", "{{ raise_exception(x) }}", "{# \ud800 #}", "\0\x1b[", "{% generation %}",
+    "{% macro f(a) %}{{ f(a) }}{% endmacro %}{{ f(1) }}", "{{ ''.__class__.__mro__ }}",
     "{% include '/etc/passwd' %}", "{{ cycler.__init__.__globals__.os.system('true') }}",
-    "{{ (lipsum | attr('__globals__')).os.open('/etc/passwd', 0) }}", "{{ ''.__class__.__mro__ }}",
-    "{{ messages.append(1) }}", "{{ '{0.__class__}'.format(x) }}", "\0\x1b[", "{% generation %}",
+    "{{ (lipsum | attr('__globals__')).os.open('/etc/passwd', 0) }}",
+    "{{ messages.append(1) }}", "{{ '{0.__class__}'.format(x) }}",
 )  # fmt: skip
 
 
@@ -188,7 +189,10 @@ KINDS: dict[Callable, int] = {spoiled_checkpoint: 20, any_options: 1}  # how oft
 
 # while there is a folder, what is done that must not be
 watched = SimpleNamespace(folder="", seen=[])
-FORBIDDEN = "os.system os.exec os.posix_spawn subprocess.Popen socket.connect pickle.find_class ctypes.dlopen"
+FORBIDDEN = (
+    "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect",
+    "pickle.find_class", "ctypes.dlopen",
+)  # fmt: skip
 READABLE = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, ROOT)]
 
 
@@ -197,7 +201,7 @@ def watch(event: str, arguments: tuple) -> None:
     programs or connect."""
     if not watched.folder:
         return
-    if event in FORBIDDEN.split():
+    if event in FORBIDDEN:
         watched.seen.append(f"{event}{arguments}"[:300])
     if event == "open" and isinstance(arguments[0], str | os.PathLike):
         path = os.path.realpath(arguments[0])

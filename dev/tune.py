@@ -122,7 +122,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return bench.measure(tune, parse_args(argv))
+    return bench.exit_code_of(tune, parse_args(argv))
 
 
 if __name__ == "__main__":
