@@ -14,6 +14,7 @@ CTRL_C = trap : INT;
 INTERRUPTED = || [ $$? -eq 130 ]
 # pip shows its progress at a terminal
 PIP = $(VENV)/pip install $$(test -t 2 || echo --quiet)
+TESTS = test_all.py training/test_training.py
 # a test that hangs ends the run with a traceback
 PYTEST = -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 
@@ -33,13 +34,13 @@ bench: .venv/ready  ## tokens per second
 	$(RUN) bench.py -m "$(MODEL)" $(ARGS)
 
 kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU: torch's ops, not the kernels)
-	$(VENV)/python bench.py --kernels -m "$(MODEL)" $(ARGS)
+	$(VENV)/python dev/kernels.py -m "$(MODEL)" $(ARGS)
 
 profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
-	$(VENV)/python bench.py --profile -m "$(MODEL)" $(ARGS)
+	$(VENV)/python dev/steps.py -m "$(MODEL)" $(ARGS)
 
 test: .venv/ready-test  ## all tests; no GPU needed: five minutes on two cores, six the first time
-	$(VENV)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST) test_all.py $(ARGS)
+	$(VENV)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST) $(TESTS) $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
 	$(VENV)/python dev/fuzz.py $(ARGS)

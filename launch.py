@@ -207,7 +207,7 @@ def rows_of_program(pid, blocks, heads_at_once, H):
     return blocks - 1 - rest // heads, first + rest % heads
 
 
-# ---- launch sizes: launch.json, which `bench.py --tune` writes for another card
+# ---- launch sizes: launch.json, which `dev/tune.py` writes for another card
 
 
 class VectorSizes(NamedTuple):
@@ -276,7 +276,7 @@ def tables() -> dict[str, Any]:
 
 
 def save_tables() -> None:
-    """Write the tables, as bench.py --tune has changed them: a line for each op."""
+    """Write the tables, as dev/tune.py has changed them: a line for each op."""
     on_one_line = lambda innermost: json.dumps(json.loads(innermost[0]))
     TABLES_FILE.write_text(re.sub(r"{[^{}]*}", on_one_line, json.dumps(tables(), indent=1)) + "\n")
 

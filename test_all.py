@@ -1,5 +1,5 @@
-"""The tests. `make test` runs them all; they need no GPU and no network. Inputs are random; each
-run prints its seed.
+"""The tests; those of training are beside it. `make test` runs them all; they need no GPU and no
+network. Inputs are random; each run prints its seed.
 
 The Triton kernels run on the GPU if there is one, otherwise in Triton's interpreter; either way
 they are compiled ahead of time for every supported architecture."""
@@ -34,6 +34,7 @@ import termios
 import textwrap
 import threading
 import time
+import traceback
 import warnings
 import weakref
 import zipfile
@@ -83,13 +84,17 @@ from checkpoint import (
     read_part,
     save,
 )
-from dev import fuzz, mutate
-from dev.fuzz import sentencepiece_metadata, write_gguf
+from dev import compare, fuzz, mutate, steps
+from dev import kernels as op_table
+from dev import passes as dev_passes
+from dev import tune as tuner
+from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import gguf as ggml
 from extra import hopper, int4, parallel, quants
 from extra.int4 import INT4
 from extra.parallel import Ranks
 from extra.speculation import Draft, Lookup, Pacer, Speculation
+from figures import plot
 from formats import Matrix
 from fp8 import E4M3, E5M2
 from kernels import FORMATS, PRODUCTS
@@ -136,26 +141,31 @@ def seeded():
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter():
+    if not ON_GPU:
+        mend_interpreter()
+
+
+@functools.cache  # once, though training/test_training.py has this fixture, too
+def mend_interpreter() -> None:
     """Rounds to bf16 to the nearest, as a GPU does: Triton's truncates, with errors up to twice as
     large. And it takes a third of the time: it prepares Triton's language once, not at each call of
     a function, looks a type up once, and does not compute whether integers overflow, which Triton's
     interpreter does and then ignores."""
-    if not ON_GPU:
-        from triton.runtime import interpreter
+    from triton.runtime import interpreter
 
-        convert, type_of = interpreter._convert_float, functools.cache(interpreter._get_np_dtype)
-        builder = interpreter.interpreter_builder
+    convert, type_of = interpreter._convert_float, functools.cache(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
 
-        def rounded(x, source, target, mode):
-            if source.is_fp32() and target.is_bf16():
-                return torch.tensor(x).bfloat16().view(torch.int16).numpy().view("uint16")
-            return convert(x, source, target, mode)
+    def rounded(x, source, target, mode):
+        if source.is_fp32() and target.is_bf16():
+            return torch.tensor(x).bfloat16().view(torch.int16).numpy().view("uint16")
+        return convert(x, source, target, mode)
 
-        interpreter._convert_float = rounded
-        interpreter._get_np_dtype = lambda t: type_of(tl.uint64 if t.scalar.is_ptr() else t.scalar)
-        builder.options = replace(builder.options, sanitize_overflow=False)
-        interpreter._patch_lang(SimpleNamespace(__globals__=dict(tl=tl, core=tl.core)))
-        interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
+    interpreter._convert_float = rounded
+    interpreter._get_np_dtype = lambda t: type_of(tl.uint64 if t.scalar.is_ptr() else t.scalar)
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang(SimpleNamespace(__globals__=dict(tl=tl, core=tl.core)))
+    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
 
 
 # NMSE of an error of one ulp each
@@ -545,32 +555,9 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     # parts with fewer logits than a program has threads
     kernels.fused.sample(new(1, 4096, dtype=torch.float32), *ids, one, Sampler(DEVICE))
     kernels.fused.sample(new(5, 32000, dtype=torch.float32), *ids, one, sampler)
+    from training.test_training import launch_training
+
     launch_training(dtype)
-
-
-def launch_training(dtype: torch.dtype) -> None:
-    """Launch the training ops and their gradients, with shapes of real models and with odd ones;
-    with and without optional arguments."""
-    new = lambda *shape, dtype=dtype: torch.zeros(
-        shape, dtype=dtype, requires_grad=dtype.is_floating_point
-    )
-    ops, fp32, targets = training.fused, torch.float32, new(2, dtype=torch.int64)
-    outputs = [
-        ops.linear(new(300, 16), new(2304, 16), new(2304)),
-        *(ops.swiglu(new(16, 2 * F)) for F in (2112, 53)),
-    ]
-    for V, kind in ((32000, dtype), (128256, fp32), (201, dtype)):
-        outputs.append(ops.cross_entropy(new(2, V, dtype=kind), targets))
-    for C, residual, p in ((768, fp32, 0.1), (4096, dtype, 0.0)):
-        outputs += ops.rmsnorm(
-            new(40, C, dtype=residual), new(40, C), new(C, dtype=fp32), 1e-5, dtype, p
-        )
-    outputs += ops.rmsnorm(new(40, 72), None, new(72), 1e-5, dtype)[1:]
-    for D in (128, 24):
-        outputs += ops.rope(new(2, 8, 8 * D), *[torch.zeros(8, D // 2)] * 2, 4, 2)
-    torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
-    with torch.no_grad():
-        ops.cross_entropy(new(2, 32000), targets)
 
 
 def compile_kernels(arch: int) -> None:
@@ -5699,342 +5686,6 @@ def test_torchrun_reports_one_error(tiny):
     ), err
 
 
-# ---- training/ops.py
-
-
-# An error of half a unit in the last place; in fp32, that of a sum of some rounded terms
-HALF_PLACE = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-23}
-
-
-def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
-    """Arguments of a training op, of odd shapes."""
-    x = lambda *shape, scale=1.0: randn(*shape, dtype=dtype, scale=scale)
-    targets = lambda T, V: torch.randint(0, V, (T,), device=DEVICE)
-    some = targets(19, 201)
-    some[[0, 7]] = training.IGNORE
-    sure = x(19, 201).fill_(-30.0)
-    sure[torch.arange(19), some.clamp(min=0)] = 30.0  # one-hot rows, whose softmax is one-hot, too
-    angles = torch.rand(20, 12, device=DEVICE) * 6
-    return {
-        "linear": [(x(2, 37, 24), x(40, 24), x(40)), (x(1, 16), x(3, 16), x(3))],
-        "rmsnorm": [
-            (x(*rows, C, scale=30), branch and x(*rows, C), x(C), 1e-5, dtype)
-            for rows, C, branch in (
-                ((3, 17), 72, True),
-                ((3, 7), 520, None),
-                ((1,), 520, True),
-                ((1,), 72, None),
-            )
-        ],
-        "rope": [
-            (x(B, S, (H + 2 * KH) * 24), angles.cos(), angles.sin(), H, KH)
-            for B, S, H, KH in ((2, 17, 4, 2), (1, 1, 2, 2), (3, 20, 6, 1))
-        ],
-        "swiglu": [(x(3, 17, 2 * 52, scale=4),), (x(1, 2 * 7),), (x(5, 2 * 600),)],
-        "cross_entropy": [
-            (x(19, 201, scale=5), some),
-            (x(19, 201) + (1000 if dtype == torch.float16 else 10000), some),
-            (sure, some),
-            (x(1, 3), targets(1, 3)),
-            (x(1, 16384), targets(1, 16384)),
-            (x(2, 33001, scale=3), targets(2, 33001)),  # two whole blocks and a ragged one
-        ],
-        "linear_cross_entropy": [(x(19, 24), x(201, 24), some), (x(1, 8), x(3, 8), targets(1, 3))],
-    }[op]
-
-
-def differentiated(
-    ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=None
-) -> tuple[list, list]:
-    """An op's outputs for arguments in dtype with the gradients of its matrices; and the gradients
-    fed back."""
-    passed, leaves = [], []
-    for i, a in enumerate(arguments):
-        if isinstance(a, torch.dtype):
-            a = dtype
-        elif isinstance(a, torch.Tensor) and a.is_floating_point():
-            # angles, which are in fp32 at least and have no gradient
-            if op == "rope" and i in (1, 2):
-                a = a.double() if dtype == torch.float64 else a
-            else:
-                leaves.append(a.to(dtype, copy=True).requires_grad_())
-                a = leaves[-1].clone()  # not a leaf, since some of the ops overwrite it
-        passed.append(a)
-    outputs = getattr(ops, op)(*passed)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    if upstream is None:
-        # of a loss a power of two, with which a gradient that was rounded once is multiplied
-        # exactly
-        upstream = [
-            torch.full_like(o, 0.5) if o.ndim == 0 else torch.randn_like(o) for o in outputs
-        ]
-    torch.autograd.backward(outputs, [u.to(o.dtype) for u, o in zip(upstream, outputs)])
-    return [o.detach() for o in outputs] + [a.grad for a in leaves], upstream
-
-
-def distance(ours: torch.Tensor, exact: torch.Tensor, least: float = 1e-6) -> float:
-    """The relative error of a whole vector; of one smaller than `least`, such as the gradient of
-    rows that are sure of their target, the absolute error in units of `least`."""
-    return ((ours.double() - exact).norm() / exact.norm().clamp(min=least)).item()
-
-
-def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
-    """The `least` of distance. For a row that is nearly sure of its target, loss and gradient are
-    found from numbers near 1, so they keep errors of four roundings of 1 in fp32; behind a matmul,
-    times the norm of its matrix."""
-    if "entropy" not in op:
-        return 1e-6
-    matrix = arguments[1].double().norm().item() if op.startswith("linear") else 1.0
-    return max(matrix, 1.0) * HALF_PLACE[torch.float32] / HALF_PLACE[dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("op", vars(training.fused))
-def test_training_op_equals_autograd(op, dtype, guarded, monkeypatch):
-    monkeypatch.setattr(training, "CHUNK", 7)  # of linear_cross_entropy
-    for arguments in training_cases(op, dtype):
-        ours, upstream = differentiated(training.fused, op, arguments, dtype)
-        again, _ = differentiated(training.fused, op, arguments, dtype, upstream)
-        plain, _ = differentiated(training.reference, op, arguments, dtype, upstream)
-        exact, _ = differentiated(training.reference, op, arguments, torch.float64, upstream)
-        for i, (o, a, p, e) in enumerate(zip(ours, again, plain, exact, strict=True)):
-            where = (op, [tuple(x.shape) for x in arguments if isinstance(x, torch.Tensor)], i)
-            assert o.shape == e.shape and o.dtype == p.dtype and torch.equal(o, a), where
-            error, plain_error = (distance(x, e, smallest(op, arguments, dtype)) for x in (o, p))
-            assert error <= 2 * max(plain_error, HALF_PLACE[dtype]), (*where, error, plain_error)
-    guarded()
-
-
-def test_dropout_forward_and_backward():
-    x = torch.zeros(40, 250, device=DEVICE, requires_grad=True)
-    branch, weight = (
-        torch.ones(40, 250, device=DEVICE, requires_grad=True),
-        torch.ones(250, device=DEVICE),
-    )
-    masks = []
-    for p in (0.3, 0.3, 0.05):
-        branch.grad = None
-        total, y = training.rmsnorm(x, branch, weight, 1e-5, torch.float32, p)
-        (total.sum() + 0 * y.sum()).backward()
-        assert (
-            torch.equal(branch.grad, total.detach())
-            and ((total == 0) | (total == 1 / (1 - p))).all()
-        )
-        masks.append(total.detach() != 0)
-        assert (
-            abs(masks[-1].double().mean().item() - (1 - p))
-            < 6 * (p * (1 - p) / total.numel()) ** 0.5
-        )
-    kept, in_both = masks[0].sum().item(), (masks[0] & masks[1]).sum().item()
-    assert abs(in_both / kept - 0.7) < 6 * (0.7 * 0.3 / kept) ** 0.5, "two calls share a mask"
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="takes 30 GB of GPU memory")
-def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
-    """Only the last program runs, on sparse files that begin with as much again: there an offset
-    that wraps lands."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    T, F, BLOCK, half = (1 << 18) + 1, 8192, training.ELEMENTS, torch.float16
-    last = (T * F // BLOCK - 1, 0, 0)
-    monkeypatch.setattr(
-        InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", last)
-    )
-    files = {"ab": 2 * F, "dout": F, "out": F, "dab": 2 * F}
-    ab, dout, out, dab = (
-        torch.from_file(str(tmp_path / name), True, 2 * T * N, dtype=half)[T * N :].view(T, N)
-        for name, N in files.items()
-    )
-    ab[-1].normal_(), dout[-1].normal_()
-    launch.launch(training._swiglu_forward_kernel, (1,), DEVICE, ab, out, T * F, F=F, BLOCK=BLOCK)
-    launch.launch(
-        training._swiglu_backward_kernel, (1,), DEVICE, ab, dout, dab, T * F, F=F, BLOCK=BLOCK
-    )
-    exact = ab[-1].double().requires_grad_()
-    right = training.swiglu_ref(exact)
-    right.backward(dout[-1].double())
-    for found, expected in (
-        (out[-1], right.detach()),
-        *zip(dab[-1].view(2, F), exact.grad.view(2, F)),
-    ):
-        assert distance(found[-BLOCK:], expected[-BLOCK:]) < 2 * HALF_PLACE[half]
-
-
-def test_cross_entropy_gradient_in_place(guarded):
-    logits = torch.empty_like(torch.zeros(5, 201, device=DEVICE)).normal_().requires_grad_()
-    loss = training.cross_entropy(logits, torch.randint(0, 201, (5,), device=DEVICE))
-    (gradient,) = torch.autograd.grad(
-        loss, logits, torch.tensor(2.0, device=DEVICE), retain_graph=True
-    )
-    assert gradient.data_ptr() == logits.data_ptr()
-    guarded()
-    with pytest.raises(AssertionError, match="once"):
-        torch.autograd.grad(loss, logits)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_loss_without_a_gradient(mode, monkeypatch):
-    monkeypatch.setattr(
-        training, "_accumulate", lambda *arguments: pytest.fail("a gradient was computed")
-    )
-    wanted = mode is not torch.enable_grad  # by the tensors, though not there
-    logits, targets = torch.randn(5, 201, device=DEVICE), torch.randint(0, 201, (5,), device=DEVICE)
-    x, w = (torch.randn(rows, 24, device=DEVICE, requires_grad=wanted) for rows in (5, 201))
-    before, logits = logits.clone(), logits.requires_grad_(wanted)
-    with mode():
-        loss, joint = (
-            training.cross_entropy(logits, targets),
-            training.linear_cross_entropy(x, w, targets),
-        )
-    assert torch.equal(logits, before) and not loss.requires_grad and not joint.requires_grad
-    assert torch.allclose(loss, training.cross_entropy_ref(before, targets))
-    assert torch.allclose(joint, training.linear_cross_entropy_ref(x, w, targets))
-
-
-def test_linear_cross_entropy_of_two_types():
-    x, w, targets = training_cases("linear_cross_entropy", torch.float32)[0]
-    x, w = x.bfloat16().requires_grad_(), w.requires_grad_()
-    loss = training.linear_cross_entropy(x, w, targets)
-    loss.backward()
-    exact, weight = (
-        training.linear_cross_entropy_ref(x.detach().float(), w, targets),
-        w.grad.clone(),
-    )
-    exact.backward()
-    assert loss.dtype == torch.float32 and nmse(loss.detach(), exact.detach()) < 1e-3
-    assert x.grad.dtype == torch.bfloat16 and nmse(weight, w.grad - weight) < 1e-3
-
-
-def test_cross_entropy_not_finite_or_ignored():
-    V, rows = 201, training.cross_entropy_rows
-    for bad in (INF, NAN):
-        logits, targets = (
-            torch.randn(4, V, device=DEVICE),
-            torch.tensor([3, 7, training.IGNORE, 9], device=DEVICE),
-        )
-        logits[1, 50] = bad
-        assert rows(logits, targets).isfinite().tolist() == [True, False, True, True]
-        assert not training.cross_entropy(logits.clone().requires_grad_(), targets).isfinite()
-        targets[1] = training.IGNORE
-        assert training.cross_entropy(logits, targets).isfinite()
-    low, targets = torch.randn(2, V, device=DEVICE), torch.tensor([3, 8], device=DEVICE)
-    low[:, 5:] = -INF
-    assert torch.allclose(
-        rows(low, targets), torch.nn.functional.cross_entropy(low, targets, reduction="none")
-    )
-    for outside in (-1, V):
-        assert (
-            rows(torch.randn(1, V, device=DEVICE), torch.tensor([outside], device=DEVICE))
-            .isnan()
-            .all()
-        )
-
-
-def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
-    """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at
-    any alignment."""
-    cut, dtype = training._cross_entropy_launch, torch.bfloat16
-    for V, (kept, at_once) in itertools.product((65, 640, 643), ((0, 4), (3, 1), (3, 4), (99, 1))):
-        start, targets = randn(3, V, dtype=dtype, scale=3), torch.randint(0, V, (3,), device=DEVICE)
-        exact, logits = start.double().requires_grad_(), torch.empty_like(start).copy_(start)
-        losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
-        losses.mean().backward()
-        sizes = dict(BLOCK=64, KEPT=kept, AT_ONCE=at_once, warps=1)
-        monkeypatch.setattr(
-            training,
-            "_cross_entropy_launch",
-            lambda *arguments, sizes=sizes: cut(*arguments) | sizes,
-        )
-        alone = training.cross_entropy_rows(logits, targets)
-        found = training.cross_entropy_rows(logits, targets, torch.tensor(3, device=DEVICE))
-        where = (V, kept, at_once)
-        assert (
-            distance(found, losses.detach()) < 4 * HALF_PLACE[torch.float32]
-            and nmse(alone, found) < 1e-12
-        ), where
-        assert distance(logits, exact.grad) <= 2 * HALF_PLACE[dtype], where
-    guarded()
-
-
-@pytest.fixture
-def train(monkeypatch):
-    """training/train.py, which imports what is beside it."""
-    monkeypatch.syspath_prepend(HERE / "training")
-    import train
-
-    return train
-
-
-def test_training_with_either_table(train):
-    config = train.Config(vocab=300, dim=128, layers=2, kv_heads=1, hidden=192, context=16)
-    tokens = torch.randint(0, 300, (2, 17), device=DEVICE)
-    found = []
-    for ops in (training.reference, training.fused):
-        torch.manual_seed(SEED)
-        model = train.Llama(config, ops).to(DEVICE)
-        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        found.append(
-            {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
-        )
-    for name, exact in found[0].items():
-        assert nmse(found[1][name], exact) < (1e-12 if name == "loss" else 1e-9), name
-
-
-def test_training_profile(train, monkeypatch, capsys):
-    import profile_step
-
-    x, w, one = (
-        torch.randn(6, 8, device=DEVICE),
-        torch.randn(5, 8, device=DEVICE),
-        torch.ones(6, 1, device=DEVICE),
-    )
-    with profile_step.Counting() as counted:
-        torch.mm(x, w.t())
-        training.fused.swiglu(x)
-        training.fused.rope(x[None], one, one, 2, 1)
-        training.cross_entropy_rows(
-            x, torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.tensor(6, device=DEVICE)
-        )
-    assert counted.operations["aten::mm"] == 2 * 6 * 8 * 5 and counted.bytes["aten::mm"] == 4 * (
-        6 * 8 + 5 * 8 + 6 * 5
-    )
-    assert counted.bytes["_swiglu_forward_kernel"] == 4 * (48 + 24)
-    assert counted.bytes["_rope_forward_kernel"] == 4 * (2 * 36 + 2 * 6)  # q and k are 3 of 4 heads
-    assert counted.bytes["_cross_entropy_kernel"] == 4 * 2 * 48 + 8 * 6 + 8 + 4 * 6
-    monkeypatch.setattr(bench, "copy_ceiling", lambda device: 1e10)
-    monkeypatch.setattr(bench, "product_ceiling", lambda device, dtype: 1e11)
-    shape = dict(vocab=300, teacher_dim=64, teacher_layers=1, context=16, batch=2)
-    train.profile(SimpleNamespace(**shape, seed=1, kernels="plain", device=DEVICE.type))
-    out = capsys.readouterr().out
-    parts = re.findall(r"^\| (embedding|forward|classifier|backward|optimiser) ", out, re.MULTILINE)
-    assert len(set(parts)) == 5 and re.search(r"efficiency [\d.]+%", out) and "aten::mm" in out
-
-
-def test_joined_matrices_one_by_one(train):
-    config = train.Config(vocab=30, dim=128, layers=1, kv_heads=1, hidden=192, context=16)
-    state = train.Llama(config).state_dict()
-    apart = train.split(state, config)
-    assert (
-        apart["layers.0.self_attn.k_proj.weight"].shape == (64, 128)
-        and "layers.0.mlp.up_proj.weight" in apart
-    )
-    for whole, parts in train.JOINED.items():
-        values = [apart.pop(f"layers.0.{part}.weight") for part in parts]
-        assert torch.equal(torch.cat(values), state.pop(f"layers.0.{whole}.weight"))
-    assert apart.keys() == state.keys() and all(
-        torch.equal(apart[name], value) for name, value in state.items()
-    )
-    joined = torch.nn.Parameter(torch.randn(24, 8))
-    parts = [torch.nn.Parameter(part.clone()) for part in joined.detach().split((16, 8))]
-    joined.grad = torch.randn(24, 8)
-    for part, grad in zip(parts, joined.grad.split((16, 8))):
-        part.grad = grad.clone()
-    train.Muon([joined], [(16, 8)], 0.1, 0.1).step()
-    train.Muon(parts, [(16,), (8,)], 0.1, 0.1).step()
-    assert torch.allclose(joined, torch.cat(parts), atol=1e-6)
-
-
 # ---- launch.py
 
 
@@ -6102,37 +5753,24 @@ def test_tiles_fit_shared_memory(monkeypatch):
 # ---- bench.py
 
 
-def test_bench_cost(tiny_model):
+def tiny_llama(dtype: torch.dtype, format=None) -> Llama:
+    """With random weights, for what is counted by hand."""
     c = read_config_like(
         dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10
     )
     cpu = torch.device("cpu")
+    weights = bench.random_weights(c, dtype, cpu, format, "torch")
+    return Llama(c, weights, "torch", cpu, dtype, 16)
 
-    def model_in(dtype: torch.dtype, format=None) -> Llama:
-        return Llama(
-            c, bench.random_weights(c, dtype, cpu, format, "torch"), "torch", cpu, dtype, 16
-        )
 
-    halves, in_8_bits = model_in(torch.float16), model_in(torch.float16, E4M3)
-    # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
-    assert bench.cost("rmsnorm_qkv_rope", halves, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
-    # 3 tokens after 5: they see 6 + 7 + 8 = 21 keys; 8 cached positions of 2 heads of 2, for keys
-    # and for values
-    assert bench.cost("attention", halves, 3, 5) == (2 * (3 * 8 * 2 + 2 * 8 * 4), 4 * 8 * 21)
-    swiglu = bench.cost("rmsnorm_swiglu", model_in(torch.float32), 2)
-    assert swiglu == (4 * (24 * 8 + 2 * 8 + 8 + 2 * 12), 2 * 2 * 24 * 8)
-    assert bench.cost("w2", in_8_bits, 1) == (8 * 12 + 4 * 8 + 2 * (12 + 8 + 8), 2 * 8 * 12)
-    in_8_bits.weights.layers[1].w2 = halves.weights.layers[1].w2
-    assert bench.cost("w2", in_8_bits, 1)[0] == (8 * 12 + 4 * 8 + 2 * 8 * 12) / 2 + 2 * (12 + 8 + 8)
-    assert bench.cost("rmsnorm_linear", halves, 1)[0] == 2 * (10 * 8 + 8 + 8) + 4 * 10
+def test_bench_bytes_and_operations(tiny_model):
+    # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8
     layer = 2 * 16 * 8 + 4 * 8 * 1 + 2 * 8 * 8 + 2 * 24 * 8 + 2 * 8 * 12
-    assert bench.prefill_operations(halves, 1) == 2 * layer + 2 * 10 * 8
+    assert bench.prefill_operations(tiny_llama(torch.float16), 1) == 2 * layer + 2 * 10 * 8
     # a decode step reads all matrices, and keys and values of 2 layers, 2 heads of 16
     matrices = sum(matrix.nbytes for matrix in tiny_model.weights.matrices)
-    assert [bench.decode_bytes(tiny_model, depth) - matrices for depth in (0, 10)] == [
-        0,
-        4 * 2 * 2 * 10 * 2 * 16,
-    ]
+    assert bench.decode_bytes(tiny_model, 0) == matrices
+    assert bench.decode_bytes(tiny_model, 10) == matrices + 4 * 2 * 2 * 10 * 2 * 16
 
 
 @pytest.mark.parametrize("stride", [24, 10, 1])
@@ -6157,10 +5795,14 @@ def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
 
 
 @pytest.fixture
-def bench_cli(capfd, monkeypatch):
+def quick_ceilings(monkeypatch):
+    """In place of the real ones, which take seconds."""
     for name in ("read_ceiling", "copy_ceiling", "product_ceiling"):
-        # the real ones take seconds
         monkeypatch.setattr(bench, name, functools.cache(lambda *_: 1e10))
+
+
+@pytest.fixture
+def bench_cli(capfd, monkeypatch, quick_ceilings):
     return caller(bench.main, monkeypatch, capfd)
 
 
@@ -6236,88 +5878,26 @@ def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
     assert re.search(r"tiny\S*: this takes at least \d+ (s|minutes)", notes), notes
 
 
-def test_bench_vs_transformers(bench_cli, tiny, tiny_saved, hub, monkeypatch):
-    seconds = (0.9**i for i in itertools.count())  # each measurement is shorter than the one before
-
-    def wall_times(run, *_) -> list[float]:
-        run()
-        return [next(seconds)]
-
-    monkeypatch.setattr(bench, "wall_times", wall_times)
-    axes = [
-        "-d",
-        "0,9",
-        "--dtype",
-        "fp32,bf16",
-        "--format",
-        "none,e4m3",
-        "-o",
-        "json",
-        "--vs",
-        "transformers",
-    ]
-    rows = rows_of(bench_cli("-m", f"random:{tiny / 'config.json'}", *QUICK, *axes))
-    ours, theirs = (
-        [r for r in rows if ("transformers" in r["backend"]) == peer] for peer in (False, True)
-    )
-    assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["format"] == "none" for r in theirs)
-    names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
-    expected = [
-        (r["dtype"], r["test"], name)
-        for r in ours
-        if r["format"] == "none"
-        for name in names[r["test"][:3]]
-    ]
-    assert [(r["dtype"], r["test"], r["backend"]) for r in theirs] == expected, (
-        "beside what it did not run"
-    )
-    result = bench_cli("-m", tiny_saved, *QUICK, "-o", "json", "--vs", "transformers")
-    rows = rows_of(result)
-    assert "transformers is not measured: --vs needs --format none" in result[2]
-    assert [(r["format"], r["backend"]) for r in rows] == [("e4m3", "torch")] * 2, (
-        "it cannot read this model"
-    )
-    asked = []
-    for _ in range(2):
-        rows = rows_of(
-            bench_cli("-m", "someone/tiny", *QUICK, "-o", "json", "--vs", "transformers")
-        )
-        asked.append(len(hub.asked))
-    assert [r["backend"] for r in rows[2:]] == ["transformers", *names["tg2"]]
-    assert asked[0] == asked[1] > 0, "downloaded, and then the hub is not asked again"
-
-
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_bench_random_config(bench_cli, tmp_path, family):
-    sizes = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        vocab_size=70,
-    )
-    getattr(transformers, f"{family}Config")(
-        num_key_value_heads=2, head_dim=8, **sizes
-    ).save_pretrained(tmp_path)
+def test_bench_random_config(qwen_config, family):
     args = bench.parse_args(["--device", "cpu", "-t", "1"])
-    args.model, args.ranks = f"random:{tmp_path / 'config.json'}:2", parallel.Ranks()
+    args.model, args.ranks = f"random:{qwen_config}:2", parallel.Ranks()
     model = bench.open_model(args, "fp32", 16, "none")
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
-    assert len(model.weights.layers) == 2 and layer == {
-        tensor.name for tensor in model.config.layer_table
-    }
+    assert len(model.weights.layers) == 2
+    assert layer == {tensor.name for tensor in model.config.layer_table}
     assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
-    theirs = bench.transformers_model(args, torch.float32, torch.device("cpu"))
-    assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
-    code, out, err = bench_cli(
-        "-m", args.model, *"--kernels -p 4 -d 0,7 --device cpu -o jsonl".split()
-    )
-    prompt = "rmsnorm rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
-    expected = [(op, 1, 100) for op in (*prompt, "rmsnorm_linear", "sample")]
-    expected += [(op, 4, depth) for depth in (0, 7) for op in prompt]
-    assert (
-        code == 0 and [(row["op"], row["tokens"], row["depth"]) for row in objects(out)] == expected
-    ), err
+
+
+@pytest.fixture
+def qwen_config(family, tmp_path) -> Path:
+    """The config.json of a tiny model of a family."""
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=70,
+    )  # fmt: skip
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
+    return tmp_path / "config.json"
 
 
 def test_bench_shapes_as_published():
@@ -6345,43 +5925,6 @@ def test_bench_random_matrices(form):
     assert 0.018 < layer.wqkv.dense().std() < 0.022
 
 
-def test_bench_profile(bench_cli, tiny):
-    code, out, err = bench_cli("-m", tiny, "-p", 4, "--device", "cpu", "--profile")
-    assert "the Triton kernels need a GPU" in err and "| rmsnorm_swiglu: " in out
-    assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
-
-
-def test_bench_profile_rows(tiny_model, monkeypatch):
-    monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
-    monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
-    step = ["_embedding_kernel"]
-    for _ in range(2):
-        step += [
-            "_vector_kernel",
-            "_attention_kernel",
-            "_vector_kernel",
-            "_vector_kernel",
-            "_vector_kernel",
-        ]
-    step += ["_vector_kernel", "_sample_best_kernel"]
-    # each starts a second before the one before it ends, but for the last, which starts a second
-    # later
-    events = [(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
-    events += [(step[-1], events[-1][2] + 1, events[-1][2] + 2)]
-    rows, ms, gaps, _ = bench.profile_rows(events, tiny_model, 1, 100)
-    counts = {row["kernel"]: row["count"] for row in rows}
-    products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in bench.PRODUCT_ROWS}
-    assert counts == products | {
-        "_embedding_kernel": 1,
-        "_attention_kernel": 2,
-        "_sample_best_kernel": 1,
-    }
-    assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
-    w2 = next(row for row in rows if row["kernel"].startswith("w2"))
-    moved = 2 * bench.cost("w2", tiny_model, 1)[0]
-    assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
-
-
 def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp_path):
     (tmp_path / "text").write_text(TEXT * 3)
     flags = ("--device", "cpu", "--perplexity", tmp_path / "text", "-o", "json")
@@ -6405,14 +5948,182 @@ def test_bench_threads(bench_cli, tiny, request):
         assert {row["device"] for row in rows} == {name}
 
 
-def test_bench_passes(bench_cli, tiny):
-    flags = ("--passes", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json", "--device", "cpu")
-    rows = rows_of(bench_cli("-m", tiny, *flags))
+def test_bench_cells_and_percents(capsys):
+    shown = {
+        1.0: "1.00",
+        0.0: "0.00",
+        1.00071: "1.00071",
+        0.00037: "0.00037",
+        1.07: "1.070",
+        5.4712: "5.47",
+    }
+    shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
+    for value, text in (shown | {7: "7", None: ""}).items():
+        assert bench.cell(value) == text, value
+    bench.note_once.cache_clear()
+    assert [bench.percent(x, 2) for x in (1, 3, 3)] == [50, 150, 150]
+    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
+
+
+def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    for arguments, text in (
+        (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
+        (["-m", "random:7b:0"], "'0' is not a number of layers"),
+        (["-m", "nowhere"], "no file or folder nowhere here"),
+        (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
+        (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
+    ):
+        assert_refused(bench_cli(*arguments), text)
+    for arguments, text in (
+        ("-p x", "-p/--n-prompt: x: must be a whole number"),
+        ("-p 0 -n 0", "nothing to measure"),
+        ("--perplexity x --stride 600", "skips text"),
+    ):
+        assert_refused(bench_cli(*arguments.split()), text, code=2)
+    for of_the_other_mode in (
+        "--stride 4", "--against fp32", "--perplexity x -p 4", "--perplexity x --dtype fp32,bf16",
+        "--perplexity x -m a -m b", "--perplexity x --format none,e4m3",
+    ):  # fmt: skip
+        assert_refused(bench_cli(*of_the_other_mode.split()), code=2)
+
+
+# ---- dev/: what a developer measures
+
+
+@pytest.fixture
+def dev_cli(capfd, monkeypatch, quick_ceilings):
+    """A script of dev/ in this process, on a CPU: run(script, *arguments)."""
+
+    def run(script, *arguments) -> tuple[int, str, str]:
+        return caller(script.main, monkeypatch, capfd, "--device", "cpu")(*arguments)
+
+    return run
+
+
+def test_kernels_cost():
+    halves, in_8_bits = tiny_llama(torch.float16), tiny_llama(torch.float16, E4M3)
+    cost = op_table.cost
+    # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8; x and norm have 8 elements, q, k and v 16
+    assert cost("rmsnorm_qkv_rope", halves, 1) == (2 * (16 * 8 + 8 + 8 + 16), 2 * 16 * 8)
+    # 3 tokens after 5: they see 6 + 7 + 8 = 21 keys; 8 cached positions of 2 heads of 2, for keys
+    # and for values
+    assert cost("attention", halves, 3, 5) == (2 * (3 * 8 * 2 + 2 * 8 * 4), 4 * 8 * 21)
+    swiglu = cost("rmsnorm_swiglu", tiny_llama(torch.float32), 2)
+    assert swiglu == (4 * (24 * 8 + 2 * 8 + 8 + 2 * 12), 2 * 2 * 24 * 8)
+    assert cost("w2", in_8_bits, 1) == (8 * 12 + 4 * 8 + 2 * (12 + 8 + 8), 2 * 8 * 12)
+    in_8_bits.weights.layers[1].w2 = halves.weights.layers[1].w2
+    assert cost("w2", in_8_bits, 1)[0] == (8 * 12 + 4 * 8 + 2 * 8 * 12) / 2 + 2 * (12 + 8 + 8)
+    assert cost("rmsnorm_linear", halves, 1)[0] == 2 * (10 * 8 + 8 + 8) + 4 * 10
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_kernels_of_a_family(dev_cli, qwen_config, family):
+    """Every op runs, and transformers gets the same shapes."""
+    args = SimpleNamespace(model=f"random:{qwen_config}:2")
+    theirs = compare.transformers_model(args, torch.float32, torch.device("cpu"))
+    assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
+    flags = "-p 4 -d 0,7 -o jsonl -t 1".split()
+    code, out, err = dev_cli(op_table, "-m", args.model, *flags)
+    prompt = "rmsnorm rmsnorm_qkv_rope attention wo w2 rmsnorm_swiglu".split()
+    expected = [(op, 1, 100) for op in (*prompt, "rmsnorm_linear", "sample")]
+    expected += [(op, 4, depth) for depth in (0, 7) for op in prompt]
+    found = [(row["op"], row["tokens"], row["depth"]) for row in objects(out)]
+    assert code == 0 and found == expected and "bound by: " in err, err
+
+
+def test_kernels_equal_plain_pytorch(tiny_model):
+    """What is timed beside each other computes the same; but for SwiGLU, whose rows it mixes up."""
+    for T, start_pos in ((1, 9), (5, 0), (5, 9)):
+        state = State(tiny_model)
+        state.advance(start_pos)
+        inputs = op_table.random_inputs(tiny_model, T)
+        ours = op_table.ops_of(tiny_model, state, inputs)
+        plain = op_table.plain_ops(tiny_model, state, inputs, start_pos)
+        assert ours.keys() == plain.keys()
+        for op in ("rmsnorm", "rmsnorm_qkv_rope", "attention", "wo", "w2"):
+            expected = plain[op](1)  # first, since ours may overwrite the residual
+            if op == "attention":  # PyTorch's has heads before tokens
+                expected = expected[0].transpose(0, 1)
+            assert_close(ours[op](1).reshape(expected.shape), expected)
+    ours = op_table.ops_of(tiny_model, state, op_table.random_inputs(tiny_model, 1))
+    assert ours["rmsnorm_linear"](0).isfinite().all()
+
+
+def test_compare_with_transformers(dev_cli, tiny, tiny_saved, hub, monkeypatch):
+    seconds = (0.9**i for i in itertools.count())  # each measurement is shorter than the one before
+
+    def wall_times(run, *_) -> list[float]:
+        run()
+        return [next(seconds)]
+
+    def rows_of_both(model, *flags) -> tuple[list[dict], str]:
+        quick = ["-p", "4", "-n", "2", "-r", "1", "-o", "json"]
+        result = dev_cli(compare, "-m", model, *quick, *flags)
+        return rows_of(result), result[2]
+
+    monkeypatch.setattr(bench, "wall_times", wall_times)
+    axes = ["-d", "0,9", "--dtype", "fp32,bf16", "--format", "none,e4m3"]
+    rows, _ = rows_of_both(f"random:{tiny / 'config.json'}", *axes)
+    theirs = [row for row in rows if "transformers" in row["backend"]]
+    ours = [row for row in rows if row not in theirs]
+    assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["format"] == "none" for r in theirs)
+    names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
+    expected = []
+    for row in ours:
+        if row["format"] == "none":
+            expected += [(row["dtype"], row["test"], name) for name in names[row["test"][:3]]]
+    found = [(row["dtype"], row["test"], row["backend"]) for row in theirs]
+    assert found == expected, "beside what it did not run"
+    rows, said = rows_of_both(tiny_saved)
+    assert "transformers is not measured: it needs --format none" in said
+    found = [(row["format"], row["backend"]) for row in rows]
+    assert found == [("e4m3", "torch")] * 2, "it cannot read this model"
+    asked = []
+    for _ in range(2):
+        rows, _ = rows_of_both("someone/tiny")
+        asked.append(len(hub.asked))
+    assert [r["backend"] for r in rows[2:]] == ["transformers", *names["tg2"]]
+    assert asked[0] == asked[1] > 0, "downloaded, and then the hub is not asked again"
+
+
+def test_steps(dev_cli, tiny):
+    code, out, err = dev_cli(steps, "-m", tiny, "-p", 4)
+    assert "the Triton kernels need a GPU" in err and "| rmsnorm_swiglu: " in out
+    assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
+
+
+def test_steps_rows(tiny_model, monkeypatch):
+    monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
+    monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
+    layer = ["_vector_kernel", "_attention_kernel", *["_vector_kernel"] * 3]
+    step = ["_embedding_kernel", *layer * 2, "_vector_kernel", "_sample_best_kernel"]
+    # each starts a second before the one before it ends, but for the last, which starts a second
+    # later
+    events = [steps.Event(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
+    events.append(steps.Event(step[-1], events[-1].end + 1, events[-1].end + 2))
+    rows, ms, gaps, _ = steps.profile_rows(events, tiny_model, 1, 100)
+    counts = {row["kernel"]: row["count"] for row in rows}
+    products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in op_table.PRODUCTS}
+    assert counts == products | {
+        "_embedding_kernel": 1,
+        "_attention_kernel": 2,
+        "_sample_best_kernel": 1,
+    }
+    assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
+    w2 = next(row for row in rows if row["kernel"].startswith("w2"))
+    moved = 2 * op_table.cost("w2", tiny_model, 1)[0]
+    assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
+
+
+def test_passes(dev_cli, tiny):
+    flags = ("-T", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json")
+    rows = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
     assert [row["tokens"] for row in rows] == [1, 2, 5] and rows[0]["ratio"] == 1
 
 
 @pytest.mark.parametrize("card", [90, 120])
-def test_bench_tune(tiny, tmp_path, monkeypatch, card):
+def test_tune(tiny, tmp_path, monkeypatch, card):
     """On a card that has entries, and on one that has used another's. A matrix in another format
     has other tables."""
     model = load(tiny, dtype="fp16", device="cpu")
@@ -6421,7 +6132,7 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
     file = Path(shutil.copy(HERE / "launch.json", tmp_path))
     monkeypatch.setattr(launch, "TABLES_FILE", file)
     monkeypatch.setattr(launch, "tables", functools.cache(launch.tables.__wrapped__))
-    monkeypatch.setattr(bench, "tables", launch.tables)
+    monkeypatch.setattr(tuner, "tables", launch.tables)
     launch.save_tables()
     assert file.read_text() == (HERE / "launch.json").read_text(), (
         "what was not changed is saved as it was"
@@ -6434,12 +6145,12 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
         kind, ops = ("vector", nearest("vector")) if T == 1 else ("few", nearest("few")[T])
         return 1.0 / (1 + str(ops).count(str(best[kind])))
 
-    monkeypatch.setattr(bench, "capability", lambda _: card)
-    monkeypatch.setattr(bench, "pass_seconds", pass_seconds)
+    monkeypatch.setattr(tuner, "capability", lambda _: card)
+    monkeypatch.setattr(tuner, "pass_seconds", pass_seconds)
     monkeypatch.setattr(bench, "open_model", lambda *_: model)
     monkeypatch.setattr(type(model), "uses_graphs", True)
     before = nearest("few")[8]["default"][0]
-    bench.run_tune(SimpleNamespace(dtype=["auto"], format=["none"]))
+    tuner.tune(SimpleNamespace(dtype=["auto"], format=["none"]))
     launch.tables.cache_clear()  # what it wrote
     vector, few = (launch.tables()[kind][card][16] for kind in best)
     for matrix, op in (
@@ -6458,96 +6169,61 @@ def test_bench_tune(tiny, tmp_path, monkeypatch, card):
     )
 
 
-def test_bench_cells_and_percents(capsys):
-    shown = {
-        1.0: "1.00",
-        0.0: "0.00",
-        1.00071: "1.00071",
-        0.00037: "0.00037",
-        1.07: "1.070",
-        5.4712: "5.47",
-    }
-    shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
-    for value, text in (shown | {7: "7", None: ""}).items():
-        assert bench.cell(value) == text, value
-    bench.note_once.cache_clear()
-    assert [bench.percent(x, 2) for x in (1, 3, 3)] == [50, 150, 150]
-    assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
+@pytest.fixture
+def draw_picture(capfd, monkeypatch):
+    return caller(plot.main, monkeypatch, capfd)
 
 
-def test_bench_plot(bench_cli, tiny, tmp_path):
+def test_plot(bench_cli, draw_picture, tiny, tmp_path):
     record, picture = tmp_path / "record", tmp_path / "speed.svg"
     code, out, err = bench_cli("-m", tiny, *QUICK, "--format", "none,e4m3", "-o", "jsonl")
     assert code == 0, err
     record.write_text(out)
-    rows = bench.read_rows(record)
+    rows = plot.read_rows(record)
     rows += [replace(row, dtype="bf16") for row in rows]
-    assert len({bench.label(row, rows) for row in rows if row.test == "tg2"}) == 4, (
-        "bars of the same name"
-    )
-    draw = ("--plot", record, picture)
-    assert bench_cli(*draw) == (0, "", "")
+    labels = {plot.label(row, rows) for row in rows if row.test == "tg2"}
+    assert len(labels) == 4, "bars of the same name"
+    assert draw_picture(record, picture) == (0, "", "")
     whole = picture.read_bytes()
     assert b"fused-llama, fp32" in whole and b"fused-llama, e4m3" in whole
-    assert bench_cli(*draw)[0] == 0 and picture.read_bytes() == whole, "a record gives one picture"
+    assert draw_picture(record, picture)[0] == 0 and picture.read_bytes() == whole, (
+        "a record gives one picture"
+    )
     for text in ("{", "[]", "null", '{"test": "tg2"}', out.replace("tokens_per_s", "x")):
         record.write_text(text)
-        assert_refused(bench_cli(*draw), "not a row printed by bench.py -o jsonl")
+        assert_refused(draw_picture(record, picture), "not a row printed by bench.py -o jsonl")
     record.write_text(out)
-    assert_refused(
-        bench_cli("--plot", record, tmp_path / "none" / "x.png"), "x.png: No such file or directory"
-    )
-    assert_refused(bench_cli("--plot", record, tmp_path / "x.xyz"), "Format 'xyz' is not supported")
-    assert_refused(
-        bench_cli("--plot", tmp_path / "none", picture), "none: No such file or directory"
-    )
+    assert_refused(draw_picture(record, tmp_path / "none" / "x.png"), "No such file", "x.png")
+    assert_refused(draw_picture(record, tmp_path / "x.xyz"), "Format 'xyz' is not supported")
+    assert_refused(draw_picture(tmp_path / "none", picture), "No such file", "none")
     record.write_text("")
-    assert "there is nothing to draw" in bench_cli(*draw)[2]
+    assert_refused(draw_picture(record, picture), "there is nothing to draw")
 
 
-def test_bench_picture_of_the_readme(bench_cli, tmp_path):
-    assert bench_cli("--plot", HERE / "figures/h200.jsonl", tmp_path / "h200.svg") == (0, "", "")
+def test_picture_of_the_readme(draw_picture, tmp_path):
+    assert draw_picture(HERE / "figures/h200.jsonl", tmp_path / "h200.svg") == (0, "", "")
     drawn, kept = ((folder / "h200.svg").read_text() for folder in (tmp_path, HERE / "figures"))
     texts = [re.findall(r">([^<>\n]+)</text>", picture) for picture in (drawn, kept)]
     assert texts[0] == texts[1] and "fused-llama, e4m3" in texts[0]
 
 
-def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path, monkeypatch):
-    (tmp_path / "bad").write_bytes(b"ab\xff")
-    # packages that are not there
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    for arguments, text in (
-        (["-m", tiny, "--vs", "transformers"], "--vs needs a package"),
-        (
-            ["--plot", HERE / "figures/h200.jsonl", "x.png"],
-            "--plot needs a package that is not installed: matplotlib",
-        ),
-        (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
-        (["-m", "random:7b:0"], "'0' is not a number of layers"),
-        (["-m", "nowhere"], "no file or folder nowhere here"),
-        (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
-        (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
-        (["-m", tiny, "--tune", "--device", "cpu"], "on a GPU"),
+def test_dev_errors_are_one_line(dev_cli, tiny, monkeypatch):
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
+    for script, text in (
+        (compare, "a package is not installed: transformers"),
+        (tuner, "on a GPU"),
     ):
-        assert_refused(bench_cli(*arguments), text)
-    for arguments, text in (("-p x", "-p/--n-prompt: x: must be a whole number"), ("-p 0 -n 0", "nothing to measure"),
-        ("-p 0 --profile", "nothing to measure"), ("--perplexity x --stride 600", "skips text"),
+        assert_refused(dev_cli(script, "-m", tiny), text)
+    for script, flags in (
+        (op_table, "--format none,e4m3"), (op_table, "-n 4"), (op_table, "-r 4"),
+        (op_table, "-m a -m b"), (steps, "-p 0"), (steps, "-p 4,5"), (steps, "-o json"),
+        (tuner, "-p 4"), (dev_passes, "-T 0"), (dev_passes, "-d 4,5"), (compare, "-p 0 -n 0"),
+        (compare, "--perplexity x"),
     ):  # fmt: skip
-        assert_refused(bench_cli(*arguments.split()), text, code=2)
-    for of_another_mode in (
-        "--vs transformers --perplexity x", "--plot x x.png --perplexity x",
-        "--plot x x.png --kernels", "--plot x.png",
-        "--stride 4", "--against fp32", "--perplexity x --dtype fp32, bf16",
-        "--kernels --format none, e4m3",
-        "--kernels -n 4", "--kernels -r 4", "--kernels --accumulate fp32", "--profile -p 4, 5",
-        "--profile -o json",
-        "--kernels --profile", "--tune -p 4", "--passes 0", "-m a -m b --kernels",
-        "--plot x x.png -m a",
-    ):  # fmt: skip
-        assert_refused(bench_cli(*of_another_mode.split()), code=2)
+        assert_refused(dev_cli(script, *flags.split()), code=2)
 
 
-# ---- dev/
+# ---- dev/: fuzzing and mutants
 
 
 def test_fuzz_finds_nothing():
@@ -6571,13 +6247,23 @@ WRONG = {  # a case that goes wrong: what the fuzzer says of it
 }
 
 
+def reports(act) -> int:
+    """What run.main does with --debug."""
+    try:
+        act()
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 @pytest.mark.parametrize("how", WRONG)
 def test_fuzz_notices(how, monkeypatch):
     act, expected = WRONG[how]
 
-    def kind(rng, bases, place):
+    def kind(rng, bases, place) -> bool:
         fuzz.watched.folder = str(place)
-        act()
+        return fuzz.ends_well(lambda: reports(act))
 
     monkeypatch.setattr(fuzz, "KINDS", {kind: 1})
     outcomes, failures = fuzz.run_cases([SEED], {}, limit=1 if how == "no end" else PATIENCE)
@@ -6644,27 +6330,6 @@ def test_tales_says_what_it_said():
         assert tokenizer.decode(generate(model, ids, n=24, sampling=Sampling(temp=0))) == text, (
             prompt
         )
-
-
-def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
-    tale = (
-        "Once upon a time there was a fox who lived in a wood. He met a crow, and the crow sang.\n"
-        * 6
-    )
-    for part in ("train", "held_out"):
-        (tmp_path / part).mkdir()
-        text = f"The Fox and the Crow\n{tale}The King of the Wood\n{tale.replace('fox', 'king')}"
-        (tmp_path / part / "book.txt").write_text(text)
-    flags = "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu"
-    flags += " --teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
-    trained = in_shell(
-        f"$PYTHON $HERE/training/train.py --corpus . --out out {flags}", cwd=tmp_path
-    )
-    assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
-    code, text, _ = cli(
-        "-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos"
-    )
-    assert code == 0 and text.startswith("Once") and len(text) > 8
 
 
 if __name__ == "__main__":  # started by the tests of several ranks: "forks" or "gpus"

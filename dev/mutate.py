@@ -1,13 +1,13 @@
-"""Mutation testing: small wrong changes to the program, one at a time, each of which the tests must
-notice.
+"""Mutation testing: small wrong changes to the program, each of which the tests must notice.
 
     python dev/mutate.py                   # all of them; ten minutes
     python dev/mutate.py sampling.py       # those of one file
-    python dev/mutate.py --check           # only whether the program still has the text that each one replaces
+    python dev/mutate.py --check           # only whether each one's text is in the program
 
 Each change is made in a copy of the program, where the tests whose names match the words beside it
 are then run."""
 
+import argparse
 import re
 import shutil
 import signal
@@ -274,12 +274,11 @@ MUTANTS = [
 
 
 def stale(mutants: list[Mutant]) -> Iterator[str]:
-    """What no longer fits the program or its tests: a line for each."""
-    tests = " ".join(
-        re.findall(r"^def (test_\w+)", (ROOT / "test_all.py").read_text(), re.MULTILINE)
-    )
+    """A line for each mutant whose text or tests are not there."""
+    tests = re.findall(r"^def (test_\w+)", (ROOT / "test_all.py").read_text(), re.MULTILINE)
     for mutant in mutants:
-        if not re.search(mutant.words.replace(" or ", "|"), tests):
+        words = mutant.words.replace(" or ", "|")
+        if not any(re.search(words, test) for test in tests):
             yield f"no test of test_all.py is named {mutant.words!r}: mend this mutant"
         file = ROOT / mutant.file
         count = file.read_text().count(mutant.old) if file.is_file() else 0
@@ -288,63 +287,56 @@ def stale(mutants: list[Mutant]) -> Iterator[str]:
 
 
 def first_failure(folder: Path, words: str) -> str | None:
-    """The first test to fail of those whose names contain the words. Raises RuntimeError if none
-    can be run."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "test_all.py",
-        "-k",
-        words,
-    ]
+    """The first test to fail of those whose names contain the words. Returns None if all pass.
+    Raises RuntimeError if none can be run."""
+    command = [sys.executable, *"-m pytest -q -x -p no:cacheprovider test_all.py -k".split(), words]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return f"not finished after {SECONDS} seconds"
     if done.returncode < 0:  # what the interpreter's kernels read or write out of bounds
         return signal.strsignal(-done.returncode)
-    if done.returncode > 1:
+    if done.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) test_all.py::(.*?)(?: - |$)", done.stdout, re.MULTILINE)
+    if done.returncode > 1 or failed is None:
         raise RuntimeError(f"pytest -k {words!r}: {done.stdout[-300:]}{done.stderr[-300:]}")
-    failed = re.search(r"^(?:FAILED|ERROR) test_all.py::(.*?)(?: - |$)", done.stdout, re.M)
-    return failed[1] if done.returncode else None
+    return failed[1]
+
+
+def noticed(mutant: Mutant, copy: Path) -> bool:
+    """Whether a test fails when the mutant is put into this copy of the program."""
+    file = copy / mutant.file
+    source = file.read_text()
+    file.write_text(source.replace(mutant.old, mutant.new))
+    failure = first_failure(copy, mutant.words)
+    file.write_text(source)
+    change = f"{' '.join(mutant.old.split())} -> {' '.join(mutant.new.split())}"
+    print(f"{mutant.file}: {change}: {failure or 'NOT NOTICED'}", flush=True)
+    return failure is not None
 
 
 def main() -> int:
-    names = [word for word in sys.argv[1:] if word != "--check"]
-    mutants = [mutant for mutant in MUTANTS if not names or mutant.file in names]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", help="only the mutants of these files")
+    parser.add_argument("--check", action="store_true", help="only whether each one can be made")
+    args = parser.parse_args()
+    mutants = [mutant for mutant in MUTANTS if not args.files or mutant.file in args.files]
     if not mutants:
-        sys.exit(
-            f"error: no mutants of {', '.join(names)}; there are some of {', '.join({m.file for m in MUTANTS})}"
-        )
-    if lines := list(stale(mutants)):
-        sys.exit("\n".join(lines))
-    if "--check" in sys.argv:
+        sys.exit(f"error: no mutants of {', '.join(args.files)}")
+    found = list(stale(mutants))
+    if found:
+        sys.exit("\n".join(found))
+    if args.check:
         return 0
-    unnoticed = 0
+    ignored = shutil.ignore_patterns(".*", "__pycache__")
     with tempfile.TemporaryDirectory() as made:
-        copy = Path(
-            shutil.copytree(
-                ROOT, Path(made) / "copy", ignore=shutil.ignore_patterns(".*", "__pycache__")
-            )
-        )
-        if failed := first_failure(copy, " or ".join({mutant.words for mutant in mutants})):
+        copy = Path(shutil.copytree(ROOT, Path(made) / "copy", ignore=ignored))
+        failed = first_failure(copy, " or ".join({mutant.words for mutant in mutants}))
+        if failed:
             sys.exit(f"{failed} fails without any change")
-        for file, old, new, words in mutants:
-            source = (copy / file).read_text()
-            (copy / file).write_text(source.replace(old, new))
-            noticed = first_failure(copy, words)
-            print(
-                f"{file}: {' '.join(old.split())} -> {' '.join(new.split())}: {noticed or 'NOT NOTICED'}",
-                flush=True,
-            )
-            (copy / file).write_text(source)
-            unnoticed += noticed is None
-    return unnoticed > 0
+        outcomes = [noticed(mutant, copy) for mutant in mutants]
+    return 0 if all(outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def heading(line):
     the small ones capitalised."""
     # a footnote's mark, or '(From the French)'
     line = re.sub(r"\s*[\[(][^\])]*[\])]$", "", line.strip())
-    line = line.rstrip(".?!") if line.isupper() or line.lower().startswith("chapter") else line
+    if line.isupper() or line.lower().startswith("chapter"):
+        line = line.rstrip(".?!")
     words = re.findall(r"[^\W\d_][\w'-]*", line)
     if (
         not 3 <= len(line) <= 75
@@ -67,15 +68,20 @@ def heading(line):
     if not all(w[0].isupper() or w in SMALL_WORDS or words[0].lower() == "chapter" for w in words):
         return None
     line = re.sub(r"^(chapter|legend)?\s*([IVXLC]+|\d+)([.:]|\b)\s*", "", line, flags=re.I)
-    words = (line.lower() if line.isupper() else line).split()
-    words = [w if i and w in SMALL_WORDS else w[:1].upper() + w[1:] for i, w in enumerate(words)]
+    if line.isupper():
+        line = line.lower()
+    words = line.split()
+    for i, word in enumerate(words):
+        if i == 0 or word not in SMALL_WORDS:
+            words[i] = word[:1].upper() + word[1:]
     return " ".join(words) or None
 
 
 def sections(text):
     """Split a book at its titles. A title that follows another one after only a little text is
     taken for plain text."""
-    found, lines = [], [line for line in text.split("\n") if line.strip()]
+    found = []
+    lines = [line for line in text.split("\n") if line.strip()]
     for line in lines:
         title = heading(line)
         if not found or title and len(found[-1][2]) > 500:
@@ -146,10 +152,8 @@ SMALL_TALK = {
 def topics(text, title):
     """The people and things that a passage is about: words of TOPICS and names, each ready to
     follow 'a story about'."""
-    words, head = (
-        Counter(re.findall(r"[a-z]+", text.lower())),
-        set(re.findall(r"[a-z]+", title.lower())),
-    )
+    words = Counter(re.findall(r"[a-z]+", text.lower()))
+    head = set(re.findall(r"[a-z]+", title.lower()))
     found = [
         ("an " if w[0] in "aeio" else "a ") + w
         for w in sorted(TOPICS)
@@ -165,7 +169,8 @@ def topics(text, title):
 def request(rng, section, part, complete):
     """One way of asking for this tale. Only a tale that fits in one answer may be asked for without
     saying which."""
-    about, roll = topics(part, section.title), rng.random()
+    about = topics(part, section.title)
+    roll = rng.random()
     if complete and roll < 0.4:
         wish = rng.choice(GENERIC).format(rng.choice(STORY))
     elif about and roll < 0.75:
@@ -176,23 +181,33 @@ def request(rng, section, part, complete):
     else:
         wish = rng.choice(TITLED).format(section.title)
     wish = wish.replace("a old", "an old")
-    asked = wish[0].upper() + wish[1:] if rng.random() < 0.15 else rng.choice(ASK).format(wish)
-    asked += "" if asked[-1] == "?" else rng.choice((".", ".", "", "!"))
-    return asked.lower().rstrip(".?") if rng.random() < 0.15 else asked  # as people type
+    if rng.random() < 0.15:
+        asked = wish[0].upper() + wish[1:]
+    else:
+        asked = rng.choice(ASK).format(wish)
+    if asked[-1] != "?":
+        asked += rng.choice((".", ".", "", "!"))
+    if rng.random() < 0.15:  # as people type
+        return asked.lower().rstrip(".?")
+    return asked
 
 
 def cut(text, whole=3400):
     """A tale in parts that each fit in one answer: about 300 to 850 tokens, ending at the end of a
     paragraph or a sentence."""
-    parts, rng = [], random.Random(len(text))
+    parts = []
+    rng = random.Random(len(text))
     while len(text) > whole:
         at = rng.randrange(1300, 2700)
-        line = text.find("\n", at, at + 500)
-        stop = re.compile(r"[.!?]['\"]?(?=\s)").search(text, at)
-        end = line if line > 0 else stop.end() if stop else len(text)
+        end = text.find("\n", at, at + 500)
+        if end <= 0:
+            stop = re.compile(r"[.!?]['\"]?(?=\s)").search(text, at)
+            end = stop.end() if stop else len(text)
         parts.append(text[:end].strip())
         text = text[end:].strip()
-    return parts + [text] * bool(text)
+    if text:
+        parts.append(text)
+    return parts
 
 
 def dialogue(rng, section):
@@ -205,8 +220,13 @@ def dialogue(rng, section):
         yield f"Tell me how the tale of {section.title} ends.", parts[-1]
         return
     for i, part in enumerate(parts):
-        asked = rng.choice(GO_ON) if i else request(rng, section, part, complete=len(parts) == 1)
-        yield asked, part + ("\n" + INVITATION if i + 1 < len(parts) else "")
+        if i == 0:
+            asked = request(rng, section, part, complete=len(parts) == 1)
+        else:
+            asked = rng.choice(GO_ON)
+        if i + 1 < len(parts):
+            part += "\n" + INVITATION
+        yield asked, part
 
 
 # ---------------------------------------------------------------- documents to tokens
@@ -227,16 +247,14 @@ def document(rng, section, sp, spell):
     '<s>[INST] user [/INST] answer </s>' for each turn. The others are plain text, half of them
     without the title: '<s> Once upon a time'."""
     if not section.is_tale or rng.random() > CHAT:
-        bare = section.is_tale and rng.random() < 0.5
-        return [
-            BOS,
-            *spell(section.body if bare else f"{section.headings}\n{section.body}".strip()),
-            EOS,
-        ]
-    tokens, system = (
-        [],
-        f"<<SYS>>\n{rng.choice(SYSTEMS)}\n<</SYS>>\n\n" if rng.random() < 0.15 else "",
-    )
+        text = f"{section.headings}\n{section.body}".strip()
+        if section.is_tale and rng.random() < 0.5:
+            text = section.body
+        return [BOS, *spell(text), EOS]
+    tokens = []
+    system = ""
+    if rng.random() < 0.15:
+        system = f"<<SYS>>\n{rng.choice(SYSTEMS)}\n<</SYS>>\n\n"
     for asked, answer in dialogue(rng, section):
         tokens += [BOS, *sp.encode(f"[INST] {system}{asked} [/INST]"), *spell(answer + " "), EOS]
         system = ""
@@ -247,16 +265,16 @@ def encode_epoch(data, plan, epoch, seed):
     """One reading of all books in a new order: a stream of tokens, and where in it documents begin
     (after their <s>). Sub-word dropout splits words at random, so that a passage is rarely
     tokenised the same way twice; the last readings are tokenised as in inference."""
-    rng, stream, heads = random.Random(f"{seed} {epoch}"), [], []
+    rng = random.Random(f"{seed} {epoch}")
+    stream = []
+    heads = []
     alpha = plan.respell if epoch < plan.epochs * (1 - CANONICAL) else 0.0
 
     def spell(text):
         a = alpha * rng.choice((0, 1, 1, 2))
-        return (
-            data.sp.encode(text, enable_sampling=True, alpha=a, nbest_size=-1)
-            if a
-            else data.sp.encode(text)
-        )
+        if a == 0.0:
+            return data.sp.encode(text)
+        return data.sp.encode(text, enable_sampling=True, alpha=a, nbest_size=-1)
 
     for section in rng.sample(data.books, len(data.books)):
         heads.append(len(stream) + 1)

@@ -52,7 +52,8 @@ def _column_sum_kernel(
     """A block of columns, summed over every num_programs(1)-th tile of rows, two tiles in flight at
     once. x [T, N], out [programs along the rows, N] fp32."""
     gdc_launch_dependents(PDL)
-    pid_n, pid_t = tl.program_id(0), tl.program_id(1)
+    pid_n = tl.program_id(0)
+    pid_t = tl.program_id(1)
     step = tl.num_programs(1) * ROWS
     offs_n = pid_n * BLOCK + tl.arange(0, BLOCK)
     mask_n = offs_n < N
@@ -61,10 +62,8 @@ def _column_sum_kernel(
     for first in range(pid_t * ROWS, T, 2 * step):
         rows = first + tl.arange(0, ROWS)
         offsets = rows.to(tl.int64)[:, None] * N + offs_n[None, :]
-        mask, mask_next = (
-            (rows < T)[:, None] & mask_n[None, :],
-            (rows < T - step)[:, None] & mask_n[None, :],
-        )
+        mask = (rows < T)[:, None] & mask_n[None, :]
+        mask_next = (rows < T - step)[:, None] & mask_n[None, :]
         tile = tl.load(x + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
         next_tile = tl.load(
             x + offsets + step * N, mask=mask_next, other=0.0, eviction_policy="evict_first"
@@ -78,7 +77,8 @@ def _sum_partials(partial: Tensor) -> Tensor:
     """Column sums [N] of a few rows [P, N] in fp32: blocks of 32 bytes, so that many programs share
     the work."""
     P, N = partial.shape
-    out, rows = partial.new_empty(1, N), min(512, triton.next_power_of_2(triton.cdiv(P, 2)))
+    out = partial.new_empty(1, N)
+    rows = min(512, triton.next_power_of_2(triton.cdiv(P, 2)))
     grid = (triton.cdiv(N, 8), 1)
     launch(
         _column_sum_kernel, grid, partial.device, partial, out, P, N=N, ROWS=rows, BLOCK=8, warps=8
@@ -89,23 +89,16 @@ def _sum_partials(partial: Tensor) -> Tensor:
 def bias_backward(dout: Tensor) -> Tensor:
     T, N = dout.shape
     assert dout.is_contiguous(), dout.shape
-    rows, block = 8, 512
-    columns, tiles = triton.cdiv(N, block), triton.cdiv(T, rows)
+    rows = 8
+    block = 512
+    columns = triton.cdiv(N, block)
+    tiles = triton.cdiv(T, rows)
     # tiles of a program, the same for all
     length = triton.cdiv(tiles, max(1, 8 * processors(dout.device) // columns))
     slabs = triton.cdiv(tiles, length)
     partial = dout.new_empty(slabs, N, dtype=torch.float32)
-    launch(
-        _column_sum_kernel,
-        (columns, slabs),
-        dout.device,
-        dout,
-        partial,
-        T,
-        N=N,
-        ROWS=rows,
-        BLOCK=block,
-    )
+    sizes = dict(N=N, ROWS=rows, BLOCK=block)
+    launch(_column_sum_kernel, (columns, slabs), dout.device, dout, partial, T, **sizes)
     return partial[0] if slabs == 1 else _sum_partials(partial)
 
 
@@ -136,8 +129,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return _Linear.apply(x, weight, bias)
 
 
-# ---- rmsnorm: total = x + dropout(branch), y = total / sqrt(mean(total^2) + eps) * weight  (Zhang and Sennrich, 2019)
-#      x, branch [..., C], weight [C] -> total in the type of x, y in dtype. x is the residual; branch may be None.
+# ---- rmsnorm (Zhang and Sennrich, 2019):
+#      total = x + dropout(branch), y = total / sqrt(mean(total^2) + eps) * weight
+#      x, branch [..., C], weight [C] -> total in the type of x, y in dtype. x is the residual;
+#      branch may be None.
 #      backward, with n = total / sqrt(...) and g = dy weight:
 #      dtotal += (g - n mean(g n)) / sqrt(...), dweight = sum of dy n
 
@@ -150,7 +145,9 @@ def rmsnorm_ref(
     dtype: torch.dtype,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    total = x if branch is None else x + functional.dropout(branch, dropout)
+    total = x
+    if branch is not None:
+        total = x + functional.dropout(branch, dropout)
     normed = wide(total) * torch.rsqrt(wide(total).square().mean(-1, keepdim=True) + eps)
     return total, (normed * weight).to(dtype)
 
@@ -173,7 +170,8 @@ def _rmsnorm_forward_kernel(
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents(PDL)
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
     offsets = rows.to(tl.int64)[:, None] * C + cols[None, :]
     mask = (rows < T)[:, None] & (cols < C)[None, :]
     gdc_wait(PDL)
@@ -200,7 +198,8 @@ def _rmsnorm_backward_kernel(
     """Every num_programs(0)-th tile of rows, the next ones loaded ahead. dweight [programs, C] fp32
     gets this program's part of the sum."""
     gdc_launch_dependents(PDL)
-    pid, cols = tl.program_id(0), tl.arange(0, BLOCK)
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     gdc_wait(PDL)
     weights = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
@@ -253,7 +252,8 @@ class _RMSNorm(torch.autograd.Function):
         p: float,
     ) -> tuple[Tensor, Tensor]:
         C = x.shape[-1]
-        T, cut = x.numel() // C, _row_tile(C, 32, least=2)
+        T = x.numel() // C
+        cut = _row_tile(C, 32, least=2)
         assert x.is_contiguous() and weight.shape == (C,) and x.numel() < 1 << 32, (
             x.shape,
             weight.shape,
@@ -263,65 +263,55 @@ class _RMSNorm(torch.autograd.Function):
             branch.shape,
         )
         # The kernels derive from the seed what dropout drops
-        seed = (
-            torch.randint(1 << 31, (1,), dtype=torch.int32, device=x.device)
-            if p and branch is not None
-            else None
-        )
-        total, y = x if branch is None else torch.empty_like(x), x.new_empty(*x.shape, dtype=dtype)
+        seed = None
+        if p and branch is not None:
+            seed = torch.randint(1 << 31, (1,), dtype=torch.int32, device=x.device)
+        total = x if branch is None else torch.empty_like(x)
+        y = x.new_empty(*x.shape, dtype=dtype)
         grid = (triton.cdiv(T, cut["ROWS"]),)
-        launch(
-            _rmsnorm_forward_kernel,
-            grid,
-            x.device,
-            x,
-            branch,
-            weight,
-            seed,
-            total,
-            y,
-            T,
-            eps,
-            p,
-            C=C,
-            **cut,
-        )
+        args = (x, branch, weight, seed, total, y, T, eps, p)
+        launch(_rmsnorm_forward_kernel, grid, x.device, *args, C=C, **cut)
         ctx.save_for_backward(total, weight, seed)
         ctx.set_materialize_grads(False)
-        ctx.eps, ctx.p, ctx.branch = eps, p, None if branch is None else branch.dtype
+        ctx.eps = eps
+        ctx.p = p
+        ctx.branch = None if branch is None else branch.dtype
         return total, y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dy: Tensor) -> tuple:
         total, weight, seed = ctx.saved_tensors
-        C, branch = total.shape[-1], ctx.branch
+        C = total.shape[-1]
+        branch = ctx.branch
         dy = torch.zeros_like(total) if dy is None else dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()
-        elements = 16 if C <= 2048 else 8
-        stages = 2 if C <= 2048 and dtotal is not None and total.element_size() == 4 else 3
-        T, cut = total.numel() // C, _row_tile(C, elements, least=4)
+        elements, stages = 16, 3
+        if C > 2048:
+            elements = 8
+        elif dtotal is not None and total.element_size() == 4:
+            stages = 2
+        T = total.numel() // C
+        cut = _row_tile(C, elements, least=4)
         programs = min(
             triton.cdiv(T, cut["ROWS"]),
             max(1, 256 // elements // cut["warps"]) * processors(total.device),
         )
-        dx, partial = torch.empty_like(total), total.new_empty(programs, C, dtype=torch.float32)
+        dx = torch.empty_like(total)
+        partial = total.new_empty(programs, C, dtype=torch.float32)
         # else its gradient is that of x
         own = branch is not None and (branch != total.dtype or seed is not None)
-        dbranch = total.new_empty(*total.shape, dtype=branch) if own else None
+        dbranch = None
+        if own:
+            dbranch = total.new_empty(*total.shape, dtype=branch)
         args = (total, weight, dy, dtotal, seed, dx, dbranch, partial, T, ctx.eps, ctx.p)
         launch(
             _rmsnorm_backward_kernel, (programs,), total.device, *args, C=C, STAGES=stages, **cut
         )
-        shared = dx if branch is not None else None
-        return (
-            dx,
-            dbranch if own else shared,
-            _sum_partials(partial).to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+        if branch is not None and not own:
+            dbranch = dx
+        dweight = _sum_partials(partial).to(weight.dtype)
+        return dx, dbranch, dweight, None, None, None
 
 
 def rmsnorm(
@@ -337,8 +327,9 @@ def rmsnorm(
 
 # ---- rope: q, k, v from one joint product, q and k rotated: components i and i + D/2 by the angle
 # of [position, i]
-#      qkv [B, S, (H + 2 KH) D], cos, sin fp32 [S or more, D/2] -> q [B, S, H, D], k, v [B, S, KH, D]  (Su et al., 2021)
-#      Pairs are placed as in Hugging Face's checkpoints. The fused op rotates in place: qkv holds q and k afterwards.
+#      (Su et al., 2021). qkv [B, S, (H + 2 KH) D], cos, sin fp32 [S or more, D/2] ->
+#      q [B, S, H, D], k, v [B, S, KH, D]. Pairs are placed as in Hugging Face's checkpoints. The
+#      fused op rotates in place: qkv holds q and k afterwards.
 
 
 def rope_ref(
@@ -347,7 +338,8 @@ def rope_ref(
     B, S, N = qkv.shape
     qk, v = qkv.view(B, S, -1, N // (heads + 2 * kv_heads)).split((heads + kv_heads, kv_heads), 2)
     a, b = wide(qk).chunk(2, -1)
-    cos, sin = cos[:S, None], sin[:S, None]
+    cos = cos[:S, None]
+    sin = sin[:S, None]
     q, k = (
         torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
         .to(qkv.dtype)
@@ -365,15 +357,18 @@ def _rope_forward_kernel(
 ):  # fmt: skip
     """Rotate ROWS of the first TURNED heads of all tokens, in place. qkv [T, HEADS, 2 HALF]"""
     gdc_launch_dependents(PDL)
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    token, head = rows // TURNED, rows % TURNED
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    token = rows // TURNED
+    head = rows % TURNED
     offsets = (token.to(tl.int64) * HEADS + head)[:, None] * (2 * HALF) + cols[None, :]
     angles = (token % S)[:, None] * HALF + cols[None, :]
     mask = (token < T)[:, None] & (cols < HALF)[None, :]
     gdc_wait(PDL)
     a = tl.load(qkv + offsets, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(qkv + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
-    c, s = tl.load(cos + angles, mask=mask, other=0.0), tl.load(sin + angles, mask=mask, other=0.0)
+    c = tl.load(cos + angles, mask=mask, other=0.0)
+    s = tl.load(sin + angles, mask=mask, other=0.0)
     tl.store(qkv + offsets, (a * c - b * s).to(qkv.dtype.element_ty), mask=mask)
     tl.store(qkv + offsets + HALF, (b * c + a * s).to(qkv.dtype.element_ty), mask=mask)
 
@@ -383,10 +378,8 @@ def _load_halves(x, token, head, cols, mask, HEADS: tl.constexpr, HALF: tl.const
     """Both halves of heads of x [T, HEADS, 2 HALF] in fp32; 0 where there is no such head."""
     offsets = (token.to(tl.int64) * HEADS + head)[:, None] * (2 * HALF) + cols[None, :]
     mask = mask & ((head >= 0) & (head < HEADS))[:, None]
-    a, b = (
-        tl.load(x + offsets, mask=mask, other=0.0),
-        tl.load(x + offsets + HALF, mask=mask, other=0.0),
-    )
+    a = tl.load(x + offsets, mask=mask, other=0.0)
+    b = tl.load(x + offsets + HALF, mask=mask, other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
 
 
@@ -399,8 +392,10 @@ def _rope_backward_kernel(
     """ROWS heads of all tokens: those of q and k rotated back, all gathered into dqkv [T, H + 2 KH,
     2 HALF]."""
     gdc_launch_dependents(PDL)
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    token, head = rows // (H + 2 * KH), rows % (H + 2 * KH)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    token = rows // (H + 2 * KH)
+    head = rows % (H + 2 * KH)
     offsets = rows.to(tl.int64)[:, None] * (2 * HALF) + cols[None, :]
     angles = (token % S)[:, None] * HALF + cols[None, :]
     mask = (token < T)[:, None] & (cols < HALF)[None, :]
@@ -409,11 +404,10 @@ def _rope_backward_kernel(
     qa, qb = _load_halves(dq, token, head, cols, mask, H, HALF)
     ka, kb = _load_halves(dk, token, head - H, cols, mask, KH, HALF)
     va, vb = _load_halves(dv, token, head - H - KH, cols, mask, KH, HALF)
-    a, b = qa + ka + va, qb + kb + vb  # two of the three are 0
-    c, s = (
-        tl.load(cos + angles, mask=turned, other=1.0),
-        tl.load(sin + angles, mask=turned, other=0.0),
-    )
+    a = qa + ka + va  # two of the three are 0
+    b = qb + kb + vb
+    c = tl.load(cos + angles, mask=turned, other=1.0)
+    s = tl.load(sin + angles, mask=turned, other=0.0)
     tl.store(dqkv + offsets, (a * c + b * s).to(dqkv.dtype.element_ty), mask=mask)
     tl.store(dqkv + offsets + HALF, (b * c - a * s).to(dqkv.dtype.element_ty), mask=mask)
 
@@ -431,7 +425,8 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple:
         qkv = qkv.detach()
         B, S, N = qkv.shape
-        D, turned = N // (heads + 2 * kv_heads), heads + kv_heads
+        D = N // (heads + 2 * kv_heads)
+        turned = heads + kv_heads
         assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous(), qkv.shape
         assert cos.shape == sin.shape and cos.shape[0] >= S and 2 * cos.shape[1] == D, (
             cos.shape,
@@ -446,7 +441,8 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
-        (B, S, H, D), KH = dq.shape, dk.shape[2]
+        B, S, H, D = dq.shape
+        KH = dk.shape[2]
         cos, sin = ctx.saved_tensors
         dqkv = dq.new_empty(B, S, (H + 2 * KH) * D)
         grid, cut = _rope_tile(B * S * (H + 2 * KH), D)
@@ -461,7 +457,8 @@ def rope(
     return _Rope.apply(qkv, cos, sin, heads, kv_heads)
 
 
-# ---- swiglu: silu(a) * b with a, b the halves of one joint product. ab [..., 2 F] -> [..., F]  (Shazeer, 2020)
+# ---- swiglu: silu(a) * b with a, b the halves of one joint product (Shazeer, 2020).
+#      ab [..., 2 F] -> [..., F]
 #      backward: da = dout b s (1 + a (1 - s)), db = dout a s, with s = sigmoid(a)
 
 
@@ -484,10 +481,8 @@ def _swiglu_forward_kernel(ab, out, count, F: tl.constexpr, BLOCK: tl.constexpr,
     offsets, place = _swiglu_offsets(F, BLOCK)
     mask = offsets < count
     gdc_wait(PDL)
-    a, b = (
-        tl.load(ab + place, mask=mask).to(tl.float32),
-        tl.load(ab + place + F, mask=mask).to(tl.float32),
-    )
+    a = tl.load(ab + place, mask=mask).to(tl.float32)
+    b = tl.load(ab + place + F, mask=mask).to(tl.float32)
     tl.store(out + offsets, (a / (1.0 + tl.exp(-a)) * b).to(out.dtype.element_ty), mask=mask)
 
 
@@ -499,10 +494,8 @@ def _swiglu_backward_kernel(
     offsets, place = _swiglu_offsets(F, BLOCK)
     mask = offsets < count
     gdc_wait(PDL)
-    a, b = (
-        tl.load(ab + place, mask=mask).to(tl.float32),
-        tl.load(ab + place + F, mask=mask).to(tl.float32),
-    )
+    a = tl.load(ab + place, mask=mask).to(tl.float32)
+    b = tl.load(ab + place + F, mask=mask).to(tl.float32)
     d = tl.load(dout + offsets, mask=mask).to(tl.float32)
     s = 1.0 / (1.0 + tl.exp(-a))
     tl.store(dab + place, (d * b * s * (1.0 + a * (1.0 - s))).to(dab.dtype.element_ty), mask=mask)
@@ -518,35 +511,20 @@ class _SwiGLU(torch.autograd.Function):
         assert ab.is_contiguous() and ab.shape[-1] % 2 == 0, ab.shape
         out = ab.new_empty(*ab.shape[:-1], ab.shape[-1] // 2)
         grid = (triton.cdiv(out.numel(), ELEMENTS),)
-        launch(
-            _swiglu_forward_kernel,
-            grid,
-            ab.device,
-            ab,
-            out,
-            out.numel(),
-            F=out.shape[-1],
-            BLOCK=ELEMENTS,
-        )
+        sizes = dict(F=out.shape[-1], BLOCK=ELEMENTS)
+        launch(_swiglu_forward_kernel, grid, ab.device, ab, out, out.numel(), **sizes)
         ctx.save_for_backward(ab)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor) -> Tensor:
-        (ab,), dout = ctx.saved_tensors, dout.contiguous()
-        dab, grid = torch.empty_like(ab), (triton.cdiv(dout.numel(), ELEMENTS),)
-        launch(
-            _swiglu_backward_kernel,
-            grid,
-            ab.device,
-            ab,
-            dout,
-            dab,
-            dout.numel(),
-            F=dout.shape[-1],
-            BLOCK=ELEMENTS,
-        )
+        (ab,) = ctx.saved_tensors
+        dout = dout.contiguous()
+        dab = torch.empty_like(ab)
+        grid = (triton.cdiv(dout.numel(), ELEMENTS),)
+        sizes = dict(F=dout.shape[-1], BLOCK=ELEMENTS)
+        launch(_swiglu_backward_kernel, grid, ab.device, ab, dout, dab, dout.numel(), **sizes)
         return dab
 
 
@@ -556,7 +534,7 @@ def swiglu(ab: Tensor) -> Tensor:
 
 # ---- cross_entropy: mean of log(sum(exp(logits))) - logits[target] over the targets that count
 #      logits [T, V], targets int64 [T], of which those equal to IGNORE do not count -> scalar in
-#      fp32 Where a gradient is wanted, the fused op computes it with the loss, (softmax(logits) -
+#      fp32. Where a gradient is wanted, the fused op computes it with the loss, (softmax(logits) -
 #      onehot(target)) / count, and writes it over the logits, so that there is no second matrix of
 #      their size: do not use them afterwards.
 
@@ -601,7 +579,7 @@ def _load_blocks(start, offs, COUNT: tl.constexpr, BLOCK: tl.constexpr, EVICTION
 
 
 @jit
-def _still_packed(block):
+def _still_narrow(block):
     """The same block, though the compiler cannot know that: otherwise it would keep the fp32 values
     that the 16-bit ones were converted to, in twice as many registers."""
     if EMULATED:
@@ -650,7 +628,7 @@ def _cross_entropy_kernel(
 
     Rows in registers leave room for only a few programs, and while these compute, memory is idle.
     So each program prefetches into the L2 a row that will be needed soon, `ahead` by as many as run
-    at once, or the first PREFETCHED bytes of it. The number of instructions matters, too: a maximum
+    at once, or the first PREFETCHED bytes of it. The number of instructions matters as well: a maximum
     is kept for every WIDTH neighbours, the 16 bytes that a thread loads at once, since one for each
     logit would double the exponentials; and these are powers of two, with the maximum rounded down
     to a whole power, so that a logit costs one multiply-add before its power, rounded once at any
@@ -685,7 +663,9 @@ def _cross_entropy_kernel(
         _prefetch(next_row, PREFETCHED, LANES)
     # the sum of the powers
     zeros = tl.zeros([LANES], tl.float32)
-    lane_max, lane_shift, lane_sum = zeros - float("inf"), zeros - 3e38, zeros
+    lane_max = zeros - float("inf")
+    lane_shift = zeros - 3e38
+    lane_sum = zeros
     for v in range(0, TWICE * BLOCK, AT_ONCE * BLOCK):
         some = _load_blocks(blocks + v, offs, AT_ONCE, BLOCK, "")
         for i in tl.static_range(AT_ONCE):
@@ -720,12 +700,12 @@ def _cross_entropy_kernel(
             pointers = blocks + (TWICE + i) * BLOCK + offs
             tl.store(
                 pointers,
-                _softmax(_still_packed(kept[i]), shift, factor),
+                _softmax(_still_narrow(kept[i]), shift, factor),
                 eviction_policy="evict_first",
             )
         tl.store(
             row + end_offs,
-            _softmax(_still_packed(end), shift, factor),
+            _softmax(_still_narrow(end), shift, factor),
             mask=mask,
             eviction_policy="evict_first",
         )
@@ -739,25 +719,27 @@ def _cross_entropy_launch(
     V: int, size: int, gradient: bool, device: torch.device
 ) -> dict[str, int]:
     """How rows of V logits of `size` bytes each are cut up, from sweeps on an H200."""
-    width, row = 16 // size, V * size
+    width = 16 // size
+    row = V * size
     if not gradient:
-        warps, registers, kept, at_once, prefetched = 8, 64, 0, 8, 0
+        cut = dict(KEPT=0, AT_ONCE=8, PREFETCHED=0, warps=8, maxnreg=64)
     elif row <= 1 << 14:
-        warps, registers, kept, at_once, prefetched = 4, 64, 16, 4, row
-    # two programs per SM, each with up to 64 KB of a row in its registers
-    elif row <= 1 << (17 if size == 2 else 16):
-        warps, registers, kept, at_once, prefetched = 8, 128, 16, 4, min(row, 1 << 16)
-    elif size == 4:  # one program per SM, with up to 128 KB
-        warps, registers, kept, at_once, prefetched = 16, 128, 16, 8, row if row <= 1 << 17 else 0
-    else:  # one program per SM, so that what is read twice stays in the L2
-        warps, registers, kept, at_once, prefetched = 32, 64, 4, 4, 0
-    warps = min(warps, triton.cdiv(triton.next_power_of_2(V), 32 * width))
+        cut = dict(KEPT=16, AT_ONCE=4, PREFETCHED=row, warps=4, maxnreg=64)
+    elif row <= 1 << 16 or size == 2 and row <= 1 << 17:
+        # two programs per SM, each with up to 64 KB of a row in its registers
+        cut = dict(KEPT=16, AT_ONCE=4, PREFETCHED=min(row, 1 << 16), warps=8, maxnreg=128)
+    elif size == 4:
+        # one program per SM, with up to 128 KB
+        prefetched = row if row <= 1 << 17 else 0
+        cut = dict(KEPT=16, AT_ONCE=8, PREFETCHED=prefetched, warps=16, maxnreg=128)
+    else:
+        # one program per SM, so that what is read twice stays in the L2
+        cut = dict(KEPT=4, AT_ONCE=4, PREFETCHED=0, warps=32, maxnreg=64)
+    warps = min(cut["warps"], triton.cdiv(triton.next_power_of_2(V), 32 * width))
     # as many rows as run at once, or more if they are short
     ahead = processors(device) * max(16 // warps, (1 << 17) // row, 1)
-    cut = dict(
-        WIDTH=width, BLOCK=32 * width * warps, KEPT=kept, AT_ONCE=at_once, PREFETCHED=prefetched
-    )
-    return cut | dict(V=V, IGNORE=IGNORE, ahead=ahead, warps=warps, maxnreg=registers)
+    blocks = dict(V=V, IGNORE=IGNORE, WIDTH=width, BLOCK=32 * width * warps)
+    return cut | blocks | dict(ahead=ahead, warps=warps)
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
@@ -797,14 +779,16 @@ def _scale(x: Tensor, factor: Tensor) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, differentiated: bool) -> Tensor:
-        logits, count = logits.detach(), (targets != IGNORE).sum()
+        logits = logits.detach()
+        count = (targets != IGNORE).sum()
         ctx.gradient = logits if differentiated else None
         return cross_entropy_rows(logits, targets, count if differentiated else None).sum() / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss: Tensor) -> tuple:
-        gradient, ctx.gradient = ctx.gradient, None
+        gradient = ctx.gradient
+        ctx.gradient = None
         assert gradient is not None, (
             "the gradient of cross_entropy is available once: it overwrites the logits"
         )
@@ -816,7 +800,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _differentiated(*inputs: Tensor) -> bool:
-    """Whether a gradient is wanted. Not ctx.needs_input_grad, which is true under no_grad, too."""
+    """Whether a gradient is wanted. Not ctx.needs_input_grad, which is also true under no_grad."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
@@ -844,16 +828,18 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, differentiated: bool) -> Tensor:
-        narrow, count, losses = weight.to(x.dtype), (targets != IGNORE).sum(), []
-        dx, dweight = (
-            (torch.empty_like(x), torch.zeros_like(weight)) if differentiated else (None, None)
-        )
+        narrow = weight.to(x.dtype)
+        count = (targets != IGNORE).sum()
+        losses = []
+        dx = dweight = None
+        if differentiated:
+            dx = torch.empty_like(x)
+            dweight = torch.zeros_like(weight)
         for first in range(0, len(x), CHUNK):
             rows = slice(first, first + CHUNK)
             logits = x[rows] @ narrow.t()
-            losses.append(
-                cross_entropy_rows(logits, targets[rows], count if differentiated else None)
-            )
+            divisor = count if differentiated else None
+            losses.append(cross_entropy_rows(logits, targets[rows], divisor))
             if differentiated:  # the logits are their gradient now
                 torch.mm(logits, narrow, out=dx[rows])
                 _accumulate(dweight, logits.t(), x[rows])
@@ -864,7 +850,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss: Tensor) -> tuple:
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         assert gradients is not None, "the gradients of linear_cross_entropy are available once"
         return *(_scale(gradient, dloss) for gradient in gradients), None, None
 
@@ -884,6 +871,5 @@ OPS = {
     "cross_entropy": (cross_entropy_ref, cross_entropy),
     "linear_cross_entropy": (linear_cross_entropy_ref, linear_cross_entropy),
 }
-reference, fused = (
-    SimpleNamespace(**{name: pair[i] for name, pair in OPS.items()}) for i in (0, 1)
-)
+reference = SimpleNamespace(**{name: ref for name, (ref, _) in OPS.items()})
+fused = SimpleNamespace(**{name: op for name, (_, op) in OPS.items()})

@@ -2,7 +2,7 @@
 prints of its step.
 
 Times come from the profiler. Bytes and operations are counted, not measured: each kernel of
-training.py and each op of torch is charged with its inputs read once and its outputs written once,
+ops.py and each op of torch is charged with its inputs read once and its outputs written once,
 and matmuls and attention with their multiplications and additions. A kernel's ideal time is the
 longer of two: its bytes at the rate of a large copy, and its operations at the rate of a large
 matmul, both measured in the same run."""
@@ -39,16 +39,18 @@ def size(tensors):
 
 
 class Counting(TorchDispatchMode):
-    """Counts bytes and operations of every op by name; those of training.py's kernels where they
-    are launched."""
+    """Counts bytes and operations of every op by name; those of ops.py's kernels where they are
+    launched."""
 
     def __init__(self):
         super().__init__()
-        self.bytes, self.operations = defaultdict(float), defaultdict(float)
+        self.bytes = defaultdict(float)
+        self.operations = defaultdict(float)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
-        name, schema = op._overloadpacket.__name__, op._schema
+        name = op._overloadpacket.__name__
+        schema = op._schema
         if schema.is_mutable or not any(r.alias_info for r in schema.returns):  # not a view
             written = [
                 a for a, s in zip(args, schema.arguments) if s.alias_info and s.alias_info.is_write
@@ -89,10 +91,10 @@ def operations(name, args):
     if name in ("addmm", "baddbmm"):
         return 2.0 * args[1].numel() * args[2].shape[-1]
     if "scaled_dot_product" in name:
-        backward = "backward" in name
-        q, k = args[1:3] if backward else args[:2]
         # causal: half of the positions are seen
-        return (5.0 if backward else 2.0) * q.numel() * k.shape[-2]
+        if "backward" in name:
+            return 5.0 * args[1].numel() * args[2].shape[-2]
+        return 2.0 * args[0].numel() * args[1].shape[-2]
     return 0.0
 
 
@@ -100,7 +102,8 @@ def timed(parts, device):
     """Name -> (seconds, count) of what ran, and the seconds of each part. On a GPU the names are
     those of our kernels and, for kernels that torch launches, those of its ops; on a CPU, those of
     the ops."""
-    gpu, activity = device.type == "cuda", torch.profiler.ProfilerActivity
+    gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU] + [activity.CUDA] * gpu) as profiler:
         for name, part in parts.items():
             with torch.profiler.record_function(f"part {name}"):
@@ -131,13 +134,15 @@ def timed(parts, device):
     for e in ran:
         add(e.name, e.time_range.elapsed_us())
     for e in events:
-        for kernel in (
-            e.kernels if e.device_type.name == "CPU" and e.name.startswith("aten::") else ()
-        ):
-            add(kernel.name, -kernel.duration, -1)
-            add(outermost(e), kernel.duration)
-    within = {name: sum(e.time_range.elapsed_us() for e in ran if span.start <= e.time_range.start < span.end) * 1e-6
-              for name, span in spans.items()}  # fmt: skip
+        if e.device_type.name == "CPU" and e.name.startswith("aten::"):
+            for kernel in e.kernels:
+                add(kernel.name, -kernel.duration, -1)
+                add(outermost(e), kernel.duration)
+    within = dict.fromkeys(spans, 0.0)
+    for e in ran:
+        for name, span in spans.items():
+            if span.start <= e.time_range.start < span.end:
+                within[name] += e.time_range.elapsed_us() * 1e-6
     return {name: value for name, value in found.items() if value[1] > 0}, within
 
 
@@ -146,9 +151,8 @@ def outermost(event):
     name = event.name
     while event.cpu_parent is not None:
         event = event.cpu_parent
-        name = (
-            event.name if event.name.startswith("aten::") and event.name not in COMPOSITE else name
-        )
+        if event.name.startswith("aten::") and event.name not in COMPOSITE:
+            name = event.name
     return name
 
 
@@ -167,28 +171,27 @@ def report(parts, device):
         for part in parts.values():
             part()
     found, within = timed(parts, device)
-    copy, product = bench.copy_ceiling(device), bench.product_ceiling(device, torch.bfloat16)
-    total, rows, kinds = sum(s for s, _ in found.values()), [], defaultdict(lambda: [0.0, 0.0])
+    copy = bench.copy_ceiling(device)
+    product = bench.product_ceiling(device, torch.bfloat16)
+    total = sum(s for s, _ in found.values())
+    rows = []
+    kinds = defaultdict(lambda: [0.0, 0.0])
     for name, (seconds, count) in sorted(found.items(), key=lambda item: -item[1][0]):
-        moved, done = counted.bytes.get(name, 0.0), counted.operations.get(name, 0.0)
+        moved = counted.bytes.get(name, 0.0)
+        done = counted.operations.get(name, 0.0)
         best = max(moved / copy, done / product)
         kinds[kind_of(name)][0] += seconds
         # what is not counted is taken to be at its ceiling
         kinds[kind_of(name)][1] += min(best, seconds) if best else seconds
         if seconds > 0.002 * total:
-            shares = {
+            rows.append({
+                "kernel": name[:48],
+                "ms": 1e3 * seconds,
+                "count": count,
+                "GB/s": moved / seconds / 1e9,
                 "% of copy": 100 * moved / copy / seconds,
                 "% of product": 100 * done / product / seconds,
-            }
-            rows.append(
-                {
-                    "kernel": name[:48],
-                    "ms": 1e3 * seconds,
-                    "count": count,
-                    "GB/s": moved / seconds / 1e9,
-                }
-                | shares
-            )
+            })  # fmt: skip
     sums = [
         {"": k, "ms": 1e3 * s, "% of time": 100 * s / total, "% of ceiling": 100 * i / s}
         for k, (s, i) in kinds.items()

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Train the embedded model: text files in, a Llama 2 folder in Hugging Face's layout out.
 
-    python training/train.py --corpus DIR --out DIR        DIR holds train/*.txt and
-                                                               held_out/*.txt
+    python training/train.py --corpus DIR --out DIR        # DIR: train/*.txt, held_out/*.txt
 
 A corpus of 21 MB is tiny for a language model: anything big enough to learn it learns it by heart.
 So the recipe is mostly about preventing that. It reads the books many times but never the same way
@@ -56,7 +55,9 @@ class Config:
     def rows(self, name):
         """The rows of each matrix that a parameter joins."""
         kv = self.kv_heads * self.head_dim
-        return (self.dim, kv, kv) if name.endswith("qkv_proj") else (self.hidden, self.hidden)
+        if name.endswith("qkv_proj"):
+            return (self.dim, kv, kv)
+        return (self.hidden, self.hidden)
 
 
 # matrices that multiply the same input are one matrix here, and several in the checkpoint
@@ -69,7 +70,8 @@ JOINED = {
 class Attention(nn.Module):
     def __init__(self, c, ops):
         super().__init__()
-        self.ops, self.heads = ops, (c.dim // c.head_dim, c.kv_heads)
+        self.ops = ops
+        self.heads = (c.dim // c.head_dim, c.kv_heads)
         self.qkv_proj = nn.Linear(c.dim, sum(c.rows("self_attn.qkv_proj")), bias=False)
         self.o_proj = nn.Linear(c.dim, c.dim, bias=False)
 
@@ -101,10 +103,14 @@ class Block(nn.Module):
 
     def __init__(self, c, dropout, ops):
         super().__init__()
-        self.ops, self.eps, self.dropout = ops, c.eps, dropout
-        self.self_attn, self.mlp = Attention(c, ops), MLP(c, ops)
+        self.ops = ops
+        self.eps = c.eps
+        self.dropout = dropout
+        self.self_attn = Attention(c, ops)
+        self.mlp = MLP(c, ops)
         # weights only
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
+        self.input_layernorm = nn.RMSNorm(c.dim)
+        self.post_attention_layernorm = nn.RMSNorm(c.dim)
 
     def forward(self, x, h, cos, sin, next_norm):
         dropout = self.dropout if self.training else 0.0
@@ -116,10 +122,12 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self, c, ops=reference, dropout=0.0):
         super().__init__()
-        self.config, self.ops = c, ops
+        self.config = c
+        self.ops = ops
         self.embed_tokens = nn.Embedding(c.vocab, c.dim)
         self.layers = nn.ModuleList(Block(c, dropout, ops) for _ in range(c.layers))
-        self.norm, self.dropout = nn.RMSNorm(c.dim), nn.Dropout(dropout)
+        self.norm = nn.RMSNorm(c.dim)
+        self.dropout = nn.Dropout(dropout)
         angles = torch.outer(
             torch.arange(c.context), c.theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
         )
@@ -127,9 +135,11 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, p in self.named_parameters():
             # the last matrix of each branch starts smaller, since the layers' outputs add up
+            std = 0.02
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std = 0.02 / math.sqrt(2 * c.layers)
             if p.ndim == 2:
-                ends = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * c.layers) if ends else 0.02)
+                nn.init.normal_(p, std=std)
 
     def embed(self, tokens):
         return self.dropout(self.embed_tokens(tokens))
@@ -138,9 +148,9 @@ class Llama(nn.Module):
         """The input of the classifier. The residual x is in fp32, the rest in autocast's type if it
         is on."""
         device = x.device.type
-        dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        )
+        dtype = torch.float32
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         norms = [*(block.input_layernorm.weight for block in self.layers), self.norm.weight]
         x, h = self.ops.rmsnorm(x, None, norms[0], self.config.eps, dtype)
         for block, norm in zip(self.layers, norms[1:]):
@@ -183,7 +193,8 @@ TEACHER = Plan(epochs=12, lr=4e-3, decay=0.5, dropout=0.15, hide=0.05, respell=0
 STUDENT = Plan(epochs=18, lr=1e-2, decay=0.3, dropout=0.0, hide=0.0, respell=0.05)
 ALIGNED = 0.5  # probability that a document's beginning begins a window
 # shares of the training in which the learning rate rises, and falls to zero
-WARMUP, FALL = 0.03, 0.7
+WARMUP = 0.03
+FALL = 0.7
 
 
 class Muon(torch.optim.Optimizer):
@@ -221,8 +232,11 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(x):
     """The matrices with all singular values brought close to 1, by Newton-Schulz steps; the factors
     are Muon's own."""
-    tall, x = x.shape[-2] > x.shape[-1], x.bfloat16() if x.is_cuda else x
-    x = x.mT if tall else x
+    tall = x.shape[-2] > x.shape[-1]
+    if x.is_cuda:
+        x = x.bfloat16()
+    if tall:
+        x = x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         a = x @ x.mT
@@ -237,10 +251,9 @@ def optimizers(model, plan):
         for n, p in model.named_parameters()
         if p.ndim == 2 and "embed" not in n
     }
-    rows = [
-        model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),)
-        for n, p in matrices.items()
-    ]
+    rows = []
+    for n, p in matrices.items():
+        rows.append(model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),))
     embedding = dict(params=[model.embed_tokens.weight], weight_decay=0.1 * plan.decay)
     norms = dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)
     # there the rate is on the device, and the step part of a CUDA graph
@@ -266,11 +279,15 @@ def windows(size, heads, length, rng):
     """Where the windows of an epoch begin. A model that has only seen windows cut anywhere takes
     what follows the first <s> for the middle of a text, and does not recognise a prompt as a
     beginning; so half of the documents begin a window."""
-    starts, at = [], rng.randrange(length)
+    starts = []
+    at = rng.randrange(length)
     while at + length <= size:
         starts.append(at)
         head = heads[min(bisect(heads, at), len(heads) - 1)]
-        at = head if at < head < at + length and rng.random() < ALIGNED else at + length
+        if at < head < at + length and rng.random() < ALIGNED:
+            at = head
+        else:
+            at += length
     return rng.sample(starts, len(starts))
 
 
@@ -325,12 +342,10 @@ class Graph:
     their workspaces and kernels are compiled."""
 
     def __init__(self, function, warmup=3):
-        self.function, self.warmup, self.graph, self.stream = (
-            function,
-            warmup,
-            None,
-            torch.cuda.Stream(),
-        )
+        self.function = function
+        self.warmup = warmup
+        self.graph = None
+        self.stream = torch.cuda.Stream()
 
     def __call__(self, *inputs):
         if self.warmup or self.graph and inputs[0].shape != self.inputs[0].shape:
@@ -341,7 +356,8 @@ class Graph:
             torch.cuda.current_stream().wait_stream(self.stream)
             return output
         if self.graph is None:
-            self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+            self.inputs = [x.clone() for x in inputs]
+            self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.output = self.function(*self.inputs)
         for mine, given in zip(self.inputs, inputs):
@@ -355,14 +371,19 @@ def stepper(model, teachers, plan):
     the cross-entropy."""
     device = model.embed_tokens.weight.device.type
     gpu = device == "cuda"
-    imitate = torch.compile(imitation, dynamic=False) if gpu else imitation
+    imitate = imitation
+    if gpu:
+        imitate = torch.compile(imitation, dynamic=False)
     optims = optimizers(model, plan)
 
     def step(x, y, lr):
         with torch.autocast(device, torch.bfloat16, enabled=gpu):
             with torch.no_grad():
                 guides = [teacher(x) for teacher in teachers]
-            loss, hard = imitate(model(x), guides, y) if guides else [model.loss(x, y)] * 2
+            if guides:
+                loss, hard = imitate(model(x), guides, y)
+            else:
+                loss = hard = model.loss(x, y)
         loss.backward()
         update(model, optims, lr)
         return hard.detach()
@@ -373,8 +394,11 @@ def stepper(model, teachers, plan):
 def fit(name, model, teachers, plan, data, args, seed):
     """Train the model in place and return it. Other processes tokenise the books while the GPU is
     set up."""
-    began, rng, readings = time.time(), random.Random(seed), epochs(data, plan, seed)
-    device, gpu = next(model.to(args.device).parameters()).device, args.device == "cuda"
+    began = time.time()
+    rng = random.Random(seed)
+    readings = epochs(data, plan, seed)
+    device = next(model.to(args.device).parameters()).device
+    gpu = args.device == "cuda"
     if gpu:
         for each in (model, *teachers):
             compile_plain(each)
@@ -391,9 +415,8 @@ def fit(name, model, teachers, plan, data, args, seed):
         if (epoch + 1) % 4 == 0 or epoch + 1 == plan.epochs:
             done = f"{name}, epoch {epoch + 1} of {plan.epochs}, {time.time() - began:.0f} s"
             loss = losses / len(groups)
-            say(
-                f"{done}: training loss {loss.item():.3f}, held out {evaluate(model, data)[0]:.4f} bits per byte"
-            )
+            bits = evaluate(model, data)[0]
+            say(f"{done}: training loss {loss.item():.3f}, held out {bits:.4f} bits per byte")
     return model.eval()
 
 
@@ -403,9 +426,11 @@ def evaluate(model, data):
     """Bits per byte and perplexity per token of the held-out text: windows of 512 tokens without
     overlap, each read afresh after <s>, so that a token is predicted from 256 others on average.
     Every token counts once."""
-    was, device = model.training, next(model.parameters()).device
+    was = model.training
+    device = next(model.parameters()).device
     model.eval()
-    nats, tokens = 0.0, torch.tensor(data.judged, device=device)
+    nats = 0.0
+    tokens = torch.tensor(data.judged, device=device)
     for y in tokens.split(min(512, model.config.context)):
         x = torch.cat((tokens.new_tensor([BOS]), y[:-1]))
         nats += F.cross_entropy(model(x[None])[0].float(), y, reduction="sum").item()
@@ -421,7 +446,8 @@ def new_teacher(vocab, args):
 def teach(i, file, data, args):
     """Train a teacher and save it: run in a process of its own, and on a GPU of its own if there
     are enough."""
-    seed, plan = args.seed + 1 + i, replace(TEACHER, epochs=args.teacher_epochs)
+    seed = args.seed + 1 + i
+    plan = replace(TEACHER, epochs=args.teacher_epochs)
     torch.manual_seed(seed)
     if args.device == "cuda":
         torch.cuda.set_device(i % torch.cuda.device_count())
@@ -582,7 +608,8 @@ def arguments():
     add("--teacher-layers", type=int, default=8, help="their depth")
     add("--teacher-epochs", type=int, default=TEACHER.epochs, help="their passes over the books")
     args = p.parse_args()
-    args.kernels = args.kernels or ("fused" if args.device == "cuda" else "plain")
+    if args.kernels is None:
+        args.kernels = "fused" if args.device == "cuda" else "plain"
     if not args.profile and not (args.corpus and args.out):
         p.error("give --corpus and --out, or --profile alone")
     if args.dim % 128 or args.teacher_dim % 64:
@@ -594,25 +621,24 @@ def read(folder):
     """The books of a folder."""
     files = sorted(folder.glob("*.txt"))
     if not files:
-        sys.exit(
-            f"train.py: no *.txt in {folder}: --corpus wants a folder with train/*.txt and held_out/*.txt"
-        )
+        wanted = "--corpus wants a folder with train/*.txt and held_out/*.txt"
+        sys.exit(f"train.py: no *.txt in {folder}: {wanted}")
     return [f.read_text(encoding="utf-8") for f in files]
 
 
 def prepare(args):
     """Read the books, and train the tokenizer on them."""
     books = [s for text in read(args.corpus / "train") for s in sections(text)]
-    held_out, path = "".join(read(args.corpus / "held_out")), args.out / "tokenizer.model"
+    held_out = "".join(read(args.corpus / "held_out"))
+    path = args.out / "tokenizer.model"
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         train_tokenizer(books, path, args.vocab)
     except RuntimeError as error:
         sys.exit(f"train.py: SentencePiece rejects --vocab {args.vocab}: {error}")
     sp = spm.SentencePieceProcessor(model_file=str(path))
-    say(
-        f"{len(books)} sections, {sum(s.is_tale for s in books)} of them tales; {sp.vocab_size()} tokens; {args.device}"
-    )
+    tales = sum(s.is_tale for s in books)
+    say(f"{len(books)} sections, {tales} of them tales; {sp.vocab_size()} tokens; {args.device}")
     return Data(books, sp, sp.encode(held_out), len(held_out.encode()))
 
 
@@ -623,8 +649,10 @@ def profile(args):
     torch.manual_seed(args.seed)
     model = new_teacher(args.vocab, args).to(args.device)
     tokens = torch.randint(args.vocab, (args.batch, args.context + 1), device=args.device)
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    optims, gpu = optimizers(model, TEACHER), args.device == "cuda"
+    x = tokens[:, :-1].contiguous()
+    y = tokens[:, 1:].contiguous()
+    optims = optimizers(model, TEACHER)
+    gpu = args.device == "cuda"
     lr = torch.tensor(TEACHER.lr, device=args.device) if gpu else TEACHER.lr
     state = {}
 
@@ -642,18 +670,19 @@ def profile(args):
         "backward": lambda: state.pop("loss").backward(),
         "optimiser": lambda: update(model, optims, lr),
     }
-    print(
-        f"{sum(p.numel() for p in model.parameters())} parameters, {x.numel()} tokens, {args.kernels} kernels\n"
-    )
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{count} parameters, {x.numel()} tokens, {args.kernels} kernels\n")
     report(parts, torch.device(args.device))
 
 
 def main():
-    args, began = arguments(), time.time()
+    args = arguments()
+    began = time.time()
     if args.profile:
         return profile(args)
     data = prepare(args)
-    teachers, plan = taught(data, args), replace(STUDENT, epochs=args.epochs)
+    teachers = taught(data, args)
+    plan = replace(STUDENT, epochs=args.epochs)
     torch.manual_seed(args.seed)
     shape = shaped(data.sp.vocab_size(), args.dim, args.layers, 2, args.context)
     model = Llama(shape, KERNELS[args.kernels], plan.dropout)

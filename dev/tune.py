@@ -1,0 +1,130 @@
+"""Find launch sizes for this card and this model's shapes, and write them into launch.json.
+
+python dev/tune.py -m random:7b --dtype fp16        # ten minutes; again for each --format
+"""
+
+import argparse
+import copy
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import bench
+from dev.passes import pass_seconds
+from extra.cli import Parser, use_safe_streams
+from launch import capability, nearest, save_tables, tables, triton
+from model import Llama, State
+
+DEPTH = 64  # tokens already in the cache
+
+
+def vector_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
+    """launch.VectorSizes worth trying: at least eight neighbours per thread, and enough weights per
+    thread to hide the latency of memory, but not too many."""
+    sizes = ((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16))
+    for rows, block, warps in itertools.product(*sizes):
+        weights = rows * block // (32 * warps)  # per thread
+        fits = 256 * warps <= block < max(2 * columns, 2048)
+        if fits and 16 <= weights <= 2048 // bits and rows <= 128 // bits:
+            yield [rows, block, warps]
+
+
+def stream_candidates(op: str, bits: int, columns: int) -> Iterator[list[int]]:
+    """launch.StreamSizes worth trying. Only linear_add does without pairs of rows."""
+    rows_of_tile = (1, 2, 4, 8) if op == "linear_add" else (2, 4, 8)
+    sizes = (rows_of_tile, (2048, 4096, 8192, 16384), (6, 8, 12, 16), (3, 4, 6))
+    for rows, block, warps, stages in itertools.product(*sizes):
+        if columns <= 3 * block and block < max(2 * columns, 4096):
+            yield [rows, block, max(1, warps // (block // 2048)), stages]
+
+
+def few_candidates(op: str, bits: int, columns: int) -> Iterator[list[int] | None]:
+    """launch.FewSizes worth trying: up to 64 registers a thread for the tiles of W in flight. None
+    is the library."""
+    yield None
+    sizes = ((16, 32), (4, 8), (1, 2, 4), (4, 8), (1, 2, 4))
+    for rows, warps, steps, lanes, ahead in itertools.product(*sizes):
+        if rows * steps * ahead <= 128 and lanes <= 4 * steps:
+            yield [rows, warps, steps, lanes, ahead]
+
+
+def own_table(model: Llama, kind: str) -> dict:
+    """The launch sizes of exactly this card and these bits per weight: at first a copy of those
+    used instead."""
+    table = tables()[kind]
+    for key in (capability(model.device), model.weights.layers[0].wqkv.bits):
+        table = table.setdefault(key, copy.deepcopy(nearest(table, key)))
+    return table
+
+
+@torch.inference_mode()
+def tune(args: argparse.Namespace) -> None:
+    """Time whole steps with one launch size after the other, op by op: what is best for a kernel
+    alone need not be best between others, which overlap with its beginning and end."""
+    model = bench.open_model(args, args.dtype[0], 256, args.format[0])
+    if not model.uses_graphs:
+        raise ValueError("tuning times the Triton kernels on a GPU")
+    state = State(model)
+    layer = model.weights.layers[0]
+    products = [
+        ("rmsnorm_qkv_rope", layer.wqkv),
+        ("linear_add", layer.wo),
+        ("rmsnorm_swiglu", layer.w13),
+        ("linear_add", layer.w2),
+        ("rmsnorm_linear", model.weights.output),
+    ]
+    # the tables that are changed are those of this format
+    products = [(op, w) for op, w in products if w.format is layer.wqkv.format]
+
+    def seconds_of(T: int) -> float:
+        return pass_seconds(model, state, T, DEPTH)
+
+    for _ in range(20):
+        seconds_of(1)  # a GPU that was idle is slower at first
+    if layer.wqkv.format and layer.wqkv.format.stream_load:
+        single = (1, own_table(model, "stream"), stream_candidates)
+    else:
+        single = (1, own_table(model, "vector"), vector_candidates)
+    few = own_table(model, "few")
+    passes = [single, (8, few[8], few_candidates), (16, few[16], few_candidates)]
+    for T, table, candidates in passes:
+        print(f"T = {T}, as it is: {1e6 * seconds_of(T):.1f} us")
+        for op, w in products:
+            sizes = table.setdefault(op, dict(table["default"]))
+            found = []
+            for candidate in candidates(op, w.bits, w.columns):
+                sizes[w.columns] = candidate
+                with suppress(triton.OutOfResources):  # more shared memory than the card has
+                    found.append((seconds_of(T), candidate))
+            seconds, best = min(found, key=lambda pair: pair[0])
+            sizes[w.columns] = best
+            said = f"{1e6 * seconds:.1f} us with {best or 'the library'}"
+            print(f"{op:18s} columns {w.columns:6d}: {said}", flush=True)
+        save_tables()
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__.splitlines()[0], {"tune": "dev/tune.py"})
+    bench.add_model_flags(parser)
+    add = parser.group("output")
+    add("--debug", action="store_true", help="print errors with their traceback")
+    args = parser.parse(argv, lambda args: "tune")
+    bench.take_one(parser, args, "-m", "--dtype", "--format")
+    bench.find_models(parser, args)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    return bench.exit_code_of(tune, parse_args(argv))
+
+
+if __name__ == "__main__":
+    use_safe_streams()
+    sys.exit(main())

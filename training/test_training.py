@@ -1,0 +1,423 @@
+"""The tests of training, which `make test` runs with those of test_all.py; alone:
+
+python -m pytest training/test_training.py"""
+
+import itertools
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+# first, since it sets TRITON_INTERPRET; names that nothing here calls are fixtures
+from test_all import (
+    DEVICE,
+    HERE,
+    INF,
+    NAN,
+    SEED,
+    cli,
+    guarded,
+    in_shell,
+    interpreter,
+    nmse,
+    randn,
+    seeded,
+)
+
+import bench
+import launch
+from training import ops as training
+
+# padding, and values not finite on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+
+def launch_training(dtype: torch.dtype) -> None:
+    """Launch the training ops and their gradients, with shapes of real models and with odd ones;
+    with and without optional arguments."""
+    new = lambda *shape, dtype=dtype: torch.zeros(
+        shape, dtype=dtype, requires_grad=dtype.is_floating_point
+    )
+    ops = training.fused
+    fp32 = torch.float32
+    targets = new(2, dtype=torch.int64)
+    outputs = [
+        ops.linear(new(300, 16), new(2304, 16), new(2304)),
+        *(ops.swiglu(new(16, 2 * F)) for F in (2112, 53)),
+    ]
+    for V, kind in ((32000, dtype), (128256, fp32), (201, dtype)):
+        outputs.append(ops.cross_entropy(new(2, V, dtype=kind), targets))
+    for C, residual, p in ((768, fp32, 0.1), (4096, dtype, 0.0)):
+        outputs += ops.rmsnorm(
+            new(40, C, dtype=residual), new(40, C), new(C, dtype=fp32), 1e-5, dtype, p
+        )
+    outputs += ops.rmsnorm(new(40, 72), None, new(72), 1e-5, dtype)[1:]
+    for D in (128, 24):
+        outputs += ops.rope(new(2, 8, 8 * D), *[torch.zeros(8, D // 2)] * 2, 4, 2)
+    torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+    with torch.no_grad():
+        ops.cross_entropy(new(2, 32000), targets)
+
+
+# ---- ops.py
+
+
+# An error of half a unit in the last place; in fp32, that of a sum of some rounded terms
+HALF_PLACE = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-23}
+
+
+def training_cases(op: str, dtype: torch.dtype) -> list[tuple]:
+    """Arguments of a training op, of odd shapes."""
+    x = lambda *shape, scale=1.0: randn(*shape, dtype=dtype, scale=scale)
+    targets = lambda T, V: torch.randint(0, V, (T,), device=DEVICE)
+    some = targets(19, 201)
+    some[[0, 7]] = training.IGNORE
+    sure = x(19, 201).fill_(-30.0)
+    sure[torch.arange(19), some.clamp(min=0)] = 30.0  # one-hot rows, whose softmax is one-hot, too
+    angles = torch.rand(20, 12, device=DEVICE) * 6
+    return {
+        "linear": [(x(2, 37, 24), x(40, 24), x(40)), (x(1, 16), x(3, 16), x(3))],
+        "rmsnorm": [
+            (x(*rows, C, scale=30), branch and x(*rows, C), x(C), 1e-5, dtype)
+            for rows, C, branch in (
+                ((3, 17), 72, True),
+                ((3, 7), 520, None),
+                ((1,), 520, True),
+                ((1,), 72, None),
+            )
+        ],
+        "rope": [
+            (x(B, S, (H + 2 * KH) * 24), angles.cos(), angles.sin(), H, KH)
+            for B, S, H, KH in ((2, 17, 4, 2), (1, 1, 2, 2), (3, 20, 6, 1))
+        ],
+        "swiglu": [(x(3, 17, 2 * 52, scale=4),), (x(1, 2 * 7),), (x(5, 2 * 600),)],
+        "cross_entropy": [
+            (x(19, 201, scale=5), some),
+            (x(19, 201) + (1000 if dtype == torch.float16 else 10000), some),
+            (sure, some),
+            (x(1, 3), targets(1, 3)),
+            (x(1, 16384), targets(1, 16384)),
+            (x(2, 33001, scale=3), targets(2, 33001)),  # two whole blocks and a ragged one
+        ],
+        "linear_cross_entropy": [(x(19, 24), x(201, 24), some), (x(1, 8), x(3, 8), targets(1, 3))],
+    }[op]
+
+
+def differentiated(
+    ops, op: str, arguments: tuple, dtype: torch.dtype, upstream=None
+) -> tuple[list, list]:
+    """An op's outputs for arguments in dtype with the gradients of its matrices; and the gradients
+    fed back."""
+    passed = []
+    leaves = []
+    for i, a in enumerate(arguments):
+        if isinstance(a, torch.dtype):
+            a = dtype
+        elif isinstance(a, torch.Tensor) and a.is_floating_point():
+            # angles, which are in fp32 at least and have no gradient
+            if op == "rope" and i in (1, 2):
+                a = a.double() if dtype == torch.float64 else a
+            else:
+                leaves.append(a.to(dtype, copy=True).requires_grad_())
+                a = leaves[-1].clone()  # not a leaf, since some of the ops overwrite it
+        passed.append(a)
+    outputs = getattr(ops, op)(*passed)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if upstream is None:
+        # of a loss a power of two, with which a gradient that was rounded once is multiplied
+        # exactly
+        upstream = [
+            torch.full_like(o, 0.5) if o.ndim == 0 else torch.randn_like(o) for o in outputs
+        ]
+    torch.autograd.backward(outputs, [u.to(o.dtype) for u, o in zip(upstream, outputs)])
+    return [o.detach() for o in outputs] + [a.grad for a in leaves], upstream
+
+
+def distance(ours: torch.Tensor, exact: torch.Tensor, least: float = 1e-6) -> float:
+    """The relative error of a whole vector; of one smaller than `least`, such as the gradient of
+    rows that are sure of their target, the absolute error in units of `least`."""
+    return ((ours.double() - exact).norm() / exact.norm().clamp(min=least)).item()
+
+
+def smallest(op: str, arguments: tuple, dtype: torch.dtype) -> float:
+    """The `least` of distance. For a row that is nearly sure of its target, loss and gradient are
+    found from numbers near 1, so they keep errors of four roundings of 1 in fp32; behind a matmul,
+    times the norm of its matrix."""
+    if "entropy" not in op:
+        return 1e-6
+    matrix = arguments[1].double().norm().item() if op.startswith("linear") else 1.0
+    return max(matrix, 1.0) * HALF_PLACE[torch.float32] / HALF_PLACE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", vars(training.fused))
+def test_training_op_equals_autograd(op, dtype, guarded, monkeypatch):
+    monkeypatch.setattr(training, "CHUNK", 7)  # of linear_cross_entropy
+    for arguments in training_cases(op, dtype):
+        ours, upstream = differentiated(training.fused, op, arguments, dtype)
+        again, _ = differentiated(training.fused, op, arguments, dtype, upstream)
+        plain, _ = differentiated(training.reference, op, arguments, dtype, upstream)
+        exact, _ = differentiated(training.reference, op, arguments, torch.float64, upstream)
+        for i, (o, a, p, e) in enumerate(zip(ours, again, plain, exact, strict=True)):
+            where = (op, [tuple(x.shape) for x in arguments if isinstance(x, torch.Tensor)], i)
+            assert o.shape == e.shape and o.dtype == p.dtype and torch.equal(o, a), where
+            error, plain_error = (distance(x, e, smallest(op, arguments, dtype)) for x in (o, p))
+            assert error <= 2 * max(plain_error, HALF_PLACE[dtype]), (*where, error, plain_error)
+    guarded()
+
+
+def test_dropout_forward_and_backward():
+    x = torch.zeros(40, 250, device=DEVICE, requires_grad=True)
+    branch = torch.ones(40, 250, device=DEVICE, requires_grad=True)
+    weight = torch.ones(250, device=DEVICE)
+    masks = []
+    for p in (0.3, 0.3, 0.05):
+        branch.grad = None
+        total, y = training.rmsnorm(x, branch, weight, 1e-5, torch.float32, p)
+        (total.sum() + 0 * y.sum()).backward()
+        assert (
+            torch.equal(branch.grad, total.detach())
+            and ((total == 0) | (total == 1 / (1 - p))).all()
+        )
+        masks.append(total.detach() != 0)
+        assert (
+            abs(masks[-1].double().mean().item() - (1 - p))
+            < 6 * (p * (1 - p) / total.numel()) ** 0.5
+        )
+    kept = masks[0].sum().item()
+    in_both = (masks[0] & masks[1]).sum().item()
+    assert abs(in_both / kept - 0.7) < 6 * (0.7 * 0.3 / kept) ** 0.5, "two calls share a mask"
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="takes 30 GB of GPU memory")
+def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
+    """Only the last program runs, on sparse files that begin with as much again: there an offset
+    that wraps lands."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    T = (1 << 18) + 1
+    F = 8192
+    BLOCK = training.ELEMENTS
+    half = torch.float16
+    last = (T * F // BLOCK - 1, 0, 0)
+    monkeypatch.setattr(
+        InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", last)
+    )
+    files = {"ab": 2 * F, "dout": F, "out": F, "dab": 2 * F}
+    ab, dout, out, dab = (
+        torch.from_file(str(tmp_path / name), True, 2 * T * N, dtype=half)[T * N :].view(T, N)
+        for name, N in files.items()
+    )
+    ab[-1].normal_(), dout[-1].normal_()
+    launch.launch(training._swiglu_forward_kernel, (1,), DEVICE, ab, out, T * F, F=F, BLOCK=BLOCK)
+    launch.launch(
+        training._swiglu_backward_kernel, (1,), DEVICE, ab, dout, dab, T * F, F=F, BLOCK=BLOCK
+    )
+    exact = ab[-1].double().requires_grad_()
+    right = training.swiglu_ref(exact)
+    right.backward(dout[-1].double())
+    for found, expected in (
+        (out[-1], right.detach()),
+        *zip(dab[-1].view(2, F), exact.grad.view(2, F)),
+    ):
+        assert distance(found[-BLOCK:], expected[-BLOCK:]) < 2 * HALF_PLACE[half]
+
+
+def test_cross_entropy_gradient_in_place(guarded):
+    logits = torch.empty_like(torch.zeros(5, 201, device=DEVICE)).normal_().requires_grad_()
+    loss = training.cross_entropy(logits, torch.randint(0, 201, (5,), device=DEVICE))
+    (gradient,) = torch.autograd.grad(
+        loss, logits, torch.tensor(2.0, device=DEVICE), retain_graph=True
+    )
+    assert gradient.data_ptr() == logits.data_ptr()
+    guarded()
+    with pytest.raises(AssertionError, match="once"):
+        torch.autograd.grad(loss, logits)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_loss_without_a_gradient(mode, monkeypatch):
+    monkeypatch.setattr(
+        training, "_accumulate", lambda *arguments: pytest.fail("a gradient was computed")
+    )
+    wanted = mode is not torch.enable_grad  # by the tensors, though not there
+    logits = torch.randn(5, 201, device=DEVICE)
+    targets = torch.randint(0, 201, (5,), device=DEVICE)
+    x, w = (torch.randn(rows, 24, device=DEVICE, requires_grad=wanted) for rows in (5, 201))
+    before = logits.clone()
+    logits = logits.requires_grad_(wanted)
+    with mode():
+        loss = training.cross_entropy(logits, targets)
+        joint = training.linear_cross_entropy(x, w, targets)
+    assert torch.equal(logits, before) and not loss.requires_grad and not joint.requires_grad
+    assert torch.allclose(loss, training.cross_entropy_ref(before, targets))
+    assert torch.allclose(joint, training.linear_cross_entropy_ref(x, w, targets))
+
+
+def test_linear_cross_entropy_of_two_types():
+    x, w, targets = training_cases("linear_cross_entropy", torch.float32)[0]
+    x = x.bfloat16().requires_grad_()
+    w = w.requires_grad_()
+    loss = training.linear_cross_entropy(x, w, targets)
+    loss.backward()
+    exact = training.linear_cross_entropy_ref(x.detach().float(), w, targets)
+    weight = w.grad.clone()
+    exact.backward()
+    assert loss.dtype == torch.float32 and nmse(loss.detach(), exact.detach()) < 1e-3
+    assert x.grad.dtype == torch.bfloat16 and nmse(weight, w.grad - weight) < 1e-3
+
+
+def test_cross_entropy_not_finite_or_ignored():
+    V = 201
+    rows = training.cross_entropy_rows
+    for bad in (INF, NAN):
+        logits = torch.randn(4, V, device=DEVICE)
+        targets = torch.tensor([3, 7, training.IGNORE, 9], device=DEVICE)
+        logits[1, 50] = bad
+        assert rows(logits, targets).isfinite().tolist() == [True, False, True, True]
+        assert not training.cross_entropy(logits.clone().requires_grad_(), targets).isfinite()
+        targets[1] = training.IGNORE
+        assert training.cross_entropy(logits, targets).isfinite()
+    low = torch.randn(2, V, device=DEVICE)
+    targets = torch.tensor([3, 8], device=DEVICE)
+    low[:, 5:] = -INF
+    assert torch.allclose(
+        rows(low, targets), torch.nn.functional.cross_entropy(low, targets, reduction="none")
+    )
+    for outside in (-1, V):
+        assert (
+            rows(torch.randn(1, V, device=DEVICE), torch.tensor([outside], device=DEVICE))
+            .isnan()
+            .all()
+        )
+
+
+def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
+    """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at
+    any alignment."""
+    cut = training._cross_entropy_launch
+    dtype = torch.bfloat16
+    for V, (kept, at_once) in itertools.product((65, 640, 643), ((0, 4), (3, 1), (3, 4), (99, 1))):
+        start = randn(3, V, dtype=dtype, scale=3)
+        targets = torch.randint(0, V, (3,), device=DEVICE)
+        exact = start.double().requires_grad_()
+        logits = torch.empty_like(start).copy_(start)
+        losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
+        losses.mean().backward()
+        sizes = dict(BLOCK=64, KEPT=kept, AT_ONCE=at_once, warps=1)
+        monkeypatch.setattr(
+            training,
+            "_cross_entropy_launch",
+            lambda *arguments, sizes=sizes: cut(*arguments) | sizes,
+        )
+        alone = training.cross_entropy_rows(logits, targets)
+        found = training.cross_entropy_rows(logits, targets, torch.tensor(3, device=DEVICE))
+        where = (V, kept, at_once)
+        assert (
+            distance(found, losses.detach()) < 4 * HALF_PLACE[torch.float32]
+            and nmse(alone, found) < 1e-12
+        ), where
+        assert distance(logits, exact.grad) <= 2 * HALF_PLACE[dtype], where
+    guarded()
+
+
+# ---- train.py and profile_step.py
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """training/train.py, which imports what is beside it."""
+    monkeypatch.syspath_prepend(HERE / "training")
+    import train
+
+    return train
+
+
+def test_training_with_either_table(train):
+    config = train.Config(vocab=300, dim=128, layers=2, kv_heads=1, hidden=192, context=16)
+    tokens = torch.randint(0, 300, (2, 17), device=DEVICE)
+    found = []
+    for ops in (training.reference, training.fused):
+        torch.manual_seed(SEED)
+        model = train.Llama(config, ops).to(DEVICE)
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        found.append(
+            {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
+        )
+    for name, exact in found[0].items():
+        assert nmse(found[1][name], exact) < (1e-12 if name == "loss" else 1e-9), name
+
+
+def test_training_profile(train, monkeypatch, capsys):
+    import profile_step
+
+    x = torch.randn(6, 8, device=DEVICE)
+    w = torch.randn(5, 8, device=DEVICE)
+    one = torch.ones(6, 1, device=DEVICE)
+    with profile_step.Counting() as counted:
+        torch.mm(x, w.t())
+        training.fused.swiglu(x)
+        training.fused.rope(x[None], one, one, 2, 1)
+        training.cross_entropy_rows(
+            x, torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.tensor(6, device=DEVICE)
+        )
+    assert counted.operations["aten::mm"] == 2 * 6 * 8 * 5 and counted.bytes["aten::mm"] == 4 * (
+        6 * 8 + 5 * 8 + 6 * 5
+    )
+    assert counted.bytes["_swiglu_forward_kernel"] == 4 * (48 + 24)
+    assert counted.bytes["_rope_forward_kernel"] == 4 * (2 * 36 + 2 * 6)  # q and k are 3 of 4 heads
+    assert counted.bytes["_cross_entropy_kernel"] == 4 * 2 * 48 + 8 * 6 + 8 + 4 * 6
+    monkeypatch.setattr(bench, "copy_ceiling", lambda device: 1e10)
+    monkeypatch.setattr(bench, "product_ceiling", lambda device, dtype: 1e11)
+    shape = dict(vocab=300, teacher_dim=64, teacher_layers=1, context=16, batch=2)
+    train.profile(SimpleNamespace(**shape, seed=1, kernels="plain", device=DEVICE.type))
+    out = capsys.readouterr().out
+    parts = re.findall(r"^\| (embedding|forward|classifier|backward|optimiser) ", out, re.MULTILINE)
+    assert len(set(parts)) == 5 and re.search(r"efficiency [\d.]+%", out) and "aten::mm" in out
+
+
+def test_joined_matrices_one_by_one(train):
+    config = train.Config(vocab=30, dim=128, layers=1, kv_heads=1, hidden=192, context=16)
+    state = train.Llama(config).state_dict()
+    apart = train.split(state, config)
+    assert (
+        apart["layers.0.self_attn.k_proj.weight"].shape == (64, 128)
+        and "layers.0.mlp.up_proj.weight" in apart
+    )
+    for whole, parts in train.JOINED.items():
+        values = [apart.pop(f"layers.0.{part}.weight") for part in parts]
+        assert torch.equal(torch.cat(values), state.pop(f"layers.0.{whole}.weight"))
+    assert apart.keys() == state.keys() and all(
+        torch.equal(apart[name], value) for name, value in state.items()
+    )
+    joined = torch.nn.Parameter(torch.randn(24, 8))
+    parts = [torch.nn.Parameter(part.clone()) for part in joined.detach().split((16, 8))]
+    joined.grad = torch.randn(24, 8)
+    for part, grad in zip(parts, joined.grad.split((16, 8))):
+        part.grad = grad.clone()
+    train.Muon([joined], [(16, 8)], 0.1, 0.1).step()
+    train.Muon(parts, [(16,), (8,)], 0.1, 0.1).step()
+    assert torch.allclose(joined, torch.cat(parts), atol=1e-6)
+
+
+def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
+    tale = (
+        "Once upon a time there was a fox who lived in a wood. He met a crow, and the crow sang.\n"
+        * 6
+    )
+    for part in ("train", "held_out"):
+        (tmp_path / part).mkdir()
+        text = f"The Fox and the Crow\n{tale}The King of the Wood\n{tale.replace('fox', 'king')}"
+        (tmp_path / part / "book.txt").write_text(text)
+    flags = "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu"
+    flags += " --teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
+    trained = in_shell(
+        f"$PYTHON $HERE/training/train.py --corpus . --out out {flags}", cwd=tmp_path
+    )
+    assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
+    code, text, _ = cli(
+        "-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos"
+    )
+    assert code == 0 and text.startswith("Once") and len(text) > 8
