@@ -10,13 +10,12 @@ import shutil
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,17 +32,14 @@ from fp8 import Format, Matrix, Tensors
 from kernels import FORMATS
 from model import (
     CACHES,
-    CHUNK,
     CUT,
     EMBEDDING,
     NORM,
     OUTPUT,
-    PADDED,
     Config,
     Joined,
     LayerWeights,
     Llama,
-    State,
     Stored,
     Weights,
 )
@@ -999,7 +995,6 @@ class Loader:
     backend: str = ""  # whose ops will read the matrices, if any will
     ranks: Ranks = Ranks()
     quiet: bool = False
-    importance: dict[str, Tensor] | None = None  # importance_of the matrices' columns
 
     def __post_init__(self) -> None:
         self.whole, self.config = (
@@ -1023,9 +1018,7 @@ class Loader:
             total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False
         )
 
-    def load(self, beside: Callable[[Weights], AbstractContextManager] = nullcontext) -> Weights:
-        """beside: takes the weights with one layer, returns a context manager; the other layers are
-        read inside it."""
+    def load(self) -> Weights:
         with self.bar:
             embedding, *layers, norm, output = model_tensors(self.whole)
             layers = [list(tensors) for _, tensors in itertools.groupby(layers, lambda t: t.layer)]
@@ -1035,10 +1028,9 @@ class Loader:
                 last = kernels.prepacked(Matrix(tied), self.backend, self.dtype)
             else:
                 last = self.matrix(output)
-            weights = Weights(table, [self.layer(layers[0])], self.vector(norm), last)
-            with beside(weights):
-                weights.layers += [self.layer(tensors) for tensors in layers[1:]]
-        return weights
+            return Weights(
+                table, [self.layer(tensors) for tensors in layers], self.vector(norm), last
+            )
 
     def layer(self, tensors: list[Joined]) -> LayerWeights:
         return LayerWeights(
@@ -1123,14 +1115,9 @@ class Loader:
         (N, part), K, tensors = self.shapes[t.name], t.shape(self.whole)[1], self.encoded[t.name]
         data = self.workspace[: N * K].view(N, K)
         self.fill(data, t, ALL)
-        weigh = (
-            dict(importance=self.importance[t.name])
-            if self.importance and format is self.format
-            else {}
-        )
         try:
             if part == K or not format.can_be_cut(K, part):
-                return format.encode(data[:, columns], tensors, **weigh)
+                return format.encode(data[:, columns], tensors)
             for tensor, whole in zip(tensors, format.encode(data)):
                 tensor.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
             return tensors
@@ -1218,17 +1205,37 @@ def pick_dtype(
     return torch.bfloat16 if device.type == "cpu" and stored == torch.float16 else stored
 
 
+CGROUPS = (  # of a container, version 2 and version 1: the folder, its limit, what it uses
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated; infinity where the system does not say (no GPU and no
-    /proc/meminfo)."""
+    """Bytes that can still be allocated on a GPU, or in this machine and its container; infinity
+    where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        return 1024 * int(
-            re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1)
-        )
-    except OSError:
-        return math.inf
+    free = math.inf
+    with suppress(OSError):
+        said = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free = 1024 * int(said[1])
+    for folder, limit, used in CGROUPS:
+        with suppress(OSError, ValueError):  # not in such a container, or its limit is "max"
+            most = int(Path(folder, limit).read_text())
+            taken = int(Path(folder, used).read_text())
+            files = re.findall(
+                r"^(?:in)?active_file (\d+)", Path(folder, "memory.stat").read_text(), re.M
+            )
+            free = min(free, most - taken + sum(map(int, files)))
+    return free
+
+
+# What a model needs beside weights and cache, in multiples of its largest matrix in dtype: two
+# decoded copies of it (the graphs of prompts have memory of their own) and two workspaces for the
+# activations of a chunk, each at most 1.3 times as large (7B). On a CPU: one of each, and a second
+# copy of the output matrix where it is the embedding.
+MARGIN = 5
 
 
 def check_memory(
@@ -1239,46 +1246,34 @@ def check_memory(
     format: Format | None = None,
     kv_fp8: bool = False,
     ranks: Ranks = Ranks(),
-    quantised: bool = False,
 ) -> None:
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will
     not fit, before any of them is allocated."""
-    size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
-    for name, shape in matrix_shapes(c).items() if on_cpu else ():  # what kernels.prepacked adds
-        held, elements = format and format.at(name), math.prod(shape)
-        if name == "output" and (
-            format is kernels.INT4 or c.tie_embeddings and not held and dtype != torch.float16
-        ):
-            weights += size * elements  # decoded, or a copy of the embedding
-        if dtype == torch.bfloat16 and held and held.bits == 4:
-            weights += elements * 5 // 8  # the codes are there in torch's layout, too
-        if (
-            dtype == torch.bfloat16
-            and not held
-            and size * elements <= kernels.SMALL
-            and kernels.multiplies_bf16()
-        ):
-            weights += size * elements  # in both layouts
-    cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
-    widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
-    workspace = min(ctx_size, CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    # of decoded matrices: the graphs of prompts have memory of their own
-    copies = 1 if on_cpu else 2
-    if not on_cpu:
-        workspace += min(ctx_size, PADDED[-1]) * size * widest
-    if format:  # the largest matrix
-        workspace += copies * size * largest_read(c)
-    if quantised:  # a matrix is decoded to fp32 before it is converted
-        workspace += 4 * largest_read(c)
-    if kv_fp8:  # keys and values of one layer
-        workspace += copies * 2 * size * c.kv_dim * ctx_size
-    free, where, need = free_memory(device), str(device), weights + cache + workspace
+    size = dtype.itemsize
+    on_cpu = device.type == "cpu"
+    shapes = matrix_shapes(c)
+    weights = weight_bytes(c, dtype, format)
+    workspace = MARGIN * size * max(map(math.prod, shapes.values()))
+    layer = 2 * c.kv_dim * ctx_size  # keys and values of one layer
+    cache = c.n_layers * layer * size
+    if kv_fp8:
+        cache = c.n_layers * layer
+        workspace += 2 * size * layer  # decoded
+    if on_cpu and dtype == torch.bfloat16:  # torch's product reads a copy of the codes of 4 bits
+        formats = {name: format and format.at(name) for name in shapes}
+        codes = [
+            shape for name, shape in shapes.items() if formats[name] and formats[name].bits == 4
+        ]
+        weights += sum(map(math.prod, codes)) * 5 // 8
+    need = weights + cache + workspace
+    free = free_memory(device)
+    where = str(device)
     if ranks.size > 1:
         where += f" for rank {ranks.rank} of {ranks.size}"
         free /= ranks.local_size if on_cpu else 1  # the ranks of a host share its memory
     if need > free:
-        formats = "" if quantised else " --fp8, --int4"
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
+        formats = "" if isinstance(format, PerMatrix) else " --fp8, --int4"
         raise MemoryError(
             f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
             f" try a smaller context (-c), a smaller --dtype,{formats} or --kv-fp8"
@@ -1338,7 +1333,6 @@ def load(
     accumulate: str = "auto",
     quiet: bool = False,
     ranks: Ranks = Ranks(),
-    warm_up: Callable[[Llama], object] | None = None,
 ) -> Llama:
     """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder
     in Hugging Face's or Meta's layout, a GGUF file, or a repository of the hub.
@@ -1347,9 +1341,8 @@ def load(
     is that, but at most 4096. format: in which to keep the matrices, a name of kernels.FORMATS;
     what `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's
     products are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the
-    model, if several. warm_up: called with a model of one layer, while the others are read, to
-    compile the kernels that it launches; on a single GPU with the Triton kernels. Raises
-    ValueError, OSError or MemoryError, in one line that says what to do."""
+    model, if several. Raises ValueError, OSError or MemoryError, in one line that says what to
+    do."""
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
         raise ValueError(
@@ -1376,7 +1369,7 @@ def load(
     held = checkpoint.format or FORMATS.get(format) or as_stored
     check_groups(config, held)
     ranks.join(on)
-    check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
+    check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks)
     # Codes do not depend on --dtype
     stored = (
         checkpoint.dtype
@@ -1384,21 +1377,8 @@ def load(
         else kernels.storage_dtype(backend, torch_dtype, on)
     )
     settings = (backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
-
-    def compiling(weights: Weights) -> AbstractContextManager:
-        if not warm_up or ranks.size > 1:
-            return nullcontext()
-        model = Llama(replace(config, n_layers=1), weights, *settings)
-        return (
-            launch.compiling_kernels(lambda: warm_up(model), on)
-            if model.uses_graphs
-            else nullcontext()
-        )
-
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load(
-            compiling
-        )
+        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load()
     if on.type == "cuda":
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
     return Llama(config, weights, *settings)
@@ -1424,44 +1404,6 @@ def saved_format(folder: Path) -> Format | None:
     return FORMATS[name]
 
 
-@torch.inference_mode()
-def importance_of(model: Llama, tokens: list[int], quiet: bool = False) -> dict[str, Tensor]:
-    """By the name of each matrix [N, K], the sum of squares of what it is multiplied with while the
-    model reads a text: float32 [K], as in llama.cpp's importance matrix."""
-    ops, sums = model.ops, {}
-
-    def watched(op: Callable, normed: bool) -> Callable:
-        def run(x: Tensor, *rest) -> Tensor:
-            seen, w = (
-                (kernels.rmsnorm_ref(x, rest[0], model.config.norm_eps), rest[1])
-                if normed
-                else (x, rest[0])
-            )
-            sums[w] = sums.get(w, 0) + seen.float().square().sum(0)
-            return op(x, *rest)
-
-        return run
-
-    products = {
-        name: watched(op, "rmsnorm" in name)
-        for name, op in vars(ops).items()
-        if name in kernels.PRODUCTS
-    }
-    model.ops = SimpleNamespace(**vars(ops) | products)
-    with tqdm(
-        desc="calibrating", total=len(tokens), unit=" tokens", disable=quiet or None, leave=False
-    ) as bar:
-        for part in torch.tensor(tokens).split(min(1024, model.ctx_size)):
-            model.forward(part, State(model, len(part)))
-            bar.update(len(part))
-    if not all(torch.isfinite(total).all() for total in sums.values()):
-        raise ValueError("the activations overflow: calibrate with --dtype bf16 or fp32")
-    return {
-        name: sums[w]
-        for name, w in zip(matrix_shapes(model.config), model.weights.matrices, strict=True)
-    }
-
-
 @one_line_errors()
 def save(
     name: str,
@@ -1471,19 +1413,13 @@ def save(
     dtype: str = "auto",
     device: str = "auto",
     quiet: bool = False,
-    calibrate: str | None = None,
 ) -> Path:
     """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
     empty: whole or not at all. Returns its model.safetensors. All other tensors are in dtype; auto
-    is the checkpoint's own, on a CPU too. calibrate: a text; int4 then rounds most carefully the
-    weights that matter most to it. Raises ValueError, OSError or MemoryError, in one line that says
+    is the checkpoint's own, on a CPU too. Raises ValueError, OSError or MemoryError, in one line that says
     what to do."""
     check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))
-    if calibrate is not None and format != "int4":
-        raise ValueError("calibrate is for int4: other formats round every column alike")
-    if calibrate is not None and not calibrate.strip():
-        raise ValueError("the text to calibrate with is empty")
     folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
@@ -1502,17 +1438,9 @@ def save(
         # and then renamed; the outer folder is readable for its owner alone
         made = Path(beside, "whole")
         made.mkdir()
-        tokenizer, importance = Tokenizer(folder), None
-        _copy_what_is_small(folder, made, tokenizer)
-        if calibrate is not None:
-            tokens = tokenizer.encode(calibrate)
-            importance = importance_of(
-                load(checkpoint, dtype=dtype, device=device, quiet=quiet), tokens, quiet
-            )
+        _copy_what_is_small(folder, made, Tokenizer(folder))
         with torch.inference_mode():
-            loader = Loader(
-                checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet, importance=importance
-            )
+            loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet)
             weights = loader.load()
         save_file(
             _saved(config, weights, held), made / SAVED, {"fused-llama": LAYOUT, "format": format}

@@ -62,8 +62,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="keep keys and values as 8-bit floats: half the context's memory")
     add("--save", metavar="DIR",
         help="write the model with its matrices as --fp8 or --int4 says to DIR instead of generating; -m DIR runs it")
-    add("--calibrate", metavar="FILE",
-        help="with --int4 --save: some pages of text; the weights that matter most to it are rounded most carefully")
 
     add = parser.group("where it runs")
     add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
@@ -140,7 +138,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--fp8 and --int4 both say how matrices are kept; use one": args.fp8 and args.int4,
         "--save writes matrices in 8 or 4 bits: add --fp8 or --int4": args.save is not None
         and not args.format,
-        "--calibrate is for --int4 with --save": args.calibrate and not (args.int4 and args.save),
         "--lookup and --draft both propose tokens; use one": args.lookup and args.draft,
         "--draft-max is for --draft": args.draft is None and "draft_max" in args.given,
         "--system and --system-prompt-file both give a system prompt; use one": args.system
@@ -154,7 +151,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system, args.stop = unescaped(args.system), [unescaped(stop) for stop in args.stop]
     folder = args.prompt_cache and os.path.dirname(real_path(args.prompt_cache))
-    parser.find([args.model, args.draft], [args.file, args.system_file, args.calibrate, folder])
+    parser.find([args.model, args.draft], [args.file, args.system_file, folder])
     if args.seed < 0:
         args.seed = random.SystemRandom().randrange(1 << 32)
     return args
@@ -270,7 +267,7 @@ class Session:
             name: value for name, value in checkpoint.sampling.items() if name not in given
         }
         self.sampling = Sampling(**self.own_sampling | given)
-        self.model = self._load(checkpoint, warm_up=lambda model: self._warm_up(model, prompt))
+        self.model = self._load(checkpoint)
         if not args.threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
         self.eos = {*config.eos_ids, self.tokenizer.eos} - {-1}
@@ -286,12 +283,7 @@ class Session:
             self.prompt_cache.restore(self.cache)
         self.load_seconds = time.perf_counter() - start
 
-    def _warm_up(self, model: Llama, prompt: str | None) -> None:
-        """Launch what the first prompt needs. How many tokens a chat template adds is a guess."""
-        length = len(self.tokenizer.encode(self.args.system + (prompt or "")))
-        model.warm_up(length + (0 if self.args.mode == "text" else 32) or 1, self.sampling)
-
-    def _load(self, name: str | Checkpoint, **more) -> Llama:
+    def _load(self, name: str | Checkpoint) -> Llama:
         options = (
             "dtype",
             "device",
@@ -306,7 +298,6 @@ class Session:
             name,
             **{option: getattr(self.args, option) for option in options},
             ranks=self.ranks,
-            **more,
         )
 
     def note(self, text: str) -> None:
@@ -594,7 +585,6 @@ def complete(session: Session, prompt: str) -> None:
 
 def save(args: argparse.Namespace) -> int:
     options = dict(format=args.format, dtype=args.dtype, device=args.device, quiet=args.quiet)
-    options["calibrate"] = read_input(args.calibrate) if args.calibrate else None
     with ending_cleanly():
         file = save_model(args.model, args.save, **options)
     if not args.quiet:

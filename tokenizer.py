@@ -41,10 +41,7 @@ def local_checkpoint(name: str) -> Path | None:
     if folder.is_dir():
         return find_gguf(folder) or folder
     if folder.is_file() and (folder.suffix == ".gguf" or folder.open("rb").read(4) == b"GGUF"):
-        with suppress(ValueError):
-            open_regular(folder).close()
-            return folder
-        return Path(os.path.realpath(folder))  # a link that the user names may lead anywhere
+        return folder
     if folder.exists():
         raise FileNotFoundError(
             f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)"
@@ -153,7 +150,7 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
     if choice in TEMPLATES:
         return TEMPLATES[choice], f"{choice} (given)"
     if choice is not None:
-        file = Path(choice).resolve()  # the user's own, which may be a link
+        file = Path(choice)
         if not file.is_file():
             raise FileNotFoundError(
                 f"{file} is not a chat template: neither one of {', '.join(TEMPLATES)} nor a file"

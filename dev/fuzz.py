@@ -294,7 +294,6 @@ def replace_by_another_kind(rng: random.Random, file: Path, elsewhere: Path) -> 
         lambda: file.mkdir(),
         lambda: file.symlink_to("/dev/zero"),
         lambda: file.symlink_to(file.name),
-        lambda: file.symlink_to(elsewhere / file.name),
         lambda: [file.touch(), os.truncate(file, rng.choice((0, 1 << 20, 1 << 38)))],
         lambda: [file.touch(), file.chmod(0)],
         lambda: None,

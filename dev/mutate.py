@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "checkpoint.py",
-        "workspace += copies * size * largest_read(c)",
+        "workspace += 2 * size * layer",
         "workspace += 0",
         "memory_of",
     ),

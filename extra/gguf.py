@@ -15,7 +15,6 @@ not hide the package `gguf`, which transformers imports."""
 import io
 import math
 import mmap
-import os
 import re
 import struct
 from collections.abc import Iterable
@@ -30,17 +29,9 @@ from typing import Any, NamedTuple
 
 def open_regular(file: Path) -> io.FileIO:
     """Open a file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe,
-    socket or device, which could block for ever, and for a link that leads out of the folder (in
-    the hub's cache, out of the repository)."""
+    socket or device, which could block for ever."""
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a regular file")
-    folder = Path(os.path.realpath(file.parent))  # Path.resolve would raise for a link to itself
-    for parent in folder.parents:
-        # its links lead to ../../blobs
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
-            folder = parent.parent
-    if not Path(os.path.realpath(file)).is_relative_to(folder):
-        raise ValueError(f"{file} is a link out of its folder: copy the file itself")
     f = file.open("rb", buffering=0)
     # of a repository cloned without git-lfs
     if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):
