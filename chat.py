@@ -28,7 +28,9 @@ try:
 except ImportError:  # some builds of Python lack it: lines are then read without editing
     readline = None
 
-from tokenizer import Prompt, local_checkpoint, one_line, text_of
+from extra.files import one_line, text_of
+from extra.hub import local_checkpoint
+from tokenizer import Prompt
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "tales"
 HISTORY = 1000  # messages that the arrow keys reach

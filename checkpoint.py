@@ -6,8 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
-import sys
 import warnings
 import zipfile
 from collections.abc import Collection, Iterator
@@ -15,18 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 import kernels
 import launch
-from extra import gguf, quants
-from extra.gguf import open_regular, read_header
+from extra import gguf, hub, quants
+from extra.files import one_line, one_line_errors, open_regular, read_json
+from extra.gguf import read_header
 from extra.parallel import ALL, Ranks, share
 from fp8 import Format, Matrix, Tensors
 from kernels import FORMATS
@@ -44,16 +41,7 @@ from model import (
     Weights,
 )
 from sampling import Sampling
-from tokenizer import (
-    Tokenizer,
-    find_template,
-    local_checkpoint,
-    one_line,
-    one_line_errors,
-    read_bytes,
-    read_json,
-    tokenizer_file,
-)
+from tokenizer import tokenizer_file
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -828,17 +816,7 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-# ---- where a checkpoint is: a folder, or a repository of the hub, downloaded on first use
-
-SMALL_FILES = [
-    "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-]  # fmt: skip
-WEIGHTS = [  # in order of preference: a repository may have several kinds
-    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
-    r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?",
-    r"consolidated\.\d+\.pth",
-]
+# ---- where a checkpoint is
 
 
 @one_line_errors()
@@ -847,103 +825,24 @@ def find_checkpoint(name: str | Path) -> Path:
     Hugging Face hub: in the hub's cache, to which it is downloaded if need be. Of GGUF, which may
     be given as a file or as one of the kinds in a repository, "owner/name:Q4_K_M", the file. Raises
     OSError or ValueError, in one line that says what to do."""
-    name = str(name)
-    if folder := local_checkpoint(name):
-        return folder
-    from huggingface_hub import constants, errors, is_offline_mode
+    return hub.find_checkpoint(str(name), read_config, is_whole)
 
-    repository, _, kind = name.partition(":")
-    for wanted in [kind] if kind else [None, "Q4_K_M", *([""] if is_offline_mode() else [])]:
-        if found := _cached(repository, wanted):
-            return found
+
+def is_whole(path: Path) -> bool:
+    """Whether nothing is missing that a checkpoint refers to."""
     try:
-        return _download(repository, kind)
-    except errors.GatedRepoError:
-        reason = "on the hub it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
-    except errors.RepositoryNotFoundError:
-        reason = f"no such repository on {constants.ENDPOINT} (a private one needs HF_TOKEN)"
-    except ValueError:
-        raise
-    except Exception as error:  # network errors, of whichever library huggingface_hub uses
-        reason = f"the download from {constants.ENDPOINT} failed ({type(error).__name__}: {error})"
-    raise OSError(f"no folder {name} here, and {reason}")
-
-
-def pick_gguf(names: Collection[str], kind: str) -> list[str]:
-    """The files that llama.cpp would take of a repository: all parts of the model whose name says
-    this kind; if none is asked for, Q4_K_M, or else the first that can be read."""
-    models = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
-    pattern = "(?<![a-z0-9])({})(_[SML])?(?![a-z0-9_])"
-    says = lambda kind: [name for name in models if re.search(pattern.format(kind), name, re.I)]
-    found = (
-        says(re.escape(kind))
-        if kind
-        else says("Q4_K_M") or says("|".join(t.name for t in gguf.TYPES.values()))
-    )
-    stem = lambda name: re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", name)
-    return [name for name in found if stem(name) == stem(found[0])]
-
-
-def _cached(name: str, gguf: str | None) -> Path | None:
-    """A repository's folder in the hub's cache, or its GGUF file of this kind ("": any), if nothing
-    is missing that the checkpoint refers to: the cache does not know whether it is complete if
-    another program filled it."""
-    from huggingface_hub import is_offline_mode, snapshot_download
-
-    # offline, make do with what is cached
-    wanted = SMALL_FILES[:2] if is_offline_mode() else SMALL_FILES
-    wanted = wanted if gguf is None else []
-    try:
-        at = folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
-        if gguf is None:
-            _tensor_files(folder)
-        else:
-            at = (
-                folder
-                / pick_gguf(
-                    [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], gguf
-                )[0]
-            )
+        if path.is_dir():
+            _tensor_files(path)
         try:
-            read_config(at)
-        except ValueError:  # not supported: load says why
-            return at
-        Checkpoint(at)
-        if at == folder:
-            tokenizer_file(folder)
-    except (OSError, ValueError, IndexError):
-        return None
-    return at
-
-
-def _download(name: str, kind: str) -> Path:
-    """Download what this program reads of a repository to the hub's cache, except for files that
-    are there already."""
-    from huggingface_hub import HfApi, constants, snapshot_download, utils
-
-    if not sys.stderr.isatty():
-        utils.disable_progress_bars()
-    utils.logging.set_verbosity_error()
-    names = [file.rfilename for file in HfApi().model_info(name).siblings]
-    kinds = [[file for file in names if re.fullmatch(pattern, file)] for pattern in WEIGHTS]
-    gguf = [] if any(kinds) and not kind else pick_gguf(names, kind)
-    if not gguf and (kind or not any(kinds)):
-        usual = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
-        raise ValueError(f"{name} holds {f'no GGUF file of the kind {kind}' if kind else usual}")
-    # what is not supported is refused before the weights are fetched
-    if not gguf and "config.json" in names:
-        read_config(Path(snapshot_download(name, allow_patterns=SMALL_FILES)))
-    files = gguf or SMALL_FILES + next(filter(None, kinds))
-    planned = snapshot_download(name, allow_patterns=files, dry_run=True)
-    need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
-    cache = Path(constants.HF_HUB_CACHE)
-    place = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
-    if need > (free := shutil.disk_usage(place).free / 1e9):
-        raise ValueError(
-            f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)"
-        )
-    folder = Path(snapshot_download(name, allow_patterns=files))
-    return folder / gguf[0] if gguf else folder
+            read_config(path)
+        except ValueError:  # it is not supported: load says why
+            return True
+        Checkpoint(path)
+        if path.is_dir():
+            tokenizer_file(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 # ---- weights: the checkpoint's tensors, moved to the device and converted
@@ -1402,82 +1301,3 @@ def saved_format(folder: Path) -> Format | None:
         what = f"was saved by another version of fused-llama, in the format {name!r}"
         raise ValueError(f"{file} {what}: save it again from the original")
     return FORMATS[name]
-
-
-@one_line_errors()
-def save(
-    name: str,
-    target: str,
-    *,
-    format: str = "e4m3",
-    dtype: str = "auto",
-    device: str = "auto",
-    quiet: bool = False,
-) -> Path:
-    """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
-    empty: whole or not at all. Returns its model.safetensors. All other tensors are in dtype; auto
-    is the checkpoint's own, on a CPU too. Raises ValueError, OSError or MemoryError, in one line that says
-    what to do."""
-    check_choice("format", format, FORMATS)
-    check_choice("dtype", dtype, ("auto", *DTYPES))
-    folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise FileExistsError(f"{to} is not an empty folder: save to a new one")
-    checkpoint = Checkpoint(folder)
-    config = checkpoint.config
-    check_original(checkpoint, format)
-    on, as_dtype, held = pick_device(device), DTYPES.get(dtype, checkpoint.dtype), FORMATS[format]
-    check_groups(config, held)
-    check_memory(config, as_dtype, on, 1, held)
-    need, free = weight_bytes(config, as_dtype, held) / 1e9, shutil.disk_usage(to.parent).free / 1e9
-    if need > free:
-        raise OSError(
-            f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere"
-        )
-    with TemporaryDirectory(prefix=f"{to.name}.partial-", dir=to.parent) as beside:
-        # and then renamed; the outer folder is readable for its owner alone
-        made = Path(beside, "whole")
-        made.mkdir()
-        _copy_what_is_small(folder, made, Tokenizer(folder))
-        with torch.inference_mode():
-            loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet)
-            weights = loader.load()
-        save_file(
-            _saved(config, weights, held), made / SAVED, {"fused-llama": LAYOUT, "format": format}
-        )
-        # the library makes it readable for the owner alone
-        (made / SAVED).chmod(made.stat().st_mode & 0o666)
-        made.rename(to)
-    return to / SAVED
-
-
-def _copy_what_is_small(folder: Path, to: Path, tokenizer: Tokenizer) -> None:
-    """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the
-    folder."""
-    if folder.is_file():
-        header = read_header(folder)
-        vocabulary, beside = gguf.tokenizer_files(header)
-        files = {"config.json": gguf.config_json(header), "tokenizer_config.json": beside}
-        files["tokenizer.model" if isinstance(vocabulary, bytes) else "tokenizer.json"] = vocabulary
-        for name, value in files.items():
-            (to / name).write_bytes(
-                value if isinstance(value, bytes) else json.dumps(value).encode()
-            )
-    else:
-        for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
-            if file.is_file():
-                (to / file.name).write_bytes(read_bytes(file))
-    # it was recognised by the folder's path
-    if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:
-        (to / "chat_template.jinja").write_text(tokenizer.chat_template)
-
-
-def _saved(c: Config, w: Weights, format: Format) -> dict[str, Tensor]:
-    """The tensors on the CPU, by the names of saved_as."""
-    tensors = {}
-    for t in model_tensors(c):
-        held = getattr(w if t.layer is None else w.layers[t.layer], t.field)
-        values = held.tensors if t.matrix else (held,)
-        for (name, (_, shape)), value in zip(saved_as(t, c, format).items(), values, strict=True):
-            tensors[name] = value.cpu().view(shape)
-    return tensors

@@ -208,8 +208,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import DTYPES, Checkpoint, find_checkpoint, load, pick_device, read_config
-from checkpoint import save as save_model
 from extra.parallel import Ranks
+from extra.save import save as save_model
 from extra.speculation import Draft, Lookup
 from model import Llama, State, Timings, generate
 from sampling import Sampling

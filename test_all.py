@@ -79,14 +79,15 @@ from checkpoint import (
     pick_dtype,
     read_config,
     read_part,
-    save,
 )
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
 from extra import gguf as ggml
 from extra import hopper, int4, parallel, quants, speculation
+from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
 from extra.parallel import Ranks
+from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
 from fp8 import E4M3, E5M2, Matrix
 from kernels import FORMATS, PRODUCTS
@@ -111,7 +112,6 @@ from tokenizer import (
     Tokenizer,
     encode_continuation,
     find_template,
-    local_checkpoint,
 )
 from training import ops as training
 
@@ -3151,7 +3151,7 @@ def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, liste
     if not listed:
         shutil.rmtree(tmp_path / "cache" / "models--someone--tiny" / "trees")
     disk = SimpleNamespace(free=size - 1)
-    monkeypatch.setattr("checkpoint.shutil.disk_usage", lambda _: disk)
+    monkeypatch.setattr("extra.hub.shutil.disk_usage", lambda _: disk)
     with pytest.raises(
         ValueError, match=r"someone/tiny takes .* GB, but .* GB free \(see HF_HOME\)"
     ):
@@ -3596,16 +3596,16 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         refused("new", "File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    steps = [("free_memory", lambda _: 100_000, "try a smaller", 1)]
+    steps = [("checkpoint.free_memory", lambda _: 100_000, "try a smaller", 1)]
     steps.append(
         (
-            "shutil.disk_usage",
+            "extra.save.shutil.disk_usage",
             lambda _: SimpleNamespace(free=0),
             "has 0.00 GB free: save elsewhere",
             1,
         )
     )
-    for step in ("Loader.load", "save_file"):
+    for step in ("checkpoint.Loader.load", "extra.save.save_file"):
         steps.append((step, fails(OSError("No space left")), "No space left", 1))
         steps.append((step, fails(KeyboardInterrupt()), "", 130))
         steps += [
@@ -3613,7 +3613,7 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         ]
     for step, end, expected, code in steps:
         with monkeypatch.context() as patch:
-            patch.setattr(f"checkpoint.{step}", end)
+            patch.setattr(step, end)
             refused("new", expected, code)
     assert cli("-m", copy, "--save", tmp_path / "empty", "--fp8", "--quiet") == (0, "", "")
     modes = {
@@ -4566,9 +4566,9 @@ def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf", (
         "what there is"
     )
-    assert checkpoint.pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
+    assert pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
     parts = [f"m-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)]
-    assert checkpoint.pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
+    assert pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
 
 
 def test_gguf_header_holds_every_type_of_value(tmp_path):

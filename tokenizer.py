@@ -8,20 +8,18 @@ itself writes control tokens."""
 import codecs
 import functools
 import json
-import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import BinaryIO
 
-from extra.gguf import find_gguf, open_regular, read_header, tokenizer_files
+from extra.files import one_line, one_line_errors, read_bytes, read_json, read_text
+from extra.gguf import read_header, tokenizer_files
+from extra.hub import find_gguf
 
-MESSAGE = 500  # characters in a message, at most
-FILE_BYTES = 64_000_000  # of a file that is read whole, at most
 # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 PADDING = 4096
 # control tokens in templates, even where SentencePiece has them as text
@@ -29,87 +27,6 @@ TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 Span = tuple[int, int]  # of characters: start, end
-
-
-# ---- files of a checkpoint, which are not trusted
-
-
-def local_checkpoint(name: str) -> Path | None:
-    """A checkpoint's folder or GGUF file; None for what may be "owner/name" on the hub. Raises
-    OSError, ValueError."""
-    folder = Path(os.path.expanduser(name))  # as it is if there is no such user
-    if folder.is_dir():
-        return find_gguf(folder) or folder
-    if folder.is_file() and (folder.suffix == ".gguf" or folder.open("rb").read(4) == b"GGUF"):
-        return folder
-    if folder.exists():
-        raise FileNotFoundError(
-            f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)"
-        )
-    if folder.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
-        raise FileNotFoundError(f"no file or folder {name} here; a hub model is written owner/name")
-    return None
-
-
-def one_line(text: str) -> str:
-    """Short and printable: names and values in a message may come from a hostile file."""
-    if len(text) > MESSAGE:
-        text = f"{text[: MESSAGE - 155]} ... {text[-150:]}"
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Reduce the message of any exception raised inside to one short, printable line. Also a
-    decorator."""
-    try:
-        yield
-    except Exception as error:
-        if len(error.args) == 1:
-            error.args = (one_line(str(error.args[0])),)
-        raise
-
-
-def bytes_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> bytes:
-    """The whole of an open file. Raises ValueError, which names its source, if it has more than
-    `limit` bytes."""
-    raw = file.read(limit + 1)
-    if len(raw) > limit:
-        raise ValueError(f"{source} has more than {limit:,} bytes")
-    return raw
-
-
-def text_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> str:
-    """The same of a text. Raises ValueError, too, if it is not UTF-8."""
-    raw = bytes_of(file, source, limit)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}"
-        ) from None
-
-
-def read_bytes(file: Path) -> bytes:
-    with open_regular(file) as f:
-        return bytes_of(f, file)
-
-
-def read_text(file: Path) -> str:
-    with open_regular(file) as f:
-        return text_of(f, file)
-
-
-def read_json(file: Path) -> dict:
-    """The object in a JSON file. Raises ValueError."""
-    text = read_text(file)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} does not hold a JSON object")
-    return value
 
 
 # ---- chat templates: the checkpoint's own, and ours for those without one

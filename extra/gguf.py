@@ -12,7 +12,6 @@ not hide the package `gguf`, which transformers imports."""
     ""
 )
 
-import io
 import math
 import mmap
 import re
@@ -24,39 +23,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
-# ---- files
-
-
-def open_regular(file: Path) -> io.FileIO:
-    """Open a file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe,
-    socket or device, which could block for ever."""
-    if file.exists() and not file.is_file():
-        raise ValueError(f"{file} is not a regular file")
-    f = file.open("rb", buffering=0)
-    # of a repository cloned without git-lfs
-    if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):
-        f.close()
-        raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
-    f.seek(0)
-    return f
-
-
-def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path stands for, if it does: the file itself, or the only model of a
-    folder without other weights. Raises ValueError if the folder holds several."""
-    if path.is_file():
-        return path
-    if any(file.suffix in (".safetensors", ".bin", ".pth") for file in path.glob("*")):
-        return None
-    parts = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a split model, all but the first
-    files = sorted(path.glob("*.gguf"))
-    files = [file for file in files if not parts.search(file.stem)] or files[:1]
-    if len(files) > 1:
-        raise ValueError(
-            f"{path} holds several models: take one of {', '.join(file.name for file in files)}"
-        )
-    return files[0] if files else None
-
+from extra.files import open_regular
 
 # ---- types of tensors
 
