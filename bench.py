@@ -181,6 +181,7 @@ from checkpoint import (
     DTYPES,
     check_accumulate,
     check_memory,
+    layer_tensors,
     load,
     pick_backend,
     pick_device,
@@ -237,10 +238,12 @@ def random_weights(
 
     ones = lambda shape: torch.ones(shape, dtype=dtype, device=device)
     made = lambda tensor: (
-        matrix(tensor.name, tensor.shape(c)) if tensor.matrix else ones(tensor.shape(c))
+        matrix(tensor.field, tensor.shape(c)) if tensor.is_matrix else ones(tensor.shape(c))
     )
     bar = tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None)
-    layers = [LayerWeights(**{tensor.name: made(tensor) for tensor in c.layer_table}) for _ in bar]
+    layers = [
+        LayerWeights(**{tensor.field: made(tensor) for tensor in layer_tensors(c)}) for _ in bar
+    ]
     embedding = torch.randn(c.vocab_size, c.dim, dtype=dtype, device=device).mul_(0.02)
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))
 

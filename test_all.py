@@ -75,10 +75,9 @@ from checkpoint import (
     check_groups,
     check_memory,
     load,
-    parts_of,
     pick_dtype,
     read_config,
-    read_part,
+    tensors_of,
 )
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
@@ -3463,15 +3462,15 @@ def test_safetensors_cut_short_while_read(tmp_path):
     file, whole = tmp_path / "x.safetensors", torch.randint(-1000, 1000, (3001, 3003)).half()
     tensors = {"small": whole[0].clone(), "large": whole}
     save_file(tensors, file)
-    parts = {part.name: part for part in parts_of(file)}
-    assert all(read_part(parts[name]).equal(tensor) for name, tensor in tensors.items())
+    found = {tensor.name: tensor for tensor in tensors_of(file)}
+    assert all(found[name].read().equal(tensor) for name, tensor in tensors.items())
     for rows, columns in ((slice(1, 2999), slice(0, 3003)), (slice(0, 3001), slice(5, 3000))):
-        read = read_part(parts["large"], index=[range(3001)[rows], range(3003)[columns]])
+        read = found["large"].read(spans=[range(3001)[rows], range(3003)[columns]])
         assert read.equal(whole[rows, columns])
-    os.truncate(file, 8 + 100 + min(part.offset for part in parts.values()))
-    for part in parts.values():
+    os.truncate(file, 8 + 100 + min(tensor.offset for tensor in found.values()))
+    for tensor in found.values():
         with pytest.raises(OSError, match="x.safetensors was cut short while it was being read"):
-            read_part(part)
+            tensor.read()
 
 
 def test_messages_are_one_line(copy):
@@ -4384,7 +4383,7 @@ def loaded(model, format="held", ranks: Ranks = Ranks()):
     """A rank's weights of a model's checkpoint, in a format; "held": as the file holds them."""
     fp32 = torch.float32
     format = (
-        model.checkpoint.held_formats(model.config.cut(ranks.size), 8)
+        model.checkpoint.formats_as_stored(model.config.cut(ranks.size), 8)
         if format == "held"
         else format
     )
@@ -6270,9 +6269,8 @@ def test_bench_random_config(bench_cli, tmp_path, family):
     args.model, args.ranks = f"random:{tmp_path / 'config.json'}:2", parallel.Ranks()
     model = bench.open_model(args, "fp32", 16, "none")
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
-    assert len(model.weights.layers) == 2 and layer == {
-        tensor.name for tensor in model.config.layer_table
-    }
+    assert len(model.weights.layers) == 2
+    assert layer == {tensor.field for tensor in checkpoint.layer_tensors(model.config)}
     assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
     theirs = bench.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2

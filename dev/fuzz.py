@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 import run
-from checkpoint import find_checkpoint, load, read_config, stored_tensors
+from checkpoint import find_checkpoint, load, model_parts, read_config
 from model import State, generate
 from sampling import Sampling
 from tokenizer import TEMPLATES, TextStream, Tokenizer, one_line
@@ -94,7 +94,7 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     )
     c = read_config(folder)
     tensors = {
-        name: torch.randn(row.shape(c)) for name, row in stored_tensors(c, "hugging_face").items()
+        part.name_in("hugging_face"): torch.randn(part.shape(c)) for part in model_parts(c).values()
     }
     save_file(tensors, folder / "model.safetensors")
 
@@ -108,7 +108,7 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
     save_torch_state_dict(tensors, like("shards"), max_shard_size="64KB")
     meta = like("meta", "*onfig.json")
     (meta / "model.safetensors").unlink()
-    torch.save(dict(zip(stored_tensors(c), tensors.values())), meta / "consolidated.00.pth")
+    torch.save(dict(zip(model_parts(c), tensors.values())), meta / "consolidated.00.pth")
     params = dict(
         dim=32,
         n_layers=1,
@@ -160,7 +160,8 @@ def make_checkpoints(home: Path) -> dict[str, Path]:
         f"llama.{key}": value for key, value in sizes.items()
     }
     metadata |= sentencepiece_metadata(folder / "tokenizer.model")
-    tensors = dict(zip(stored_tensors(c, "gguf"), tensors.values()))
+    names = [part.name_in("gguf") for part in model_parts(c).values()]
+    tensors = dict(zip(names, tensors.values()))
     for i, (name, t) in enumerate(tensors.items()):
         kind = (
             (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0, None)[i % 3]

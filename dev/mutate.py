@@ -174,11 +174,11 @@ MUTANTS = [
         'rope.number("beta_fast", 1e-3, 1e6, 31',
         "yarn",
     ),
-    Mutant("checkpoint.py", ' + _ids(f, "eos_token_id", vocab_size)', "", "config_eos"),
+    Mutant("checkpoint.py", ' + f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant(
         "checkpoint.py",
-        "(-1, 2, self.config.head_dim // 2,",
-        "(-1, self.config.head_dim // 2, 2,",
+        "(-1, 2, self.head_dim // 2,",
+        "(-1, self.head_dim // 2, 2,",
         "transformers",
     ),
     Mutant(
@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "checkpoint.py",
-        "workspace += 2 * size * layer",
+        "workspace += 2 * layer * dtype.itemsize",
         "workspace += 0",
         "memory_of",
     ),
@@ -211,8 +211,8 @@ MUTANTS = [
     ),
     Mutant(
         "checkpoint.py",
-        "count = 1 if len(shape) == 1 else len(parts)",
-        "count = len(parts)",
+        "count = 1 if len(self.shape) == 1 else len(files)",
+        "count = len(files)",
         "layout",
     ),
     Mutant("tokenizer.py", "self.strip_space = at_start and", "self.strip_space =", "round_trip"),

@@ -2,7 +2,6 @@
 folder whose model.safetensors says in its metadata which format it is, with the original's other
 small files."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from checkpoint import (
     DTYPES,
-    LAYOUT,
     SAVED,
+    SAVED_LAYOUT,
     Checkpoint,
     Loader,
     check_choice,
@@ -25,17 +24,14 @@ from checkpoint import (
     find_checkpoint,
     model_tensors,
     pick_device,
-    saved_as,
+    saved_matrix,
     weight_bytes,
 )
-from extra import gguf
-from extra.files import one_line_errors, read_bytes
-from extra.gguf import read_header
-from extra.hub import SMALL_FILES
+from extra.files import one_line_errors
 from fp8 import Format
 from kernels import FORMATS
 from model import Config, Weights
-from tokenizer import Tokenizer, find_template, tokenizer_file
+from tokenizer import Tokenizer, find_template
 
 
 @one_line_errors()
@@ -50,20 +46,24 @@ def save(
 ) -> Path:
     """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
     empty: whole or not at all. Returns its model.safetensors. All other tensors are in dtype; auto
-    is the checkpoint's own, on a CPU too. Raises ValueError, OSError or MemoryError, in one line that says
-    what to do."""
+    is the checkpoint's own, on a CPU too. Raises ValueError, OSError or MemoryError, in one line
+    that says what to do."""
     check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))
-    folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
+    folder = find_checkpoint(name)
+    to = Path(os.path.expanduser(target)).resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
     checkpoint = Checkpoint(folder)
     config = checkpoint.config
     check_original(checkpoint, format)
-    on, as_dtype, held = pick_device(device), DTYPES.get(dtype, checkpoint.dtype), FORMATS[format]
-    check_groups(config, held)
-    check_memory(config, as_dtype, on, 1, held)
-    need, free = weight_bytes(config, as_dtype, held) / 1e9, shutil.disk_usage(to.parent).free / 1e9
+    on = pick_device(device)
+    as_dtype = DTYPES.get(dtype, checkpoint.dtype)
+    of_matrices = FORMATS[format]
+    check_groups(config, of_matrices)
+    check_memory(config, as_dtype, on, 1, of_matrices)
+    need = weight_bytes(config, as_dtype, of_matrices) / 1e9
+    free = shutil.disk_usage(to.parent).free / 1e9
     if need > free:
         raise OSError(
             f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere"
@@ -72,46 +72,39 @@ def save(
         # and then renamed; the outer folder is readable for its owner alone
         made = Path(beside, "whole")
         made.mkdir()
-        _copy_what_is_small(folder, made, Tokenizer(folder))
+        write_small_files(checkpoint, made)
+        loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, of_matrices, quiet=quiet)
         with torch.inference_mode():
-            loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet)
             weights = loader.load()
-        save_file(
-            _saved(config, weights, held), made / SAVED, {"fused-llama": LAYOUT, "format": format}
-        )
+        metadata = {"fused-llama": SAVED_LAYOUT, "format": format}
+        save_file(tensors_to_save(config, weights, of_matrices), made / SAVED, metadata)
         # the library makes it readable for the owner alone
         (made / SAVED).chmod(made.stat().st_mode & 0o666)
         made.rename(to)
     return to / SAVED
 
 
-def _copy_what_is_small(folder: Path, to: Path, tokenizer: Tokenizer) -> None:
-    """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the
-    folder."""
-    if folder.is_file():
-        header = read_header(folder)
-        vocabulary, beside = gguf.tokenizer_files(header)
-        files = {"config.json": gguf.config_json(header), "tokenizer_config.json": beside}
-        files["tokenizer.model" if isinstance(vocabulary, bytes) else "tokenizer.json"] = vocabulary
-        for name, value in files.items():
-            (to / name).write_bytes(
-                value if isinstance(value, bytes) else json.dumps(value).encode()
-            )
-    else:
-        for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
-            if file.is_file():
-                (to / file.name).write_bytes(read_bytes(file))
+def write_small_files(checkpoint: Checkpoint, to: Path) -> None:
+    """Write all that Checkpoint and Tokenizer read besides tensors, so that they find the same in
+    `to` as in the checkpoint. Raises OSError, ValueError."""
+    tokenizer = Tokenizer(checkpoint.folder)
+    for name, content in checkpoint.source.small_files().items():
+        (to / name).write_bytes(content)
     # it was recognised by the folder's path
     if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:
         (to / "chat_template.jinja").write_text(tokenizer.chat_template)
 
 
-def _saved(c: Config, w: Weights, format: Format) -> dict[str, Tensor]:
-    """The tensors on the CPU, by the names of saved_as."""
+def tensors_to_save(c: Config, weights: Weights, format: Format) -> dict[str, Tensor]:
+    """The model's tensors on the CPU, by the names that SavedFolder reads."""
     tensors = {}
     for t in model_tensors(c):
-        held = getattr(w if t.layer is None else w.layers[t.layer], t.field)
-        values = held.tensors if t.matrix else (held,)
-        for (name, (_, shape)), value in zip(saved_as(t, c, format).items(), values, strict=True):
-            tensors[name] = value.cpu().view(shape)
+        owner = weights if t.layer is None else weights.layers[t.layer]
+        value = getattr(owner, t.field)
+        if not t.is_matrix:
+            tensors[f"{t.name}.weight"] = value.cpu()
+            continue
+        names = saved_matrix(t, c, format).items()
+        for (name, wanted), codes in zip(names, value.tensors, strict=True):
+            tensors[name] = codes.cpu().view(wanted.shapes[0])
     return tensors
