@@ -77,7 +77,6 @@ from checkpoint import (
     load,
     pick_dtype,
     read_config,
-    tensors_of,
 )
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
@@ -88,6 +87,7 @@ from extra.int4 import INT4
 from extra.parallel import Ranks
 from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
+from extra.tensors import tensors_of
 from fp8 import E4M3, E5M2, Matrix
 from kernels import FORMATS, PRODUCTS
 from launch import tl

@@ -176,7 +176,7 @@ MUTANTS = [
     ),
     Mutant("checkpoint.py", ' + f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant(
-        "checkpoint.py",
+        "extra/tensors.py",
         "(-1, 2, self.head_dim // 2,",
         "(-1, self.head_dim // 2, 2,",
         "transformers",
@@ -210,7 +210,7 @@ MUTANTS = [
         "default",
     ),
     Mutant(
-        "checkpoint.py",
+        "extra/tensors.py",
         "count = 1 if len(self.shape) == 1 else len(files)",
         "count = len(files)",
         "layout",
