@@ -37,8 +37,8 @@ from extra.tensors import (
     ShardedFloats,
     SourceTensor,
     Wanted,
+    columns_in,
     safetensors_header,
-    stored_columns,
     tensors_of,
 )
 from fp8 import Format, Matrix, Tensors
@@ -608,7 +608,7 @@ class GgufFile(Source):
         info = self.header.tensors.get(name)
         kind = self.kind(info) if info else None
         if kind:
-            return GgufMatrix(name, part.shape(c), found, kind, head_dim)
+            return GgufMatrix(name, part.shape(c), found, head_dim, kind)
         return Floats(name, part.shape(c), found, head_dim)
 
 
@@ -676,18 +676,16 @@ class HuggingFaceFolder(Folder):
             in_file = part.name_in(self.names)
             shape = part.shape(c)
             head_dim = c.head_dim if part.rotated else None
-            words = self.words(part, c, found, layout)
-            if words:
-                tensors[name] = LayoutMatrix(in_file, shape, words, found, layout, head_dim)
-            else:
-                tensors[name] = Floats(in_file, shape, found, head_dim)
+            wanted = self.quantised(part, c, found, layout)
+            kind = layout if wanted else None
+            of_kind = LayoutMatrix if wanted else Floats
+            tensors[name] = of_kind(in_file, shape, found, head_dim, kind, wanted)
         return tensors
 
-    def words(
+    def quantised(
         self, part: Part, c: Config, found: Found, layout: quants.Layout | None
     ) -> dict[str, Wanted]:
-        """What a layout has for a part, by the last word of the names; nothing if the part is not
-        quantised."""
+        """What the layout has for a part, by name; nothing if the part is not quantised."""
         if not layout or not part.is_matrix:
             return {}
         stem = part.name_in(self.names).removesuffix("weight")
@@ -700,7 +698,7 @@ class HuggingFaceFolder(Folder):
         absent = {word for word in layout.optional if stem + word not in found}
         if part.field == "wqkv" and c.qkv_bias:
             absent.add("bias")  # it is the model's, not GPTQ's
-        return {word: Wanted(*words[word]) for word in words if word not in absent}
+        return {stem + word: Wanted(*words[word]) for word in words if word not in absent}
 
 
 class MetaFolder(Folder):
@@ -746,7 +744,8 @@ class SavedFolder(Folder):
         for t in model_tensors(c):
             shape = t.shape(c)
             if t.is_matrix:
-                tensors[t.name] = SavedMatrix(t.name, shape, saved_matrix(t, c, self.format), found)
+                wanted = saved_matrix(t, c, self.format)
+                tensors[t.name] = SavedMatrix(t.name, shape, found, wanted=wanted)
             else:
                 tensors[t.name] = Floats(f"{t.name}.weight", shape, found)
         return tensors
@@ -1058,7 +1057,7 @@ class Loader:
             if part == K or not format.can_be_cut(K, part):
                 return format.encode(data[:, columns], tensors)
             for tensor, whole in zip(tensors, format.encode(data)):
-                tensor.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
+                tensor.copy_(whole[:, columns_in(columns, K, whole.shape[1])])
             return tensors
         except ValueError as error:
             flaw = self.checkpoint.first_bad_tensor(self.matrix_dtype)

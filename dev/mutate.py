@@ -224,7 +224,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizer.py",
-        "if self._held.endswith(stop[:n])), default=0)",
+        "if self._pending.endswith(stop[:n])), default=0)",
         "if False), default=0)",
         "stop_strings",
     ),

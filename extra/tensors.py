@@ -12,7 +12,6 @@ import os
 import re
 import warnings
 import zipfile
-from abc import abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -164,26 +163,29 @@ Found = dict[str, list[FileTensor]]  # by name; only Meta's shards have several 
 
 
 class SourceTensor:
-    """A tensor of a checkpoint as the loader sees it, whatever its files hold for it. A source that
-    has the rows of q and k in halves (RoPE rotates rows i and i + D/2 of a head, not neighbours)
-    gives head_dim for them: they are put into pairs as they are read."""
+    """A tensor of a checkpoint as the loader sees it, whatever its files hold for it."""
 
-    kind: gguf.Type | quants.Layout | None = None  # how it is quantised in the file
     dtype: torch.dtype | None = torch.float32  # of its floats, or what it is decoded to
 
     def __init__(
         self,
         name: str,
         shape: tuple[int, ...],
-        wanted: dict[str, Wanted],
         found: Found,
         head_dim: int | None = None,
+        kind: gguf.Type | quants.Layout | None = None,
+        wanted: dict[str, Wanted] | None = None,
     ):
-        self.name = name  # in the file, for messages
+        """name: in the file. found: all tensors of the files. head_dim: given for q and k where
+        their rows are in halves (RoPE rotates rows i and i + D/2 of a head, not neighbours); they
+        are put into pairs as they are read. kind: how it is quantised, if it is. wanted: what the
+        files must have for it, by name; by default floats of its own name and shape."""
+        self.name = name
         self.shape = shape
-        self.wanted = wanted
-        self.files = {name: found.get(name, []) for name in wanted}
         self.head_dim = head_dim
+        self.kind = kind
+        self.wanted = wanted or {name: Wanted(quants.FLOATS, [shape])}
+        self.files = {name: found.get(name, []) for name in self.wanted}
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
         """These rows and columns. For a GPU they are in pinned memory, to be copied while the next
@@ -200,17 +202,16 @@ class SourceTensor:
 
     def problems(self) -> Iterator[str]:
         """What does not fit the config, in words."""
-        for name, (types, shapes) in self.wanted.items():
+        for name, wanted in self.wanted.items():
             files = self.files[name]
             if not files:
                 yield f"{name} is missing"
-            elif not self.fits(files, types, shapes):
-                yield _misfit(files, types, shapes[0])
+            elif not self.fits(files, wanted):
+                yield _misfit(files, wanted)
 
-    def fits(
-        self, files: list[FileTensor], types: tuple[torch.dtype, ...], shapes: list[tuple]
-    ) -> bool:
-        return len(files) == 1 and files[0].dtype in types and files[0].shape in shapes
+    def fits(self, files: list[FileTensor], wanted: Wanted) -> bool:
+        (tensor, *others) = files
+        return not others and tensor.dtype in wanted.types and tensor.shape in wanted.shapes
 
     def in_pairs(self, rows: Tensor) -> Tensor:
         """Rows with neighbours that RoPE rotates together."""
@@ -220,23 +221,19 @@ class SourceTensor:
         return heads.transpose(1, 2).reshape(rows.shape)
 
 
-def _misfit(files: list[FileTensor], types: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> str:
+def _misfit(files: list[FileTensor], wanted: Wanted) -> str:
     name = files[0].name
     shapes = " + ".join(str(list(tensor.shape)) for tensor in files)
-    if all(tensor.dtype in types for tensor in files):
-        return f"{name} is {shapes}, expected {list(shape)}"
+    expected = list(wanted.shapes[0])
+    if all(tensor.dtype in wanted.types for tensor in files):
+        return f"{name} is {shapes}, expected {expected}"
     in_words = lambda dtype: str(dtype or "another type").removeprefix("torch.")
-    listed = " or ".join(map(in_words, types))
-    return f"{name} is {shapes} in {in_words(files[0].dtype)}, expected {list(shape)} in {listed}"
+    listed = " or ".join(map(in_words, wanted.types))
+    return f"{name} is {shapes} in {in_words(files[0].dtype)}, expected {expected} in {listed}"
 
 
 class Floats(SourceTensor):
     """A tensor of floats in one file."""
-
-    def __init__(
-        self, name: str, shape: tuple[int, ...], found: Found, head_dim: int | None = None
-    ):
-        super().__init__(name, shape, {name: Wanted(quants.FLOATS, [shape])}, found, head_dim)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -286,10 +283,9 @@ class ShardedFloats(Floats):
                 return axis
         return None
 
-    def fits(
-        self, files: list[FileTensor], types: tuple[torch.dtype, ...], shapes: list[tuple]
-    ) -> bool:
-        return self.axis(files) is not None and all(tensor.dtype in types for tensor in files)
+    def fits(self, files: list[FileTensor], wanted: Wanted) -> bool:
+        of_types = all(tensor.dtype in wanted.types for tensor in files)
+        return of_types and self.axis(files) is not None
 
     def values(self, spans: list[range], pinned: bool) -> Tensor:
         files = self.files[self.name]
@@ -297,26 +293,24 @@ class ShardedFloats(Floats):
         size = files[0].shape[axis]
         if size == self.shape[axis]:
             return files[0].read(pinned, spans)
-        span = spans[axis]
         read = []
         for i, tensor in enumerate(files):
-            start = max(span.start - i * size, 0)
-            stop = min(span.stop - i * size, size)
+            start = max(spans[axis].start - i * size, 0)
+            stop = min(spans[axis].stop - i * size, size)
             if start < stop:
-                read.append(
-                    tensor.read(False, [*spans[:axis], range(start, stop), *spans[axis + 1 :]])
-                )
-        return read[0] if len(read) == 1 else torch.cat(read, axis)
+                of_shard = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
+                read.append(tensor.read(spans=of_shard))
+        return torch.cat(read, axis) if len(read) > 1 else read[0]
 
 
 class QuantisedMatrix(SourceTensor):
     """A matrix [N, K] that others have quantised, whose rows are given as quants.Blocks."""
 
-    @abstractmethod
     def blocks(
         self, device: torch.device, rows: slice, columns: slice = ALL
     ) -> Iterator[tuple[slice, quants.Blocks]]:
-        """These rows and columns: some rows at a time, and which of the asked ones they are."""
+        """These rows and columns: some rows at a time, and which of those asked for they are."""
+        raise NotImplementedError
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
         N, K = self.shape
@@ -343,17 +337,6 @@ class QuantisedMatrix(SourceTensor):
 class GgufMatrix(QuantisedMatrix):
     """A matrix in one of ggml's types: each row is a row of blocks."""
 
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        found: Found,
-        kind: gguf.Type,
-        head_dim: int | None = None,
-    ):
-        super().__init__(name, shape, {name: Wanted(quants.FLOATS, [shape])}, found, head_dim)
-        self.kind = kind
-
     def blocks(
         self, device: torch.device, rows: slice, columns: slice = ALL
     ) -> Iterator[tuple[slice, quants.Blocks]]:
@@ -376,22 +359,6 @@ class GgufMatrix(QuantisedMatrix):
 class LayoutMatrix(QuantisedMatrix):
     """A matrix in a layout of safetensors, which may have it transposed: it is read as a whole."""
 
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        words: dict[str, Wanted],
-        found: Found,
-        layout: quants.Layout,
-        head_dim: int | None = None,
-    ):
-        """words: the tensors that the layout has for it, by the last word of their names."""
-        stem = name.removesuffix("weight")
-        wanted = {stem + word: of_word for word, of_word in words.items()}
-        super().__init__(name, shape, wanted, found, head_dim)
-        self.kind = layout
-        self.words = words
-
     def problems(self) -> Iterator[str]:
         N, K = self.shape
         group = max(self.kind.group, self.kind.format.group)
@@ -407,13 +374,14 @@ class LayoutMatrix(QuantisedMatrix):
         span = range(K)[columns]
         on_gpu = device.type == "cuda"
         tensors = {}
-        for word, (tensor,) in zip(self.words, self.files.values()):
+        for name, (tensor,) in self.files.items():
+            word = name.rpartition(".")[2]
             tensors[word] = tensor.read(on_gpu).to(device, non_blocking=True)
 
         def cut(t: Tensor | None) -> Tensor | None:
             if t is None:
                 return None
-            return self.in_pairs(t[rows].contiguous())[:, stored_columns(span, K, t.shape[1])]
+            return self.in_pairs(t[rows].contiguous())[:, columns_in(span, K, t.shape[1])]
 
         with self.named_errors():
             whole = quants.checked(self.kind.blocks(tensors))
@@ -435,7 +403,7 @@ class SavedMatrix(SourceTensor):
         for place, (tensor,) in zip(out, self.files.values(), strict=True):
             spans = [range(tensor.shape[0])[rows]]
             for M in tensor.shape[1:]:
-                spans.append(range(M)[stored_columns(span, K, M)])
+                spans.append(range(M)[columns_in(span, K, M)])
             read = tensor.read(device.type == "cuda", spans)
             place.copy_(read.view(place.shape), non_blocking=True)
         try:
@@ -446,6 +414,6 @@ class SavedMatrix(SourceTensor):
             ) from None
 
 
-def stored_columns(columns: range | slice, K: int, M: int) -> slice:
-    """Where these columns of a matrix of K are in a tensor that stores it in M columns."""
+def columns_in(columns: range | slice, K: int, M: int) -> slice:
+    """Where these columns of a matrix of K are in a tensor that holds them in M columns."""
     return slice(columns.start * M // K, -(-columns.stop * M // K))
