@@ -58,7 +58,9 @@ class Fields(dict):
     its value."""
 
     def __init__(self, file: Path, fields: dict | None = None):
-        super().__init__(read_json(file) if fields is None else fields)
+        if fields is None:
+            fields = read_json(file)
+        super().__init__(fields)
         self.file = file
 
     def number(
@@ -76,9 +78,9 @@ class Fields(dict):
         if kind is int:
             fits = fits and value == int(value)
         if not fits:
-            what = "a whole number" if kind is int else "a number"
+            whole = "whole " if kind is int else ""
             raise ValueError(
-                f"{self.file}: {name} is {value!r}; it must be {what} from {low:g} to {high:g}"
+                f"{self.file}: {name} is {value!r}; it must be a {whole}number from {low:g} to {high:g}"
             )
         return kind(value)
 
@@ -104,19 +106,20 @@ class Fields(dict):
         value = self.get(name)
         if value is None:
             return ()
-        ids = value if isinstance(value, list) else [value]
+        ids = tuple(value) if isinstance(value, list) else (value,)
         for i in ids:
             if type(i) is not int or not 0 <= i < vocab_size:
-                raise ValueError(
-                    f"{self.file}: {name} is {value!r}; it must hold ids below vocab_size {vocab_size}"
-                )
-        return tuple(ids)
+                what = f"it must hold ids below vocab_size {vocab_size}"
+                raise ValueError(f"{self.file}: {name} is {value!r}; {what}")
+        return ids
 
 
 def generation_of(folder: Path) -> Fields:
     """What generation_config.json of a folder says, which may be nothing."""
     file = folder / "generation_config.json"
-    return Fields(file) if file.is_file() else Fields(file, {})
+    if file.is_file():
+        return Fields(file)
+    return Fields(file, {})
 
 
 SAMPLING = {  # our name: its name in generation_config.json, low, high, type
@@ -232,7 +235,9 @@ def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
             f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}"
         )
     rope = rope or older
-    holder = f if rope.get("rope_theta") is None else rope
+    holder = rope
+    if rope.get("rope_theta") is None:
+        holder = f
     theta = holder.number("rope_theta", 2, 1e12, 10000.0, float)
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
     rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
@@ -337,8 +342,9 @@ def layout_of(f: Fields) -> quants.Layout | None:
         return quants.gptq(group, q.get("checkpoint_format") == "gptq_v2")
     if method == "fp8":
         only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
-        in_blocks = bool(q.get("weight_block_size"))
-        return quants.fp8_scaled("weight_scale_inv" if in_blocks else "weight_scale", in_blocks)
+        if q.get("weight_block_size"):
+            return quants.fp8_scaled("weight_scale_inv", in_blocks=True)
+        return quants.fp8_scaled("weight_scale", in_blocks=False)
     if method == "pack-quantized":
         only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
         return quants.packed(group, q.get("symmetric") is not False)
@@ -381,7 +387,9 @@ class Part:
     def name_in(self, layout: str) -> str:
         """Its name in a layout: "meta", "hugging_face" or "gguf"."""
         name = getattr(self, layout)
-        return name if self.layer is None else f"{LAYERS[layout]}.{self.layer}.{name}"
+        if self.layer is not None:
+            name = f"{LAYERS[layout]}.{self.layer}.{name}"
+        return name
 
 
 LAYERS = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}
@@ -538,11 +546,12 @@ class Source(ABC):
         """The tensors by our names: those of a model's parts or, where it has joined them, of the
         model itself. Raises ValueError for those that are missing, unexpected, or of another shape
         or type than the config says."""
-        tied = {OUTPUT.name_in(self.names)} if c.tie_embeddings else set()
         found: Found = {}
         for tensor in self.file_tensors():
-            if tensor.name not in tied and not tensor.name.endswith(NOT_NEEDED):
+            if not tensor.name.endswith(NOT_NEEDED):
                 found.setdefault(tensor.name, []).append(tensor)
+        if c.tie_embeddings:  # it may be there all the same
+            found.pop(OUTPUT.name_in(self.names), None)
         tensors = self.named(c, found)
         self.check(tensors.values(), found)
         return tensors
@@ -588,7 +597,9 @@ class GgufFile(Source):
 
     def kind(self, info: gguf.TensorInfo) -> gguf.Type | None:
         """How a tensor is quantised, if it is. Those of one dimension never are."""
-        return info.type if info.type.block > 1 and len(info.shape) == 2 else None
+        if info.type.block > 1 and len(info.shape) == 2:
+            return info.type
+        return None
 
     def file_tensors(self) -> list[FileTensor]:
         tensors = []
@@ -602,13 +613,13 @@ class GgufFile(Source):
 
     def tensor(self, part: Part, c: Config, found: Found) -> SourceTensor:
         name = part.name_in(self.names)
-        # llama.cpp puts the rows of q and k of this family into pairs, those of others it does not
-        in_halves = part.rotated and self.header.metadata["general.architecture"] != "llama"
-        head_dim = c.head_dim if in_halves else None
+        head_dim = None
+        # llama.cpp puts the rows of q and k into pairs, but only of this family
+        if part.rotated and self.header.metadata["general.architecture"] != "llama":
+            head_dim = c.head_dim
         info = self.header.tensors.get(name)
-        kind = self.kind(info) if info else None
-        if kind:
-            return GgufMatrix(name, part.shape(c), found, head_dim, kind)
+        if info and self.kind(info):
+            return GgufMatrix(name, part.shape(c), found, head_dim, self.kind(info))
         return Floats(name, part.shape(c), found, head_dim)
 
 
@@ -676,13 +687,14 @@ class HuggingFaceFolder(Folder):
             in_file = part.name_in(self.names)
             shape = part.shape(c)
             head_dim = c.head_dim if part.rotated else None
-            wanted = self.quantised(part, c, found, layout)
-            kind = layout if wanted else None
-            of_kind = LayoutMatrix if wanted else Floats
-            tensors[name] = of_kind(in_file, shape, found, head_dim, kind, wanted)
+            wanted = self.layout_tensors(part, c, found, layout)
+            if wanted:
+                tensors[name] = LayoutMatrix(in_file, shape, found, head_dim, layout, wanted)
+            else:
+                tensors[name] = Floats(in_file, shape, found, head_dim)
         return tensors
 
-    def quantised(
+    def layout_tensors(
         self, part: Part, c: Config, found: Found, layout: quants.Layout | None
     ) -> dict[str, Wanted]:
         """What the layout has for a part, by name; nothing if the part is not quantised."""
@@ -766,7 +778,9 @@ def saved_format(folder: Path) -> Format | None:
     """The format of the matrices in a folder that --save wrote. Returns None for any other. Raises
     ValueError."""
     file = folder / SAVED
-    metadata = safetensors_header(file)[0] if file.is_file() else {}
+    if not file.is_file():
+        return None
+    metadata, _ = safetensors_header(file)
     if not metadata.get("fused-llama"):
         return None
     name = metadata.get("format", metadata.get("fp8"))
@@ -790,9 +804,10 @@ def small_source(path: Path) -> Source:
 
 def source_of(path: Path) -> Source:
     """The source that a path stands for. Raises OSError, ValueError."""
-    source = small_source(path)
     format = saved_format(path)
-    return SavedFolder(path, format) if format else source
+    if format:
+        return SavedFolder(path, format)
+    return small_source(path)
 
 
 @one_line_errors()
@@ -911,8 +926,10 @@ def largest_read(c: Config) -> int:
     sizes = []
     for t in model_tensors(c):
         if t.is_matrix:
-            cut_by_columns = t.parts[0].dims[1] in CUT
-            sizes.append(math.prod(t.shape(c)) * (c.ranks if cut_by_columns else 1))
+            _, columns = t.parts[0].dims
+            sizes.append(math.prod(t.shape(c)))
+            if columns in CUT:
+                sizes[-1] *= c.ranks
     return max(sizes)
 
 
@@ -988,9 +1005,10 @@ class Loader:
             )
 
     def layer(self, tensors: Iterable[ModelTensor]) -> LayerWeights:
-        return LayerWeights(
-            **{t.field: self.matrix(t) if t.is_matrix else self.vector(t) for t in tensors}
-        )
+        made = {}
+        for t in tensors:
+            made[t.field] = self.matrix(t) if t.is_matrix else self.vector(t)
+        return LayerWeights(**made)
 
     def share(self, dim: str) -> slice:
         """What this rank has of one of the sizes of the whole model."""
@@ -1080,7 +1098,9 @@ def pick_device(name: str = "auto", ranks: Ranks = Ranks()) -> torch.device:
         raise ValueError(
             f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU"
         )
-    index = ranks.local_rank if device.index is None else device.index
+    index = device.index
+    if index is None:
+        index = ranks.local_rank
     count = torch.cuda.device_count()
     if index >= count:
         raise ValueError(f"device cuda:{index} was asked for, but torch sees {count} CUDA devices")
@@ -1107,7 +1127,9 @@ def pick_dtype(
         return stored
     if 4 * elements <= CACHES and not kernels.multiplies_bf16():
         return torch.float32
-    return torch.bfloat16 if stored == torch.float16 else stored
+    if stored == torch.float16:
+        return torch.bfloat16
+    return stored
 
 
 def pick_backend(name: str, device: torch.device) -> str:
@@ -1197,9 +1219,11 @@ def check_memory(
     weights = weight_bytes(c, dtype, format)
     workspace = MARGIN * dtype.itemsize * max(map(math.prod, shapes.values()))
     layer = 2 * c.kv_dim * ctx_size  # keys and values of one layer
-    cache = c.n_layers * layer * (1 if kv_fp8 else dtype.itemsize)
+    cache = c.n_layers * layer
     if kv_fp8:
         workspace += 2 * layer * dtype.itemsize  # decoded
+    else:
+        cache *= dtype.itemsize
     if format and on_cpu and dtype == torch.bfloat16:
         for name, shape in shapes.items():
             of_matrix = format.at(name)
@@ -1210,7 +1234,8 @@ def check_memory(
     where = str(device)
     if ranks.size > 1:
         where += f" for rank {ranks.rank} of {ranks.size}"
-        free /= ranks.local_size if on_cpu else 1  # the ranks of a host share its memory
+    if on_cpu:
+        free /= ranks.local_size  # the ranks of a host share its memory
     if need > free:
         w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
         formats = "" if isinstance(format, PerMatrix) else " --fp8, --int4"
@@ -1251,7 +1276,10 @@ def load(
         raise ValueError(
             f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own"
         )
-    checkpoint = name if isinstance(name, Checkpoint) else Checkpoint(find_checkpoint(name))
+    if isinstance(name, Checkpoint):
+        checkpoint = name
+    else:
+        checkpoint = Checkpoint(find_checkpoint(name))
     folder = checkpoint.folder
     config = checkpoint.config
     if not checkpoint.format or format != checkpoint.format.name:
@@ -1271,8 +1299,8 @@ def load(
     check_accumulate(accumulate, backend, on, as_dtype)
     config = config.cut(ranks.size)
     # torch has no fast product for 8-bit codes in groups on a CPU: there they are decoded
-    most_bits = 4 if on.type == "cpu" and backend == "torch" else 8
-    as_stored = checkpoint.formats_as_stored(config, most_bits)
+    decodes = on.type == "cpu" and backend == "torch"
+    as_stored = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
     formats = checkpoint.format or FORMATS.get(format) or as_stored
     check_groups(config, formats)
     ranks.join(on)

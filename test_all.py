@@ -2850,7 +2850,7 @@ def test_mode_of_a_run(monkeypatch):
     assert run.parse_args([]).mode == "text"
 
 
-# ---- checkpoint.py: layouts, families, the hub
+# ---- checkpoint.py, extra/tensors.py and extra/hub.py: layouts, families, the hub
 
 
 @pytest.mark.parametrize("family, fp8, backend", [
@@ -3497,7 +3497,7 @@ def test_messages_are_one_line(copy):
         assert len(str(raised.value)) <= 500 and str(raised.value).isprintable(), raised.value
 
 
-# ---- checkpoint.py: saved models
+# ---- extra/save.py: saved models
 
 
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])

@@ -78,8 +78,8 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
         return read_text(file), f"the checkpoint's own ({file.name})"
     own = config.get("chat_template")
     if isinstance(own, list):  # several, by name
-        templates = {t.get("name"): t.get("template") for t in own if isinstance(t, dict)}
-        own = templates.get("default")
+        named = [t for t in own if isinstance(t, dict) and t.get("name") == "default"]
+        own = named[0].get("template") if named else None
     if isinstance(own, str):
         return own, "the checkpoint's own"
     path = str(folder.absolute()).lower()
@@ -240,9 +240,11 @@ class SentencePiece(Vocabulary):
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for, none for a control token or one beyond the
         vocabulary."""
-        piece = self.sp.id_to_piece(token) if token < self.size else ""
-        if not piece or piece in self.control:
+        if token >= self.size:
             return self._shown.get(token, b"")
+        piece = self.sp.id_to_piece(token)
+        if piece in self.control:
+            return b""
         if self.sp.is_byte(token):  # "<0x0A>"
             return bytes([int(piece[3:5], 16)])
         if self.sp.is_unknown(token):
@@ -251,8 +253,9 @@ class SentencePiece(Vocabulary):
 
     def starts(self, bos: int, config: dict) -> list[int]:
         """The ids that every text begins with."""
-        adds_bos = bos >= 0 and config.get("add_bos_token") is not False
-        return [bos] if adds_bos else []
+        if bos < 0 or config.get("add_bos_token") is False:
+            return []
+        return [bos]
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         """The ids of a text, and where the control tokens begin that the vocabulary itself finds in
@@ -335,7 +338,9 @@ class TokenizerJson(Vocabulary):
     def bytes_of(self, token: int) -> bytes:
         if token in self._added:
             text = self._added[token]
-            return b"" if text in self._special else text.encode()
+            if text in self._special:
+                return b""
+            return text.encode()
         piece = self._library.id_to_token(token) or ""
         if self._byte_level and all(c in BYTE_LEVEL for c in piece):
             return bytes(BYTE_LEVEL[c] for c in piece)
@@ -456,18 +461,24 @@ class Tokenizer:
         token is encoded as text. Raises ValueError for a lone surrogate, which UTF-8 cannot
         encode."""
         ids = self.vocabulary.encode(_checked(text))
-        return self._starts + ids if bos else ids
+        if bos:
+            return self._starts + ids
+        return ids
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for, none for a control token or one beyond the
         tokenizer's."""
-        return self.vocabulary.bytes_of(token) if 0 <= token < 1 << 31 else b""
+        if not 0 <= token < 1 << 31:
+            return b""
+        return self.vocabulary.bytes_of(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, without the space that some tokenizers put before a text."""
         raw = b"".join(map(self.bytes_of, ids))
         text = _replaced(raw.decode(errors=self.vocabulary.utf8_errors))
-        return text.removeprefix(" ") if self.vocabulary.adds_space else text
+        if self.vocabulary.adds_space:
+            text = text.removeprefix(" ")
+        return text
 
     def apply_chat_template(
         self, messages: list[dict], add_generation_prompt: bool = True

@@ -166,7 +166,10 @@ MUTANTS = [
         "checkpoint.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"
     ),
     Mutant(
-        "checkpoint.py", "min(math.ceil(high), D - 1)", "min(math.ceil(high), D // 2 - 1)", "yarn"
+        "checkpoint.py",
+        "min(math.ceil(pair(slow)), D - 1)",
+        "min(math.ceil(pair(slow)), D // 2 - 1)",
+        "yarn",
     ),
     Mutant(
         "checkpoint.py",

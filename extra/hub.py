@@ -134,7 +134,9 @@ def _cached(name: str, gguf_kind: str | None) -> Path | None:
         return folder
     names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
     found = pick_gguf(names, gguf_kind)
-    return folder / found[0] if found else None
+    if not found:
+        return None
+    return folder / found[0]
 
 
 def _download(name: str, kind: str, read_config: Callable[[Path], object]) -> Path:
@@ -156,7 +158,7 @@ def _download(name: str, kind: str, read_config: Callable[[Path], object]) -> Pa
         if not kind:
             what = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
         raise ValueError(f"{name} holds {what}")
-    files = weights if from_gguf else SMALL_FILES + weights
+    files = [*weights] if from_gguf else [*SMALL_FILES, *weights]
     # what is not supported is refused before the weights are fetched
     if not from_gguf and "config.json" in names:
         read_config(Path(snapshot_download(name, allow_patterns=SMALL_FILES)))
