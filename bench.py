@@ -208,6 +208,7 @@ from checkpoint import (
     DTYPES,
     check_accumulate,
     check_memory,
+    layer_tensors,
     load,
     pick_backend,
     pick_device,
@@ -272,12 +273,12 @@ def random_weights(
     layers = []
     for _ in tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None):
         values = {}
-        for tensor in c.layer_table:
+        for tensor in layer_tensors(c):
             shape = tensor.shape(c)
-            if tensor.matrix:
-                values[tensor.name] = matrix(tensor.name, shape)
+            if tensor.is_matrix:
+                values[tensor.field] = matrix(tensor.field, shape)
             else:
-                values[tensor.name] = ones(*shape)
+                values[tensor.field] = ones(*shape)
         layers.append(LayerWeights(**values))
     embedding = normal(c.vocab_size, c.dim, dtype)
     return Weights(embedding, layers, ones(c.dim), matrix("output", (c.output_rows, c.dim)))

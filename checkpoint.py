@@ -1,62 +1,51 @@
-"""Checkpoints on disk: configuration, tensors in each layout, the hub, the memory check, loading,
-saving."""
+"""Checkpoints on disk: the configuration, the tensors of each layout, and the loader that makes a
+model of them.
+
+A source is one layout on disk: a folder of Hugging Face's or of Meta's, a GGUF file, a folder that
+`--save` wrote. It says where the configuration and the tokenizer are, and gives the tensors under
+names of our own, whatever quantised them. A Checkpoint is an opened source. The loader reads its
+tensors without knowing the layout."""
 
 import itertools
 import json
 import math
-import os
 import re
-import shutil
-import sys
-import warnings
-import zipfile
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 import kernels
 import launch
-from extra import gguf, quants
-from extra.gguf import open_regular, read_header
+from extra import gguf, hub, quants
+from extra.files import one_line_errors, read_bytes, read_json
 from extra.parallel import ALL, Ranks, share
+from extra.tensors import (
+    TYPES,
+    FileTensor,
+    Floats,
+    Found,
+    GgufMatrix,
+    LayoutMatrix,
+    SavedMatrix,
+    ShardedFloats,
+    SourceTensor,
+    Wanted,
+    columns_in,
+    safetensors_header,
+    tensors_of,
+)
 from formats import Format, Matrix, Tensors
 from kernels import FORMATS
-from model import (
-    CACHES,
-    CUT,
-    EMBEDDING,
-    NORM,
-    OUTPUT,
-    PADDED,
-    PROMPT_CHUNK,
-    Config,
-    Joined,
-    LayerWeights,
-    Llama,
-    State,
-    Stored,
-    Weights,
-)
+from model import CACHES, Config, LayerWeights, Llama, Weights
 from sampling import Sampling
-from tokenizer import (
-    Tokenizer,
-    find_template,
-    local_checkpoint,
-    one_line,
-    one_line_errors,
-    read_bytes,
-    read_json,
-    tokenizer_file,
-)
+from tokenizer import tokenizer_file
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -69,28 +58,34 @@ class Fields(dict):
     its value."""
 
     def __init__(self, file: Path, fields: dict | None = None):
-        super().__init__(read_json(file) if fields is None else fields)
+        if fields is None:
+            fields = read_json(file)
+        super().__init__(fields)
         self.file = file
 
     def number(
         self, name: str, low: float, high: float, default: float | None = None, kind: type = int
     ):
+        """A number from low to high. Raises ValueError for anything else, and where there is
+        neither a value nor a default."""
         value = self.get(name)
         if value is None:
             value = default
         if value is None:
             raise ValueError(f"{self.file} lacks the field {name}")
-        fits = (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-        )
-        if not fits or kind is int and value != int(value):
-            what = "a whole number" if kind is int else "a number"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = is_number and low <= value <= high
+        if kind is int:
+            fits = fits and value == int(value)
+        if not fits:
+            whole = "whole " if kind is int else ""
             raise ValueError(
-                f"{self.file}: {name} is {value!r}; it must be {what} from {low:g} to {high:g}"
+                f"{self.file}: {name} is {value!r}; it must be a {whole}number from {low:g} to {high:g}"
             )
         return kind(value)
 
     def sub(self, name: str) -> "Fields":
+        """The object in a field, which is empty if there is none. Raises ValueError."""
         value = self.get(name) or {}
         if not isinstance(value, dict):
             raise ValueError(f"{self.file}: {name} is {value!r}; it must be an object")
@@ -100,74 +95,83 @@ class Fields(dict):
         """For a field whose other values would change the result in a way not implemented here."""
         value = self.get(name, allowed[0])
         if value not in allowed:
-            listed = ", ".join(
-                "absent" if value is None else json.dumps(value) for value in allowed
-            )
+            names = ("absent" if value is None else json.dumps(value) for value in allowed)
             raise ValueError(
-                f"{self.file}: {name} is {value!r}, which is not supported (supported: {listed})"
+                f"{self.file}: {name} is {value!r}, which is not supported"
+                f" (supported: {', '.join(names)})"
             )
+
+    def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """The ids of tokens in a field: one, a list of them, or none. Raises ValueError."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        ids = tuple(value) if isinstance(value, list) else (value,)
+        for i in ids:
+            if type(i) is not int or not 0 <= i < vocab_size:
+                what = f"it must hold ids below vocab_size {vocab_size}"
+                raise ValueError(f"{self.file}: {name} is {value!r}; {what}")
+        return ids
+
+
+def generation_of(folder: Path) -> Fields:
+    """What generation_config.json of a folder says, which may be nothing."""
+    file = folder / "generation_config.json"
+    if file.is_file():
+        return Fields(file)
+    return Fields(file, {})
+
+
+SAMPLING = {  # our name: its name in generation_config.json, low, high, type
+    "temp": ("temperature", 0, 1e6, float),
+    "top_k": ("top_k", 0, 1 << 31, int),
+    "top_p": ("top_p", 0, 1, float),
+    "repeat_penalty": ("repetition_penalty", 0.01, 100, float),
+}
 
 
 @one_line_errors()
-def read_config(folder: Path) -> Config:
-    """The configuration in config.json, in Meta's params.json or in a GGUF file. Raises OSError or
-    ValueError."""
-    if folder.is_file():
-        config = _hugging_face_config(
-            Fields(folder, gguf.config_json(read_header(folder))), Fields(folder, {})
-        )
-    elif (folder / "config.json").is_file():
-        config = _hugging_face_config(Fields(folder / "config.json"), _generation(folder))
-    elif (folder / "params.json").is_file():
-        config = _meta_config(folder)
-    else:
-        raise _nothing_in(folder, "neither config.json nor params.json: not a checkpoint")
-    heads, kv_heads = config.n_heads, config.n_kv_heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"{folder}: {heads} query heads cannot share {kv_heads} key/value heads evenly"
-        )
-    if config.head_dim % 2:
-        raise ValueError(f"{folder}: head_dim is {config.head_dim}; RoPE needs an even one")
-    return config
+def read_sampling(folder: Path) -> dict[str, float]:
+    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling.
+    Raises ValueError."""
+    f = generation_of(folder)
+    said = {}
+    for ours, (name, low, high, kind) in SAMPLING.items():
+        if f.get(name) is not None:
+            said[ours] = f.number(name, low, high, kind=kind)
+    return said
 
 
-INSTEAD = "take the original model, with --fp8 or --int4 if you like, or a GGUF file"
-
-
-def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
-    """What a folder without a model holds instead, and what to do about it."""
-    if (folder / "adapter_config.json").is_file():
-        base = Fields(folder / "adapter_config.json").get("base_model_name_or_path")
-        usual = f"an adapter without its base: merge it into {base or 'that'} first (peft: merge_and_unload)"
-    return FileNotFoundError(f"{folder} holds {usual}")
-
-
-def _hugging_face_config(f: Fields, generation: Fields) -> Config:
+def hugging_face_config(f: Fields, generation: Fields) -> Config:
+    """The configuration in a config.json. Raises ValueError for what is not implemented."""
     f.refuse_unless("model_type", *gguf.ARCHITECTURES)
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
         f.refuse_unless(name, False, None)
-    _quantisation(f)
+    layout_of(f)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
     f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
+    f.refuse_unless("tie_word_embeddings", False, True, None)
     n_heads = f.number("num_attention_heads", 1, 1024)
     dim = f.number("hidden_size", 1, 1 << 17)
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
-    f.refuse_unless("tie_word_embeddings", False, True, None)
     if family == "mistral":
         f.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
     elif not f.get("use_sliding_window"):  # unless this is set, Llama and Qwen have no window
         f["sliding_window"] = None
+    window = None
+    if f.get("sliding_window") is not None:
+        window = f.number("sliding_window", 1, 1 << 24)
     if family == "qwen3":
         f.setdefault("head_dim", 128)
     head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
-    theta, factors, gain = _rope(f, head_dim, max_seq_len)
+    rope = rope_of(f, head_dim, max_seq_len)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
-    bos_ids = _ids(generation, "bos_token_id", vocab_size) + _ids(f, "bos_token_id", vocab_size)
-    eos_ids = _ids(generation, "eos_token_id", vocab_size) + _ids(f, "eos_token_id", vocab_size)
+    bos_ids = generation.ids("bos_token_id", vocab_size) + f.ids("bos_token_id", vocab_size)
+    eos_ids = generation.ids("eos_token_id", vocab_size) + f.ids("eos_token_id", vocab_size)
+    dtype = f["torch_dtype"]
     return Config(
         dim=dim,
         n_layers=f.number("num_hidden_layers", 1, 1024),
@@ -177,25 +181,135 @@ def _hugging_face_config(f: Fields, generation: Fields) -> Config:
         hidden_dim=f.number("intermediate_size", 1, 1 << 20),
         vocab_size=vocab_size,
         norm_eps=f.number("rms_norm_eps", 0, 1, 1e-6, float),
-        rope_theta=theta,
-        rope_factors=factors,
-        rope_gain=gain,
+        rope_theta=rope.theta,
+        rope_factors=rope.factors,
+        rope_gain=rope.gain,
         max_seq_len=max_seq_len,
-        sliding_window=f.number("sliding_window", 1, 1 << 24)
-        if f.get("sliding_window") is not None
-        else None,
+        sliding_window=window,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        dtype=getattr(torch, f["torch_dtype"]) if f["torch_dtype"] else None,
-        bos_id=bos_ids[0] if bos_ids else None,
+        dtype=getattr(torch, dtype) if dtype else None,
+        bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
 
 
-def _quantisation(f: Fields) -> quants.Layout | None:
-    """How the safetensors of a folder have matrices quantised, by the config.json. Raises
-    ValueError for other ways."""
+def meta_config(f: Fields) -> Config:
+    """The configuration in a params.json, whose vocab_size may be below 1: as the tokenizer says.
+    Raises ValueError for what is not implemented."""
+    f.refuse_unless("use_scaled_rope", False, None)
+    dim = f.number("dim", 1, 1 << 17)
+    n_heads = f.number("n_heads", 1, 1024)
+    multiple_of = f.number("multiple_of", 1, 1 << 17, 256)
+    # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
+    hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
+    return Config(
+        dim=dim,
+        n_layers=f.number("n_layers", 1, 1024),
+        n_heads=n_heads,
+        n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
+        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
+        hidden_dim=multiple_of * -(-hidden // multiple_of),
+        vocab_size=f.number("vocab_size", -1, 1 << 22, -1),
+        norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
+        rope_theta=f.number("rope_theta", 2, 1e12, 10000.0, float),
+    )
+
+
+class Rope(NamedTuple):
+    """rope_theta, rope_factors and rope_gain of Config."""
+
+    theta: float
+    factors: tuple[float, ...] = ()
+    gain: float = 1.0
+
+
+def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
+    """What rope_parameters say, or the older rope_scaling and rope_theta: linear (Chen et al.,
+    2023), llama3 (Meta, 2024), yarn or longrope (Ding et al., 2024). Raises ValueError."""
+    rope = f.sub("rope_parameters")
+    older = f.sub("rope_scaling")
+    if rope and older and rope != older:
+        raise ValueError(
+            f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}"
+        )
+    rope = rope or older
+    holder = rope
+    if rope.get("rope_theta") is None:
+        holder = f
+    theta = holder.number("rope_theta", 2, 1e12, 10000.0, float)
+    kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
+    rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
+    if kind == "default":
+        return Rope(theta)
+    if kind == "longrope":
+        return Rope(theta, _longrope(rope, D))
+    if kind == "yarn":
+        return _yarn(rope, D, theta, max_seq_len)
+    factor = rope.number("factor", 1, 1e6, None, float)
+    part = torch.ones(D // 2, dtype=torch.float64)
+    if kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
+        low = rope.number("low_freq_factor", 1e-6, 1e6, None, float)
+        high = rope.number("high_freq_factor", 1e-6, 1e6, None, float)
+        original = rope.number("original_max_position_embeddings", 1, 1 << 24)
+        frequencies = theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+        turns = original / (2 * math.pi) * frequencies
+        part = 1 - ((turns - low) / (high - low)).clamp(0, 1)
+    return Rope(theta, _factors(part, factor))
+
+
+def _factors(part: Tensor, factor: float) -> tuple[float, ...]:
+    """By what each frequency is divided if `part` of it [D/2] is divided by a factor."""
+    return tuple((1 / (1 - part + part / factor)).tolist())
+
+
+def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
+    """As Peng et al., 2023. The scale of q and k (attention_factor) is 1 + 0.1 log(factor) by
+    default, as in section 3.4."""
+    rope.refuse_unless("truncate", None, True)
+    rope.refuse_unless("mscale_all_dim", None, 0)  # without it, mscale has no effect
+    original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
+    factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
+    fast = rope.number("beta_fast", 1e-3, 1e6, 32, float)
+    slow = rope.number("beta_slow", 1e-3, 1e6, 1, float)
+    pair = lambda turns: math.log(original / (2 * math.pi * turns), theta) * D / 2
+    low = max(math.floor(pair(fast)), 0)
+    high = min(math.ceil(pair(slow)), D - 1)
+    ramp = torch.arange(D // 2, dtype=torch.float64) - low
+    part = (ramp / (high - low or 0.001)).clamp(0, 1)
+    gain = rope.number("attention_factor", 1e-3, 1e3, 1 + 0.1 * math.log(factor), float)
+    return Rope(theta, _factors(part, factor), gain)
+
+
+def _longrope(rope: Fields, D: int) -> tuple[float, ...]:
+    """The factors that divide the frequencies. Only the same ones for short and long texts are
+    supported, which is how GGUF files of Llama 3.1 are read. Raises ValueError."""
+    factors = rope.get("short_factor")
+    if factors != rope.get("long_factor") or rope.get("attention_factor") != 1:
+        what = (
+            "which is supported with equal short_factor and long_factor and attention_factor 1 only"
+        )
+        raise ValueError(f"{rope.file}: rope_type is 'longrope', {what}")
+    is_factor = lambda x: type(x) is float and 0 < x < math.inf
+    if not isinstance(factors, list) or not all(map(is_factor, factors)):
+        raise ValueError(
+            f"{rope.file}: the factors of RoPE are {factors!r}; they must be finite and above 0"
+        )
+    if len(factors) != D // 2:
+        raise ValueError(
+            f"{rope.file}: {len(factors)} factors of RoPE; a head_dim of {D} needs half as many"
+        )
+    return tuple(factors)
+
+
+INSTEAD = "take the original model, with --fp8 or --int4 if you like, or a GGUF file"
+
+
+def layout_of(f: Fields) -> quants.Layout | None:
+    """The layout in which others have quantised the matrices of a folder, by its config.json.
+    Returns None if they are floats. Raises ValueError for other layouts."""
     if f.get("quantization"):
         raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
     q = f.sub("quantization_config")
@@ -203,7 +317,8 @@ def _quantisation(f: Fields) -> quants.Layout | None:
         return None
     method = q.get("quant_method")
     if method == "compressed-tensors":
-        method, groups = q.get("format"), q.sub("config_groups")
+        method = q.get("format")
+        groups = q.sub("config_groups")
         for name in groups:
             q.update(groups.sub(name).sub("weights"))
 
@@ -227,8 +342,9 @@ def _quantisation(f: Fields) -> quants.Layout | None:
         return quants.gptq(group, q.get("checkpoint_format") == "gptq_v2")
     if method == "fp8":
         only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
-        in_blocks = bool(q.get("weight_block_size"))
-        return quants.fp8_scaled("weight_scale_inv" if in_blocks else "weight_scale", in_blocks)
+        if q.get("weight_block_size"):
+            return quants.fp8_scaled("weight_scale_inv", in_blocks=True)
+        return quants.fp8_scaled("weight_scale", in_blocks=False)
     if method == "pack-quantized":
         only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
         return quants.w4a16(group, q.get("symmetric") is not False)
@@ -239,580 +355,283 @@ def _quantisation(f: Fields) -> quants.Layout | None:
     raise ValueError(f"{f.file}: quantised as {method}, which is not supported: {INSTEAD}")
 
 
-def _generation(folder: Path) -> Fields:
-    file = folder / "generation_config.json"
-    return Fields(file) if file.is_file() else Fields(file, {})
-
-
-@one_line_errors()
-def read_sampling(folder: Path) -> dict[str, float]:
-    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling.
-    Raises ValueError."""
-    f = _generation(folder)
-    bounds = {  # our name: their name, low, high, type
-        "temp": ("temperature", 0, 1e6, float),
-        "top_k": ("top_k", 0, 1 << 31, int),
-        "top_p": ("top_p", 0, 1, float),
-        "repeat_penalty": ("repetition_penalty", 0.01, 100, float),
-    }
-    return {
-        ours: f.number(theirs, low, high, kind=kind)
-        for ours, (theirs, low, high, kind) in bounds.items()
-        if f.get(theirs) is not None
-    }
-
-
-def _ids(f: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
-    value = f.get(name)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    for i in ids:
-        if type(i) is not int or not 0 <= i < vocab_size:
-            raise ValueError(
-                f"{f.file}: {name} is {value!r}; it must hold ids below vocab_size {vocab_size}"
-            )
-    return tuple(ids)
-
-
-def _rope(f: Fields, D: int, max_seq_len: int) -> tuple[float, tuple[float, ...], float]:
-    """rope_theta, rope_factors and rope_gain of Config, from rope_parameters or from the older
-    rope_scaling and rope_theta: linear (Chen et al., 2023), llama3 (Meta, 2024), yarn or longrope
-    (Ding et al., 2024)."""
-    rope, older = f.sub("rope_parameters"), f.sub("rope_scaling")
-    if rope and older and rope != older:
-        raise ValueError(
-            f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}"
-        )
-    rope = rope or older
-    theta = (rope if rope.get("rope_theta") is not None else f).number(
-        "rope_theta", 2, 1e12, 10000.0, float
-    )
-    kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
-    rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
-    if kind == "default":
-        return theta, (), 1.0
-    if kind == "longrope":
-        return theta, _longrope(rope, D), 1.0
-    if kind == "yarn":
-        factor, part, gain = _yarn(rope, D, theta, max_seq_len)
-    else:
-        factor, part, gain = (
-            rope.number("factor", 1, 1e6, None, float),
-            torch.ones(D // 2, dtype=torch.float64),
-            1.0,
-        )
-    if kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
-        low, high = (
-            rope.number(f"{name}_freq_factor", 1e-6, 1e6, None, float) for name in ("low", "high")
-        )
-        original = rope.number("original_max_position_embeddings", 1, 1 << 24)
-        turns = (
-            original / (2 * math.pi) * theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
-        )
-        part = 1 - ((turns - low) / (high - low)).clamp(0, 1)
-    return theta, tuple((1 / (1 - part + part / factor)).tolist()), gain
-
-
-def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> tuple[float, Tensor, float]:
-    """As Peng et al., 2023: the factor, the part of each frequency that is divided by it, and the
-    scale of q and k (attention_factor), which is 1 + 0.1 log(factor) by default, as in section
-    3.4."""
-    rope.refuse_unless("truncate", None, True)
-    rope.refuse_unless("mscale_all_dim", None, 0)  # without it, mscale has no effect
-    original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
-    factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
-    fast, slow = (
-        rope.number("beta_fast", 1e-3, 1e6, 32, float),
-        rope.number("beta_slow", 1e-3, 1e6, 1, float),
-    )
-    low, high = (
-        math.log(original / (2 * math.pi * turns), theta) * D / 2 for turns in (fast, slow)
-    )
-    low, high = max(math.floor(low), 0), min(math.ceil(high), D - 1)
-    part = ((torch.arange(D // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
-    return (
-        factor,
-        part,
-        rope.number("attention_factor", 1e-3, 1e3, 1 + 0.1 * math.log(factor), float),
-    )
-
-
-def _longrope(rope: Fields, D: int) -> tuple[float, ...]:
-    """The factors that divide the frequencies. Only the same ones for short and long texts are
-    supported, which is how GGUF files of Llama 3.1 are read."""
-    short, long, gain = (
-        rope.get(name) for name in ("short_factor", "long_factor", "attention_factor")
-    )
-    if short != long or gain != 1:
-        what = (
-            "which is supported with equal short_factor and long_factor and attention_factor 1 only"
-        )
-        raise ValueError(f"{rope.file}: rope_type is 'longrope', {what}")
-    if not isinstance(short, list) or not all(type(x) is float and 0 < x < math.inf for x in short):
-        raise ValueError(
-            f"{rope.file}: the factors of RoPE are {short!r}; they must be finite and above 0"
-        )
-    if len(short) != D // 2:
-        raise ValueError(
-            f"{rope.file}: {len(short)} factors of RoPE; a head_dim of {D} needs half as many"
-        )
-    return tuple(short)
-
-
-def _meta_config(folder: Path) -> Config:
-    f = Fields(folder / "params.json")
-    f.refuse_unless("use_scaled_rope", False, None)
-    dim, n_heads = f.number("dim", 1, 1 << 17), f.number("n_heads", 1, 1024)
-    multiple_of = f.number("multiple_of", 1, 1 << 17, 256)
-    # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
-    hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
-    vocab_size = f.number("vocab_size", -1, 1 << 22, -1)
-    # "as the tokenizer says": each file holds all rows of the embedding, if not all columns
-    if vocab_size < 1:
-        shapes = {part.name: part.shape for part in parts_of(_tensor_files(folder)[0])}
-        vocab_size = next(iter(shapes.get(EMBEDDING.meta, ())), 1)
-    return Config(
-        dim=dim,
-        n_layers=f.number("n_layers", 1, 1024),
-        n_heads=n_heads,
-        n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
-        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
-        hidden_dim=multiple_of * -(-hidden // multiple_of),
-        vocab_size=vocab_size,
-        norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
-        rope_theta=f.number("rope_theta", 2, 1e12, 10000.0, float),
-    )
-
-
-# ---- the tensors of a file: only headers are read before a tensor, or some of its rows and
-# columns, is asked for
-
-CHUNK_BYTES = 1 << 20  # read at a time
-# threads: a single one copies from the page cache at a fraction of the memory bandwidth
-READERS = 4
-SAFETENSORS_TYPES = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
+# ---- the tensors of a model, and what each layout calls them
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of one file; Meta's checkpoints split a tensor over several files."""
+    """A tensor as checkpoints have it, of which one or several make up a tensor of the model: a row
+    of the table below."""
 
-    file: Path
-    name: str
-    dtype: torch.dtype | None  # None: one that no model here uses
-    shape: tuple[int, ...]
-    offset: int = 0  # of its first byte in a safetensors or GGUF file
-    mapped: Tensor | None = None  # the tensor itself, of a torch file
-    # how it is quantised; dtype and shape are those it is decoded to
-    kind: gguf.Type | quants.Layout | None = None
-    # the tensors of a layout, by the last word of their names
-    pieces: "dict[str, Part] | None" = None
-
-
-def parts_of(file: Path) -> list[Part]:
-    """The tensors of a file. Raises ValueError."""
-    return safetensors_header(file)[1] if file.suffix == ".safetensors" else _torch_parts(file)
-
-
-def safetensors_header(file: Path) -> tuple[dict[str, str], list[Part]]:
-    """The metadata and the tensors of a safetensors file whose header the library finds sound. A
-    tensor without dimensions is taken for one of a single number. Raises ValueError."""
-    with open_regular(file) as f:
-        try:
-            with safe_open(file, "pt"):
-                size = int.from_bytes(f.read(8), "little")
-                header = json.loads(f.read(size))
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(
-                f"{file} is cut short, or no safetensors file ({error}): download it again"
-            ) from None
-    metadata = header.pop("__metadata__", None) or {}
-    return metadata, [
-        Part(
-            file,
-            name,
-            SAFETENSORS_TYPES.get(t["dtype"]),
-            tuple(t["shape"]) or (1,),
-            8 + size + t["data_offsets"][0],
-        )
-        for name, t in sorted(header.items())
-    ]
-
-
-def gguf_parts(header: gguf.GGUF) -> list[Part]:
-    """The tensors of a GGUF file or of a split one. Those of one dimension are never quantised."""
-    parts = []
-    for info in header.tensors.values():
-        kind = info.type if info.type.block > 1 and len(info.shape) == 2 else None
-        dtype = torch.float32 if kind else SAFETENSORS_TYPES.get(info.type.name)
-        parts.append(Part(info.file, info.name, dtype, info.shape, info.offset, kind=kind))
-    return parts
-
-
-def _torch_parts(file: Path) -> list[Part]:
-    """The tensors of a file that torch.save wrote, mapped into memory. Its pickle is read by
-    torch's own unpickler, which runs no code (weights_only); what that accepts besides named, dense
-    tensors is refused here."""
-    open_regular(file).close()
-    try:
-        with zipfile.ZipFile(file) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError("it is compressed")  # a few bytes could unpack to any size
-        with warnings.catch_warnings(action="ignore"):  # about types that are refused below
-            tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
-        if not isinstance(tensors, dict) or not all(
-            _is_dense(name, t) for name, t in tensors.items()
-        ):
-            raise ValueError("it holds something other than named, dense tensors")
-    except Exception as error:  # whatever a damaged file makes of zipfile and of torch
-        # without torch's advice to trust it
-        reason = re.split(r"\n|\. ", str(error))[0] or type(error).__name__
-        raise ValueError(
-            f"{file} is damaged, or cannot be read safely ({reason}): take the model's safetensors, or save nothing but"
-            " tensors by name, with torch 1.6 or later"
-        ) from None
-    return [
-        Part(file, name, t.dtype, tuple(t.shape), mapped=t.detach()) for name, t in tensors.items()
-    ]
-
-
-def _is_dense(name: object, value: object) -> bool:
-    if type(name) is not str or type(value) not in (Tensor, torch.nn.Parameter):
-        return False
-    return (
-        value.layout == torch.strided
-        and value.device.type == "cpu"
-        and not (value.is_quantized or value.is_nested)
-    )
-
-
-def read_part(part: Part, pinned: bool = False, index: list[range] | None = None) -> Tensor:
-    """Read a tensor, or the rows and columns of it that an index spans, into pinned memory if a GPU
-    is to copy it while the next one is read. A torch file's is a view, read when it is copied.
-    Raises OSError."""
-    index = [range(size) for size in part.shape] if index is None else index
-    if part.mapped is not None:
-        return part.mapped[tuple(slice(span.start, span.stop) for span in index)]
-    size, row = part.dtype.itemsize, part.dtype.itemsize * math.prod(part.shape[1:])
-    if len(index) == 2 and len(index[1]) < part.shape[1]:
-        length, starts = len(index[1]) * size, [i * row + index[1].start * size for i in index[0]]
-    else:  # all of some rows
-        length, starts = len(index[0]) * row, [index[0].start * row]
-    flat = torch.empty(math.prod(map(len, index)), dtype=part.dtype, pin_memory=pinned)
-    lines = flat.view(torch.uint8).numpy().reshape(len(starts), length)
-    chunks = range(0, length, CHUNK_BYTES)
-    pieces = [
-        (to[k : k + CHUNK_BYTES], part.offset + at + k)
-        for to, at in zip(lines, starts)
-        for k in chunks
-    ]
-    with open_regular(part.file) as f, ThreadPoolExecutor(READERS) as pool:
-        read = lambda share: sum(os.preadv(f.fileno(), [piece], offset) for piece, offset in share)
-        count = sum(pool.map(read, [pieces[i::READERS] for i in range(READERS)]))
-        if count < flat.nbytes:
-            raise OSError(f"{part.file} was cut short while it was being read")
-    return flat.view([len(span) for span in index])
-
-
-# ---- a checkpoint: the tensors of a folder
-
-
-def model_tensors(c: Config) -> list[Joined]:
-    """The tensors of a model, always in the same order."""
-    layers = [
-        t._replace(name=f"layers.{i}.{t.name}", layer=i)
-        for i in range(c.n_layers)
-        for t in c.layer_table
-    ]
-    output = replace(EMBEDDING, field="output", dims=OUTPUT.dims) if c.tie_embeddings else OUTPUT
-    return [
-        Joined("tok_embeddings", (EMBEDDING,)),
-        *layers,
-        Joined("norm", (NORM,)),
-        Joined("output", (output,)),
-    ]
-
-
-def stored_tensors(c: Config, layout: str = "meta") -> dict[str, Stored]:
-    """What a checkpoint stores of them, by its names in a layout."""
-    return {row.name(layout, t.layer): row for t in model_tensors(c) for row in t.stored}
-
-
-def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
-    """Shapes [N, K] of the matrices as the model holds them, all of which may be in a format."""
-    return {t.name: t.shape(c) for t in model_tensors(c) if t.matrix}
-
-
-def saved_as(
-    t: Joined, c: Config, format: Format
-) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
-    """What a model saved in a format has for a tensor, by name: possible types and the shape. The
-    codes of a matrix have its own name, and a single column is a vector."""
-    if not t.matrix:
-        return {f"{t.name}.weight": (quants.FLOATS, t.shape(c))}
-    found: dict = {}
-    for key, (dtype, (rows, columns)) in format.at(t.name).tensors(*t.shape(c)).items():
-        found[f"{t.name}.{key}" if found else t.name] = (
-            (dtype,),
-            (rows, columns) if columns > 1 else (rows,),
-        )
-    return found
-
-
-class PerMatrix(dict):
-    """The formats of a model's matrices by their names, None for one in 16 or 32 bits; in place of
-    a Format."""
-
-    at = dict.__getitem__
-
-
-class Checkpoint:
-    """The tensors of a folder. They are read one at a time: the model must never be in memory
-    twice."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.config, self.sampling = folder, read_config(folder), read_sampling(folder)
-        # of the matrices, where the folder is a model saved in one
-        self.format = saved_format(folder)
-        header = read_header(folder) if folder.is_file() else None
-        parts = (
-            gguf_parts(header)
-            if header
-            else [part for file in _tensor_files(folder) for part in parts_of(file)]
-        )
-        self.layout = "gguf" if header else "meta"
-        if not header and not self.format and (folder / "config.json").is_file():
-            self.layout = "hugging_face"
-            if layout := _quantisation(Fields(folder / "config.json")):
-                parts = self._gathered(layout, {part.name: part for part in parts})
-        stored = stored_tensors(self.config, self.layout)
-        # In these, RoPE rotates rows i and i + D / 2 of a head, not neighbours
-        halves = (
-            header.metadata["general.architecture"] != "llama"
-            if header
-            else self.layout == "hugging_face"
-        )
-        self.in_halves = {name for name, row in stored.items() if row.rotated and halves}
-        expected = {name: (quants.FLOATS, row.shape(self.config)) for name, row in stored.items()}
-        if self.format:
-            expected = {}
-            for t in model_tensors(self.config):
-                expected |= saved_as(t, self.config, self.format)
-        self.shapes = {name: shape for name, (_, shape) in expected.items()}
-        tied = {OUTPUT.name(self.layout)} if self.config.tie_embeddings else set()
-        self.parts: dict[str, list[Part]] = {}
-        for part in parts:
-            if part.name not in tied and not part.name.endswith(NOT_NEEDED):
-                self.parts.setdefault(part.name, []).append(part)
-        problems = [f"{name} is missing" for name in expected if name not in self.parts]
-        for name, parts in self.parts.items():
-            types, shape = expected.get(name, ((), ()))
-            if name not in expected:
-                problems.append(f"{name} is unexpected")
-            elif self._axis(name) is None or not all(part.dtype in types for part in parts):
-                problems.append(_misfit(parts, types, shape))
-        self._refuse(problems)
-
-    def _gathered(self, layout: quants.Layout, found: dict[str, Part]) -> list[Part]:
-        """The tensors of each matrix that is in the layout as one part; those of others as they
-        are."""
-        problems, stored = [], stored_tensors(self.config, self.layout)
-        for name, row in stored.items():
-            shape, stem = row.shape(self.config), name.removesuffix("weight")
-            wanted = layout.tensors(*shape) if row.matrix else {}
-            codes = found.get(stem + next(iter(wanted), "weight"))
-            if not wanted or not codes or codes.name == name and codes.dtype in quants.FLOATS:
-                continue
-            group = max(layout.group, layout.format.group)
-            if shape[0] % 8 or shape[1] % group:
-                problems.append(
-                    f"{name} is {list(shape)}, not a multiple of 8 rows and {group} columns"
-                )
-            # not Qwen2's bias
-            own = [word for word in wanted if stem + word == name or stem + word not in stored]
-            pieces = {word: found.pop(stem + word) for word in own if stem + word in found}
-            for word, (types, shapes) in wanted.items():
-                if word not in pieces and word not in layout.optional:
-                    problems.append(f"{stem}{word} is missing")
-                elif word in pieces and not (
-                    pieces[word].dtype in types and pieces[word].shape in shapes
-                ):
-                    problems.append(_misfit([pieces[word]], types, shapes[0]))
-            found[name] = Part(codes.file, name, torch.float32, shape, kind=layout, pieces=pieces)
-        self._refuse(problems)
-        return [*found.values()]
-
-    def _refuse(self, problems: list[str]) -> None:
-        if problems:
-            shown = "; ".join(problems[:4]) + (
-                f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-            )
-            raise ValueError(f"{self.folder}: the tensors do not fit the config: {shown}")
-
-    def _axis(self, name: str) -> int | None:
-        """The axis along which the parts make up a tensor, any if each part is whole (Meta's shards
-        repeat the norms); None if they do not make it up."""
-        parts, first, shape = self.parts[name], self.parts[name][0].shape, self.shapes[name]
-        count = 1 if len(shape) == 1 else len(parts)
-        whole = (
-            (*first[:axis], first[axis] * count, *first[axis + 1 :]) for axis in range(len(first))
-        )
-        same = all(part.shape == first for part in parts)
-        return next((axis for axis, made in enumerate(whole) if same and made == shape), None)
+    field: str  # of LayerWeights or Weights; parts of one field are joined in the table's order
+    dims: tuple[str, ...]  # its shape, in sizes of Config; of those in CUT, each rank has a share
+    meta: str  # its name in Meta's layout
+    hugging_face: str  # its name in Hugging Face's
+    gguf: str  # its name in GGUF's
+    rotated: bool = False  # its rows are subject to RoPE: layouts have them in different orders
+    layer: int | None = None  # which it belongs to, if to any
 
     @property
-    def dtype(self) -> torch.dtype:
-        name = EMBEDDING.name(self.layout)
-        return (not self.format and self.config.dtype) or self.parts[name][0].dtype
+    def name(self) -> str:
+        """Our own name of it, which is Meta's."""
+        return self.name_in("meta")
 
     @property
-    def quantised(self) -> str:
-        """How matrices are quantised, in words; empty if they are plain floats."""
-        *names, last = sorted(
-            {part.kind.name for (part, *_) in self.parts.values() if part.kind}
-        ) or [""]
-        return " and ".join(filter(None, (", ".join(names), last)))
+    def is_matrix(self) -> bool:
+        """Whether it is applied as y = x W^T, so that a format may be chosen for it."""
+        return len(self.dims) == 2 and self.field != "embedding"
 
-    @property
-    def elements(self) -> int:
-        return sum(
-            math.prod(row.shape(self.config)) for row in stored_tensors(self.config).values()
-        )
+    def shape(self, c: Config) -> tuple[int, ...]:
+        return tuple(getattr(c, dim) for dim in self.dims)
 
-    def read(self, device: torch.device, name: str, rows: slice, columns: slice = ALL) -> Tensor:
-        """Read these rows and columns of a tensor. For a GPU it is in pinned memory, to be copied
-        while the next one is read, or already on its way there; for a CPU, floats are in fp32, as
-        torch is slow at converting between 16-bit types. The rows of q and k, always whole heads,
-        are put into Meta's RoPE convention, interleaved pairs."""
-        parts, axis, gpu = self.parts[name], self._axis(name), device.type == "cuda"
-        spans = [range(size)[taken] for size, taken in zip(self.shapes[name], (rows, columns))]
-        if parts[0].kind:
-            values = torch.empty(len(spans[0]), self.shapes[name][1], device=device)
-            for at, some in self.blocks(device, name, rows):
-                values[at] = quants.decoded(parts[0].kind, some)
-            return values[:, columns]
-        size, pieces = parts[0].shape[axis], []
-        for i, part in enumerate(parts if size < self.shapes[name][axis] else parts[:1]):
-            start, stop = (
-                max(spans[axis].start - i * size, 0),
-                min(spans[axis].stop - i * size, size),
-            )
-            if start < stop:
-                index = [*spans[:axis], range(start, stop), *spans[axis + 1 :]]
-                pieces.append(read_part(part, gpu and len(parts) == 1, index))
-        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-        # a CPU takes longer to permute it than to read it
-        if gpu and tensor.dim() == 2 and name in self.in_halves:
-            tensor = tensor.to(device, non_blocking=True)
-        tensor = self.in_pairs(name, tensor)
-        if gpu:
-            return tensor if tensor.is_cuda else tensor.pin_memory()
-        return tensor.float() if tensor.is_floating_point() else tensor
-
-    def in_pairs(self, name: str, rows: Tensor) -> Tensor:
-        """The rows of q and k in Meta's order, those of others as they are."""
-        if name not in self.in_halves:
-            return rows
-        return (
-            rows.view(-1, 2, self.config.head_dim // 2, *rows.shape[1:])
-            .transpose(1, 2)
-            .reshape(rows.shape)
-        )
-
-    def blocks(
-        self, device: torch.device, name: str, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, quants.Blocks]]:
-        """These rows and columns of a quantised matrix, some rows at a time, and which of them; of
-        a layout, which may have it transposed, all at once."""
-        (part,), gpu = self.parts[name], device.type == "cuda"
-        (N, K), kind = part.shape, part.kind
-        columns = range(K)[columns]
-        try:
-            if part.pieces:
-                on_device = lambda piece: read_part(piece, gpu).to(device, non_blocking=True)
-                whole = quants.checked(
-                    kind.blocks({word: on_device(piece) for word, piece in part.pieces.items()})
-                )
-                cut = lambda t: self.in_pairs(name, t[rows].contiguous())[
-                    :, stored_columns(columns, K, t.shape[1])
-                ]
-                yield ALL, quants.Blocks(*(t if t is None else cut(t) for t in whole))
-                return
-            start, stop, width = (
-                k // kind.block * kind.nbytes for k in (columns.start, columns.stop, K)
-            )
-            stored = replace(part, dtype=torch.uint8, shape=(N, width))
-            raw = read_part(stored, gpu, [range(N)[rows], range(start, stop)]).to(
-                device, non_blocking=True
-            )
-            raw, at_once = (
-                self.in_pairs(name, raw),
-                max(1, (16 if gpu else 1) * quants.AT_ONCE // K),
-            )
-            for first in range(0, len(raw), at_once):
-                some = slice(first, first + at_once)
-                yield some, quants.checked(quants.blocks(kind, raw[some]))
-        except ValueError as error:
-            raise ValueError(f"{part.file}: {name} has {error}") from None
-
-    def held_formats(self, c: Config, most_bits: int) -> "PerMatrix | None":
-        """The formats that hold a rank's matrices as they are in the file; None if none is
-        quantised."""
-        if not self.quantised:
-            return None
-        kinds_of = lambda t: {
-            self.parts[row.name(self.layout, t.layer)][0].kind for row in t.stored
-        }
-        matrices = [t for t in model_tensors(c) if t.matrix]
-        return PerMatrix(
-            {t.name: quants.format_for(kinds_of(t), t.shape(c)[1], most_bits) for t in matrices}
-        )
-
-    def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
-        """What is wrong with the first tensor that holds NaN or inf, as stored or once converted to
-        dtype, if there is one. What a format stores was checked when it was read."""
-        for part in itertools.chain.from_iterable(self.parts.values()):
-            if (
-                part.kind
-                or part.dtype not in quants.FLOATS
-                or not part.name.endswith((".weight", ".bias"))
-            ):
-                continue
-            tensor = read_part(part)
-            beyond = f"values beyond the range of {dtype}; try --dtype fp32"
-            for values, held in (tensor, "NaN or inf"), (tensor.to(dtype), beyond):
-                if not torch.isfinite(values).all():
-                    return one_line(f"{part.name} in {part.file.name} holds {held}")
-        return None
+    def name_in(self, layout: str) -> str:
+        """Its name in a layout: "meta", "hugging_face" or "gguf"."""
+        name = getattr(self, layout)
+        if self.layer is not None:
+            name = f"{LAYERS[layout]}.{self.layer}.{name}"
+        return name
 
 
+LAYERS = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}
+LAYER = (
+    Part("attention_norm", ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
+    Part("wqkv", ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight", True),
+    Part("wqkv", ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", "attn_k.weight", True),
+    Part("wqkv", ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight", "attn_v.weight"),
+    Part("qkv_bias", ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", "attn_q.bias", True),
+    Part("qkv_bias", ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias", True),
+    Part("qkv_bias", ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias", "attn_v.bias"),
+    Part("qk_norm", ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight", "attn_q_norm.weight", True),
+    Part("qk_norm", ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight", True),
+    Part("wo", ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
+    Part("ffn_norm", ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
+    Part("w13", ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight", "ffn_gate.weight"),
+    Part("w13", ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight", "ffn_up.weight"),
+    Part("w2", ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
+)  # fmt: skip
+# fmt: off
+EMBEDDING = Part("embedding", ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight",
+                 "token_embd.weight")
+NORM = Part("norm", ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
+OUTPUT = Part("output", ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")
+# fmt: on
+TIED_OUTPUT = replace(EMBEDDING, field="output", dims=OUTPUT.dims)
+CUT = {  # sizes of which each rank has a share, and what is shared out
+    "q_dim": "n_heads",
+    "kv_dim": "n_kv_heads",
+    "hidden_dim": "hidden_dim",
+    "output_rows": "vocab_size",
+}
 NOT_NEEDED = (  # repeated in the config, or scales of activations, which are not rounded here
     "rotary_emb.inv_freq", "rope.freqs", gguf.ROPE_FACTORS, ".weight_shape",
     ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 
 
-def _misfit(parts: list[Part], types: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> str:
-    shapes = " + ".join(str(list(part.shape)) for part in parts)
-    said, *listed = (
-        str(dtype or "another type").removeprefix("torch.") for dtype in (parts[0].dtype, *types)
-    )
-    if all(part.dtype in types for part in parts):
-        return f"{parts[0].name} is {shapes}, expected {list(shape)}"
-    return f"{parts[0].name} is {shapes} in {said}, expected {list(shape)} in {' or '.join(listed)}"
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor of the model: a part, or several joined. The rows of w1 and w3 are interleaved, the
+    norms of q and k are two rows, the parts of others stand one below the other."""
+
+    name: str  # which --save writes, such as layers.3.wqkv
+    parts: tuple[Part, ...]
+
+    @property
+    def field(self) -> str:
+        return self.parts[0].field
+
+    @property
+    def layer(self) -> int | None:
+        return self.parts[0].layer
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.parts[0].is_matrix
+
+    def shape(self, c: Config) -> tuple[int, ...]:
+        if self.field == "qk_norm":
+            return 2, c.head_dim
+        rows = sum(part.shape(c)[0] for part in self.parts)
+        return rows, *self.parts[0].shape(c)[1:]
+
+    def places(self, c: Config) -> list[slice]:
+        """Which rows of it each part is."""
+        if self.field == "w13":
+            return [slice(0, None, 2), slice(1, None, 2)]
+        if self.field == "qk_norm":
+            return [slice(0, 1), slice(1, 2)]
+        ends = [*itertools.accumulate(part.shape(c)[0] for part in self.parts)]
+        return [slice(start, end) for start, end in zip([0, *ends], ends)]
+
+    def joined_rows(self, c: Config, shares: list[slice]) -> list[slice]:
+        """Which rows of it, in the whole model c, a rank has whose rows of each part are `shares`:
+        in one piece if neighbours stay neighbours, or else a piece for each part."""
+        if self.field == "w13":
+            return [slice(2 * shares[0].start, 2 * shares[0].stop)]
+        if self.field == "qk_norm":
+            return [ALL]
+        starts = [place.start for place in self.places(c)]
+        return [slice(at + rows.start, at + rows.stop) for at, rows in zip(starts, shares)]
 
 
-def _tensor_files(folder: Path) -> list[Path]:
+def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
+    """The tensors of a layer. What only some models have, such as qkv_bias, is a flag of the
+    config, too."""
+    rows = [replace(row, layer=layer) for row in LAYER if getattr(c, row.field, True)]
+    fields = itertools.groupby(rows, lambda row: row.field)
+    return [ModelTensor(f"layers.{layer}.{field}", tuple(parts)) for field, parts in fields]
+
+
+def model_tensors(c: Config) -> list[ModelTensor]:
+    """The tensors of a model, always in the same order."""
+    layers = [tensor for layer in range(c.n_layers) for tensor in layer_tensors(c, layer)]
+    output = TIED_OUTPUT if c.tie_embeddings else OUTPUT
+    embedding = ModelTensor("tok_embeddings", (EMBEDDING,))
+    return [embedding, *layers, ModelTensor("norm", (NORM,)), ModelTensor("output", (output,))]
+
+
+def model_parts(c: Config) -> dict[str, Part]:
+    """The parts of a model by our names; a tied embedding once."""
+    return {part.name: part for tensor in model_tensors(c) for part in tensor.parts}
+
+
+def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
+    """Shapes [N, K] of the model's matrices, for all of which a format may be chosen."""
+    return {t.name: t.shape(c) for t in model_tensors(c) if t.is_matrix}
+
+
+# ---- sources: the layouts on disk
+
+
+class Source(ABC):
+    """One layout on disk: where the configuration, the tokenizer and the tensors are."""
+
+    names: str  # of tensors: see Part.name_in
+    format: Format | None = None  # of the matrices, where --save encoded them
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def config(self) -> Config:
+        """The model's configuration. Raises OSError, ValueError."""
+        c = self.unchecked_config()
+        if c.n_heads % c.n_kv_heads:
+            raise ValueError(
+                f"{self.path}: {c.n_heads} query heads cannot share {c.n_kv_heads} key/value heads evenly"
+            )
+        if c.head_dim % 2:
+            raise ValueError(f"{self.path}: head_dim is {c.head_dim}; RoPE needs an even one")
+        return c
+
+    @abstractmethod
+    def unchecked_config(self) -> Config: ...
+
+    @abstractmethod
+    def tokenizer(self) -> Path:
+        """The file that holds the vocabulary. Raises OSError."""
+
+    @abstractmethod
+    def small_files(self) -> dict[str, bytes]:
+        """All but the tensors, as the files of a folder. Raises OSError, ValueError."""
+
+    @abstractmethod
+    def file_tensors(self) -> list[FileTensor]:
+        """All tensors of its files. Raises OSError, ValueError."""
+
+    @abstractmethod
+    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
+        """What `tensors` returns, not checked yet, made of what was found in the files."""
+
+    def tensors(self, c: Config) -> dict[str, SourceTensor]:
+        """The tensors by our names: those of a model's parts or, where it has joined them, of the
+        model itself. Raises ValueError for those that are missing, unexpected, or of another shape
+        or type than the config says."""
+        found: Found = {}
+        for tensor in self.file_tensors():
+            if not tensor.name.endswith(NOT_NEEDED):
+                found.setdefault(tensor.name, []).append(tensor)
+        if c.tie_embeddings:  # it may be there all the same
+            found.pop(OUTPUT.name_in(self.names), None)
+        tensors = self.named(c, found)
+        self.check(tensors.values(), found)
+        return tensors
+
+    def check(self, tensors: Collection[SourceTensor], found: Found) -> None:
+        problems = [problem for tensor in tensors for problem in tensor.problems()]
+        expected = {name for tensor in tensors for name in tensor.wanted}
+        problems += [f"{name} is unexpected" for name in found if name not in expected]
+        if not problems:
+            return
+        shown = "; ".join(problems[:4])
+        if len(problems) > 4:
+            shown += f"; and {len(problems) - 4} more"
+        raise ValueError(f"{self.path}: the tensors do not fit the config: {shown}")
+
+
+class GgufFile(Source):
+    """A file of llama.cpp's, or the first part of a split one."""
+
+    names = "gguf"
+
+    @property
+    def header(self) -> gguf.GGUF:
+        return gguf.read_header(self.path)
+
+    def unchecked_config(self) -> Config:
+        said = Fields(self.path, gguf.config_json(self.header))
+        return hugging_face_config(said, Fields(self.path, {}))
+
+    def tokenizer(self) -> Path:
+        return self.path
+
+    def small_files(self) -> dict[str, bytes]:
+        as_json = lambda value: json.dumps(value).encode()
+        vocabulary, beside = gguf.tokenizer_files(self.header)
+        files = {
+            "config.json": as_json(gguf.config_json(self.header)),
+            "tokenizer_config.json": as_json(beside),
+        }
+        if isinstance(vocabulary, bytes):
+            return files | {"tokenizer.model": vocabulary}
+        return files | {"tokenizer.json": as_json(vocabulary)}
+
+    def kind(self, info: gguf.TensorInfo) -> gguf.Type | None:
+        """How a tensor is quantised, if it is. Those of one dimension never are."""
+        if info.type.block > 1 and len(info.shape) == 2:
+            return info.type
+        return None
+
+    def file_tensors(self) -> list[FileTensor]:
+        tensors = []
+        for info in self.header.tensors.values():
+            dtype = torch.float32 if self.kind(info) else TYPES.get(info.type.name)
+            tensors.append(FileTensor(info.file, info.name, dtype, info.shape, info.offset))
+        return tensors
+
+    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
+        return {name: self.tensor(part, c, found) for name, part in model_parts(c).items()}
+
+    def tensor(self, part: Part, c: Config, found: Found) -> SourceTensor:
+        name = part.name_in(self.names)
+        head_dim = None
+        # llama.cpp puts the rows of q and k into pairs, but only of this family
+        if part.rotated and self.header.metadata["general.architecture"] != "llama":
+            head_dim = c.head_dim
+        info = self.header.tensors.get(name)
+        if info and self.kind(info):
+            return GgufMatrix(name, part.shape(c), found, head_dim, self.kind(info))
+        return Floats(name, part.shape(c), found, head_dim)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that hold its weights. Raises OSError, ValueError."""
     for single in ("model.safetensors", "pytorch_model.bin"):
         if (folder / f"{single}.index.json").is_file():
             return _indexed_files(folder / f"{single}.index.json")
         if (folder / single).is_file():
             return [folder / single]
-    if not (files := sorted(folder.glob("consolidated.*.pth"))):
+    files = sorted(folder.glob("consolidated.*.pth"))
+    if not files:
         usual = "model.safetensors or pytorch_model.bin, or an index of their shards, or Meta's consolidated.*.pth"
         raise _nothing_in(folder, f"no weights ({usual})")
     return files
@@ -831,17 +650,234 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-# ---- where a checkpoint is: a folder, or a repository of the hub, downloaded on first use
+def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
+    """What a folder without a model holds instead, and what to do about it."""
+    if (folder / "adapter_config.json").is_file():
+        base = Fields(folder / "adapter_config.json").get("base_model_name_or_path")
+        usual = f"an adapter without its base: merge it into {base or 'that'} first (peft: merge_and_unload)"
+    return FileNotFoundError(f"{folder} holds {usual}")
 
-SMALL_FILES = [
-    "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-]  # fmt: skip
-WEIGHTS = [  # in order of preference: a repository may have several kinds
-    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
-    r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?",
-    r"consolidated\.\d+\.pth",
-]
+
+class Folder(Source):
+    """What the layouts of folders have in common."""
+
+    def small_files(self) -> dict[str, bytes]:
+        files = [*(self.path / name for name in hub.SMALL_FILES), self.tokenizer()]
+        return {file.name: read_bytes(file) for file in files if file.is_file()}
+
+    def tokenizer(self) -> Path:
+        return tokenizer_file(self.path)
+
+    def file_tensors(self) -> list[FileTensor]:
+        return [tensor for file in weight_files(self.path) for tensor in tensors_of(file)]
+
+
+class HuggingFaceFolder(Folder):
+    """A folder with a config.json."""
+
+    names = "hugging_face"
+
+    def unchecked_config(self) -> Config:
+        return hugging_face_config(Fields(self.path / "config.json"), generation_of(self.path))
+
+    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
+        layout = layout_of(Fields(self.path / "config.json"))
+        tensors = {}
+        for name, part in model_parts(c).items():
+            in_file = part.name_in(self.names)
+            shape = part.shape(c)
+            head_dim = c.head_dim if part.rotated else None
+            wanted = self.layout_tensors(part, c, found, layout)
+            if wanted:
+                tensors[name] = LayoutMatrix(in_file, shape, found, head_dim, layout, wanted)
+            else:
+                tensors[name] = Floats(in_file, shape, found, head_dim)
+        return tensors
+
+    def layout_tensors(
+        self, part: Part, c: Config, found: Found, layout: quants.Layout | None
+    ) -> dict[str, Wanted]:
+        """What the layout has for a part, by name; nothing if the part is not quantised."""
+        if not layout or not part.is_matrix:
+            return {}
+        stem = part.name_in(self.names).removesuffix("weight")
+        words = layout.tensors(*part.shape(c))
+        codes = next(iter(words))
+        if stem + codes not in found:
+            return {}
+        if codes == "weight" and found[f"{stem}weight"][0].dtype in quants.FLOATS:
+            return {}
+        absent = {word for word in layout.optional if stem + word not in found}
+        if part.field == "wqkv" and c.qkv_bias:
+            absent.add("bias")  # it is the model's, not GPTQ's
+        return {stem + word: Wanted(*words[word]) for word in words if word not in absent}
+
+
+class MetaFolder(Folder):
+    """A folder with a params.json, whose tensors may be divided among several files. The tokenizer
+    may be in its parent."""
+
+    names = "meta"
+
+    def unchecked_config(self) -> Config:
+        config = meta_config(Fields(self.path / "params.json"))
+        if config.vocab_size >= 1:
+            return config
+        # each file holds all rows of the embedding
+        shapes = {tensor.name: tensor.shape for tensor in tensors_of(weight_files(self.path)[0])}
+        rows, *_ = shapes.get(EMBEDDING.meta) or [1]
+        return replace(config, vocab_size=rows)
+
+    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
+        return {
+            name: ShardedFloats(name, part.shape(c), found) for name, part in model_parts(c).items()
+        }
+
+
+SAVED = "model.safetensors"
+SAVED_LAYOUT = "2"  # of such a file; any other is refused
+
+
+class SavedFolder(Folder):
+    """A folder that --save wrote: a model.safetensors whose metadata says the format of the
+    matrices, with the original's other small files. It has the model's own tensors, joined."""
+
+    names = "meta"
+
+    def __init__(self, path: Path, format: Format):
+        super().__init__(path)
+        self.format = format
+
+    def unchecked_config(self) -> Config:
+        return small_source(self.path).config()
+
+    def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
+        tensors: dict[str, SourceTensor] = {}
+        for t in model_tensors(c):
+            shape = t.shape(c)
+            if t.is_matrix:
+                wanted = saved_matrix(t, c, self.format)
+                tensors[t.name] = SavedMatrix(t.name, shape, found, wanted=wanted)
+            else:
+                tensors[t.name] = Floats(f"{t.name}.weight", shape, found)
+        return tensors
+
+
+def saved_matrix(t: ModelTensor, c: Config, format: Format) -> dict[str, Wanted]:
+    """What --save writes for a matrix, by name. The codes have its own name, and a single column is
+    a vector."""
+    wanted = {}
+    for key, (dtype, (rows, columns)) in format.at(t.name).tensors(*t.shape(c)).items():
+        name = f"{t.name}.{key}" if wanted else t.name
+        shape = (rows, columns) if columns > 1 else (rows,)
+        wanted[name] = Wanted((dtype,), [shape])
+    return wanted
+
+
+def saved_format(folder: Path) -> Format | None:
+    """The format of the matrices in a folder that --save wrote. Returns None for any other. Raises
+    ValueError."""
+    file = folder / SAVED
+    if not file.is_file():
+        return None
+    metadata, _ = safetensors_header(file)
+    if not metadata.get("fused-llama"):
+        return None
+    name = metadata.get("format", metadata.get("fp8"))
+    if metadata["fused-llama"] != SAVED_LAYOUT or name not in FORMATS:
+        what = f"was saved by another version of fused-llama, in the format {name!r}"
+        raise ValueError(f"{file} {what}: save it again from the original")
+    return FORMATS[name]
+
+
+def small_source(path: Path) -> Source:
+    """The source that a path stands for, by its small files: what --save wrote is taken for the
+    layout of the original. Raises OSError, ValueError."""
+    if path.is_file():
+        return GgufFile(path)
+    if (path / "config.json").is_file():
+        return HuggingFaceFolder(path)
+    if (path / "params.json").is_file():
+        return MetaFolder(path)
+    raise _nothing_in(path, "neither config.json nor params.json: not a checkpoint")
+
+
+def source_of(path: Path) -> Source:
+    """The source that a path stands for. Raises OSError, ValueError."""
+    format = saved_format(path)
+    if format:
+        return SavedFolder(path, format)
+    return small_source(path)
+
+
+@one_line_errors()
+def read_config(folder: Path) -> Config:
+    """The configuration in config.json, in Meta's params.json or in a GGUF file. Raises OSError or
+    ValueError."""
+    return small_source(folder).config()
+
+
+class PerMatrix(dict):
+    """The formats of a model's matrices by their names, None for one in 16 or 32 bits; in place of
+    a Format."""
+
+    at = dict.__getitem__
+
+
+class Checkpoint:
+    """A checkpoint that was opened: its configuration, and its tensors, of which only the headers
+    have been read."""
+
+    def __init__(self, folder: Path):
+        """folder: that of the checkpoint, or a GGUF file. Raises OSError, ValueError."""
+        self.folder = folder
+        self.source = source_of(folder)
+        self.config = self.source.config()
+        self.sampling = read_sampling(folder)
+        self.format = self.source.format  # of the matrices, where --save encoded them
+        self.tensors = self.source.tensors(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its floats."""
+        if self.config.dtype and not self.format:
+            return self.config.dtype
+        embedding = next(iter(self.tensors.values()))  # it comes first in every source
+        return embedding.dtype
+
+    @property
+    def quantised(self) -> str:
+        """How others have quantised matrices, in words; empty if they are floats."""
+        names = sorted({tensor.kind.name for tensor in self.tensors.values() if tensor.kind})
+        return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether matrices are quantised, by others or by --save."""
+        return bool(self.format or self.quantised)
+
+    @property
+    def elements(self) -> int:
+        parts = model_parts(self.config).values()
+        return sum(math.prod(part.shape(self.config)) for part in parts)
+
+    def formats_as_stored(self, c: Config, most_bits: int) -> PerMatrix | None:
+        """The formats that take a rank's matrices as others have quantised them, of at most so many
+        bits. Returns None if none is quantised."""
+        if not self.quantised:
+            return None
+        formats = PerMatrix()
+        for t in model_tensors(c):
+            if t.is_matrix:
+                kinds = {self.tensors[part.name].kind for part in t.parts}
+                formats[t.name] = quants.format_for(kinds, t.shape(c)[1], most_bits)
+        return formats
+
+    def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
+        """What is wrong with the first tensor of floats that holds NaN or inf, in the file or once
+        converted to dtype. Returns None if there is none. Codes are checked as they are read."""
+        floats = (tensor for tensor in self.tensors.values() if isinstance(tensor, Floats))
+        return next(filter(None, (tensor.flaw(dtype) for tensor in floats)), None)
 
 
 @one_line_errors()
@@ -850,115 +886,35 @@ def find_checkpoint(name: str | Path) -> Path:
     Hugging Face hub: in the hub's cache, to which it is downloaded if need be. Of GGUF, which may
     be given as a file or as one of the kinds in a repository, "owner/name:Q4_K_M", the file. Raises
     OSError or ValueError, in one line that says what to do."""
-    name = str(name)
-    if folder := local_checkpoint(name):
-        return folder
-    from huggingface_hub import constants, errors, is_offline_mode
+    return hub.find_checkpoint(str(name), read_config, is_whole)
 
-    repository, _, kind = name.partition(":")
-    for wanted in [kind] if kind else [None, "Q4_K_M", *([""] if is_offline_mode() else [])]:
-        if found := _cached(repository, wanted):
-            return found
+
+def is_whole(path: Path) -> bool:
+    """Whether nothing is missing that a checkpoint refers to."""
     try:
-        return _download(repository, kind)
-    except errors.GatedRepoError:
-        reason = "on the hub it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
-    except errors.RepositoryNotFoundError:
-        reason = f"no such repository on {constants.ENDPOINT} (a private one needs HF_TOKEN)"
-    except ValueError:
-        raise
-    except Exception as error:  # network errors, of whichever library huggingface_hub uses
-        reason = f"the download from {constants.ENDPOINT} failed ({type(error).__name__}: {error})"
-    raise OSError(f"no folder {name} here, and {reason}")
-
-
-def pick_gguf(names: Collection[str], kind: str) -> list[str]:
-    """The files that llama.cpp would take of a repository: all parts of the model whose name says
-    this kind; if none is asked for, Q4_K_M, or else the first that can be read."""
-    models = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
-    pattern = "(?<![a-z0-9])({})(_[SML])?(?![a-z0-9_])"
-    says = lambda kind: [name for name in models if re.search(pattern.format(kind), name, re.I)]
-    found = (
-        says(re.escape(kind))
-        if kind
-        else says("Q4_K_M") or says("|".join(t.name for t in gguf.TYPES.values()))
-    )
-    stem = lambda name: re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", name)
-    return [name for name in found if stem(name) == stem(found[0])]
-
-
-def _cached(name: str, gguf: str | None) -> Path | None:
-    """A repository's folder in the hub's cache, or its GGUF file of this kind ("": any), if nothing
-    is missing that the checkpoint refers to: the cache does not know whether it is complete if
-    another program filled it."""
-    from huggingface_hub import is_offline_mode, snapshot_download
-
-    # offline, make do with what is cached
-    wanted = SMALL_FILES[:2] if is_offline_mode() else SMALL_FILES
-    wanted = wanted if gguf is None else []
-    try:
-        at = folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
-        if gguf is None:
-            _tensor_files(folder)
-        else:
-            at = (
-                folder
-                / pick_gguf(
-                    [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")], gguf
-                )[0]
-            )
+        if path.is_dir():
+            weight_files(path)
         try:
-            read_config(at)
-        except ValueError:  # not supported: load says why
-            return at
-        Checkpoint(at)
-        if at == folder:
-            tokenizer_file(folder)
-    except (OSError, ValueError, IndexError):
-        return None
-    return at
+            read_config(path)
+        except ValueError:  # it is not supported: load says why
+            return True
+        Checkpoint(path).source.tokenizer()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
-def _download(name: str, kind: str) -> Path:
-    """Download what this program reads of a repository to the hub's cache, except for files that
-    are there already."""
-    from huggingface_hub import HfApi, constants, snapshot_download, utils
-
-    if not sys.stderr.isatty():
-        utils.disable_progress_bars()
-    utils.logging.set_verbosity_error()
-    names = [file.rfilename for file in HfApi().model_info(name).siblings]
-    kinds = [[file for file in names if re.fullmatch(pattern, file)] for pattern in WEIGHTS]
-    gguf = [] if any(kinds) and not kind else pick_gguf(names, kind)
-    if not gguf and (kind or not any(kinds)):
-        usual = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
-        raise ValueError(f"{name} holds {f'no GGUF file of the kind {kind}' if kind else usual}")
-    # what is not supported is refused before the weights are fetched
-    if not gguf and "config.json" in names:
-        read_config(Path(snapshot_download(name, allow_patterns=SMALL_FILES)))
-    files = gguf or SMALL_FILES + next(filter(None, kinds))
-    planned = snapshot_download(name, allow_patterns=files, dry_run=True)
-    need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
-    cache = Path(constants.HF_HUB_CACHE)
-    place = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
-    if need > (free := shutil.disk_usage(place).free / 1e9):
-        raise ValueError(
-            f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)"
-        )
-    folder = Path(snapshot_download(name, allow_patterns=files))
-    return folder / gguf[0] if gguf else folder
+# ---- the loader: tensors of a source, moved to the device and converted
 
 
-# ---- weights: the checkpoint's tensors, moved to the device and converted
-
-
-def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
+def weight_bytes(c: Config, dtype: torch.dtype, format: Format | PerMatrix | None) -> int:
     """Bytes of a model's weights. A tied output matrix that is in no format is the embedding
     itself."""
     total = 0
     for t in model_tensors(c):
-        if held := t.matrix and format and format.at(t.name):
-            total += held.nbytes(*t.shape(c))
+        of_matrix = format.at(t.name) if format and t.is_matrix else None
+        if of_matrix:
+            total += of_matrix.nbytes(*t.shape(c))
         elif t.name != "output" or not c.tie_embeddings:
             total += dtype.itemsize * math.prod(t.shape(c))
     return total
@@ -967,78 +923,92 @@ def weight_bytes(c: Config, dtype: torch.dtype, format: Format | None) -> int:
 def largest_read(c: Config) -> int:
     """Elements of the largest matrix that is read to be encoded: in whole rows, although some are
     cut by columns."""
-    matrices = [t for t in model_tensors(c) if t.matrix]
-    return max(
-        math.prod(t.shape(c)) * (c.ranks if t.stored[0].dims[1] in CUT else 1) for t in matrices
-    )
+    sizes = []
+    for t in model_tensors(c):
+        if t.is_matrix:
+            _, columns = t.parts[0].dims
+            sizes.append(math.prod(t.shape(c)))
+            if columns in CUT:
+                sizes[-1] *= c.ranks
+    return max(sizes)
 
 
-def check_groups(c: Config, format: Format | None) -> None:
+def check_groups(c: Config, format: Format | PerMatrix | None) -> None:
     """Raise ValueError if a rank's columns of a matrix are not whole groups of the format."""
+    if not format:
+        return
     for name, (_, columns) in matrix_shapes(c).items():
-        held = format and format.at(name)
-        if held and columns % held.group:
+        of_matrix = format.at(name)
+        if of_matrix and columns % of_matrix.group:
             where = f" on each of {c.ranks} processes" if c.ranks > 1 else ""
-            raise ValueError(
-                f"{name} has {columns} columns{where}; {held.name} needs a multiple of {held.group}"
-            )
+            needs = f"{of_matrix.name} needs a multiple of {of_matrix.group}"
+            raise ValueError(f"{name} has {columns} columns{where}; {needs}")
+
+
+class Piece(NamedTuple):
+    """Where some rows of a rank's tensor come from."""
+
+    place: slice  # of the rank's tensor
+    tensor: SourceTensor
+    rows: slice  # of the source's tensor
 
 
 @dataclass
 class Loader:
-    """Loads the tensors one by one: matrices in the type `stored`, encoded in a format, or as they
-    are if the file has them in one; all else in dtype (the norms are small, and a token reads only
-    one row of the embedding). With several ranks, each loads its part of every matrix."""
+    """Loads the tensors one by one, since the model must never be in memory twice. Matrices are in
+    matrix_dtype or in a format, in which they are encoded here unless they are encoded in the file;
+    all else is in dtype (the norms are small, and a token reads only one row of the embedding).
+    With several ranks, each loads its share of every matrix."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
-    stored: torch.dtype
+    matrix_dtype: torch.dtype
     device: torch.device
-    format: Format | None
+    format: Format | PerMatrix | None
     backend: str = ""  # whose ops will read the matrices, if any will
     ranks: Ranks = Ranks()
     quiet: bool = False
-    importance: dict[str, Tensor] | None = None  # importance_of the matrices' columns
 
     def __post_init__(self) -> None:
-        self.whole, self.config = (
-            self.checkpoint.config,
-            self.checkpoint.config.cut(self.ranks.size),
-        )
+        self.whole = self.checkpoint.config
+        self.config = self.whole.cut(self.ranks.size)
         self.shapes = matrix_shapes(self.config)
-        self.encodes = bool(
-            self.format and not self.checkpoint.format and not self.checkpoint.quantised
-        )
-        if self.encodes:  # allocate what stays first, to avoid fragmentation
-            self.encoded = {
-                n: self.format.at(n).empty(*shape, self.device) for n, shape in self.shapes.items()
-            }
+        self.encoded: dict[str, Tensors] = {}
+        if self.format and not self.checkpoint.is_encoded:
+            # allocate what stays first, to avoid fragmentation
+            for name, shape in self.shapes.items():
+                self.encoded[name] = self.format.at(name).empty(*shape, self.device)
             self.workspace = torch.empty(
-                largest_read(self.config), dtype=self.stored, device=self.device
+                largest_read(self.config), dtype=self.matrix_dtype, device=self.device
             )
-        # None: if no terminal
-        total, hidden = weight_bytes(self.config, self.dtype, self.format), self.quiet or None
         self.bar = tqdm(
-            total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False
+            total=weight_bytes(self.config, self.dtype, self.format),
+            unit="B",
+            unit_scale=True,
+            desc="loading",
+            disable=self.quiet or None,  # None: if there is no terminal
+            leave=False,
         )
 
     def load(self) -> Weights:
         with self.bar:
-            embedding, *layers, norm, output = model_tensors(self.whole)
-            layers = [list(tensors) for _, tensors in itertools.groupby(layers, lambda t: t.layer)]
+            embedding, *of_layers, norm, output = model_tensors(self.whole)
             table = self.vector(embedding)
             if self.config.tie_embeddings and not (self.format and self.format.at("output")):
-                tied = table[self.share("output_rows")].to(self.stored)
+                tied = table[self.share("output_rows")].to(self.matrix_dtype)
                 last = kernels.in_cpu_layout(Matrix(tied), self.backend, self.dtype)
             else:
                 last = self.matrix(output)
-            made = [self.layer(tensors) for tensors in layers]
-            return Weights(table, made, self.vector(norm), last)
+            layers = itertools.groupby(of_layers, lambda t: t.layer)
+            return Weights(
+                table, [self.layer(tensors) for _, tensors in layers], self.vector(norm), last
+            )
 
-    def layer(self, tensors: list[Joined]) -> LayerWeights:
-        return LayerWeights(
-            **{t.field: self.matrix(t) if t.matrix else self.vector(t) for t in tensors}
-        )
+    def layer(self, tensors: Iterable[ModelTensor]) -> LayerWeights:
+        made = {}
+        for t in tensors:
+            made[t.field] = self.matrix(t) if t.is_matrix else self.vector(t)
+        return LayerWeights(**made)
 
     def share(self, dim: str) -> slice:
         """What this rank has of one of the sizes of the whole model."""
@@ -1049,119 +1019,67 @@ class Loader:
         taken = share(count, self.ranks.rank, self.ranks.size)
         return slice(taken.start * size // count, taken.stop * size // count)
 
-    def sources(self, t: Joined) -> list[tuple[str, slice]]:
-        """The checkpoint's tensors that make up one of the model's (a saved one has joined them),
-        and a rank's rows."""
-        shares = [self.share(row.dims[0]) for row in t.stored]
-        if not self.checkpoint.format:
-            return [
-                (row.name(self.checkpoint.layout, t.layer), rows)
-                for row, rows in zip(t.stored, shares)
-            ]
-        if t.field == "qk_norm":  # [2, D]
-            shares = [ALL]
-        elif t.field == "w13":
-            shares = [slice(2 * shares[0].start, 2 * shares[0].stop)]
-        else:
-            above = itertools.accumulate((row.shape(self.whole)[0] for row in t.stored), initial=0)
-            shares = [
-                slice(start + rows.start, start + rows.stop) for start, rows in zip(above, shares)
-            ]
-        return [(t.name if t.matrix else f"{t.name}.weight", rows) for rows in shares]
+    def pieces(self, t: ModelTensor) -> list[Piece]:
+        """Where the rows of a tensor come from: from its parts, unless the source has joined
+        them."""
+        tensors = self.checkpoint.tensors
+        shares = [self.share(part.dims[0]) for part in t.parts]
+        places = t.places(self.config)
+        if t.name not in tensors:
+            parts = [tensors[part.name] for part in t.parts]
+            return list(map(Piece, places, parts, shares))
+        rows = t.joined_rows(self.whole, shares)
+        if len(rows) == 1:
+            places = [ALL]
+        return [Piece(place, tensors[t.name], taken) for place, taken in zip(places, rows)]
 
-    def vector(self, t: Joined) -> Tensor:
-        """A norm, the embedding, or a vector that joins several of the checkpoint's."""
-        parts = [self.checkpoint.read(self.device, *source) for source in self.sources(t)]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self.bar.update(self.dtype.itemsize * tensor.numel())
-        return tensor.view(t.shape(self.config)).to(
-            self.device, self.dtype, copy=True, non_blocking=True
-        )
+    def fill(self, data: Tensor, t: ModelTensor, columns: slice = ALL) -> None:
+        """Read these columns of a tensor into `data`, whose rows are this rank's."""
+        for place, tensor, rows in self.pieces(t):
+            data[place].copy_(tensor.read(self.device, rows, columns), non_blocking=True)
 
-    def matrix(self, t: Joined) -> Matrix:
-        """A matrix made of the checkpoint's: w1 and w3 with their rows interleaved, others one
-        below the other."""
-        columns, format = self.share(t.stored[0].dims[1]), self.format and self.format.at(t.name)
-        if format:
-            take = (
-                self.saved if self.checkpoint.format else self.encode if self.encodes else self.held
-            )
-            made = Matrix(take(format, t, columns), format)
-        else:
-            made = Matrix(torch.empty(self.shapes[t.name], dtype=self.stored, device=self.device))
+    def vector(self, t: ModelTensor) -> Tensor:
+        """A norm, a bias or the embedding."""
+        made = torch.empty(t.shape(self.config), dtype=self.dtype, device=self.device)
+        self.fill(made, t)
+        self.bar.update(made.nbytes)
+        return made
+
+    def matrix(self, t: ModelTensor) -> Matrix:
+        shape = self.shapes[t.name]
+        columns = self.share(t.parts[0].dims[1])
+        format = self.format.at(t.name) if self.format else None
+        if not format:
+            made = Matrix(torch.empty(shape, dtype=self.matrix_dtype, device=self.device))
             self.fill(made.data, t, columns)
+        elif t.name in self.encoded:
+            made = Matrix(self.encode(format, t, columns), format)
+        else:
+            tensors = format.empty(*shape, self.device)
+            for place, tensor, rows in self.pieces(t):
+                out = tuple(of_format[place] for of_format in tensors)
+                tensor.write(format, out, self.device, rows, columns)
+            made = Matrix(tensors, format)
         self.bar.update(made.nbytes)
         return kernels.in_cpu_layout(made, self.backend, self.dtype, self.format)
 
-    def fill(self, data: Tensor, t: Joined, columns: slice) -> None:
-        for (place,), source in zip(self.places((data,), t), self.sources(t), strict=True):
-            place.copy_(self.checkpoint.read(self.device, *source, columns), non_blocking=True)
-
-    def places(self, tensors: tuple[Tensor, ...], t: Joined) -> list[tuple[Tensor, ...]]:
-        """The rows of a matrix where each of the checkpoint's belongs."""
-        if t.field == "w13":
-            return [tuple(tensor[i::2] for tensor in tensors) for i in (0, 1)]
-        rows = [row.shape(self.config)[0] for row in t.stored]
-        return list(zip(*(tensor.split(rows) for tensor in tensors)))
-
-    def held(self, format: Format, t: Joined, columns: slice) -> Tensors:
-        """A matrix that the file has quantised, as it is."""
-        tensors = format.empty(*self.shapes[t.name], self.device)
-        for place, (source, rows) in zip(self.places(tensors, t), self.sources(t), strict=True):
-            for at, blocks in self.checkpoint.blocks(self.device, source, rows, columns):
-                format.write(blocks, tuple(tensor[at] for tensor in place))
-        return tensors
-
-    def encode(self, format: Format, t: Joined, columns: slice) -> Tensors:
+    def encode(self, format: Format, t: ModelTensor, columns: slice) -> Tensors:
         """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there
         are. Where the format cannot be cut, it is encoded from this rank's columns."""
-        (N, part), K, tensors = self.shapes[t.name], t.shape(self.whole)[1], self.encoded[t.name]
+        N, part = self.shapes[t.name]
+        K = t.shape(self.whole)[1]
         data = self.workspace[: N * K].view(N, K)
-        self.fill(data, t, ALL)
+        self.fill(data, t)
+        tensors = self.encoded[t.name]
         try:
             if part == K or not format.can_be_cut(K, part):
                 return format.encode(data[:, columns], tensors)
             for tensor, whole in zip(tensors, format.encode(data)):
-                tensor.copy_(whole[:, stored_columns(columns, K, whole.shape[1])])
+                tensor.copy_(whole[:, columns_in(columns, K, whole.shape[1])])
             return tensors
         except ValueError as error:
-            raise ValueError(self.checkpoint.first_bad_tensor(self.stored) or str(error)) from None
-
-    def saved(self, format: Format, t: Joined, columns: slice) -> Tensors:
-        """A matrix that the file has in its format."""
-        (N, part), K, rows = (
-            self.shapes[t.name],
-            t.shape(self.whole)[1],
-            [taken for _, taken in self.sources(t)],
-        )
-        tensors = format.empty(N, part, self.device)
-        if not format.can_be_cut(K, part):
-            what = f"{t.name} was saved in {format.name}, where its {K} columns"
-            raise ValueError(
-                f"{what} cannot be divided among {self.ranks.size} processes: take the original"
-            )
-        for tensor, stored in zip(tensors, saved_as(t, self.config, self.format)):
-            M = self.checkpoint.shapes[stored][1:]
-            for place, taken in zip(
-                tensor.split([taken.stop - taken.start for taken in rows]), rows
-            ):
-                read = self.checkpoint.read(
-                    self.device, stored, taken, *(stored_columns(columns, K, m) for m in M)
-                )
-                place.copy_(read.view(place.shape), non_blocking=True)
-        try:
-            format.check(tensors)
-        except ValueError as error:
-            file = self.checkpoint.folder / SAVED
-            raise ValueError(
-                f"{file}: {t.name} has {error}: save it again from the original"
-            ) from None
-        return tensors
-
-
-def stored_columns(columns: slice, K: int, M: int) -> slice:
-    """Where these columns of a matrix of K are in a stored tensor of M columns."""
-    return slice(columns.start * M // K, -(-columns.stop * M // K))
+            flaw = self.checkpoint.first_bad_tensor(self.matrix_dtype)
+            raise ValueError(flaw or str(error)) from None
 
 
 # ---- what it runs on, and whether it fits
@@ -1180,7 +1098,9 @@ def pick_device(name: str = "auto", ranks: Ranks = Ranks()) -> torch.device:
         raise ValueError(
             f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU"
         )
-    index = device.index if device.index is not None else ranks.local_rank
+    index = device.index
+    if index is None:
+        index = ranks.local_rank
     count = torch.cuda.device_count()
     if index >= count:
         raise ValueError(f"device cuda:{index} was asked for, but torch sees {count} CUDA devices")
@@ -1203,80 +1123,13 @@ def pick_dtype(
     check_choice("dtype", name, ("auto", *DTYPES))
     if name != "auto":
         return DTYPES[name]
-    if device.type == "cpu" and 4 * elements <= CACHES and not kernels.multiplies_bf16():
-        return torch.float32
-    return torch.bfloat16 if device.type == "cpu" and stored == torch.float16 else stored
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated; infinity where the system does not say (no GPU and no
-    /proc/meminfo)."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return 1024 * int(
-            re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1)
-        )
-    except OSError:
-        return math.inf
-
-
-def check_memory(
-    c: Config,
-    dtype: torch.dtype,
-    device: torch.device,
-    ctx_size: int,
-    format: Format | None = None,
-    kv_fp8: bool = False,
-    ranks: Ranks = Ranks(),
-    quantised: bool = False,
-) -> None:
-    """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will
-    not fit, before any of them is allocated."""
-    size, weights, on_cpu = dtype.itemsize, weight_bytes(c, dtype, format), device.type == "cpu"
-    for name, shape in (
-        matrix_shapes(c).items() if on_cpu else ()
-    ):  # what kernels.in_cpu_layout adds
-        held, elements = format and format.at(name), math.prod(shape)
-        if name == "output" and (
-            format is kernels.INT4 or c.tie_embeddings and not held and dtype != torch.float16
-        ):
-            weights += size * elements  # decoded, or a copy of the embedding
-        if dtype == torch.bfloat16 and held and held.bits == 4:
-            weights += elements * 5 // 8  # the codes are there in torch's layout, too
-        if (
-            dtype == torch.bfloat16
-            and not held
-            and size * elements <= kernels.SMALL
-            and kernels.multiplies_bf16()
-        ):
-            weights += size * elements  # in both layouts
-    cache = 2 * (1 if kv_fp8 else size) * c.n_layers * c.kv_dim * ctx_size
-    widest = 3 * c.dim + c.q_dim + 2 * c.kv_dim + 3 * c.hidden_dim
-    workspace = (
-        min(ctx_size, PROMPT_CHUNK[device.type]) * (size * widest + ctx_size) + 8 * c.vocab_size
-    )
-    # of decoded matrices: the graphs of prompts have memory of their own
-    copies = 1 if on_cpu else 2
-    if not on_cpu:
-        workspace += min(ctx_size, PADDED[-1]) * size * widest
-    if format:  # the largest matrix
-        workspace += copies * size * largest_read(c)
-    if quantised:  # a matrix is decoded to fp32 before it is converted
-        workspace += 4 * largest_read(c)
-    if kv_fp8:  # keys and values of one layer
-        workspace += copies * 2 * size * c.kv_dim * ctx_size
-    free, where, need = free_memory(device), str(device), weights + cache + workspace
-    if ranks.size > 1:
-        where += f" for rank {ranks.rank} of {ranks.size}"
-        free /= ranks.local_size if on_cpu else 1  # the ranks of a host share its memory
-    if need > free:
-        formats = "" if quantised else " --fp8, --int4"
-        w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
-        raise MemoryError(
-            f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
-            f" try a smaller context (-c), a smaller --dtype,{formats} or --kv-fp8"
-        )
+        return stored
+    if 4 * elements <= CACHES and not kernels.multiplies_bf16():
+        return torch.float32
+    if stored == torch.float16:
+        return torch.bfloat16
+    return stored
 
 
 def pick_backend(name: str, device: torch.device) -> str:
@@ -1305,23 +1158,99 @@ def check_accumulate(
     """Raise ValueError if a prompt's products are to be accumulated in half precision where that
     cannot be done."""
     check_choice("accumulate", accumulate, ("auto", "fp32", "fp16"))
-    if accumulate == "fp16" and not (
-        backend == "triton" and device.type == "cuda" and dtype == torch.float16
-    ):
+    can_be_done = backend == "triton" and device.type == "cuda" and dtype == torch.float16
+    if accumulate == "fp16" and not can_be_done:
         raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
 
 
 def check_original(checkpoint: Checkpoint, format: str | None) -> None:
-    """Raise ValueError if matrices that are already quantised would be encoded again."""
-    held = checkpoint.format.name if checkpoint.format else checkpoint.quantised
-    if held and format:
-        lossy = f"its matrices are {held}, and {format} would lose precision a second time"
+    """Raise ValueError if matrices that are encoded already would be encoded again."""
+    own = checkpoint.format.name if checkpoint.format else checkpoint.quantised
+    if own and format:
+        lossy = f"its matrices are {own}, and {format} would lose precision a second time"
         raise ValueError(f"{checkpoint.folder}: {lossy}: run it as it is, or encode the original")
+
+
+CGROUPS = (  # of a container, version 2 and version 1: the folder, its limit, what it uses
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on a GPU, or in this machine and its container; infinity
+    where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = math.inf
+    with suppress(OSError):
+        said = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free = 1024 * int(said[1])
+    for folder, limit, used in CGROUPS:
+        with suppress(OSError, ValueError):  # not in such a container, or its limit is "max"
+            most = int(Path(folder, limit).read_text())
+            taken = int(Path(folder, used).read_text())
+            stat = Path(folder, "memory.stat").read_text()
+            dropped = re.findall(r"^(?:in)?active_file (\d+)", stat, re.MULTILINE)  # if need be
+            free = min(free, most - taken + sum(map(int, dropped)))
+    return free
+
+
+# What a model needs beside weights and cache, in multiples of its largest matrix in dtype: two
+# decoded copies of it (the graphs of prompts have memory of their own) and two workspaces for the
+# activations of a chunk, each at most 1.3 times as large (7B). On a CPU: one of each, and a second
+# copy of the output matrix where it is the embedding.
+MARGIN = 5
+
+
+def check_memory(
+    c: Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    ctx_size: int,
+    format: Format | PerMatrix | None = None,
+    kv_fp8: bool = False,
+    ranks: Ranks = Ranks(),
+) -> None:
+    """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will
+    not fit, before any of them is allocated."""
+    on_cpu = device.type == "cpu"
+    shapes = matrix_shapes(c)
+    weights = weight_bytes(c, dtype, format)
+    workspace = MARGIN * dtype.itemsize * max(map(math.prod, shapes.values()))
+    layer = 2 * c.kv_dim * ctx_size  # keys and values of one layer
+    cache = c.n_layers * layer
+    if kv_fp8:
+        workspace += 2 * layer * dtype.itemsize  # decoded
+    else:
+        cache *= dtype.itemsize
+    if format and on_cpu and dtype == torch.bfloat16:
+        for name, shape in shapes.items():
+            of_matrix = format.at(name)
+            if of_matrix and of_matrix.bits == 4:
+                weights += math.prod(shape) * 5 // 8  # a copy of the codes for torch's product
+    need = weights + cache + workspace
+    free = free_memory(device)
+    where = str(device)
+    if ranks.size > 1:
+        where += f" for rank {ranks.rank} of {ranks.size}"
+    if on_cpu:
+        free /= ranks.local_size  # the ranks of a host share its memory
+    if need > free:
+        w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
+        formats = "" if isinstance(format, PerMatrix) else " --fp8, --int4"
+        raise MemoryError(
+            f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
+            f" try a smaller context (-c), a smaller --dtype,{formats} or --kv-fp8"
+        )
+
+
+# ---- loading
 
 
 @one_line_errors()
 def load(
-    name: "str | Path | Checkpoint",
+    name: str | Path | Checkpoint,
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -1347,8 +1276,12 @@ def load(
         raise ValueError(
             f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own"
         )
-    checkpoint = name if isinstance(name, Checkpoint) else Checkpoint(find_checkpoint(name))
-    folder, config, sampling = checkpoint.folder, checkpoint.config, Sampling(**checkpoint.sampling)
+    if isinstance(name, Checkpoint):
+        checkpoint = name
+    else:
+        checkpoint = Checkpoint(find_checkpoint(name))
+    folder = checkpoint.folder
+    config = checkpoint.config
     if not checkpoint.format or format != checkpoint.format.name:
         check_original(checkpoint, format)
     on = pick_device(device, ranks)
@@ -1356,180 +1289,42 @@ def load(
     if backend == "triton" and config.head_dim % 8:
         wrong = f"head_dim is {config.head_dim}; the kernels need a multiple of 8"
         raise ValueError(f"{folder}: {wrong}: use --backend torch")
-    torch_dtype = pick_dtype(dtype, checkpoint.dtype, on, checkpoint.elements)
-    ctx_size = min(config.max_seq_len, 4096) if ctx_size is None else ctx_size or config.max_seq_len
+    as_dtype = pick_dtype(dtype, checkpoint.dtype, on, checkpoint.elements)
+    if ctx_size is None:
+        ctx_size = min(config.max_seq_len, 4096)
+    ctx_size = ctx_size or config.max_seq_len
     if config.sliding_window and ctx_size > config.sliding_window:
         window = f"sliding_window is {config.sliding_window}"
         raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
-    check_accumulate(accumulate, backend, on, torch_dtype)
+    check_accumulate(accumulate, backend, on, as_dtype)
     config = config.cut(ranks.size)
     # torch has no fast product for 8-bit codes in groups on a CPU: there they are decoded
-    as_stored = checkpoint.held_formats(config, 4 if on.type == "cpu" and backend == "torch" else 8)
-    held = checkpoint.format or FORMATS.get(format) or as_stored
-    check_groups(config, held)
+    decodes = on.type == "cpu" and backend == "torch"
+    as_stored = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
+    formats = checkpoint.format or FORMATS.get(format) or as_stored
+    check_groups(config, formats)
     ranks.join(on)
-    check_memory(config, torch_dtype, on, ctx_size, held, kv_fp8, ranks, bool(checkpoint.quantised))
-    # Codes do not depend on --dtype
-    stored = (
-        checkpoint.dtype
-        if held and held is not as_stored
-        else kernels.storage_dtype(backend, torch_dtype, on)
-    )
-    settings = (backend, on, torch_dtype, ctx_size, checkpoint, kv_fp8, accumulate, ranks, sampling)
-
+    check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks)
+    matrix_dtype = kernels.storage_dtype(backend, as_dtype, on)
+    if formats and not as_stored:
+        matrix_dtype = checkpoint.dtype  # codes do not depend on --dtype
+    loader = Loader(checkpoint, as_dtype, matrix_dtype, on, formats, backend, ranks, quiet)
     with torch.inference_mode():
-        weights = Loader(checkpoint, torch_dtype, stored, on, held, backend, ranks, quiet).load()
+        weights = loader.load()
     if on.type == "cuda":
+        del loader
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    return Llama(config, weights, *settings)
-
-
-# ---- a model saved in a format: a folder whose model.safetensors says so in its metadata, with the
-# other small files
-
-SAVED = "model.safetensors"
-LAYOUT = "2"  # of such a file; any other is refused
-
-
-def saved_format(folder: Path) -> Format | None:
-    """The format of a folder that `save` wrote, None for any other. Raises ValueError."""
-    file = folder / SAVED
-    metadata = safetensors_header(file)[0] if file.is_file() else {}
-    version, name = metadata.get("fused-llama"), metadata.get("format", metadata.get("fp8"))
-    if not version:
-        return None
-    if version != LAYOUT or name not in FORMATS:
-        what = f"was saved by another version of fused-llama, in the format {name!r}"
-        raise ValueError(f"{file} {what}: save it again from the original")
-    return FORMATS[name]
-
-
-@torch.inference_mode()
-def importance_of(model: Llama, tokens: list[int], quiet: bool = False) -> dict[str, Tensor]:
-    """By the name of each matrix [N, K], the sum of squares of what it is multiplied with while the
-    model reads a text: float32 [K], as in llama.cpp's importance matrix."""
-    ops, sums = model.ops, {}
-
-    inputs = {  # of each op: its norm, if any, and its matrix
-        "rmsnorm_qkv_rope": lambda layer, _: (layer.attention_norm, layer.wqkv),
-        "linear_add": lambda w, _: (None, w),
-        "rmsnorm_swiglu": lambda layer, _: (layer.ffn_norm, layer.w13),
-        "rmsnorm_linear": lambda norm, w, *_: (norm, w),
-    }
-
-    def watched(name: str) -> Callable:
-        def run(x: Tensor, *rest) -> Tensor:
-            norm, w = inputs[name](*rest)
-            seen = x if norm is None else kernels.rmsnorm_ref(x, norm, model.config.norm_eps)
-            sums[w] = sums.get(w, 0) + seen.float().square().sum(0)
-            return getattr(ops, name)(x, *rest)
-
-        return run
-
-    products = {name: watched(name) for name in kernels.PRODUCTS}
-    model.ops = SimpleNamespace(**vars(ops) | products)
-    with tqdm(
-        desc="calibrating", total=len(tokens), unit=" tokens", disable=quiet or None, leave=False
-    ) as bar:
-        for part in torch.tensor(tokens).split(min(1024, model.ctx_size)):
-            model.forward(part, State(model, len(part)))
-            bar.update(len(part))
-    if not all(torch.isfinite(total).all() for total in sums.values()):
-        raise ValueError("the activations overflow: calibrate with --dtype bf16 or fp32")
-    return {
-        name: sums[w]
-        for name, w in zip(matrix_shapes(model.config), model.weights.matrices, strict=True)
-    }
-
-
-@one_line_errors()
-def save(
-    name: str,
-    target: str,
-    *,
-    format: str = "e4m3",
-    dtype: str = "auto",
-    device: str = "auto",
-    quiet: bool = False,
-    calibrate: str | None = None,
-) -> Path:
-    """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
-    empty: whole or not at all. Returns its model.safetensors. All other tensors are in dtype; auto
-    is the checkpoint's own, on a CPU too. calibrate: a text; int4 then rounds most carefully the
-    weights that matter most to it. Raises ValueError, OSError or MemoryError, in one line that says
-    what to do."""
-    check_choice("format", format, FORMATS)
-    check_choice("dtype", dtype, ("auto", *DTYPES))
-    if calibrate is not None and format != "int4":
-        raise ValueError("calibrate is for int4: other formats round every column alike")
-    if calibrate is not None and not calibrate.strip():
-        raise ValueError("the text to calibrate with is empty")
-    folder, to = find_checkpoint(name), Path(os.path.expanduser(target)).resolve()
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise FileExistsError(f"{to} is not an empty folder: save to a new one")
-    checkpoint = Checkpoint(folder)
-    config = checkpoint.config
-    check_original(checkpoint, format)
-    on, as_dtype, held = pick_device(device), DTYPES.get(dtype, checkpoint.dtype), FORMATS[format]
-    check_groups(config, held)
-    check_memory(config, as_dtype, on, 1, held)
-    need, free = weight_bytes(config, as_dtype, held) / 1e9, shutil.disk_usage(to.parent).free / 1e9
-    if need > free:
-        raise OSError(
-            f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere"
-        )
-    with TemporaryDirectory(prefix=f"{to.name}.partial-", dir=to.parent) as beside:
-        # and then renamed; the outer folder is readable for its owner alone
-        made = Path(beside, "whole")
-        made.mkdir()
-        tokenizer, importance = Tokenizer(folder), None
-        _copy_what_is_small(folder, made, tokenizer)
-        if calibrate is not None:
-            tokens = tokenizer.encode(calibrate)
-            importance = importance_of(
-                load(checkpoint, dtype=dtype, device=device, quiet=quiet), tokens, quiet
-            )
-        with torch.inference_mode():
-            loader = Loader(
-                checkpoint, as_dtype, checkpoint.dtype, on, held, quiet=quiet, importance=importance
-            )
-            weights = loader.load()
-        save_file(
-            _saved(config, weights, held), made / SAVED, {"fused-llama": LAYOUT, "format": format}
-        )
-        # the library makes it readable for the owner alone
-        (made / SAVED).chmod(made.stat().st_mode & 0o666)
-        made.rename(to)
-    return to / SAVED
-
-
-def _copy_what_is_small(folder: Path, to: Path, tokenizer: Tokenizer) -> None:
-    """Copy all that read_config and Tokenizer read, so that they find the same in `to` as in the
-    folder."""
-    if folder.is_file():
-        header = read_header(folder)
-        vocabulary, beside = gguf.tokenizer_files(header)
-        files = {"config.json": gguf.config_json(header), "tokenizer_config.json": beside}
-        files["tokenizer.model" if isinstance(vocabulary, bytes) else "tokenizer.json"] = vocabulary
-        for name, value in files.items():
-            (to / name).write_bytes(
-                value if isinstance(value, bytes) else json.dumps(value).encode()
-            )
-    else:
-        for file in (*(folder / name for name in SMALL_FILES), tokenizer_file(folder)):
-            if file.is_file():
-                (to / file.name).write_bytes(read_bytes(file))
-    # it was recognised by the folder's path
-    if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:
-        (to / "chat_template.jinja").write_text(tokenizer.chat_template)
-
-
-def _saved(c: Config, w: Weights, format: Format) -> dict[str, Tensor]:
-    """The tensors on the CPU, by the names of saved_as."""
-    tensors = {}
-    for t in model_tensors(c):
-        held = getattr(w if t.layer is None else w.layers[t.layer], t.field)
-        values = held.tensors if t.matrix else (held,)
-        for (name, (_, shape)), value in zip(saved_as(t, c, format).items(), values, strict=True):
-            tensors[name] = value.cpu().view(shape)
-    return tensors
+    sampling = Sampling(**checkpoint.sampling)
+    return Llama(
+        config,
+        weights,
+        backend,
+        on,
+        as_dtype,
+        ctx_size,
+        checkpoint,
+        kv_fp8,
+        accumulate,
+        ranks,
+        sampling,
+    )

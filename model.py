@@ -4,16 +4,14 @@ kernels.py."""
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -99,15 +97,6 @@ class Config:
     def output_rows(self) -> int:
         return -(-self.vocab_size // self.ranks)
 
-    @property
-    def layer_table(self) -> list[Joined]:
-        """The tensors of one layer that this model has. What only some models have, such as
-        qkv_bias, is a flag of the config, too."""
-        rows = [row for row in LAYER if getattr(self, row.field, True)]
-        return [
-            Joined(field, tuple(found)) for field, found in groupby(rows, lambda row: row.field)
-        ]
-
 
 # ---- weights
 
@@ -146,92 +135,6 @@ class Weights:
         """The formats of its matrices, in words; empty if there are none."""
         names = sorted({m.format.name for m in self.matrices if m.format})
         return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor as checkpoints store it, and where it goes: all that checkpoint.py knows of names,
-    shapes and cuts."""
-
-    # of LayerWeights or Weights; tensors of the same field are joined, in the order of the table
-    field: str
-    dims: tuple[str, ...]  # its shape, in sizes of Config; of those in CUT, each rank has a share
-    meta: str  # its name in Meta's layout
-    hugging_face: str  # its name in Hugging Face's
-    gguf: str  # its name in GGUF's
-    rotated: bool = False  # its rows are subject to RoPE: layouts have them in different orders
-
-    @property
-    def matrix(self) -> bool:
-        """Whether it is applied as y = x W^T, so that it may be stored in a format."""
-        return len(self.dims) == 2 and self.field != "embedding"
-
-    def shape(self, c: Config) -> tuple[int, ...]:
-        return tuple(getattr(c, dim) for dim in self.dims)
-
-    def name(self, layout: str, layer: int | None = None) -> str:
-        """Its name in a layout, "meta", "hugging_face" or "gguf"; layer: which one, if it is in
-        LAYER."""
-        prefix = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}[layout]
-        return ("" if layer is None else f"{prefix}.{layer}.") + getattr(self, layout)
-
-
-class Joined(NamedTuple):
-    """A tensor of the model: one or several of the checkpoint's, joined."""
-
-    name: str
-    stored: tuple[Stored, ...]
-    layer: int | None = None
-
-    @property
-    def field(self) -> str:
-        return self.stored[0].field
-
-    @property
-    def matrix(self) -> bool:
-        return self.stored[0].matrix
-
-    def shape(self, c: Config) -> tuple[int, ...]:
-        if self.field == "qk_norm":
-            return 2, c.head_dim
-        return (sum(row.shape(c)[0] for row in self.stored), *self.stored[0].shape(c)[1:])
-
-
-LAYER = (
-    Stored("attention_norm", ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
-    Stored("wqkv", ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight", True),
-    Stored("wqkv", ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", "attn_k.weight", True),
-    Stored("wqkv", ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight", "attn_v.weight"),
-    Stored("qkv_bias", ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", "attn_q.bias", True),
-    Stored("qkv_bias", ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias", True),
-    Stored("qkv_bias", ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias", "attn_v.bias"),
-    Stored("qk_norm", ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight", "attn_q_norm.weight", True),
-    Stored("qk_norm", ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight", True),
-    Stored("wo", ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
-    Stored("ffn_norm", ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
-    Stored("w13", ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight", "ffn_gate.weight"),
-    Stored("w13", ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight", "ffn_up.weight"),
-    Stored("w2", ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
-)  # fmt: skip
-EMBEDDING = Stored(
-    "embedding",
-    ("vocab_size", "dim"),
-    "tok_embeddings.weight",
-    "model.embed_tokens.weight",
-    "token_embd.weight",
-)
-NORM = Stored("norm", ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
-# unless tied
-OUTPUT = Stored(
-    "output", ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight"
-)
-# Sizes of which each rank has a share, and what is shared out
-CUT = {
-    "q_dim": "n_heads",
-    "kv_dim": "n_kv_heads",
-    "hidden_dim": "hidden_dim",
-    "output_rows": "vocab_size",
-}
 
 
 # ---- the model
@@ -352,7 +255,8 @@ class Llama:
         c = self.config
         if not self.uses_graphs or c.ranks > 1 or T == 1:
             return None
-        layer_weights = sum(math.prod(tensor.shape(c)) for tensor in c.layer_table if tensor.matrix)
+        layer = vars(self.weights.layers[0]).values()
+        layer_weights = sum(m.rows * m.columns for m in layer if isinstance(m, Matrix))
         for length in PADDED:
             pays = length == T or length * layer_weights <= PADDED_WORK
             if T <= length <= room and pays:

@@ -336,7 +336,7 @@ def converse(
 
 
 def save(args: argparse.Namespace) -> None:
-    from checkpoint import save as save_model
+    from extra.save import save as save_model
 
     with ending_cleanly():
         file = save_model(

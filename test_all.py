@@ -78,11 +78,8 @@ from checkpoint import (
     check_groups,
     check_memory,
     load,
-    parts_of,
     pick_dtype,
     read_config,
-    read_part,
-    save,
 )
 from dev import compare, fuzz, mutate, steps
 from dev import kernels as op_table
@@ -91,9 +88,12 @@ from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import gguf as ggml
 from extra import hopper, int4, parallel, quants
+from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
 from extra.parallel import Ranks
+from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
+from extra.tensors import tensors_of
 from figures import plot
 from formats import Matrix
 from fp8 import E4M3, E5M2
@@ -120,7 +120,6 @@ from tokenizer import (
     Tokenizer,
     encode_continuation,
     find_template,
-    local_checkpoint,
 )
 from training import ops as training
 
@@ -2816,7 +2815,7 @@ def test_mode_of_a_run(monkeypatch):
     assert run.parse_args([]).mode == "text"
 
 
-# ---- checkpoint.py: layouts, families, the hub
+# ---- checkpoint.py, extra/tensors.py and extra/hub.py: layouts, families, the hub
 
 
 @pytest.mark.parametrize("family, fp8, backend", [
@@ -3116,7 +3115,7 @@ def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, liste
     if not listed:
         shutil.rmtree(tmp_path / "cache" / "models--someone--tiny" / "trees")
     disk = SimpleNamespace(free=size - 1)
-    monkeypatch.setattr("checkpoint.shutil.disk_usage", lambda _: disk)
+    monkeypatch.setattr("extra.hub.shutil.disk_usage", lambda _: disk)
     with pytest.raises(
         ValueError, match=r"someone/tiny takes .* GB, but .* GB free \(see HF_HOME\)"
     ):
@@ -3130,18 +3129,22 @@ def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, liste
     ]
 
 
-def test_hub_links_stay_in_the_repository(hub, tmp_path, monkeypatch):
+def test_folders_of_links(tiny, tmp_path, hub):
+    """As the hub's cache has them, and elsewhere: to a folder that holds the files by other names."""
     snapshot = load("someone/tiny", device="cpu").checkpoint.folder
-    config = (snapshot / "config.json").resolve()
-    assert config.parent.name == "blobs" and load(snapshot, device="cpu").config.dim == 64
-    # which is not a name as in the cache
-    shutil.copytree(snapshot.parents[1], tmp_path / "other", symlinks=True)
-    with pytest.raises(ValueError, match="config.json is a link out of its folder"):
-        load(tmp_path / "other" / "snapshots" / snapshot.name, device="cpu")
-    config.rename(tmp_path / "elsewhere")
-    config.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="config.json is a link out of its folder"):
-        load("someone/tiny", device="cpu")
+    assert (snapshot / "config.json").resolve().parent.name == "blobs"
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for i, file in enumerate(tiny.iterdir()):
+        (linked / file.name).symlink_to(shutil.copy(file, tmp_path / f"blob-{i}"))
+    models = [load(folder, device="cpu") for folder in (tiny, snapshot, linked)]
+    whole, *others = (logits_of(model, [1, 5, 9]) for model in models)
+    assert all(torch.equal(whole, other) for other in others)
+    assert Tokenizer(linked).encode(TEXT) == Tokenizer(tiny).encode(TEXT)
+    to_bin(linked)
+    (linked / "pytorch_model.bin").rename(tmp_path / "blob")
+    (linked / "pytorch_model.bin").symlink_to("../blob")
+    assert torch.equal(logits_of(load(linked, device="cpu"), [1, 5, 9]), whole)
 
 
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
@@ -3242,13 +3245,6 @@ def remove(name: str):
     return lambda folder: (folder / name).unlink()
 
 
-def link_out(name: str):
-    return lambda folder: [
-        (folder / name).rename(folder.parent / name),
-        (folder / name).symlink_to(f"../{name}"),
-    ]
-
-
 def both(*spoils):
     return lambda folder: [spoil(folder) for spoil in spoils]
 
@@ -3322,8 +3318,13 @@ SPOILED = {
     ),
     "a huge config": (lambda f: os.truncate(f / "config.json", 1 << 36), "config.json has more than 64,000,000 bytes"),
     "a pipe": (lambda f: [(f / "config.json").unlink(), os.mkfifo(f / "config.json")], "neither config.json"),
-    "a link out": (link_out("config.json"), "config.json is a link out of its folder"),
-    "weights that are a link out": (both(torch_file({}), link_out("pytorch_model.bin")), "a link out of its folder"),
+    "a link to itself": (
+        lambda f: [(f / "config.json").unlink(), (f / "config.json").symlink_to("config.json")], "neither config.json",
+    ),
+    "a link to a device": (
+        lambda f: [(f / "generation_config.json").unlink(), (f / "config.json").unlink(),
+                   (f / "config.json").symlink_to("/dev/zero")], "neither config.json",
+    ),
     "git-lfs weights": (write("model.safetensors", POINTER), "model.safetensors is a git-lfs pointer", "git lfs pull"),
     "a tokenizer beside it": (  # which is where Meta's layout has it
         lambda f: (f / "tokenizer.model").rename(f.parent / "tokenizer.model"), "holds no tokenizer.model",
@@ -3426,15 +3427,15 @@ def test_safetensors_cut_short_while_read(tmp_path):
     file, whole = tmp_path / "x.safetensors", torch.randint(-1000, 1000, (3001, 3003)).half()
     tensors = {"small": whole[0].clone(), "large": whole}
     save_file(tensors, file)
-    parts = {part.name: part for part in parts_of(file)}
-    assert all(read_part(parts[name]).equal(tensor) for name, tensor in tensors.items())
+    found = {tensor.name: tensor for tensor in tensors_of(file)}
+    assert all(found[name].read().equal(tensor) for name, tensor in tensors.items())
     for rows, columns in ((slice(1, 2999), slice(0, 3003)), (slice(0, 3001), slice(5, 3000))):
-        read = read_part(parts["large"], index=[range(3001)[rows], range(3003)[columns]])
+        read = found["large"].read(spans=[range(3001)[rows], range(3003)[columns]])
         assert read.equal(whole[rows, columns])
-    os.truncate(file, 8 + 100 + min(part.offset for part in parts.values()))
-    for part in parts.values():
+    os.truncate(file, 8 + 100 + min(tensor.offset for tensor in found.values()))
+    for tensor in found.values():
         with pytest.raises(OSError, match="x.safetensors was cut short while it was being read"):
-            read_part(part)
+            tensor.read()
 
 
 def test_messages_are_one_line(copy):
@@ -3461,7 +3462,7 @@ def test_messages_are_one_line(copy):
         assert len(str(raised.value)) <= 500 and str(raised.value).isprintable(), raised.value
 
 
-# ---- checkpoint.py: saved models
+# ---- extra/save.py: saved models
 
 
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
@@ -3537,7 +3538,7 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
 def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
-    (copy / "special_tokens_map.json").symlink_to("../file")
+    (copy / "special_tokens_map.json").write_text("{")
     before = sorted(tmp_path.rglob("*"))
 
     def refused(to: str, expected: str, code: int = 1) -> None:
@@ -3547,7 +3548,7 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         )
         assert sorted(tmp_path.rglob("*")) == before
 
-    refused("new", "special_tokens_map.json is a link out of its folder")
+    refused("new", "special_tokens_map.json is not JSON")
     before.remove(copy / "special_tokens_map.json")
     (copy / "special_tokens_map.json").unlink()
     refused("copy", "copy is not an empty folder: save to a new one")
@@ -3559,16 +3560,16 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         refused("new", "File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    steps = [("free_memory", lambda _: 100_000, "try a smaller", 1)]
+    steps = [("checkpoint.free_memory", lambda _: 100_000, "try a smaller", 1)]
     steps.append(
         (
-            "shutil.disk_usage",
+            "extra.save.shutil.disk_usage",
             lambda _: SimpleNamespace(free=0),
             "has 0.00 GB free: save elsewhere",
             1,
         )
     )
-    for step in ("Loader.load", "save_file"):
+    for step in ("checkpoint.Loader.load", "extra.save.save_file"):
         steps.append((step, fails(OSError("No space left")), "No space left", 1))
         steps.append((step, fails(KeyboardInterrupt()), "", 130))
         steps += [
@@ -3576,7 +3577,7 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         ]
     for step, end, expected, code in steps:
         with monkeypatch.context() as patch:
-            patch.setattr(f"checkpoint.{step}", end)
+            patch.setattr(step, end)
             refused("new", expected, code)
     assert cli("-m", copy, "--save", tmp_path / "empty", "--fp8", "--quiet") == (0, "", "")
     modes = {
@@ -3602,63 +3603,54 @@ def memory_needed(
     ]
 
 
-def test_memory_of_copies_on_a_cpu(monkeypatch):
-    """These are stored twice: a tied embedding, since the matrix has another type or layout, except
-    in fp16; codes of 4 bits, for torch's product; small matrices, if the CPU multiplies bf16."""
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    tied, apart = (
-        read_config_like(tie_embeddings=tied, vocab_size=1 << 22) for tied in (True, False)
-    )
-    needed = {
-        (c, dtype): memory_needed(c, dtype)[0]
-        for c in (tied, apart)
-        for dtype in (bf16, fp16, fp32)
-    }
-    assert needed[tied, bf16] == needed[apart, bf16] == needed[apart, fp16] != needed[tied, fp16]
-    assert needed[tied, fp32] == needed[apart, fp32]
-    c = read_config_like(hidden_dim=1 << 22)
-    on_gpu, on_cpu = (memory_needed(c, bf16, device, 64, INT4)[0] for device in ("cuda", "cpu"))
-    assert 1.9 < on_cpu / on_gpu < 2.2
-    c = read_config_like(
-        dim=512, n_layers=1000, n_heads=8, n_kv_heads=8, head_dim=64, hidden_dim=512
-    )
-    small = 2 * 1000 * sum(N * K for N, K in (t.shape(c) for t in c.layer_table if t.matrix))
-    for copies in (0, 1):
-        monkeypatch.setattr(kernels, "multiplies_bf16", lambda copies=copies: bool(copies))
-        assert memory_needed(c, bf16)[0] - memory_needed(c, fp16)[0] == pytest.approx(
-            copies * small / 1e9, abs=0.02
-        )
-
-
 def test_memory_of_a_format():
-    """In place of the matrices what the format stores, and beside them the largest, decoded, as
-    without a format if the file is quantised. INT4's output matrix stays decoded."""
+    """In place of the matrices what the format stores. The output matrix of INT4 is in 8 bits. On a
+    CPU, codes of 4 bits are stored twice for bf16."""
+    bf16, fp32 = torch.bfloat16, torch.float32
     config = read_config_like(dim=4096, n_layers=8, hidden_dim=16384, vocab_size=1 << 15)
-    plain, encoded, in_4_bits, decoded = (
-        memory_needed(config, torch.float32, "cpu", 64, format, False, Ranks(), quantised)
-        for format, quantised in ((None, False), (E4M3, False), (INT4, False), (None, True))
+    plain, encoded, in_4_bits = (
+        memory_needed(config, fp32, "cuda", 64, format)[0] for format in (None, E4M3, INT4)
     )
-    layers, output = [t.shape(config) for t in config.layer_table if t.matrix] * 8, (1 << 15, 4096)
+    *layers, output = checkpoint.matrix_shapes(config).values()
     less = sum(4 * N * K - E4M3.nbytes(N, K) for N, K in [*layers, output])
-    assert plain[0] - encoded[0] == pytest.approx(less / 1e9, abs=0.02)
-    less = sum(4 * N * K - INT4.nbytes(N, K) for N, K in layers) - E4M3.nbytes(*output)
-    assert plain[0] - in_4_bits[0] == pytest.approx(less / 1e9, abs=0.02)
-    for workspace in (encoded[2], decoded[2]):
-        assert workspace - plain[2] == pytest.approx(4 * 2 * 16384 * 4096 / 1e9, abs=0.02)
+    assert plain - encoded == pytest.approx(less / 1e9, abs=0.02)
+    less = sum(4 * N * K - INT4.nbytes(N, K) for N, K in layers)
+    less += 4 * output[0] * output[1] - E4M3.nbytes(*output)
+    assert plain - in_4_bits == pytest.approx(less / 1e9, abs=0.02)
+    once, twice = (memory_needed(config, bf16, on, 64, INT4)[0] for on in ("cuda", "cpu"))
+    copies = sum(N * K for N, K in layers) * 5 / 8
+    assert twice - once == pytest.approx(copies / 1e9, abs=0.02)
 
 
-def test_memory_of_a_chunk():
-    """A chunk of a prompt times the whole context; a layer of an 8-bit cache decoded, for a launch
-    and a capture."""
+def test_memory_of_cache_and_workspace():
+    """Keys and values in 16 or 8 bits; the workspace grows with the largest matrix and, for keys and
+    values in 8 bits, with a layer's, decoded."""
     c = read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
-    short, long = (
-        memory_needed(read_config_like(), ctx_size=size)[2] for size in (1 << 21, 1 << 22)
-    )
-    assert long - short == pytest.approx(512 * (1 << 21) / 1e9, abs=0.02)
     needed = lambda kv_fp8: memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv_fp8)
     (_, halves, room), (_, codes, larger) = needed(False), needed(True)
-    assert larger - room == pytest.approx(2 * 2 * 2 * c.kv_dim * 65536 / 1e9, abs=0.02)
     assert codes == pytest.approx(halves / 2, abs=0.02)
+    assert larger - room == pytest.approx(2 * 2 * 2 * c.kv_dim * 65536 / 1e9, abs=0.02)
+    for dtype in (torch.float16, torch.float32):
+        wide = memory_needed(read_config_like(hidden_dim=1 << 22), dtype)[2]
+        largest = 2 * (1 << 22) * read_config_like().dim
+        assert wide == pytest.approx(checkpoint.MARGIN * dtype.itemsize * largest / 1e9, abs=0.02)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_of_a_container(monkeypatch, tmp_path, version):
+    """What its limit leaves, apart from files that the system can drop; without a limit, what the
+    machine has."""
+    limit, used = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}[version]
+    names = (tmp_path, f"memory.{limit}", f"memory.{used}")
+    monkeypatch.setattr(checkpoint, "CGROUPS", (("/nowhere", "a", "b"), tuple(map(str, names))))
+    (tmp_path / names[1]).write_text("5000000\n")
+    (tmp_path / names[2]).write_text("4000000\n")
+    stat = "anon 9\ninactive_file 200000\nactive_file 100000\ntotal_active_file 7\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    cpu = torch.device("cpu")
+    assert checkpoint.free_memory(cpu) == 1_300_000
+    (tmp_path / names[1]).write_text("max\n" if version == 2 else f"{(1 << 63) - 4096}\n")
+    assert 1e8 < checkpoint.free_memory(cpu) < 1e15
 
 
 # ---- tokenizer.py
@@ -4354,7 +4346,7 @@ def loaded(model, format="held", ranks: Ranks = Ranks()):
     """A rank's weights of a model's checkpoint, in a format; "held": as the file holds them."""
     fp32 = torch.float32
     format = (
-        model.checkpoint.held_formats(model.config.cut(ranks.size), 8)
+        model.checkpoint.formats_as_stored(model.config.cut(ranks.size), 8)
         if format == "held"
         else format
     )
@@ -4496,7 +4488,7 @@ def test_gguf_from_the_command_line(tmp_path, cli):
     # a template may be chosen by it
     assert local_checkpoint(str(tmp_path / "link.gguf")).name == "link.gguf"
     (tmp_path / "one/other.gguf").unlink()
-    assert_refused(cli("-m", tmp_path / "one", *flags), "tales.gguf is a link out of its folder")
+    assert cli("-m", tmp_path / "one", *flags)[:2] == (0, expected)
     first = (tmp_path / (part % 1)).rename(tmp_path / "first.gguf")
     assert_refused(cli("-m", tmp_path / "parts", *flags), "No such file", "t-00001-of-00002.gguf")
     first.rename(tmp_path / (part % 1))
@@ -4536,9 +4528,9 @@ def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf", (
         "what there is"
     )
-    assert checkpoint.pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
+    assert pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
     parts = [f"m-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)]
-    assert checkpoint.pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
+    assert pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
 
 
 def test_gguf_header_holds_every_type_of_value(tmp_path):
@@ -5885,7 +5877,7 @@ def test_bench_random_config(qwen_config, family):
     model = bench.open_model(args, "fp32", 16, "none")
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
     assert len(model.weights.layers) == 2
-    assert layer == {tensor.name for tensor in model.config.layer_table}
+    assert layer == {tensor.field for tensor in checkpoint.layer_tensors(model.config)}
     assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
 
 

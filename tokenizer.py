@@ -3,25 +3,23 @@ no character.
 
 Tokenizers and templates come with a checkpoint, so they are not trusted: only regular files of a
 sane size are read, a template runs in Jinja's sandbox, errors are one line, and only the template
-itself writes control tokens."""
+itself writes control tokens. None of this needs torch."""
 
 import codecs
 import functools
 import json
-import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import BinaryIO
 
-from extra.gguf import find_gguf, open_regular, read_header, tokenizer_files
+from extra.files import one_line, one_line_errors, read_bytes, read_json, read_text
+from extra.gguf import read_header, tokenizer_files
+from extra.hub import find_gguf
 
-MESSAGE = 500  # characters in a message, at most
-FILE_BYTES = 64_000_000  # of a file that is read whole, at most
 # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 PADDING = 4096
 # control tokens in templates, even where SentencePiece has them as text
@@ -29,90 +27,6 @@ TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 Span = tuple[int, int]  # of characters: start, end
-
-
-# ---- files of a checkpoint, which are not trusted
-
-
-def local_checkpoint(name: str) -> Path | None:
-    """A checkpoint's folder or GGUF file; None for what may be "owner/name" on the hub. Raises
-    OSError, ValueError."""
-    folder = Path(os.path.expanduser(name))  # as it is if there is no such user
-    if folder.is_dir():
-        return find_gguf(folder) or folder
-    if folder.is_file() and (folder.suffix == ".gguf" or folder.open("rb").read(4) == b"GGUF"):
-        with suppress(ValueError):
-            open_regular(folder).close()
-            return folder
-        return Path(os.path.realpath(folder))  # a link that the user names may lead anywhere
-    if folder.exists():
-        raise FileNotFoundError(
-            f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)"
-        )
-    if folder.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
-        raise FileNotFoundError(f"no file or folder {name} here; a hub model is written owner/name")
-    return None
-
-
-def one_line(text: str) -> str:
-    """Short and printable: names and values in a message may come from a hostile file."""
-    if len(text) > MESSAGE:
-        text = f"{text[: MESSAGE - 155]} ... {text[-150:]}"
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Reduce the message of any exception raised inside to one short, printable line. Also a
-    decorator."""
-    try:
-        yield
-    except Exception as error:
-        if len(error.args) == 1:
-            error.args = (one_line(str(error.args[0])),)
-        raise
-
-
-def bytes_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> bytes:
-    """The whole of an open file. Raises ValueError, which names its source, if it has more than
-    `limit` bytes."""
-    raw = file.read(limit + 1)
-    if len(raw) > limit:
-        raise ValueError(f"{source} has more than {limit:,} bytes")
-    return raw
-
-
-def text_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> str:
-    """The same of a text. Raises ValueError, too, if it is not UTF-8."""
-    raw = bytes_of(file, source, limit)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{source} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}"
-        ) from None
-
-
-def read_bytes(file: Path) -> bytes:
-    with open_regular(file) as f:
-        return bytes_of(f, file)
-
-
-def read_text(file: Path) -> str:
-    with open_regular(file) as f:
-        return text_of(f, file)
-
-
-def read_json(file: Path) -> dict:
-    """The object in a JSON file. Raises ValueError."""
-    text = read_text(file)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} does not hold a JSON object")
-    return value
 
 
 # ---- chat templates: the checkpoint's own, and ours for those without one
@@ -147,28 +61,25 @@ TEMPLATES = {
 
 
 def find_template(folder: Path, config: dict, choice: str | None = None) -> tuple[str, str]:
-    """A checkpoint's template and where it comes from ("" for plain text, if it has none). config:
-    its tokenizer_config.json; choice: one of our names, or a file. Llama 2 in Meta's layout and
+    """A checkpoint's template, and where it comes from ("" for plain text if it has none). config:
+    its tokenizer_config.json. choice: one of our names, or a file. Llama 2 in Meta's layout and
     Vicuna, which have none, are recognised by the folder's path. Raises ValueError, OSError."""
     if choice in TEMPLATES:
         return TEMPLATES[choice], f"{choice} (given)"
     if choice is not None:
-        file = Path(choice).resolve()  # the user's own, which may be a link
+        file = Path(choice)
         if not file.is_file():
             raise FileNotFoundError(
                 f"{file} is not a chat template: neither one of {', '.join(TEMPLATES)} nor a file"
             )
         return read_text(file), f"{choice} (given)"
-    if (folder / "chat_template.jinja").is_file():
-        return read_text(
-            folder / "chat_template.jinja"
-        ), "the checkpoint's own (chat_template.jinja)"
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return read_text(file), f"the checkpoint's own ({file.name})"
     own = config.get("chat_template")
     if isinstance(own, list):  # several, by name
-        own = next(
-            (t.get("template") for t in own if isinstance(t, dict) and t.get("name") == "default"),
-            None,
-        )
+        named = [t for t in own if isinstance(t, dict) and t.get("name") == "default"]
+        own = named[0].get("template") if named else None
     if isinstance(own, str):
         return own, "the checkpoint's own"
     path = str(folder.absolute()).lower()
@@ -183,9 +94,8 @@ def render(template: str, **variables) -> str:
     try:
         return compiled(template).render(variables)
     except Exception as error:
-        raise ValueError(
-            one_line(f"the chat template says: {str(error) or type(error).__name__}")
-        ) from None
+        said = str(error) or type(error).__name__
+        raise ValueError(one_line(f"the chat template says: {said}")) from None
 
 
 @functools.cache
@@ -213,37 +123,37 @@ def compiled(template: str):
     return environment.from_string(template)
 
 
-# ---- the two kinds of vocabulary, with the same methods
+# ---- vocabularies
 
 
 def any_of(texts: Collection[str]) -> re.Pattern:
     """A pattern that matches these texts, preferring the longest."""
-    return re.compile(
-        "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or "(?!)"
-    )
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def encode_continuation(text: str, encode: Callable[[str], list[int]]) -> list[int]:
     """The ids of a text that continues other text: as encoded after a character that cannot merge
     with it."""
     for before in (".", "\n", "a"):
-        start, ids = encode(before), encode(before + text)
+        start = encode(before)
+        ids = encode(before + text)
         if ids[: len(start)] == start:
             return ids[len(start) :]
     return encode(text)
 
 
 class Vocabulary:
-    """What both kinds have in common."""
+    """The two kinds of vocabulary, which share these attributes and methods."""
 
-    size: int  # of the vocabulary itself
-    size_with_added: int  # tokens
+    size: int  # tokens of the vocabulary itself
+    size_with_added: int  # and those that were added to it
     control: dict[str, int]  # ids of the control tokens
     named: dict[str, str] = {}  # some of these by name ("bos_token"), where the file says it
     adds_space: bool  # a text is encoded with a space before it
     space_after_control: bool  # and so is what follows a control token
     lstrip: Collection[str] = ()  # control tokens that take the white space before them
-    rstrip: Collection[str] = ()  # and after them
+    rstrip: Collection[str] = ()  # control tokens that take the white space after them
     utf8_errors: str  # how bytes that are not UTF-8 are decoded
 
     def encode(self, text: str) -> list[int]:
@@ -258,26 +168,32 @@ class Vocabulary:
         return ids
 
     def encode_after(self, text: str) -> list[int]:
-        """Text that continues other text: without the space that some vocabularies put before a
-        text."""
-        return (
-            encode_continuation(text, self.encode)
-            if self.adds_space and text
-            else self.encode(text)
-        )
+        """The same for text that continues other text: without the space that some vocabularies put
+        before a text."""
+        if self.adds_space and text:
+            return encode_continuation(text, self.encode)
+        return self.encode(text)
 
     def encode_chat(self, text: str, control: list[Span], after: bool) -> list[int]:
         """A rendered conversation, or (after) the rest of one. control: spans of control tokens;
         what else looks like one is text."""
-        ids, done, spaced, before = [], 0, not after, ""
+        ids: list[int] = []
+        done = 0
+        before = ""
+        spaced = not after
         for begin, end in [*control, (len(text), len(text))]:
-            part, token = text[done:begin], text[begin:end]
-            part = part.lstrip() if before in self.rstrip else part
-            part = part.rstrip() if token in self.lstrip else part
+            part = text[done:begin]
+            token = text[begin:end]
+            if before in self.rstrip:
+                part = part.lstrip()
+            if token in self.lstrip:
+                part = part.rstrip()
             ids += self.encode(part) if spaced else self.encode_after(part)
             if token:
                 ids.append(self.control[token])
-            done, spaced, before = end, self.space_after_control, token
+            done = end
+            before = token
+            spaced = self.space_after_control
         return ids
 
 
@@ -298,22 +214,19 @@ class SentencePiece(Vocabulary):
         except (RuntimeError, ValueError, IndexError):
             instead = "of Llama 3, take the folder in Hugging Face's layout"
             raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
-        added = {
-            token["content"]: token
-            for token in _added_tokens(folder, config)
-            if token["id"] >= self.size
-        }
-        ids = {text: token["id"] for text, token in added.items()}
-        self.size_with_added = max([self.size - 1, *ids.values()]) + 1
-        embedded = {text: i for text, i in ids.items() if vocab_size is None or i < vocab_size}
-        self._shown = {
-            ids[text]: text.encode()
-            for text, token in added.items()
-            if token.get("special") is False
-        }
-        self.control = embedded | {
-            p: i for i, p in enumerate(pieces) if self.sp.is_control(i) or p in TURN_MARKS
-        }
+        tokens = [token for token in _added_tokens(folder, config) if token["id"] >= self.size]
+        added = {token["content"]: token for token in tokens}
+        self.size_with_added = max([self.size - 1, *(token["id"] for token in added.values())]) + 1
+        self._shown = {}
+        self.control = {}
+        for text, token in added.items():
+            if token.get("special") is False:
+                self._shown[token["id"]] = text.encode()
+            if vocab_size is None or token["id"] < vocab_size:
+                self.control[text] = token["id"]
+        for i, piece in enumerate(pieces):
+            if self.sp.is_control(i) or piece in TURN_MARKS:
+                self.control[piece] = i
         self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
         ids = {
             "bos_token": self.sp.bos_id(),
@@ -325,18 +238,24 @@ class SentencePiece(Vocabulary):
         self.space_after_control = bool(config.get("legacy", not config))
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for: none for a control token or one beyond the
+        """The bytes that a token stands for, none for a control token or one beyond the
         vocabulary."""
-        piece = self.sp.id_to_piece(token) if token < self.size else ""
-        if not piece or piece in self.control:
+        if token >= self.size:
             return self._shown.get(token, b"")
+        piece = self.sp.id_to_piece(token)
+        if piece in self.control:
+            return b""
         if self.sp.is_byte(token):  # "<0x0A>"
             return bytes([int(piece[3:5], 16)])
-        return (" \u2047 " if self.sp.is_unknown(token) else piece.replace("\u2581", " ")).encode()
+        if self.sp.is_unknown(token):
+            return " \u2047 ".encode()
+        return piece.replace("\u2581", " ").encode()
 
     def starts(self, bos: int, config: dict) -> list[int]:
         """The ids that every text begins with."""
-        return [bos] if bos >= 0 and config.get("add_bos_token") is not False else []
+        if bos < 0 or config.get("add_bos_token") is False:
+            return []
+        return [bos]
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         """The ids of a text, and where the control tokens begin that the vocabulary itself finds in
@@ -348,24 +267,23 @@ def _added_tokens(folder: Path, config: dict) -> list[dict]:
     """Tokens besides SentencePiece's, from added_tokens.json and from tokenizer_config.json's
     added_tokens_decoder or, as transformers 5 writes them, from tokenizer.json: "id", "content"
     and, except in the first, "special"."""
-    read = lambda name: read_json(folder / name) if (folder / name).is_file() else {}
+
+    def read(name: str) -> dict:
+        file = folder / name
+        return read_json(file) if file.is_file() else {}
+
     tokens = [{"id": i, "content": text} for text, i in read("added_tokens.json").items()]
-    if isinstance(decoder := config.get("added_tokens_decoder"), dict):
-        tokens += [
-            t | {"id": int(i)}
-            for i, t in decoder.items()
-            if i.isdecimal() and len(i) < 10 and type(t) is dict
-        ]
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        for i, token in decoder.items():
+            if i.isdecimal() and len(i) < 10 and type(token) is dict:
+                tokens.append(token | {"id": int(i)})
     else:
         with suppress(ValueError, TypeError):  # optional: it may be damaged, or have no such list
-            tokens += [
-                token for token in read("tokenizer.json").get("added_tokens") if type(token) is dict
-            ]
-    return [
-        token
-        for token in tokens
-        if type(token.get("id")) is int and type(token.get("content")) is str
-    ]
+            added = read("tokenizer.json").get("added_tokens")
+            tokens += [token for token in added if type(token) is dict]
+    is_token = lambda token: type(token.get("id")) is int and type(token.get("content")) is str
+    return list(filter(is_token, tokens))
 
 
 class TokenizerJson(Vocabulary):
@@ -378,49 +296,41 @@ class TokenizerJson(Vocabulary):
         import tokenizers
 
         try:
-            # those that the model has an embedding for
-            added = [
-                t
-                for t in raw.get("added_tokens") or []
-                if vocab_size is None or t["id"] < vocab_size
-            ]
+            added = raw.get("added_tokens") or []
+            if vocab_size is not None:  # those that the model has an embedding for
+                added = [token for token in added if token["id"] < vocab_size]
             self._added = {token["id"]: token["content"] for token in added}
             self._special = {token["content"] for token in added if token["special"]}
-            self.control = {
-                text: i
-                for i, text in self._added.items()
-                if text in self._special or self.MARK.fullmatch(text)
-            }
-            self.lstrip, self.rstrip = (
-                {t["content"] for t in added if t[strip]} for strip in ("lstrip", "rstrip")
-            )
+            self.lstrip = {token["content"] for token in added if token["lstrip"]}
+            self.rstrip = {token["content"] for token in added if token["rstrip"]}
+            self.control = {}
+            for i, text in self._added.items():
+                if text in self._special or self.MARK.fullmatch(text):
+                    self.control[text] = i
             raw["added_tokens"] = [
                 token | {"special": token["content"] in self.control} for token in added
             ]
             # it may be composed of several
             kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))
-            self._library = tokenizers.Tokenizer.from_str(
-                json.dumps(raw | {"truncation": None, "padding": None})
-            )
+            whole = raw | {"truncation": None, "padding": None}
+            self._library = tokenizers.Tokenizer.from_str(json.dumps(whole))
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library's PanicException is not an Exception
             raise ValueError(f"{file} is not a valid tokenizer: {error}") from None
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
-            raise ValueError(
-                f"{file}: its decoder is {', '.join(sorted(kinds)) or 'absent'}, which is not supported"
-            )
+            said = ", ".join(sorted(kinds)) or "absent"
+            raise ValueError(f"{file}: its decoder is {said}, which is not supported")
         self.size = self._library.get_vocab_size(with_added_tokens=False)
         self.size_with_added = max([self.size - 1, *self._added]) + 1
         self._byte_level = "ByteLevel" in kinds
         # U+FFFD per sequence or byte
         self.utf8_errors = "replace" if self._byte_level else "surrogateescape"
-        self._control_ids = set(self.control.values()) - {
-            self._library.token_to_id(str(raw["model"].get("unk_token")))
-        }
-        first, after_control = (
-            self._encode(text + "a")[0] for text in ("", next(iter(self.control), ""))
-        )
+        unknown = self._library.token_to_id(str(raw["model"].get("unk_token")))
+        self._control_ids = set(self.control.values()) - {unknown}
+        control = next(iter(self.control), "")
+        first, _ = self._encode("a")
+        after_control, _ = self._encode(f"{control}a")
         self.adds_space = bool(first) and self.bytes_of(first[0]).startswith(b" ")
         self.space_after_control = after_control[1:] == first
         self._library.encode_special_tokens = True  # as text
@@ -428,7 +338,9 @@ class TokenizerJson(Vocabulary):
     def bytes_of(self, token: int) -> bytes:
         if token in self._added:
             text = self._added[token]
-            return b"" if text in self._special else text.encode()
+            if text in self._special:
+                return b""
+            return text.encode()
         piece = self._library.id_to_token(token) or ""
         if self._byte_level and all(c in BYTE_LEVEL for c in piece):
             return bytes(BYTE_LEVEL[c] for c in piece)
@@ -437,18 +349,24 @@ class TokenizerJson(Vocabulary):
         return piece.replace("\u2581", " ").encode()
 
     def starts(self, bos: int, config: dict) -> list[int]:
-        """As the configuration says or, if it says nothing, the file's post-processor."""
-        if config.get("add_bos_token") is not None:
-            return [bos] if config["add_bos_token"] and bos >= 0 else []
-        text, whole = self._encode("a")[0], self._library.encode("a").ids
-        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text), [])
+        """What the configuration says or, if it says nothing, the file's post-processor."""
+        adds_bos = config.get("add_bos_token")
+        if adds_bos is not None:
+            return [bos] if adds_bos and bos >= 0 else []
+        text, _ = self._encode("a")
+        whole = self._library.encode("a").ids
+        for i in range(len(whole)):
+            if whole[i : i + len(text)] == text:
+                return whole[:i]
+        return []
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         encoding = self._library.encode(text, add_special_tokens=False)
-        found = zip(encoding.ids, encoding.offsets)
-        return encoding.ids, [
-            begin for i, (begin, end) in found if i in self._control_ids and end - begin > 1
-        ]
+        begins = []
+        for i, (begin, end) in zip(encoding.ids, encoding.offsets):
+            if i in self._control_ids and end - begin > 1:
+                begins.append(begin)
+        return encoding.ids, begins
 
 
 # GPT-2's alphabet: a character for each byte, visible ones of Latin-1 for themselves, the others
@@ -464,14 +382,17 @@ BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.model or tokenizer.json of a folder; Meta's may have the former in its parent.
-    Raises OSError."""
-    meta = [] if (folder / "config.json").is_file() else [folder.parent / "tokenizer.model"]
-    for file in folder / "tokenizer.model", *meta, folder / "tokenizer.json":
+    """tokenizer.model or tokenizer.json of a folder. Meta's layout may have the former in the
+    folder's parent. Raises OSError."""
+    files = [folder / "tokenizer.model", folder / "tokenizer.json"]
+    if not (folder / "config.json").is_file():  # Meta's layout
+        files.insert(1, folder.parent / "tokenizer.model")
+    for file in files:
         if file.is_file():
             return file
-    lacks = "holds no tokenizer.model and no tokenizer.json"
-    raise FileNotFoundError(f"{folder} {lacks}" if folder.is_dir() else f"no folder {folder} here")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder} here")
+    raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -503,31 +424,34 @@ class Tokenizer:
             file = folder = gguf
             raw, self.config = tokenizer_files(read_header(gguf))
         else:
-            file, self.config = tokenizer_file(folder), {}
+            file = tokenizer_file(folder)
             raw = read_bytes(file) if file.suffix == ".model" else read_json(file)
+            self.config = {}
             for name in ("special_tokens_map.json", "tokenizer_config.json"):
                 if (folder / name).is_file():
                     self.config |= read_json(folder / name)
         kind = SentencePiece if isinstance(raw, bytes) else TokenizerJson
         self.vocabulary = kind(file, raw, folder, self.config, vocab_size)
-        size, with_added = self.vocabulary.size, self.vocabulary.size_with_added
-        if vocab_size is not None and not size <= vocab_size <= with_added + PADDING:
+        size = self.vocabulary.size
+        most = self.vocabulary.size_with_added + PADDING
+        if vocab_size is not None and not size <= vocab_size <= most:
             raise ValueError(
                 f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}"
             )
         self.control = self.vocabulary.control
-        self._pattern, self._longest = any_of(self.control), max(map(len, self.control), default=0)
+        self._pattern = any_of(self.control)
+        self._longest = max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
-        tokens = {name: self.config.get(name) for name in NAMES}
-        texts = {
-            name: token.get("content") if isinstance(token, dict) else token
-            for name, token in tokens.items()
-        }
-        self.named = self.vocabulary.named | {
-            name: text for name, text in texts.items() if isinstance(text, str)
-        }
-        self.bos = self.control.get(self.named.get("bos_token"), -1 if bos_id is None else bos_id)
+        self.named = dict(self.vocabulary.named)
+        for name in NAMES:
+            token = self.config.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                self.named[name] = text
+        if bos_id is None:
+            bos_id = -1
+        self.bos = self.control.get(self.named.get("bos_token"), bos_id)
         self.eos = self.control.get(self.named.get("eos_token"), -1)
         self._starts = self.vocabulary.starts(self.bos, self.config)
         self.chat_template, self.template_name = find_template(folder, self.config, chat_template)
@@ -536,19 +460,25 @@ class Tokenizer:
         """Text to ids, after bos unless the checkpoint says otherwise. What looks like a control
         token is encoded as text. Raises ValueError for a lone surrogate, which UTF-8 cannot
         encode."""
-        return (self._starts if bos else []) + self.vocabulary.encode(_checked(text))
+        ids = self.vocabulary.encode(_checked(text))
+        if bos:
+            return self._starts + ids
+        return ids
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for: none for a control token or one beyond the
+        """The bytes that a token stands for, none for a control token or one beyond the
         tokenizer's."""
-        return self.vocabulary.bytes_of(token) if 0 <= token < 1 << 31 else b""
+        if not 0 <= token < 1 << 31:
+            return b""
+        return self.vocabulary.bytes_of(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, without the space that some tokenizers put before a text."""
-        text = _replaced(
-            b"".join(map(self.bytes_of, ids)).decode(errors=self.vocabulary.utf8_errors)
-        )
-        return text.removeprefix(" ") if self.vocabulary.adds_space else text
+        raw = b"".join(map(self.bytes_of, ids))
+        text = _replaced(raw.decode(errors=self.vocabulary.utf8_errors))
+        if self.vocabulary.adds_space:
+            text = text.removeprefix(" ")
+        return text
 
     def apply_chat_template(
         self, messages: list[dict], add_generation_prompt: bool = True
@@ -579,14 +509,17 @@ class Tokenizer:
 
     @staticmethod
     def _end_of(past: Prompt | None, text: str) -> int:
-        """Where past and its answer end in the text of a conversation that continues them; 0 if
+        """Where past and its answer end in the text of a conversation that continues them, 0 if
         this one does not."""
-        # the same question again
+        # text == past.text: the same question again
         if past is None or not text.startswith(past.text) or text == past.text:
             return 0
-        answer, begin = past.answer.strip(), len(past.text)
+        answer = past.answer.strip()
+        begin = len(past.text)
         at = text.find(answer, begin)
-        return at + len(answer) if at >= 0 and not text[begin:at].strip() else 0
+        if at < 0 or text[begin:at].strip():
+            return 0
+        return at + len(answer)
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """What ends an answer, because the template writes it between an answer and the next
@@ -596,7 +529,8 @@ class Tokenizer:
         text, control = self._render(
             [{"role": role, "content": word} for word, role in roles.items()], False
         )
-        begin, end = text.find(answer) + len(answer), text.find(second)
+        begin = text.find(answer) + len(answer)
+        end = text.find(second)
         if not len(answer) <= begin <= end:  # it does not write one of them
             return set(), []
         tokens = [text[b:e] for b, e in control if begin <= b < end]
@@ -614,29 +548,29 @@ class Tokenizer:
         looks like a control token, or could become one together with what the template writes
         around the message. No mark stands in a token or after it, since templates look for
         "</think>" and strip what follows."""
-        everything = self.chat_template + _checked(
-            "".join(message["content"] for message in messages)
-        )
+        typed = _checked("".join(message["content"] for message in messages))
+        everything = self.chat_template + typed
         private = map(chr, range(0x10FFFD, 0xFFFFF, -1))  # plane 16, for private use
         mark = next(c for c in private if c not in everything)
-        marked = [
-            {"role": m["role"], "content": self._marked(m["content"], mark)} for m in messages
-        ]
+        marked = []
+        for message in messages:
+            content = self._marked(message["content"], mark)
+            marked.append({"role": message["role"], "content": content})
         variables = dict(
             messages=marked, add_generation_prompt=add_generation_prompt, tools=None, documents=None
         )
         parts = render(self.chat_template, **variables, **self.named).split(mark)
-        marks, text = {*accumulate(map(len, parts[:-1]))}, "".join(parts)
+        marks = {*accumulate(map(len, parts[:-1]))}
+        text = "".join(parts)
         return text, [span for span in self._control_in(text) if marks.isdisjoint(range(*span))]
 
     def _marked(self, content: str, mark: str) -> str:
-        start, end = len(content) - len(content.lstrip()), len(content.rstrip())
+        start = len(content) - len(content.lstrip())
+        end = len(content.rstrip())
         places = {begin for begin, _ in self._control_in(content)}
-        places |= {
-            i
-            for i in range(max(start, end - self._longest), end)
-            if content[i:end] in self._beginnings
-        }
+        for i in range(max(start, end - self._longest), end):
+            if content[i:end] in self._beginnings:
+                places.add(i)
         if any(content[start : start + n] in self._endings for n in range(1, self._longest)):
             places.add(start)
         cuts = [0, *sorted(places), len(content)]
@@ -649,9 +583,8 @@ class Tokenizer:
 
 def _checked(text: str) -> str:
     if bad := re.search("[\ud800-\udfff]", text):
-        raise ValueError(
-            f"the text is not UTF-8: it holds U+{ord(bad[0]):04X} at {bad.start()}, a lone surrogate"
-        )
+        what = f"it holds U+{ord(bad[0]):04X} at {bad.start()}, a lone surrogate"
+        raise ValueError(f"the text is not UTF-8: {what}")
     return text
 
 
@@ -675,7 +608,7 @@ class TextStream:
         self.strip_space = at_start and tokenizer.vocabulary.adds_space
         self.stopped = False  # a stop string was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
-        self._held = ""
+        self._pending = ""
 
     def push(self, token: int) -> str:
         return self._release(_replaced(self._utf8.decode(self.tokenizer.bytes_of(token))))
@@ -683,20 +616,26 @@ class TextStream:
     def finish(self) -> str:
         """What is still held back, once there are no more tokens."""
         text = self._release(_replaced(self._utf8.decode(b"", True)))
-        return text if self.stopped else text + self._held
+        if not self.stopped:
+            text += self._pending
+        return text
 
     def _release(self, text: str) -> str:
         if self.stopped:
             return ""
         if self.strip_space and text:
-            text, self.strip_space = text.removeprefix(" "), False
-        self._held += text
-        found = [i for i in (self._held.find(stop) for stop in self.stops) if i >= 0]
+            text = text.removeprefix(" ")
+            self.strip_space = False
+        self._pending += text
+        found = [i for i in (self._pending.find(stop) for stop in self.stops) if i >= 0]
         self.stopped = bool(found)
-        sizes = (
-            (stop, n) for stop in self.stops for n in range(min(len(stop), len(self._held) + 1))
-        )
-        keep = max((n for stop, n in sizes if self._held.endswith(stop[:n])), default=0)
-        end = min(found, default=len(self._held) - keep)
-        ready, self._held = self._held[:end], self._held[end:]
+        keep = max(map(self._begun, self.stops), default=0)
+        end = min(found, default=len(self._pending) - keep)
+        ready = self._pending[:end]
+        self._pending = self._pending[end:]
         return ready
+
+    def _begun(self, stop: str) -> int:
+        """How many characters of a stop string the text ends with, not all of them."""
+        sizes = range(min(len(stop), len(self._pending) + 1))
+        return max((n for n in sizes if self._pending.endswith(stop[:n])), default=0)

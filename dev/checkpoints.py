@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from checkpoint import read_config, stored_tensors
+from checkpoint import model_parts, read_config
 from tokenizer import TEMPLATES
 
 VOCAB = 400
@@ -104,8 +104,9 @@ def make_checkpoints(home: Path) -> list[Path]:
     (first / "tokenizer_config.json").write_text(json.dumps(dict(add_bos_token=True)))
     (first / "chat_template.jinja").write_text(TEMPLATES["llama2"])
     c = read_config(first)
-    rows = stored_tensors(c, "hugging_face")
-    tensors = {name: torch.randn(row.shape(c)) for name, row in rows.items()}
+    parts = model_parts(c).values()
+    values = [torch.randn(part.shape(c)) for part in parts]
+    tensors = dict(zip([part.name_in("hugging_face") for part in parts], values))
     save_file(tensors, first / "model.safetensors")
 
     def like(name: str, spared: str = "model.safetensors") -> Path:
@@ -118,11 +119,11 @@ def make_checkpoints(home: Path) -> list[Path]:
     save_torch_state_dict(tensors, like("shards"), max_shard_size="64KB")
     meta = like("meta", "*onfig.json")
     (meta / "model.safetensors").unlink()
-    torch.save(dict(zip(stored_tensors(c), tensors.values())), meta / "consolidated.00.pth")
+    torch.save(dict(zip(model_parts(c), values)), meta / "consolidated.00.pth")
     params = dict(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=-1, multiple_of=32)
     (meta / "params.json").write_text(json.dumps(params | {"ffn_dim_multiplier": 0.5}))
     save_awq(like("awq"), config, tensors)
-    save_gguf(home / "gguf", first, dict(zip(stored_tensors(c, "gguf"), tensors.values())))
+    save_gguf(home / "gguf", first, dict(zip([part.name_in("gguf") for part in parts], values)))
     return sorted(path for path in home.iterdir() if path.is_dir())
 
 

@@ -172,7 +172,10 @@ MUTANTS = [
         "checkpoint.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"
     ),
     Mutant(
-        "checkpoint.py", "min(math.ceil(high), D - 1)", "min(math.ceil(high), D // 2 - 1)", "yarn"
+        "checkpoint.py",
+        "min(math.ceil(pair(slow)), D - 1)",
+        "min(math.ceil(pair(slow)), D // 2 - 1)",
+        "yarn",
     ),
     Mutant(
         "checkpoint.py",
@@ -180,11 +183,11 @@ MUTANTS = [
         'rope.number("beta_fast", 1e-3, 1e6, 31',
         "yarn",
     ),
-    Mutant("checkpoint.py", ' + _ids(f, "eos_token_id", vocab_size)', "", "config_eos"),
+    Mutant("checkpoint.py", ' + f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant(
-        "checkpoint.py",
-        "(-1, 2, self.config.head_dim // 2,",
-        "(-1, self.config.head_dim // 2, 2,",
+        "extra/tensors.py",
+        "(-1, 2, self.head_dim // 2,",
+        "(-1, self.head_dim // 2, 2,",
         "transformers",
     ),
     Mutant(
@@ -203,7 +206,7 @@ MUTANTS = [
     Mutant("extra/quants.py", "if columns % format.group:", "if columns % 32:", "gguf_models"),
     Mutant(
         "checkpoint.py",
-        "workspace += copies * size * largest_read(c)",
+        "workspace += 2 * layer * dtype.itemsize",
         "workspace += 0",
         "memory_of",
     ),
@@ -214,9 +217,9 @@ MUTANTS = [
         "default",
     ),
     Mutant(
-        "checkpoint.py",
-        "count = 1 if len(shape) == 1 else len(parts)",
-        "count = len(parts)",
+        "extra/tensors.py",
+        "count = 1 if len(self.shape) == 1 else len(files)",
+        "count = len(files)",
         "layout",
     ),
     Mutant("tokenizer.py", "self.strip_space = at_start and", "self.strip_space =", "round_trip"),
@@ -228,7 +231,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizer.py",
-        "if self._held.endswith(stop[:n])), default=0)",
+        "if self._pending.endswith(stop[:n])), default=0)",
         "if False), default=0)",
         "stop_strings",
     ),

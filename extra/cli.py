@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from tokenizer import local_checkpoint, one_line, text_of
+from extra.files import one_line, text_of
+from extra.hub import local_checkpoint
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "tales"
 

@@ -1,21 +1,16 @@
-(
-    """GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer,
+"""GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer,
 translated into the files of a Hugging Face folder.
 
-A file is a header (metadata and a table of tensors, in little-endian order) and, aligned, the
-tensors' bytes. Nothing in it is trusted: counts, sizes and offsets are checked against the file's
-size before memory is taken. Sources: ggml's docs/gguf.md, llama.cpp's llama-vocab.cpp and
+A file is a header (metadata and a table of tensors, in little-endian order), followed by the
+tensors' bytes, aligned. Nothing in it is trusted: counts, sizes and offsets are compared with the
+file's size before memory is taken. Sources: ggml's docs/gguf.md; llama.cpp's llama-vocab.cpp and
 llama-model.cpp for what keys mean and for their defaults.
 
-It does not need torch, nor does tokenizer.py, which imports it. It lies in extra/, where its name does
-not hide the package `gguf`, which transformers imports."""
-    ""
-)
+This needs no torch. It lies in extra/, where its name does not hide the package `gguf`, which
+transformers imports."""
 
-import io
 import math
 import mmap
-import os
 import re
 import struct
 from collections.abc import Iterable
@@ -25,47 +20,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
-# ---- files
-
-
-def open_regular(file: Path) -> io.FileIO:
-    """Open a file of a checkpoint for reading. Raises FileNotFoundError; ValueError for a pipe,
-    socket or device, which could block for ever, and for a link that leads out of the folder (in
-    the hub's cache, out of the repository)."""
-    if file.exists() and not file.is_file():
-        raise ValueError(f"{file} is not a regular file")
-    folder = Path(os.path.realpath(file.parent))  # Path.resolve would raise for a link to itself
-    for parent in folder.parents:
-        # its links lead to ../../blobs
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
-            folder = parent.parent
-    if not Path(os.path.realpath(file)).is_relative_to(folder):
-        raise ValueError(f"{file} is a link out of its folder: copy the file itself")
-    f = file.open("rb", buffering=0)
-    # of a repository cloned without git-lfs
-    if f.read(64).startswith(b"version https://git-lfs.github.com/spec/"):
-        f.close()
-        raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
-    f.seek(0)
-    return f
-
-
-def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path stands for, if it does: the file itself, or the only model of a
-    folder without other weights. Raises ValueError if the folder holds several."""
-    if path.is_file():
-        return path
-    if any(file.suffix in (".safetensors", ".bin", ".pth") for file in path.glob("*")):
-        return None
-    parts = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a split model, all but the first
-    files = sorted(path.glob("*.gguf"))
-    files = [file for file in files if not parts.search(file.stem)] or files[:1]
-    if len(files) > 1:
-        raise ValueError(
-            f"{path} holds several models: take one of {', '.join(file.name for file in files)}"
-        )
-    return files[0] if files else None
-
+from extra.files import open_regular
 
 # ---- types of tensors
 
@@ -78,8 +33,7 @@ class Type(NamedTuple):
     nbytes: int  # of a block
 
 
-# by their numbers in files; llama.cpp takes Q5_0 instead of Q4_K for rows that are no multiple of
-# 256
+# By their numbers in files. llama.cpp takes Q5_0 instead of Q4_K for rows that are no multiple of 256.
 TYPES = {
     0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2),
     2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22),
@@ -98,26 +52,16 @@ OTHER_TYPES = {
 
 # ---- the header
 
-# as in struct
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-STRING, ARRAY = 8, 9
+SCALARS = {  # types of numbers, as struct names them
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+STRING = 8
+ARRAY = 9
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is."""
+    """A row of the table of tensors: where a tensor is."""
 
     name: str
     type: Type
@@ -134,20 +78,23 @@ class TensorInfo:
 class GGUF:
     """The header of a file, or of all parts of a split one."""
 
-    file: Path  # that the metadata comes from
-    metadata: dict[str, Any]  # arrays: lists of strings, or numbers as memoryviews
+    file: Path  # of the metadata
+    metadata: dict[str, Any]  # arrays are lists of strings, or memoryviews of numbers
     tensors: dict[str, TensorInfo]
 
     def get(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
-        """A value of the metadata that must have a type; None, or the default, if there is none.
+        """A value of the metadata that must have a type. Returns the default if there is none.
         Raises ValueError."""
         value = self.metadata.get(key)
-        if value is not None and not isinstance(value, kind):
+        if value is None:
+            return default
+        if not isinstance(value, kind):
             said = "an array" if isinstance(value, (list, memoryview)) else repr(value)
             raise ValueError(f"{self.file}: {key} is {said}, a value of the wrong type")
-        return default if value is None else value
+        return value
 
     def need(self, key: str, kind: type) -> Any:
+        """The same for a value that must be there."""
         value = self.get(key, kind)
         if value is None:
             raise ValueError(
@@ -156,7 +103,7 @@ class GGUF:
         return value
 
     def choice(self, key: str, supported: Iterable[str]) -> str:
-        """A name that must be one of these. Raises ValueError."""
+        """A text of the metadata that must be one of these. Raises ValueError."""
         value = self.need(key, str)
         if value not in supported:
             listed = ", ".join(supported)
@@ -171,7 +118,9 @@ class Header:
     too early."""
 
     def __init__(self, file: Path, data: mmap.mmap):
-        self.file, self.data, self.at = file, data, 4  # after "GGUF"
+        self.file = file
+        self.data = data
+        self.at = 4  # after "GGUF"
 
     def damaged(self, what: str) -> ValueError:
         return ValueError(f"{self.file} is damaged: {what}: download it again")
@@ -183,12 +132,16 @@ class Header:
         return value
 
     def strings(self, count: int) -> list[str]:
-        """Strings, each after its length. A loop that does little else: vocabularies have hundreds
-        of thousands."""
-        data, at, size, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
+        """Strings, each after its length. The loop does little else, since vocabularies have
+        hundreds of thousands of them."""
+        data = self.data
+        size = len(data)
+        length = struct.Struct("<Q").unpack_from
+        at = self.at
         found = []
         for _ in range(count):
-            start, at = at + 8, at + 8 + length(data, at)[0]
+            start = at + 8
+            at = start + length(data, at)[0]
             if at > size:
                 raise self.damaged("a string lies outside it")
             found.append(data[start:at].decode())
@@ -196,27 +149,34 @@ class Header:
         return found
 
     def value(self, kind: int) -> Any:
+        """A value of the metadata."""
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
             return self.strings(1)[0]
-        inner, count = (self.scalar("I"), self.scalar("Q")) if kind == ARRAY else (kind, 0)
+        if kind != ARRAY:
+            raise self.damaged(f"its metadata has values of the unknown type {kind}")
+        inner = self.scalar("I")
+        count = self.scalar("Q")
         if inner == STRING:
             return self.strings(count)
         if inner not in SCALARS:
             raise self.damaged(f"its metadata has values of the unknown type {inner}")
-        start, self.at = self.at, self.at + count * struct.calcsize(SCALARS[inner])
+        start = self.at
+        self.at += count * struct.calcsize(SCALARS[inner])
         if self.at > len(self.data):
             raise self.damaged("an array lies outside it")
         return memoryview(self.data[start : self.at]).cast(SCALARS[inner])
 
     def tensor(self) -> TensorInfo:
-        """A row of the table of tensors; its offset is still that in the data."""
-        (name,), rank = self.strings(1), self.scalar("I")
+        """A row of the table of tensors. Its offset counts from the first tensor."""
+        (name,) = self.strings(1)
+        rank = self.scalar("I")
         if not 1 <= rank <= 4:
             raise self.damaged(f"{name} has {rank} dimensions")
         shape = tuple(self.scalar("Q") for _ in range(rank))[::-1]
-        kind, offset = self.scalar("I"), self.scalar("Q")
+        kind = self.scalar("I")
+        offset = self.scalar("Q")
         if kind not in TYPES:
             known = ", ".join(type.name for type in TYPES.values())
             what = OTHER_TYPES.get(kind, f"unknown type {kind}")
@@ -229,14 +189,16 @@ class Header:
         return TensorInfo(name, type, shape, self.file, offset)
 
     def read(self) -> GGUF:
-        version, count, values = self.scalar("I"), self.scalar("Q"), self.scalar("Q")
+        version = self.scalar("I")
+        count = self.scalar("Q")
+        values = self.scalar("Q")
         if version not in (2, 3):
-            raise ValueError(
-                f"{self.file} has GGUF's version {version}, which is not supported: convert it again"
-            )
-        gguf = GGUF(
-            self.file, {self.strings(1)[0]: self.value(self.scalar("I")) for _ in range(values)}, {}
-        )
+            what = f"has GGUF's version {version}, which is not supported"
+            raise ValueError(f"{self.file} {what}: convert it again")
+        gguf = GGUF(self.file, {}, {})
+        for _ in range(values):
+            (key,) = self.strings(1)
+            gguf.metadata[key] = self.value(self.scalar("I"))
         table = [self.tensor() for _ in range(count)]
         alignment = gguf.get("general.alignment", int) or 32
         start = -(-self.at // alignment) * alignment
@@ -249,10 +211,10 @@ class Header:
         return gguf
 
 
-# configuration, tokenizer and tensors are read one after another, vocabularies take a while
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # configuration, tokenizer and tensors are read in turn; it takes a while
 def _read_version(file: Path, stamp: tuple[int, ...]) -> GGUF:
-    """The header of one file; read again if its stamp (inode, size, time of change) is another."""
+    """The header of one file. It is read again if the stamp (inode, size, time of change) is
+    another."""
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
@@ -271,7 +233,7 @@ def _read_part(file: Path) -> GGUF:
 
 
 def read_header(file: Path) -> GGUF:
-    """A file's header; any part of a split one (A-00001-of-00003.gguf) stands for all. Raises
+    """A file's header. Any part of a split one (A-00001-of-00003.gguf) stands for all. Raises
     OSError, ValueError."""
     found = _read_part(file)
     count = found.get("split.count", int, 1)
@@ -283,11 +245,8 @@ def read_header(file: Path) -> GGUF:
             f"{file} is one of {count} parts: its name must end in -00001-of-{count:05}.gguf"
         )
     parts = [_read_part(file.with_name(f"{name[1]}{i + 1:05}{name[2]}")) for i in range(count)]
-    return GGUF(
-        parts[0].file,
-        parts[0].metadata,
-        {key: info for part in parts for key, info in part.tensors.items()},
-    )
+    tensors = {key: info for part in parts for key, info in part.tensors.items()}
+    return GGUF(parts[0].file, parts[0].metadata, tensors)
 
 
 # ---- the model
@@ -299,8 +258,8 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of GGUF, and config.js
 
 
 def config_json(gguf: GGUF) -> dict[str, Any]:
-    """The model's configuration as a config.json would have it, whose reader checks its values.
-    Raises ValueError."""
+    """The model's configuration as a config.json would have it, whose reader checks the values.
+    Raises ValueError for what a config.json could not say."""
     arch = gguf.choice("general.architecture", ARCHITECTURES)  # Mistral's files say llama
 
     def said(name: str) -> Any:
@@ -319,7 +278,6 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         raise ValueError(
             f"{gguf.file}: {', '.join(names)} differ: {head_dims}, which is not supported"
         )
-    types = {info.type.name for info in gguf.tensors.values()} - {"F32"}
     return {
         "model_type": arch,
         "hidden_act": "silu",
@@ -327,7 +285,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "num_hidden_layers": said("block_count"),
         "num_attention_heads": said("attention.head_count"),
         "num_key_value_heads": said("attention.head_count_kv"),
-        "head_dim": head_dims[0] if head_dims else None,
+        "head_dim": next(iter(head_dims), None),
         "intermediate_size": said("feed_forward_length"),
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
         "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
@@ -337,15 +295,23 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "sliding_window": said("attention.sliding_window") or None,
         "use_sliding_window": bool(said("attention.sliding_window")),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "torch_dtype": "float16" if types == {"F16"} else "bfloat16" if types else "float32",
+        "torch_dtype": _dtype(gguf),
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos_ids(gguf),
     }
 
 
+def _dtype(gguf: GGUF) -> str:
+    """The type of a model whose norms are in fp32, whatever that of its matrices."""
+    types = {info.type.name for info in gguf.tensors.values()} - {"F32"}
+    if not types:
+        return "float32"
+    return "float16" if types == {"F16"} else "bfloat16"
+
+
 def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
-    """As Hugging Face writes it. Llama 3.1's scaling is a tensor of what to divide each frequency
-    by: that is longrope with the same factors for short and long texts."""
+    """What Hugging Face calls rope_scaling. Llama 3.1's is a tensor of what to divide each
+    frequency by: that is longrope with the same factors for short and long texts."""
     if info := gguf.tensors.get(ROPE_FACTORS):
         if info.type.name != "F32":
             raise ValueError(f"{gguf.file}: {info.name} is {info.type.name}; it must be F32")
@@ -358,11 +324,8 @@ def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
             "long_factor": factors,
             "attention_factor": 1.0,
         }
-    factor = (
-        gguf.get(f"{key}.scaling.factor", int | float)
-        or gguf.get(f"{key}.scale_linear", int | float)
-        or 1
-    )
+    factor = gguf.get(f"{key}.scaling.factor", int | float)
+    factor = factor or gguf.get(f"{key}.scale_linear", int | float) or 1
     kind = gguf.metadata.get(f"{key}.scaling.type", "linear")
     if kind == "none" or kind == "linear" and factor == 1:
         return None
@@ -373,13 +336,14 @@ def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
         )
         for name in ("beta_fast", "beta_slow"):
             scaling[name] = gguf.metadata.get(f"{key}.scaling.yarn_{name}")
-        # on top of the paper's own
-        if (gain := gguf.get(f"{key}.scaling.attn_factor", int | float, 1)) != 1:
+        gain = gguf.get(f"{key}.scaling.attn_factor", int | float, 1)
+        if gain != 1:  # on top of the paper's own
             scaling["attention_factor"] = gain * (1 + 0.1 * math.log(max(factor, 1)))
     return scaling
 
 
 def _eos_ids(gguf: GGUF) -> list[int]:
+    """The ids of tokens that end an answer: those that the file names, then those of ENDS."""
     named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = _tokens(gguf)
     ends = [i for i, kind in enumerate(types) if kind == CONTROL and tokens[i] in ENDS]
@@ -388,15 +352,14 @@ def _eos_ids(gguf: GGUF) -> list[int]:
 
 # ---- the tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(
-    1, 7
-)  # types of tokens, as in SentencePiece
+# types of tokens, as in SentencePiece
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 class PreTokenizer(NamedTuple):
-    """How a vocabulary of byte pairs cuts a text before merging: what a GGUF file only names. The
-    patterns are those of the models' own tokenizer.json; each is applied to the pieces that the one
-    before left."""
+    """How a vocabulary of byte pairs cuts a text before merging, which a GGUF file only names. The
+    patterns are those of the models' own tokenizer.json. Each is applied to the pieces that the one
+    before it left."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token is that token
@@ -404,10 +367,12 @@ class PreTokenizer(NamedTuple):
     add_bos: bool = False  # unless the file says otherwise
 
 
-# a word begins with a space or a sign
-WORD, SPACES = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-ENDINGS, SIGNS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|", r"| ?[^\s\p{L}\p{N}]+"
+WORD = r"[^\r\n\p{L}\p{N}]?"  # a word begins with a space or a sign
+SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+SIGNS = r"| ?[^\s\p{L}\p{N}]+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = ENDINGS + WORD + r"\p{L}+|\p{N}{1,3}" + SIGNS + r"[\r\n]*" + SPACES
 QWEN2 = LLAMA3.replace("{1,3}", "")
@@ -448,7 +413,8 @@ def _for_each(tokens: list[str], gguf: GGUF, key: str) -> list[float]:
 def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]:
     """The tokenizer as the files of a Hugging Face folder: the bytes of a tokenizer.model or the
     object in a tokenizer.json, and the object in tokenizer_config.json. Raises ValueError."""
-    kind, (tokens, types) = gguf.choice("tokenizer.ggml.model", ("llama", "gpt2")), _tokens(gguf)
+    kind = gguf.choice("tokenizer.ggml.model", ("llama", "gpt2"))
+    tokens, types = _tokens(gguf)
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as in llama.cpp
     config: dict[str, Any] = {}
     for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
@@ -456,11 +422,13 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
         if 0 <= i < len(tokens):
             config[f"{name}_token"] = tokens[i]
     if kind == "llama":
-        file, add_bos = _sentencepiece(gguf, tokens, types), True
+        file = _sentencepiece(gguf, tokens, types)
+        add_bos = True
         config["legacy"] = True  # text after a control token begins with a space, as in llama.cpp
     else:
         pre = PRE_TOKENIZERS[gguf.choice("tokenizer.ggml.pre", PRE_TOKENIZERS)]
-        file, add_bos = _byte_pairs(gguf, tokens, types, pre), pre.add_bos
+        file = _byte_pairs(gguf, tokens, types, pre)
+        add_bos = pre.add_bos
     config["add_bos_token"] = gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
     if template := gguf.get("tokenizer.chat_template", str):
         config["chat_template"] = template
@@ -472,6 +440,11 @@ def _byte_pairs(
 ) -> dict[str, Any]:
     """The object in a tokenizer.json. Tokens that only fill up the vocabulary are left out, as
     there."""
+    added = []
+    for i, kind in enumerate(types):
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN):
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added.append(flags | {"id": i, "content": tokens[i], "special": kind != USER_DEFINED})
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -479,30 +452,21 @@ def _byte_pairs(
         "use_regex": False,
     }
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = {i: kind for i, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED, UNKNOWN)}
+    splits = [split | {"pattern": {"Regex": pattern}} for pattern in pre.patterns]
+    model = {
+        "type": "BPE",
+        "ignore_merges": pre.ignore_merges,
+        "vocab": {token: i for i, token in enumerate(tokens) if types[i] != UNUSED},
+        "merges": gguf.need("tokenizer.ggml.merges", list),
+    }
     return {
         "version": "1.0",
-        "added_tokens": [
-            flags | {"id": i, "content": tokens[i], "special": kind != USER_DEFINED}
-            for i, kind in added.items()
-        ],
+        "added_tokens": added,
         "normalizer": {"type": "NFC"} if pre.nfc else None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                *(split | {"pattern": {"Regex": pattern}} for pattern in pre.patterns),
-                byte_level,
-            ],
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "post_processor": None,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "ignore_merges": pre.ignore_merges,
-            "vocab": {token: i for i, token in enumerate(tokens) if types[i] != UNUSED},
-            "merges": gguf.need("tokenizer.ggml.merges", list),
-        },
+        "model": model,
     }
 
 
@@ -510,15 +474,14 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> bytes:
     """The bytes of a tokenizer.model: protocol buffers, as in sentencepiece_model.proto."""
     scores = _for_each(tokens, gguf, "tokenizer.ggml.scores")
     unknown = gguf.get("tokenizer.ggml.unknown_token_id", int, 0)
-    # Old files say UNKNOWN of what only fills up
-    kinds = [
-        UNKNOWN if i == unknown else UNUSED if kind == UNKNOWN else kind
-        for i, kind in enumerate(types)
-    ]
-    pieces = [
-        _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind))
-        for token, score, kind in zip(tokens, scores, kinds)
-    ]
+    pieces = []
+    for i, (token, score, kind) in enumerate(zip(tokens, scores, types)):
+        if i == unknown:
+            kind = UNKNOWN
+        elif kind == UNKNOWN:  # old files say so of what only fills up
+            kind = UNUSED
+        piece = _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind)
+        pieces.append(_field(1, piece))
     trainer = _field(3, 2) + _field(35, int(BYTE in types))  # model_type: BPE; byte_fallback
     normalizer = _field(1, b"identity")
     normalizer += _field(3, int(gguf.get("tokenizer.ggml.add_space_prefix", bool, True)))

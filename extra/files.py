@@ -1,0 +1,89 @@
+"""Files of a checkpoint, which are not trusted: only regular files of a sane size are read, and an
+error that quotes them is one printable line."""
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+MESSAGE = 500  # characters in a message, at most
+FILE_BYTES = 64_000_000  # of a file that is read whole, at most
+GIT_LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
+
+
+def one_line(text: str) -> str:
+    """The text made short and printable: names and values in a message may come from a hostile
+    file."""
+    if len(text) > MESSAGE:
+        text = f"{text[: MESSAGE - 155]} ... {text[-150:]}"
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Reduce the message of any exception raised inside to one short, printable line. It is also a
+    decorator."""
+    try:
+        yield
+    except Exception as error:
+        if len(error.args) == 1:
+            error.args = (one_line(str(error.args[0])),)
+        raise
+
+
+def open_regular(file: Path) -> io.FileIO:
+    """Open a file for reading. Raises FileNotFoundError; ValueError for a pipe, a socket or a
+    device, which could block for ever, and for the pointer that git leaves without git-lfs."""
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is not a regular file")
+    f = file.open("rb", buffering=0)
+    if f.read(64).startswith(GIT_LFS):
+        f.close()
+        raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
+    f.seek(0)
+    return f
+
+
+def bytes_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> bytes:
+    """The whole of an open file. Raises ValueError, which names its source, if it has more than
+    `limit` bytes."""
+    raw = file.read(limit + 1)
+    if len(raw) > limit:
+        raise ValueError(f"{source} has more than {limit:,} bytes")
+    return raw
+
+
+def text_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> str:
+    """The same as text. Raises ValueError also if it is not UTF-8."""
+    raw = bytes_of(file, source, limit)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        byte = raw[error.start]
+        raise ValueError(
+            f"{source} is not UTF-8: byte 0x{byte:02x} at offset {error.start}"
+        ) from None
+
+
+def read_bytes(file: Path) -> bytes:
+    with open_regular(file) as f:
+        return bytes_of(f, file)
+
+
+def read_text(file: Path) -> str:
+    with open_regular(file) as f:
+        return text_of(f, file)
+
+
+def read_json(file: Path) -> dict:
+    """The object in a JSON file. Raises ValueError."""
+    text = read_text(file)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return value

@@ -1,0 +1,181 @@
+"""Where a checkpoint is: a folder or a file here, or a repository of the Hugging Face hub, which is
+downloaded to the hub's cache when it is used for the first time.
+
+It needs neither torch nor, for what is here, huggingface_hub."""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from extra import gguf
+
+SMALL_FILES = [
+    "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+]  # fmt: skip
+WEIGHTS = [  # in order of preference: a repository may have several kinds
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
+    r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?",
+    r"consolidated\.\d+\.pth",
+]
+
+
+# ---- here
+
+
+def local_checkpoint(name: str) -> Path | None:
+    """A checkpoint's folder or GGUF file. Returns None for what may be "owner/name" on the hub.
+    Raises OSError, ValueError."""
+    path = Path(os.path.expanduser(name))  # unchanged if there is no such user
+    if path.is_dir():
+        return find_gguf(path) or path
+    if path.is_file() and (path.suffix == ".gguf" or path.open("rb").read(4) == b"GGUF"):
+        return path
+    if path.exists():
+        raise FileNotFoundError(
+            f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)"
+        )
+    if path.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
+        raise FileNotFoundError(f"no file or folder {name} here; a hub model is written owner/name")
+    return None
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that a path stands for: the file itself, or the only model of a folder without
+    other weights. Returns None if there is none. Raises ValueError if the folder holds several."""
+    if path.is_file():
+        return path
+    if any(file.suffix in (".safetensors", ".bin", ".pth") for file in path.glob("*")):
+        return None
+    later_part = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a split model
+    files = sorted(path.glob("*.gguf"))
+    files = [file for file in files if not later_part.search(file.stem)] or files[:1]
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{path} holds several models: take one of {names}")
+    return files[0] if files else None
+
+
+# ---- on the hub
+
+
+def find_checkpoint(
+    name: str, read_config: Callable[[Path], object], is_whole: Callable[[Path], bool]
+) -> Path:
+    """The path of a checkpoint, as checkpoint.find_checkpoint says, which hands over what it knows
+    of checkpoints: read_config raises ValueError for a model that is not supported; is_whole says
+    whether nothing is missing that a checkpoint refers to. Raises OSError or ValueError."""
+    if path := local_checkpoint(name):
+        return path
+    from huggingface_hub import constants, errors, is_offline_mode
+
+    repository, _, kind = name.partition(":")
+    if kind:
+        wanted = [kind]
+    else:
+        wanted = [None, "Q4_K_M"]
+        if is_offline_mode():
+            wanted.append("")
+    for gguf_kind in wanted:
+        path = _cached(repository, gguf_kind)
+        # the cache does not know whether it is complete if another program filled it
+        if path and is_whole(path):
+            return path
+    try:
+        return _download(repository, kind, read_config)
+    except errors.GatedRepoError:
+        reason = "on the hub it is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
+    except errors.RepositoryNotFoundError:
+        reason = f"no such repository on {constants.ENDPOINT} (a private one needs HF_TOKEN)"
+    except ValueError:
+        raise
+    except Exception as error:  # network errors, of whichever library huggingface_hub uses
+        reason = f"the download from {constants.ENDPOINT} failed ({type(error).__name__}: {error})"
+    raise OSError(f"no folder {name} here, and {reason}")
+
+
+def pick_gguf(names: Collection[str], kind: str) -> list[str]:
+    """The files that llama.cpp would take of a repository: all parts of the model whose name says
+    this kind. If kind is empty, Q4_K_M, or else the first that can be read."""
+    models = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
+
+    def naming(kinds: str) -> list[str]:
+        pattern = re.compile(f"(?<![a-z0-9])({kinds})(_[SML])?(?![a-z0-9_])", re.IGNORECASE)
+        return [name for name in models if pattern.search(name)]
+
+    if kind:
+        found = naming(re.escape(kind))
+    else:
+        readable = "|".join(t.name for t in gguf.TYPES.values())
+        found = naming("Q4_K_M") or naming(readable)
+    stem = lambda name: re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", name)
+    return [name for name in found if stem(name) == stem(found[0])]
+
+
+def _cached(name: str, gguf_kind: str | None) -> Path | None:
+    """A repository's folder in the hub's cache; its GGUF file of a kind if one is given, of any
+    kind if that is empty. Returns None if it is not there."""
+    from huggingface_hub import is_offline_mode, snapshot_download
+
+    if gguf_kind is not None:
+        wanted = []
+    elif is_offline_mode():
+        wanted = SMALL_FILES[:2]  # what is cached has to do
+    else:
+        wanted = SMALL_FILES
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+    if gguf_kind is None:
+        return folder
+    names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+    found = pick_gguf(names, gguf_kind)
+    if not found:
+        return None
+    return folder / found[0]
+
+
+def _download(name: str, kind: str, read_config: Callable[[Path], object]) -> Path:
+    """Download what this program reads of a repository to the hub's cache, except for files that
+    are there already."""
+    from huggingface_hub import HfApi, snapshot_download, utils
+
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    utils.logging.set_verbosity_error()
+    names = [file.rfilename for file in HfApi().model_info(name).siblings]
+    kinds = [[file for file in names if re.fullmatch(pattern, file)] for pattern in WEIGHTS]
+    weights = next(filter(None, kinds), [])
+    from_gguf = bool(kind) or not weights
+    if from_gguf:
+        weights = pick_gguf(names, kind)
+    if not weights:
+        what = f"no GGUF file of the kind {kind}"
+        if not kind:
+            what = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
+        raise ValueError(f"{name} holds {what}")
+    files = [*weights] if from_gguf else [*SMALL_FILES, *weights]
+    # what is not supported is refused before the weights are fetched
+    if not from_gguf and "config.json" in names:
+        read_config(Path(snapshot_download(name, allow_patterns=SMALL_FILES)))
+    _check_room(name, snapshot_download(name, allow_patterns=files, dry_run=True))
+    folder = Path(snapshot_download(name, allow_patterns=files))
+    return folder / weights[0] if from_gguf else folder
+
+
+def _check_room(name: str, planned: list) -> None:
+    """Raise ValueError if the disk has no room for the files that will be downloaded."""
+    from huggingface_hub import constants
+
+    need = sum(file.file_size or 0 for file in planned if file.will_download) / 1e9
+    cache = Path(constants.HF_HUB_CACHE)
+    place = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
+    free = shutil.disk_usage(place).free / 1e9
+    if need > free:
+        raise ValueError(
+            f"{name} takes {need:.2f} GB, but {place} has {free:.2f} GB free (see HF_HOME)"
+        )

@@ -1,0 +1,110 @@
+"""Saving a checkpoint with its matrices in a format, so that later runs need not encode them: a
+folder whose model.safetensors says in its metadata which format it is, with the original's other
+small files."""
+
+import os
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoint import (
+    DTYPES,
+    SAVED,
+    SAVED_LAYOUT,
+    Checkpoint,
+    Loader,
+    check_choice,
+    check_groups,
+    check_memory,
+    check_original,
+    find_checkpoint,
+    model_tensors,
+    pick_device,
+    saved_matrix,
+    weight_bytes,
+)
+from extra.files import one_line_errors
+from formats import Format
+from kernels import FORMATS
+from model import Config, Weights
+from tokenizer import Tokenizer, find_template
+
+
+@one_line_errors()
+def save(
+    name: str,
+    target: str,
+    *,
+    format: str = "e4m3",
+    dtype: str = "auto",
+    device: str = "auto",
+    quiet: bool = False,
+) -> Path:
+    """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
+    empty: whole or not at all. Returns its model.safetensors. All other tensors are in dtype; auto
+    is the checkpoint's own, on a CPU too. Raises ValueError, OSError or MemoryError, in one line
+    that says what to do."""
+    check_choice("format", format, FORMATS)
+    check_choice("dtype", dtype, ("auto", *DTYPES))
+    folder = find_checkpoint(name)
+    to = Path(os.path.expanduser(target)).resolve()
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise FileExistsError(f"{to} is not an empty folder: save to a new one")
+    checkpoint = Checkpoint(folder)
+    config = checkpoint.config
+    check_original(checkpoint, format)
+    on = pick_device(device)
+    as_dtype = DTYPES.get(dtype, checkpoint.dtype)
+    of_matrices = FORMATS[format]
+    check_groups(config, of_matrices)
+    check_memory(config, as_dtype, on, 1, of_matrices)
+    need = weight_bytes(config, as_dtype, of_matrices) / 1e9
+    free = shutil.disk_usage(to.parent).free / 1e9
+    if need > free:
+        raise OSError(
+            f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere"
+        )
+    with TemporaryDirectory(prefix=f"{to.name}.partial-", dir=to.parent) as beside:
+        # and then renamed; the outer folder is readable for its owner alone
+        made = Path(beside, "whole")
+        made.mkdir()
+        write_small_files(checkpoint, made)
+        loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, of_matrices, quiet=quiet)
+        with torch.inference_mode():
+            weights = loader.load()
+        metadata = {"fused-llama": SAVED_LAYOUT, "format": format}
+        save_file(tensors_to_save(config, weights, of_matrices), made / SAVED, metadata)
+        # the library makes it readable for the owner alone
+        (made / SAVED).chmod(made.stat().st_mode & 0o666)
+        made.rename(to)
+    return to / SAVED
+
+
+def write_small_files(checkpoint: Checkpoint, to: Path) -> None:
+    """Write all that Checkpoint and Tokenizer read besides tensors, so that they find the same in
+    `to` as in the checkpoint. Raises OSError, ValueError."""
+    tokenizer = Tokenizer(checkpoint.folder)
+    for name, content in checkpoint.source.small_files().items():
+        (to / name).write_bytes(content)
+    # it was recognised by the folder's path
+    if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:
+        (to / "chat_template.jinja").write_text(tokenizer.chat_template)
+
+
+def tensors_to_save(c: Config, weights: Weights, format: Format) -> dict[str, Tensor]:
+    """The model's tensors on the CPU, by the names that SavedFolder reads."""
+    tensors = {}
+    for t in model_tensors(c):
+        owner = weights if t.layer is None else weights.layers[t.layer]
+        value = getattr(owner, t.field)
+        if not t.is_matrix:
+            tensors[f"{t.name}.weight"] = value.cpu()
+            continue
+        names = saved_matrix(t, c, format).items()
+        for (name, wanted), codes in zip(names, value.tensors, strict=True):
+            tensors[name] = codes.cpu().view(wanted.shapes[0])
+    return tensors
