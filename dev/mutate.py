@@ -88,8 +88,8 @@ MUTANTS = [
     ),
     Mutant(
         "attention.py",
-        "new_max, row_sum * rescale +",
-        "new_max, row_sum +",
+        "row_sum * rescale + tl.sum(p, 1)",
+        "row_sum + tl.sum(p, 1)",
         "attention_does_not_depend",
     ),
     Mutant(
