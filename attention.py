@@ -154,7 +154,7 @@ def _dot(a, b, FP16_SUMS: tl.constexpr):
 def _attend(
     q, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE: tl.constexpr, FP16_SUMS: tl.constexpr
 ):
-    """Add one block of keys and values, as they are stored, to the running softmax of the rows of q.
+    """Add a block of keys and values, as they are stored, to the running softmax of the rows of q.
     row_max is the maximum of q k^T before scaling, so that scaling a score and subtracting the
     maximum are one instruction. mask is None if every row sees the whole block."""
     k = DECODE(k).to(q.dtype)
@@ -323,7 +323,8 @@ def _split_attention_kernel(
             if is_last(arrived + head, used):
                 count = T * G
                 _merge_splits(
-                    out, partial, ends, head, used, count, H, G, D, SPLITS, MERGE, BLOCK_M, ROWS, BLOCK_D
+                    out, partial, ends, head, used, count,
+                    H, G, D, SPLITS, MERGE, BLOCK_M, ROWS, BLOCK_D,
                 )  # fmt: skip
 
 
