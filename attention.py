@@ -218,8 +218,9 @@ def _attention_kernel(
         row_max, row_sum, acc = _attend(
             q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, FP16_SUMS
         )
+    pointers = out + offs_q
     y = acc * (v_scale / row_sum)[:, None]
-    tl.store(out + offs_q, y.to(out.dtype.element_ty), mask=mask_q)
+    tl.store(pointers, y.to(out.dtype.element_ty), mask=mask_q)
 
 
 # Few rows make for few programs, too few to read keys and values at full speed, so the positions

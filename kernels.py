@@ -776,8 +776,9 @@ def _embedding_kernel(
     gdc_wait(PDL)
     t = tl.program_id(0)
     token = tl.load(tokens + tl.load(pos) + t).to(tl.int64)
-    values = tl.load(table + token * C + offs_c, mask=offs_c < C)
-    tl.store(out + t * C + offs_c, values, mask=offs_c < C)
+    mask = offs_c < C
+    pointers = out + t * C + offs_c
+    tl.store(pointers, tl.load(table + token * C + offs_c, mask=mask), mask=mask)
 
 
 def embedding(T: int, table: Tensor, state: State) -> Tensor:
@@ -1120,11 +1121,14 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
     offs_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gdc_wait(PDL)
     offs = tl.program_id(0).to(tl.int64) * F + offs_f
+    mask_pairs = offs_f[:, None] < F
     pointers = ab + offs[:, None] * 2 + tl.arange(0, 2)[None, :]
-    pairs = tl.load(pointers, mask=offs_f[:, None] < F, other=0.0)
+    pairs = tl.load(pointers, mask=mask_pairs, other=0.0)
     a, b = tl.split(pairs.to(tl.float32))
+    mask = offs_f < F
+    pointers = out + offs
     y = saturated(_silu_mul(a, b), FP16_SUMS)
-    tl.store(out + offs, y.to(out.dtype.element_ty), mask=offs_f < F)
+    tl.store(pointers, y.to(out.dtype.element_ty), mask=mask)
 
 
 def rmsnorm_swiglu(x: Tensor, layer: Layer, state: State, *, accumulate: str = "auto") -> Tensor:
