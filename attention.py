@@ -66,9 +66,11 @@ class State(Protocol):
 
 
 def to_cache_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a cache of that type stores them; in E4M3 what is not finite becomes NaN,
-    so that it is noticed."""
-    return E4M3.round(torch.where(torch.isfinite(x), x, torch.nan)) if dtype == torch.int8 else x
+    """Keys or values in the type in which a state stores them. In E4M3, what is not finite becomes
+    NaN, so that it is noticed."""
+    if dtype != torch.int8:
+        return x
+    return E4M3.round(torch.where(torch.isfinite(x), x, torch.nan))
 
 
 @jit
@@ -78,7 +80,7 @@ def to_cache(x, cache):
 
 
 def cached_ref(cache: Tensor) -> Tensor:
-    """Keys or values in fp32, from a cache in any type."""
+    """Stored keys or values in fp32."""
     return E4M3.floats(cache) if cache.dtype == torch.int8 else cache.float()
 
 
@@ -130,8 +132,8 @@ def _attend_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @jit
 def _load_cached(cache, offs_n, offs_d, mask_n, D: tl.constexpr):
-    """Keys or values [BLOCK_N, BLOCK_D] of a head, as cached; zero where mask_n is off (None: on
-    everywhere)."""
+    """Keys or values [BLOCK_N, BLOCK_D] of a head, as they are stored; zero where mask_n is off.
+    Without a mask all are loaded."""
     offs = offs_n[:, None] * D + offs_d[None, :]
     if mask_n is None and offs_d.shape[0] == D:
         return tl.load(cache + offs)
@@ -153,10 +155,11 @@ def _dot(a, b, FP16_SUMS: tl.constexpr):
 def _attend(
     q, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE: tl.constexpr, FP16_SUMS: tl.constexpr
 ):
-    """Add one block of keys and values, as cached, to the running softmax of the rows of q. row_max
-    is the maximum of q k^T before scaling, so that scaling a score and subtracting the maximum are
-    one instruction. mask: None where every row sees the whole block."""
-    k, v = DECODE(k).to(q.dtype), DECODE(v).to(q.dtype)
+    """Add a block of keys and values, as they are stored, to the running softmax of the rows of q.
+    row_max is the maximum of q k^T before scaling, so that scaling a score and subtracting the
+    maximum are one instruction. mask is None if every row sees the whole block."""
+    k = DECODE(k).to(q.dtype)
+    v = DECODE(v).to(q.dtype)
     scores = _dot(q, tl.trans(k), FP16_SUMS)
     if mask is not None:
         scores = tl.where(mask, scores, float("-inf"))
@@ -165,11 +168,9 @@ def _attend(
     base = tl.where(new_max == float("-inf"), 0.0, new_max) * qk_scale
     p = tl.exp2(scores * qk_scale - base[:, None])
     rescale = tl.exp2(row_max * qk_scale - base)
-    return (
-        new_max,
-        row_sum * rescale + tl.sum(p, 1),
-        acc * rescale[:, None] + _dot(p.to(v.dtype), v, FP16_SUMS),
-    )
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    acc = acc * rescale[:, None] + _dot(p.to(v.dtype), v, FP16_SUMS)
+    return new_max, row_sum, acc
 
 
 # bytes of keys and values that programs running at the same time share: well within an L2
@@ -189,11 +190,9 @@ def _attention_kernel(
     start_pos = tl.load(pos)
     heads_at_once = tl.maximum(POSITIONS_AT_ONCE // (start_pos + T), 1) * G
     pid_m, head = rows_of_program(tl.program_id(0), tl.cdiv(T, BLOCK_M), heads_at_once, H)
-    offs_m, offs_d, offs_n = (
-        pid_m * BLOCK_M + tl.arange(0, BLOCK_M),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK_N),
-    )
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, BLOCK_N)
     k_head = k_cache + (head // G).to(tl.int64) * S * D
     v_head = v_cache + (head // G).to(tl.int64) * S * D
     gdc_wait(PDL)
@@ -220,16 +219,16 @@ def _attention_kernel(
         row_max, row_sum, acc = _attend(
             q_tile, k, v, row_max, row_sum, acc, mask, qk_scale, DECODE, FP16_SUMS
         )
-    tl.store(
-        out + offs_q, (acc * (v_scale / row_sum)[:, None]).to(out.dtype.element_ty), mask=mask_q
-    )
+    pointers = out + offs_q
+    y = acc * (v_scale / row_sum)[:, None]
+    tl.store(pointers, y.to(out.dtype.element_ty), mask=mask_q)
 
 
-# Few rows make for few programs, too few to read the cache at full speed, so its positions are
-# split among programs, each of which ends with a softmax over its own part: maximum, sum and
+# Few rows make for few programs, too few to read keys and values at full speed, so the positions
+# are split among programs, each of which ends with a softmax over its own part: maximum, sum and
 # unnormalised result of each row. The last program to finish merges them (launch.is_last). In a
-# short context some programs get no positions. They exit without waiting: the registers that they
-# would hold meanwhile are needed by the next kernel, which starts early.
+# short context some programs get no positions. They exit without waiting, since the next kernel,
+# which starts early, needs their registers.
 
 
 @jit
@@ -240,7 +239,9 @@ def _merge_splits(
 ):  # fmt: skip
     """Merge the softmaxes of the splits into one, MERGE of them at a time, for `count` rows of at
     most ROWS."""
-    rows, offs_d, splits = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, SPLITS)
+    rows = tl.arange(0, ROWS)
+    offs_d = tl.arange(0, BLOCK_D)
+    splits = tl.arange(0, SPLITS)
     slots = (head * SPLITS + splits[:, None]) * BLOCK_M + rows[None, :]
     mask = (splits[:, None] < used) & (rows[None, :] < count)
     row_max = tl.max(tl.load(ends + slots * 2, mask=mask, other=-1e30, cache_modifier=".cg"), 0)
@@ -250,13 +251,10 @@ def _merge_splits(
         split = first + tl.arange(0, MERGE)
         slot = (head * SPLITS + split[:, None]) * BLOCK_M + rows[None, :]
         mask = (split[:, None] < used) & (rows[None, :] < count)
-        weight = tl.exp2(
-            tl.load(ends + slot * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-            - row_max[None, :]
-        )
-        row_sum += tl.sum(
-            weight * tl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"), 0
-        )
+        peak = tl.load(ends + slot * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(peak - row_max[None, :])
+        total = tl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        row_sum += tl.sum(weight * total, 0)
         mask_part = mask[:, :, None] & (offs_d < D)[None, None, :]
         offs_part = slot[:, :, None] * D + offs_d[None, None, :]
         part = tl.load(partial + offs_part, mask=mask_part, other=0.0, cache_modifier=".cg")
@@ -279,19 +277,19 @@ def _split_attention_kernel(
     positions are split."""
     gdc_launch_dependents(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
-    rows, offs_d, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, BLOCK_N)
     t, g = rows // G, rows % G
     k_head = k_cache + head.to(tl.int64) * S * D
     v_head = v_cache + head.to(tl.int64) * S * D
-    # Before the wait: the part of the first block that earlier steps have cached
+    # Before the wait: the part of the first block that earlier steps have stored
     start_pos = tl.load(pos)
     used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
     if split < used:
         offs_s = start + offs_n
-        mask_old, mask_new = (
-            offs_s < tl.minimum(end, start_pos),
-            (offs_s >= start_pos) & (offs_s < end),
-        )
+        mask_old = offs_s < tl.minimum(end, start_pos)
+        mask_new = (offs_s >= start_pos) & (offs_s < end)
         k = _load_cached(k_head, offs_s, offs_d, mask_old, D)
         v = _load_cached(v_head, offs_s, offs_d, mask_old, D)
         gdc_wait(PDL)
@@ -325,22 +323,11 @@ def _split_attention_kernel(
             tl.store(ends + slot * 2 + 1, row_sum)
             tl.store(partial + slot[:, None] * D + offs_d[None, :], acc, mask=mask_q)
             if is_last(arrived + head, used):
+                count = T * G
                 _merge_splits(
-                    out,
-                    partial,
-                    ends,
-                    head,
-                    used,
-                    T * G,
-                    H,
-                    G,
-                    D,
-                    SPLITS,
-                    MERGE,
-                    BLOCK_M,
-                    ROWS,
-                    BLOCK_D,
-                )
+                    out, partial, ends, head, used, count,
+                    H, G, D, SPLITS, MERGE, BLOCK_M, ROWS, BLOCK_D,
+                )  # fmt: skip
 
 
 @jit
@@ -355,17 +342,16 @@ def _single_attention_kernel(
     merged at the end."""
     gdc_launch_dependents(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
-    offs_d, offs_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, BLOCK_N)
     k_head = k_cache + head.to(tl.int64) * S * D
     v_head = v_cache + head.to(tl.int64) * S * D
-    # Before the wait: the part of the first block that earlier steps have cached
+    # Before the wait: the part of the first block that earlier steps have stored
     start_pos = tl.load(pos)
     used, start, end = split_of(start_pos + 1, split, SPLITS, BLOCK_N, LEAST)
     if split < used:
-        mask_old, mask_new = (
-            start + offs_n < tl.minimum(end, start_pos),
-            start + offs_n == start_pos,
-        )
+        mask_old = start + offs_n < tl.minimum(end, start_pos)
+        mask_new = start + offs_n == start_pos
         k = _load_cached(k_head + start * D, offs_n, offs_d, mask_old, D)
         v = _load_cached(v_head + start * D, offs_n, offs_d, mask_old, D)
         gdc_wait(PDL)
@@ -377,21 +363,24 @@ def _single_attention_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         for n in range(start, end, BLOCK_N):
             # The next block is in flight while this one is used
-            k_now, v_now, n_next = k, v, n + BLOCK_N
+            k_now, v_now = k, v
+            n_next = n + BLOCK_N
             k = _load_cached(k_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
             v = _load_cached(v_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
             scores = tl.sum(DECODE(k_now).to(tl.float32) * q_row[None, :], 1)
             scores = tl.where(n + offs_n < end, scores, float("-inf"))
             # finite, so that an absent position adds nothing
             new_max = tl.maximum(tl.maximum(row_max, scores), -1e30)
-            p, rescale = tl.exp2(scores - new_max), tl.exp2(row_max - new_max)
+            p = tl.exp2(scores - new_max)
+            rescale = tl.exp2(row_max - new_max)
             row_sum = row_sum * rescale + p
             acc = acc * rescale[:, None] + p[:, None] * DECODE(v_now).to(tl.float32)
             row_max = new_max
         # Merge the BLOCK_N softmaxes
         peak = tl.max(row_max, 0)
         weight = tl.exp2(row_max - peak)
-        total, y = tl.sum(row_sum * weight, 0), tl.sum(acc * weight[:, None], 0) * v_scale
+        total = tl.sum(row_sum * weight, 0)
+        y = tl.sum(acc * weight[:, None], 0) * v_scale
         if used == 1:
             tl.store(out + head * D + offs_d, (y / total).to(out.dtype.element_ty), mask=offs_d < D)
         else:
@@ -405,8 +394,8 @@ def _single_attention_kernel(
                 )
 
 
-# up to this many query rows per key/value head, attention is bound by reading the cache: it is
-# split
+# Up to this many query rows per key/value head, attention is bound by reading keys and values, and
+# the positions are split
 SPLIT_ROWS = 64
 
 
@@ -416,7 +405,9 @@ def attention(q: Tensor, layer: Layer, state: State, *, accumulate: str = "auto"
     assert all(t.is_contiguous() for t in (q, k, v)) and D % 8 == 0, (q.shape, k.shape, v.shape)
     out = q.new_empty(T, H * D)
     rows = T * H // len(k)
-    few_rows = few_rows_sizes(q.device) if rows > 1 and hopper.attends_few(q, rows) else None
+    few_rows = None
+    if rows > 1 and hopper.attends_few(q, rows):
+        few_rows = few_rows_sizes(q.device)
     if few_rows:
         _launch_few_rows(q, k, v, out, state, few_rows)
     elif rows <= SPLIT_ROWS:
@@ -429,7 +420,8 @@ def attention(q: Tensor, layer: Layer, state: State, *, accumulate: str = "auto"
 def _constants(q: Tensor, k: Tensor) -> tuple[tuple[float, float], dict]:
     """The scales and the constants that every attention kernel takes."""
     _, H, D = q.shape
-    decode, gain = plain_values, 1.0  # of keys and of values; gain: what decoded ones are times
+    # How keys and values are decoded, and what the decoded ones are multiplied by
+    decode, gain = plain_values, 1.0
     if k.dtype == torch.int8:
         format = E4M3.on(q.device)
         decode, gain = format.values_nan, format.gain
@@ -513,8 +505,10 @@ def _launch_prompt(
     # within the 99 KB of shared memory that the smallest cards have
     if D > 128:
         block_m, block_n, stages = 64, 32, 2
+    elif T > 64:
+        block_m, block_n, stages = 128, 64, 3
     else:
-        block_m, block_n, stages = 128 if T > 64 else 64, 64, 3
+        block_m, block_n, stages = 64, 64, 3
     constants |= dict(
         G=H // len(k),
         BLOCK_M=block_m,
@@ -541,12 +535,10 @@ def _decode_caches_kernel(
     for start in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
         # eight per thread, in the loads as in the stores
         offs = tl.max_contiguous(start + tl.arange(0, BLOCK), 8)
-        keys = (
-            DECODE(tl.load(k_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
-        )
-        values = (
-            DECODE(tl.load(v_cache + head + offs, mask=offs < end, other=0)).to(tl.float32) * GAIN
-        )
+        keys = DECODE(tl.load(k_cache + head + offs, mask=offs < end, other=0))
+        keys = keys.to(tl.float32) * GAIN
+        values = DECODE(tl.load(v_cache + head + offs, mask=offs < end, other=0))
+        values = values.to(tl.float32) * GAIN
         tl.store(k + head + offs, keys.to(k.dtype.element_ty), mask=offs < end)
         tl.store(v + head + offs, values.to(v.dtype.element_ty), mask=offs < end)
 
@@ -554,10 +546,12 @@ def _decode_caches_kernel(
 def decode_caches(
     k_cache: Tensor, v_cache: Tensor, pos: Tensor, T: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Caches of codes [KH, S, D] decoded to a 16-bit type, as far as T tokens at pos see them; the
-    rest is not written."""
-    (KH, S, D), format = k_cache.shape, E4M3.on(k_cache.device)
-    k, v = (torch.empty_like(cache, dtype=dtype) for cache in (k_cache, v_cache))
+    """Keys and values [KH, S, D] in E4M3, decoded to a 16-bit type as far as T tokens at pos see
+    them. The rest is not written."""
+    KH, S, D = k_cache.shape
+    format = E4M3.on(k_cache.device)
+    k = torch.empty_like(k_cache, dtype=dtype)
+    v = torch.empty_like(v_cache, dtype=dtype)
     grid = (KH, triton.cdiv(16 * processors(pos.device), KH))
     sizes = dict(BLOCK=4096, DECODE=format.values_nan, GAIN=format.gain)
     launch(_decode_caches_kernel, grid, pos.device, k_cache, v_cache, k, v, pos, T, S, D, **sizes)

@@ -1010,9 +1010,9 @@ def _embedding_kernel(
     gdc_wait(PDL)
     t = tl.program_id(0)
     token = tl.load(tokens + tl.load(pos) + t).to(tl.int64)
-    tl.store(
-        out + t * C + offs_c, tl.load(table + token * C + offs_c, mask=offs_c < C), mask=offs_c < C
-    )
+    mask = offs_c < C
+    pointers = out + t * C + offs_c
+    tl.store(pointers, tl.load(table + token * C + offs_c, mask=mask), mask=mask)
 
 
 def embedding(T: int, table: Tensor, state: State) -> Tensor:
@@ -1023,30 +1023,33 @@ def embedding(T: int, table: Tensor, state: State) -> Tensor:
     return out
 
 
-# ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight. x [T, C], weight [C] -> [T, C]  (Zhang and
-#                                                                                       Sennrich,
-#                                                                                       2019)
+# ---- rmsnorm: y = x / sqrt(mean(x^2) + eps) * weight  (Zhang and Sennrich, 2019)
+#      x [T, C], weight [C] -> [T, C]
 
 
-ZERO = torch.zeros(())  # added to by addcmul, which multiplies three factors and rounds once
+ZERO = torch.zeros(())  # for addcmul, which multiplies three factors and rounds once
 
 
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # one row, in two calls: torch's own function makes a dozen
     if x.is_cpu and x.numel() == weight.numel():
-        rms = math.sqrt(
-            float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 / x.numel() + eps
-        )
-        return torch.addcmul(ZERO, x, weight, value=1 / max(rms, 1e-30))  # eps may be 0
+        return _rmsnorm_row(x, weight, eps)
     return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def _rmsnorm_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """One token on a CPU, in two calls of torch, whose own function makes a dozen."""
+    length = float(torch.linalg.vector_norm(x, dtype=torch.float32))
+    rms = math.sqrt(length**2 / x.numel() + eps)
+    return torch.addcmul(ZERO, x, weight, value=1 / max(rms, 1e-30))  # eps may be 0
 
 
 @jit
 def _rmsnorm_kernel(
-    x, weight, out, scales, eps, C: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr
+    x, weight, out, scales, eps,
+    C: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row, to out in its type or, where there are scales, to both as E4M3 codes, the largest
-    magnitude as 448."""
+    """One row, to out in its type; if there are scales, as E4M3 codes with one scale for the row,
+    by which its largest magnitude becomes 448."""
     gdc_launch_dependents(PDL)
     offs_c = tl.arange(0, BLOCK)
     if weight is not None:
@@ -1090,17 +1093,14 @@ def _launch_rmsnorm(
     launch(_rmsnorm_kernel, (T,), x.device, x, weight, out, scales, eps, **sizes)
 
 
-# ---- rope: neighbouring pairs (x[2i], x[2i+1]) rotated by the angle table[position, i]. x [T, H,
-# D] -> [T, H, D]
-#      table [max_seq_len, D/2, 2] float32 holds the cosine and the sine  (Su et al., 2021)
+# ---- rope: pairs of neighbours (x[2i], x[2i+1]) rotated by an angle  (Su et al., 2021)
+#      x [T, H, D] -> [T, H, D]. table [S, D/2, 2] float32: cosine and sine by position and pair
 
 
 def rope_ref(x: Tensor, table: Tensor, pos: Tensor) -> Tensor:
-    start_pos, T = int(pos), x.shape[0]
-    pairs, angles = (
-        x.float().view(torch.complex64),
-        table[start_pos : start_pos + T].view(torch.complex64),
-    )
+    start_pos = int(pos)
+    pairs = x.float().view(torch.complex64)
+    angles = table[start_pos : start_pos + len(x)].view(torch.complex64)
     return (pairs * angles.mT).view(torch.float32).to(x.dtype)
 
 
@@ -1116,27 +1116,25 @@ def _rope_kernel(
     BLOCK_D: tl.constexpr,
     ENCODE: tl.constexpr, FP16_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of one token's heads, x [T, H + 2 KH, D]: the first H are normalised, if there is
-    qk_norm, and rotated into q, the next KH likewise into the cache of keys; the last KH are copied
-    into the cache of values. Heads are read and written whole, 16 bytes a thread; pairs are split
-    in registers."""
+    """HEADS of one token's heads, x [T, H + 2 KH, D]. The first H are normalised, if there is
+    qk_norm, and rotated into q, the next KH likewise into the keys; the last KH are copied into the
+    values. Heads are read and written whole, 16 bytes a thread; pairs are split in registers."""
     gdc_launch_dependents(PDL)
     t = tl.program_id(0)
-    heads, offs_d = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    offs_d = tl.arange(0, BLOCK_D)
     # Before the wait: the interleaved cosines and sines at pos, which moves only between steps
     position = tl.load(pos) + t
     angles = tl.load(table + position * D + offs_d[None, :], mask=offs_d[None, :] < D, other=0.0)
-    cos, sin = tl.split(
-        tl.reshape(tl.broadcast_to(angles, [HEADS, BLOCK_D]), [HEADS, BLOCK_D // 2, 2])
-    )
+    angles = tl.broadcast_to(angles, [HEADS, BLOCK_D])
+    cos, sin = tl.split(tl.reshape(angles, [HEADS, BLOCK_D // 2, 2]))
     gdc_wait(PDL)
     mask = (heads[:, None] < H + 2 * KH) & (offs_d[None, :] < D)
     offs = (t * (H + 2 * KH) + heads[:, None]).to(tl.int64) * D + offs_d[None, :]
     values = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
-        values += tl.load(bias + heads[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        biases = tl.load(bias + heads[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
+        values += biases.to(tl.float32)
     turned = values
     if qk_norm is not None:
         weight = qk_norm + tl.where(heads < H, 0, D)[:, None] + offs_d[None, :]
@@ -1157,13 +1155,13 @@ def _rope_kernel(
     tl.store(v_cache + offs_v, kept, mask=mask & (kv_head >= KH))
 
 
-# ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q, k rotated by rope; k, v into
-#                        the state at pos
-#      x [T, C], wqkv [(H + 2 KH) D, C], keys and values of the layer [KH, S, D] -> q [T, H, D]
-#      bias [(H + 2 KH) D], for Qwen2, or None. qk_norm [2, D], for Qwen3, or None: before rope,
-#      rmsnorm with the first row as its weight is applied to each head of q, with the second row to
-#      each head of k. Keys and values in int8 are E4M3 codes without a scale: magnitudes up to 448,
-#      three mantissa bits from 0.016 up.
+# ---- rmsnorm_qkv_rope: q, k, v = split(rmsnorm(x) Wqkv^T + bias); q, k = rope(q), rope(k)
+#      x [T, C], wqkv [(H + 2 KH) D, C] -> q [T, H, D]; k and v go to the state, at pos
+#
+#      Qwen2 has a bias [(H + 2 KH) D]. Qwen3 has qk_norm [2, D]: before rope, each head of q is
+#      normalised with the first row as the weight of rmsnorm, each head of k with the second.
+#      Keys and values in int8 are E4M3 codes without a scale: magnitudes up to 448, with three bits
+#      of mantissa from 0.016 up.
 
 
 def rmsnorm_qkv_rope_ref(x: Tensor, layer: Layer, state: State) -> Tensor:
@@ -1187,7 +1185,7 @@ def rmsnorm_qkv_rope_ref(x: Tensor, layer: Layer, state: State) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """The sizes of its epilogues."""
+    """The sizes that its kernels need."""
 
     S: int
     H: int
@@ -1200,11 +1198,14 @@ def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZ
     """Token, head, pair, position, cosine and sine of each pair of rows, and which of them exist.
     `pos` moves only between steps."""
     pairs, t = places(row // 2, ROWS // 2, TOKENS)
-    head, pair, mask = pairs // (SIZES.D // 2), pairs % (SIZES.D // 2), (pairs < N // 2) & (t < T)
+    head = pairs // (SIZES.D // 2)
+    pair = pairs % (SIZES.D // 2)
+    mask = (pairs < N // 2) & (t < T)
     position = tl.load(args[4]) + t
     mask_qk = mask & (head < SIZES.H + SIZES.KH)
     angle = args[3] + (position * (SIZES.D // 2) + pair) * 2
-    cos, sin = tl.load(angle, mask=mask_qk, other=1.0), tl.load(angle + 1, mask=mask_qk, other=0.0)
+    cos = tl.load(angle, mask=mask_qk, other=1.0)
+    sin = tl.load(angle + 1, mask=mask_qk, other=0.0)
     return t, head, pair, position, cos, sin, mask
 
 
@@ -1212,8 +1213,8 @@ def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZ
 def _store_rope(
     args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
 ):
-    """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the caches
-    [KH, S, D] at position. args: q, caches, table, pos, bias."""
+    """Rotate q and k, and store pairs where their head belongs: in q [T, H, D], or in the keys or
+    values [KH, S, D] at position. args: q, keys, values, table, pos, bias."""
     t, head, pair, position, cos, sin, mask = ready
     even, odd = _even_and_odd(y, ROWS, TOKENS)
     even, odd = _rotate(even, odd, cos, sin)
@@ -1242,8 +1243,8 @@ def rmsnorm_qkv_rope(x: Tensor, layer: Layer, state: State, *, accumulate: str =
     H = layer.wqkv.rows // D - 2 * KH
     sizes = Heads(S, H, KH, D)
     q = x.new_empty(T, H, D)
-    # An epilogue has the whole of a head only in several programs, so q's and k's own norms need
-    # another kernel, and so does a bias of a few tokens
+    # An epilogue gets some rows of a head, too few for its norm, and what it adds to a few tokens
+    # has a row for each: otherwise a second kernel finishes qkv
     qkv = None
     if layer.qk_norm is None and (T == 1 or bias is None):
         args = (q, k_cache, v_cache, state.rope, state.device_pos, bias)
@@ -1262,8 +1263,7 @@ def rmsnorm_qkv_rope(x: Tensor, layer: Layer, state: State, *, accumulate: str =
 def _launch_rope(
     qkv: Tensor, q: Tensor, layer: Layer, state: State, sizes: Heads, fp16_sums: bool
 ) -> None:
-    """What an epilogue does, after the product: bias, norms of q and k, RoPE, k and v into the
-    state. qkv [T, (H + 2 KH) D] -> q"""
+    """From the product qkv [T, (H + 2 KH) D] to q, and to keys and values in the state."""
     k_cache, v_cache = state.k[layer.index], state.v[layer.index]
     heads = sizes.H + 2 * sizes.KH
     block_d = triton.next_power_of_2(sizes.D)
@@ -1273,10 +1273,12 @@ def _launch_rope(
     constants = sizes._asdict() | dict(
         HEADS=at_once,
         BLOCK_D=block_d,
-        ENCODE=E4M3.on(q.device).encode_tile if k_cache.dtype == torch.int8 else None,
+        ENCODE=None,
         FP16_SUMS=fp16_sums,
         warps=max(1, at_once * block_d // 256),
     )
+    if k_cache.dtype == torch.int8:
+        constants["ENCODE"] = E4M3.on(q.device).encode_tile
     grid = (len(q), triton.cdiv(heads, at_once))
     launch(_rope_kernel, grid, q.device, *args, **constants)
 
@@ -1290,8 +1292,8 @@ def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
 
 @jit
 def _prepare_rows(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """Computed before the product: afterwards, ptxas would load W later (1% with several
-    tokens)."""
+    """The indices that _store_linear needs. Were they computed after the product, ptxas would load
+    W later, which costs 1% with several tokens."""
     return places(row, ROWS, TOKENS)
 
 
@@ -1313,8 +1315,9 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, *, accumulate: str = "aut
     return library_product(x, None, w, 0.0, accumulate, residual)
 
 
-# ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T. x [T, C] -> [T, F]  (Shazeer, 2020)
-#      w13 [2 F, C] interleaves the rows of w1 and w3, so that a and b of one output are neighbours
+# ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T  (Shazeer, 2020)
+#      x [T, C], w13 [2 F, C] -> [T, F]. The rows of w1 and w3 alternate in w13, so that a and b of
+#      one output are neighbours
 
 
 def rmsnorm_swiglu_ref(x: Tensor, layer: Layer, state: State) -> Tensor:
@@ -1330,7 +1333,7 @@ def _silu_mul(a, b):
 
 @jit
 def _prepare_halves(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """See _prepare_rows."""
+    """The same for _store_swiglu."""
     return places(row // 2, ROWS // 2, TOKENS)
 
 
@@ -1352,13 +1355,14 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
     offs_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gdc_wait(PDL)
     offs = tl.program_id(0).to(tl.int64) * F + offs_f
-    pairs = tl.load(
-        ab + offs[:, None] * 2 + tl.arange(0, 2)[None, :], mask=offs_f[:, None] < F, other=0.0
-    )
+    mask_pairs = offs_f[:, None] < F
+    pointers = ab + offs[:, None] * 2 + tl.arange(0, 2)[None, :]
+    pairs = tl.load(pointers, mask=mask_pairs, other=0.0)
     a, b = tl.split(pairs.to(tl.float32))
-    tl.store(
-        out + offs, saturated(_silu_mul(a, b), FP16_SUMS).to(out.dtype.element_ty), mask=offs_f < F
-    )
+    mask = offs_f < F
+    pointers = out + offs
+    y = saturated(_silu_mul(a, b), FP16_SUMS)
+    tl.store(pointers, y.to(out.dtype.element_ty), mask=mask)
 
 
 def rmsnorm_swiglu(x: Tensor, layer: Layer, state: State, *, accumulate: str = "auto") -> Tensor:
@@ -1373,8 +1377,8 @@ def rmsnorm_swiglu(x: Tensor, layer: Layer, state: State, *, accumulate: str = "
     return out
 
 
-# ---- rmsnorm_linear: out = rmsnorm(x) W^T. x [T, C], W [V, C], out float32 [T, V], the logits ->
-# out
+# ---- rmsnorm_linear: out = rmsnorm(x) W^T, the logits
+#      x [T, C], W [V, C], out float32 [T, V] -> out
 
 
 def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, state: State, out: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ correct:
   ended" includes all the kernels before that one;
 - before the wait a kernel reads only what no kernel launched this way writes in the same step
   (weights, tables, sampling settings, `pos`, the keys and values of earlier steps), and it writes
-  nothing; parallel.py explains its exceptions;
+  nothing; extra/parallel.py explains its exceptions;
 - `pos` is moved by torch's own operations (State.advance and seek),
   which are launched without the attribute: each starts when all kernels before it have ended,
   including those that read the old value, and whatever comes after it starts when it has ended.
@@ -40,7 +40,8 @@ import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton when a kernel is decorated
-# not installed, or of no use: the reference ops run without it, and importing it takes 0.3 s
+# None if Triton is not installed, or of no use: the reference ops run without it, and importing it
+# takes 0.3 s
 triton = tl = None
 if "TRITON_INTERPRET" in os.environ or torch.cuda.device_count():  # counted without starting CUDA
     with suppress(ImportError):
@@ -74,11 +75,9 @@ def capability(device: torch.device) -> int:
 @cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; a few for the interpreter."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 4
-    )
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(
@@ -87,29 +86,18 @@ def launch(
     """Run a kernel on the device, with programmatic dependent launch where the GPU has it. Kernels
     take contiguous tensors only, alone or in tuples."""
     for arg in args:
-        tensors = [t for t in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(t, Tensor)]
-        assert all(t.is_contiguous() for t in tensors), (
-            kernel.__name__,
-            "a tensor is not contiguous",
-        )
+        for t in arg if isinstance(arg, tuple) else (arg,):
+            contiguous = not isinstance(t, Tensor) or t.is_contiguous()
+            assert contiguous, (kernel.__name__, "a tensor is not contiguous")
     pdl = capability(device) >= 90
-    start(
-        kernel,
-        grid,
-        device,
-        *args,
-        **constants,
-        PDL=pdl,
-        num_warps=warps,
-        num_stages=stages,
-        launch_pdl=pdl,
-    )
+    options = dict(num_warps=warps, num_stages=stages, launch_pdl=pdl)
+    start(kernel, grid, device, *args, **constants, PDL=pdl, **options)
 
 
 def start(kernel, grid: tuple[int, ...], device: torch.device, *args, **constants) -> None:
     """Run a kernel on the device or, within compile_kernels, compile it."""
-    # Triton launches on the current device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with on_device:  # Triton launches on the current device
         if _only_compile.get():
             kernel.warmup(*args, grid=grid, **constants)
         else:
@@ -125,26 +113,27 @@ def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
 
     def compile_all() -> None:
         _only_compile.set(True)
-        threads = ThreadPoolExecutor(
-            os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,)
-        )
+        on_device = dict(initializer=torch.cuda.set_device, initargs=(device,))
+        threads = ThreadPoolExecutor(os.cpu_count(), **on_device)
         with threads, triton.AsyncCompileMode(threads) as mode:
             run()
-            list(threads.map(lambda future: future.result().run, mode.future_kernels.values()))
+            load = lambda future: future.result().run
+            list(threads.map(load, mode.future_kernels.values()))
 
     # AsyncCompileMode leaves itself switched on if a kernel fails to compile
     copy_context().run(compile_all)
 
 
 class Scratch:
-    """Memory that kernels use from launch to launch, by name and shape. It belongs to one cache,
+    """Memory that kernels use from launch to launch, by name and shape. It belongs to one state,
     whose kernels run one after another on one stream."""
 
     def __init__(self, device: torch.device):
-        self.device, self._tensors = device, {}
+        self.device = device
+        self._tensors: dict[tuple, Tensor] = {}
 
     def zeros(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor that is zero when first asked for, and later as kernels left it."""
+        """A tensor of zeros the first time, later the same one as kernels left it."""
         if (name, shape) not in self._tensors:
             self._tensors[name, shape] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self._tensors[name, shape]
@@ -166,8 +155,8 @@ def gdc_wait(PDL: tl.constexpr):
 
 @jit
 def saturated(x, FP16_SUMS: tl.constexpr):
-    """x, clamped to the range of fp16 if FP16_SUMS, so that what overflowed is 65504, not inf; NaN
-    stays NaN."""
+    """x; with FP16_SUMS clamped to the range of fp16, so that what overflowed is 65504 and not inf.
+    NaN stays NaN."""
     return tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL) if FP16_SUMS else x
 
 
@@ -207,7 +196,7 @@ def rows_of_program(pid, blocks, heads_at_once, H):
     return blocks - 1 - rest // heads, first + rest % heads
 
 
-# ---- launch sizes: launch.json, which `dev/tune.py` writes for another card
+# ---- launch sizes: launch.json, which dev/tune.py writes for another card
 
 
 class VectorSizes(NamedTuple):
@@ -243,14 +232,14 @@ class FewSizes(NamedTuple):
 
 
 class SplitSizes(NamedTuple):
-    """How attention divides the cache: into at most `programs` chunks per SM, read in tiles of
+    """How attention divides the positions: into at most `programs` splits per SM, read in tiles of
     `block` positions."""
 
     programs: int
     block: int
     warps: int
     stages: int
-    least: int  # up to this many positions there is one chunk
+    least: int  # up to this many positions there is one split
 
 
 TABLES_FILE = Path(__file__).with_name("launch.json")
@@ -258,27 +247,30 @@ TABLES_FILE = Path(__file__).with_name("launch.json")
 
 @cache
 def tables() -> dict[str, Any]:
-    """launch.json. By compute capability (0 is the interpreter; the nearest below is taken, here
-    and below):
+    """What launch.json contains, by compute capability (0 is the interpreter). The nearest number
+    below is taken, of capabilities as of all others that are not said to be exact.
 
     vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
     stream    the same: StreamSizes
     few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other):
-              FewSizes; null is the library, where that was faster and for 16-bit weights on cards
-              that were not measured
+              FewSizes. null stands for the library, where that was faster, and for 16-bit weights
+              on cards that were not measured
     split     query rows per key/value head: SplitSizes
-    few_rows  SplitSizes of hopper.py's kernel for a few rows, whose tiles are 16 positions a warp
+    few_rows  exact capability: SplitSizes of hopper.py's kernel for a few rows, whose tiles are 16
+              positions a warp
     """
-    with_numbers = lambda table: {
-        int(key) if key.isdecimal() else key: value for key, value in table.items()
-    }
+
+    def with_numbers(table: dict) -> dict:
+        return {int(key) if key.isdecimal() else key: value for key, value in table.items()}
+
     return json.loads(TABLES_FILE.read_text(), object_hook=with_numbers)
 
 
 def save_tables() -> None:
-    """Write the tables, as dev/tune.py has changed them: a line for each op."""
+    """Write the tables, which the tuner has changed in place, with a line for each op."""
     on_one_line = lambda innermost: json.dumps(json.loads(innermost[0]))
-    TABLES_FILE.write_text(re.sub(r"{[^{}]*}", on_one_line, json.dumps(tables(), indent=1)) + "\n")
+    text = re.sub(r"{[^{}]*}", on_one_line, json.dumps(tables(), indent=1))
+    TABLES_FILE.write_text(f"{text}\n")
 
 
 def nearest(table: dict, key: int):
@@ -302,7 +294,7 @@ def _single_sizes(kind: str, device: torch.device, bits: int, op: str, columns: 
 def few_sizes(
     device: torch.device, bits: int, op: str, columns: int, tokens: int
 ) -> FewSizes | None:
-    """None where the library is to take such products."""
+    """Returns None if the library is to compute such products."""
     ops = nearest(nearest(tables()["few"], capability(device)), bits)[tokens]
     sizes = ops.get(op, ops["default"])
     found = sizes.get(columns, sizes[0])
@@ -314,6 +306,6 @@ def split_sizes(device: torch.device, rows: int) -> SplitSizes:
 
 
 def few_rows_sizes(device: torch.device) -> SplitSizes | None:
-    """None on cards for which hopper.py has no kernel for a few rows."""
+    """Returns None on cards for which hopper.py has no kernel for a few rows."""
     found = tables()["few_rows"].get(capability(device))
     return SplitSizes(*found) if found else None

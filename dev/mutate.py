@@ -90,8 +90,8 @@ MUTANTS = [
     ),
     Mutant(
         "attention.py",
-        "row_sum * rescale + tl.sum",
-        "row_sum + tl.sum",
+        "row_sum * rescale + tl.sum(p, 1)",
+        "row_sum + tl.sum(p, 1)",
         "attention_does_not_depend",
     ),
     Mutant(

@@ -4,11 +4,11 @@ together; each is a rank.
 
 A rank has its share of the query heads, the key/value heads, hidden_dim and the vocabulary; the
 embedding and the norms are replicated. So wqkv, w13 and the output matrix are cut by rows, and all
-that follows from those rows (RoPE, the cache, attention, SwiGLU) is done where they are. wo and w2
-are cut by columns: each rank has one term of their product, and the sum over the ranks is x again,
-the same on all of them. Two sums per layer and one gather of the logits at the end are all the
-communication there is. All ranks sample from the same logits with the same random number, so the
-token need not be sent.
+that follows from those rows (RoPE, keys and values, attention, SwiGLU) is done where they are. wo
+and w2 are cut by columns: each rank has one term of their product, and the sum over the ranks is x
+again, the same on all of them. Two sums per layer and one gather of the logits at the end are all
+the communication there is. All ranks sample from the same logits with the same random number, so
+the token need not be sent.
 
 The model is unaware of this: it runs on a table of ops like any other, in which `linear_add` ends
 with a sum over the ranks and `rmsnorm_linear` with a gather: through NCCL (gloo on CPUs), which
@@ -56,15 +56,11 @@ class Ranks:
 
     @classmethod
     def of_torchrun(cls) -> Ranks:
-        """The ranks that torchrun started; one without it."""
+        """The ranks that torchrun started, or the only one of a process that it did not start."""
         if not dist.is_torchelastic_launched():
             return cls()
-        return cls(
-            *(
-                int(os.environ[name])
-                for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-            )
-        )
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return cls(*(int(os.environ[name]) for name in names))
 
     @cached_property
     def _store(self) -> dist.Store:
@@ -73,11 +69,11 @@ class Ranks:
 
     def join(self, device: torch.device) -> None:
         """Form the process group, which waits until all ranks are there."""
-        if self.size > 1 and not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=PATIENCE
-            )
+        if self.size == 1 or dist.is_initialized():
+            return
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        place = dict(store=self._store, rank=self.rank, world_size=self.size)
+        dist.init_process_group(backend, **place, timeout=PATIENCE)
 
     def broadcast(self, read: Callable[[], Value]) -> Value:
         """What `read` returns, or raises, on rank 0; the others do not call it."""
@@ -85,7 +81,7 @@ class Ranks:
 
     def gather(self, do: Callable[[], Value]) -> list[Value]:
         """What `do` returns on each rank, once all have done it. The first error of a rank is
-        raised on all: none goes on alone."""
+        raised on all, so that none goes on alone."""
         if self.size == 1:
             return [do()]
         value = error = None
@@ -173,11 +169,10 @@ class Ranks:
         """How the ranks communicate, for the user to read."""
         if self.size == 1:
             return ""
-        library = "NCCL" if device.type == "cuda" else "gloo"
+        ranks, library = f"in {self.size} processes", "gloo"
+        if device.type == "cuda":
+            ranks, library = f"and {self.size - 1} more", "NCCL"
         way = f"direct writes (prompts: {library})" if exchange else library
-        ranks = (
-            f"and {self.size - 1} more" if device.type == "cuda" else f"in {self.size} processes"
-        )
         return f" {ranks}, sums through {way}"
 
 
@@ -188,10 +183,13 @@ ALL = slice(None)
 
 def share(count: int, rank: int, size: int) -> slice:
     """A rank's share of `count` items; all ranks have equally many. If there are fewer items than
-    ranks, neighbours have the same one; if they do not divide evenly (a vocabulary), the shares of
+    ranks, neighbours have the same one. If they do not divide evenly (a vocabulary), the shares of
     the last ranks overlap."""
+    if count < size:
+        start = rank * count // size
+        return slice(start, start + 1)
     each = -(-count // size)
-    start = rank * count // size if count < size else min(rank * each, count - each)
+    start = min(rank * each, count - each)
     return slice(start, start + each)
 
 
@@ -242,9 +240,8 @@ def _prepare_entries(
 ):
     """This round's number, and where each rank's memory begins; neither changes within a step."""
     ranks = tl.arange(0, triton.next_power_of_2(SIZES.ranks))
-    slots = tl.load(args[0] + ranks, mask=ranks < SIZES.ranks, other=0).to(
-        tl.pointer_type(tl.int64)
-    )
+    addresses = tl.load(args[0] + ranks, mask=ranks < SIZES.ranks, other=0)
+    slots = addresses.to(tl.pointer_type(tl.int64))
     return _number(args[1]), slots
 
 
@@ -255,7 +252,8 @@ def _store_entries(
     """An epilogue: y [ROWS] written as entries to every rank. args: addresses, one a rank, and the
     round's number."""
     number, slots = ready
-    rows, ranks = row + tl.arange(0, ROWS), tl.arange(0, triton.next_power_of_2(SIZES.ranks))
+    rows = row + tl.arange(0, ROWS)
+    ranks = tl.arange(0, triton.next_power_of_2(SIZES.ranks))
     entries = number | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     mask = (ranks[:, None] < SIZES.ranks) & (rows[None, :] < N)
     tl.store(slots[:, None] + rows[None, :], entries[None, :], mask=mask)
@@ -263,14 +261,9 @@ def _store_entries(
 
 @jit
 def _add_received_kernel(
-    entries,
-    round_number,
-    residual,
-    N: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    entries, round_number, residual,
+    N: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """residual += the sum of what the ranks sent. entries [RANKS, N], residual [N]"""
     gdc_launch_dependents(PDL)
     offs_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -285,14 +278,9 @@ def _add_received_kernel(
 
 @jit
 def _gather_received_kernel(
-    entries,
-    round_number,
-    out,
-    N: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    entries, round_number, out,
+    N: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out[v] = what the rank that has row v sent. entries [ranks, N], out [V]; rank p begins at row
     min(p N, V - N)."""
     gdc_launch_dependents(PDL)
@@ -311,7 +299,9 @@ class Exchange:
         """matrices: those whose products are exchanged, in the same order on all ranks. buffers:
         the address of each rank's entries, int64 [ranks * rows of all matrices] and zero; `entries`
         are this rank's."""
-        self.ranks, self.slots, start = len(buffers), {}, 0
+        self.ranks = len(buffers)
+        self.slots: dict[Matrix, tuple[Tensor, Tensor]] = {}  # addresses, and this rank's entries
+        start = 0
         self.round_number = torch.ones(1, dtype=torch.int32, device=entries.device)
         for w in matrices:
             addresses = [buffer + 8 * (start + rank * w.rows) for buffer in buffers]
@@ -336,24 +326,26 @@ class Exchange:
         return out
 
     def send(self, op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float) -> None:
-        args, sizes = (self.slots[w][0], self.round_number), Peers(self.ranks)
-        kernels.launch_product(
-            op, x, norm, w, eps, kernels.Epilogue(_prepare_entries, _store_entries, args, sizes)
-        )
+        addresses, _ = self.slots[w]
+        args = (addresses, self.round_number)
+        epilogue = kernels.Epilogue(_prepare_entries, _store_entries, args, Peers(self.ranks))
+        kernels.launch_product(op, x, norm, w, eps, epilogue)
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps
-        args = (self.slots[w][1], self.round_number, residual)
+        _, entries = self.slots[w]
+        args = (entries, self.round_number, residual)
         sizes = dict(N=w.rows, RANKS=self.ranks, BLOCK=block, warps=1)
-        launch(_add_received_kernel, (triton.cdiv(w.rows, block),), residual.device, *args, **sizes)
+        grid = (triton.cdiv(w.rows, block),)
+        launch(_add_received_kernel, grid, residual.device, *args, **sizes)
         return residual
 
     def gather_received(self, w: Matrix, out: Tensor) -> Tensor:
-        V, block = out.shape[1], 256
-        args, sizes = (
-            (self.slots[w][1], self.round_number, out),
-            dict(N=w.rows, V=V, BLOCK=block, warps=1),
-        )
+        V = out.shape[1]
+        block = 256
+        _, entries = self.slots[w]
+        args = (entries, self.round_number, out)
+        sizes = dict(N=w.rows, V=V, BLOCK=block, warps=1)
         launch(_gather_received_kernel, (triton.cdiv(V, block),), out.device, *args, **sizes)
         return out
 
@@ -361,20 +353,18 @@ class Exchange:
 def make_exchange(
     ranks: Ranks, matrices: list[Matrix], backend: str, device: torch.device
 ) -> Exchange | None:
-    """An Exchange if every GPU can write to the others' memory, otherwise None. All ranks call
-    this, and get the same."""
+    """Returns None unless every GPU can write to the others' memory. All ranks call this together,
+    and either all get an exchange or none."""
     on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
     others = [i for i in range(ranks.size) if i != ranks.local_rank]
-    reaches = on_one_host and all(
-        torch.cuda.can_device_access_peer(device.index, i) for i in others
-    )
-    if not all(ranks.gather(lambda: reaches)):
+    reach = lambda other: torch.cuda.can_device_access_peer(device.index, other)
+    reaches_all = on_one_host and all(map(reach, others))
+    if not all(ranks.gather(lambda: reaches_all)):
         return None
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    entries = symmetric_memory.empty(
-        ranks.size * sum(w.rows for w in matrices), dtype=torch.int64, device=device
-    )
+    count = ranks.size * sum(w.rows for w in matrices)
+    entries = symmetric_memory.empty(count, dtype=torch.int64, device=device)
     buffers = symmetric_memory.rendezvous(entries, group=dist.group.WORLD).buffer_ptrs
     exchange = Exchange(matrices, ranks.rank, list(buffers), entries.zero_())
     torch.cuda.synchronize()
