@@ -30,22 +30,13 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, int]]]  # type and shape of eac
 
 
 @jit
-def load_once(pointers, mask):
-    """Load what is read once and need not stay in the caches. Gives zero where the mask is off; a
-    mask of None is on everywhere."""
-    if mask is None:
+def load_once(pointers, offs_k, left):
+    """Load what is read once and need not stay in the caches. Columns from `left` on are zero; if
+    `left` is None, there are enough of them."""
+    if left is None:
         return tl.load(pointers, eviction_policy="evict_first")
     else:
-        return tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
-
-
-@jit
-def _mask(offs_k, left):
-    """Which of these columns there are. None if all of them, see Format.load."""
-    if left is None:
-        return None
-    else:
-        return offs_k < left
+        return tl.load(pointers, mask=offs_k < left, other=0, eviction_policy="evict_first")
 
 
 @jit
@@ -54,8 +45,8 @@ def load_elements(
 ):
     """The `load` of a format whose first tensor has an element for each weight."""
     offs_k = tl.arange(0, COLUMNS)[None, :]
-    mask = _mask(offs_k, left)
-    return load_once(w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS]), mask)
+    pointers = w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS])
+    return load_once(pointers, offs_k, left)
 
 
 @jit
@@ -63,10 +54,10 @@ def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COU
     """A tensor of W as int32 words, one for EACH columns: [R, COLUMNS / EACH], COUNT neighbours to
     a thread."""
     word = tl.arange(0, COLUMNS // EACH)[None, :]
-    # of neighbours all or none, so that one instruction loads them
-    mask = _mask(word // COUNT * (COUNT * EACH), left)
     words = w.to(tl.pointer_type(tl.int32)) + start // EACH + (k // EACH + word)
-    return load_once(tl.max_contiguous(words, [1, COUNT]), mask)
+    # of neighbours all or none, so that one instruction loads them
+    offs_k = word // COUNT * (COUNT * EACH)
+    return load_once(tl.max_contiguous(words, [1, COUNT]), offs_k, left)
 
 
 @jit
@@ -82,8 +73,8 @@ def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GR
     for each GROUP columns: [R, COLUMNS / EACH], one to a thread, like the codes. `start` is a
     multiple of GROUP, k of EACH."""
     offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
-    mask = _mask(offs_k, left)
-    return load_once(w + start // GROUP + tl.max_contiguous((k + offs_k) // GROUP, [1, 1]), mask)
+    pointers = w + start // GROUP + tl.max_contiguous((k + offs_k) // GROUP, [1, 1])
+    return load_once(pointers, offs_k, left)
 
 
 @jit
