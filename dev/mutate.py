@@ -272,7 +272,7 @@ MUTANTS = [
     ),
     Mutant("extra/speculation.py", "read = position", "read = len(ids) - 1", "speculation"),
     Mutant("extra/speculation.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
-    Mutant("extra/speculation.py", ".clamp_(min=0)", "", "speculation"),
+    Mutant("extra/speculation.py", "max(id, 0)", "id", "speculation"),
 ]
 
 

@@ -104,6 +104,7 @@ class Speculation:
         self.pacer = Pacer()
         self.passes = self.proposed = self.accepted = 0
         self.capturing = 0.0  # seconds of the running pass that went into capturing graphs
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}  # those that fit the running text
 
     def begin(self, model: Llama, state: State, ids: list[int]) -> None:
         """Called with the prompt before the first token is sampled."""
@@ -125,6 +126,7 @@ class Speculation:
         end = read + n
         ids = state.tokens[:read].tolist()
         running: deque[Pass] = deque()
+        self.graphs.clear()
         self.begin(model, state, ids)
         try:
             new = [sample_next(model, state, state.logits)]
@@ -148,24 +150,23 @@ class Speculation:
     def _launch(
         self, model: Llama, state: State, ids: list[int], end: int, running: deque[Pass]
     ) -> None:
-        """Launch a pass that evaluates the last token of `ids` and the proposals to follow it.
-        While the pacer allows none, two passes of single tokens run at once, since the second
-        evaluates what the first samples, and the GPU does not wait for the host."""
+        """Launch a pass that evaluates the last token of `ids` and the proposals to follow it. If
+        there are none, two passes of single tokens run at once, since the second evaluates what the
+        first samples, and the GPU does not wait for the host."""
         last = len(ids) - 1
-        several = last + 1 + self.n < state.size and self.pacer.ready()
-        if several and running:
-            return  # to propose, the host needs to know the last token
-        if several:
-            start = Moment(model.device)
-            proposals = self.propose(ids)
-            place(state, last, [ids[-1], *proposals])
-            running.append(self._pass(model, state, proposals, start, model.uses_graphs))
-            return
+        start = Moment(model.device)
+        looks = last + 1 + self.n < state.size and self.pacer.ready()
+        proposals = self.propose(ids) if looks else []
+        if proposals and running:
+            return  # they have to follow the token that is being sampled
+        waited = looks and not running and model.uses_graphs
         if not running:
-            place(state, last, ids[-1:])
-        at_once = 2 if model.uses_graphs else 1
+            place(state, last, [ids[-1], *proposals])
+        at_once = 2 if model.uses_graphs and not proposals else 1
         while len(running) < at_once and len(ids) + len(running) < end:
-            running.append(self._pass(model, state, [], Moment(model.device), False))
+            running.append(self._pass(model, state, proposals, start, waited))
+            start = Moment(model.device)
+            waited = False
 
     def _pass(
         self, model: Llama, state: State, proposals: list[int], start: Moment, waited: bool
@@ -183,13 +184,15 @@ class Speculation:
         if not model.uses_graphs:
             run()
             return
-        key = (*name, *state.captured_with(model))
-        if key not in state.graphs:
-            pos = state.pos
-            start = time.perf_counter()
-            state.graphs[key] = captured(run, model.device, lambda: state.seek(pos))
-            self.capturing += time.perf_counter() - start
-        state.graphs[key].replay()
+        if name not in self.graphs:
+            key = (*name, *state.captured_with(model))
+            if key not in state.graphs:
+                pos = state.pos
+                start = time.perf_counter()
+                state.graphs[key] = captured(run, model.device, lambda: state.seek(pos))
+                self.capturing += time.perf_counter() - start
+            self.graphs[name] = state.graphs[key]
+        self.graphs[name].replay()
 
     def _read(self, state: State, ids: list[int], running: Pass) -> list[int]:
         """Wait for a pass after the text `ids`. Returns the tokens that it adds: the proposals that
@@ -234,8 +237,9 @@ def place(state: State, pos: int, ids: list[int]) -> None:
     state.seek(pos)
     end = pos + len(ids)
     # pinned memory, from which a GPU copies while the host goes on
-    state.host_tokens[pos:end] = torch.tensor(ids, dtype=torch.int32).clamp_(min=0)
-    state.tokens[pos:end].copy_(state.host_tokens[pos:end], non_blocking=True)
+    host = state.host_tokens[pos:end]
+    host.numpy()[:] = [max(id, 0) for id in ids]
+    state.tokens[pos:end].copy_(host, non_blocking=True)
 
 
 class Lookup(Speculation):
