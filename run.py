@@ -143,7 +143,7 @@ def mode_of(args: argparse.Namespace) -> str:
 def contradictions(args: argparse.Namespace) -> list[tuple[object, str]]:
     """What may be wrong with the flags together: whether it is, and the error."""
     return [
-        (args.save == "", "--save is empty"),
+        ("" in (args.model, args.save), "-m or --save is empty"),
         (
             args.prompt is not None and args.file is not None,
             "--prompt and --file both give a prompt; use one",

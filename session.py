@@ -268,8 +268,7 @@ class Session:
         if at_start is None:
             at_start = prompt == ""
         if isinstance(prompt, str):
-            first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
-            prompt = self.tokenizer.encode(prompt) or first
+            prompt = self.encode(prompt)
         if eos is None:
             eos = self.eos
         self.model.check(prompt)
@@ -299,6 +298,12 @@ class Session:
         self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer)
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt; for an empty text, one from which the model can start. Raises
+        ValueError for a lone surrogate."""
+        first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
+        return self.tokenizer.encode(text) or first
 
     def chat(
         self, messages: list[Message] | Prompt, *, stop: Sequence[str] = (), **options

@@ -378,7 +378,6 @@ def add_template_flag(add: Callable) -> None:
 def model_contradictions(args: argparse.Namespace) -> list[tuple[object, str]]:
     """What may be wrong with these flags together: whether it is, and the error."""
     return [
-        (args.model == "", "-m is empty"),
         (args.fp8 and args.int4, "--fp8 and --int4 both say how matrices are kept; use one"),
         (args.lookup and args.draft, "--lookup and --draft both propose tokens; use one"),
         (args.draft is None and "draft_max" in args.given, "--draft-max is for --draft"),
