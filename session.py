@@ -93,6 +93,7 @@ class Generation:
         self.prompt_tokens = prompt_tokens
         self.ids: list[int] = []  # without an eos
         self.text = ""
+        self.logprobs: list[Logprob] = []  # if asked for
         # in the end "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full)
         self.ended_by = "interrupt"
         self.timings = timings
@@ -171,6 +172,7 @@ class Generation:
             end = len(self.text)
         due = [score for score in self._scored if score.begins < end]
         self._scored = self._scored[len(due) :]
+        self.logprobs += due
         return Piece(text, ids, due)
 
 
