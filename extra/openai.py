@@ -1,4 +1,5 @@
-"""The words of OpenAI's API: what a request asks for, and how a text is answered.
+"""The words of OpenAI's API: what a request asks for, in terms of a session, and how the text is
+answered.
 
 Fields that would change the text in ways that do not exist here are refused, unless they say
 nothing (n: 1, tools: []); null means absent; unknown fields are ignored."""
@@ -9,14 +10,14 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tokenizer import Tokenizer, one_line
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from session import Generation, Logprob
+    from session import Generation, Logprob, Piece, Session
 
 # ---- requests
 
@@ -163,6 +164,33 @@ def read_ask(body: bytes, is_chat: bool) -> Ask:
     return Ask(is_chat, prompt, options, echo, stream, counts)
 
 
+def begin_text(session: Session, ask: Ask, progress: Callable) -> tuple[Generation, str]:
+    """The text that is asked for, of which nothing is evaluated yet, and what comes before it.
+    Raises Refused or ValueError."""
+    prompt = ask.prompt
+    before = ""
+    if ask.is_chat:
+        prompt = session.render(ask.prompt)
+        for message in ask.prompt:
+            if message["role"] == "system" and message["content"].strip() not in prompt.text:
+                raise Refused("the chat template has no place for this system message")
+        ids = prompt.ids
+    else:
+        ids = session.encode(prompt) if isinstance(prompt, str) else prompt
+    if ask.echo:
+        before = prompt if isinstance(prompt, str) else session.tokenizer.decode(ids)
+    needed = len(ids)
+    if ask.options.get("n") != 0:
+        needed += 1
+    if needed > session.state.size:
+        message = f"the prompt has {len(ids)} tokens; the context holds {session.state.size}"
+        raise Refused(message, code="context_length_exceeded")
+    if ask.is_chat:
+        return session.chat(prompt, progress=progress, **ask.options), before
+    at_start = prompt == ""
+    return session.generate(ids, at_start=at_start, progress=progress, **ask.options), before
+
+
 # ---- answers
 
 ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
@@ -171,8 +199,9 @@ ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 class Form:
     """How one text is answered: whole, or in the chunks of a stream."""
 
-    def __init__(self, ask: Ask, model: str, tokenizer: Tokenizer):
+    def __init__(self, ask: Ask, model: str, tokenizer: Tokenizer, generation: Generation):
         self.ask = ask
+        self.generation = generation
         self.tokenizer = tokenizer
         self.names = {id: name for name, id in tokenizer.control.items()}
         kind = "chat.completion" if ask.is_chat else "text_completion"
@@ -182,50 +211,48 @@ class Form:
         self.head = {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time())}
         self.head["model"] = model
 
-    def whole(self, before: str, generation: Generation) -> dict:
-        """before: what is echoed."""
-        choice = self._choice(before + generation.text, generation.logprobs)
-        choice["finish_reason"] = ENDS[generation.ended_by]
+    def whole(self, before: str) -> dict:
+        text = self.generation
+        choice = self._choice(before + text.text, text.logprobs, text.ended_by)
         if self.ask.is_chat:
             choice["message"] = {"role": "assistant", "content": choice.pop("text")}
-        return self.head | {"choices": [choice], "usage": usage(generation)}
+        return self.head | {"choices": [choice], "usage": usage(text)}
 
     def begin(self, before: str) -> bytes:
-        """The beginning of a stream, before the text."""
+        """The beginning of a stream."""
         if self.ask.is_chat:
-            return self.chunk("", role="assistant")
-        return self.chunk(before) if before else b""
+            return self._chunk({"role": "assistant", "content": ""})
+        return self._chunk({}, before) if before else b""
 
-    def chunk(
-        self,
-        text: str | None = None,
-        scores: Sequence[Logprob] = (),
-        ended_by: str | None = None,
-        role: str | None = None,
+    def part(self, piece: Piece | None) -> bytes:
+        """A part of a stream; None is its end."""
+        if piece is None:
+            chunks = self._chunk({}, ended_by=self.generation.ended_by)
+            if self.ask.counts:
+                chunks += event(self.head | {"choices": [], "usage": usage(self.generation)})
+            return chunks + b"data: [DONE]\n\n"
+        if not piece.text and not piece.logprobs:
+            return b""
+        return self._chunk({"content": piece.text}, piece.text, piece.logprobs)
+
+    def _chunk(
+        self, delta: dict, text: str = "", scores: Sequence[Logprob] = (), ended_by: str = ""
     ) -> bytes:
-        """A part of a stream: of the text, or (ended_by) its end."""
-        choice = self._choice(text, scores)
-        choice["finish_reason"] = ended_by and ENDS[ended_by]
+        choice = self._choice(text, scores, ended_by)
         if self.ask.is_chat:
-            delta = {"role": role, "content": choice.pop("text")}
-            choice["delta"] = {name: value for name, value in delta.items() if value is not None}
+            del choice["text"]
+            choice["delta"] = delta
         counts = {"usage": None} if self.ask.counts else {}
         return event(self.head | {"choices": [choice]} | counts)
 
-    def end(self, generation: Generation) -> bytes:
-        """The rest of a stream."""
-        chunks = self.chunk("" if not self.ask.is_chat else None, ended_by=generation.ended_by)
-        if self.ask.counts:
-            chunks += event(self.head | {"choices": [], "usage": usage(generation)})
-        return chunks + b"data: [DONE]\n\n"
-
-    def _choice(self, text: str | None, scores: Sequence[Logprob]) -> dict:
+    def _choice(self, text: str, scores: Sequence[Logprob], ended_by: str) -> dict:
         logprobs = None
         if scores and self.ask.is_chat:
             logprobs = {"content": [self._chat_score(score) for score in scores]}
         elif scores:
             logprobs = self._text_scores(scores)
-        return {"index": 0, "text": text, "logprobs": logprobs}
+        finish = ENDS.get(ended_by)
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _text(self, id: int) -> str:
         """A token as text; of a control token, its name."""
