@@ -116,8 +116,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.version:
         print(version(), flush=True)
         parser.exit()
-    parser.refuse([*model_contradictions(args), *contradictions(args)])
     settle_model(args)
+    parser.refuse([*model_contradictions(args), *contradictions(args)])
     if args.escape:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system = unescaped(args.system)
