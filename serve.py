@@ -1,206 +1,33 @@
 """A model over HTTP in the words of OpenAI's API, for editors, front ends and agents.
 
-Two threads share the work. The main one owns the model and writes one text at a time
-(extra/writer.py); the other reads requests and sends answers (App), so that it answers at once
-while a text is written, and no slow client delays the model. extra/openai.py knows the words.
-Starlette and uvicorn do what is not about models: HTTP, routes, CORS. They are well kept, plain
-Python, and need five small packages."""
+This process owns the model and writes one text at a time. Another (extra/web.py) talks with clients;
+extra/openai.py knows the words."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import hmac
 import os
+import select
 import socket
-import threading
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from functools import partial
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from extra import cli, openai
-from extra.openai import Refused
-from extra.writer import Client, Left, Writer, failed
+from extra import cli
+from extra.openai import STOP, Ask, End, Part, Refused, Score, Token
 from run import open_session
-from tokenizer import local_checkpoint, one_line
+from tokenizer import local_checkpoint
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks
+    from session import Generation, Logprob, Session
 
-BODY_BYTES = 8 << 20
-LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that may always ask
-STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy may wait for more
-
-# ---- what is answered
-
-
-class App:
-    """What is answered at each path."""
-
-    def __init__(self, writer: Writer, args: argparse.Namespace):
-        self.writer = writer
-        path = local_checkpoint(args.model)
-        self.model = path.resolve().name if path else args.model
-        self.bearer = args.api_key and f"Bearer {args.api_key}".encode()
-        self.quiet = args.quiet
-        origins = dict(allow_origins=args.cors, allow_origin_regex=LOCAL, allow_headers=["*"])
-        origins |= dict(allow_methods=["GET", "POST"], allow_private_network=True)
-        middleware = [(self.logged, {}), (CORSMiddleware, origins), (self.guarded, {})]
-        self.app = Starlette(
-            routes=[
-                Route("/health", self.health),
-                Route("/v1/models", self.models),
-                Route("/v1/models/{id:path}", self.models),
-                Route("/v1/chat/completions", self.text, methods=["POST"]),
-                Route("/v1/completions", self.text, methods=["POST"]),
-            ],
-            middleware=[Middleware(layer, **options) for layer, options in middleware],
-            exception_handlers={HTTPException: http_error, Refused: refused},
-        )
-
-    async def health(self, request: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok"})
-
-    async def models(self, request: Request) -> JSONResponse:
-        size = self.writer.session.state.size
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "fused-llama"}
-        model |= {"context_length": size, "max_model_len": size}
-        wanted = request.path_params.get("id")
-        if wanted not in (None, self.model):
-            raise Refused(f"the model is {self.model}", 404, "model_not_found")
-        return JSONResponse(model if wanted else {"object": "list", "data": [model]})
-
-    async def text(self, request: Request) -> ASGIApp:
-        is_chat = request.url.path == "/v1/chat/completions"
-        ask = openai.read_ask(await body_of(request), is_chat)
-        client = Client(ask, asyncio.get_running_loop())
-        self.writer.add(client)
-        return partial(self.answer, client)
-
-    async def answer(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self.writer.remove(client)
-            client.tell(Left())
-
-        watching = asyncio.create_task(watch())
-        try:
-            (generation, before), *events = await client.hear()
-            form = openai.Form(client.ask, self.model, self.writer.session.tokenizer, generation)
-            if client.ask.stream:
-                watching.cancel()  # the response does the same
-                parts = stream(client, form.begin(before), form.part, events)
-                response = StreamingResponse(parts, headers=STREAM, media_type="text/event-stream")
-            else:
-                while None not in events:
-                    events = await client.hear()
-                response = JSONResponse(form.whole(before))
-            await response(scope, receive, send)
-        except Left:
-            pass
-        finally:
-            watching.cancel()
-            self.writer.remove(client)
-
-    def logged(self, app: ASGIApp) -> ASGIApp:
-        """Write a line for each request, without what it says."""
-
-        async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            start = time.perf_counter()
-            status = "client left"
-
-            async def noting(message: Message) -> None:
-                nonlocal status
-                status = message.get("status", status)
-                await send(message)
-
-            try:
-                await app(scope, receive, noting)
-            finally:
-                if not self.quiet:
-                    path = one_line(scope["raw_path"].decode(errors="replace"))
-                    seconds = time.perf_counter() - start
-                    line = f"{scope['client'][0]} {scope['method']} {path} {status}"
-                    cli.note(f"{line} {seconds:.3f} s")
-
-        return run
-
-    def guarded(self, app: ASGIApp) -> ASGIApp:
-        """Ask for the key, and answer what has failed."""
-
-        async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            asks = self.bearer and scope["path"] != "/health"
-            response = app
-            if asks and not hmac.compare_digest(given, self.bearer):
-                error = Refused("the API key is missing or wrong", 401, "invalid_api_key")
-                response = refused(None, error)
-            try:
-                await response(scope, receive, send)
-            except ClientDisconnect:
-                pass
-            except Exception as error:
-                await refused(None, failed(error))(scope, receive, send)
-
-        return run
-
-
-async def stream(
-    client: Client, first: bytes, part: Callable, events: list
-) -> AsyncIterator[bytes]:
-    """The parts of a stream: what is told while the one before is sent, as `part` writes it."""
-    try:
-        while True:
-            yield first + b"".join(map(part, events))
-            if None in events:
-                return
-            first = b""
-            events = await client.hear()
-    except Refused as error:
-        yield openai.event(error.body)
-
-
-async def body_of(request: Request) -> bytes:
-    """Raises Refused if it is too large."""
-    body = bytearray()
-    size = int(request.headers.get("content-length", 0))
-    if size <= BODY_BYTES:
-        async for part in request.stream():
-            body += part
-            size = len(body)
-            if size > BODY_BYTES:
-                break
-    if size > BODY_BYTES:
-        raise Refused(f"the body has more than {BODY_BYTES} bytes", 413, "too_large")
-    return bytes(body)
-
-
-def refused(request: Request | None, error: Refused) -> JSONResponse:
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "2"}}
-    return JSONResponse(error.body, error.status, headers.get(error.status))
-
-
-def http_error(request: Request, error: HTTPException) -> JSONResponse:
-    """A path, or a method of one, that does not exist."""
-    code = error.detail.lower().replace(" ", "_")
-    body = Refused(f"{error.detail}: {request.url.path}", error.status_code, code).body
-    return JSONResponse(body, error.status_code, error.headers)
-
-
-# ---- the program
+# ---- the command line
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -230,6 +57,111 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+# ---- texts
+
+
+class Left(Exception):
+    """The client has gone."""
+
+
+class Writer:
+    """Writes the texts that clients ask for, on all ranks together. Rank 0 has the pipe to the
+    process that talks with them."""
+
+    def __init__(self, session: Session, pipe: Connection | None):
+        self.session = session
+        self.pipe = pipe
+        self.names = {id: name for name, id in session.tokenizer.control.items()}
+
+    def write_next(self) -> None:
+        """Wait until a text is asked for, and write it."""
+        ranks = self.session.ranks
+        ask = ranks.broadcast(self._receive)
+        try:
+            self._write(ask)
+        except (Left, Refused) as error:
+            self._send(error if isinstance(error, Refused) else Refused("the client has gone"))
+        except ValueError as error:
+            self._send(Refused(str(error)))
+        except Exception as error:
+            if ranks.size > 1:  # the others may wait for this one
+                raise
+            self.session.state.truncate(0)  # what is in it may be wrong
+            cli.note(f"error: {cli.error_line(error)}")
+            self._send(Refused(cli.error_line(error), 500, "failed"))
+
+    def _receive(self) -> Ask:
+        """What is asked for next."""
+        ask = STOP  # of the text before, which had ended meanwhile
+        while ask == STOP:
+            ask = self.pipe.recv()
+        return ask
+
+    def _send(self, event: Part | End | Refused) -> None:
+        if self.pipe:
+            self.pipe.send(event)
+
+    def _go_on(self, *_) -> None:
+        """Raise Left on all ranks if there is a STOP: nothing else comes while a text is
+        written."""
+        stopped = bool(self.pipe and select.select([self.pipe], [], [], 0)[0])
+        if self.session.ranks.agree(stopped):
+            raise Left
+
+    def _write(self, ask: Ask) -> None:
+        generation, before = self._begin(ask)
+        self._send(Part(before, []))
+        with closing(generation):
+            for piece in generation:
+                if ask.stream and (piece.text or piece.logprobs):
+                    self._send(Part(piece.text, [*map(self._score, piece.logprobs)]))
+                self._go_on()
+        if not ask.stream:
+            self._send(Part(generation.text, [*map(self._score, generation.logprobs)]))
+        evaluated = generation.timings.prompt_tokens
+        reason = "stop" if generation.ended_by in ("eos", "stop") else "length"
+        cached = generation.prompt_tokens - evaluated
+        self._send(End(reason, generation.prompt_tokens, cached, len(generation.ids)))
+
+    def _score(self, logprob: Logprob) -> Score:
+        def token(id: int, value: float) -> Token:
+            bytes = self.session.tokenizer.bytes_of(id)
+            return Token(self.names.get(id) or bytes.decode(errors="replace"), bytes, value)
+
+        best = [token(*pair) for pair in logprob.best]
+        return Score(token(logprob.id, logprob.logprob), best, logprob.begins)
+
+    def _begin(self, ask: Ask) -> tuple[Generation, str]:
+        """The text that is asked for, of which nothing is evaluated yet, and what comes before it.
+        Raises Refused or ValueError."""
+        session = self.session
+        prompt = ask.prompt
+        before = ""
+        if ask.is_chat:
+            prompt = session.render(ask.prompt)
+            for message in ask.prompt:
+                if message["role"] == "system" and message["content"].strip() not in prompt.text:
+                    raise Refused("the chat template has no place for this system message")
+            ids = prompt.ids
+        else:
+            ids = session.encode(prompt) if isinstance(prompt, str) else prompt
+        if ask.echo:
+            before = prompt if isinstance(prompt, str) else session.tokenizer.decode(ids)
+        needed = len(ids)
+        if ask.options.get("n") != 0:
+            needed += 1
+        if needed > session.state.size:
+            message = f"the prompt has {len(ids)} tokens; the context holds {session.state.size}"
+            raise Refused(message, code="context_length_exceeded")
+        if ask.is_chat:
+            return session.chat(prompt, progress=self._go_on, **ask.options), before
+        at_start = prompt == ""
+        return session.generate(ids, at_start=at_start, progress=self._go_on, **ask.options), before
+
+
+# ---- the program
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that is bound, but refuses connections as yet. asyncio sends small writes at once
     only if the protocol is named."""
@@ -243,40 +175,65 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start(app: App, listener: socket.socket) -> None:
-    """Answer requests in another thread from now on."""
-    options = dict(http="h11", loop="asyncio", ws="none", lifespan="off", proxy_headers=False)
-    options |= dict(log_config=None, log_level="critical", access_log=False, server_header=False)
-    server = uvicorn.Server(uvicorn.Config(app.app, timeout_keep_alive=75, **options))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    while not server.started:
-        if not thread.is_alive():
-            raise OSError("the server did not start")
-        time.sleep(0.01)
+@contextmanager
+def web_process(host: str, port: int) -> Iterator[tuple[Connection, int]]:
+    """Start the process that talks with clients. Returns the pipe to it, and the port that it will
+    listen on. It ends together with this one."""
+    ours, its = Pipe()
+    with listen(host, port) as listener:
+        descriptors = (its.fileno(), listener.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-m", "extra.web", *map(str, descriptors)],
+            pass_fds=descriptors,
+            cwd=Path(__file__).parent,
+            start_new_session=True,  # Ctrl-C is for this process alone
+        )
+        port = listener.getsockname()[1]
+    its.close()
+    try:
+        yield ours, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ready_session(args: argparse.Namespace, ranks: Ranks) -> Session:
+    """A session that has written a first text, so that what that compiles is ready."""
+    session = open_session(args, ranks)
+    with suppress(ValueError):  # a client is told the same
+        session.turn_ends()
+        session.generate("a", n=2).finish()
+    return session
+
+
+def write_all(session: Session, pipe: Connection | None = None) -> None:
+    """Write texts until the process is interrupted."""
+    writer = Writer(session, pipe)
+    while True:
+        writer.write_next()
 
 
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
     from checkpoint import pick_device
 
     ranks.join(pick_device(args.device, ranks))
-    listener = None
-    if ranks.rank == 0:
-        listener = listen(args.host, args.port)
-    session = open_session(args, ranks)
-    with suppress(ValueError):  # a request is told the same
-        session.turn_ends()
-        session.generate("a", n=2).finish()  # compiles what the first request needs
-    writer = Writer(session, args.queue)
-    if listener:
-        start(App(writer, args), listener)
-        host = f"[{args.host}]" if ":" in args.host else args.host
-        if not args.quiet:
-            cli.note(f"model     {session.model.checkpoint.folder}")
-            cli.note(f"running   {session.types()}, context {session.state.size}")
-            cli.note(f"serving   http://{host}:{listener.getsockname()[1]}/v1 (Ctrl-C ends it)")
-    while True:
-        writer.write_next()
+    if ranks.rank > 0:
+        write_all(ready_session(args, ranks))
+    try:
+        with web_process(args.host, args.port) as (pipe, port):
+            session = ready_session(args, ranks)
+            path = local_checkpoint(args.model)
+            name = path.resolve().name if path else args.model
+            pipe.send((args, name, session.state.size))
+            pipe.recv()  # it listens
+            host = f"[{args.host}]" if ":" in args.host else args.host
+            if not args.quiet:
+                cli.note(f"model     {session.model.checkpoint.folder}")
+                cli.note(f"running   {session.types()}, context {session.state.size}")
+                cli.note(f"serving   http://{host}:{port}/v1 (Ctrl-C ends it)")
+            write_all(session, pipe)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise RuntimeError("the process that talks with clients has ended") from None
 
 
 def main(argv: list[str] | None = None) -> int:

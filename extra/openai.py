@@ -1,5 +1,4 @@
-"""The words of OpenAI's API: what a request asks for, in terms of a session, and how the text is
-answered.
+"""The words of OpenAI's API: what a request asks for, and how its text is answered.
 
 Fields that would change the text in ways that do not exist here are refused, unless they say
 nothing (n: 1, tools: []); null means absent; unknown fields are ignored."""
@@ -10,14 +9,10 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from tokenizer import Tokenizer, one_line
-
-if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from session import Generation, Logprob, Piece, Session
+from tokenizer import one_line
 
 # ---- requests
 
@@ -31,6 +26,9 @@ class Refused(Exception):
         kind = "server_error" if status >= 500 else "invalid_request_error"
         error = dict(message=one_line(message), type=kind, code=code, param=param or None)
         self.body = {"error": error}
+
+
+STOP = "stop"  # in the place of an Ask: the client has gone
 
 
 @dataclass
@@ -164,46 +162,52 @@ def read_ask(body: bytes, is_chat: bool) -> Ask:
     return Ask(is_chat, prompt, options, echo, stream, counts)
 
 
-def begin_text(session: Session, ask: Ask, progress: Callable) -> tuple[Generation, str]:
-    """The text that is asked for, of which nothing is evaluated yet, and what comes before it.
-    Raises Refused or ValueError."""
-    prompt = ask.prompt
-    before = ""
-    if ask.is_chat:
-        prompt = session.render(ask.prompt)
-        for message in ask.prompt:
-            if message["role"] == "system" and message["content"].strip() not in prompt.text:
-                raise Refused("the chat template has no place for this system message")
-        ids = prompt.ids
-    else:
-        ids = session.encode(prompt) if isinstance(prompt, str) else prompt
-    if ask.echo:
-        before = prompt if isinstance(prompt, str) else session.tokenizer.decode(ids)
-    needed = len(ids)
-    if ask.options.get("n") != 0:
-        needed += 1
-    if needed > session.state.size:
-        message = f"the prompt has {len(ids)} tokens; the context holds {session.state.size}"
-        raise Refused(message, code="context_length_exceeded")
-    if ask.is_chat:
-        return session.chat(prompt, progress=progress, **ask.options), before
-    at_start = prompt == ""
-    return session.generate(ids, at_start=at_start, progress=progress, **ask.options), before
-
-
 # ---- answers
 
-ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+class Token(NamedTuple):
+    text: str  # of a control token, its name
+    bytes: bytes
+    logprob: float
+
+
+class Score(NamedTuple):
+    """What a token's log-probability was."""
+
+    token: Token
+    best: list[Token]  # the most probable tokens at its place
+    begins: int  # the character of the text at which it begins
+
+
+class Part(NamedTuple):
+    """What was written since the part before."""
+
+    text: str
+    scores: list[Score]
+
+
+class End(NamedTuple):
+    """The end of a text."""
+
+    reason: str  # "stop" or "length"
+    prompt_tokens: int
+    cached_tokens: int  # those of the prompt that were evaluated before
+    new_tokens: int
+
+    def usage(self) -> dict:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.new_tokens,
+            "total_tokens": self.prompt_tokens + self.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 class Form:
     """How one text is answered: whole, or in the chunks of a stream."""
 
-    def __init__(self, ask: Ask, model: str, tokenizer: Tokenizer, generation: Generation):
+    def __init__(self, ask: Ask, model: str):
         self.ask = ask
-        self.generation = generation
-        self.tokenizer = tokenizer
-        self.names = {id: name for name, id in tokenizer.control.items()}
         kind = "chat.completion" if ask.is_chat else "text_completion"
         if ask.is_chat and ask.stream:
             kind += ".chunk"
@@ -211,84 +215,64 @@ class Form:
         self.head = {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time())}
         self.head["model"] = model
 
-    def whole(self, before: str) -> dict:
-        text = self.generation
-        choice = self._choice(before + text.text, text.logprobs, text.ended_by)
+    def whole(self, parts: list[Part], end: End) -> dict:
+        text = "".join(part.text for part in parts)
+        scores = [score for part in parts for score in part.scores]
+        choice = self._choice(Part(text, scores), end.reason)
         if self.ask.is_chat:
             choice["message"] = {"role": "assistant", "content": choice.pop("text")}
-        return self.head | {"choices": [choice], "usage": usage(text)}
+        return self.head | {"choices": [choice], "usage": end.usage()}
 
-    def begin(self, before: str) -> bytes:
+    def begin(self) -> bytes:
         """The beginning of a stream."""
         if self.ask.is_chat:
-            return self._chunk({"role": "assistant", "content": ""})
-        return self._chunk({}, before) if before else b""
+            return self._chunk({"role": "assistant", "content": ""}, Part("", []))
+        return b""
 
-    def part(self, piece: Piece | None) -> bytes:
-        """A part of a stream; None is its end."""
-        if piece is None:
-            chunks = self._chunk({}, ended_by=self.generation.ended_by)
-            if self.ask.counts:
-                chunks += event(self.head | {"choices": [], "usage": usage(self.generation)})
-            return chunks + b"data: [DONE]\n\n"
-        if not piece.text and not piece.logprobs:
-            return b""
-        return self._chunk({"content": piece.text}, piece.text, piece.logprobs)
+    def chunks(self, event: Part | End | Refused) -> bytes:
+        """A part of a stream, or its end."""
+        if isinstance(event, Refused):
+            return in_stream(event.body)
+        if isinstance(event, Part):
+            return self._chunk({"content": event.text}, event)
+        end = self._chunk({}, Part("", []), event.reason)
+        if self.ask.counts:
+            end += in_stream(self.head | {"choices": [], "usage": event.usage()})
+        return end + b"data: [DONE]\n\n"
 
-    def _chunk(
-        self, delta: dict, text: str = "", scores: Sequence[Logprob] = (), ended_by: str = ""
-    ) -> bytes:
-        choice = self._choice(text, scores, ended_by)
+    def _chunk(self, delta: dict, part: Part, reason: str | None = None) -> bytes:
+        choice = self._choice(part, reason)
         if self.ask.is_chat:
             del choice["text"]
             choice["delta"] = delta
         counts = {"usage": None} if self.ask.counts else {}
-        return event(self.head | {"choices": [choice]} | counts)
+        return in_stream(self.head | {"choices": [choice]} | counts)
 
-    def _choice(self, text: str, scores: Sequence[Logprob], ended_by: str) -> dict:
+    def _choice(self, part: Part, reason: str | None) -> dict:
         logprobs = None
-        if scores and self.ask.is_chat:
-            logprobs = {"content": [self._chat_score(score) for score in scores]}
-        elif scores:
-            logprobs = self._text_scores(scores)
-        finish = ENDS.get(ended_by)
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
-
-    def _text(self, id: int) -> str:
-        """A token as text; of a control token, its name."""
-        return self.names.get(id) or self.tokenizer.bytes_of(id).decode(errors="replace")
-
-    def _chat_score(self, score: Logprob) -> dict:
-        found = [
-            {"token": self._text(id), "logprob": logprob, "bytes": [*self.tokenizer.bytes_of(id)]}
-            for id, logprob in [(score.id, score.logprob), *score.best]
-        ]
-        return found[0] | {"top_logprobs": found[1:]}
-
-    def _text_scores(self, scores: Sequence[Logprob]) -> dict:
-        best = [
-            {self._text(id): logprob for id, logprob in [*score.best, (score.id, score.logprob)]}
-            for score in scores
-        ]
-        return {
-            "tokens": [self._text(score.id) for score in scores],
-            "token_logprobs": [score.logprob for score in scores],
-            "top_logprobs": best if self.ask.options["logprobs"] else None,
-            "text_offset": [score.begins for score in scores],
-        }
+        if part.scores and self.ask.is_chat:
+            logprobs = {"content": [chat_score(score) for score in part.scores]}
+        elif part.scores:
+            logprobs = text_scores(part.scores)
+        return {"index": 0, "text": part.text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def event(value: dict) -> bytes:
-    """An object as a part of a stream."""
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+def chat_score(score: Score) -> dict:
+    def of(token: Token) -> dict:
+        return {"token": token.text, "logprob": token.logprob, "bytes": [*token.bytes]}
+
+    return of(score.token) | {"top_logprobs": [of(token) for token in score.best]}
 
 
-def usage(generation: Generation) -> dict:
-    new = len(generation.ids)
-    cached = generation.prompt_tokens - generation.timings.prompt_tokens
+def text_scores(scores: list[Score]) -> dict:
+    best = [{token.text: token.logprob for token in [*score.best, score.token]} for score in scores]
     return {
-        "prompt_tokens": generation.prompt_tokens,
-        "completion_tokens": new,
-        "total_tokens": generation.prompt_tokens + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "tokens": [score.token.text for score in scores],
+        "token_logprobs": [score.token.logprob for score in scores],
+        "top_logprobs": best if any(score.best for score in scores) else None,
+        "text_offset": [score.begins for score in scores],
     }
+
+
+def in_stream(value: dict) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
