@@ -234,6 +234,8 @@ class Form:
         if isinstance(event, Refused):
             return in_stream(event.body)
         if isinstance(event, Part):
+            if not event.text and not event.scores:
+                return b""
             return self._chunk({"content": event.text}, event)
         end = self._chunk({}, Part("", []), event.reason)
         if self.ask.counts:

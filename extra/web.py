@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -25,17 +24,21 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from extra import cli
-from extra.openai import STOP, Ask, End, Form, Refused, in_stream, read_ask
+from extra.openai import STOP, Ask, End, Form, Refused, read_ask
 from tokenizer import one_line
 
 BODY_BYTES = 8 << 20
 LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that may always ask
-STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy may wait for more
+STREAM = [  # the headers of one, for which no proxy may wait
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 # ---- who waits for the model
 
@@ -157,14 +160,12 @@ class App:
         try:
             events = await client.hear()
             if client.ask.stream:
-                watching.cancel()  # the response does the same
-                parts = stream(client, form, events)
-                response = StreamingResponse(parts, headers=STREAM, media_type="text/event-stream")
+                await stream(client, form, events, send)
             else:
                 while not isinstance(events[-1], End):
                     events += await client.hear()
                 response = JSONResponse(form.whole(events[:-1], events[-1]))
-            await response(scope, receive, send)
+                await response(scope, receive, send)
         except Left:
             pass
         finally:
@@ -216,18 +217,21 @@ class App:
         return run
 
 
-async def stream(client: Client, form: Form, events: list) -> AsyncIterator[bytes]:
-    """The parts of a stream: each is what was written while the one before was sent."""
+async def stream(client: Client, form: Form, events: list, send: Send) -> None:
+    """Send a stream. A part of it is what was written while the one before was sent."""
+    await send({"type": "http.response.start", "status": 200, "headers": [*STREAM]})
     chunks = form.begin()
-    try:
-        while True:
-            yield chunks + b"".join(map(form.chunks, events))
-            if isinstance(events[-1], End):
-                return
-            chunks = b""
-            events = await client.hear()
-    except Refused as error:
-        yield in_stream(error.body)
+    ended = False
+    while not ended:
+        chunks += b"".join(map(form.chunks, events))
+        ended = isinstance(events[-1], End | Refused)
+        await send({"type": "http.response.body", "body": chunks, "more_body": not ended})
+        chunks = b""
+        if not ended:
+            try:
+                events = await client.hear()
+            except Refused as error:
+                events = [error]
 
 
 async def body_of(request: Request) -> bytes:
