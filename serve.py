@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks
     from session import Generation, Logprob, Session
 
+# what OpenAI calls the reasons for which a text ends
+ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
 # ---- the command line
 
 
@@ -79,8 +82,10 @@ class Writer:
         ask = ranks.broadcast(self._receive)
         try:
             self._write(ask)
-        except (Left, Refused) as error:
-            self._send(error if isinstance(error, Refused) else Refused("the client has gone"))
+        except Left:
+            self._send(Refused("the client has gone"))
+        except Refused as error:
+            self._send(error)
         except ValueError as error:
             self._send(Refused(str(error)))
         except Exception as error:
@@ -118,15 +123,15 @@ class Writer:
                 self._go_on()
         if not ask.stream:
             self._send(Part(generation.text, [*map(self._score, generation.logprobs)]))
-        evaluated = generation.timings.prompt_tokens
-        reason = "stop" if generation.ended_by in ("eos", "stop") else "length"
-        cached = generation.prompt_tokens - evaluated
+        cached = generation.prompt_tokens - generation.timings.prompt_tokens
+        reason = ENDS[generation.ended_by]
         self._send(End(reason, generation.prompt_tokens, cached, len(generation.ids)))
 
     def _score(self, logprob: Logprob) -> Score:
         def token(id: int, value: float) -> Token:
-            bytes = self.session.tokenizer.bytes_of(id)
-            return Token(self.names.get(id) or bytes.decode(errors="replace"), bytes, value)
+            raw = self.session.tokenizer.bytes_of(id)
+            text = self.names.get(id) or raw.decode(errors="replace")
+            return Token(text, raw, value)
 
         best = [token(*pair) for pair in logprob.best]
         return Score(token(logprob.id, logprob.logprob), best, logprob.begins)
@@ -135,28 +140,31 @@ class Writer:
         """The text that is asked for, of which nothing is evaluated yet, and what comes before it.
         Raises Refused or ValueError."""
         session = self.session
+        options = ask.options | {"progress": self._go_on}
         prompt = ask.prompt
-        before = ""
+        ids = prompt
         if ask.is_chat:
             prompt = session.render(ask.prompt)
+            ids = prompt.ids
             for message in ask.prompt:
                 if message["role"] == "system" and message["content"].strip() not in prompt.text:
                     raise Refused("the chat template has no place for this system message")
-            ids = prompt.ids
-        else:
-            ids = session.encode(prompt) if isinstance(prompt, str) else prompt
-        if ask.echo:
-            before = prompt if isinstance(prompt, str) else session.tokenizer.decode(ids)
+        elif isinstance(prompt, str):
+            ids = session.encode(prompt)
         needed = len(ids)
-        if ask.options.get("n") != 0:
+        if options.get("n") != 0:
             needed += 1
         if needed > session.state.size:
             message = f"the prompt has {len(ids)} tokens; the context holds {session.state.size}"
             raise Refused(message, code="context_length_exceeded")
         if ask.is_chat:
-            return session.chat(prompt, progress=self._go_on, **ask.options), before
-        at_start = prompt == ""
-        return session.generate(ids, at_start=at_start, progress=self._go_on, **ask.options), before
+            return session.chat(prompt, **options), ""
+        before = ""
+        if ask.echo and isinstance(prompt, str):
+            before = prompt
+        elif ask.echo:
+            before = session.tokenizer.decode(ids)
+        return session.generate(ids, at_start=prompt == "", **options), before
 
 
 # ---- the program
@@ -165,7 +173,9 @@ class Writer:
 def listen(host: str, port: int) -> socket.socket:
     """A socket that is bound, but refuses connections as yet. asyncio sends small writes at once
     only if the protocol is named."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -175,10 +185,14 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 @contextmanager
 def web_process(host: str, port: int) -> Iterator[tuple[Connection, int]]:
-    """Start the process that talks with clients. Returns the pipe to it, and the port that it will
-    listen on. It ends together with this one."""
+    """Start the process that talks with clients; it ends together with this one. Yields the pipe to
+    it, and the port that it will listen on."""
     ours, its = Pipe()
     with listen(host, port) as listener:
         descriptors = (its.fileno(), listener.fileno())
@@ -222,15 +236,15 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     try:
         with web_process(args.host, args.port) as (pipe, port):
             session = ready_session(args, ranks)
-            path = local_checkpoint(args.model)
-            name = path.resolve().name if path else args.model
+            name = args.model  # on the hub
+            if path := local_checkpoint(name):
+                name = path.resolve().name
             pipe.send((args, name, session.state.size))
             pipe.recv()  # it listens
-            host = f"[{args.host}]" if ":" in args.host else args.host
             if not args.quiet:
                 cli.note(f"model     {session.model.checkpoint.folder}")
                 cli.note(f"running   {session.types()}, context {session.state.size}")
-                cli.note(f"serving   http://{host}:{port}/v1 (Ctrl-C ends it)")
+                cli.note(f"serving   http://{in_url(args.host)}:{port}/v1 (Ctrl-C ends it)")
             write_all(session, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise RuntimeError("the process that talks with clients has ended") from None

@@ -118,6 +118,12 @@ def read_fields(body: bytes, table: dict) -> dict:
     return fields
 
 
+def is_text_part(part: object) -> bool:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        return False
+    return isinstance(part.get("text"), str)
+
+
 def read_message(message: object, name: str) -> dict:
     """A message of a chat with its content as one text. Raises Refused."""
     if not isinstance(message, dict) or message.get("role") not in [*ROLES]:
@@ -127,36 +133,53 @@ def read_message(message: object, name: str) -> dict:
     parts = message.get("content")
     if isinstance(parts, str):
         parts = [{"type": "text", "text": parts}]
-    is_text = lambda part: isinstance(part, dict) and part.get("type") == "text"
-    texts = [part.get("text") for part in parts if is_text(part)] if isinstance(parts, list) else []
-    if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+    texts = []
+    if isinstance(parts, list):
+        texts = [part.get("text") for part in parts if is_text_part(part)]
+    if not texts or len(texts) < len(parts):
         raise Refused(f"{name}.content must be a string or a list of text parts", param=name)
     return {"role": ROLES[message["role"]], "content": "\n".join(texts)}
 
 
-def read_ask(body: bytes, is_chat: bool) -> Ask:
-    """The text that a request's body asks for. Raises Refused."""
-    fields = read_fields(body, CHAT if is_chat else TEXT)
+def read_logprobs(fields: dict, is_chat: bool) -> int | None:
+    """How many of the most probable tokens are to be told at each place. None if nothing is."""
+    if not is_chat:
+        return fields.get("logprobs")
+    best = fields.get("top_logprobs", 0)
+    if fields.get("logprobs"):
+        return best
+    if best:
+        raise Refused("top_logprobs needs logprobs: true", param="top_logprobs")
+    return None
+
+
+def read_prompt(fields: dict, is_chat: bool) -> str | list[int] | list[dict]:
     source = "messages" if is_chat else "prompt"
     if source not in fields:
         raise Refused(f"{source} is missing", param=source)
     prompt = fields[source]
     if is_chat:
-        prompt = [read_message(message, f"messages[{i}]") for i, message in enumerate(prompt)]
-    elif isinstance(prompt, list) and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    logprobs = fields.get("logprobs")
-    if is_chat:
-        logprobs = fields.get("top_logprobs", 0) if logprobs else None
-    echo = fields.get("echo", False)
-    if echo and logprobs is not None:
-        raise Refused("echo must be absent if there are logprobs: a prompt has none", param="echo")
-    stop = fields.get("stop", [])
+        return [read_message(message, f"messages[{i}]") for i, message in enumerate(prompt)]
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        return prompt[0]  # a list of one prompt
+    return prompt
+
+
+def read_ask(body: bytes, is_chat: bool) -> Ask:
+    """The text that a request's body asks for. Raises Refused."""
+    fields = read_fields(body, CHAT if is_chat else TEXT)
+    prompt = read_prompt(fields, is_chat)
     options = {SETTINGS[name]: value for name, value in fields.items() if name in SETTINGS}
     if options.get("seed", -1) < 0:
         options["seed"] = random.SystemRandom().randrange(1 << 32)
-    options |= dict(stop=[stop] if isinstance(stop, str) else stop, logprobs=logprobs)
-    options |= dict(ignore_eos=fields.get("ignore_eos", False))
+    stop = fields.get("stop", [])
+    if isinstance(stop, str):
+        stop = [stop]
+    logprobs = read_logprobs(fields, is_chat)
+    options |= dict(stop=stop, logprobs=logprobs, ignore_eos=fields.get("ignore_eos", False))
+    echo = fields.get("echo", False)
+    if echo and logprobs is not None:
+        raise Refused("echo must be absent if there are logprobs: a prompt has none", param="echo")
     stream = fields.get("stream", False)
     counts = stream and bool(fields.get("stream_options", {}).get("include_usage"))
     return Ask(is_chat, prompt, options, echo, stream, counts)
@@ -247,8 +270,10 @@ class Form:
         if self.ask.is_chat:
             del choice["text"]
             choice["delta"] = delta
-        counts = {"usage": None} if self.ask.counts else {}
-        return in_stream(self.head | {"choices": [choice]} | counts)
+        chunk = self.head | {"choices": [choice]}
+        if self.ask.counts:
+            chunk["usage"] = None
+        return in_stream(chunk)
 
     def _choice(self, part: Part, reason: str | None) -> dict:
         logprobs = None
