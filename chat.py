@@ -191,16 +191,14 @@ class Reader:
         return self.edits and readline.get_line_buffer() != ""
 
     def _line(self, prompt: str) -> str:
+        shown = ""
         if self.edits:
-            prompt = self.colour + prompt
+            shown = self.colour + prompt
         elif self.interactive:
             print(prompt, end="", file=sys.stderr, flush=True)
-            prompt = ""
-        else:
-            prompt = ""
         try:
             with ending_cleanly():  # so that readline restores the terminal
-                return input(prompt)
+                return input(shown)
         finally:
             with suppress(OSError):  # the terminal may be closed
                 show(self.plain)

@@ -24,7 +24,7 @@ from extra.cli import (
     ending_cleanly,
     exit_code,
     import_torch,
-    model_contradictions,
+    model_contradiction,
     note,
     read_input,
     settle_model,
@@ -117,7 +117,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         print(version(), flush=True)
         parser.exit()
     settle_model(args)
-    parser.refuse([*model_contradictions(args), *contradictions(args)])
+    if error := contradiction(args) or model_contradiction(args):
+        parser.error(error)
     if args.escape:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system = unescaped(args.system)
@@ -140,23 +141,17 @@ def mode_of(args: argparse.Namespace) -> str:
     return "bare" if at_terminal else "text"
 
 
-def contradictions(args: argparse.Namespace) -> list[tuple[object, str]]:
-    """What may be wrong with the flags together: whether it is, and the error."""
-    return [
-        ("" in (args.model, args.save), "-m or --save is empty"),
-        (
-            args.prompt is not None and args.file is not None,
-            "--prompt and --file both give a prompt; use one",
-        ),
-        (
-            args.save is not None and not args.format,
-            "--save writes matrices in 8 or 4 bits: add --fp8 or --int4",
-        ),
-        (
-            args.system and args.system_file,
-            "--system and --system-prompt-file both give a system prompt; use one",
-        ),
-    ]
+def contradiction(args: argparse.Namespace) -> str | None:
+    """What is wrong with flags that are right one by one; None if nothing is."""
+    if "" in (args.model, args.save):
+        return "-m or --save is empty"
+    if args.prompt is not None and args.file is not None:
+        return "--prompt and --file both give a prompt; use one"
+    if args.save is not None and not args.format:
+        return "--save writes matrices in 8 or 4 bits: add --fp8 or --int4"
+    if args.system and args.system_file:
+        return "--system and --system-prompt-file both give a system prompt; use one"
+    return None
 
 
 def version() -> str:
@@ -192,7 +187,9 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
     if args.mode == "save":
-        return save(args) if ranks.rank == 0 else 0  # one process does it
+        if ranks.rank == 0:  # one process does it
+            save(args)
+        return 0
     ranks.join(pick_device(args.device, ranks))
     # only rank 0 sees the terminal, and its random seed counts
     args = ranks.broadcast(lambda: args)
@@ -300,7 +297,7 @@ def converse(
     return 0
 
 
-def save(args: argparse.Namespace) -> int:
+def save(args: argparse.Namespace) -> None:
     from checkpoint import save as save_model
 
     with ending_cleanly():
@@ -315,7 +312,6 @@ def save(args: argparse.Namespace) -> int:
     if not args.quiet:
         matrices = f"{args.format} matrices, {file.name} of {file.stat().st_size:,} bytes"
         note(f"saved     {file.parent}: {matrices}")
-    return 0
 
 
 # ---- what it says about a run

@@ -52,9 +52,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--debug", action="store_true", help="print errors with their traceback")
     # fmt: on
     args = parser.parse(argv, lambda args: "serve")
-    is_empty = "" in (args.model, args.host, args.api_key)
-    parser.refuse([(is_empty, "-m, --host or --api-key is empty")])
-    parser.refuse(cli.model_contradictions(args))
+    if "" in (args.model, args.host, args.api_key):
+        parser.error("-m, --host or --api-key is empty")
+    if error := cli.model_contradiction(args):
+        parser.error(error)
     cli.settle_model(args)
     parser.find([args.model, args.draft])
     return args

@@ -265,7 +265,7 @@ class Session:
         at its place; tokens are then decoded one by one.
 
         Raises TypeError for an unknown setting, ValueError for one out of range or a prompt that is
-        longer than the context, and with the pieces RuntimeError if the logits are not finite."""
+        longer than the context. The iterator raises RuntimeError if the logits are not finite."""
         sampling = replace_settings(sampling or self.sampling, settings)
         if at_start is None:
             at_start = prompt == ""
@@ -275,8 +275,7 @@ class Session:
             eos = self.eos
         self.model.check(prompt)
         self.state.check_room(len(prompt) - self.state.pos)
-        if self._generation:
-            self._generation.close()
+        self.end()
         decode = scorer = None
         if self.speculation:
             decode = self.speculation.decode
@@ -301,6 +300,11 @@ class Session:
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
 
+    def end(self) -> None:
+        """Close the last text, if it is unfinished."""
+        if self._generation:
+            self._generation.close()
+
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt; for an empty text, one from which the model can start. Raises
         ValueError for a lone surrogate."""
@@ -313,6 +317,7 @@ class Session:
         """Answer messages, or what `render` made of them; if an answer comes last, continue it.
         options: as for `generate`, which raises the same errors. The answer also ends where the
         chat template would write something after it."""
+        self.end()
         prompt = messages if isinstance(messages, Prompt) else self.render(messages)
         ids, texts = self.turn_ends()
         options |= dict(eos=self.eos | ids, stop=[*stop, *texts])
@@ -429,17 +434,20 @@ class Conversation:
 
     def clear(self) -> None:
         """Forget all but the system prompt."""
+        self.session.end()
         self.turns: list[Message] = []  # two for each turn: the user's and its answer
 
     def answer(self, message: str, **options) -> Generation:
         """Answer a message. Both become part of the conversation when the text ends, or if it is
         interrupted after its first token. options: as for Session.generate. Raises ValueError if
         the message does not fit into the context."""
+        self.session.end()
         return self._answer(message, self.turns, options)
 
     def again(self, **options) -> Generation:
         """Answer the last message again, with the next seed; the new answer replaces the old one.
         Raises ValueError if there is none."""
+        self.session.end()
         if not self.turns:
             raise ValueError("there is no answer yet")
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % SEEDS)

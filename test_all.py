@@ -86,6 +86,7 @@ from checkpoint import (
 )
 from dev import fuzz, mutate
 from dev.fuzz import sentencepiece_metadata, write_gguf
+from extra import cli as cli_module
 from extra import gguf as ggml
 from extra import hopper, int4, parallel, quants, speculation
 from extra.int4 import INT4
@@ -842,7 +843,7 @@ def test_cache_not_finite(tiny, kv_fp8, backend):
 
 def test_padded_prompts_are_the_prompts(monkeypatch):
     """The first of each padded length is captured, the others are replayed."""
-    model = load(run.DEFAULT_MODEL, device=DEVICE.type, dtype="auto" if ON_GPU else "fp32")
+    model = load(cli_module.DEFAULT_MODEL, device=DEVICE.type, dtype="auto" if ON_GPU else "fp32")
     model.weights.embedding = model.weights.embedding.clone()
     # what stands beyond the prompt counts for nothing, not even as 0 * NaN
     model.weights.embedding[0] = torch.nan
@@ -2313,7 +2314,8 @@ def test_help_comes_at_once(script):
         }
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
     assert (
-        tuple(checkpoint.DTYPES) == run.DTYPE_NAMES and tuple(kernels.FORMATS) == bench.FORMAT_NAMES
+        tuple(checkpoint.DTYPES) == cli_module.DTYPE_NAMES
+        and tuple(kernels.FORMATS) == bench.FORMAT_NAMES
     )
 
 
@@ -2413,6 +2415,93 @@ def test_ctrl_c_at_the_edges_of_a_run(tmp_path, line, flags, expected):
     (tmp_path / "run.py").write_text(f"{before}\n{kill}{line}{after}")
     done = in_shell(f'PYTHONPATH="$HERE" "$PYTHON" run.py {flags}', cwd=tmp_path)
     assert done.returncode == expected and "Traceback" not in done.stderr, done
+
+
+# ---- session.py
+
+
+@pytest.fixture(scope="session")
+def tiny_session(tiny):
+    """Not to be changed."""
+    return Session(tiny, dtype="fp32", device="cpu")
+
+
+def test_pieces_of_a_text(tiny_session):
+    """They are what model.generate and the tokenizer make of a prompt, token by token."""
+    tokenizer, prompt = tiny_session.tokenizer, "Once upon"
+    ids = greedy(tiny_session.model, tokenizer.encode(prompt), 12)
+    generation = tiny_session.generate(prompt, n=12, temp=0, ignore_eos=True)
+    pieces = list(generation)
+    assert [piece.ids for piece in pieces] == [*([i] for i in ids), []] and generation.ids == ids
+    assert "".join(piece.text for piece in pieces) == generation.text != ""
+    assert generation.prompt_tokens == len(tokenizer.encode(prompt))
+    assert generation.ended_by == "length" and generation.timings.new_tokens == 12
+    same = tiny_session.generate(tokenizer.encode(prompt), n=12, temp=0, ignore_eos=True)
+    assert same.finish().text == generation.text and same.timings.prompt_tokens == 1
+    stop = generation.text[3:6]
+    stopped = tiny_session.generate(prompt, stop=[stop], temp=0, ignore_eos=True).finish()
+    assert stopped.ended_by == "stop"
+    assert stopped.text == generation.text[: generation.text.find(stop)]
+
+
+@pytest.mark.parametrize("prompt, settings, error, said", [
+    ("a", dict(tmp=0), TypeError, "no setting 'tmp'; sampling has temp, top_k"),
+    ("a", dict(top_p=2), ValueError, "top_p is 2; it must be from 0 to 1"),
+    ("a " * 999, dict(), ValueError, r"the prompt has \d+ tokens; the context holds 256"),
+    ([], dict(), ValueError, "the prompt is empty"),
+    (None, dict(), TypeError, "a prompt is a list of ids"),
+])  # fmt: skip
+def test_generate_is_refused_at_the_call(tiny_session, prompt, settings, error, said):
+    before = tiny_session.state.tokens.clone()
+    with pytest.raises(error, match=said):
+        tiny_session.generate(prompt, **settings)
+    assert torch.equal(tiny_session.state.tokens, before)
+
+
+def test_a_text_ends_the_one_before(tiny_session):
+    options = dict(n=6, ignore_eos=True)
+    alone = tiny_session.generate("fox", **options).finish()
+    total = tiny_session.timings.new_tokens
+    first = tiny_session.generate("Once", **options)
+    next(first)
+    second = tiny_session.generate("fox", **options)
+    assert list(first) == [] and first.ended_by == "interrupt" and len(first.ids) == 1
+    assert second.finish().text == alone.text
+    assert tiny_session.timings.new_tokens == total + 1 + 6
+    never = tiny_session.generate("Once", **options)
+    never.close()
+    assert list(never) == [] and not never.answered
+
+
+def test_conversation_with_unfinished_answers(tiny_session):
+    """It has what was generated of them."""
+    talk, options = Conversation(tiny_session), dict(n=6, ignore_eos=True)
+    for piece in talk.answer("hello", **options):
+        if piece.text:
+            break
+    answer = talk.answer("good day", **options).finish()
+    said = [turn["content"] for turn in talk.turns]
+    assert said == ["hello", piece.text, "good day", answer.text]
+    talk.again(**options)  # of which nothing is generated
+    next(talk.again(**options))
+    talk.session.end()
+    assert [turn["content"] for turn in talk.turns[:3]] == said[:3]
+    assert len(talk.turns) == 4 and len(talk.turns[3]["content"]) < len(answer.text)
+    next(talk.answer("more", **options))
+    talk.clear()
+    assert talk.turns == []
+    with pytest.raises(ValueError, match="there is no answer yet"):
+        talk.again()
+
+
+def test_chat_of_messages_evaluates_only_what_is_new(tiny):
+    """Whoever sends the whole conversation each time, as clients of a server do."""
+    session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
+    first = session.chat(conversation("tell me a tale"), n=6, ignore_eos=True).finish()
+    messages = conversation("tell me a tale", first.text, "go on")
+    second = session.chat(messages, n=6, ignore_eos=True).finish()
+    new = second.prompt_tokens - first.prompt_tokens - len(first.ids)
+    assert second.timings.prompt_tokens <= new + 1
 
 
 # ---- chat.py: conversations
@@ -2578,7 +2667,9 @@ def test_chat_drops_its_oldest_turns(cli, tiny, fitted):
 
 def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
     flags = ["--system", "Be kind.", "-c", 100, "-n", -2, "-o", "jsonl", "--dtype", "fp32"]
-    code, out, err = chat(cli, run.DEFAULT_MODEL, "Tell me a tale", *["go on"] * 2, flags=flags)
+    code, out, err = chat(
+        cli, cli_module.DEFAULT_MODEL, "Tell me a tale", *["go on"] * 2, flags=flags
+    )
     turns = objects(out)
     assert (
         code == 0
@@ -5694,7 +5785,7 @@ def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):
     lines = ("the fox", "the crow", "the fox")
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
     assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == cli(*flags, "--lookup", 0)[0] == 2
-    assert_refused(cli(*flags, "--draft", run.DEFAULT_MODEL), "different vocabulary")
+    assert_refused(cli(*flags, "--draft", cli_module.DEFAULT_MODEL), "different vocabulary")
     # some models of a family have more rows for no token than others
     hugging_face_model(read_config(copy).vocab_size + 400, **FAMILIES["gqa"]).save_pretrained(copy)
     assert cli(*flags, "--draft", copy)[:2] == (0, expected)
@@ -7057,8 +7148,8 @@ GOLDENS = {  # greedy text of models/tales in fp32
 def test_tales_says_what_it_said():
     """Greedy text in fp32. A change here means that the weights or the arithmetic have changed."""
     model, tokenizer = (
-        load(run.DEFAULT_MODEL, dtype="fp32", device="cpu"),
-        Tokenizer(run.DEFAULT_MODEL),
+        load(cli_module.DEFAULT_MODEL, dtype="fp32", device="cpu"),
+        Tokenizer(cli_module.DEFAULT_MODEL),
     )
     for prompt, text in GOLDENS.items():
         ids = tokenizer.encode(prompt)

@@ -265,12 +265,6 @@ class Parser(argparse.ArgumentParser):
         similar = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, 1, 0.8)
         return f"{message}: did you mean {similar[0]}?" if similar else message
 
-    def refuse(self, contradictions: list[tuple[object, str]]) -> None:
-        """Exit with the first error of which the condition holds."""
-        for is_wrong, error in contradictions:
-            if is_wrong:
-                self.error(error)
-
     def find(self, models: Iterable[str | None], files: Iterable[str | None] = ()) -> None:
         """Exit with 1 and one line if a model or a file is missing. Only rank 0 looks: others may
         lack what only it reads."""
@@ -295,7 +289,7 @@ class Parser(argparse.ArgumentParser):
 
 def within(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
     """An argparse type: a number in a range."""
-    what = "a whole number" if kind is int else "a number"
+    what = {int: "a whole number", float: "a number"}[kind]
     limit = f"from {low:,} to {high:,}"
     if high == float("inf"):
         limit = f"{low:,} or more"
@@ -375,13 +369,15 @@ def add_template_flag(add: Callable) -> None:
     # fmt: on
 
 
-def model_contradictions(args: argparse.Namespace) -> list[tuple[object, str]]:
-    """What may be wrong with these flags together: whether it is, and the error."""
-    return [
-        (args.fp8 and args.int4, "--fp8 and --int4 both say how matrices are kept; use one"),
-        (args.lookup and args.draft, "--lookup and --draft both propose tokens; use one"),
-        (args.draft is None and "draft_max" in args.given, "--draft-max is for --draft"),
-    ]
+def model_contradiction(args: argparse.Namespace) -> str | None:
+    """What is wrong with these flags together; None if nothing is."""
+    if args.fp8 and args.int4:
+        return "--fp8 and --int4 both say how matrices are kept; use one"
+    if args.lookup and args.draft:
+        return "--lookup and --draft both propose tokens; use one"
+    if args.draft is None and "draft_max" in args.given:
+        return "--draft-max is for --draft"
+    return None
 
 
 def settle_model(args: argparse.Namespace) -> None:
