@@ -4,8 +4,8 @@ heads share one k, v head.
 q [T, H, D], keys and values of one layer [KH, S, D] -> [T, H D]
 
 Three kernels: for one query row per key/value head, for up to SPLIT_ROWS, and for a prompt. On
-Hopper, hopper.py has one for a few, up to 64 tokens and 128 rows, and one for long prompts. All
-keep a running softmax in base 2, with the factor log2(e) folded into qk_scale (online softmax:
+Hopper, extra/hopper.py has one for a few, up to 64 tokens and 128 rows, and one for long prompts.
+All keep a running softmax in base 2, with the factor log2(e) folded into qk_scale (online softmax:
 Milakov and Gimelshein, 2018)."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -74,9 +74,9 @@ def to_cache_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @jit
-def to_cache(x, cache):
-    """The same in a kernel."""
-    return e4m3_encode(x) if cache.dtype.element_ty == tl.int8 else x.to(cache.dtype.element_ty)
+def to_cache(x, cache, IN_8_BITS: tl.constexpr):
+    """to_cache_ref in a kernel."""
+    return e4m3_encode(x) if IN_8_BITS else x.to(cache.dtype.element_ty)
 
 
 def cached_ref(cache: Tensor) -> Tensor:
@@ -84,10 +84,10 @@ def cached_ref(cache: Tensor) -> Tensor:
     return E4M3.floats(cache) if cache.dtype == torch.int8 else cache.float()
 
 
-# Of a prompt, the reference takes so many tokens at once that the mask stays below MASK_BYTES, and
-# at most MOST_TOKENS, so that little is computed for keys that a token does not see. On a CPU,
-# torch's function is a fifth slower with fewer than 768 rows, which are tokens times G; with
-# MASK_BYTES that happens beyond 34,000 positions.
+# The reference takes some tokens of a prompt at a time: as many as keep the mask below MASK_BYTES,
+# and at most MOST_TOKENS, so that little is computed for keys that a token does not see. On a CPU,
+# torch's function is a fifth slower with fewer than 768 rows (tokens times G), which MASK_BYTES
+# causes beyond 34,000 positions.
 MASK_BYTES = 128 << 20
 MOST_TOKENS = 256
 MASK_ELEMENT = 5  # bytes: a bool, and the float32 that torch makes of it
@@ -124,8 +124,9 @@ def _attend_ref(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sees = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
         mask = sees.repeat_interleave(G, 0)
     y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    # torch mistakes a row of scores that are all NaN for a masked one and returns 0. In such a row
-    # q is NaN or all keys are, the first among them
+    # torch mistakes a row whose scores are all NaN for a masked one and returns 0. The scores are
+    # all NaN if q is NaN, or if all keys are; then q or the first key, times 0, makes the row NaN
+    # again
     y.addcmul_(rows, k[:, :, :1], value=0)
     return y.view(KH, T, G * D).transpose(0, 1).reshape(T, H * D)
 
@@ -173,7 +174,7 @@ def _attend(
     return new_max, row_sum, acc
 
 
-# bytes of keys and values that programs running at the same time share: well within an L2
+# How many bytes of keys and values the programs that run at the same time share: well within an L2
 SHARED_KEYS = 16 << 20
 
 
@@ -369,7 +370,7 @@ def _single_attention_kernel(
             v = _load_cached(v_head + n_next * D, offs_n, offs_d, n_next + offs_n < end, D)
             scores = tl.sum(DECODE(k_now).to(tl.float32) * q_row[None, :], 1)
             scores = tl.where(n + offs_n < end, scores, float("-inf"))
-            # finite, so that an absent position adds nothing
+            # Finite, so that an absent position adds nothing
             new_max = tl.maximum(tl.maximum(row_max, scores), -1e30)
             p = tl.exp2(scores - new_max)
             rescale = tl.exp2(row_max - new_max)
@@ -502,7 +503,7 @@ def _launch_prompt(
     if on_hopper:
         hopper.prompt_attention(q, k, v, out, pos, scales[0], positions_at_once)
         return
-    # within the 99 KB of shared memory that the smallest cards have
+    # These fit into the 99 KB of shared memory that the smallest cards have
     if D > 128:
         block_m, block_n, stages = 64, 32, 2
     elif T > 64:
@@ -533,7 +534,7 @@ def _decode_caches_kernel(
     gdc_wait(PDL)
     end = (tl.load(pos) + T) * D
     for start in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
-        # eight per thread, in the loads as in the stores
+        # Eight elements per thread, in the loads as in the stores
         offs = tl.max_contiguous(start + tl.arange(0, BLOCK), 8)
         keys = DECODE(tl.load(k_cache + head + offs, mask=offs < end, other=0))
         keys = keys.to(tl.float32) * GAIN

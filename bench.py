@@ -32,7 +32,7 @@ from extra.cli import (
 
 # ---- the command line: before torch is imported, which takes seconds
 
-# dim, layers, heads, key/value heads, head_dim, hidden_dim, vocabulary: the first fields of Config
+# The first fields of Config: dim, layers, heads, key/value heads, head_dim, hidden_dim, vocabulary
 SHAPES = {
     "1.1b": (2048, 22, 32, 4, 64, 5632, 32000),  # TinyLlama
     "7b": (4096, 32, 32, 32, 128, 11008, 32000),  # Llama 2, as are 13b and 70b
@@ -46,7 +46,7 @@ SHAPES = {
     "SmolLM2-135M": (576, 30, 9, 3, 64, 1536, 49152),
     "SmolLM2-360M": (960, 32, 15, 5, 64, 2560, 49152),
 }
-# flags that may have several values, and the attributes that store these
+# Flags that may have several values, and the attributes that store these
 LISTS = {
     "-m": "models",
     "--dtype": "dtype",
@@ -409,7 +409,7 @@ note_once = cache(note)
 
 
 def percent(part: float, whole: float) -> float:
-    """How much of a ceiling is reached. Says so where that is more than all of it."""
+    """How much of a ceiling is reached, in percent. Prints a note if that is more than 100."""
     if part > whole:
         note_once(
             "note: more than 100% of a ceiling: the weights fit into a cache, or measuring it was "
@@ -451,8 +451,8 @@ def prefill_operations(model: Llama, T: int, start_pos: int = 0) -> float:
 
 
 def cell(value: object) -> str:
-    """For people: floats with enough decimal places to show two digits of the value and of its
-    distance from 1."""
+    """A value as people read it: floats have enough decimal places to show two digits of the value
+    and of its distance from 1."""
     if value is None:
         return ""
     if not isinstance(value, float):
@@ -512,7 +512,7 @@ class Row:
     test: str
     tokens_per_s: float
     std: float
-    # of the read ceiling for generation, of the product ceiling for a prompt
+    # Of the read ceiling for generation, of the product ceiling for a prompt
     percent_of_ceiling: float | None
     ratio: float | None = None  # ours over another program's, in the rows of that program
 

@@ -43,7 +43,7 @@ def load_once(pointers, offs_k, left):
 def load_elements(
     w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr = 1
 ):
-    """The `load` of a format whose first tensor has an element for each weight."""
+    """The `load` of a format whose first tensor stores one element for each weight."""
     offs_k = tl.arange(0, COLUMNS)[None, :]
     pointers = w[0] + tl.max_contiguous(start + k + offs_k, [1, NEIGHBOURS])
     return load_once(pointers, offs_k, left)
@@ -51,27 +51,28 @@ def load_elements(
 
 @jit
 def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COUNT: tl.constexpr):
-    """A tensor of W as int32 words, one for EACH columns: [R, COLUMNS / EACH], COUNT neighbours to
-    a thread."""
+    """Load a tensor of W as int32 words, each of which belongs to EACH columns: [R, COLUMNS /
+    EACH]. A thread gets COUNT neighbouring words."""
     word = tl.arange(0, COLUMNS // EACH)[None, :]
     words = w.to(tl.pointer_type(tl.int32)) + start // EACH + (k // EACH + word)
-    # of neighbours all or none, so that one instruction loads them
+    # Either all neighbours of a thread are loaded or none, so that one instruction can load them
     offs_k = word // COUNT * (COUNT * EACH)
     return load_once(tl.max_contiguous(words, [1, COUNT]), offs_k, left)
 
 
 @jit
 def load_codes(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
-    """Words of EACH codes: [R, COLUMNS / (4 EACH), 4], four neighbours to a thread."""
+    """Load words that hold EACH codes each: [R, COLUMNS / (4 EACH), 4]. A thread gets four
+    neighbouring words."""
     words = load_words(w, start, k, left, COLUMNS, EACH, 4)
     return words.reshape(start.shape[0], COLUMNS // (4 * EACH), 4)
 
 
 @jit
 def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr):
-    """For each EACH columns the element that belongs to them, from a tensor of W with an element
-    for each GROUP columns: [R, COLUMNS / EACH], one to a thread, like the codes. `start` is a
-    multiple of GROUP, k of EACH."""
+    """Load from a tensor of W that stores one element for each GROUP columns. Returns, for every
+    EACH columns, the element that belongs to them: [R, COLUMNS / EACH], one for each thread, as the
+    codes are divided among threads. `start` must be a multiple of GROUP, k a multiple of EACH."""
     offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
     pointers = w + start // GROUP + tl.max_contiguous((k + offs_k) // GROUP, [1, 1])
     return load_once(pointers, offs_k, left)
@@ -81,8 +82,8 @@ def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GR
 def load_two_groups(
     w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
 ):
-    """For each 32 columns the element of BITS bits, 16 or 32, that belongs to them:
-    [R, COLUMNS / 32], two to a thread, which has 64 columns."""
+    """load_groups for every 32 columns, where a thread has 64 of them: [R, COLUMNS / 32], two
+    elements for each thread. BITS: the size of an element, 16 or 32."""
     if GROUP > 32:  # a multiple of 64, so that both are the same
         one = load_groups(w, start, k, left, COLUMNS, 64, GROUP)
         return tl.join(one, one).reshape(one.shape[0], COLUMNS // 32)
@@ -105,7 +106,7 @@ def columns_of(places, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @jit
 def row_scale(w, rows, mask, GAIN: tl.constexpr):
-    """What sums over rows of W are multiplied by, see Format.gain."""
+    """The factors of sums over rows of W: the rows' scales times GAIN, see Format.gain."""
     return tl.load(w[-1] + rows, mask=mask, other=0.0) * GAIN
 
 
@@ -114,7 +115,7 @@ def row_scale(w, rows, mask, GAIN: tl.constexpr):
 
 @jit
 def half2_of(low, high):
-    """Halves as the lower and the upper halves of 32 bits."""
+    """Two halves as one half2: `low` in the lower 16 bits, `high` in the upper ones."""
     return low.to(tl.uint16, bitcast=True).to(tl.uint32) | (
         high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     )
@@ -128,14 +129,14 @@ def half_at(bits, EXPONENT: tl.constexpr):
 
 @jit
 def int16_of(words):
-    """int32 [..., M] to the int16 that they consist of [..., 2 M], the lower one first."""
+    """Split each int32 into two int16, the lower one first: [..., M] to [..., 2 M]."""
     both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
     return both.reshape(words.shape[:-1] + (2 * words.shape[-1],))
 
 
 @jit
 def split_4(x):
-    """[A, B, 4] to four times [A, B]."""
+    """Split [A, B, 4] into four tensors [A, B]."""
     even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -144,8 +145,8 @@ def split_4(x):
 
 @jit
 def as_floats(bytes_):
-    """Four int8 [A, B, 4], the bytes of a float that PTX returns: [A, B]. Joining them costs
-    nothing: they are in one register. In the interpreter, which has no PTX, they are floats
+    """Join the four bytes in which PTX returns a float: int8 [A, B, 4] to float32 [A, B]. That
+    costs nothing, since they are in one register. The interpreter has no PTX; there they are floats
     already."""
     if EMULATED:
         return bytes_
@@ -164,8 +165,9 @@ def half2_products(
     half2: tuple[str, str], words: int, codes: int, x: Callable[[int, int], int]
 ) -> str:
     """PTX that adds up the products of codes and x in the half2 register `sums`. half2: see Format.
-    words: how many registers have codes, of which `codes` is the first one's number. x: from the
-    index of a word and the half of it, 0 or 1, to the number of the register with its two x."""
+    words: how many registers hold codes; the first of them is register `codes`. x: a function from
+    the index of a word, and of its half (0 or 1), to the register that holds the two elements of x
+    for it."""
     lines = []
     for word in range(words):
         for half in (0, 1):
@@ -192,7 +194,7 @@ class Blocks(NamedTuple):
     codes: Tensor  # int8 [N, K]
     scale: Tensor  # float32 [N, groups]
     minimum: Tensor | None = None  # float32 [N, groups]; None stands for 0
-    # whole numbers of a byte [N, smaller groups]; None stands for 1
+    # Whole numbers that fit a byte, one for each part of a group: [N, parts]. None stands for 1
     parts: tuple[Tensor, Tensor] | None = None
     zero: Tensor | None = None  # whole numbers [N, groups]; None stands for 0
 
@@ -246,7 +248,7 @@ class Format:
     With these, one token runs in kernels._stream_kernel:
 
     stream_load(w, start, k, left, COLUMNS, GROUP)
-        A tile of which a thread has whatever 64 weights need.
+        A tile, of which each thread gets all that the products of 64 weights need.
     stream_sums(tile, x, sum_x, SCALES)
         The tile's products with x, added up: float32 [R, COLUMNS / 64]. x: half2 [COLUMNS / 2], or
         floats [COLUMNS] in the interpreter; sum_x: the sums of each `sum_x` of them.
@@ -265,16 +267,19 @@ class Format:
     sum_x: int = 16  # see stream_sums
     neighbours: int = 8  # weights that a thread must get for products in half precision
     peak: float = 16.0  # the largest magnitude to which x is scaled for them
-    # columns that share a scale: where a matrix is cut by columns, a part has a multiple of these
+    # How many columns share a scale. Where a matrix is cut by columns, each part has a multiple of
+    # that
     group: int = 1
-    # a matrix of this many columns or more can only be cut at multiples of it, once it is stored
+    # Once it is stored, a matrix of at least this many columns can only be cut at multiples of it
     whole: int = 1
-    # a power of two above all that `values` returns, if a prompt's product may round it to E4M3
+    # A power of two above all that `values` returns, in a format that a prompt's product may round
+    # to E4M3; 0 in others
     bound: float = 0.0
     codes_each: int = 1  # codes in an element of the first tensor
 
     def at(self, name: str) -> Format:
-        """The format of a model's matrix of this name, where some are to be kept in another."""
+        """The format for the model's matrix of this name. A format may keep some of them in another
+        one."""
         return self
 
     def tensors(self, N: int, K: int) -> Shapes:
@@ -299,7 +304,7 @@ class Format:
         raise NotImplementedError
 
     def write(self, blocks: Blocks, out: Tensors) -> None:
-        """Store what others have quantised, exactly."""
+        """Store blocks that others have quantised, without changing a weight."""
         raise NotImplementedError
 
     def weights(self, tensors: Tensors) -> Tensor:
@@ -333,7 +338,7 @@ class Format:
             raise ValueError("scales that are not positive and finite")
 
     def multiply(self, tensors: Tensors, factor: float) -> None:
-        """Multiply the matrix by a power of two, in place: the last tensor has its scales."""
+        """Multiply the matrix by a power of two, in place: the last tensor holds its scales."""
         tensors[-1].mul_(factor)
 
     def on(self, device: torch.device) -> Format:
@@ -341,7 +346,7 @@ class Format:
         return self
 
     def decoding(self) -> dict[str, Any]:
-        """What a kernel that decodes tiles is compiled for."""
+        """The constants of a kernel that decodes tiles."""
         return dict(
             LOAD=self.load,
             GROUP=self.group,
@@ -352,12 +357,12 @@ class Format:
         )
 
     def can_be_cut(self, K: int, part: int) -> bool:
-        """Whether K columns, once stored, can be cut into parts of so many."""
+        """Whether a stored matrix of K columns can be cut into parts of `part` columns each."""
         return part == K or self.whole > K or part % self.whole == 0
 
     def cpu_layout(self, tensors: Tensors) -> Tensors | None:
-        """The matrix as torch's own product in bf16 with few tokens reads it on a CPU. Returns None
-        if torch has none."""
+        """A copy of the matrix in the layout of torch's own bf16 product for few tokens on a CPU.
+        Returns None if torch has no such product for it."""
 
     def cpu_layout_linear(self, x: Tensor, cpu_layout: Tensors) -> Tensor:
         """x W^T in bf16. x [T, K] -> [T, N]."""
@@ -372,9 +377,9 @@ class Format:
 
 
 def rotated(runs, turns):
-    """The indices of the runs of eight columns that are stored in these places. Every `turns` runs
-    are rotated among themselves, by one more from one thread (64 columns) to the next. For torch
-    and for kernels."""
+    """Which run of eight columns is stored in each of these places. Every `turns` neighbouring runs
+    are rotated among themselves, by one more step in each next thread (64 columns). Used by torch
+    and in kernels."""
     return runs // turns * turns + (runs + runs // 8) % turns
 
 
@@ -425,7 +430,7 @@ def some_rows(weights: Tensor, out: Tensors) -> Iterator[Tensors]:
 
 @jit
 def plain_values(tile, SCALES: tl.constexpr = None):
-    """The `values` of a matrix in 16 or 32 bits."""
+    """The `values` of a matrix that has no format."""
     return tile
 
 
@@ -439,11 +444,11 @@ PLAIN = Format("none", 16, load_elements, plain_values)
 class Matrix:
     """A weight matrix W of N rows and K columns, applied as y = x W^T."""
 
-    # as the format says; without one, a single tensor [N, K] in 16 or 32 bits, which on a CPU may
-    # be stored column by column or in oneDNN's layout (kernels.in_cpu_layout)
+    # What the format says. Without a format, a single tensor [N, K] in 16 or 32 bits, which on a
+    # CPU may be stored column by column or in oneDNN's layout (kernels.in_cpu_layout)
     tensors: Tensors
     format: Format | None = None
-    # a second copy that some products on a CPU read: Format.cpu_layout, or oneDNN's layout
+    # A second copy for some products on a CPU: see Format.cpu_layout; without a format, oneDNN's
     cpu_layout: Tensors | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -485,7 +490,7 @@ class Matrix:
         return self.data.to_dense() if self.data.is_mkldnn else self.data
 
     def parts(self, rows: int) -> list[Matrix]:
-        """The matrix, so many rows at a time."""
+        """The matrix in parts of `rows` rows."""
         split = zip(*(t.split(rows) for t in self.tensors))
         return [Matrix(part, self.format) for part in split]
 

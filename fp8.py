@@ -27,10 +27,11 @@ class Float8(Format):
 
     dtype: torch.dtype = torch.float8_e4m3fn  # torch's type of the same bits
     not_finite: int = 0x7F  # from here up, a code without its sign means NaN or infinity
-    # a row's largest magnitude after scaling; its bits as those of a half are 1.75 in both formats
+    # What a row's largest magnitude is scaled to. In both formats that is the half 1.75 times
+    # `gain`
     top: float = 448.0
     shift: int = 7  # by which a code's bits below its sign move up to be a half's
-    # `values` of a cache, which is E4M3: there codes may be NaN
+    # `values` for a cache of keys and values, which is in E4M3 and may hold codes of NaN
     values_nan: Callable | None = None
     encode_tile: Callable | None = None  # floats to codes in a kernel, see e4m3_encode
 
@@ -47,8 +48,8 @@ class Float8(Format):
         return x.float().clamp(-largest, largest).to(self.dtype).view(torch.int8)
 
     def halves(self, codes: Tensor, space: Tensor | None = None) -> Tensor:
-        """The values of int8 codes divided by the gain, exactly, in float16; in int16 space of that
-        shape, if given."""
+        """Decode int8 codes to float16, exactly, but without the gain. space: int16 memory of the
+        same shape to decode them in, if there is any."""
         if space is None:
             bits = codes.to(torch.int16)
         else:
@@ -79,7 +80,7 @@ class Float8(Format):
                 tried = smallest * 2**step
                 written = self.round(rows / tried)
                 error = (self.decoded((written, tried)) - rows).square().sum(1, keepdim=True)
-                # errors with magnitudes beyond 1e19 are infinite for every step
+                # With magnitudes beyond 1e19 the error is infinite at every step
                 better = (error < least) | least.isinf()
                 for found, value in ((least, error), (scale, tried), (code, written)):
                     found.copy_(torch.where(better, value, found))
@@ -128,7 +129,7 @@ E5M2 = Float8(
     load=load_elements,
     values=_e5m2_values,
     gain=1.0,
-    # a permutation of bytes puts each code above a zero byte
+    # A permutation of bytes puts each code above a zero byte
     half2=("prmt.b32 p, SOURCE, 0, 0x1404;", "prmt.b32 p, SOURCE, 0, 0x3424;"),
     dtype=torch.float8_e5m2,
     not_finite=0x7C,
@@ -150,7 +151,7 @@ def _e4m3_values_nan(codes):
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), e4m3_values(codes)).to(tl.float16)
 
 
-# as for E5M2, then the bits under the sign move one place to the right
+# After the same permutation the bits under the sign move one place to the right
 _UNDER_SIGN = "shr.u32 q, p, 1; and.b32 q, q, 0x3f803f80; and.b32 p, p, 0x80008000; or.b32 p, p, q;"
 E4M3_HALF2 = (
     f"prmt.b32 p, SOURCE, 0, 0x1404; {_UNDER_SIGN}",
@@ -166,7 +167,7 @@ def e4m3_encode(x):
     a = tl.minimum(tl.abs(x), 448.0)
     bits = a.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # the biases are 127 and 7
-    # the sum's last bit is 2^-9, a subnormal's unit
+    # The last bit of this sum stands for 2^-9, the unit of E4M3's subnormals
     subnormal = (a + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(a < 0.015625, subnormal, normal)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80

@@ -19,10 +19,11 @@ Words, here and everywhere:
     cpu_layout   a matrix as a CPU's library reads it
     epilogue     what an op does with the rows of a product
 
-There is one sequence at a time, so no batch axis. Ops take x, what they need of the weights, and
-the state of the sequence: op(x, layer, state). `pos` is a one-element int32 tensor on the device:
-how many positions are cached before the T new ones. Its value is called start_pos. Kernels take
-contiguous tensors and derive strides from shapes.
+There is one sequence at a time, so there is no batch axis. An op takes x, the weights that it needs
+(a layer, a matrix or a norm) and, if it reads or writes the sequence, its state:
+op(x, layer, state). `pos` is a one-element int32 tensor on the device that says how many positions
+are cached before the T new ones. Its value is called start_pos. Kernels take contiguous tensors and
+derive strides from shapes.
 
 The file ends with a table of the ops, each in two columns. `reference` (--backend torch) has the
 functions whose names end in _ref, and runs on any torch device: it is the CPU path, and the oracle
@@ -109,7 +110,7 @@ def storage_dtype(backend: str, dtype: torch.dtype, device: torch.device) -> tor
     return torch.float16 if slow and dtype == torch.bfloat16 else dtype
 
 
-# bytes of a bf16 matrix: up to this size oneDNN's preparations take longer than a token's product
+# Up to this many bytes, oneDNN's preparations for a bf16 matrix take longer than a token's product
 SMALL = 2 << 20
 
 
@@ -141,7 +142,7 @@ def in_cpu_layout(
     return replace(w, cpu_layout=(blocked,)) if w.nbytes <= SMALL else Matrix(blocked)
 
 
-# tokens: with more, torch's own product with a format is slower than decoding the matrix first
+# With more tokens, torch's own product with a format is slower than decoding the matrix first
 MAX_CPU_LAYOUT = 48
 
 
@@ -225,8 +226,8 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
 
 @jit
 def _load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """x for the weights in places k + offs_k. In fp32 in the interpreter, whose own bf16 products
-    are wrong."""
+    """Load x for the weights that are stored in places k + offs_k. The interpreter gets fp32, since
+    its own bf16 products are wrong."""
     pointers = x + columns_of(k + offs_k, K, COLUMNS)
     if K % BLOCK == 0:
         tile = tl.load(pointers)
@@ -239,11 +240,13 @@ def _load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl
 # weights a second and executes 33e12 fp32 operations, about 7 per weight. Decoding a code, widening
 # it and multiplying it takes 11 instructions. With half2 it takes 3 to 4: PTX converts two codes at
 # a time to a half2, multiplies it by a half2 of x in one instruction (fma.rn.f16x2), and adds up
-# eight products in half precision before the sum is widened to fp32. For this to be sound the range
-# must be right: a half ends at 65504 and loses precision below 6e-5, so x is scaled by a power of
-# two, which is exact, such that eight products with codes of at most 448 stay below 65504 and those
-# that matter lie far above 6e-5: all of x alike in _vector_kernel, each 64 columns in
-# _stream_kernel. Eight neighbours of a row must be in one thread.
+# eight products in half precision before the sum is widened to fp32.
+#
+# This is sound only if the range is right. A half ends at 65504 and loses precision below 6e-5. So x
+# is multiplied by a power of two, which is exact. It is chosen so that eight products with codes of
+# at most 448 stay below 65504, and those that matter lie far above 6e-5. _vector_kernel scales all of
+# x alike, _stream_kernel each 64 columns by themselves. Eight neighbours of a row must be in one
+# thread.
 
 # Up to this norm weight, eight products of rmsnorm(x) stay below 65504 for K of up to 8192 in
 # _vector_kernel; _stream_kernel needs less than 32
@@ -265,8 +268,9 @@ def fit_norm(norm: Tensor, w: Matrix) -> None:
 
 @cache
 def half2_asm(half2: tuple[str, str]) -> str:
-    """PTX for eight codes, in $2 and $3, times eight halves, in $4 to $7, added up in half
-    precision: a float in $0, and zero in $1. half2: see formats.Format."""
+    """PTX that multiplies eight codes, in $2 and $3, by eight halves, in $4 to $7, and adds up the
+    products in half precision. It puts the sum into $0, as a float, and zero into $1. half2: see
+    formats.Format."""
     products = half2_products(half2, 2, 2, lambda word, half: 4 + 2 * word + half)
     total = "mov.b32 {a, b}, sums; add.f16 a, a, b; cvt.f32.f16 $0, a; mov.b32 $1, 0;"
     return f"{{ .reg .b16 a, b; .reg .b32 sums, p, q; {products} {total} }}"
@@ -277,8 +281,8 @@ _HALF2_REGISTERS = constexpr("=&r,=&r" + 6 * ",r")
 
 @jit
 def _half2_sums(w_tile, x_tile, VALUES: tl.constexpr, HALF2_ASM: tl.constexpr):
-    """Codes [ROWS, BLOCK] times halves [1, BLOCK], eight neighbours added up: float32 [ROWS, BLOCK
-    / 8]. In the interpreter all products, [ROWS, BLOCK]."""
+    """Multiply codes [ROWS, BLOCK] by halves [1, BLOCK] and add up every eight neighbours: float32
+    [ROWS, BLOCK / 8]. The interpreter returns all products, [ROWS, BLOCK]."""
     if EMULATED:
         return VALUES(w_tile).to(tl.float32) * x_tile.to(tl.float32)
     else:
@@ -301,9 +305,9 @@ def _power_of_two(x):
 def _range_of(
     x, x_tile, norm, eps, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PEAK: tl.constexpr
 ):  # fmt: skip
-    """What x is multiplied by for products in half precision, a power of two, and 1 / rms(x) where
-    there is a norm, otherwise 1. The range is that root mean square, see fit_norm, or without a
-    norm the largest magnitude. x_tile: the first tile of x."""
+    """Returns the power of two by which x is multiplied for products in half precision, and 1 /
+    rms(x), or 1 without a norm. With a norm the power follows from the root mean square (see
+    fit_norm), otherwise from the largest magnitude. x_tile: the first tile of x."""
     squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
     peaks = tl.abs(x_tile)
     for k in tl.static_range(BLOCK, K, BLOCK):
@@ -322,8 +326,8 @@ def _range_of(
 
 @jit
 def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
-    """For an epilogue: the indices of COUNT rows from `row` on, and of the tokens, to be
-    broadcast."""
+    """For an epilogue: the indices of COUNT rows from `row` on, and those of the tokens, in shapes
+    that broadcast."""
     if TOKENS == 1:
         return row + tl.arange(0, COUNT), row * 0
     else:
@@ -395,18 +399,18 @@ def _vector_kernel(
     STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
 
 
-# One token, formats that have a `stream_load`. A warp covers 2048 columns of a row, and each thread
-# 64 of them: whole groups. A thread keeps its part of x in registers, as half2, for all the rows
-# that its program goes through. It loads x in eight runs of eight neighbours. Which columns it has
-# is up to the format, whose order should let a warp's loads hit all banks of the L1 cache
-# (int4._columns). Tiles of W have a single row: then every version of Triton picks the same layout
-# for W and for x, and no data moves between threads.
+# One token, in formats that have a `stream_load`. A warp covers 2048 columns of a row, and each
+# thread 64 of them, which are whole groups. A thread keeps its part of x in registers, as half2,
+# for all rows that its program goes through. It loads x in eight runs of eight neighbours. The
+# format decides which columns these are, in an order in which a warp's loads should hit all banks
+# of the L1 cache (int4._columns). Tiles of W have a single row, so that every version of Triton
+# picks the same layout for W and for x, and no data moves between threads.
 
 
 @jit
 def _load_eighths(x, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """x for BLOCK places from k on: eight tiles [BLOCK / 64, 8]. A thread has the same row of
-    each."""
+    """Load x for BLOCK places from k on, as eight tiles [BLOCK / 64, 8]. A thread gets the same row
+    of each."""
     offs_k = tl.arange(0, BLOCK // 64)[:, None] * 64 + tl.arange(0, 8)[None, :]
     tiles = ()
     for eighth in tl.static_range(0, 64, 8):
@@ -416,7 +420,7 @@ def _load_eighths(x, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.conste
 
 @jit
 def _join_eighths(t):
-    """Eight tiles [P, M] to [P, 8 M]."""
+    """Join eight tiles [P, M] to one [P, 8 M]."""
     low = tl.join(tl.join(t[0], t[1]), tl.join(t[2], t[3]))
     high = tl.join(tl.join(t[4], t[5]), tl.join(t[6], t[7]))
     return tl.join(low, high).permute(0, 4, 3, 2, 1).reshape(t[0].shape[0], 8 * t[0].shape[1])
@@ -424,7 +428,7 @@ def _join_eighths(t):
 
 @jit
 def _as_half2(tile):
-    """Halves [P, 8] as half2 of two neighbours [P, 4]; in the interpreter as floats [P, 8]."""
+    """Join neighbouring halves [P, 8] to half2 [P, 4]. The interpreter returns floats [P, 8]."""
     if EMULATED:
         return tile.to(tl.float32)
     else:  # an instruction for two neighbours makes the compiler keep them in one register
@@ -477,24 +481,28 @@ def _stream_x(
     x, norm_tiles, k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, SUM_X: tl.constexpr,
     PEAK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK places of x, times the norm's weights. Each 64 are scaled by a power of two of their
-    own. Returns a tuple of half2, their sums by SUM_X places and the factors that undo the scaling;
-    and the sums of x's squares by 64, if there is a norm, otherwise zeros. Magnitudes stay below
-    PEAK, as long as no norm weight is above NORM_LIMIT."""
+    """Load BLOCK places of x, times the norm's weights if there is a norm. Each 64 of them are scaled
+    by a power of two of their own, so that magnitudes stay below PEAK, as long as no norm weight is
+    above NORM_LIMIT.
+
+    Returns a tuple of x as half2, its sums by SUM_X places and the factors that undo the scaling;
+    and the sums of x's squares by 64, or zeros if there is no norm."""
     tiles = _load_eighths(x, k, K, BLOCK, COLUMNS)
     half2 = ()
     squares = tl.zeros([BLOCK // 64], tl.float32)
     peak = tl.abs(tiles[0])
     for i in tl.static_range(1, 8):
         peak = tl.maximum(peak, tl.abs(tiles[i]))
+    # The bits of 2^e, the power of two at or below each peak
     exponent = tl.max(peak, 1).to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
-    exponent = tl.minimum(exponent, 0x7C000000)
-    # With a norm at most 32, so that four squares fit a half
+    exponent = tl.minimum(exponent, 0x7C000000)  # 2^121: so that 1 / 2^e is a normal float
+    # Peaks are scaled to less than TOP. With a norm that is at most 32, for two reasons: _squares adds
+    # up four squares in half precision, and the norm's weights may be as large as 32 themselves
     TOP: tl.constexpr = PEAK if norm_tiles is None else min(PEAK, 1024) / 32
-    # so that products use all of a half's range
+    # The rest of the way from 1024 to PEAK is multiplied into the norm's weights
     LIFT: tl.constexpr = 1.0 if norm_tiles is None else max(PEAK / 1024, 1.0)
-    power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)  # 1 / 2^exponent
-    power = tl.minimum(power, 65536 / TOP) * (TOP / 2)
+    power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)  # 1 / 2^e
+    power = tl.minimum(power, 65536 / TOP) * (TOP / 2)  # at most 2^15, which a half can hold
     inverse = (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     for i in tl.static_range(0, 8):
         tile = tiles[i] * power.to(tiles[i].dtype)[:, None]
@@ -514,10 +522,10 @@ def _stream_kernel(
     SCALES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr, SUM_X: tl.constexpr, PEAK: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same as _vector_kernel. LOAD and SUMS are the format's stream_load and stream_sums. A
-    program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of W in this
-    loop into asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of them before
-    the wait."""
+    """What _vector_kernel does, for a format with stream_load and stream_sums, which are LOAD and
+    SUMS here. A program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of
+    W in this loop into asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of
+    them before the wait."""
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * (ROWS * TILES)
     end = tl.minimum(row + ROWS * TILES, N)
@@ -526,7 +534,8 @@ def _stream_kernel(
     ready = PREPARE(args, row, 1, end, COUNT, 1, SIZES)
     if GAIN is not None:
         scales = row_scale(w, row + offs, row + offs < end, GAIN)
-    # x in parts of BLOCK columns, each what _stream_x returns; zeros until the wait
+    # x in parts of BLOCK columns, each a tuple as _stream_x returns it. They are zeros until the
+    # wait
     norm_tiles, x_parts = (), ()
     for k in tl.static_range(0, K, BLOCK):
         if norm is not None:
@@ -584,9 +593,10 @@ def _stream_kernel(
 #      into the registers where the tensor cores expect them. Of the columns of a row, the instruction
 #      (mma.m16n8k16) expects these from the four threads that share it:
 #
-#          thread   0     1     2     3     0     1       2       3         first the pairs of the lower
-#                   eight columns,
-#          columns  0,1   2,3   4,5   6,7   8,9   10,11   12,13   14,15     then those of the upper eight
+#          thread   0     1     2     3     0     1       2       3
+#          columns  0,1   2,3   4,5   6,7   8,9   10,11   12,13   14,15
+#
+#      First come the pairs of the lower eight columns, then those of the upper eight.
 #
 #      But the order of K in a sum is free: whatever columns a thread has loaded can stand in for those
 #      that the instruction expects from it, as long as it loads the same columns of x. With 16-bit
@@ -609,9 +619,10 @@ def _load_few_weights(
     w, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr, LOAD: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """SIZES.rows rows of W from `row` on, SIZES.warps * SIZES.steps * 64 bytes of each from column
-    k on, E weights a thread. A warp loads SIZES.lanes * 16 neighbouring bytes of a row at a time;
-    with more than 4 lanes the compiler moves values between threads."""
+    """Load SIZES.rows rows of W from `row` on, and of each of them SIZES.warps * SIZES.steps * 64
+    bytes from column k on. A thread gets E weights of a row. A warp loads SIZES.lanes * 16
+    neighbouring bytes of a row at a time; with more than 4 lanes the compiler moves values between
+    threads."""
     GROUPS: tl.constexpr = SIZES.rows // 8
     SIDES: tl.constexpr = SIZES.lanes // 4
     i = tl.arange(0, SIZES.steps * GROUPS * SIZES.warps * 32)[:, None]
@@ -636,7 +647,7 @@ def _weights_operand(tile, SIZES: tl.constexpr):
     if E == 8:
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 8, 9, 6, 10)
     else:
-        # below 16 bits a weight, Triton's layout has the lower halves of two instructions side by
+        # Below 16 bits a weight, Triton's layout puts the lower halves of two instructions side by
         # side
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 9, 6, 8, 10)
     return tile.reshape(SIZES.warps, SIZES.rows, SIZES.steps * 4 * E)
@@ -647,8 +658,9 @@ def _tokens_operand(
     x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same columns of x as [warps, columns of a warp, tokens], loaded with eight neighbours a
-    thread. What pads the tokens is the last row again."""
+    """The columns of x that belong to such a tile, as [warps, columns of a warp, tokens], loaded
+    with eight neighbours a thread. Where there are fewer tokens than TOKENS, the last one is
+    repeated."""
     PARTS: tl.constexpr = E // 8
     i = tl.arange(0, TOKENS // 8 * SIZES.steps * PARTS * SIZES.warps * 32)[:, None]
     e = tl.arange(0, 8)[None, :]
@@ -744,7 +756,7 @@ class Plan(NamedTuple):
     kernel: object
     programs: int
     warps: int
-    constants: dict[str, Any]  # what it is compiled for, beside N, K and the epilogue
+    constants: dict[str, Any]  # what it is compiled for, besides N, K and the epilogue
 
 
 def launch_product(
@@ -833,8 +845,8 @@ def _stream_plan(op: str, w: Matrix, format: Format) -> Plan:
 
 
 def stream_block(block: int, columns: int) -> int:
-    """How many columns a program takes at a time: no more than there are, but a third of them or
-    more, since x is held in registers."""
+    """How many columns a program takes at a time: no more than there are, but at least a third of
+    them, since x stays in registers."""
     block = min(block, max(2048, triton.next_power_of_2(columns)))
     return max(block, triton.next_power_of_2(triton.cdiv(columns, 3)))
 
@@ -979,7 +991,7 @@ def library_product(
     dense = dense_for(w, x)
     if accumulate != "fp16":
         return _dense_product(x, dense, residual)
-    # a global switch of torch's, off by default
+    # A global switch of torch's, off by default
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
         return _dense_product(x, dense, residual).clamp_(-65504.0, 65504.0)
@@ -1048,8 +1060,8 @@ def _rmsnorm_kernel(
     x, weight, out, scales, eps,
     C: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row, to out in its type; if there are scales, as E4M3 codes with one scale for the row,
-    by which its largest magnitude becomes 448."""
+    """Normalise a row, if there is a weight, and store it in the type of `out`; if there are
+    scales, as E4M3 codes with one scale for the row, by which its largest magnitude becomes 448."""
     gdc_launch_dependents(PDL)
     offs_c = tl.arange(0, BLOCK)
     if weight is not None:
@@ -1185,12 +1197,13 @@ def rmsnorm_qkv_rope_ref(x: Tensor, layer: Layer, state: State) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """The sizes that its kernels need."""
+    """The sizes that the kernels of rmsnorm_qkv_rope need."""
 
     S: int
     H: int
     KH: int
     D: int
+    IN_8_BITS: bool  # keys and values
 
 
 @jit
@@ -1227,12 +1240,12 @@ def _store_rope(
     kv_head = (head - SIZES.H).to(tl.int64)
     offs_k = ((kv_head * SIZES.S + position) * HALF_D + pair) * 2
     mask_k = mask & (head >= SIZES.H) & (head < SIZES.H + SIZES.KH)
-    tl.store(k_cache + offs_k, to_cache(even, k_cache), mask=mask_k)
-    tl.store(k_cache + offs_k + 1, to_cache(odd, k_cache), mask=mask_k)
+    tl.store(k_cache + offs_k, to_cache(even, k_cache, SIZES.IN_8_BITS), mask=mask_k)
+    tl.store(k_cache + offs_k + 1, to_cache(odd, k_cache, SIZES.IN_8_BITS), mask=mask_k)
     offs_v = (((kv_head - SIZES.KH) * SIZES.S + position) * HALF_D + pair) * 2
     mask_v = mask & (head >= SIZES.H + SIZES.KH)
-    tl.store(v_cache + offs_v, to_cache(even, v_cache), mask=mask_v)
-    tl.store(v_cache + offs_v + 1, to_cache(odd, v_cache), mask=mask_v)
+    tl.store(v_cache + offs_v, to_cache(even, v_cache, SIZES.IN_8_BITS), mask=mask_v)
+    tl.store(v_cache + offs_v + 1, to_cache(odd, v_cache, SIZES.IN_8_BITS), mask=mask_v)
 
 
 def rmsnorm_qkv_rope(x: Tensor, layer: Layer, state: State, *, accumulate: str = "auto") -> Tensor:
@@ -1241,10 +1254,11 @@ def rmsnorm_qkv_rope(x: Tensor, layer: Layer, state: State, *, accumulate: str =
     T = len(x)
     KH, S, D = k_cache.shape
     H = layer.wqkv.rows // D - 2 * KH
-    sizes = Heads(S, H, KH, D)
+    sizes = Heads(S, H, KH, D, k_cache.dtype == torch.int8)
     q = x.new_empty(T, H, D)
-    # An epilogue gets some rows of a head, too few for its norm, and what it adds to a few tokens
-    # has a row for each: otherwise a second kernel finishes qkv
+    # An epilogue finishes q, k and v, with two exceptions: a norm of q and k needs whole heads, of
+    # which an epilogue gets only some rows; and what an epilogue adds (`added`) would need a bias
+    # for each of several tokens. In these cases a second kernel finishes them
     qkv = None
     if layer.qk_norm is None and (T == 1 or bias is None):
         args = (q, k_cache, v_cache, state.rope, state.device_pos, bias)
@@ -1270,17 +1284,24 @@ def _launch_rope(
     at_once = max(1, min(triton.next_power_of_2(heads), 2048 // block_d))
     args = (qkv, layer.qkv_bias, layer.qk_norm, state.norm_eps, state.rope)
     args += (k_cache, v_cache, q, state.device_pos)
-    constants = sizes._asdict() | dict(
+    encode = None
+    if sizes.IN_8_BITS:
+        encode = E4M3.on(q.device).encode_tile
+    launch(
+        _rope_kernel,
+        (len(q), triton.cdiv(heads, at_once)),
+        q.device,
+        *args,
+        S=sizes.S,
+        H=sizes.H,
+        KH=sizes.KH,
+        D=sizes.D,
         HEADS=at_once,
         BLOCK_D=block_d,
-        ENCODE=None,
+        ENCODE=encode,
         FP16_SUMS=fp16_sums,
         warps=max(1, at_once * block_d // 256),
     )
-    if k_cache.dtype == torch.int8:
-        constants["ENCODE"] = E4M3.on(q.device).encode_tile
-    grid = (len(q), triton.cdiv(heads, at_once))
-    launch(_rope_kernel, grid, q.device, *args, **constants)
 
 
 # ---- linear_add: residual += x W^T, in place. x [T, K], W [C, K], residual [T, C] -> residual
@@ -1333,7 +1354,7 @@ def _silu_mul(a, b):
 
 @jit
 def _prepare_halves(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
-    """The same for _store_swiglu."""
+    """The indices that _store_swiglu needs, computed early as in _prepare_rows."""
     return places(row // 2, ROWS // 2, TOKENS)
 
 
@@ -1407,14 +1428,14 @@ OPS = {
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),
     "sample": (sample_ref, sample),
 }
-PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")  # by a matrix
+PRODUCTS = ("rmsnorm_qkv_rope", "linear_add", "rmsnorm_swiglu", "rmsnorm_linear")  # with a matrix
 
 
 def ops(backend: str, accumulate: str = "auto") -> SimpleNamespace:
     """The ops of a backend, "torch" or "triton".
 
     accumulate: how the Triton backend sums a prompt's products. "auto" lets 8-bit products
-    accumulate fast (fp8.tensor_core_linear) and rounds INT4 to E4M3 for them, "fp32" does neither,
+    accumulate fast (tensor_core_linear) and rounds INT4 to E4M3 for them, "fp32" does neither,
     "fp16" sums in half precision, in attention as well. The reference ops sum in fp32."""
     column = {"torch": 0, "triton": 1}[backend]
     table = {name: op[column] for name, op in OPS.items()}

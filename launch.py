@@ -14,10 +14,10 @@ correct:
 - before the wait a kernel reads only what no kernel launched this way writes in the same step
   (weights, tables, sampling settings, `pos`, the keys and values of earlier steps), and it writes
   nothing; extra/parallel.py explains its exceptions;
-- `pos` is moved by torch's own operations (State.advance and seek),
-  which are launched without the attribute: each starts when all kernels before it have ended,
-  including those that read the old value, and whatever comes after it starts when it has ended.
-  test_no_step_sees_an_old_position runs thousands of each;
+- `pos` is moved by torch's own operations (State.advance and State.seek), which are launched
+  without the attribute. Each starts when all earlier kernels have ended, including those that read
+  the old value, and later kernels start when it has ended. test_no_step_sees_an_old_position runs
+  thousands of each;
 - there is one wait, outside of any loop: Triton 3.7.1 may move loads above a wait inside one
   (triton issue 11905). kernels._stream_kernel is a deliberate exception: its loads of W are meant
   to move above the wait, and whatever has to come after it stands in the same branch.
@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton when a kernel is decorated
-# None if Triton is not installed, or of no use: the reference ops run without it, and importing it
-# takes 0.3 s
+# Both stay None if Triton is not installed or would not be used: the reference ops do without it,
+# and importing it takes 0.3 s
 triton = tl = None
 if "TRITON_INTERPRET" in os.environ or torch.cuda.device_count():  # counted without starting CUDA
     with suppress(ImportError):
@@ -50,13 +50,13 @@ if "TRITON_INTERPRET" in os.environ or torch.cuda.device_count():  # counted wit
 
 
 def jit(function):
-    """triton.jit where there is Triton."""
+    """Apply triton.jit, or return the function unchanged if Triton was not imported."""
     return triton.jit(function) if triton else function
 
 
 def constexpr(value):
-    """A global constant for kernels: a tl.constexpr, or the plain value where there is no
-    Triton."""
+    """A global constant for kernels: a tl.constexpr, or the plain value if Triton was not
+    imported."""
     return tl.constexpr(value) if triton else value
 
 
@@ -74,7 +74,7 @@ def capability(device: torch.device) -> int:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a few for the interpreter."""
+    """The number of streaming multiprocessors of a GPU; 4 for the interpreter."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -108,8 +108,9 @@ _only_compile: ContextVar[bool] = ContextVar("only compile", default=False)
 
 
 def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
-    """Call `run` with `launch` compiling kernels instead of running them, and load these, all in
-    threads: most of the work is in LLVM, ptxas and the C compiler, outside of Python's lock."""
+    """Call `run` while `launch` compiles kernels instead of running them, and load what was
+    compiled. All of it happens in parallel threads, since most of the work is in LLVM, ptxas and
+    the C compiler, outside of Python's lock."""
 
     def compile_all() -> None:
         _only_compile.set(True)
@@ -125,7 +126,7 @@ def compile_kernels(run: Callable[[], object], device: torch.device) -> None:
 
 
 class Scratch:
-    """Memory that kernels use from launch to launch, by name and shape. It belongs to one state,
+    """Memory that kernels keep between launches, found by name and shape. It belongs to one state,
     whose kernels run one after another on one stream."""
 
     def __init__(self, device: torch.device):
@@ -133,7 +134,8 @@ class Scratch:
         self._tensors: dict[tuple, Tensor] = {}
 
     def zeros(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of zeros the first time, later the same one as kernels left it."""
+        """Returns a tensor of zeros the first time, and later the same tensor as kernels left
+        it."""
         if (name, shape) not in self._tensors:
             self._tensors[name, shape] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self._tensors[name, shape]
@@ -155,8 +157,8 @@ def gdc_wait(PDL: tl.constexpr):
 
 @jit
 def saturated(x, FP16_SUMS: tl.constexpr):
-    """x; with FP16_SUMS clamped to the range of fp16, so that what overflowed is 65504 and not inf.
-    NaN stays NaN."""
+    """Returns x. With FP16_SUMS it is clamped to the range of fp16, so that what overflowed is
+    65504 and not inf; NaN stays NaN."""
     return tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL) if FP16_SUMS else x
 
 
@@ -169,8 +171,8 @@ def saturated(x, FP16_SUMS: tl.constexpr):
 
 @jit
 def is_last(arrived, programs):
-    """Whether this program is the last of so many to get here, counted in `arrived`, which is left
-    at zero."""
+    """Whether this is the last of `programs` programs to get here. They are counted in `arrived`,
+    which is zero again afterwards."""
     tl.debug_barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
     if last:
@@ -180,16 +182,17 @@ def is_last(arrived, programs):
 
 @jit
 def split_of(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
-    """How many splits `length` positions make, and where this one begins and ends."""
+    """Divide `length` positions into splits. Returns how many there are, and where this one begins
+    and ends."""
     size = tl.where(length <= LEAST, LEAST, tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N)
     return tl.cdiv(length, size), split * size, tl.minimum(split * size + size, length)
 
 
 @jit
 def rows_of_program(pid, blocks, heads_at_once, H):
-    """A prompt's block of rows and the head of a program. Programs start in the order of pid: a few
-    heads at a time, whose keys and values stay in the L2, and among these the last rows of all
-    heads first, since they see the most keys and take longest."""
+    """Returns the block of a prompt's rows and the head that a program works on. Programs start in
+    the order of pid: a few heads at a time, whose keys and values stay in the L2, and among these
+    the last rows of all heads first, since they see the most keys and take longest."""
     first = pid // (blocks * heads_at_once) * heads_at_once
     heads = tl.minimum(heads_at_once, H - first)
     rest = pid - first * blocks
@@ -200,8 +203,8 @@ def rows_of_program(pid, blocks, heads_at_once, H):
 
 
 class VectorSizes(NamedTuple):
-    """How a product with one token is divided: programs take `rows` rows of W, `block` columns at a
-    time."""
+    """How a product with one token is divided. Each program takes `rows` rows of W and reads
+    `block` columns of them at a time."""
 
     rows: int
     block: int
@@ -209,9 +212,10 @@ class VectorSizes(NamedTuple):
 
 
 class StreamSizes(NamedTuple):
-    """The same for kernels._stream_kernel: `programs` for each SM, with a warp for every 2048
-    columns of a block. A program loops over tiles of `rows` rows, with `stages` - 1 of them in
-    flight. The launcher enlarges `block` if three do not cover a row (kernels.stream_block)."""
+    """How kernels._stream_kernel divides such a product. There are `programs` programs for each SM,
+    with a warp for every 2048 columns of a block. A program loops over tiles of `rows` rows, of
+    which `stages` - 1 are in flight. The launcher enlarges `block` if three blocks do not cover a
+    row (kernels.stream_block)."""
 
     rows: int
     block: int
@@ -247,8 +251,9 @@ TABLES_FILE = Path(__file__).with_name("launch.json")
 
 @cache
 def tables() -> dict[str, Any]:
-    """What launch.json contains, by compute capability (0 is the interpreter). The nearest number
-    below is taken, of capabilities as of all others that are not said to be exact.
+    """The contents of launch.json. Each table is looked up by compute capability (0 is the
+    interpreter), then by the numbers listed here. Where a number is missing, the next smaller one
+    is taken, unless the list says that it must be exact.
 
     vector    bits per weight, op ("default" for any other), columns of W: VectorSizes
     stream    the same: StreamSizes
@@ -256,8 +261,8 @@ def tables() -> dict[str, Any]:
               FewSizes. null stands for the library, where that was faster, and for 16-bit weights
               on cards that were not measured
     split     query rows per key/value head: SplitSizes
-    few_rows  exact capability: SplitSizes of hopper.py's kernel for a few rows, whose tiles are 16
-              positions a warp
+    few_rows  exact capability: SplitSizes of extra/hopper.py's kernel for a few rows, whose tiles
+              are 16 positions a warp
     """
 
     def with_numbers(table: dict) -> dict:
@@ -267,7 +272,8 @@ def tables() -> dict[str, Any]:
 
 
 def save_tables() -> None:
-    """Write the tables, which the tuner has changed in place, with a line for each op."""
+    """Write the tables, which the tuner has changed in place, to launch.json: a line for each
+    op."""
     on_one_line = lambda innermost: json.dumps(json.loads(innermost[0]))
     text = re.sub(r"{[^{}]*}", on_one_line, json.dumps(tables(), indent=1))
     TABLES_FILE.write_text(f"{text}\n")
@@ -306,6 +312,6 @@ def split_sizes(device: torch.device, rows: int) -> SplitSizes:
 
 
 def few_rows_sizes(device: torch.device) -> SplitSizes | None:
-    """Returns None on cards for which hopper.py has no kernel for a few rows."""
+    """Returns None on cards for which extra/hopper.py has no kernel for a few rows."""
     found = tables()["few_rows"].get(capability(device))
     return SplitSizes(*found) if found else None

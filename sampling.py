@@ -20,7 +20,7 @@ To add a setting, touch four places:
    call it. They load the number by its place. If it costs time when it is off, it gets a switch;
 4. its flag in run.py, of the same name, and its values in test_sampling_equals_the_reference.
 
-If generation_config.json may set it, its name there goes into checkpoint.read_sampling. Banned
+If generation_config.json may set it, its name there goes into checkpoint.SAMPLING. Banned
 tokens have the logit model.BANNED, which is finite."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
@@ -76,7 +76,7 @@ class Sampling:
 
     @property
     def temperature(self) -> float:
-        """By which logits are divided: temp, from COLDEST to HOTTEST."""
+        """What logits are divided by: temp, kept between COLDEST and HOTTEST."""
         return min(max(self.temp, COLDEST), HOTTEST)
 
     @property
@@ -87,7 +87,7 @@ class Sampling:
         return min(self.repeat_last_n, EVERY)
 
     def numbers(self) -> list[float]:
-        """What kernels load, by the places below."""
+        """The numbers that kernels load, in the order of TEMP to WINDOW below."""
         log_min_p = math.log(self.min_p) if self.min_p > 0 else -math.inf
         penalty = self.repeat_penalty
         return [self.temperature, self.top_k, self.top_p, log_min_p, penalty, self.window]
@@ -97,7 +97,7 @@ TEMP, TOP_K, TOP_P, LOG_MIN_P, PENALTY, WINDOW = map(constexpr, range(6))
 
 
 class Switches(NamedTuple):
-    """What is on. Settings with the same switches share a captured graph."""
+    """Which parts of sampling are on. Settings with the same switches share a captured graph."""
 
     greedy: bool
     penalty: bool
@@ -195,7 +195,7 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
 
 MIN_BLOCK = 64  # the fewest logits of a part; a power of 2
 MAX_PARTS = 128  # a power of 2
-# how many of the listed logits, or of the recent tokens, are read at a time
+# How many of the listed logits, or of the recent tokens, are read at a time
 CHUNK = constexpr(1024)
 LAST_ID = constexpr(0x7FFFFFFF)
 INF_RANK = constexpr(0xFF800000)  # the upper bits of _best_of's number where the score is inf
@@ -405,7 +405,7 @@ def _sample_candidates_kernel(
     position = tl.load(pos) - tl.num_programs(1) + 1 + row
     l = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
 
-    # list this part's candidates; none at all if a logit of the row is not finite
+    # List this part's candidates; none at all if a logit of the row is not finite
     part_bests = tl.load(bests + row * PARTS + tl.arange(0, PARTS))
     best = tl.max(part_bests, 0)
     finite = best < float("inf")
@@ -417,7 +417,7 @@ def _sample_candidates_kernel(
     tl.store(listed_ids + places, ids, mask=candidate)
 
     if is_last(arrived + row, PARTS):
-        # find the thresholds
+        # Find the thresholds
         count = tl.atomic_xchg(counts + row, 0)
         chunk = _load_chunk(listed, 0, count, float("-inf"))
         chunk_ids = _load_chunk(listed_ids, 0, count, 0)
@@ -427,7 +427,7 @@ def _sample_candidates_kernel(
             target = (top_p * total).to(tl.int64)
             threshold = _threshold(chunk, listed, count, target, threshold, best, UNIT)
 
-        # draw
+        # Draw
         winner = tl.full([], 0, tl.int64)
         for start in range(0, count, CHUNK):
             if count > CHUNK:

@@ -1,5 +1,5 @@
-"""Tiny checkpoints in each layout, for the fuzzer; and GGUF files as llama.cpp's converter writes
-them, for the tests, too."""
+"""Tiny checkpoints in each layout, for the fuzzer, and GGUF files as llama.cpp's converter writes
+them, for the tests as well."""
 
 import json
 import shutil

@@ -60,7 +60,7 @@ def transformers_rows(args: argparse.Namespace, ours: list[Row]) -> Iterator[Row
     model = transformers_model(args, DTYPES[ours[0].dtype], device)
     for row, (kind, T, depth) in zip(ours, args.tests):
         vocab_size = model.config.vocab_size
-        # it needs a token in its cache
+        # It needs a token in its cache
         before = torch.randint(3, vocab_size, (1, max(depth, 1)), device=device)
         if kind == "pp":
             ids = torch.randint(3, vocab_size, (1, T), device=device)

@@ -38,7 +38,7 @@ import run
 from dev.checkpoints import make_checkpoints
 
 SECONDS, MEMORY = 10, 1 << 30  # limits of a case
-# the last line that a program may write when it fails, with --debug
+# The last line that a program may write when it fails, with --debug
 DOCUMENTED = re.compile(
     "error: .+|RuntimeError: the logits are not finite.*|"
     "(Value|FileNotFound|FileExists|IsADirectory|Permission|OS|Memory)Error: .+"
@@ -187,7 +187,7 @@ KINDS: dict[Callable, int] = {spoiled_checkpoint: 20, any_options: 1}  # how oft
 
 # ---- cases in processes of their own
 
-# while there is a folder, what is done that must not be
+# While there is a folder: what was done that must not be done
 watched = SimpleNamespace(folder="", seen=[])
 FORBIDDEN = (
     "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect",

@@ -270,7 +270,7 @@ def row_of(
     seconds = seconds_of(ours)
     plain_seconds = seconds_of(plain)
     moved, operations = cost(op, model, T, start_pos)
-    # the norm writes as much as it reads
+    # The norm writes as much as it reads
     bandwidth = bench.copy_ceiling if op == "rmsnorm" else bench.read_ceiling
     memory = moved / bandwidth(model.device)
     rate = bench.product_ceiling(model.device, arithmetic_dtype(model, op, T))

@@ -28,7 +28,7 @@ LEGEND = """\
 GB/s: the bytes that a kernel must move in the time it took; % of read: of the read bandwidth
 % of product: the operations it must do in that time, of the rate of a large matmul"""
 
-# the op of a kernel: the first whose pattern occurs in its name
+# The op of a kernel is the first whose pattern occurs in its name
 PATTERNS = {
     "attention": "attention",
     "sample": "sample",

@@ -80,7 +80,7 @@ def tune(args: argparse.Namespace) -> None:
         ("linear_add", layer.w2),
         ("rmsnorm_linear", model.weights.output),
     ]
-    # the tables that are changed are those of this format
+    # Only the tables of this format are changed
     products = [(op, w) for op, w in products if w.format is layer.wqkv.format]
 
     def seconds_of(T: int) -> float:

@@ -258,8 +258,8 @@ def prompt_attention(
     qk_scale: float,
     positions_at_once: int,
 ) -> None:
-    """As attention.attention, for heads of dimension 128 and a cache in the type of q, into out [T,
-    H D]. positions_at_once: how many positions of one key/value head take up
+    """What attention.attention computes, for heads of dimension 128 and a cache in the type of q,
+    into out [T, H D]. positions_at_once: how many positions of one key/value head take up
     attention.SHARED_KEYS."""
     T, H, D = q.shape
     KH, S, _ = k_cache.shape
@@ -305,8 +305,8 @@ def _load_keys(
 def _load_values(
     v, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr
 ):
-    """The same for values, E neighbours in dimension 1; dimension 0 is lanes, warps and registers,
-    in this order."""
+    """Values of the same positions, E neighbours in dimension 1. Dimension 0 is lanes, warps and
+    registers, in this order."""
     TILE: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [W, 1], [1, 0])
     i = gl.arange(0, BLOCK_D // (8 * E) * 4 * W * 32, gl.SliceLayout(1, TILE))[:, None]
     lane, warp, register = i % 32, i // 32 % W, i // (32 * W)
@@ -408,7 +408,7 @@ def few_attention_kernel(
         own = warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
         offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
         last = start_pos + (top + offs_m) // G
-        # finite: a warp may see nothing
+        # Finite: a warp may see nothing
         row_max = gl.full([W, 16], -1e30, gl.float32, gl.SliceLayout(2, MMA))
         row_sum = gl.zeros([W, 16], gl.float32, gl.SliceLayout(2, MMA))
         acc = gl.zeros([W, 16, BLOCK_D], gl.float32, MMA)

@@ -61,8 +61,8 @@ class Codes4(Grouped):
         return from_words(tensors[0])
 
     def cpu_layout(self, tensors: Tensors) -> Tensors | None:
-        """The codes in torch's layout, bf16 pairs for each group, of which W = (code - 8) * first +
-        second, and the order of columns."""
+        """The codes in torch's layout; a pair of bf16 numbers for each group, such that W = (code -
+        8) * first + second; the order of the columns."""
         if len(tensors[0]) % 16:
             return None
         scale, minimum = self.scales(tensors)
@@ -132,8 +132,9 @@ def nibbles(words: Tensor) -> Tensor:
 
 
 def from_words(words: Tensor) -> Tensor:
-    """The same, but float32 on a CPU, where torch's operator for quantised embeddings is ten times
-    as fast. It expects each row's codes to be followed by a scale and an offset, both halves."""
+    """The 4-bit integers of `nibbles`, but in float32 on a CPU, where torch's operator for
+    quantised embeddings is ten times as fast. It expects each row's codes to be followed by a scale
+    and an offset, both halves."""
     if not words.is_cpu:
         return nibbles(words)
     rows = functional.pad(words, (0, 1), value=0x3C00)  # scale 1.0, offset 0.0
@@ -141,14 +142,14 @@ def from_words(words: Tensor) -> Tensor:
 
 
 def word_order(columns: Tensor, words: int) -> Tensor:
-    """Columns [K] in the order in which `from_words` returns them: each 8 `words` columns are
-    spread over so many words as described at the top of this file, where these are four."""
+    """Columns [K] in the order in which `from_words` returns them. Every 8 `words` columns are
+    spread over that many words, as the top of this file describes for four."""
     return columns.view(-1, 4, words, 2).permute(0, 2, 3, 1).flatten()
 
 
 def to_words(codes: Tensor, words: int = 4) -> Tensor:
-    """Codes [N, K] to int32 [N, K / 8], each 8 `words` columns spread over so many words
-    likewise."""
+    """Put codes [N, K] into int32 [N, K / 8]. Every 8 `words` columns are spread over that many
+    words, as the top of this file describes for four."""
     codes = codes.to(torch.int16).unflatten(1, (-1, 4, 2 * words))
     halves = codes[:, :, 0] | codes[:, :, 1] << 4 | codes[:, :, 2] << 8 | codes[:, :, 3] << 12
     return halves.flatten(1).view(torch.int32)
@@ -168,17 +169,16 @@ def _scale_codes(scales: Tensor) -> Tensor:
 
 
 def _encode(w: Tensor) -> Tensors:
-    """What is stored for groups w [N, G, 32].
+    """Encode groups w [N, G, 32]: returns what is stored.
 
-    First each group by itself: for a number of ranges, codes to nearest, then the scale and the
-    minimum that fit these codes best, by least squares; the best of them. Then, since the scale and
-    the zero point are themselves rounded, the codes of the scale nearest to that one, each with the
-    zero point that fits best."""
+    _fit_groups finds the scale and the zero point that fit each group best. But both are themselves
+    rounded. So the nearest code of the scale and its two neighbours are tried, each with the zero
+    point that fits it best, and the one with the least squared error is stored."""
     peak = w.abs().amax((1, 2)).clamp_(min=1e-30)[:, None]
     # [32, N, G], scaled so that no square is too large
     w = (w / peak[..., None]).permute(2, 0, 1).contiguous()
     scale, zero = _fit_groups(w)
-    # never 0, even for rows of zeros
+    # Never 0, even for rows of zeros
     row = (scale.amax(1, keepdim=True) / _scales(torch.tensor(LARGEST))).clamp_(min=1e-6)
     sum_w = w.sum(0)
     start = zero * scale
@@ -202,7 +202,8 @@ def _encode(w: Tensor) -> Tensors:
 
 def _fit_groups(w: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and zero points [N, G] of the least squared error, w = scale (code - zero), for
-    weights [32, N, G]."""
+    weights [32, N, G]. For each of several ranges, weights are rounded to the nearest codes, and
+    least squares give the scale and the zero point that fit these codes best; the best is kept."""
     low = w.amin(0).clamp_(max=0)
     high = w.amax(0).clamp_(min=0)
     span = ((high - low) / 15).clamp_(min=1e-30)
@@ -214,13 +215,13 @@ def _fit_groups(w: Tensor) -> tuple[Tensor, Tensor]:
     for part in torch.linspace(0.6, 1.05, 10).tolist():
         step = span * part
         code = _codes(w, step, 7.5 - middle / step)
-        # the regression of w on code
+        # The regression of w on code
         sum_c = code.sum(0)
         sum_cw = (code * w).sum(0)
         sum_cc = code.square_().sum(0)
         spread = GROUP * sum_cc - sum_c.square()
         fit = (GROUP * sum_cw - sum_c * sum_w) / spread.clamp(min=1e-30)
-        # near 0, the spread is nothing but rounding error
+        # Near 0, the spread is nothing but rounding error
         fit = torch.where((fit > 0) & (spread > 1e-4 * GROUP * sum_cc), fit, step)
         offset = ((sum_c - sum_w / fit) / GROUP).clamp_(0, 255 / 16)
         error = _error(w, fit, offset)
@@ -251,15 +252,15 @@ def _error(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 @jit
 def load(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
-    """Codes, and one tensor of groups."""
+    """Load codes, and one tensor with an element for each group."""
     codes = load_codes(w[0], start, k, left, COLUMNS, 8)
     return codes, load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)
 
 
 def values_asm(extract: str, first: int) -> str:
     """PTX that decodes eight codes to halves in $0 to $3. `extract` puts their four pairs into a,
-    b, c, d. Register `first` has what those in a and c are multiplied by, the next one the same for
-    b and d, where codes are four bits higher, the third what is added."""
+    b, c, d. Register `first` holds the factor of the pairs in a and c, the next one that of b and
+    d, whose codes are four bits higher, and the third what is added."""
     products = [
         f"fma.rn.f16x2 ${j}, {pair}, ${first + j % 2}, ${first + 2};"
         for j, pair in enumerate("abcd")
@@ -287,7 +288,8 @@ def _codes_of(halves):
 
 @jit
 def in_order(y0, y1, y2, y3):
-    """What belongs to the pairs 0 to 3 of each word, [R, G, M] each, by columns: [R, 4 G M]."""
+    """Put what belongs to the pairs 0 to 3 of each word, [R, G, M] each, into the order of columns:
+    [R, 4 G M]."""
     y = tl.join(tl.join(y0, y1), tl.join(y2, y3)).permute(0, 1, 4, 3, 2)
     return y.reshape(y0.shape[0], 4 * y0.shape[1] * y0.shape[2])
 
@@ -314,7 +316,8 @@ def run_values_asm(halves, factors, ASM: tl.constexpr, REGISTERS: tl.constexpr):
 
 @jit
 def emulated_values(code0, code1, code2, code3, factors):
-    """The same in the interpreter, in floats, from the codes of the pairs 0 to 3 of each word."""
+    """What run_values_asm returns, in the interpreter: floats, from the codes of the pairs 0 to
+    3."""
     by_0 = factors[0].to(tl.float32)[:, :, None] * 2.0**-24
     by_4 = factors[1].to(tl.float32)[:, :, None] * 2.0**-20
     added = factors[2].to(tl.float32)[:, :, None]
@@ -348,19 +351,19 @@ def values_with_minimum(tile, SCALES: tl.constexpr):
     return _decoded(halves, factors_of(scale, minimum))
 
 
-# For one token
+# The same formats for one token
 
 
 @jit
 def stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Codes, and one tensor of groups in 16 bits."""
+    """Load codes, and one tensor of 16 bits with an element for each group."""
     codes = load_codes(w[0], start, k, left, COLUMNS, 8)
     return codes, load_two_groups(w[1], start, k, left, COLUMNS, GROUP, 16)
 
 
 def sums_asm(extract: list[str], total: str) -> str:
     """PTX that multiplies codes by x and adds up the products. extract[i] puts the four pairs of
-    word i into a, b, c and d; register 5 + j len(extract) + i has x for pair j. The sums times
+    word i into a, b, c and d; register 5 + j len(extract) + i holds x for pair j. The sums times
     2^-20, of the pairs' first codes and of their second ones, are in l and u, from which `total`
     makes a float in $0."""
     lines = []
@@ -429,8 +432,8 @@ def _scale_and_zero(tile, SHIFT: tl.constexpr):
 
 @jit
 def _values(tile, SCALES: tl.constexpr):
-    """As values_with_zero, but for the factors: a scale's code, shifted, has the bits of a half
-    that is 2^24 times as large."""
+    """values_with_zero for INT4, whose factors need no arithmetic: a scale's code, shifted, has the
+    bits of a half that is 2^24 times as large."""
     halves = int16_of(tile[0])
     groups = tile[1]
     by_0 = groups >> 2 & 0x3FC0 | 0x4000
@@ -454,7 +457,8 @@ def _columns(places, K: tl.constexpr):
         return tl.where(places < K // 256 * 256, columns, places)
 
 
-# What all formats of 4-bit codes have for one token: a thread takes 64 columns, whole groups
+# What all formats of 4-bit codes share for one token. A thread takes 64 columns, which are whole
+# groups
 STREAMED = dict(gain=1.0, sum_x=32, neighbours=64, peak=16384.0)
 INT4 = Int4(
     "int4",

@@ -75,7 +75,7 @@ def draw_bounds(ax: Axes, rows: list[Row], bounds: list[float], longest: float) 
         ax.vlines(bound, first - 0.45, last + 0.45, color="black", linewidth=1.5)
         size = rows[last].size_gb
         of_size = f"{size:.1f} GB" if size >= 0.1 else f"{1000 * size:.0f} MB"
-        # where the text is on no bar
+        # Beyond all bars, so that the text is on none of them
         beyond = max(bound, *(row.tokens_per_s for row in rows[first : last + 1]))
         text = f"at most {bound:,.0f} ({of_size})"
         ax.text(beyond + longest / 90, (first + last) / 2, text, va="center")

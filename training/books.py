@@ -52,7 +52,7 @@ class Section:
 def heading(line):
     """The title that a line holds, or None. A title is short and not speech, with every word but
     the small ones capitalised."""
-    # a footnote's mark, or '(From the French)'
+    # A footnote's mark, or '(From the French)'
     line = re.sub(r"\s*[\[(][^\])]*[\])]$", "", line.strip())
     if line.isupper() or line.lower().startswith("chapter"):
         line = line.rstrip(".?!")
@@ -104,7 +104,7 @@ def sections(text):
 
 # ---------------------------------------------------------------- sections to dialogues
 
-# what a user may ask a story about: animals, people, things
+# What a user may ask a story about: animals, people, things
 TOPICS = set(
     """ant ape ass bear bee bird boar bull camel cat cock cow crab crane crocodile crow deer dog donkey dove dragon duck
     eagle elephant falcon fish fox frog goat goose hare hedgehog hen horse jackal kid lamb lion lizard monkey mouse

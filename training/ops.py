@@ -93,7 +93,7 @@ def bias_backward(dout: Tensor) -> Tensor:
     block = 512
     columns = triton.cdiv(N, block)
     tiles = triton.cdiv(T, rows)
-    # tiles of a program, the same for all
+    # Each program sums the same number of tiles
     length = triton.cdiv(tiles, max(1, 8 * processors(dout.device) // columns))
     slabs = triton.cdiv(tiles, length)
     partial = dout.new_empty(slabs, N, dtype=torch.float32)
@@ -180,7 +180,7 @@ def _rmsnorm_forward_kernel(
         added = tl.load(branch + offsets, mask=mask, other=0.0).to(tl.float32)
         if seed is not None:
             added *= _dropout_factor(offsets, tl.load(seed), p)
-        # normalise the rounded sum, as backward will see it
+        # Normalise the rounded sum, as backward will see it
         values = (values + added).to(total.dtype.element_ty)
         tl.store(total + offsets, values, mask=mask)
         values = values.to(tl.float32)
@@ -299,7 +299,7 @@ class _RMSNorm(torch.autograd.Function):
         )
         dx = torch.empty_like(total)
         partial = total.new_empty(programs, C, dtype=torch.float32)
-        # else its gradient is that of x
+        # Otherwise its gradient is that of x
         own = branch is not None and (branch != total.dtype or seed is not None)
         dbranch = None
         if own:
@@ -559,7 +559,7 @@ def _add_powers(tile, lane_max, lane_shift, lane_sum):
     """Fold a tile [lanes, WIDTH] of logits into each lane's maximum, that maximum as an exponent of
     two (rounded down), and its sum of powers."""
     lane_max = tl.maximum(lane_max, tl.max(tile, 1))
-    # finite, so that a lane of -inf adds 0, not NaN
+    # Finite, so that a lane of -inf adds 0, not NaN
     shift = tl.maximum(tl.floor(lane_max * LOG2E), -3e38)
     return (
         lane_max,
@@ -635,7 +635,7 @@ def _cross_entropy_kernel(
     magnitude."""
     gdc_launch_dependents(PDL)
     WHOLE: tl.constexpr = (V - 1) // BLOCK
-    # blocks that are loaded twice
+    # Blocks that are loaded twice
     TWICE: tl.constexpr = min(WHOLE, max(0, WHOLE - KEPT) + AT_ONCE - 1) // AT_ONCE * AT_ONCE
     LANES: tl.constexpr = BLOCK // WIDTH
     offs = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -661,7 +661,7 @@ def _cross_entropy_kernel(
     next_row = logits + tl.minimum(pid + ahead, T - 1).to(tl.int64) * V
     if TWICE == 0:
         _prefetch(next_row, PREFETCHED, LANES)
-    # the sum of the powers
+    # The sum of the powers
     zeros = tl.zeros([LANES], tl.float32)
     lane_max = zeros - float("inf")
     lane_shift = zeros - 3e38
@@ -682,7 +682,7 @@ def _cross_entropy_kernel(
     total = tl.sum(lane_sum * tl.exp2(lane_shift - shift), 0)
     loss = tl.log(total / tl.exp2(_exponent(row_max, shift))) + (row_max - true_logit)
     tl.store(losses + pid, tl.where(target == IGNORE, 0.0, loss))
-    # the gradient
+    # The gradient
     if count is not None:
         factor = tl.where(target == IGNORE, 0.0, 1.0 / counted) / total
         for back in range(AT_ONCE * BLOCK, TWICE * BLOCK + 1, AT_ONCE * BLOCK):
@@ -726,17 +726,17 @@ def _cross_entropy_launch(
     elif row <= 1 << 14:
         cut = dict(KEPT=16, AT_ONCE=4, PREFETCHED=row, warps=4, maxnreg=64)
     elif row <= 1 << 16 or size == 2 and row <= 1 << 17:
-        # two programs per SM, each with up to 64 KB of a row in its registers
+        # Two programs per SM, each with up to 64 KB of a row in its registers
         cut = dict(KEPT=16, AT_ONCE=4, PREFETCHED=min(row, 1 << 16), warps=8, maxnreg=128)
     elif size == 4:
-        # one program per SM, with up to 128 KB
+        # One program per SM, with up to 128 KB
         prefetched = row if row <= 1 << 17 else 0
         cut = dict(KEPT=16, AT_ONCE=8, PREFETCHED=prefetched, warps=16, maxnreg=128)
     else:
-        # one program per SM, so that what is read twice stays in the L2
+        # One program per SM, so that what is read twice stays in the L2
         cut = dict(KEPT=4, AT_ONCE=4, PREFETCHED=0, warps=32, maxnreg=64)
     warps = min(cut["warps"], triton.cdiv(triton.next_power_of_2(V), 32 * width))
-    # as many rows as run at once, or more if they are short
+    # As many rows as run at once, or more if they are short
     ahead = processors(device) * max(16 // warps, (1 << 17) // row, 1)
     blocks = dict(V=V, IGNORE=IGNORE, WIDTH=width, BLOCK=32 * width * warps)
     return cut | blocks | dict(ahead=ahead, warps=warps)

@@ -91,7 +91,7 @@ def operations(name, args):
     if name in ("addmm", "baddbmm"):
         return 2.0 * args[1].numel() * args[2].shape[-1]
     if "scaled_dot_product" in name:
-        # causal: half of the positions are seen
+        # Causal: half of the positions are seen
         if "backward" in name:
             return 5.0 * args[1].numel() * args[2].shape[-2]
         return 2.0 * args[0].numel() * args[1].shape[-2]
@@ -181,7 +181,7 @@ def report(parts, device):
         done = counted.operations.get(name, 0.0)
         best = max(moved / copy, done / product)
         kinds[kind_of(name)][0] += seconds
-        # what is not counted is taken to be at its ceiling
+        # What is not counted is assumed to run at its ceiling
         kinds[kind_of(name)][1] += min(best, seconds) if best else seconds
         if seconds > 0.002 * total:
             rows.append({

@@ -60,7 +60,7 @@ class Config:
         return (self.hidden, self.hidden)
 
 
-# matrices that multiply the same input are one matrix here, and several in the checkpoint
+# Matrices that multiply the same input are one matrix here, and several in the checkpoint
 JOINED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -108,7 +108,7 @@ class Block(nn.Module):
         self.dropout = dropout
         self.self_attn = Attention(c, ops)
         self.mlp = MLP(c, ops)
-        # weights only
+        # Only their weights are used
         self.input_layernorm = nn.RMSNorm(c.dim)
         self.post_attention_layernorm = nn.RMSNorm(c.dim)
 
@@ -134,7 +134,7 @@ class Llama(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, p in self.named_parameters():
-            # the last matrix of each branch starts smaller, since the layers' outputs add up
+            # The last matrix of each branch starts smaller, since the layers' outputs add up
             std = 0.02
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std = 0.02 / math.sqrt(2 * c.layers)
@@ -192,7 +192,7 @@ TEACHER = Plan(epochs=12, lr=4e-3, decay=0.5, dropout=0.15, hide=0.05, respell=0
 # clearly beat 3e-3
 STUDENT = Plan(epochs=18, lr=1e-2, decay=0.3, dropout=0.0, hide=0.0, respell=0.05)
 ALIGNED = 0.5  # probability that a document's beginning begins a window
-# shares of the training in which the learning rate rises, and falls to zero
+# The shares of the training in which the learning rate rises, and falls to zero
 WARMUP = 0.03
 FALL = 0.7
 
@@ -256,7 +256,7 @@ def optimizers(model, plan):
         rows.append(model.config.rows(n) if n.endswith(tuple(JOINED)) else (len(p),))
     embedding = dict(params=[model.embed_tokens.weight], weight_decay=0.1 * plan.decay)
     norms = dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)
-    # there the rate is on the device, and the step part of a CUDA graph
+    # On a GPU the rate is on the device, and the step is part of a CUDA graph
     gpu = model.embed_tokens.weight.is_cuda
     lr = torch.tensor(plan.lr, device=model.embed_tokens.weight.device) if gpu else plan.lr
     adamw = torch.optim.AdamW(
@@ -528,7 +528,7 @@ def save(model, folder):
         unk_token="<unk>",
         chat_template=CHAT_TEMPLATE,
     )
-    # it repeats itself without one
+    # Without a penalty the model repeats itself
     generation = dict(bos_token_id=BOS, eos_token_id=EOS, repetition_penalty=1.1)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(
