@@ -40,9 +40,12 @@ from launch import (
     triton,
 )
 
+# What ops see of model.LayerWeights and of model.State. model.py imports the ops, so they cannot
+# import it: a field that an op needs is listed here as well
 
-class Layer(Protocol):
-    """What ops read of a layer's weights: see model.LayerWeights."""
+
+class LayerView(Protocol):
+    """What ops read of a layer's weights."""
 
     index: int
     attention_norm: Tensor
@@ -53,8 +56,8 @@ class Layer(Protocol):
     w13: Matrix
 
 
-class State(Protocol):
-    """What ops read of a sequence, and where they write keys and values: see model.State."""
+class StateView(Protocol):
+    """What ops read of a sequence, and where they write keys and values."""
 
     tokens: Tensor
     device_pos: Tensor
@@ -93,7 +96,7 @@ MOST_TOKENS = 256
 MASK_ELEMENT = 5  # bytes: a bool, and the float32 that torch makes of it
 
 
-def attention_ref(q: Tensor, layer: Layer, state: State) -> Tensor:
+def attention_ref(q: Tensor, layer: LayerView, state: StateView) -> Tensor:
     T, H, D = q.shape
     start_pos = int(state.device_pos)
     length = start_pos + T
@@ -400,7 +403,7 @@ def _single_attention_kernel(
 SPLIT_ROWS = 64
 
 
-def attention(q: Tensor, layer: Layer, state: State, *, accumulate: str = "auto") -> Tensor:
+def attention(q: Tensor, layer: LayerView, state: StateView, *, accumulate: str = "auto") -> Tensor:
     T, H, D = q.shape
     k, v = state.k[layer.index], state.v[layer.index]
     assert all(t.is_contiguous() for t in (q, k, v)) and D % 8 == 0, (q.shape, k.shape, v.shape)
@@ -447,7 +450,7 @@ def _split_scratch(
     return partial, ends, arrived
 
 
-def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> None:
+def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: StateView) -> None:
     T, H, D = q.shape
     KH = len(k)
     rows = T * H // KH
@@ -476,7 +479,7 @@ def _launch_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) ->
 
 
 def _launch_few_rows(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State, sizes: SplitSizes
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: StateView, sizes: SplitSizes
 ) -> None:
     T, H, _ = q.shape
     KH = len(k)
@@ -484,7 +487,7 @@ def _launch_few_rows(
     groups = KH * triton.cdiv(T * H // KH, hopper.FEW_M)
     splits = _splits(sizes, q.device, groups)
     block_d = max(64, constants["BLOCK_D"])
-    constants |= dict(G=H // KH, BLOCK_D=block_d, W=sizes.warps, SPLITS=splits)
+    constants |= dict(G=H // KH, BLOCK_D=block_d, WARPS=sizes.warps, SPLITS=splits)
     constants |= dict(LEAST=max(16 * sizes.warps, sizes.least), warps=sizes.warps)
     scratch = _split_scratch(state.scratch, groups, block_d, splits, hopper.FEW_M)
     args = (q, k, v, out, *scratch, state.device_pos, T, *scales)

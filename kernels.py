@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attention import Layer, State, attention, attention_ref, to_cache, to_cache_ref
+from attention import LayerView, StateView, attention, attention_ref, to_cache, to_cache_ref
 from extra.int4 import INT4
 from formats import (
     Format,
@@ -616,33 +616,33 @@ MAX_FEW = 16  # tokens
 
 @jit
 def _load_few_weights(
-    w, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr, LOAD: tl.constexpr,
+    w, row, k: tl.constexpr, N, K: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr, LOAD: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Load SIZES.rows rows of W from `row` on, and of each of them SIZES.warps * SIZES.steps * 64
-    bytes from column k on. A thread gets E weights of a row. A warp loads SIZES.lanes * 16
+    """Load FEW.rows rows of W from `row` on, and of each of them FEW.warps * FEW.steps * 64
+    bytes from column k on. A thread gets E weights of a row. A warp loads FEW.lanes * 16
     neighbouring bytes of a row at a time; with more than 4 lanes the compiler moves values between
     threads."""
-    GROUPS: tl.constexpr = SIZES.rows // 8
-    SIDES: tl.constexpr = SIZES.lanes // 4
-    i = tl.arange(0, SIZES.steps * GROUPS * SIZES.warps * 32)[:, None]
-    lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
+    GROUPS: tl.constexpr = FEW.rows // 8
+    SIDES: tl.constexpr = FEW.lanes // 4
+    i = tl.arange(0, FEW.steps * GROUPS * FEW.warps * 32)[:, None]
+    lane, warp, register = i % 32, i // 32 % FEW.warps, i // (32 * FEW.warps)
     side = register % SIDES
-    rows = row + register // SIDES % GROUPS * 8 + side * (8 // SIDES) + lane // SIZES.lanes
-    step = warp * SIZES.steps + register // (SIDES * GROUPS) * SIDES
-    col = k + step * (4 * E) + lane % SIZES.lanes * E
+    rows = row + register // SIDES % GROUPS * 8 + side * (8 // SIDES) + lane // FEW.lanes
+    step = warp * FEW.steps + register // (SIDES * GROUPS) * SIDES
+    col = k + step * (4 * E) + lane % FEW.lanes * E
     start = tl.minimum(rows, N - 1).to(tl.int64) * K
-    left = None if k + SIZES.warps * SIZES.steps * 4 * E <= K else K - col
+    left = None if k + FEW.warps * FEW.steps * 4 * E <= K else K - col
     return LOAD(w, start, col, left, E, E, GROUP)
 
 
 @jit
-def _weights_operand(tile, SIZES: tl.constexpr):
+def _weights_operand(tile, FEW: tl.constexpr):
     """A tile of W as [warps, rows, columns of a warp]."""
     E: tl.constexpr = tile.shape[1]
-    SIDES: tl.constexpr = SIZES.lanes // 4
+    SIDES: tl.constexpr = FEW.lanes // 4
     tile = tile.reshape(
-        SIZES.steps // SIDES, SIZES.rows // 8, SIDES, SIZES.warps, 8 // SIDES, SIDES, 4, E // 8, 2, 2, 2
+        FEW.steps // SIDES, FEW.rows // 8, SIDES, FEW.warps, 8 // SIDES, SIDES, 4, E // 8, 2, 2, 2
     )  # fmt: skip
     if E == 8:
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 8, 9, 6, 10)
@@ -650,36 +650,36 @@ def _weights_operand(tile, SIZES: tl.constexpr):
         # Below 16 bits a weight, Triton's layout puts the lower halves of two instructions side by
         # side
         tile = tile.permute(3, 1, 2, 4, 0, 5, 7, 9, 6, 8, 10)
-    return tile.reshape(SIZES.warps, SIZES.rows, SIZES.steps * 4 * E)
+    return tile.reshape(FEW.warps, FEW.rows, FEW.steps * 4 * E)
 
 
 @jit
 def _tokens_operand(
-    x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, SIZES: tl.constexpr,
+    x, k: tl.constexpr, T, K: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The columns of x that belong to such a tile, as [warps, columns of a warp, tokens], loaded
     with eight neighbours a thread. Where there are fewer tokens than TOKENS, the last one is
     repeated."""
     PARTS: tl.constexpr = E // 8
-    i = tl.arange(0, TOKENS // 8 * SIZES.steps * PARTS * SIZES.warps * 32)[:, None]
+    i = tl.arange(0, TOKENS // 8 * FEW.steps * PARTS * FEW.warps * 32)[:, None]
     e = tl.arange(0, 8)[None, :]
-    lane, warp, register = i % 32, i // 32 % SIZES.warps, i // (32 * SIZES.warps)
-    t = register // (SIZES.steps * PARTS) * 8 + lane // 4
-    step = warp * SIZES.steps + register // PARTS % SIZES.steps
+    lane, warp, register = i % 32, i // 32 % FEW.warps, i // (32 * FEW.warps)
+    t = register // (FEW.steps * PARTS) * 8 + lane // 4
+    step = warp * FEW.steps + register // PARTS % FEW.steps
     places = k + step * (4 * E) + lane % 4 * E + register % PARTS * 8 + e
     cols = columns_of(places, K, COLUMNS)
     pointers = x + tl.minimum(t, T - 1) * K + cols
-    if k + SIZES.warps * SIZES.steps * 4 * E <= K:
+    if k + FEW.warps * FEW.steps * 4 * E <= K:
         tile = tl.load(pointers, eviction_policy="evict_last")
     else:
         tile = tl.load(pointers, mask=places < K, other=0.0, eviction_policy="evict_last")
-    tile = tile.reshape(TOKENS // 8, SIZES.steps, E // 8, SIZES.warps, 8, 4, 2, 2, 2)
+    tile = tile.reshape(TOKENS // 8, FEW.steps, E // 8, FEW.warps, 8, 4, 2, 2, 2)
     if E == 8:
         tile = tile.permute(3, 1, 2, 6, 7, 5, 8, 0, 4)
     else:
         tile = tile.permute(3, 1, 2, 7, 5, 6, 8, 0, 4)
-    return tile.reshape(SIZES.warps, SIZES.steps * 4 * E, TOKENS)
+    return tile.reshape(FEW.warps, FEW.steps * 4 * E, TOKENS)
 
 
 @jit
@@ -1008,7 +1008,7 @@ def _dense_product(x: Tensor, dense: Tensor, residual: Tensor | None) -> Tensor:
 # ---- embedding: x = table[tokens[pos : pos + T]]. tokens int32 [S], table [V, C] -> [T, C]
 
 
-def embedding_ref(T: int, table: Tensor, state: State) -> Tensor:
+def embedding_ref(T: int, table: Tensor, state: StateView) -> Tensor:
     start_pos = int(state.device_pos)
     return functional.embedding(state.tokens[start_pos : start_pos + T], table)
 
@@ -1027,7 +1027,7 @@ def _embedding_kernel(
     tl.store(pointers, tl.load(table + token * C + offs_c, mask=mask), mask=mask)
 
 
-def embedding(T: int, table: Tensor, state: State) -> Tensor:
+def embedding(T: int, table: Tensor, state: StateView) -> Tensor:
     C = table.shape[1]
     out = table.new_empty(T, C)
     args = (state.tokens, state.device_pos, table, out)
@@ -1176,7 +1176,7 @@ def _rope_kernel(
 #      of mantissa from 0.016 up.
 
 
-def rmsnorm_qkv_rope_ref(x: Tensor, layer: Layer, state: State) -> Tensor:
+def rmsnorm_qkv_rope_ref(x: Tensor, layer: LayerView, state: StateView) -> Tensor:
     T = len(x)
     start_pos = int(state.device_pos)
     k_cache, v_cache = state.k[layer.index], state.v[layer.index]
@@ -1214,9 +1214,10 @@ def _prepare_rope(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZ
     head = pairs // (SIZES.D // 2)
     pair = pairs % (SIZES.D // 2)
     mask = (pairs < N // 2) & (t < T)
-    position = tl.load(args[4]) + t
+    _, _, _, table, pos, _ = args
+    position = tl.load(pos) + t
     mask_qk = mask & (head < SIZES.H + SIZES.KH)
-    angle = args[3] + (position * (SIZES.D // 2) + pair) * 2
+    angle = table + (position * (SIZES.D // 2) + pair) * 2
     cos = tl.load(angle, mask=mask_qk, other=1.0)
     sin = tl.load(angle + 1, mask=mask_qk, other=0.0)
     return t, head, pair, position, cos, sin, mask
@@ -1231,7 +1232,7 @@ def _store_rope(
     t, head, pair, position, cos, sin, mask = ready
     even, odd = _even_and_odd(y, ROWS, TOKENS)
     even, odd = _rotate(even, odd, cos, sin)
-    q, k_cache, v_cache = args[0], args[1], args[2]
+    q, k_cache, v_cache, _, _, _ = args
     HALF_D: tl.constexpr = SIZES.D // 2
     offs_q = ((t * SIZES.H + head) * HALF_D + pair) * 2
     mask_q = mask & (head < SIZES.H)
@@ -1248,7 +1249,9 @@ def _store_rope(
     tl.store(v_cache + offs_v + 1, to_cache(odd, v_cache, SIZES.IN_8_BITS), mask=mask_v)
 
 
-def rmsnorm_qkv_rope(x: Tensor, layer: Layer, state: State, *, accumulate: str = "auto") -> Tensor:
+def rmsnorm_qkv_rope(
+    x: Tensor, layer: LayerView, state: StateView, *, accumulate: str = "auto"
+) -> Tensor:
     k_cache, v_cache = state.k[layer.index], state.v[layer.index]
     bias, norm, eps = layer.qkv_bias, layer.attention_norm, state.norm_eps
     T = len(x)
@@ -1275,7 +1278,7 @@ def rmsnorm_qkv_rope(x: Tensor, layer: Layer, state: State, *, accumulate: str =
 
 
 def _launch_rope(
-    qkv: Tensor, q: Tensor, layer: Layer, state: State, sizes: Heads, fp16_sums: bool
+    qkv: Tensor, q: Tensor, layer: LayerView, state: StateView, sizes: Heads, fp16_sums: bool
 ) -> None:
     """From the product qkv [T, (H + 2 KH) D] to q, and to keys and values in the state."""
     k_cache, v_cache = state.k[layer.index], state.v[layer.index]
@@ -1341,7 +1344,7 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, *, accumulate: str = "aut
 #      one output are neighbours
 
 
-def rmsnorm_swiglu_ref(x: Tensor, layer: Layer, state: State) -> Tensor:
+def rmsnorm_swiglu_ref(x: Tensor, layer: LayerView, state: StateView) -> Tensor:
     ab = linear_ref(rmsnorm_ref(x, layer.ffn_norm, state.norm_eps), layer.w13)
     a, b = ab.view(len(x), -1, 2).unbind(-1)
     return functional.silu(a).mul_(b)
@@ -1386,7 +1389,9 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
     tl.store(pointers, y.to(out.dtype.element_ty), mask=mask)
 
 
-def rmsnorm_swiglu(x: Tensor, layer: Layer, state: State, *, accumulate: str = "auto") -> Tensor:
+def rmsnorm_swiglu(
+    x: Tensor, layer: LayerView, state: StateView, *, accumulate: str = "auto"
+) -> Tensor:
     T, F = len(x), layer.w13.rows // 2
     norm, eps = layer.ffn_norm, state.norm_eps
     out = x.new_empty(T, F)
@@ -1402,12 +1407,12 @@ def rmsnorm_swiglu(x: Tensor, layer: Layer, state: State, *, accumulate: str = "
 #      x [T, C], W [V, C], out float32 [T, V] -> out
 
 
-def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, state: State, out: Tensor) -> Tensor:
+def rmsnorm_linear_ref(x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor) -> Tensor:
     return out.copy_(linear_ref(rmsnorm_ref(x, norm, state.norm_eps), w))
 
 
 def rmsnorm_linear(
-    x: Tensor, norm: Tensor, w: Matrix, state: State, out: Tensor, *, accumulate: str = "auto"
+    x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor, *, accumulate: str = "auto"
 ) -> Tensor:
     assert out.shape == (len(x), w.rows) and out.is_contiguous(), (out.shape, x.shape, w.shape)
     epilogue = Epilogue(_prepare_rows, _store_linear, (out,))

@@ -292,24 +292,36 @@ FEW_M = 16  # rows of a program
 
 @jit
 def _load_keys(
-    k, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr
+    k,
+    n,
+    low,
+    end,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    WARPS: gl.constexpr,
+    K_LAYOUT: gl.constexpr,
 ):
-    """Keys of 16 W positions from n on, zero before `low` and from `end` on: [W, BLOCK_D, 16]."""
-    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, KEYS)))[:, None, None]
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(2, KEYS)))[None, :, None]
-    p = n + warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, KEYS)))[None, None, :]
+    """Keys of 16 positions for each warp from n on, zero before `low` and from `end` on:
+    [WARPS, BLOCK_D, 16]."""
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, K_LAYOUT)))[:, None, None]
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(2, K_LAYOUT)))[None, :, None]
+    p = (
+        n
+        + warp * 16
+        + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, K_LAYOUT)))[None, None, :]
+    )
     return gl.load(k + p * D + d, mask=(p >= low) & (p < end) & (d < D), other=0)
 
 
 @jit
 def _load_values(
-    v, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr
+    v, n, low, end, D: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr, E: gl.constexpr
 ):
     """Values of the same positions, E neighbours in dimension 1. Dimension 0 is lanes, warps and
     registers, in this order."""
-    TILE: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [W, 1], [1, 0])
-    i = gl.arange(0, BLOCK_D // (8 * E) * 4 * W * 32, gl.SliceLayout(1, TILE))[:, None]
-    lane, warp, register = i % 32, i // 32 % W, i // (32 * W)
+    TILE: gl.constexpr = gl.BlockedLayout([1, E], [32, 1], [WARPS, 1], [1, 0])
+    i = gl.arange(0, BLOCK_D // (8 * E) * 4 * WARPS * 32, gl.SliceLayout(1, TILE))[:, None]
+    lane, warp, register = i % 32, i // 32 % WARPS, i // (32 * WARPS)
     p = n + warp * 16 + register // 2 % 2 * 8 + lane % 4 * 2 + register % 2
     d = register // 4 * (8 * E) + lane // 4 * E + gl.arange(0, E, gl.SliceLayout(0, TILE))[None, :]
     return gl.load(v + p * D + d, mask=(p >= low) & (p < end) & (d < D), other=0)
@@ -317,13 +329,13 @@ def _load_values(
 
 @jit
 def _values_operand(
-    tile, BLOCK_D: gl.constexpr, W: gl.constexpr, E: gl.constexpr, VALUES: gl.constexpr
+    tile, BLOCK_D: gl.constexpr, WARPS: gl.constexpr, E: gl.constexpr, V_LAYOUT: gl.constexpr
 ):
-    """[W, 16, BLOCK_D]: every element stays in its thread."""
+    """[WARPS, 16, BLOCK_D]: every element stays in its thread."""
     tile = gl.permute(
-        gl.reshape(tile, [BLOCK_D // (8 * E), 2, 2, W, 8, 4, E]), [3, 1, 5, 2, 0, 6, 4]
+        gl.reshape(tile, [BLOCK_D // (8 * E), 2, 2, WARPS, 8, 4, E]), [3, 1, 5, 2, 0, 6, 4]
     )
-    return gl.convert_layout(gl.reshape(tile, [W, 16, BLOCK_D]), VALUES)
+    return gl.convert_layout(gl.reshape(tile, [WARPS, 16, BLOCK_D]), V_LAYOUT)
 
 
 @jit
@@ -367,7 +379,7 @@ def _merge(
 @jit
 def few_attention_kernel(
     q, k_cache, v_cache, out, partial, ends, arrived, pos, T, qk_scale, v_scale,
-    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, W: gl.constexpr,
+    S: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, WARPS: gl.constexpr,
     SPLITS: gl.constexpr, LEAST: gl.constexpr, DECODE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16 of the T G rows of a key/value head over one split of the positions; attention.py explains
@@ -377,12 +389,12 @@ def few_attention_kernel(
     # bits
     E: gl.constexpr = 128 // k_cache.dtype.element_ty.primitive_bitwidth
     EV: gl.constexpr = E if 8 * E <= BLOCK_D else BLOCK_D // 8
-    BLOCK_N: gl.constexpr = 16 * W
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
-    ROWS: gl.constexpr = gl.DotOperandLayout(0, MMA, E)
-    KEYS: gl.constexpr = gl.DotOperandLayout(1, MMA, E)
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    VALUES: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    BLOCK_N: gl.constexpr = 16 * WARPS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, MMA, E)
+    K_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, MMA, E)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    V_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     pid, split = gl.program_id(0), gl.program_id(1)
     blocks = gl.cdiv(T * G, 16)
     head, top = pid // blocks, pid % blocks * 16
@@ -392,46 +404,48 @@ def few_attention_kernel(
     start_pos = gl.load(pos)
     used, start, end = split_of(start_pos + T, split, SPLITS, BLOCK_N, LEAST)
     if split < used:
-        k = _load_keys(k_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, KEYS)
-        v = _load_values(v_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, W, EV)
+        k = _load_keys(
+            k_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, WARPS, K_LAYOUT
+        )
+        v = _load_values(v_head, start, start, gl.minimum(end, start_pos), D, BLOCK_D, WARPS, EV)
         gdc_wait(PDL)
-        warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None, None]
-        offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :, None]
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, Q_LAYOUT)))[:, None, None]
+        offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, Q_LAYOUT)))[None, :, None]
         row = top + offs_m + warp * 0
-        d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))[None, None, :]
+        d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, gl.SliceLayout(1, Q_LAYOUT)))[None, None, :]
         mask = (row < T * G) & (d < D)
         q_tile = gl.load(q + (row // G * H + head * G + row % G) * D + d, mask=mask, other=0.0)
         if start + BLOCK_N > start_pos:
-            k += _load_keys(k_head, start, start_pos, end, D, BLOCK_D, W, KEYS)
-            v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, W, EV)
-        warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
+            k += _load_keys(k_head, start, start_pos, end, D, BLOCK_D, WARPS, K_LAYOUT)
+            v += _load_values(v_head, start, start_pos, end, D, BLOCK_D, WARPS, EV)
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
         own = warp * 16 + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
         offs_m = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
         last = start_pos + (top + offs_m) // G
         # Finite: a warp may see nothing
-        row_max = gl.full([W, 16], -1e30, gl.float32, gl.SliceLayout(2, MMA))
-        row_sum = gl.zeros([W, 16], gl.float32, gl.SliceLayout(2, MMA))
-        acc = gl.zeros([W, 16, BLOCK_D], gl.float32, MMA)
+        row_max = gl.full([WARPS, 16], -1e30, gl.float32, gl.SliceLayout(2, MMA))
+        row_sum = gl.zeros([WARPS, 16], gl.float32, gl.SliceLayout(2, MMA))
+        acc = gl.zeros([WARPS, 16, BLOCK_D], gl.float32, MMA)
         for n in range(start, end, BLOCK_N):
             # The next block is in flight while this one is used
             k_now, v_now = k, v
-            k = _load_keys(k_head, n + BLOCK_N, start, end, D, BLOCK_D, W, KEYS)
-            v = _load_values(v_head, n + BLOCK_N, start, end, D, BLOCK_D, W, EV)
+            k = _load_keys(k_head, n + BLOCK_N, start, end, D, BLOCK_D, WARPS, K_LAYOUT)
+            v = _load_values(v_head, n + BLOCK_N, start, end, D, BLOCK_D, WARPS, EV)
             k_tile = DECODE(k_now).to(q_tile.dtype)
-            v_tile = _values_operand(DECODE(v_now).to(q_tile.dtype), BLOCK_D, W, EV, VALUES)
-            scores = mma_v2(q_tile, k_tile, gl.zeros([W, 16, 16], gl.float32, MMA))
+            v_tile = _values_operand(DECODE(v_now).to(q_tile.dtype), BLOCK_D, WARPS, EV, V_LAYOUT)
+            scores = mma_v2(q_tile, k_tile, gl.zeros([WARPS, 16, 16], gl.float32, MMA))
             scores = gl.where((n + own <= last) & (n + own < end), scores, float("-inf"))
             new_max = gl.maximum(row_max, gl.max(scores, 2))
             p = gl.exp2((scores - new_max[:, :, None]) * qk_scale)
             rescale = gl.exp2((row_max - new_max) * qk_scale)
             row_sum = row_sum * rescale + gl.sum(p, 2)
-            weights = gl.convert_layout(p.to(q_tile.dtype), WEIGHTS)
+            weights = gl.convert_layout(p.to(q_tile.dtype), P_LAYOUT)
             acc = mma_v2(weights, v_tile, acc * rescale[:, :, None])
             row_max = new_max
-        # Merge the warps' softmaxes; each thread has all W values of its elements
+        # Merge the warps' softmaxes; each thread has all WARPS values of its elements
         LANES: gl.constexpr = BLOCK_D // 4 if BLOCK_D < 128 else 32
         ALL: gl.constexpr = gl.BlockedLayout(
-            [W, 1, 4], [1, 32 // LANES, LANES], [1, W, 1], [2, 1, 0]
+            [WARPS, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0]
         )
         Y: gl.constexpr = gl.SliceLayout(0, ALL)
         maxima = gl.convert_layout(row_max, gl.SliceLayout(2, ALL))

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kernels
-from attention import State
+from attention import StateView
 from formats import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
@@ -162,7 +162,9 @@ class Ranks:
             dist.all_reduce(residual)
             return residual.clamp_(-65504.0, 65504.0) if fp16_sums else residual
 
-        def rmsnorm_linear(x: Tensor, norm: Tensor, w: Matrix, state: State, out: Tensor) -> Tensor:
+        def rmsnorm_linear(
+            x: Tensor, norm: Tensor, w: Matrix, state: StateView, out: Tensor
+        ) -> Tensor:
             if exchange and len(x) == 1:
                 return exchange.rmsnorm_linear(x, norm, w, state.norm_eps, out)
             part = ops.rmsnorm_linear(x, norm, w, state, out.new_empty(len(x), w.rows))
