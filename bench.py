@@ -8,6 +8,8 @@ import gc
 import itertools
 import json
 import math
+import random
+import re
 import statistics
 import sys
 import time
@@ -118,16 +120,33 @@ def add_model_flags(parser: Parser) -> None:
     add("--backend", choices=["auto", "torch", "triton"], default="auto", help=help)
 
 
+def counts_of(text: str) -> list[int]:
+    """An argparse type: counts of tokens with commas, of which LOW-HIGH:COUNT stands for that many
+    of the range, in order. They are drawn at random, but always the same, so that runs can be
+    compared and ranks agree."""
+    count = within(int, 0, 1 << 24)
+    counts = []
+    for part in text.split(","):
+        drawn = re.fullmatch(r"(\d+)-(\d+):(\d+)", part)
+        if not drawn:
+            counts.append(count(part))
+            continue
+        low, high, many = map(count, drawn.groups())
+        if many > high + 1 - low:
+            raise argparse.ArgumentTypeError(f"{part}: so many counts are not in the range")
+        counts += sorted(random.Random(part).sample(range(low, high + 1), many))
+    return counts
+
+
 def add_counts(add: Callable, *names: str, default: int, help: str) -> None:
     """A flag that takes one or several counts of tokens."""
-    counts = several(within(int, 0, 1 << 24))
-    add(*names, type=counts, action="extend", default=[default], metavar="N", help=help)
+    add(*names, type=counts_of, action="extend", default=[default], metavar="N", help=help)
 
 
 def add_test_flags(parser: Parser, modes: str = "") -> None:
     """The flags that say what is timed. modes: those in which they apply, if not all."""
     add = parser.group("tests", modes)
-    help = "tokens of a prompt; 0 leaves the test out [512]"
+    help = "tokens of a prompt, or 17-4096:20, 20 lengths at random; 0 leaves the test out [512]"
     add_counts(add, "-p", "--n-prompt", default=512, help=help)
     add_counts(add, "-n", "--n-gen", default=128, help="tokens to generate; 0: none [128]")
     add_counts(add, "-d", "--depth", default=0, help="tokens already in the cache [0]")

@@ -25,11 +25,13 @@ from sampling import Sampler, Sampling
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
 # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
 PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
-# Prompt lengths that are captured as CUDA graphs. A prompt is padded to the next one as long as
-# tokens times weights of a layer stay below PADDED_WORK: up to there, launching the kernels takes
-# the host longer than the GPU runs them
-PADDED = (8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128))
-PADDED_WORK = 2e11
+# The numbers of tokens that are captured as CUDA graphs; a prompt is padded to the next one. Up to
+# about 190 tokens a prompt takes as long as reading the weights. Beyond, time grows with the length,
+# and a step is at most a twelfth of it. The longest is a quarter longer than a chunk, because a
+# chunk of few tokens would read all weights for them alone.
+LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160)
+LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 1536, 64))
+LENGTHS += tuple(range(1536, 2561, 128))
 
 
 # ---- configuration
@@ -237,59 +239,67 @@ class Llama:
         """Evaluate a prompt in chunks; the last token's logits go to state.logits. progress is
         called with the number of tokens done and the total."""
         state.check_room(len(tokens))
-        start = state.pos
         ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
-        for chunk in ids.split(PROMPT_CHUNK[self.device.type]):
-            state.append(chunk)
-            T = len(chunk)
-            if length := self._padded(T, state.size - state.pos):
-                self._padded_step(T, length, state)
-            else:
-                self.step(T, state)
+        chunk = longest = PROMPT_CHUNK[self.device.type]
+        step = self.step
+        if self.uses_graphs:
+            longest = max(LENGTHS)
+            step = self._padded_step
+        done = 0
+        while done < len(ids):
+            part = ids[done:]
+            if len(part) > longest:
+                part = part[:chunk]
+            state.append(part)
+            step(len(part), state)
+            done += len(part)
             if progress:
-                progress(state.pos - start, len(tokens))
+                progress(done, len(ids))
 
-    def _padded(self, T: int, room: int) -> int | None:
-        """The length to which a prompt of T tokens is padded. None if it is not captured as a CUDA
-        graph."""
-        c = self.config
-        if not self.uses_graphs or c.ranks > 1 or T == 1:
-            return None
-        layer = vars(self.weights.layers[0]).values()
-        layer_weights = sum(m.rows * m.columns for m in layer if isinstance(m, Matrix))
-        for length in PADDED:
-            pays = length == T or length * layer_weights <= PADDED_WORK
-            if T <= length <= room and pays:
-                return length
-        return None
-
-    def _padded_step(self, T: int, length: int, state: State) -> None:
-        """`step` for T tokens, padded to `length` with copies of the last one. Keys and values of
-        the padding lie beyond state.pos, so their weight is 0; but 0 * NaN is NaN, so the padding
-        may not be whatever an earlier prompt left there. The first call for a length captures a
-        CUDA graph, which later ones replay."""
-        start = end = state.pos
-        state.tokens[start + T : start + length] = state.tokens[start + T - 1]
-        state.row.fill_(T - 1)
+    def _padded_step(self, T: int, state: State) -> None:
+        """`step` for T tokens of a prompt, as a replay of the CUDA graph for the next length in
+        LENGTHS, which is captured when it is first needed. Behind the T tokens stand copies of the
+        last one. Keys and values of this padding lie beyond state.pos, so their weight is 0; but
+        0 * NaN is NaN, so it may not be whatever an earlier prompt left there. Where the context
+        ends before the padding does, the tokens before state.pos are evaluated once more
+        instead."""
+        begin = state.pos
+        end = begin + T
+        length = min(next(n for n in LENGTHS if n >= T), state.size)
+        start = min(begin, state.size - length)
+        state.tokens[end : start + length] = state.tokens[end - 1]
+        state.row.fill_(end - 1 - start)
 
         def run() -> None:
+            # Freed at once. Graphs of all lengths find their memory within this block; otherwise
+            # each new longest one would add blocks of its own
+            most = self._prompt_memory(min(max(LENGTHS), state.size))
+            torch.empty(most, dtype=torch.uint8, device=self.device)
             self._forward(length, state, state.logits.view(1, -1), state.row)
 
+        key = ("prompt", length)
+        state.seek(start)
         try:
-            if graph := state.graphs.get(("prompt", length)):
-                graph.replay()
-            else:
+            if key not in state.graphs:
                 reset = lambda: state.seek(start)
-                graph = captured(run, self.device, reset, state.prompt_pool)
-                state.graphs["prompt", length] = graph
-            end = start + T
+                state.graphs[key] = captured(run, self.device, reset, state.prompt_pool)
+            state.graphs[key].replay()
+            begin = end
         finally:
-            state.seek(end)
+            state.seek(begin)
+
+    def _prompt_memory(self, T: int) -> int:
+        """Bytes that a prompt of T tokens needs at once: its activations where they are widest, and
+        a layer's largest matrix, decoded. Keys and values in 8 bits, which attention decodes, come
+        on top."""
+        c = self.config
+        widest = 2 * c.dim + max(3 * c.hidden_dim, 2 * c.q_dim + 2 * c.kv_dim)
+        encoded = [m.rows * m.columns for m in self.weights.matrices[:-1] if m.format]
+        return (T * widest + max(encoded, default=0)) * self.dtype.itemsize
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether decode steps, and prompts of the lengths in PADDED, are captured as CUDA
-        graphs."""
+        """Whether decode steps and prompts are captured as CUDA graphs."""
         return self.device.type == "cuda" and self.backend == "triton"
 
     def graph(self, state: State) -> torch.cuda.CUDAGraph:
@@ -338,18 +348,24 @@ def captured(
     pool: tuple[int, int] | None = None,
 ) -> torch.cuda.CUDAGraph:
     """Capture `run` as a CUDA graph, in the given memory pool of another graph if there is one.
-    `run` is called twice before, first only to compile what is not compiled yet. `reset` restores
-    what it has changed."""
+    `reset` restores what `run` has changed.
+
+    `run` is called once before, on the same stream: its kernels are only compiled and loaded, and
+    all else runs, so that libraries allocate what they keep and ranks connect. All ranks capture
+    together. Their communication library has threads of its own, whose calls must not end the
+    capture."""
     collects = gc.isenabled()
+    stream = _capture_stream(device)
     with torch.cuda.device(device):
         try:
-            compile_kernels(run, device)
-            reset()
-            run()
-            graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                compile_kernels(run, device)
+                reset()
+            graph = torch.cuda.CUDAGraph()
             gc.disable()  # freeing an old graph would end the capture
-            with torch.cuda.graph(graph, pool, _capture_stream(device)):
+            # waits until all ranks have done what was called before
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 run()
         finally:
             if collects:

@@ -104,7 +104,7 @@ from kernels import FORMATS, PRODUCTS
 from launch import tl
 from model import (
     BANNED,
-    PADDED,
+    LENGTHS,
     PROMPT_CHUNK,
     Config,
     Llama,
@@ -453,14 +453,15 @@ def as_if_on(arch: int) -> None:
         module.capability, module.processors = lambda device: arch, lambda device: 132
 
 
-def decode_in_graphs(monkeypatch, padded=()) -> None:
-    """Without a GPU, as on one; but graphs run what they would have captured. padded: lengths of
-    prompts that do."""
+def decode_in_graphs(monkeypatch, prompts: bool = False) -> None:
+    """Without a GPU, as on one; but graphs run what they would have captured. prompts: whether they
+    are graphs, as well."""
     event = SimpleNamespace(
         record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0
     )
     monkeypatch.setattr(Llama, "uses_graphs", True)
-    monkeypatch.setattr("model.PADDED", padded)
+    if not prompts:
+        monkeypatch.setattr(Llama, "_padded_step", lambda self, T, state: self.step(T, state))
     graph = lambda run, device, reset, pool=None: (
         (run(), reset()) and SimpleNamespace(replay=run, pool=lambda: None)
     )
@@ -824,33 +825,63 @@ def test_cache_not_finite(tiny, kv_fp8, backend):
         number.copy_(before)
 
 
+def test_lengths_of_prompts():
+    """From 192 tokens on, where arithmetic counts, padding adds at most a twelfth; there are few
+    graphs, and any rest of a chunk is one."""
+    assert list(LENGTHS) == sorted(set(LENGTHS)) and LENGTHS[0] == 1 and len(LENGTHS) < 60
+    steps = [(low, high) for low, high in itertools.pairwise(LENGTHS) if high > 192]
+    assert all(12 * (high - low) <= low for low, high in steps)
+    assert {PROMPT_CHUNK["cuda"], PROMPT_CHUNK["cuda"] * 5 // 4} <= {*LENGTHS}
+
+
 def test_padded_prompts_are_the_prompts(monkeypatch):
-    """The first of each padded length is captured, the others are replayed."""
+    """The first of each padded length is captured, the others are replayed. Where the context ends,
+    what was before is evaluated again."""
     model = load(cli_module.DEFAULT_MODEL, device=DEVICE.type, dtype="auto" if ON_GPU else "fp32")
     model.weights.embedding = model.weights.embedding.clone()
     # what stands beyond the prompt counts for nothing, not even as 0 * NaN
     model.weights.embedding[0] = torch.nan
     if not ON_GPU:
-        decode_in_graphs(monkeypatch, PADDED)
-    with torch.inference_mode():
-        state, plain = State(model), State(model)
-        for T in (20, 31, 25, 2, 100, 90, 7, 97, 8, 128):
+        decode_in_graphs(monkeypatch, prompts=True)
+    state, plain = State(model, 600), State(model, 600)
+
+    def check(*lengths: int) -> list[int]:
+        for T in lengths:
             ids = torch.randint(3, model.config.vocab_size, (T,), device=DEVICE)
             model.prefill(ids.tolist(), state)
             exact = model.forward(ids, plain)[-1]
             assert state.pos == int(state.device_pos) == plain.pos
             assert nmse(state.logits, exact) < (1e-4 if ON_GPU else 1e-10), T
-    assert [*state.graphs] == [("prompt", length) for length in (32, 8, 128)]
+        return [length for _, length in state.graphs]
+
+    with torch.inference_mode():
+        assert check(20, 31, 25, 2, 100, 90, 7, 97, 8, 128, 1) == [32, 8, 128, 96, 1]
+        # 91 positions are left: 32 tokens fit, 66 do not
+        assert check(30, 60, 1) == [32, 8, 128, 96, 1, 64]
+        for keys, exact in zip(state.k + state.v, plain.k + plain.v):
+            assert nmse(keys, exact) < (1e-4 if ON_GPU else 1e-10), "beyond the context"
+        state.truncate(1)
+        plain.truncate(1)
+        assert check(599) == [32, 8, 128, 96, 1, 64, 600]
 
 
-@pytest.mark.parametrize(
-    "work, lengths", [(2e11, [320, 320, None, None]), (0, [None, 320, None, None])]
-)
-def test_prompts_are_padded_where_it_pays(tiny_model, monkeypatch, work, lengths):
-    """Others are captured only at exactly one of the lengths; a single token never."""
-    decode_in_graphs(monkeypatch, padded=(320,))
-    monkeypatch.setattr("model.PADDED_WORK", work)
-    assert [tiny_model._padded(T, room=400) for T in (300, 320, 321, 1)] == lengths
+def test_long_prompts_are_graphs(tiny_model, monkeypatch):
+    """Chunks of 16 tokens; what remains after them is not a chunk of its own if it is short."""
+    decode_in_graphs(monkeypatch, prompts=True)
+    monkeypatch.setattr("model.LENGTHS", (1, 8, 16, 20))
+    monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
+    for T, graphs, at in (
+        (36, {16, 20}, [16, 36]),
+        (37, {16, 8}, [16, 32, 37]),
+        (20, {20}, [20]),
+    ):
+        state, done = State(tiny_model, 64), []
+        ids = torch.randint(3, 300, (T,))
+        with torch.inference_mode():
+            tiny_model.prefill(ids.tolist(), state, lambda n, total, done=done: done.append(n))
+            exact = tiny_model.forward(ids, State(tiny_model, 64))[-1]
+        assert {length for _, length in state.graphs} == graphs and done == at
+        assert nmse(state.logits, exact) < 1e-10
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -883,8 +914,8 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
     """Freeing a graph, such as a dropped Speculation's, would end the capture of another."""
     for name in ("torch.cuda.CUDAGraph", "torch.cuda.synchronize", "model._capture_stream"):
         monkeypatch.setattr(name, lambda *_: None)
-    for name in ("graph", "device"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    for name in ("graph", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr("model.compile_kernels", lambda run, device: run())
     seen, resets = [], []
     captured(
@@ -892,7 +923,7 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
         DEVICE,
         lambda: resets.append((len(seen), gc.isenabled())),
     )
-    assert seen == [True, True, False] and resets == [(1, True), (3, True)] and gc.isenabled()
+    assert seen == [True, False] and resets == [(1, True), (2, True)] and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
         captured(lambda: 1 / gc.isenabled(), DEVICE)
     assert gc.isenabled()
@@ -5793,6 +5824,7 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "e5m2, tied": ("qwen 2.5, tied, longer", dict(format="e5m2")),
     "8-bit cache": ("tiny", dict(kv_fp8=True)),
     "saved": ("saved", {}),
+    "in graphs": ("tiny", {}),
     "fused": ("tiny", dict(backend="triton")),
     "a format of one's own": ("grouped", dict(format="own")),
     "saved, in a format of one's own": ("saved groups", {}),
@@ -5803,15 +5835,16 @@ ONLY_BY_TWO = {"fused", "a format of one's own", "saved, in a format of one's ow
 
 def parallel_result(folder: Path, case: str, **changed) -> tuple[torch.Tensor, list[int]]:
     """Logits of a prompt and of single tokens after it, and greedy tokens, in this process or as
-    one of several."""
+    one of several, which pad prompts if the case is called so."""
     name, options = PARALLEL[case]
+    ids = torch.arange(5, 17) * 7
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FORMATS, "own", OWN)
+        if case == "in graphs" and "ranks" in changed:
+            decode_in_graphs(patch, prompts=True)
         model = load(folder / name, dtype="fp32", device="cpu", **options | changed)
-    ids = torch.arange(5, 17) * 7
-    return logits_of(model, ids, 10, 1, 1), greedy(
-        model, ids.tolist(), 2 if "backend" in options else 8
-    )
+        tokens = greedy(model, ids.tolist(), 2 if "backend" in options else 8)
+        return logits_of(model, ids, 10, 1, 1), tokens
 
 
 def free_port() -> str:
@@ -6011,10 +6044,22 @@ def check_gpus(folder: Path) -> None:
                 ours = logits(model)
                 assert torch.equal(ours, ranks.broadcast(lambda ours=ours: ours)), "ranks differ"
                 assert nmse(ours, exact) < 2 * nmse(one, exact) + 1e-10, (case, dtype, exchange)
+                check_prompts_in_graphs(model)
     assert model.exchange, "these GPUs do not reach each other's memory"
     stress(ranks, model.device)
     ranks.finish()
     os._exit(0)
+
+
+def check_prompts_in_graphs(model: Llama) -> None:
+    """Captured and replayed, in turn with steps that are not."""
+    state, plain = State(model, 300), State(model, 300)
+    for T in (40, 9, 33, 1, 16, 40, 90, 66, 1):  # the last but one at the end of the context
+        ids = torch.arange(T, device=model.device) * 7 % 290 + 5
+        model.prefill(ids.tolist(), state)
+        assert nmse(state.logits, model.forward(ids, plain)[-1]) < 1e-3, T
+        theirs = model.ranks.broadcast(lambda: state.logits.cpu())
+        assert torch.equal(state.logits.cpu(), theirs), "ranks differ"
 
 
 # of an exchange under stress: the sums of a round, and how many numbers each has
@@ -6466,6 +6511,13 @@ def test_bench_cells_and_percents(capsys):
     assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
 
 
+def test_bench_draws_the_same_lengths():
+    drawn = bench.counts_of("17-4096:20")
+    assert drawn == sorted({*drawn}) == bench.counts_of("17-4096:20") and len(drawn) == 20
+    assert all(17 <= count <= 4096 for count in drawn)
+    assert bench.counts_of("30,5-9:5,0") == [30, 5, 6, 7, 8, 9, 0]
+
+
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     (tmp_path / "bad").write_bytes(b"ab\xff")
     for arguments, text in (
@@ -6479,6 +6531,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     for arguments, text in (
         ("-p x", "-p/--n-prompt: x: must be a whole number"),
         ("-p 0 -n 0", "nothing to measure"),
+        ("-p 5-7:4", "5-7:4: so many counts are not in the range"),
         ("--perplexity x --stride 600", "skips text"),
     ):
         assert_refused(bench_cli(*arguments.split()), text, code=2)

@@ -13,7 +13,7 @@ the token need not be sent.
 The model is unaware of this: it runs on a table of ops like any other, in which `linear_add` ends
 with a sum over the ranks and `rmsnorm_linear` with a gather: through NCCL (gloo on CPUs), which
 suits prompts, or, for a single token, if each GPU can write to the others' memory, through the
-exchange further down."""
+exchange further down. CUDA graphs contain either, so on GPUs the host is not in the way."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -122,7 +122,8 @@ class Ranks:
             signal.signal(signal.SIGINT, before)
 
     def finish(self) -> None:
-        """Wait until all ranks have done their work, and none reads another's memory any more."""
+        """Wait until all ranks have done their work, and none reads another's memory any more. The
+        process group stays, since destroying it can hang while CUDA graphs with its sums exist."""
         if dist.is_initialized():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -168,9 +169,9 @@ class Ranks:
             if exchange and len(x) == 1:
                 return exchange.rmsnorm_linear(x, norm, w, state.norm_eps, out)
             part = ops.rmsnorm_linear(x, norm, w, state, out.new_empty(len(x), w.rows))
-            parts = [torch.empty_like(part) for _ in range(self.size)]
-            dist.all_gather(parts, part)
-            for rank, columns in enumerate(parts):
+            parts = part.new_empty(self.size * len(part), w.rows)
+            dist.all_gather_into_tensor(parts, part)
+            for rank, columns in enumerate(parts.chunk(self.size)):
                 out[:, share(out.shape[1], rank, self.size)] = columns
             return out
 
