@@ -414,8 +414,9 @@ def stream_sums_with_zero(tile, x, sum_x, SCALES: tl.constexpr):
 def stream_sums_with_minimum(tile, x, sum_x, SCALES: tl.constexpr):
     sum_x = sum_x[None, :]
     sums = _code_sums(tile[0], x)
-    scale, minimum = SCALES(tile, 20)
-    return sums_of(scale * as_floats(sums) + minimum * sum_x, 2)
+    scale, minimum = SCALES(tile, 0)
+    # 2^20. As part of `scale`, as above, it makes one token of Q4_K 7% slower
+    return sums_of(scale * 1048576.0 * as_floats(sums) + minimum * sum_x, 2)
 
 
 # ---- INT4 in kernels

@@ -361,7 +361,8 @@ def _q4_1_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.conste
 
 @jit
 def _q4_1_scales(tile, SHIFT: tl.constexpr):
-    return tile[1].to(tl.float32) * (2.0 ** (SHIFT - 24)), tile[2].to(tl.float32) * (2.0**-24)
+    scale = tile[1].to(tl.float32) * (2.0 ** (SHIFT - 24))
+    return scale, tile[2].to(tl.float32) * (2.0 ** (SHIFT - 24))
 
 
 Q4_1 = FileGroups4(
@@ -384,10 +385,10 @@ Q4_1 = FileGroups4(
 
 
 @jit
-def _scales_of_parts(parts, halves, SHIFT: tl.constexpr, EXPONENT: tl.constexpr):
-    """Scales times 2^(SHIFT - EXPONENT) and minimums times 2^-EXPONENT, see Parts."""
+def _scales_of_parts(parts, halves, EXPONENT: tl.constexpr):
+    """Scales and minimums times 2^-EXPONENT, see Parts."""
     parts = parts.to(tl.int32)
-    scale = half_at(halves, EXPONENT - SHIFT)
+    scale = half_at(halves, EXPONENT)
     minimum = half_at(halves >> 16, EXPONENT)
     return scale * ((parts << 24) >> 24).to(tl.float32), minimum * (parts >> 8).to(tl.float32)
 
@@ -411,7 +412,7 @@ def _q4_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.conste
 
 @jit
 def _q4_k_scales(tile, SHIFT: tl.constexpr):
-    return _scales_of_parts(tile[1], tile[2], SHIFT, 30)
+    return _scales_of_parts(tile[1], tile[2], 30 - SHIFT)
 
 
 Q4_K = FileGroups4(
@@ -574,8 +575,8 @@ def _q6_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.conste
 @jit
 def _q6_k_scales(tile, SHIFT: tl.constexpr):
     """Without a minimum, 32 stands for 0."""
-    scale, minimum = _scales_of_parts(tile[2], tile[3], SHIFT, 31)
-    return scale, tl.where(tile[3] & 0x7FFF0000 == 0, scale * (-32 * 2.0**-SHIFT), minimum)
+    scale, minimum = _scales_of_parts(tile[2], tile[3], 31 - SHIFT)
+    return scale, tl.where(tile[3] & 0x7FFF0000 == 0, -32 * scale, minimum)
 
 
 @jit
@@ -628,7 +629,7 @@ def _q6_k_code_sums(words, high, x):
 def _q6_k_sums(tile, x, sum_x, SCALES: tl.constexpr):
     sums = _q6_k_code_sums(tile[0], tile[1], x)
     scale, minimum = SCALES(tile, 20)
-    return sums_of(scale * sums + minimum * sum_x[None, :], 4)
+    return sums_of(scale * sums + minimum * (sum_x * 2.0**-20)[None, :], 4)
 
 
 Q6_K = FileGroups6(
@@ -790,7 +791,8 @@ def _q8_1_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.conste
 
 @jit
 def _q8_1_scales(tile, SHIFT: tl.constexpr):
-    return tile[1].to(tl.float32) * (2.0 ** (SHIFT - 8)), tile[2].to(tl.float32) * (2.0**-8)
+    scale = tile[1].to(tl.float32) * (2.0 ** (SHIFT - 8))
+    return scale, tile[2].to(tl.float32) * (2.0 ** (SHIFT - 8))
 
 
 @jit
