@@ -25,10 +25,10 @@ from sampling import Sampler, Sampling
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
 # prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
 PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
-# The numbers of tokens that are captured as CUDA graphs; a prompt is padded to the next one. Up to
-# about 190 tokens a prompt takes as long as reading the weights. Beyond, time grows with the length,
-# and a step is at most a twelfth of it. The longest is a quarter longer than a chunk, because a
-# chunk of few tokens would read all weights for them alone.
+# Numbers of tokens that are captured as CUDA graphs; a prompt is padded to the next one. Up to
+# about 190 tokens, a prompt takes as long as reading the weights; beyond, as long as its
+# arithmetic, so that a step is at most a twelfth of the length. The longest is a quarter longer
+# than a chunk, since a few tokens that remain would read all weights again for themselves
 LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160)
 LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 1536, 64))
 LENGTHS += tuple(range(1536, 2561, 128))
