@@ -1294,20 +1294,28 @@ def test_matrices_in_a_cpu_layout_are_the_same_matrices(dtype, format, small, mo
     assert torch.backends.mkldnn.enabled
 
 
-def test_prompts_need_few_onednn_kernels(monkeypatch):
+@pytest.mark.parametrize("format", [None, E4M3, INT4])
+def test_prompts_need_few_onednn_kernels(format, monkeypatch):
     """oneDNN keeps what it compiles for each number of rows, so a chat's memory would grow with
-    each new length."""
-    sizes, w = set(), Matrix(torch.randn(8, 4, dtype=torch.bfloat16).to_mkldnn())
+    each new length, whether a matrix is in its layout or decoded for each prompt."""
+    sizes = set()
+    (w,) = encoded([Matrix(torch.randn(8, 32, dtype=torch.bfloat16))], format)
+    exact = w.dense().float().t()
+    if not format:
+        w = Matrix(w.data.to_mkldnn())
 
-    def product(x, packed, *rest):
+    def product(x, weights, *rest):
         sizes.add(len(x))
-        return x[:, :1].expand(-1, 8) + 0
+        weights = weights.to_dense() if weights.is_mkldnn else weights
+        return (x.float() @ weights.float().t()).to(x.dtype)
 
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
+    monkeypatch.setattr(kernels.functional, "linear", product)
     for T in range(1, PROMPT_CHUNK["cpu"] + 1):
-        x = torch.arange(T, dtype=torch.bfloat16)[:, None].expand(T, 4)
-        assert kernels.linear_ref(x, w).equal(x[:, :1].expand(T, 8))
-    assert len(sizes) <= 20 and 1 in sizes and max(sizes) == PROMPT_CHUNK["cpu"]
+        x = torch.randn(T, 32, dtype=torch.bfloat16)
+        assert nmse(kernels.linear_ref(x, w), x.float() @ exact) < 2 * ONE_UNIT[torch.bfloat16]
+    assert len(sizes) <= 20 and max(sizes) == PROMPT_CHUNK["cpu"]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
