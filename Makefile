@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help run chat bench kernels profile test fuzz mutate lint clean
+.PHONY: help run chat serve bench kernels profile test fuzz mutate lint clean
 
 MODEL ?= models/tales
 PROMPT ?= Once upon a time
@@ -29,6 +29,9 @@ run: .venv/ready  ## continue PROMPT, taken as it is, by 300 tokens (ARGS="-n N"
 
 chat: .venv/ready  ## talk with the model
 	@$(CTRL_C) $(RUN) run.py -m "$(MODEL)" --chat $(ARGS) $(INTERRUPTED)
+
+serve: .venv/ready  ## answer over HTTP as OpenAI's API does, on port 8080 (ARGS="--port N": another)
+	@$(CTRL_C) $(RUN) serve.py -m "$(MODEL)" $(ARGS) $(INTERRUPTED)
 
 bench: .venv/ready  ## tokens per second
 	$(RUN) bench.py -m "$(MODEL)" $(ARGS)

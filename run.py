@@ -16,16 +16,18 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from extra.cli import (
-    DEFAULT_MODEL,
-    DTYPE_NAMES,
-    FORMATS_8,
     Parser,
-    device_name_of,
+    add_model_flags,
+    add_proposal_flags,
+    add_template_flag,
+    choose_interpreter,
     ending_cleanly,
     exit_code,
     import_torch,
+    model_contradiction,
     note,
     read_input,
+    settle_model,
     use_safe_streams,
     within,
 )
@@ -47,34 +49,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, MODES)
     writes = "text bare chat"
     # fmt: off
-    add = parser.group("model")
-    add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
-        help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub"
-        " [models/tales, beside this program]")
-    add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
-        help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")
-    add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto",
-        help="auto: the checkpoint's; on a CPU bf16 or fp32")
-    add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8,
-        help="keep matrices as 8-bit floats; without a value: e4m3")
-    add("--int4", action="store_true",
-        help="keep matrices as 4-bit integers with a scale and a zero point for each 32 columns:"
-        " 4.5 bits a weight")
-    add("--kv-fp8", action="store_true", only=writes,
-        help="keep keys and values as 8-bit floats: half the context's memory")
+    add = add_model_flags(parser, writes)
     add("--save", metavar="DIR",
         help="write the model with its matrices as --fp8 or --int4 says to DIR instead of"
         " generating; -m DIR runs it")
-
-    add = parser.group("where it runs")
-    add("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
-    add("-t", "--threads", type=within(int, 1, 4096), metavar="N",
-        help="CPU threads [one for a model of at most 32 MB, otherwise one per core]")
-    add("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
-        help="auto: triton on a GPU, torch on a CPU")
-    add("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
-        help="how a prompt's products are summed; auto: fast for 8 bits; fp16: needs a GPU and"
-        " --dtype fp16")
 
     add = parser.group("text", writes)
     add("-p", "--prompt", metavar="TEXT", only="text chat",
@@ -90,13 +68,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="tokens to generate; -1 and -2: until the end or a full context")
     add("-r", "--reverse-prompt", "--stop", action="append", dest="stop", default=[],
         metavar="TEXT", help="stop before this text; may be repeated")
-    add("--lookup", type=within(int, 1, 15), metavar="N",
-        help="propose up to N tokens, those that followed the last ones earlier, and evaluate them"
-        " in one pass")
-    add("--draft", "-md", "--model-draft", metavar="MODEL",
-        help="the same with proposals from a smaller model of the same vocabulary")
-    add("--draft-max", type=within(int, 1, 15), default=4, metavar="N",
-        help="how many tokens it proposes")
+    add_proposal_flags(add)
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
 
     add = parser.group("sampling", writes)
@@ -127,9 +99,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="system prompt")
     add("-sysf", "--system-prompt-file", dest="system_file", metavar="FILE",
         help="read the system prompt from a file")
-    add("--chat-template", metavar="NAME or FILE",
-        help="instead of the checkpoint's own: a file of Jinja, or one of"
-        f" {', '.join(TEMPLATES)}")
+    add_template_flag(add)
 
     add = parser.group("output")
     add("-o", "--output", choices=["text", "jsonl"], default="text", only=writes,
@@ -146,11 +116,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.version:
         print(version(), flush=True)
         parser.exit()
-    args.format = "int4" if args.int4 else args.fp8
-    if error := contradiction(args):
+    settle_model(args)
+    if error := contradiction(args) or model_contradiction(args):
         parser.error(error)
-    if args.model is None:
-        args.model = str(DEFAULT_MODEL)
     if args.escape:
         args.prompt = args.prompt and unescaped(args.prompt)
         args.system = unescaped(args.system)
@@ -179,14 +147,8 @@ def contradiction(args: argparse.Namespace) -> str | None:
         return "-m or --save is empty"
     if args.prompt is not None and args.file is not None:
         return "--prompt and --file both give a prompt; use one"
-    if args.fp8 and args.int4:
-        return "--fp8 and --int4 both say how matrices are kept; use one"
     if args.save is not None and not args.format:
         return "--save writes matrices in 8 or 4 bits: add --fp8 or --int4"
-    if args.lookup and args.draft:
-        return "--lookup and --draft both propose tokens; use one"
-    if args.draft is None and "draft_max" in args.given:
-        return "--draft-max is for --draft"
     if args.system and args.system_file:
         return "--system and --system-prompt-file both give a system prompt; use one"
     return None
@@ -238,6 +200,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
     if args.system_file is not None:
         args.system = ranks.broadcast(lambda: read_input(args.system_file))
     session = open_session(args, ranks)
+    session.sampling = dataclasses.replace(session.sampling, **sampling_flags(args))
     output = Output(session, args.output == "jsonl", args.quiet)
     output.note(summary(args, session))
     has_template = session.tokenizer.chat_template != TEMPLATES["plain"]
@@ -265,9 +228,10 @@ def read_prompt(args: argparse.Namespace) -> str | None:
 
 
 def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
+    """A session for the model that flags describe, here and in serve.py."""
     from session import Session
 
-    session = Session(
+    return Session(
         args.model,
         dtype=args.dtype,
         device=args.device,
@@ -284,8 +248,6 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         draft_max=args.draft_max,
         ranks=ranks,
     )
-    session.sampling = dataclasses.replace(session.sampling, **sampling_flags(args))
-    return session
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, float]:
@@ -418,12 +380,7 @@ def closing(session: Session) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     import_torch()
-    import torch
-
-    on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
-    if args.backend == "triton" and on_cpu:
-        # a CPU interprets the kernels; Triton reads this when kernels.py is imported
-        os.environ["TRITON_INTERPRET"] = "1"
+    choose_interpreter(args)
     return exit_code(work, args)
 
 

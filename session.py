@@ -21,7 +21,7 @@ import torch
 from checkpoint import DTYPES, Checkpoint, find_checkpoint, load, read_config
 from extra.parallel import Ranks
 from extra.speculation import Draft, Lookup
-from model import State, Timings, generate
+from model import Llama, State, Timings, generate, sample_next
 from sampling import Sampling
 from tokenizer import Prompt, TextStream, Tokenizer
 
@@ -32,12 +32,46 @@ Message = dict[str, str]  # its "role" and its "content"
 # ---- what is generated
 
 
+class Logprob(NamedTuple):
+    """A token's log-probability, by the logits as the model computes them: no setting changes
+    it."""
+
+    id: int
+    logprob: float
+    best: list[tuple[int, float]]  # the most probable tokens at this place, and theirs
+    begins: int  # the character of the text at which the token begins
+
+
 class Piece(NamedTuple):
     """What was generated since the piece before. There is a piece for each token, and a last one
     with the text that was still held back."""
 
     text: str  # empty while a character is incomplete, or while this may begin a stop string
     ids: list[int]
+    # if asked for: of the tokens that begin in the text so far, unless an earlier piece has them
+    logprobs: list[Logprob] = []
+
+
+class Scorer:
+    """Decodes token by token, and notes the log-probabilities at each place."""
+
+    def __init__(self, k: int):
+        """k: how many of the most probable tokens are noted at each place."""
+        self.k = k
+        self.scores: list[tuple[int, float, list[tuple[int, float]]]] = []  # see Logprob
+
+    def decode(self, model: Llama, state: State, n: int) -> Iterator[int]:
+        """Up to n tokens: an argument of model.generate."""
+        for i in range(n):
+            logprobs = state.logits.log_softmax(0)
+            best = logprobs.topk(min(self.k, len(logprobs)))
+            token = sample_next(model, state, state.logits)
+            if token >= 0:
+                pairs = list(zip(best.indices.tolist(), best.values.tolist()))
+                self.scores.append((token, float(logprobs[token]), pairs))
+            yield token
+            if i + 1 < n:
+                model.step(1, state)
 
 
 class Generation:
@@ -51,16 +85,21 @@ class Generation:
         limit: int,
         eos: Collection[int],
         stream: TextStream,
+        scorer: Scorer | None = None,
     ):
         """tokens: what follows the prompt, up to and including an id in eos, or until there are
-        `limit` tokens; timings is filled in by it."""
+        `limit` tokens; timings is filled in by it. scorer: what decodes them, if log-probabilities
+        are asked for."""
         self.prompt_tokens = prompt_tokens
         self.ids: list[int] = []  # without an eos
         self.text = ""
+        self.logprobs: list[Logprob] = []  # if asked for
         # in the end "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full)
         self.ended_by = "interrupt"
         self.timings = timings
         self._at_end: list[Callable[[], None]] = []
+        self._scorer = scorer
+        self._scored: list[Logprob] = []  # of tokens whose text is still held back
         self._pieces = self._run(tokens, limit, eos, stream)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -98,10 +137,17 @@ class Generation:
                     # it is the last one; some files do not flag it special, so that it has a text
                     if token in eos:
                         continue
+                    if self._scorer:
+                        begins = len(self.text) + stream.held_back
+                        self._scored.append(Logprob(*self._scorer.scores[-1], begins))
                     yield self._piece(stream.push(token), [token])
                     if stream.stopped:
                         break
-            yield self._piece(stream.finish(), [])
+            text = stream.finish()
+            end = len(self.text + text)
+            if not stream.stopped:
+                end += 1  # tokens without a text may come last
+            yield self._piece(text, [], end)
             if stream.stopped:
                 self.ended_by = "stop"
             elif token in eos:
@@ -117,10 +163,17 @@ class Generation:
             for do in self._at_end:
                 do()
 
-    def _piece(self, text: str, ids: list[int]) -> Piece:
+    def _piece(self, text: str, ids: list[int], end: int | None = None) -> Piece:
+        """end: the log-probabilities of tokens that begin before this character are due, by default
+        those within the text."""
         self.text += text
         self.ids += ids
-        return Piece(text, ids)
+        if end is None:
+            end = len(self.text)
+        due = [score for score in self._scored if score.begins < end]
+        self._scored = self._scored[len(due) :]
+        self.logprobs += due
+        return Piece(text, ids, due)
 
 
 # ---- a session
@@ -145,8 +198,8 @@ class Session:
         ranks: Ranks = Ranks(),
         **options,
     ):
-        """model: a folder, a GGUF file, or a repository of the hub. options: dtype, device,
-        ctx_size, backend, format, kv_fp8, accumulate and quiet, as for checkpoint.load.
+        """model: a folder, a GGUF file, or a repository of the hub. options: dtype, of torch or its
+        name, device, ctx_size, backend, format, kv_fp8, accumulate and quiet, as for checkpoint.load.
         chat_template: a name or a file, instead of the checkpoint's own. threads: of the CPU; by
         default one for a small model, otherwise one per core. lookup: propose so many tokens from
         earlier in the text. draft: a smaller model, which proposes draft_max tokens. Raises
@@ -166,6 +219,8 @@ class Session:
         if draft:
             check_draft(draft, self.tokenizer, config.vocab_size)
         self.ranks = ranks
+        if "dtype" in options:
+            options["dtype"] = dtype_name(options["dtype"])
         self.model = load(checkpoint, ranks=ranks, **options)
         if not threads and self.model.device.type == "cpu" and self.model.suits_one_thread:
             torch.set_num_threads(1)
@@ -193,6 +248,7 @@ class Session:
         ignore_eos: bool = False,
         eos: Collection[int] | None = None,
         at_start: bool | None = None,
+        logprobs: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
@@ -205,7 +261,8 @@ class Session:
         never chosen. at_start: whether a text begins after the prompt, so that a space that the
         tokenizer puts first is left out; by default if the prompt is an empty text. progress:
         called with the number of the prompt's tokens that are evaluated, and of all that have to
-        be.
+        be. logprobs: note the log-probability of each token, and of so many of the most probable ones
+        at its place; tokens are then decoded one by one.
 
         Raises TypeError for an unknown setting, ValueError for one out of range or a prompt that is
         longer than the context. The iterator raises RuntimeError if the logits are not finite."""
@@ -213,16 +270,18 @@ class Session:
         if at_start is None:
             at_start = prompt == ""
         if isinstance(prompt, str):
-            first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
-            prompt = self.tokenizer.encode(prompt) or first
+            prompt = self.encode(prompt)
         if eos is None:
             eos = self.eos
         self.model.check(prompt)
         self.state.check_room(len(prompt) - self.state.pos)
         self.end()
-        decode = None  # one token at a time
+        decode = scorer = None
         if self.speculation:
             decode = self.speculation.decode
+        if logprobs is not None:
+            scorer = Scorer(logprobs)
+            decode = scorer.decode
         timings = Timings()
         tokens = generate(
             self.model,
@@ -237,7 +296,7 @@ class Session:
             decode=decode,
         )
         stream = TextStream(self.tokenizer, at_start, stop)
-        self._generation = Generation(len(prompt), tokens, timings, n, eos, stream)
+        self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer)
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
 
@@ -246,26 +305,38 @@ class Session:
         if self._generation:
             self._generation.close()
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt; for an empty text, one from which the model can start. Raises
+        ValueError for a lone surrogate."""
+        first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
+        return self.tokenizer.encode(text) or first
+
     def chat(
         self, messages: list[Message] | Prompt, *, stop: Sequence[str] = (), **options
     ) -> Generation:
-        """Answer messages, or what `render` made of them. options: as for `generate`, which raises
-        the same errors. The answer also ends where the chat template would write something after
-        it."""
+        """Answer messages, or what `render` made of them; if an answer comes last, continue it.
+        options: as for `generate`, which raises the same errors. The answer also ends where the
+        chat template would write something after it."""
         self.end()
         prompt = messages if isinstance(messages, Prompt) else self.render(messages)
         ids, texts = self.turn_ends()
-        options |= dict(eos=self.eos | ids, stop=[*stop, *texts], at_start=True)
+        options |= dict(eos=self.eos | ids, stop=[*stop, *texts])
+        options |= dict(at_start=not prompt.continues)
         generation = self.generate(prompt.ids, **options)
         generation.at_end(lambda: self._remember(prompt, generation))
         return generation
 
     def render(self, messages: list[Message]) -> Prompt:
-        """The text and the ids that the chat template makes of messages. If they continue the last
-        chat, so do the ids. With several ranks, rank 0 renders, since a template may ask for the
-        time; the others receive the prompt or the error. Raises ValueError if the template refuses
-        the messages."""
-        return self.ranks.broadcast(lambda: self.tokenizer.chat_prompt(messages, past=self._past))
+        """The text and the ids that the chat template makes of messages, up to where the model
+        answers, or goes on with the last answer. If they continue the last chat, so do the ids.
+        With several ranks, rank 0 renders, since a template may ask for the time; the others
+        receive the prompt or the error. Raises ValueError if the template refuses the messages."""
+        continues = messages[-1]["role"] == "assistant"
+        if continues and not messages[-1]["content"].strip():
+            messages = messages[:-1]
+            continues = False
+        render = self.tokenizer.chat_prompt
+        return self.ranks.broadcast(lambda: render(messages, past=self._past, continues=continues))
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """The ids and the strings that end an answer, besides eos, according to the chat template.
@@ -302,6 +373,15 @@ class Session:
             if answer.ended_by == "stop":  # they go on beyond the text
                 ids = self.tokenizer.encode(answer.text, bos=False)
             self._past = Prompt(prompt.text, prompt.ids + ids, answer.text)
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """The name that load knows a dtype by, if it is known by another: "fp16" for torch.float16 and
+    for "float16"."""
+    for name, known in DTYPES.items():
+        if dtype in (known, str(known).removeprefix("torch.")):
+            return name
+    return dtype
 
 
 def replace_settings(sampling: Sampling, settings: dict[str, float]) -> Sampling:

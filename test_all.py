@@ -10,6 +10,7 @@ import copy as copy_module
 import functools
 import gc
 import hashlib
+import http.client
 import http.server
 import importlib
 import inspect
@@ -71,6 +72,7 @@ import kernels
 import launch
 import run
 import sampling
+import serve
 from chat import Printer
 from chat import columns as columns_of
 from checkpoint import (
@@ -86,6 +88,7 @@ from dev import kernels as op_table
 from dev import passes as dev_passes
 from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
+from extra import cli as cli_module
 from extra import gguf as ggml
 from extra import hopper, int4, parallel, quants
 from extra.hub import local_checkpoint, pick_gguf
@@ -823,7 +826,7 @@ def test_cache_not_finite(tiny, kv_fp8, backend):
 
 def test_padded_prompts_are_the_prompts(monkeypatch):
     """The first of each padded length is captured, the others are replayed."""
-    model = load(run.DEFAULT_MODEL, device=DEVICE.type, dtype="auto" if ON_GPU else "fp32")
+    model = load(cli_module.DEFAULT_MODEL, device=DEVICE.type, dtype="auto" if ON_GPU else "fp32")
     model.weights.embedding = model.weights.embedding.clone()
     # what stands beyond the prompt counts for nothing, not even as 0 * NaN
     model.weights.embedding[0] = torch.nan
@@ -2246,7 +2249,8 @@ def test_help_comes_at_once(script):
         }
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
     assert (
-        tuple(checkpoint.DTYPES) == run.DTYPE_NAMES and tuple(kernels.FORMATS) == bench.FORMAT_NAMES
+        tuple(checkpoint.DTYPES) == cli_module.DTYPE_NAMES
+        and tuple(kernels.FORMATS) == bench.FORMAT_NAMES
     )
 
 
@@ -2598,7 +2602,9 @@ def test_chat_drops_its_oldest_turns(cli, tiny, fitted):
 
 def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
     flags = ["--system", "Be kind.", "-c", 100, "-n", -2, "-o", "jsonl", "--dtype", "fp32"]
-    code, out, err = chat(cli, run.DEFAULT_MODEL, "Tell me a tale", *["go on"] * 2, flags=flags)
+    code, out, err = chat(
+        cli, cli_module.DEFAULT_MODEL, "Tell me a tale", *["go on"] * 2, flags=flags
+    )
     turns = objects(out)
     assert (
         code == 0
@@ -2821,6 +2827,509 @@ def test_mode_of_a_run(monkeypatch):
     assert {flags: run.parse_args(flags.split()).mode for flags in modes} == modes
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert run.parse_args([]).mode == "text"
+
+
+# ---- serve.py: a real server, asked as clients do
+
+
+TALES = HERE / "models" / "tales"
+FOX = [{"role": "user", "content": "Tell me a tale of a fox"}]
+
+
+class Server:
+    """A server in a process of its own, which has no client but the tests."""
+
+    def __init__(self, *flags, launcher=()):
+        command = [*(launcher or [sys.executable]), str(HERE / "serve.py"), *map(str, flags)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+        command += ["--port", "0", "--device", "cpu"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.lines = []
+        while not self.lines or not self.lines[-1].startswith("serving"):
+            self.lines.append(self.process.stderr.readline())
+            assert self.lines[-1], self.lines
+        self.port = int(re.search(r":(\d+)/v1", self.lines[-1])[1])
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr))
+        self.reader.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.reader.join()
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+
+    def begin(self, path: str = "/v1/completions", body=None, method="POST", **headers):
+        """A connection over which a request has been sent, and the rest is up to the caller."""
+        if isinstance(body, dict):
+            body = json.dumps(body)
+        connection = self.connect()
+        connection.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
+        return connection
+
+    def ask(self, path: str, body=None, method="POST", **headers):
+        """-> status, headers, the object that is answered (None if it is not one)."""
+        answer = self.begin(path, body, method, **headers).getresponse()
+        with contextlib.suppress(ValueError):
+            return answer.status, answer.headers, json.loads(answer.read())
+        return answer.status, answer.headers, None
+
+    def chat(self, messages=FOX, **fields) -> dict:
+        body = dict(messages=messages, max_tokens=12, temperature=0) | fields
+        status, _, answer = self.ask("/v1/chat/completions", body)
+        assert status == 200, answer
+        return answer["choices"][0] | answer
+
+    def complete(self, prompt="Once upon a time", **fields) -> dict:
+        body = dict(prompt=prompt, max_tokens=12, temperature=0) | fields
+        status, _, answer = self.ask("/v1/completions", body)
+        assert status == 200, answer
+        return answer["choices"][0] | answer
+
+    def stream(self, path: str, **fields) -> list[dict]:
+        body = dict(max_tokens=12, temperature=0, stream=True) | fields
+        answer = self.begin(path, body).getresponse()
+        assert answer.status == 200 and answer.headers["content-type"] == "text/event-stream"
+        *events, done, rest = answer.read().decode().split("\n\n")
+        assert done == "data: [DONE]" and rest == ""
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.fixture(scope="session")
+def server():
+    with Server("-m", TALES, "--queue", 1, "--cors", "https://example.org") as served:
+        yield served
+        accessed = re.compile(r"127\.0\.0\.1 [A-Z]+ \S+ (\d{3}|client left) \d+\.\d{3} s\n")
+        strange = [line for line in served.lines[3:] if not accessed.fullmatch(line)]
+        assert not strange
+
+
+def test_serve_writes_what_run_py_writes(server, cli):
+    flags = ("-m", TALES, "-n", 12, "-s", 7, "--top-p", 0.9, "--quiet")
+    sampled = dict(temperature=0.8, top_p=0.9, seed=7)
+    text = server.complete(**sampled)["text"]
+    plain = cli(*flags, "-p", "Once upon a time", "--temp", 0.8, "--no-display-prompt")
+    assert plain == (0, text + "\n", "")
+    message = server.chat(**sampled)["message"]
+    said = cli(*flags, "--chat", "-p", FOX[0]["content"], "--temp", 0.8)[1]
+    assert said == message["content"] + "\n" and message["role"] == "assistant"
+    texts = {server.complete(temperature=1.5, seed=seed)["text"] for seed in (None, -1, 1, 2)}
+    assert len(texts) > 2, "a seed is random unless it is given"
+
+
+def test_serve_counts_and_reuses(server):
+    turns = [*FOX]
+    for _ in range(3):
+        answer = server.chat(turns)
+        usage = answer["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        new = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert usage["completion_tokens"] == 12 and answer["finish_reason"] == "length"
+        turns += [answer["message"], {"role": "user", "content": "And then?"}]
+    assert new < 25, "only the new turn is evaluated"
+    assert server.complete(max_tokens=0)["text"] == ""
+    assert server.complete(echo=True)["text"].startswith("Once upon a time there")
+    assert server.complete([1, 300], echo=True)["text"]
+    assert server.complete([[1, 300]])["text"] == server.complete([1, 300])["text"]
+
+
+def test_serve_streams_the_same_text(server):
+    chunks = server.stream("/v1/chat/completions", messages=FOX)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert (
+        "".join(choice["delta"].get("content", "") for choice in choices)
+        == (server.chat()["message"]["content"])
+    )
+    assert {(chunk["id"], chunk["object"], chunk["model"]) for chunk in chunks} == {
+        (chunks[0]["id"], "chat.completion.chunk", "tales")
+    }
+    assert [choice["finish_reason"] for choice in choices] == [None] * 13 + ["length"]
+    *_, end, usage = server.stream(
+        "/v1/completions", prompt="Once", stream_options={"include_usage": True}
+    )
+    assert end["usage"] is None and usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 12
+    # what may begin a stop string is held back until the end of the text
+    whole = server.complete()["text"]
+    stop = f"{whole[-4:]}@"
+    chunks = server.stream("/v1/completions", prompt="Once upon a time", stop=stop)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+    word = whole.split()[3]
+    for stop in word, ["@", word]:
+        answer = server.complete(stop=stop)
+        assert answer["text"] == whole[: whole.index(word)] and answer["finish_reason"] == "stop"
+
+
+def test_serve_streams_while_it_writes(server):
+    answer = server.begin(body=dict(prompt="Once", stream=True, max_tokens=200)).getresponse()
+    times = [time.monotonic() for line in answer if line.startswith(b"data")]
+    assert times[100] - times[0] > 0.2 * (times[-1] - times[0]) > 0
+
+
+def test_serve_logprobs(server):
+    plain = dict(repeat_penalty=1)  # so that the most probable token is chosen
+    content = server.chat(**plain, logprobs=True, top_logprobs=2)["logprobs"]["content"]
+    assert (
+        "".join(entry["token"] for entry in content)
+        == " " + server.chat(**plain)["message"]["content"]
+    )
+    for entry in content:
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert [entry[k] for k in ("token", "logprob")] == [
+            entry["top_logprobs"][0][k] for k in ("token", "logprob")
+        ], "greedy"
+    told = server.complete(**plain, logprobs=1)["logprobs"]
+    text = server.complete(**plain)["text"]
+    assert len(told["tokens"]) == 12 and list(map(max, told["top_logprobs"])) == told["tokens"]
+    for token, offset in zip(told["tokens"], told["text_offset"]):
+        assert text[offset:].startswith(token)
+    streamed = server.stream("/v1/completions", prompt="Once upon a time", logprobs=1, **plain)
+    scores = [chunk["choices"][0]["logprobs"] for chunk in streamed]
+    seen = [score["token_logprobs"][0] for score in scores[:-1]]
+    assert seen == pytest.approx(told["token_logprobs"], abs=0.1), "in bf16"
+    told = server.complete(**plain, logprobs=0, stop=text.split()[2])["logprobs"]
+    assert told["top_logprobs"] is None and len(told["tokens"]) < 5, "without the stop string's"
+
+
+def test_serve_messages(server):
+    parts = [{"type": "text", "text": FOX[0]["content"]}]
+    same = server.chat()["message"]
+    assert server.chat([{"role": "user", "content": parts}])["message"] == same
+    empty = {"role": "assistant", "content": ""}
+    assert server.chat([*FOX, empty])["message"] == same
+    begun = {"role": "assistant", "content": same["content"][:30]}
+    rest = server.chat([*FOX, begun], max_tokens=4)["message"]["content"]
+    assert (begun["content"] + rest).startswith(same["content"][:33])
+    for role in "system", "developer":
+        with_system = server.chat([{"role": role, "content": "Be brief."}, *FOX])
+        assert with_system["usage"]["prompt_tokens"] > 20, "and not 15"
+    body = dict(messages=[*FOX, {"role": "system", "content": "Be brief."}])
+    status, _, answer = server.ask("/v1/chat/completions", body)
+    assert status == 400 and "no place for this system message" in answer["error"]["message"]
+
+
+SAYS_NOTHING = dict(
+    n=1, best_of=1, tools=[], functions=[], tool_choice="none", logit_bias={}, suffix="",
+    presence_penalty=0, frequency_penalty=0.0, response_format={"type": "text"}, stop=None,
+    temperature=None, max_tokens=None, stream=None, logprobs=None, user="me", unknown=[1], model="any",
+)  # fmt: skip
+WRONG_FIELDS = dict(
+    model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
+    temperature=["hot", -1, True, {}, 10**400], top_p=[2, "x"], top_k=[-1, 0.5], min_p=[2],
+    repeat_penalty=[0, "x"], repeat_last_n=[-2], seed=["x", 1 << 63, 0.5], stop=[5, [5], {}, ["a"] * 33],
+    stream=[1, "yes"], stream_options=[5], n=[2, True, "1"], best_of=[2], presence_penalty=[1],
+    frequency_penalty=[0.5], logit_bias=[{"5": 1}], tools=[[{}], {}], tool_choice=["required"],
+    functions=[[{}]], response_format=[{"type": "json_object"}], suffix=["x"], grammar=["x"],
+)  # fmt: skip
+
+
+def test_serve_accepts_what_says_nothing(server):
+    stop = dict(max_completion_tokens=12, temperature=0)
+    same = server.chat(stop=None)["message"]
+    assert server.chat(**SAYS_NOTHING | stop | dict(max_tokens=None))["message"] == same
+
+
+def test_serve_refuses_wrong_fields(server):
+    wrong = {
+        "/v1/chat/completions": WRONG_FIELDS
+        | dict(
+            logprobs=[1, "x"], top_logprobs=[21, True], messages=[[], "x", {}],
+        ),
+        "/v1/completions": WRONG_FIELDS
+        | dict(logprobs=[True, 21], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]),
+    }  # fmt: skip
+    good = dict(prompt="a", messages=FOX, max_tokens=1)
+    for path, table in wrong.items():
+        for name, values in table.items():
+            for value in values:
+                status, _, answer = server.ask(path, good | {name: value})
+                assert status == 400 and answer["error"]["param"] == name, (path, name, value)
+                assert name in answer["error"]["message"] and answer["error"]["code"] == "invalid"
+    user = FOX[0]
+    for message in (
+        "x", {}, {"role": "user"}, {"content": "x"}, {"role": 5, "content": "x"},
+        user | {"role": "tool"}, user | {"content": 5}, user | {"content": []},
+        user | {"content": [{"type": "image_url", "image_url": {}}]}, user | {"tool_calls": [1]},
+        user | {"content": [{"type": "text"}]}, user | {"content": ["x"]},
+    ):  # fmt: skip
+        status, _, answer = server.ask("/v1/chat/completions", dict(messages=[user, message]))
+        assert status == 400 and answer["error"]["param"].startswith("messages[1]")
+
+
+def test_serve_refuses_wrong_bodies(server):
+    surrogate = b'{"prompt": "a\\ud800"}'
+    deep = b'{"prompt": ' + b"[" * 200_000
+    for body in b"", b"{", b"[]", b"5", b"\xff\xfe{}", b"{}", surrogate, deep, b"9" * 5000:
+        status, _, answer = server.ask("/v1/completions", body)
+        assert status == 400 and answer["error"]["message"], body[:30]
+    for prompt in "tale " * 2000, [1] * 2000:
+        status, _, answer = server.ask("/v1/completions", dict(prompt=prompt))
+        error = answer["error"]
+        assert status == 400 and error["code"] == "context_length_exceeded"
+        assert "200" in error["message"] and "the context holds 1024" in error["message"]
+    assert server.ask("/v1/completions", dict(prompt=[1, 99999]))[0] == 400
+    status, _, answer = server.ask("/v1/completions", b" " * (9 << 20))
+    assert status == 413 and answer["error"]["code"] == "too_large"
+    chunks = iter([b'{"prompt": "a", ', b'"max_tokens": 1}'])
+    assert server.begin("/v1/completions", chunks).getresponse().status == 200
+    assert (
+        server.begin("/v1/completions", (b" " * 65536 for _ in range(140))).getresponse().status
+        == 413
+    )
+
+
+def test_serve_paths(server):
+    model = {"id": "tales", "object": "model", "context_length": 1024}
+    for method, path, status, expected in (
+        ("GET", "/health", 200, {"status": "ok"}),
+        ("GET", "/v1/models", 200, {"object": "list"}),
+        ("GET", "/v1/models/tales", 200, model),
+        ("GET", "/v1/models/owner/other", 404, {}),
+        ("GET", "/nothing", 404, {}),
+        ("GET", "/v1/completions", 405, {}),
+        ("DELETE", "/v1/models", 405, {}),
+        ("HEAD", "/v1/models", 200, None),
+        ("HEAD", "/v1/completions", 405, None),
+    ):
+        got, headers, answer = server.ask(path, method=method, Origin="http://localhost:3000")
+        assert got == status, path
+        assert headers["access-control-allow-origin"] == "http://localhost:3000"
+        if status >= 400 and answer:
+            assert answer["error"].keys() >= {"message", "type", "code"}
+        elif expected:
+            assert expected.items() <= answer.items()
+    connection = server.connect()
+    connection.connect()
+    socket_used = connection.sock
+    for _ in range(3):
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().read() and connection.sock is socket_used, "kept alive"
+
+
+def test_serve_origins_and_keys(server, tiny):
+    asks = {"Access_Control_Request_Method": "POST"}
+    asks["Access_Control_Request_Headers"] = "authorization,content-type"
+    allowed = {
+        "http://localhost": True, "https://127.0.0.1:5173": True, "https://example.org": True,
+        "https://example.com": False, "http://localhost.evil": False, "null": False,
+    }  # fmt: skip
+    for origin, is_allowed in allowed.items():
+        status, headers, _ = server.ask("/v1/models", method="OPTIONS", Origin=origin, **asks)
+        assert (status == 200) == is_allowed
+        status, headers, _ = server.ask("/v1/completions", b"{", Origin=origin)
+        assert headers["access-control-allow-origin"] == (origin if is_allowed else None)
+    with Server("-m", tiny, "--api-key", "żaba", "--queue", 0) as keyed:
+        key = "Bearer żaba".encode()
+        for path in "/v1/models", "/nothing":
+            for wrong in {}, {"Authorization": "Bearer x"}, {"Authorization": "żaba".encode()}:
+                status, headers, answer = keyed.ask(
+                    path, method="GET", Origin="http://localhost", **wrong
+                )
+                assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+                assert headers["access-control-allow-origin"] == "http://localhost"
+        assert keyed.ask("/v1/models", method="GET", Authorization=key)[0] == 200
+        assert keyed.ask("/health", method="GET")[0] == 200
+        asks["Origin"] = "http://localhost"
+        assert keyed.ask("/v1/models", method="OPTIONS", **asks)[0] == 200
+        keyed.process.send_signal(signal.SIGINT)
+        assert keyed.process.wait(PATIENCE) == 130
+
+
+LONG = dict(prompt="Once upon a time", max_tokens=900, ignore_eos=True, temperature=0)
+
+
+def eventually(condition) -> bool:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_serve_clients_that_leave_and_wait(server):
+    """At most one waits; those who leave make way, also while they wait."""
+    said = server.complete()["text"]
+    running = server.begin(body=LONG | dict(stream=True))
+    assert running.getresponse().readline().startswith(b"data")
+    waiting = server.begin(body=LONG)
+    time.sleep(0.2)
+    status, headers, answer = server.ask("/v1/completions", LONG)
+    assert status == 503 and headers["retry-after"] and answer["error"]["code"] == "queue_full"
+    assert server.ask("/health", method="GET")[0] == 200, "while a text is written"
+    waiting.close()
+    left = lambda count: sum("client left" in line for line in server.lines) >= count
+    assert eventually(lambda: left(1))
+    second = server.begin(body=dict(prompt="Once upon a time", max_tokens=12, temperature=0))
+    start = time.monotonic()
+    running.sock and running.sock.close()
+    running.close()
+    assert json.loads(second.getresponse().read())["choices"][0]["text"] == said
+    whole = server.begin(body=LONG)  # without a stream
+    time.sleep(0.1)
+    whole.close()
+    truncated = server.connect()
+    truncated.connect()
+    truncated.sock.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    )
+    assert server.complete()["text"] == said
+    assert time.monotonic() - start < 5, "and not the long texts"
+    truncated.close()
+
+
+def test_serve_many_at_once(server):
+    """A third leaves midway, a third sends nonsense; the others get their text, or 503."""
+    said = [server.complete()["text"], server.chat()["message"]]
+    rss = lambda: int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
+
+    def one(i: int):
+        kind = random.choice(["leaves", "asks", "raves"])
+        if kind == "leaves":
+            client = server.begin(body=LONG | dict(stream=i % 2 == 0))
+            time.sleep(random.random() / 5)
+            client.close()
+        elif kind == "raves":
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 60\r\n\r\n"
+                client.sendall(random.choice([b"", head]) + random.randbytes(60))
+        else:
+            fields = dict(prompt="The fox", max_tokens=5, stream=i % 2 == 0)
+            assert server.ask("/v1/completions", fields)[0] in (200, 503)
+
+    before = rss()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(100)))
+    assert eventually(
+        lambda: server.ask("/v1/completions", dict(prompt="a", max_tokens=1))[0] == 200
+    )
+    assert [server.complete()["text"], server.chat()["message"]] == said
+    assert rss() < before + 100e6
+
+
+def test_serve_ends_at_once():
+    """In the middle of a text, and nobody takes what there is of it for the whole."""
+    with Server("-m", TALES) as served:
+        answer = served.begin(body=LONG | dict(stream=True)).getresponse()
+        answer.readline()
+        start = time.monotonic()
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(PATIENCE) == 130 and time.monotonic() - start < 1
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+        assert eventually(lambda: not served.reader.is_alive()), "the other process has ended, too"
+        assert len(served.lines) == 3
+
+
+def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
+        assert_refused(call("--port", port), f"cannot listen on 127.0.0.1, port {port}: ")
+    for flags, said in (
+        (["--api-key="], "--api-key is empty"),
+        (["--port", 99999], "99999: must be from 0 to 65,535"),
+        (["--fp8", "--int4"], "both say how"),
+        (["--temp", 0], "unknown flag --temp"),
+    ):
+        assert_refused(call(*flags), said, code=2)
+
+
+def test_serve_on_several_ranks(server):
+    flags = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()}"
+    with Server("-m", TALES, "--dtype", "fp32", launcher=[sys.executable, *flags.split()]) as ranks:
+        text = ranks.complete()["text"]
+        leaving = ranks.begin(body=LONG | dict(stream=True))
+        leaving.getresponse().readline()
+        leaving.close()
+        assert ranks.complete()["text"] == text, "both stopped at the same token"
+        assert ranks.ask("/v1/completions", dict(prompt="tale " * 2000))[0] == 400
+        assert ranks.chat(temperature=1)["message"]["content"]
+        ranks.process.send_signal(signal.SIGINT)
+        ranks.process.wait(PATIENCE)
+
+
+def test_serve_as_the_openai_package_asks(server):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
+    asks = dict(model="tales", messages=FOX, max_tokens=12, temperature=0)
+    assert [model.id for model in client.models.list()] == ["tales"]
+    whole = client.chat.completions.create(**asks, logprobs=True, top_logprobs=2).choices[0]
+    assert whole.logprobs.content[0].top_logprobs[0].token == whole.logprobs.content[0].token
+    chunks = client.chat.completions.create(**asks, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.message.content
+    seeded = [
+        client.completions.create(model="tales", prompt="Once", seed=5, max_tokens=12, stop="@")
+        for _ in range(2)
+    ]
+    assert seeded[0].choices[0].text == seeded[1].choices[0].text
+    with pytest.raises(openai.BadRequestError, match="n must be absent or 1"):
+        client.chat.completions.create(**asks, n=2)
+
+
+# ---- session.py
+
+
+def test_session_logprobs_are_the_models(tiny, tiny_model):
+    session = Session(tiny, dtype=torch.float32, device="cpu")
+    for settings in dict(temp=0), dict(temp=2, repeat_penalty=1.5, top_k=3):
+        text = session.generate("Once", n=6, ignore_eos=True, logprobs=3, **settings).finish()
+        prompt = session.tokenizer.encode("Once")
+        rows = logits_of(tiny_model, prompt + text.ids)[len(prompt) - 1 : -1].log_softmax(-1)
+        assert [score.id for score in text.logprobs] == text.ids and len(text.ids) == 6
+        for row, score in zip(rows, text.logprobs):
+            assert score.logprob == pytest.approx(row[score.id].item(), abs=1e-4)
+            best = row.topk(3)
+            assert [id for id, _ in score.best] == best.indices.tolist()
+            assert [value for _, value in score.best] == pytest.approx(
+                best.values.tolist(), abs=1e-4
+            )
+        assert [score.begins for score in text.logprobs] == sorted(
+            score.begins for score in text.logprobs
+        )
+    plain = session.generate("Once", n=6, ignore_eos=True, temp=0).finish()
+    assert (
+        plain.logprobs == []
+        and plain.ids
+        == session.generate("Once", n=6, ignore_eos=True, temp=0, logprobs=0).finish().ids
+    )
+
+
+def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
+    for name in "float32", torch.float32, "fp32":
+        assert Session(tiny, dtype=name, device="cpu").model.dtype == torch.float32
+    with pytest.raises(ValueError, match="dtype is 'float8'"):
+        Session(tiny, dtype="float8", device="cpu")
+    monkeypatch.chdir(tmp_path)
+    assert Session("models/tales", device="cpu").model.checkpoint.folder == TALES
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails(AssertionError("the hub")))
+    with pytest.raises(OSError, match="no folder models/talse here"):
+        Session("models/talse")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(OSError, match="no folder mine/model here"):
+        Session("mine/model")
+    with pytest.raises(TypeError, match="there is no setting 'tmep'; sampling has temp, "):
+        Session(tiny, device="cpu").generate("a", tmep=0)
+
+
+def test_stop_strings_with_control_tokens():
+    tokenizer = Tokenizer(TALES)
+    end, text = tokenizer.control["</s>"], tokenizer.encode("One fox. Two", bos=False)
+    fox = next(i for i in range(len(text)) if tokenizer.decode(text[: i + 1]).endswith("fox"))
+    for stops, ids, expected, stopped in (
+        (["</s>"], [*text, end, *text], "One fox. Two", True),
+        (["fox</s>"], [*text[: fox + 1], end], "One ", True),
+        (["fox</s>"], text, "One fox. Two", False),
+        (["fox</s>"], [*text[: fox + 1], tokenizer.bos, *text[fox + 1 :]], "One fox. Two", False),
+        (["</s><s>"], [*text, end, *text, end, tokenizer.bos], "One fox. Two One fox. Two", True),
+        (["</s>."], [*text, end], "One fox. Two", False),
+    ):  # fmt: skip
+        stream = TextStream(tokenizer, at_start=True, stops=stops)
+        seen = "".join(stream.push(id) for id in ids) + stream.finish()
+        assert (seen, stream.stopped) == (expected, stopped), stops
 
 
 # ---- checkpoint.py, extra/tensors.py and extra/hub.py: layouts, families, the hub
@@ -5263,7 +5772,7 @@ def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):
     lines = ("the fox", "the crow", "the fox")
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
     assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == cli(*flags, "--lookup", 0)[0] == 2
-    assert_refused(cli(*flags, "--draft", run.DEFAULT_MODEL), "different vocabulary")
+    assert_refused(cli(*flags, "--draft", cli_module.DEFAULT_MODEL), "different vocabulary")
     # some models of a family have more rows for no token than others
     hugging_face_model(read_config(copy).vocab_size + 400, **FAMILIES["gqa"]).save_pretrained(copy)
     assert cli(*flags, "--draft", copy)[:2] == (0, expected)
@@ -6285,20 +6794,18 @@ def test_readme_from_python_runs_as_written(monkeypatch, capsys):
     monkeypatch.chdir(HERE)
     names = {}
     exec(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1], names)
-    model, tokenizer, ids = (names[name] for name in ("model", "tokenizer", "ids"))
-    text = tokenizer.decode(
-        ids + list(generate(model, ids, n=50, sampling=Sampling(repeat_penalty=1.1)))
-    )
-    answers = [turn["content"] for turn in names["chat"] if turn["role"] == "assistant"]
-    expected = "\n".join([text, *answers, ""])
-    assert "Once upon a time" + capsys.readouterr().out == expected, "not as the checkpoint says"
-    assert [turn["role"] for turn in names["chat"]] == ["user", "assistant"] * 2
-    assert all(turn["content"] for turn in names["chat"]) and names["cache"].pos > 100
-    assert names["logits"].shape == (len(ids), model.config.vocab_size)
+    shown = capsys.readouterr().out
+    session, turns = names["session"], names["talk"].turns
+    text = session.generate("Once upon a time", n=50, temp=0.7).finish().text
+    assert session.sampling == Sampling(repeat_penalty=1.1), "the checkpoint's own"
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    first, second = answers
+    assert shown == f"{text}{first} length 50\n{second} length 50\n"
+    assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2
 
 
 def test_readme_op_does_what_its_reference_does(tmp_path, monkeypatch, guarded):
-    block = textwrap.dedent(re.search(r"(    # ---- relu.*?)\n\n", README, re.DOTALL)[1])
+    block = textwrap.dedent(re.search(r"(    # ---- relu.*?return y\n)", README, re.DOTALL)[1])
     (tmp_path / "readme_op.py").write_text(f"from kernels import *\n{block}\n")
     monkeypatch.syspath_prepend(tmp_path)
     op = importlib.import_module("readme_op")
@@ -6322,8 +6829,8 @@ GOLDENS = {  # greedy text of models/tales in fp32
 def test_tales_says_what_it_said():
     """Greedy text in fp32. A change here means that the weights or the arithmetic have changed."""
     model, tokenizer = (
-        load(run.DEFAULT_MODEL, dtype="fp32", device="cpu"),
-        Tokenizer(run.DEFAULT_MODEL),
+        load(cli_module.DEFAULT_MODEL, dtype="fp32", device="cpu"),
+        Tokenizer(cli_module.DEFAULT_MODEL),
     )
     for prompt, text in GOLDENS.items():
         ids = tokenizer.encode(prompt)

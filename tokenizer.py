@@ -402,6 +402,7 @@ class Prompt:
     text: str
     ids: list[int]
     answer: str = ""
+    continues: bool = False  # it ends within an answer, which is to be continued
 
 
 class Tokenizer:
@@ -439,7 +440,7 @@ class Tokenizer:
                 f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}"
             )
         self.control = self.vocabulary.control
-        self._pattern = any_of(self.control)
+        self.control_pattern = any_of(self.control)
         self._longest = max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
@@ -492,12 +493,26 @@ class Tokenizer:
         return self.chat_prompt(messages, add_generation_prompt).ids
 
     def chat_prompt(
-        self, messages: list[dict], add_generation_prompt: bool = True, past: Prompt | None = None
+        self,
+        messages: list[dict],
+        add_generation_prompt: bool = True,
+        past: Prompt | None = None,
+        continues: bool = False,
     ) -> Prompt:
         """The same, with its text. If it continues `past`, an answered prompt, so do the ids: the
         tokens of an answer need not be those that its text would be encoded to, and what was
-        evaluated can stay in the cache."""
-        text, control = self._render(messages, add_generation_prompt)
+        evaluated can stay in the cache. continues: the last message is an answer, which is to be
+        continued."""
+        text, control = self._render(messages, add_generation_prompt and not continues)
+        if continues:
+            answer = messages[-1]["content"].strip()
+            end = text.rfind(answer) + len(answer)
+            if not answer or end < len(answer):
+                raise ValueError(
+                    "the chat template changes the last answer: it cannot be continued"
+                )
+            text = text[:end]
+            control = [span for span in control if span[1] <= end]
         start = self._end_of(past, text)
         control = [(begin - start, end - start) for begin, end in control if begin >= start]
         ids = self.vocabulary.encode_chat(text[start:], control, after=start > 0)
@@ -505,7 +520,7 @@ class Tokenizer:
             ids = past.ids + ids
         if not ids:
             raise ValueError("the chat template writes nothing for this conversation")
-        return Prompt(text, ids)
+        return Prompt(text, ids, continues=continues)
 
     @staticmethod
     def _end_of(past: Prompt | None, text: str) -> int:
@@ -578,7 +593,7 @@ class Tokenizer:
 
     def _control_in(self, text: str) -> list[Span]:
         """Where control tokens are in a text; of several that begin at one place, the longest."""
-        return [found.span() for found in self._pattern.finditer(text)]
+        return [found.span() for found in self.control_pattern.finditer(text)]
 
 
 def _checked(text: str) -> str:
@@ -598,27 +613,50 @@ class TextStream:
 
     A character of several tokens is held back until it is complete, and whatever may be the start
     of a stop string until that is decided. The pieces returned, joined, equal all tokens decoded
-    together, up to the first stop string."""
+    together, up to the first stop string, which may contain control tokens."""
 
     def __init__(self, tokenizer: Tokenizer, at_start: bool = False, stops: Sequence[str] = ()):
         """at_start: the text begins here, so that the leading space of the first token is not part
         of it."""
         self.tokenizer = tokenizer
-        self.stops = [stop for stop in stops if stop]
+        # by id, what stands for a control token of a stop string while text is compared: a lone
+        # surrogate, which no text contains
+        self._signs: dict[int, str] = {}
+        whole = [stop for stop in stops if stop]
+        self.stops = [*whole, *(self._with_signs(stop) for stop in whole)]
         self.strip_space = at_start and tokenizer.vocabulary.adds_space
         self.stopped = False  # a stop string was found
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.vocabulary.utf8_errors)
         self._pending = ""
 
+    @property
+    def held_back(self) -> int:
+        """How many characters are complete, but held back."""
+        return len(self._pending)
+
     def push(self, token: int) -> str:
-        return self._release(_replaced(self._utf8.decode(self.tokenizer.bytes_of(token))))
+        text = _replaced(self._utf8.decode(self.tokenizer.bytes_of(token)))
+        return self._release(text + self._signs.get(token, ""))
 
     def finish(self) -> str:
         """What is still held back, once there are no more tokens."""
         text = self._release(_replaced(self._utf8.decode(b"", True)))
         if not self.stopped:
-            text += self._pending
+            text += self._without_signs(self._pending)
         return text
+
+    def _with_signs(self, stop: str) -> str:
+        """A stop string with a sign in place of each control token."""
+
+        def sign(token: re.Match) -> str:
+            id = self.tokenizer.control[token[0]]
+            return self._signs.setdefault(id, chr(0xD800 + len(self._signs) % 0x400))
+
+        return self.tokenizer.control_pattern.sub(sign, stop)
+
+    @staticmethod
+    def _without_signs(text: str) -> str:
+        return re.sub("[\ud800-\udbff]", "", text)
 
     def _release(self, text: str) -> str:
         if self.stopped:
@@ -633,7 +671,7 @@ class TextStream:
         end = min(found, default=len(self._pending) - keep)
         ready = self._pending[:end]
         self._pending = self._pending[end:]
-        return ready
+        return self._without_signs(ready)
 
     def _begun(self, stop: str) -> int:
         """How many characters of a stop string the text ends with, not all of them."""

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from extra.files import one_line, text_of
 from extra.hub import local_checkpoint
+from tokenizer import TEMPLATES
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "tales"
 
@@ -312,3 +313,87 @@ def device_name_of(text: str) -> str:
     if text == "none":
         return "cpu"
     return re.sub(r"^CUDA(\d+)$", r"cuda:\1", text)
+
+
+# ---- flags of several programs
+
+
+def add_model_flags(parser: Parser, writes: str = "") -> Callable:
+    """Add the groups "model" and "where it runs". writes: the modes in which text is generated, if
+    there are others. Returns the former group, as a function that adds a flag to it."""
+    # fmt: off
+    add = parser.group("model")
+    add("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
+        help="folder of a checkpoint, a GGUF file, or owner/name of one on the hub"
+        " [models/tales, beside this program]")
+    add("-c", "--ctx-size", type=within(int, 0, 1 << 24), metavar="N",
+        help="context in tokens; 0: as much as the model was trained for [that, at most 4096]")
+    add("--dtype", choices=["auto", *DTYPE_NAMES], default="auto",
+        help="auto: the checkpoint's; on a CPU bf16 or fp32")
+    add("--fp8", nargs="?", const="e4m3", choices=FORMATS_8,
+        help="keep matrices as 8-bit floats; without a value: e4m3")
+    add("--int4", action="store_true",
+        help="keep matrices as 4-bit integers with a scale and a zero point for each 32 columns:"
+        " 4.5 bits a weight")
+    add("--kv-fp8", action="store_true", only=writes,
+        help="keep keys and values as 8-bit floats: half the context's memory")
+
+    where = parser.group("where it runs")
+    where("-dev", "--device", type=device_name_of, default="auto", help="cpu, cuda or cuda:N")
+    where("-t", "--threads", type=within(int, 1, 4096), metavar="N",
+        help="CPU threads [one for a model of at most 32 MB, otherwise one per core]")
+    where("--backend", choices=["auto", "torch", "triton"], default="auto", only=writes,
+        help="auto: triton on a GPU, torch on a CPU")
+    where("--accumulate", choices=["auto", "fp32", "fp16"], default="auto", only=writes,
+        help="how a prompt's products are summed; auto: fast for 8 bits; fp16: needs a GPU and"
+        " --dtype fp16")
+    # fmt: on
+    return add
+
+
+def add_proposal_flags(add: Callable) -> None:
+    # fmt: off
+    add("--lookup", type=within(int, 1, 15), metavar="N",
+        help="propose up to N tokens, those that followed the last ones earlier, and evaluate them"
+        " in one pass")
+    add("--draft", "-md", "--model-draft", metavar="MODEL",
+        help="the same with proposals from a smaller model of the same vocabulary")
+    add("--draft-max", type=within(int, 1, 15), default=4, metavar="N",
+        help="how many tokens it proposes")
+    # fmt: on
+
+
+def add_template_flag(add: Callable) -> None:
+    # fmt: off
+    add("--chat-template", metavar="NAME or FILE",
+        help="instead of the checkpoint's own: a file of Jinja, or one of"
+        f" {', '.join(TEMPLATES)}")
+    # fmt: on
+
+
+def model_contradiction(args: argparse.Namespace) -> str | None:
+    """What is wrong with these flags together; None if nothing is."""
+    if args.fp8 and args.int4:
+        return "--fp8 and --int4 both say how matrices are kept; use one"
+    if args.lookup and args.draft:
+        return "--lookup and --draft both propose tokens; use one"
+    if args.draft is None and "draft_max" in args.given:
+        return "--draft-max is for --draft"
+    return None
+
+
+def settle_model(args: argparse.Namespace) -> None:
+    """Set args.format, and args.model if it is not given."""
+    args.format = "int4" if args.int4 else args.fp8
+    if args.model is None:
+        args.model = str(DEFAULT_MODEL)
+
+
+def choose_interpreter(args: argparse.Namespace) -> None:
+    """If the kernels are to run on a CPU, have Triton interpret them. Triton reads this when
+    kernels.py is imported."""
+    import torch
+
+    on_cpu = args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
+    if args.backend == "triton" and on_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from extra import gguf
 
+ROOT = Path(__file__).resolve().parents[1]  # of this program
+
 SMALL_FILES = [
     "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -27,8 +29,9 @@ WEIGHTS = [  # in order of preference: a repository may have several kinds
 
 
 def local_checkpoint(name: str) -> Path | None:
-    """A checkpoint's folder or GGUF file. Returns None for what may be "owner/name" on the hub.
-    Raises OSError, ValueError."""
+    """A checkpoint's folder or GGUF file, here or beside this program. Returns None for what may be
+    "owner/name" on the hub; if there is a folder "owner", it is a path. Raises OSError,
+    ValueError."""
     path = Path(os.path.expanduser(name))  # unchanged if there is no such user
     if path.is_dir():
         return find_gguf(path) or path
@@ -38,8 +41,13 @@ def local_checkpoint(name: str) -> Path | None:
         raise FileNotFoundError(
             f"{name} is a file (-m takes the folder of a checkpoint, or a GGUF file)"
         )
+    beside = ROOT / path  # models/tales from any folder
+    if beside.is_dir():
+        return beside
     if path.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", name):
         raise FileNotFoundError(f"no file or folder {name} here; a hub model is written owner/name")
+    if path.parent.is_dir() or beside.parent.is_dir():
+        raise FileNotFoundError(f"no folder {name} here")
     return None
 
 
