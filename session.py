@@ -372,7 +372,7 @@ class Session:
             ids = answer.ids
             if answer.ended_by == "stop":  # they go on beyond the text
                 ids = self.tokenizer.encode(answer.text, bos=False)
-            self._past = Prompt(prompt.text, prompt.ids + ids, answer.text)
+            self._past = replace(prompt, ids=prompt.ids + ids, answer=answer.text)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:

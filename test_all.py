@@ -1501,7 +1501,7 @@ KINDS_OF_LOGITS = {
 def test_sampling_equals_the_reference(kind):
     choices = dict(
         temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF),
-        top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000),
+        top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000, 10**300),
         top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5),
         repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
     )  # fmt: skip
@@ -1724,6 +1724,12 @@ def test_encode_and_check_refuse_what_is_not_finite(form):
     for bad in (NAN, INF):
         with pytest.raises(ValueError, match="NaN or inf"):
             format.encode(weights.index_fill(1, third, bad))
+    largest = int4.MOST if format is INT4 else 1e38
+    *codes, scales = format.encode(weights.sign() * largest)
+    assert scales.isfinite().all()
+    if format is INT4:
+        with pytest.raises(ValueError, match="a weight beyond 5e[+]36 cannot be stored"):
+            format.encode(weights * 1e37)
     *codes, scales = format.encode(weights)
     for bad in (0.0, -1.0, NAN, INF):
         with pytest.raises(ValueError, match="scales that are not"):
@@ -4220,6 +4226,20 @@ def test_stop_strings_across_tokens(tiny, stops):
     )
 
 
+def test_the_stop_string_that_ends_first_counts(tiny):
+    """However the text is cut into tokens; of those that end together, the longest."""
+    tokenizer = Tokenizer(tiny)
+    stops = ["ce upo", "upon a", "e u", "on a", "time th"]
+    for chosen in itertools.combinations(stops, 3):
+        text = "Once upon a time there"
+        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in chosen]
+        whole = tokenizer.encode(text, bos=False)
+        letters = [i for letter in text for i in tokenizer.vocabulary.encode_after(letter)]
+        for ids in (whole, letters):
+            shown = "".join(streamed(tokenizer, ids, at_start=True, stops=chosen))
+            assert shown == text[: min(ends)[1]], (chosen, ids)
+
+
 def test_continuation_takes_what_does_not_merge():
     """The ids of a continuation are those after a character that stays a token of its own; a dot
     may merge with what follows. The "_" stands for the space that SentencePiece puts before a
@@ -4608,8 +4628,13 @@ def test_answers_keep_their_tokens(tmp_path, family):
     )
     past = Prompt("ask:", [1], " a tale")
     assert [
-        t._end_of(past, "ask:" + then) for then in ("\n a tale.", " so: a tale.", " the crow")
-    ] == [12, 0, 0]
+        t._common_ends(past, "ask:" + then) for then in ("\n a tale.", " so: a tale.", " the crow")
+    ] == [((12, 1),), (), ()]
+    # the last question again: the answers before it keep their ids
+    third = conversation("tell me", answer, "go on", "more", "and?")
+    past = replace(again, ids=again.ids + t.encode("more", bos=False), answer="more")
+    for past in (past, replace(t.chat_prompt(third, past=past), answer="no")):
+        assert t.chat_prompt(second, past=past) == again
 
 
 def test_control_token_in_the_vocabulary(tmp_path):
@@ -6476,12 +6501,14 @@ def test_bench_cells_and_percents(capsys):
 
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     (tmp_path / "bad").write_bytes(b"ab\xff")
+    (tmp_path / "one").write_text("a")
     for arguments, text in (
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
         (["-m", "nowhere"], "no file or folder nowhere here"),
         (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
         (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
+        (["-m", tiny, "--perplexity", tmp_path / "one"], "has 1 tokens; a mean with its error"),
     ):
         assert_refused(bench_cli(*arguments), text)
     for arguments, text in (
