@@ -418,7 +418,7 @@ class State:
         """Raise ValueError if `count` more tokens do not fit. Nothing else checks this."""
         count += self.pos
         if count > self.size:
-            holds = f"the context holds {self.size} (-c, or State's size)"
+            holds = f"the context holds {self.size} (see --ctx-size)"
             raise ValueError(f"the prompt has {count} tokens; {holds}")
 
     def append(self, tokens: Tensor) -> None:

@@ -230,6 +230,8 @@ class Session:
         if lookup:
             self.speculation = Lookup(lookup)
         if draft:
+            # its state will be as large as the model's
+            options["ctx_size"] = self.state.size
             self.speculation = Draft(draft_max, load(draft, ranks=ranks, **options))
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated

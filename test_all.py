@@ -4102,7 +4102,18 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         with monkeypatch.context() as patch:
             patch.setattr(step, end)
             refused("new", expected, code)
-    assert cli("-m", copy, "--save", tmp_path / "empty", "--fp8", "--quiet") == (0, "", "")
+    rename = lambda file, to: os.rename(file, to) if file.name != "model.safetensors" else 1 / 0
+    empty = tmp_path / "empty"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)  # its last step
+        refused("new", "division by zero")
+        refused("empty", "division by zero")
+    # inside the folder, which may be a mount point, with its own mode
+    empty.chmod(0o2750)
+    place = empty.stat()
+    assert cli("-m", copy, "--save", empty, "--fp8", "--quiet") == (0, "", "")
+    assert (place.st_ino, place.st_mode) == (empty.stat().st_ino, empty.stat().st_mode)
+    assert all(f.is_file() for f in empty.iterdir())
     modes = {
         f.stat().st_mode & 0o777
         for f in (tmp_path / "empty" / "model.safetensors", copy / "config.json")
@@ -4633,8 +4644,8 @@ def test_answers_keep_their_tokens(tmp_path, family):
     # the last question again: the answers before it keep their ids
     third = conversation("tell me", answer, "go on", "more", "and?")
     past = replace(again, ids=again.ids + t.encode("more", bos=False), answer="more")
-    for past in (past, replace(t.chat_prompt(third, past=past), answer="no")):
-        assert t.chat_prompt(second, past=past) == again
+    for answered in (past, replace(t.chat_prompt(third, past=past), answer="no")):
+        assert t.chat_prompt(second, past=answered) == again
 
 
 def test_control_token_in_the_vocabulary(tmp_path):
@@ -5604,6 +5615,39 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
         write(second)
     write(second)
     assert draft.accepted == draft.proposed and draft.passes == 24
+
+
+def test_draft_of_a_smaller_vocabulary(tiny):
+    """A prompt may have ids that only the model has; the draft reads them as its first."""
+    model = exact_model(tiny, ctx_size=64)
+    small = copy_module.copy(model)
+    V = model.config.vocab_size
+    small.config = replace(model.config, vocab_size=V - 5)
+    embedding = model.weights.embedding[: V - 5]
+    small.weights = replace(model.weights, embedding=embedding, output=Matrix(embedding))
+    for end in (V - 1, 7):
+        prompt = [1, V - 5, 9, end]
+        draft = always(Draft(3, small))
+        found = list(generate(model, prompt, n=12, eos=[], decode=draft.decode))
+        assert len(found) == 12 and max(found) < V - 5 and draft.passes
+        seen = draft.state.tokens.tolist()
+        assert seen[:4] == [1, 0, 9, end if end == 7 else 0] and seen[4] == found[0]
+
+
+def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch):
+    sizes = []
+    edit(copy / "config.json", max_position_embeddings=128)
+    monkeypatch.setattr(checkpoint, "check_memory", lambda *args: sizes.append(args[3]))
+    Session(tiny, draft=copy, device="cpu")
+    assert sizes == [256, 256]
+
+
+def test_a_pacer_that_gives_up_says_so(tiny):
+    model = exact_model(tiny, ctx_size=64)
+    lookup = Lookup(3)
+    lookup.pacer = SimpleNamespace(ready=lambda: False, single=1.0, record=lambda *_: None)
+    list(generate(model, [1, 5, 6], n=12, eos=[], decode=lookup.decode))
+    assert "; 11 passes had none, since they cost more time" in lookup.summary()
 
 
 def test_draft_forgets_what_was_not_sampled(tiny):
