@@ -2399,6 +2399,33 @@ def test_generate_is_refused_at_the_call(tiny_session, prompt, settings, error, 
     assert torch.equal(tiny_session.state.tokens, before)
 
 
+@pytest.mark.parametrize("decode", ["on a CPU", "by lookup", "in graphs"])
+def test_timings_are_not_the_callers(tiny_model, monkeypatch, decode):
+    """On a GPU, which works while the caller does, steps take at least what its own clock says."""
+    options = dict(n=5, eos=[], timings=Timings(), state=State(tiny_model))
+    if "graphs" in decode:
+        decode_in_graphs(monkeypatch)
+        event = SimpleNamespace(record=lambda _: 0, synchronize=lambda: 0)
+        event.elapsed_time = lambda _: 9000.0  # ms
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    if "lookup" in decode:
+        options["decode"] = Lookup(3).decode
+    start = time.perf_counter()
+    for _ in generate(tiny_model, [1, 5, 6], **options):
+        time.sleep(0.1)
+    took = time.perf_counter() - start
+    timings = options["timings"]
+    assert timings.new_tokens == 5 and timings.steps == 4
+    if "graphs" in decode:
+        assert timings.step_seconds == 4 * 9
+    else:
+        assert timings.step_seconds > 0
+        assert timings.prompt_seconds + timings.step_seconds < took - 5 * 0.1
+    before = timings.step_seconds
+    list(generate(tiny_model, [1, 5, 6], **options))
+    assert timings.steps == 8 and timings.step_seconds > before
+
+
 def test_a_text_ends_the_one_before(tiny_session):
     options = dict(n=6, ignore_eos=True)
     alone = tiny_session.generate("fox", **options).finish()

@@ -204,6 +204,7 @@ class Speculation:
         running.end.wait()
         seconds = running.end.since(running.start) - self.capturing
         self.capturing = 0.0
+        state.busy += seconds
         proposals = running.proposals
         proposed = len(proposals)
         sampled = state.host_tokens[len(ids) : len(ids) + proposed + 1].tolist()
