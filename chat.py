@@ -12,7 +12,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from extra.cli import ending_cleanly, error_line, note, read_input, screen_width, show
+from extra.cli import (
+    HARMLESS,
+    ending_cleanly,
+    error_line,
+    note,
+    read_input,
+    screen_width,
+    show,
+)
 from session import Conversation, Generation, Session
 
 try:
@@ -21,10 +29,6 @@ except ImportError:  # some builds of Python lack it: lines are then read withou
     readline = None
 
 HISTORY = 1000  # messages that the arrow keys reach
-# In place of control characters, which could move the cursor or worse, for str.translate; tab and
-# newline stay
-HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
-HARMLESS[ord("\r")] = " "
 # typed text is bold green; \001 and \002 enclose what takes no columns
 YOURS = "\001\033[1;32m\002"
 PLAIN = "\033[0m"
@@ -58,8 +62,10 @@ class Printer:
             text = "".join(map(self._wrapped, text.translate(HARMLESS)))
         show(text)
 
-    def end(self) -> None:
-        """Write what is held back, and end the line."""
+    def end(self, cut: bool = False) -> None:
+        """End the line, after what is held back or, if the text is cut, without it."""
+        if cut:
+            self._word = ""
         show(self._release() + "\n")
         self._column = 0
 
@@ -131,7 +137,7 @@ class Output:
         if self.jsonl:
             show(json.dumps({"prompt": prompt} | record(generation)) + "\n")
         else:
-            printer.end()
+            printer.end(cut=generation.ended_by == "interrupt")
         if generation.ended_by == "context":
             size = self.session.state.size
             self.note(f"note: the context of {size} tokens is full (see -c)")

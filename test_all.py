@@ -2699,6 +2699,29 @@ def test_printer_does_not_cut_words(width, capsys, monkeypatch):
     )
 
 
+def test_notes_and_cut_texts_at_a_terminal(tiny, capsys, monkeypatch):
+    """A file's name may hold control characters; of a text that Ctrl-C cut, no half word comes
+    after it."""
+    cli_module.note("model  a\x1b]0;b\x07\x9b\nc\td\r")
+    assert capsys.readouterr().err == "model  a\ufffd]0;b\ufffd\ufffd\nc\td \n"
+    for cut, expected in ((True, "Once \n"), (False, "Once up\n")):
+        printer = Printer()
+        printer.at_terminal = True
+        printer.write("Once up")
+        printer.end(cut)
+        assert capsys.readouterr().out == expected
+
+
+def test_ctrl_c_at_once(tmp_path):
+    """While the program's own modules are imported."""
+    (tmp_path / "dataclasses.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)")
+    for program in ("run.py", "bench.py", "serve.py"):
+        run = [sys.executable, HERE / program, "--help"]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        ended = subprocess.run(run, env=environment, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
 class Person:
     """Types into a program at a pseudo-terminal and reads what it shows."""
 
