@@ -2627,10 +2627,50 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
 def test_chat_drops_its_oldest_turns(cli, tiny, fitted):
     flags = ["--system", "Be kind.", "--chat-template", "llama2", "-c", 128]
     code, _, err = chat(cli, tiny, *["tell me a tale"] * 8, flags=flags)
-    assert code == 0 and "dropped the oldest" in err and "error" not in err
+    assert code == 0 and "error" not in err
+    assert re.search(r"full: dropped the oldest part of the conversation, [1-9] of \d turns", err)
     lengths = [len(prompt.ids) for prompt in fitted]
     assert 64 < max(lengths) <= 96, "a quarter is left for the answer"
     assert all(prompt.text.startswith("<s>[INST] <<SYS>>\nBe kind.") for prompt in fitted)
+
+
+def test_chat_settings_stats_and_files(cli, tiny, tmp_path):
+    file, other = tmp_path / "talk", tmp_path / "other"
+    other.write_text('[{"role": "user", "content": "?"}]')
+    (hot,) = chat_objects(cli, tiny, "hello", flags=["--temp", 5, "-s", 3])
+    lines = ["/HELP", "/?", "/set temp 5", "/set seed 3", "/stats", "hello", f"/save {file}"]
+    lines += ["more", f"/load {file}", "more"]
+    _, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
+    first, second, third = (turn["text"] for turn in objects(out))
+    assert first == hot["text"] and second == third and f"{file}: 1 turns" in err
+    assert "temp 5.0, top_k 40" in err and err.count("/clear  ") == 2
+    assert (
+        err.count("note: cut after 6 tokens (see -n)") == 3 and err.count(" tokens/s; prompt:") == 3
+    )
+    assert json.loads(file.read_text())[0] == {"role": "user", "content": "hello"}
+    said = {
+        "/set tmp 1": "/set needs one of temp, top_k",
+        "/set top-k many": "many: top_k needs a number",
+        "/set top_p 2": "top_p is 2.0; it must be from 0 to 1",
+        "/set seed nan": "nan: seed needs a number",
+        "/save": "/save needs the name of a file",
+        "/save /no/where": "/no/where: No such file",
+        f"/load {other}": f"{other}: it is not a conversation",
+        f"/load {tiny / 'config.json'}": "it is not a conversation",
+        f"/load {tiny / 'tokenizer.model'}": "not UTF-8",
+    }
+    refused = chat_objects(cli, tiny, *said)
+    assert all(text in turn["error"] for turn, text in zip(refused, said.values(), strict=True))
+
+
+def test_ctrl_c_while_an_answer_is_rendered_again(tiny, monkeypatch):
+    talk = Conversation(Session(tiny, device="cpu"))
+    talk.answer("hello", n=4).finish()
+    before = talk.turns
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(talk.session.tokenizer, "_render", fails(KeyboardInterrupt()))
+        talk.again(n=4)
+    assert talk.turns == before and len(before) == 2
 
 
 def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
@@ -2641,7 +2681,7 @@ def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
     turns = objects(out)
     assert (
         code == 0
-        and err.count("dropped the oldest") == 2
+        and len(re.findall(r"conversation, \d+ characters of the last answer", err)) == 2
         and all(turn["ended_by"] == "context" for turn in turns)
     )
     form = r"(?s)<s>\[INST\] <<SYS>>\nBe kind.\n<</SYS>>\n\n[^[]* \[/INST\] (.*) </s><s>\[INST\] go on \[/INST\]"
