@@ -2681,7 +2681,7 @@ def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
     turns = objects(out)
     assert (
         code == 0
-        and len(re.findall(r"conversation, \d+ characters of the last answer", err)) == 2
+        and len(re.findall(r" \d+ characters of the last answer", err)) == 2
         and all(turn["ended_by"] == "context" for turn in turns)
     )
     form = r"(?s)<s>\[INST\] <<SYS>>\nBe kind.\n<</SYS>>\n\n[^[]* \[/INST\] (.*) </s><s>\[INST\] go on \[/INST\]"
