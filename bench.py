@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import dataclasses
 import gc
@@ -719,8 +724,9 @@ def run_perplexity(args: argparse.Namespace) -> None:
     model = open_checkpoint(args, args.dtype[0], args.ctx_size or 512, args.format[0])
     tokenizer = Tokenizer(model.checkpoint.folder, model.config.vocab_size, model.config.bos_id)
     ids = tokenizer.encode(text, bos=False)
-    if not ids:
-        raise ValueError(f"{args.perplexity} is empty")
+    if len(ids) < 2:
+        few = f"{len(ids)} tokens; a mean with its error needs 2 or more"
+        raise ValueError(f"{args.perplexity} has {few}")
     against = None
     if args.against:
         if model.checkpoint.format:

@@ -12,8 +12,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from extra.cli import ending_cleanly, error_line, note, read_input, screen_width, show
-from session import Conversation, Generation, Session
+from extra.cli import (
+    HARMLESS,
+    ending_cleanly,
+    error_line,
+    note,
+    read_input,
+    screen_width,
+    show,
+)
+from sampling import Sampling
+from session import Conversation, Generation, Session, replace_settings
 
 try:
     import readline
@@ -21,10 +30,6 @@ except ImportError:  # some builds of Python lack it: lines are then read withou
     readline = None
 
 HISTORY = 1000  # messages that the arrow keys reach
-# In place of control characters, which could move the cursor or worse, for str.translate; tab and
-# newline stay
-HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
-HARMLESS[ord("\r")] = " "
 # typed text is bold green; \001 and \002 enclose what takes no columns
 YOURS = "\001\033[1;32m\002"
 PLAIN = "\033[0m"
@@ -58,8 +63,10 @@ class Printer:
             text = "".join(map(self._wrapped, text.translate(HARMLESS)))
         show(text)
 
-    def end(self) -> None:
-        """Write what is held back, and end the line."""
+    def end(self, cut: bool = False) -> None:
+        """End the line, after what is held back or, if the text is cut, without it."""
+        if cut:
+            self._word = ""
         show(self._release() + "\n")
         self._column = 0
 
@@ -131,7 +138,7 @@ class Output:
         if self.jsonl:
             show(json.dumps({"prompt": prompt} | record(generation)) + "\n")
         else:
-            printer.end()
+            printer.end(cut=generation.ended_by == "interrupt")
         if generation.ended_by == "context":
             size = self.session.state.size
             self.note(f"note: the context of {size} tokens is full (see -c)")
@@ -155,6 +162,18 @@ def record(generation: Generation) -> dict:
         "generation_seconds": timings.step_seconds,
         "tokens_per_s": tokens_per_s,
     }
+
+
+def speed(generation: Generation) -> str:
+    """How fast a text was, in a line."""
+    timings = generation.timings
+    text = f"{timings.new_tokens} tokens"
+    if timings.steps:
+        text += f", {timings.steps / timings.step_seconds:.1f} tokens/s"
+    if timings.new_tokens:
+        prompt = f"{timings.prompt_tokens} of {generation.prompt_tokens} tokens evaluated"
+        text += f"; prompt: {prompt} in {timings.prompt_seconds:.2f} s"
+    return text
 
 
 # ---- what a user types
@@ -234,6 +253,10 @@ HELP = """/clear        forget the conversation and any file read
 /system TEXT  set the system prompt, and forget the conversation
 /regen        answer the last message again
 /read FILE    put a text file before the next message
+/set NAME X   change a setting, such as temp 0.5; /set alone shows them
+/stats        show each answer's speed, or stop
+/save FILE    write the conversation to a file
+/load FILE    go on from a conversation in a file
 /exit         leave; so do Ctrl-D and, at an empty line, Ctrl-C twice
 A line that ends in \\ continues on the next one; pasted text is one message. Ctrl-C ends an answer
 or clears the line."""
@@ -251,6 +274,7 @@ class Chat:
         self.ranks = conversation.session.ranks
         self.reader = Reader()
         self.to_read = ""  # text from /read, which goes before the next message
+        self.stats = False  # whether each answer's speed is shown
         self.stays = False  # whether Ctrl-C ends an answer but not the chat
 
     def run(self) -> int:
@@ -286,10 +310,11 @@ class Chat:
         """Carry out a command or answer a message. Returns whether the chat goes on. The errors
         that end only the turn are those that all ranks raise."""
         command, _, rest = message.partition(" ")
+        command = command.lower()
         try:
             if command in ("/exit", "/quit", "/bye"):
                 return False
-            elif command == "/help":
+            elif command in ("/help", "/?"):
                 note(HELP)
             elif command == "/clear":
                 self.conversation.clear()
@@ -301,7 +326,16 @@ class Chat:
                 self.read(rest.strip())
             elif command == "/regen":
                 self.answer_again()
-            elif re.fullmatch(r"/[a-z]+", command):
+            elif command == "/set":
+                self.set(rest.split())
+            elif command == "/stats":
+                self.stats = not self.stats
+                self.output.note(f"speeds are {'shown' if self.stats else 'not shown'}")
+            elif command == "/save":
+                self.save(rest.strip())
+            elif command == "/load":
+                self.load(rest.strip())
+            elif re.fullmatch(r"/[^/]+", command):
                 note(f"no command {command}; /help lists them")
             elif message and self.answer(self.to_read + message):
                 self.to_read = ""
@@ -338,6 +372,41 @@ class Chat:
         message, _ = self.conversation.turns[-2:]
         self._show(message["content"], generation)
 
+    def set(self, words: list[str]) -> None:
+        """Change a setting, or show all. Raises ValueError."""
+        sampling = self.conversation.sampling
+        if words:
+            name = words[0].replace("-", "_")
+            defaults = vars(Sampling())
+            if name not in defaults or len(words) != 2:
+                raise ValueError(f"/set needs one of {', '.join(defaults)}, and a number")
+            try:
+                value = type(defaults[name])(words[1])
+            except ValueError:
+                raise ValueError(f"{words[1]}: {name} needs a number") from None
+            self.conversation.sampling = replace_settings(sampling, {name: value})
+        values = vars(self.conversation.sampling).items()
+        self.output.note(", ".join(f"{name} {value}" for name, value in values))
+
+    def save(self, name: str) -> None:
+        """Write the conversation as JSON. Raises ValueError or OSError."""
+        if not name:
+            raise ValueError("/save needs the name of a file")
+        text = json.dumps(self.conversation.messages, indent=1)
+        self.ranks.broadcast(lambda: Path(os.path.expanduser(name)).write_text(text))
+        self.output.note(f"saved to {name}")
+
+    def load(self, name: str) -> None:
+        """Go on from a conversation that `save` wrote. Raises ValueError or OSError."""
+        if not name:
+            raise ValueError("/load needs the name of a file")
+        text = self.ranks.broadcast(lambda: read_input(os.path.expanduser(name)))
+        try:
+            self.conversation.go_on_from(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name}: {error}") from None
+        self.output.note(f"{name}: {len(self.conversation.turns) // 2} turns")
+
     def read(self, name: str) -> None:
         """Put a file's text before the next message. Raises ValueError or OSError."""
         if not name:
@@ -358,11 +427,15 @@ class Chat:
         """Show an answer as it is generated; Ctrl-C cuts it short. Returns whether there is one."""
         if self.conversation.dropped:
             size = self.conversation.session.state.size
-            dropped = "dropped the oldest part of the conversation"
+            dropped = f"dropped the oldest part of the conversation, {self.conversation.dropped}"
             self.output.note(f"note: the context of {size} tokens is full: {dropped}")
         self.blank_line()
         self.output.write(generation, message)
         if generation.ended_by == "interrupt" and not self.stays:
             raise KeyboardInterrupt
+        if generation.ended_by == "length":
+            self.output.note(f"note: cut after {generation.timings.new_tokens} tokens (see -n)")
+        if self.stats:
+            self.output.note(speed(generation))
         self.blank_line()
         return generation.answered

@@ -417,12 +417,17 @@ class Grouped(Format):
         return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)
 
 
-def some_rows(weights: Tensor, out: Tensors) -> Iterator[Tensors]:
+def some_rows(
+    weights: Tensor, out: Tensors, most: float = torch.finfo(torch.float32).max
+) -> Iterator[Tensors]:
     """Some rows of the weights at a time, with the rows of `out` that they are encoded into; on a
-    CPU as many as fit into its caches. Raises ValueError for NaN or inf: this check is the only
-    place where encoding waits for the GPU, which encodes one matrix while the next is read."""
-    if not torch.isfinite(torch.stack(weights.aminmax())).all():
-        raise ValueError("NaN or inf cannot be stored in 8 or 4 bits")
+    CPU as many as fit into its caches. Raises ValueError for NaN or a magnitude beyond `most`: this
+    check is the only place where encoding waits for the GPU, which encodes one matrix while the
+    next is read."""
+    extremes = torch.stack(weights.aminmax()).abs()
+    if not (extremes <= most).all():
+        worst = "NaN or inf" if not extremes.isfinite().all() else f"a weight beyond {most:g}"
+        raise ValueError(f"{worst} cannot be stored in 8 or 4 bits")
     elements = 1 << 16 if weights.is_cpu else 1 << 24
     rows = max(1, elements // weights.shape[1])
     yield from zip(*(t.split(rows) for t in (weights, *out)))

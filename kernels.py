@@ -176,19 +176,24 @@ def _without_onednn(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _onednn_linear(x: Tensor, w: Matrix) -> Tensor:
-    """x W^T with a matrix in oneDNN's layout. x is padded to one of a few numbers of rows."""
-    T = x.shape[0]
-    padded = functional.pad(x, (0, 0, 0, _padded_rows(T) - T))
-    return torch.ops.mkldnn._linear_pointwise(padded, w.data, None, "none", [], "")[:T]
+    """x W^T with a matrix in oneDNN's layout."""
+    padded = _padded(x)
+    return torch.ops.mkldnn._linear_pointwise(padded, w.data, None, "none", [], "")[: len(x)]
 
 
-def _padded_rows(T: int) -> int:
-    """T rounded up to one of a few sizes. oneDNN compiles a kernel for each new size, which takes
-    milliseconds and 0.7 MB per matrix shape: with ever new prompt lengths a chat would grow by
-    hundreds of MB. It computes 16 rows at a time, so most of the padding costs nothing."""
-    power = 1 << (T - 1).bit_length()
-    step = max(16, power // 8)
-    return power if T <= 16 else -(-T // step) * step
+def _padded(x: Tensor) -> Tensor:
+    """x [T, K] with rows of zeros behind it, up to one of a few sizes. OneDNN, which multiplies
+    bf16, compiles a kernel for each new size, which takes milliseconds and 0.7 MB per matrix shape:
+    with ever new prompt lengths a chat would grow by hundreds of MB. It computes 16 rows at a time,
+    so most of the padding costs nothing. Products of other types compile nothing."""
+    T = len(x)
+    if x.dtype != torch.bfloat16:
+        return x
+    size = 1 << (T - 1).bit_length()
+    if T > 16:
+        step = max(16, size // 8)
+        size = -(-T // step) * step
+    return functional.pad(x, (0, 0, 0, size - T))
 
 
 def _cpu_vector_linear(x: Tensor, w: Matrix) -> Tensor:
@@ -208,7 +213,7 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
     """On a CPU, several tokens with fp16 weights or a format: the library's product, with the
     weights converted some rows at a time."""
     wide = cpu_product_dtype(x.dtype)
-    x_wide = x.to(wide)
+    x_wide = _padded(x.to(wide))
     if w.format:
         x_wide = w.format.ordered(x_wide)
     out = x.new_empty(x.shape[0], w.rows)
@@ -217,7 +222,7 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
             weights = w.format.weights(part.tensors)
         else:
             weights = part.data.float()  # fp16 to bf16 is slow directly
-        columns.copy_(functional.linear(x_wide, weights.to(wide)))
+        columns.copy_(functional.linear(x_wide, weights.to(wide))[: len(x)])
     return out
 
 

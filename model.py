@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import astuple, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Protocol
@@ -405,6 +405,8 @@ class State:
         self.size = size or model.ctx_size
         self.pos = 0  # positions in use
         self.device_pos = torch.zeros(1, dtype=torch.int32, device=device)  # the same
+        # seconds that decoding took by the clock of a GPU that works while the host does else
+        self.busy = 0.0
 
         # The tokens; those that were sampled are there once more for the host
         self.tokens = torch.zeros(self.size, dtype=torch.int32, device=device)
@@ -434,7 +436,7 @@ class State:
         """Raise ValueError if `count` more tokens do not fit. Nothing else checks this."""
         count += self.pos
         if count > self.size:
-            holds = f"the context holds {self.size} (-c, or State's size)"
+            holds = f"the context holds {self.size} (see --ctx-size)"
             raise ValueError(f"the prompt has {count} tokens; {holds}")
 
     def append(self, tokens: Tensor) -> None:
@@ -491,7 +493,11 @@ class State:
 
 @dataclass
 class Timings:
-    """Filled in by generate, added up over calls."""
+    """Filled in by generate, added up over calls.
+
+    What the caller does between tokens does not count: the seconds are those between asking for a
+    token and getting it. On a GPU, which works on while the caller does, they are the seconds that
+    it took by its own clock, if that is more."""
 
     prompt_tokens: int = 0  # those evaluated, without what the state already had
     prompt_seconds: float = 0.0
@@ -501,15 +507,6 @@ class Timings:
 
     def __add__(self, other: Timings) -> Timings:
         return Timings(*(a + b for a, b in zip(astuple(self), astuple(other))))
-
-    def add(self, seconds: float, first: bool) -> None:
-        """Count one new token."""
-        self.new_tokens += 1
-        if first:
-            self.prompt_seconds += seconds
-        else:
-            self.steps += 1
-            self.step_seconds += seconds
 
 
 @torch.inference_mode()
@@ -542,7 +539,8 @@ def generate(
     state.sampler.set(sampling or model.sampling)
     state.ban(eos if ignore_eos else [])
     timings = timings or Timings()
-    start = time.perf_counter()
+    earlier = timings.step_seconds
+    asked = time.perf_counter()
     reused = state.reuse(prompt)
     model.prefill(prompt[reused:], state, progress)
     timings.prompt_tokens += len(prompt) - reused
@@ -551,12 +549,21 @@ def generate(
     if decode is None:
         decode = _decode_on_gpu if model.uses_graphs else _decode
     with model.ranks.stopping_together(), closing(decode(model, state, n)) as tokens:
+        waited = 0.0
         for i, token in enumerate(tokens):
-            timings.add(time.perf_counter() - start, first=i == 0)
-            start = time.perf_counter()
+            seconds = time.perf_counter() - asked
+            timings.new_tokens += 1
+            if i == 0:
+                timings.prompt_seconds += seconds
+                busy_before = state.busy
+            else:
+                waited += seconds
+                timings.steps += 1
+                timings.step_seconds = earlier + max(waited, state.busy - busy_before)
             if token < 0:
                 raise RuntimeError(not_finite(model))
             yield token
+            asked = time.perf_counter()
             if token in eos and not ignore_eos:
                 return
 
@@ -600,17 +607,21 @@ def _decode_on_gpu(model: Llama, state: State, n: int) -> Iterator[int]:
         return
     graph = model.graph(state)
     stream = torch.cuda.current_stream(model.device)
-    done = [torch.cuda.Event(), torch.cuda.Event()]
+    event = partial(torch.cuda.Event, enable_timing=True)
+    begun = [event(), event()]
+    done = [event(), event()]
     first = state.pos
     read = 0
     try:
         for launched in range(n + 1):
             if launched < n:
+                begun[launched % 2].record(stream)
                 graph.replay()
                 done[launched % 2].record(stream)
             if launched > 0:
                 read = launched - 1
                 done[read % 2].synchronize()
+                state.busy += begun[read % 2].elapsed_time(done[read % 2]) / 1e3
                 state.pos = first + read
                 yield int(state.host_tokens[state.pos])
     finally:

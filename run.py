@@ -3,13 +3,17 @@ all else to stderr."""
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import dataclasses
 import os
 import random
 import re
 import resource
-import signal
 import sys
 from contextlib import suppress
 from importlib import metadata

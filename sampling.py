@@ -46,7 +46,7 @@ from launch import (
 
 COLDEST = 1e-30  # float32 could round lower temperatures to 0
 HOTTEST = 1e30  # beyond it, a logit of model.BANNED could be drawn
-EVERY = 1 << 30  # a window of the penalty that holds any context
+EVERY = 1 << 30  # more tokens than any context or vocabulary has
 
 
 def _setting(default: float, low: float, high: float = math.inf):
@@ -90,7 +90,8 @@ class Sampling:
         """The numbers that kernels load, in the order of TEMP to WINDOW below."""
         log_min_p = math.log(self.min_p) if self.min_p > 0 else -math.inf
         penalty = self.repeat_penalty
-        return [self.temperature, self.top_k, self.top_p, log_min_p, penalty, self.window]
+        top_k = min(self.top_k, EVERY)
+        return [self.temperature, top_k, self.top_p, log_min_p, penalty, self.window]
 
 
 TEMP, TOP_K, TOP_P, LOG_MIN_P, PENALTY, WINDOW = map(constexpr, range(6))

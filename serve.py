@@ -5,6 +5,11 @@ extra/openai.py knows the words."""
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import os
 import select

@@ -230,6 +230,8 @@ class Session:
         if lookup:
             self.speculation = Lookup(lookup)
         if draft:
+            # its state will be as large as the model's
+            options["ctx_size"] = self.state.size
             self.speculation = Draft(draft_max, load(draft, ranks=ranks, **options))
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
@@ -372,7 +374,7 @@ class Session:
             ids = answer.ids
             if answer.ended_by == "stop":  # they go on beyond the text
                 ids = self.tokenizer.encode(answer.text, bos=False)
-            self._past = Prompt(prompt.text, prompt.ids + ids, answer.text)
+            self._past = replace(prompt, ids=prompt.ids + ids, answer=answer.text)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
@@ -418,7 +420,7 @@ class Conversation:
         or the chat template refuses it."""
         self.session = session
         self.sampling = sampling or session.sampling
-        self.dropped = False  # whether the last message made the oldest part go
+        self.dropped = ""  # what the last message made go, in words
         self.begin(system)
         session.turn_ends()  # raises now what it would raise at the first message
 
@@ -431,6 +433,27 @@ class Conversation:
             self.length_with("?", messages, "the system prompt")
         self.system: list[Message] = messages
         self.clear()
+
+    @property
+    def messages(self) -> list[Message]:
+        """The system prompt, if any, and the turns."""
+        return [*self.system, *self.turns]
+
+    def go_on_from(self, messages: list[Message]) -> None:
+        """Go on from what `messages` once was. Raises ValueError for anything else; the
+        conversation is then still the old one."""
+        try:
+            roles = [message["role"] for message in messages]
+            said = all(isinstance(message["content"], str) for message in messages)
+        except (TypeError, KeyError):
+            roles = []
+            said = False
+        begins = int(roles[:1] == ["system"])
+        turns = len(roles) // 2
+        if not said or roles[begins:] != ["user", "assistant"] * turns:
+            raise ValueError("it is not a conversation: messages of a user, each with its answer")
+        self.begin(messages[0]["content"] if begins else "")
+        self.turns = messages[begins:]
 
     def clear(self) -> None:
         """Forget all but the system prompt."""
@@ -497,10 +520,23 @@ class Conversation:
         prompt, kept = self.fit(message, turns)
         generation = self.session.chat(prompt, **{"sampling": self.sampling} | options)
         generation.at_end(lambda: self._keep(kept, message, generation))
-        self.dropped = kept is not turns
+        self.dropped = dropped_part(turns, kept)
         return generation
 
     def _keep(self, turns: list[Message], message: str, answer: Generation) -> None:
         if answer.answered:
             said = {"role": "assistant", "content": answer.text}
             self.turns = [*turns, {"role": "user", "content": message}, said]
+
+
+def dropped_part(turns: list[Message], kept: list[Message]) -> str:
+    """What of these turns is not among those kept, in words; empty if all of it is."""
+    if kept is turns:
+        return ""
+    parts = []
+    if count := (len(turns) - len(kept)) // 2:
+        parts.append(f"{count} of {len(turns) // 2} turns")
+    if kept and kept[-1] != turns[-1]:
+        cut = len(turns[-1]["content"]) - len(kept[-1]["content"])
+        parts.append(f"{cut} characters of the last answer")
+    return " and ".join(parts)

@@ -1328,20 +1328,28 @@ def test_matrices_in_a_cpu_layout_are_the_same_matrices(dtype, format, small, mo
     assert torch.backends.mkldnn.enabled
 
 
-def test_prompts_need_few_onednn_kernels(monkeypatch):
+@pytest.mark.parametrize("format", [None, E4M3, INT4])
+def test_prompts_need_few_onednn_kernels(format, monkeypatch):
     """oneDNN keeps what it compiles for each number of rows, so a chat's memory would grow with
-    each new length."""
-    sizes, w = set(), Matrix(torch.randn(8, 4, dtype=torch.bfloat16).to_mkldnn())
+    each new length, whether a matrix is in its layout or decoded for each prompt."""
+    sizes = set()
+    (w,) = encoded([Matrix(torch.randn(8, 32, dtype=torch.bfloat16))], format)
+    exact = w.dense().float().t()
+    if not format:
+        w = Matrix(w.data.to_mkldnn())
 
-    def product(x, packed, *rest):
+    def product(x, weights, *rest):
         sizes.add(len(x))
-        return x[:, :1].expand(-1, 8) + 0
+        weights = weights.to_dense() if weights.is_mkldnn else weights
+        return (x.float() @ weights.float().t()).to(x.dtype)
 
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
+    monkeypatch.setattr(kernels.functional, "linear", product)
     for T in range(1, PROMPT_CHUNK["cpu"] + 1):
-        x = torch.arange(T, dtype=torch.bfloat16)[:, None].expand(T, 4)
-        assert kernels.linear_ref(x, w).equal(x[:, :1].expand(T, 8))
-    assert len(sizes) <= 20 and 1 in sizes and max(sizes) == PROMPT_CHUNK["cpu"]
+        x = torch.randn(T, 32, dtype=torch.bfloat16)
+        assert nmse(kernels.linear_ref(x, w), x.float() @ exact) < 2 * ONE_UNIT[torch.bfloat16]
+    assert len(sizes) <= 20 and max(sizes) == PROMPT_CHUNK["cpu"]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -1524,7 +1532,7 @@ KINDS_OF_LOGITS = {
 def test_sampling_equals_the_reference(kind):
     choices = dict(
         temp=(0, 1e-50, 1e-30, 1e-9, 0.7, 1.5, 1e6, INF),
-        top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000),
+        top_k=(0, 1, 5, 12, 40, 65, 80, 1099, 5000, 10**300),
         top_p=(0.0, 1e-9, 0.5, 0.97, 1.0), min_p=(0, 0.05, 0.5),
         repeat_penalty=(1.0, 1.2), repeat_last_n=(-1, 0, 7, 64),
     )  # fmt: skip
@@ -1747,6 +1755,12 @@ def test_encode_and_check_refuse_what_is_not_finite(form):
     for bad in (NAN, INF):
         with pytest.raises(ValueError, match="NaN or inf"):
             format.encode(weights.index_fill(1, third, bad))
+    largest = int4.MOST if format is INT4 else 1e38
+    *codes, scales = format.encode(weights.sign() * largest)
+    assert scales.isfinite().all()
+    if format is INT4:
+        with pytest.raises(ValueError, match="a weight beyond 5e[+]36 cannot be stored"):
+            format.encode(weights * 1e37)
     *codes, scales = format.encode(weights)
     for bad in (0.0, -1.0, NAN, INF):
         with pytest.raises(ValueError, match="scales that are not"):
@@ -2416,6 +2430,33 @@ def test_generate_is_refused_at_the_call(tiny_session, prompt, settings, error, 
     assert torch.equal(tiny_session.state.tokens, before)
 
 
+@pytest.mark.parametrize("decode", ["on a CPU", "by lookup", "in graphs"])
+def test_timings_are_not_the_callers(tiny_model, monkeypatch, decode):
+    """On a GPU, which works while the caller does, steps take at least what its own clock says."""
+    options = dict(n=5, eos=[], timings=Timings(), state=State(tiny_model))
+    if "graphs" in decode:
+        decode_in_graphs(monkeypatch)
+        event = SimpleNamespace(record=lambda _: 0, synchronize=lambda: 0)
+        event.elapsed_time = lambda _: 9000.0  # ms
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    if "lookup" in decode:
+        options["decode"] = Lookup(3).decode
+    start = time.perf_counter()
+    for _ in generate(tiny_model, [1, 5, 6], **options):
+        time.sleep(0.1)
+    took = time.perf_counter() - start
+    timings = options["timings"]
+    assert timings.new_tokens == 5 and timings.steps == 4
+    if "graphs" in decode:
+        assert timings.step_seconds == 4 * 9
+    else:
+        assert timings.step_seconds > 0
+        assert timings.prompt_seconds + timings.step_seconds < took - 5 * 0.1
+    before = timings.step_seconds
+    list(generate(tiny_model, [1, 5, 6], **options))
+    assert timings.steps == 8 and timings.step_seconds > before
+
+
 def test_a_text_ends_the_one_before(tiny_session):
     options = dict(n=6, ignore_eos=True)
     alone = tiny_session.generate("fox", **options).finish()
@@ -2617,10 +2658,50 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
 def test_chat_drops_its_oldest_turns(cli, tiny, fitted):
     flags = ["--system", "Be kind.", "--chat-template", "llama2", "-c", 128]
     code, _, err = chat(cli, tiny, *["tell me a tale"] * 8, flags=flags)
-    assert code == 0 and "dropped the oldest" in err and "error" not in err
+    assert code == 0 and "error" not in err
+    assert re.search(r"full: dropped the oldest part of the conversation, [1-9] of \d turns", err)
     lengths = [len(prompt.ids) for prompt in fitted]
     assert 64 < max(lengths) <= 96, "a quarter is left for the answer"
     assert all(prompt.text.startswith("<s>[INST] <<SYS>>\nBe kind.") for prompt in fitted)
+
+
+def test_chat_settings_stats_and_files(cli, tiny, tmp_path):
+    file, other = tmp_path / "talk", tmp_path / "other"
+    other.write_text('[{"role": "user", "content": "?"}]')
+    (hot,) = chat_objects(cli, tiny, "hello", flags=["--temp", 5, "-s", 3])
+    lines = ["/HELP", "/?", "/set temp 5", "/set seed 3", "/stats", "hello", f"/save {file}"]
+    lines += ["more", f"/load {file}", "more"]
+    _, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
+    first, second, third = (turn["text"] for turn in objects(out))
+    assert first == hot["text"] and second == third and f"{file}: 1 turns" in err
+    assert "temp 5.0, top_k 40" in err and err.count("/clear  ") == 2
+    assert (
+        err.count("note: cut after 6 tokens (see -n)") == 3 and err.count(" tokens/s; prompt:") == 3
+    )
+    assert json.loads(file.read_text())[0] == {"role": "user", "content": "hello"}
+    said = {
+        "/set tmp 1": "/set needs one of temp, top_k",
+        "/set top-k many": "many: top_k needs a number",
+        "/set top_p 2": "top_p is 2.0; it must be from 0 to 1",
+        "/set seed nan": "nan: seed needs a number",
+        "/save": "/save needs the name of a file",
+        "/save /no/where": "/no/where: No such file",
+        f"/load {other}": f"{other}: it is not a conversation",
+        f"/load {tiny / 'config.json'}": "it is not a conversation",
+        f"/load {tiny / 'tokenizer.model'}": "not UTF-8",
+    }
+    refused = chat_objects(cli, tiny, *said)
+    assert all(text in turn["error"] for turn, text in zip(refused, said.values(), strict=True))
+
+
+def test_ctrl_c_while_an_answer_is_rendered_again(tiny, monkeypatch):
+    talk = Conversation(Session(tiny, device="cpu"))
+    talk.answer("hello", n=4).finish()
+    before = talk.turns
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(talk.session.tokenizer, "_render", fails(KeyboardInterrupt()))
+        talk.again(n=4)
+    assert talk.turns == before and len(before) == 2
 
 
 def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
@@ -2631,7 +2712,7 @@ def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
     turns = objects(out)
     assert (
         code == 0
-        and err.count("dropped the oldest") == 2
+        and len(re.findall(r" \d+ characters of the last answer", err)) == 2
         and all(turn["ended_by"] == "context" for turn in turns)
     )
     form = r"(?s)<s>\[INST\] <<SYS>>\nBe kind.\n<</SYS>>\n\n[^[]* \[/INST\] (.*) </s><s>\[INST\] go on \[/INST\]"
@@ -2687,6 +2768,29 @@ def test_printer_does_not_cut_words(width, capsys, monkeypatch):
     assert all(
         word in shown.split() for word in visible.split() if word.isascii() and len(word) < width
     )
+
+
+def test_notes_and_cut_texts_at_a_terminal(tiny, capsys, monkeypatch):
+    """A file's name may hold control characters; of a text that Ctrl-C cut, no half word comes
+    after it."""
+    cli_module.note("model  a\x1b]0;b\x07\x9b\nc\td\r")
+    assert capsys.readouterr().err == "model  a\ufffd]0;b\ufffd\ufffd\nc\td \n"
+    for cut, expected in ((True, "Once \n"), (False, "Once up\n")):
+        printer = Printer()
+        printer.at_terminal = True
+        printer.write("Once up")
+        printer.end(cut)
+        assert capsys.readouterr().out == expected
+
+
+def test_ctrl_c_at_once(tmp_path):
+    """While the program's own modules are imported."""
+    (tmp_path / "dataclasses.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)")
+    for program in ("run.py", "bench.py", "serve.py"):
+        run = [sys.executable, HERE / program, "--help"]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        ended = subprocess.run(run, env=environment, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 class Person:
@@ -4119,7 +4223,18 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         with monkeypatch.context() as patch:
             patch.setattr(step, end)
             refused("new", expected, code)
-    assert cli("-m", copy, "--save", tmp_path / "empty", "--fp8", "--quiet") == (0, "", "")
+    rename = lambda file, to: os.rename(file, to) if file.name != "model.safetensors" else 1 / 0
+    empty = tmp_path / "empty"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)  # its last step
+        refused("new", "division by zero")
+        refused("empty", "division by zero")
+    # inside the folder, which may be a mount point, with its own mode
+    empty.chmod(0o2750)
+    place = empty.stat()
+    assert cli("-m", copy, "--save", empty, "--fp8", "--quiet") == (0, "", "")
+    assert (place.st_ino, place.st_mode) == (empty.stat().st_ino, empty.stat().st_mode)
+    assert all(f.is_file() for f in empty.iterdir())
     modes = {
         f.stat().st_mode & 0o777
         for f in (tmp_path / "empty" / "model.safetensors", copy / "config.json")
@@ -4241,6 +4356,20 @@ def test_stop_strings_across_tokens(tiny, stops):
         stream.stopped == bool(found)
         and shown + stream.finish() == text[: min(found, default=len(text))]
     )
+
+
+def test_the_stop_string_that_ends_first_counts(tiny):
+    """However the text is cut into tokens; of those that end together, the longest."""
+    tokenizer = Tokenizer(tiny)
+    stops = ["ce upo", "upon a", "e u", "on a", "time th"]
+    for chosen in itertools.combinations(stops, 3):
+        text = "Once upon a time there"
+        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in chosen]
+        whole = tokenizer.encode(text, bos=False)
+        letters = [i for letter in text for i in tokenizer.vocabulary.encode_after(letter)]
+        for ids in (whole, letters):
+            shown = "".join(streamed(tokenizer, ids, at_start=True, stops=chosen))
+            assert shown == text[: min(ends)[1]], (chosen, ids)
 
 
 def test_continuation_takes_what_does_not_merge():
@@ -4631,8 +4760,13 @@ def test_answers_keep_their_tokens(tmp_path, family):
     )
     past = Prompt("ask:", [1], " a tale")
     assert [
-        t._end_of(past, "ask:" + then) for then in ("\n a tale.", " so: a tale.", " the crow")
-    ] == [12, 0, 0]
+        t._common_ends(past, "ask:" + then) for then in ("\n a tale.", " so: a tale.", " the crow")
+    ] == [((12, 1),), (), ()]
+    # the last question again: the answers before it keep their ids
+    third = conversation("tell me", answer, "go on", "more", "and?")
+    past = replace(again, ids=again.ids + t.encode("more", bos=False), answer="more")
+    for answered in (past, replace(t.chat_prompt(third, past=past), answer="no")):
+        assert t.chat_prompt(second, past=answered) == again
 
 
 def test_control_token_in_the_vocabulary(tmp_path):
@@ -5604,6 +5738,39 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     assert draft.accepted == draft.proposed and draft.passes == 24
 
 
+def test_draft_of_a_smaller_vocabulary(tiny):
+    """A prompt may have ids that only the model has; the draft reads them as its first."""
+    model = exact_model(tiny, ctx_size=64)
+    small = copy_module.copy(model)
+    V = model.config.vocab_size
+    small.config = replace(model.config, vocab_size=V - 5)
+    embedding = model.weights.embedding[: V - 5]
+    small.weights = replace(model.weights, embedding=embedding, output=Matrix(embedding))
+    for end in (V - 1, 7):
+        prompt = [1, V - 5, 9, end]
+        draft = always(Draft(3, small))
+        found = list(generate(model, prompt, n=12, eos=[], decode=draft.decode))
+        assert len(found) == 12 and max(found) < V - 5 and draft.passes
+        seen = draft.state.tokens.tolist()
+        assert seen[:4] == [1, 0, 9, end if end == 7 else 0] and seen[4] == found[0]
+
+
+def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch):
+    sizes = []
+    edit(copy / "config.json", max_position_embeddings=128)
+    monkeypatch.setattr(checkpoint, "check_memory", lambda *args: sizes.append(args[3]))
+    Session(tiny, draft=copy, device="cpu")
+    assert sizes == [256, 256]
+
+
+def test_a_pacer_that_gives_up_says_so(tiny):
+    model = exact_model(tiny, ctx_size=64)
+    lookup = Lookup(3)
+    lookup.pacer = SimpleNamespace(ready=lambda: False, single=1.0, record=lambda *_: None)
+    list(generate(model, [1, 5, 6], n=12, eos=[], decode=lookup.decode))
+    assert "; 11 passes had none, since they cost more time" in lookup.summary()
+
+
 def test_draft_forgets_what_was_not_sampled(tiny):
     """What it proposes depends on the text alone, not on what was proposed earlier."""
     model = exact_model(tiny, ctx_size=64)
@@ -6520,12 +6687,14 @@ def test_bench_draws_the_same_lengths():
 
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     (tmp_path / "bad").write_bytes(b"ab\xff")
+    (tmp_path / "one").write_text("a")
     for arguments, text in (
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
         (["-m", "nowhere"], "no file or folder nowhere here"),
         (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
         (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
+        (["-m", tiny, "--perplexity", tmp_path / "one"], "has 1 tokens; a mean with its error"),
     ):
         assert_refused(bench_cli(*arguments), text)
     for arguments, text in (

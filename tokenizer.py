@@ -403,6 +403,8 @@ class Prompt:
     ids: list[int]
     answer: str = ""
     continues: bool = False  # it ends within an answer, which is to be continued
+    # where the earlier answers whose ids it kept end: characters of the text, and ids
+    ends: tuple[tuple[int, int], ...] = ()
 
 
 class Tokenizer:
@@ -499,10 +501,10 @@ class Tokenizer:
         past: Prompt | None = None,
         continues: bool = False,
     ) -> Prompt:
-        """The same, with its text. If it continues `past`, an answered prompt, so do the ids: the
-        tokens of an answer need not be those that its text would be encoded to, and what was
-        evaluated can stay in the cache. continues: the last message is an answer, which is to be
-        continued."""
+        """The same, with its text. As far as it has the answers of `past`, an answered prompt, it
+        has their ids: the tokens of an answer need not be those that its text would be encoded to,
+        and what was evaluated can stay in the cache. continues: the last message is an answer,
+        which is to be continued."""
         text, control = self._render(messages, add_generation_prompt and not continues)
         if continues:
             answer = messages[-1]["content"].strip()
@@ -513,28 +515,32 @@ class Tokenizer:
                 )
             text = text[:end]
             control = [span for span in control if span[1] <= end]
-        start = self._end_of(past, text)
+        ends = self._common_ends(past, text)
+        start, known = ends[-1] if ends else (0, 0)
         control = [(begin - start, end - start) for begin, end in control if begin >= start]
         ids = self.vocabulary.encode_chat(text[start:], control, after=start > 0)
-        if start:
-            ids = past.ids + ids
+        if known:
+            ids = past.ids[:known] + ids
         if not ids:
             raise ValueError("the chat template writes nothing for this conversation")
-        return Prompt(text, ids, continues=continues)
+        return Prompt(text, ids, continues=continues, ends=ends)
 
     @staticmethod
-    def _end_of(past: Prompt | None, text: str) -> int:
-        """Where past and its answer end in the text of a conversation that continues them, 0 if
-        this one does not."""
+    def _common_ends(past: Prompt | None, text: str) -> tuple[tuple[int, int], ...]:
+        """Where the answers in `past`, its own among them, end in the text of a conversation that
+        begins with them: characters of the text, and ids of `past`."""
+        if past is None:
+            return ()
+        ends = tuple(end for end in past.ends if text.startswith(past.text[: end[0]]))
         # text == past.text: the same question again
-        if past is None or not text.startswith(past.text) or text == past.text:
-            return 0
+        if not text.startswith(past.text) or text == past.text:
+            return ends
         answer = past.answer.strip()
         begin = len(past.text)
         at = text.find(answer, begin)
         if at < 0 or text[begin:at].strip():
-            return 0
-        return at + len(answer)
+            return ends
+        return (*ends, (at + len(answer), len(past.ids)))
 
     def turn_ends(self) -> tuple[set[int], list[str]]:
         """What ends an answer, because the template writes it between an answer and the next
@@ -665,10 +671,12 @@ class TextStream:
             text = text.removeprefix(" ")
             self.strip_space = False
         self._pending += text
-        found = [i for i in (self._pending.find(stop) for stop in self.stops) if i >= 0]
+        # the one that ends first, however the text is cut into tokens; of equals the longest
+        starts = [(self._pending.find(stop), len(stop)) for stop in self.stops]
+        found = [(i + length, i) for i, length in starts if i >= 0]
         self.stopped = bool(found)
         keep = max(map(self._begun, self.stops), default=0)
-        end = min(found, default=len(self._pending) - keep)
+        _, end = min(found, default=(0, len(self._pending) - keep))
         ready = self._pending[:end]
         self._pending = self._pending[end:]
         return self._without_signs(ready)

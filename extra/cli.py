@@ -52,6 +52,12 @@ def screen_width() -> int:
     return max(shutil.get_terminal_size().columns - 1, 2)
 
 
+# In place of control characters, which could move the cursor or worse, for str.translate; tab and
+# newline stay
+HARMLESS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+HARMLESS[ord("\r")] = " "
+
+
 def show(text: str) -> None:
     """Write text to stdout at once."""
     sys.stdout.write(text)
@@ -59,8 +65,10 @@ def show(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Write lines to stderr. At a terminal they are wrapped at words, and what follows a line's
-    label is indented as far as its first line."""
+    """Write lines to stderr, without control characters, which a file's name may contain. At a
+    terminal they are wrapped at words, and what follows a line's label is indented as far as its
+    first line."""
+    text = text.translate(HARMLESS)
     if sys.stderr.isatty():
         text = "\n".join(_wrapped(line) for line in text.split("\n"))
     try:

@@ -46,6 +46,7 @@ from launch import EMULATED, constexpr, jit, tl
 GROUP = 32
 BLOCK = 256  # columns that eight groups share
 LARGEST = 0xEF  # the largest code of a scale
+MOST = 5e36  # the largest weight: the number of its row, up to 40 times that, fits float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +106,7 @@ class Int4(Codes4):
     def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
         """The scale and the zero point of a group are searched for the least squared error."""
         out = out or self.empty(*weights.shape, weights.device)
-        for rows, *places in some_rows(weights, out):
+        for rows, *places in some_rows(weights, out, MOST):
             groups = self.in_runs(rows.float()).unflatten(-1, (-1, GROUP))
             for place, value in zip(places, _encode(groups)):
                 place.copy_(value)

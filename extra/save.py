@@ -4,6 +4,8 @@ small files."""
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -63,25 +65,45 @@ def save(
     check_groups(config, of_matrices)
     check_memory(config, as_dtype, on, 1, of_matrices)
     need = weight_bytes(config, as_dtype, of_matrices) / 1e9
-    free = shutil.disk_usage(to.parent).free / 1e9
+    at = to if to.exists() else to.parent
+    free = shutil.disk_usage(at).free / 1e9
     if need > free:
         raise OSError(
-            f"the model takes {need:.2f} GB, but {to.parent} has {free:.2f} GB free: save elsewhere"
+            f"the model takes {need:.2f} GB, but {at} has {free:.2f} GB free: save elsewhere"
         )
-    with TemporaryDirectory(prefix=f"{to.name}.partial-", dir=to.parent) as beside:
-        # and then renamed; the outer folder is readable for its owner alone
-        made = Path(beside, "whole")
-        made.mkdir()
+    with filled(to) as made:
         write_small_files(checkpoint, made)
+        mode = next(made.iterdir()).stat().st_mode
         loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, of_matrices, quiet=quiet)
         with torch.inference_mode():
             weights = loader.load()
         metadata = {"fused-llama": SAVED_LAYOUT, "format": format}
         save_file(tensors_to_save(config, weights, of_matrices), made / SAVED, metadata)
-        # the library makes it readable for the owner alone
-        (made / SAVED).chmod(made.stat().st_mode & 0o666)
-        made.rename(to)
+        (made / SAVED).chmod(mode)  # the library makes it readable for the owner alone
     return to / SAVED
+
+
+@contextmanager
+def filled(to: Path) -> Iterator[Path]:
+    """A folder inside `to`, which is new or empty, for the files that `to` is to contain. They move
+    there when all are written, the tensors last, without which it is no checkpoint. After an error
+    `to` is as before. Nothing is written beside it: it may be a mount point, or in a folder that is
+    not writable."""
+    is_new = not to.exists()
+    to.mkdir(exist_ok=True)
+    names = []
+    try:
+        with TemporaryDirectory(prefix="partial-", dir=to) as inside:
+            yield Path(inside)
+            names = sorted(os.listdir(inside), key=lambda name: name == SAVED)
+            for name in names:
+                Path(inside, name).rename(to / name)
+    except BaseException:
+        for name in names:
+            (to / name).unlink(missing_ok=True)
+        if is_new:
+            to.rmdir()
+        raise
 
 
 def write_small_files(checkpoint: Checkpoint, to: Path) -> None:

@@ -103,6 +103,7 @@ class Speculation:
         self.n = n
         self.pacer = Pacer()
         self.passes = self.proposed = self.accepted = 0
+        self.held_off = 0  # passes without proposals because of the pacer
         self.capturing = 0.0  # seconds of the running pass that went into capturing graphs
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}  # those that fit the running text
 
@@ -155,7 +156,9 @@ class Speculation:
         first samples, and the GPU does not wait for the host."""
         last = len(ids) - 1
         start = Moment(model.device)
-        looks = last + 1 + self.n < state.size and self.pacer.ready()
+        ready = self.pacer.ready()
+        held_off = not ready and self.pacer.single > 0
+        looks = ready and last + 1 + self.n < state.size
         proposals = self.propose(ids) if looks else []
         if proposals and running:
             return  # they have to follow the token that is being sampled
@@ -165,6 +168,7 @@ class Speculation:
         at_once = 2 if model.uses_graphs and not proposals else 1
         while len(running) < at_once and len(ids) + len(running) < end:
             running.append(self._pass(model, state, proposals, start, waited))
+            self.held_off += held_off
             start = Moment(model.device)
             waited = False
 
@@ -200,6 +204,7 @@ class Speculation:
         running.end.wait()
         seconds = running.end.since(running.start) - self.capturing
         self.capturing = 0.0
+        state.busy += seconds
         proposals = running.proposals
         proposed = len(proposals)
         sampled = state.host_tokens[len(ids) : len(ids) + proposed + 1].tolist()
@@ -217,8 +222,10 @@ class Speculation:
         rate = 0.0
         if self.passes:
             rate = 1 + self.accepted / self.passes
-        passes = f"{self.passes} passes, {rate:.2f} tokens a pass"
-        return f"proposals {passes}; {share} proposals accepted\n"
+        text = f"{self.passes} passes, {rate:.2f} tokens a pass; {share} proposals accepted"
+        if self.held_off:
+            text += f"; {self.held_off} passes had none, since they cost more time than they save"
+        return f"proposals {text}\n"
 
 
 def agreeing(proposals: list[int], tokens: list[int]) -> int:
@@ -297,7 +304,13 @@ class Draft(Speculation):
         own.ban([*(i for i in state.never if i < own_V), *range(V, own_V)])
         state.ban([*state.never, *range(own_V, V)])
         self.guesses = []
-        self.model.prefill(ids[own.reuse(ids) :], own)
+        known = self._known(ids)
+        self.model.prefill(known[own.reuse(known) :], own)
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """The ids, with 0 in place of those that only the model's vocabulary has."""
+        V = self.model.config.vocab_size
+        return [id if id < V else 0 for id in ids]
 
     def propose(self, ids: list[int]) -> list[int]:
         """The draft evaluates two tokens first, the last one and the one before: if all its latest
@@ -305,7 +318,7 @@ class Draft(Speculation):
         own = self.state
         last = len(ids) - 1
         self._catch_up(ids)
-        place(own, last - 1, ids[-2:])
+        place(own, last - 1, self._known(ids[-2:]))
         self._run(self.model, own, ("proposals", self.n), self._sample_proposals)
         Moment(self.model.device).wait()
         own.pos = last + self.n  # the last proposal is not evaluated
