@@ -150,6 +150,8 @@ class Vocabulary:
     named: dict[str, str] = {}  # some of these by name ("bos_token"), where the file says it
     adds_space: bool  # a text is encoded with a space before it
     utf8_errors: str  # how bytes that are not UTF-8 are decoded
+    # whether text after a control token is encoded with a space before it
+    space_after: Callable[[str], bool]
 
     # "<think>": a control token, special or not
     MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)
