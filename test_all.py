@@ -3921,8 +3921,6 @@ INDEX, SHARDS = (
 )
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13, PTH = "layers.1.w13", "consolidated.01.pth"
-ADDED = {"added_tokens_decoder": {"600": {"content": ["x"]}}}
-
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0] * 8,
@@ -3981,7 +3979,7 @@ SPOILED = {
         ), "is not a SentencePiece model",
     ),
     "wrong types beside the tokenizer": (
-        both(write("tokenizer_config.json", json.dumps(ADDED)), write("added_tokens.json", "[]")),
+        both(write("tokenizer_config.json", "{}"), write("added_tokens.json", "[]")),
         "added_tokens.json does not hold a JSON object",
     ),
     "no weights": (remove("model.safetensors"), "holds no weights"),
@@ -4500,6 +4498,92 @@ def test_added_tokens_and_bos(copy):
     (copy / "tokenizer.json").write_text(json.dumps({"added_tokens": [*added, dict(id="x"), 3]}))
     t = Tokenizer(copy, size + 2)
     assert t.control["<|im_end|>"] == size and t.decode([size + 1, size]) == "<tool>"
+
+
+def test_added_tokens_of_a_tokenizer_model(copy):
+    """Renamed pieces, flags, tokens that are found in a text, and the space before a text, as the
+    configuration has them. The ids are those of transformers 4 (slow) and, but for renamed pieces
+    of LlamaTokenizer, 5."""
+    sp = Tokenizer(copy).vocabulary.sp
+    size, unused = sp.vocab_size(), sp.vocab_size() - 1
+    lost = sp.id_to_piece(unused).replace("\u2581", " ")
+    added = {
+        unused: dict(content="<|im_end|>", lstrip=True),
+        size: dict(content="<|x|>", rstrip=True, special=False),
+        size + 1: dict(content="  ", special=False),
+        size + 2: dict(content=["x"]),
+    }
+    config = dict(added_tokens_decoder=added, eos_token="<|im_end|>", legacy=False)
+    config["chat_template"] = "a <|im_end|> b<|x|> c<|im_end|><|im_end|>{{ messages[0].content }}"
+    (copy / "added_tokens.json").write_text('{"<stale>": 5}')
+    # of a tokenizer with an added_tokens_decoder it is not read
+    (copy / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    for adds_space in (True, False):
+        config["add_prefix_space"] = adds_space
+        (copy / "tokenizer_config.json").write_text(json.dumps(config))
+        t = Tokenizer(copy, size + 2)
+        piece = sp.encode("a") if adds_space else [sp.piece_to_id("a")]
+        after = lambda text: sp.encode("." + text)[len(sp.encode(".")) :]
+        assert t.eos == unused and t.control.keys() == {"<s>", "</s>", "<|im_end|>", "<|x|>"}
+        assert t.encode("a", bos=False) == piece and t.decode(piece) == "a"
+        expected = [*piece, unused, *after(" b"), size, *after("c"), unused, unused, *after("x")]
+        assert t.apply_chat_template(conversation("x")) == expected
+        spaced = t.encode("a  b   c", bos=False)
+        assert spaced == [*piece, size + 1, *after("b"), size + 1, *after(" c")]
+        assert t.decode([*spaced, unused, size]) == "a  b   c<|x|>"
+        typed = f"a<|im_end|>{lost}b<|x|>"
+        assert not {unused, size} & set(t.encode(typed)) and t.decode(t.encode(typed)) == typed
+
+
+def test_candidates_for_a_vocabulary(tmp_path):
+    """A whole tokenizer.json comes before a tokenizer.model, of whatever kind, and before that of
+    the parent. Where LlamaTokenizer is named, its flags decide about spaces, as in transformers."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    train_tokenizer_json(folder, "zephyr, tinyllama")
+    own = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    shutil.copy(HERE / "models/tales/tokenizer.model", tmp_path)
+    for raw in (None, b"IQ== 0\n", (tmp_path / "tokenizer.model").read_bytes()):
+        if raw is not None:
+            (folder / "tokenizer.model").write_bytes(raw)
+        for text in TEXT, "  x\n":
+            assert Tokenizer(folder).encode(text) == own.encode(text).ids
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    for legacy, prefix in itertools.product((True, False), (True, False, None)):
+        with changed_json(folder / "tokenizer_config.json") as config:
+            config |= dict(tokenizer_class="LlamaTokenizer", legacy=legacy, add_prefix_space=prefix)
+        ours, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+        for text in (TEXT, "  x\n", *(random_text(20) for _ in range(50))):
+            assert ours.encode(text) == theirs(text)["input_ids"], (legacy, prefix, text)
+        chat = conversation("the fox", " a", "x ")
+        assert (
+            ours.apply_chat_template(chat, False) == theirs.apply_chat_template(chat)["input_ids"]
+        )
+
+
+def test_unknown_and_normalized_tokens(tmp_path):
+    """The unknown token of Unigram is not mistaken for a typed control token, and a token that is
+    matched in normalised text has taken the space of what follows, as in the library."""
+    m = tokenizers.models
+    unigram = tokenizers.Tokenizer(m.Unigram([("<unk>", 0.0), ("\u2581", -1.0), ("a", -2.0)], 0))
+    unigram.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    unigram.decoder = tokenizers.decoders.Metaspace()
+    unigram.add_special_tokens(["<unk>"])
+    unigram.save(str(tmp_path / "tokenizer.json"))
+    for text in ("a\n\na", "日本語 a", "aé"):
+        own = unigram.encode(text, add_special_tokens=False).ids
+        assert Tokenizer(tmp_path).encode(text, bos=False) == own
+    vocab = {piece: i for i, piece in enumerate(["<unk>", "\u2581", *"abx<>|"])}
+    t = tokenizers.Tokenizer(m.BPE(vocab, [], unk_token="<unk>"))
+    n, d = tokenizers.normalizers, tokenizers.decoders
+    t.normalizer = n.Sequence([n.Prepend("\u2581"), n.Replace(" ", "\u2581")])
+    t.decoder = d.Replace("\u2581", " ")
+    (tmp_path / "chat_template.jinja").write_text("<|x|>{{ messages[0].content }}")
+    for normalized in (True, False):
+        t.add_tokens([tokenizers.AddedToken("<|x|>", normalized=normalized)])
+        t.save(str(tmp_path / "tokenizer.json"))
+        ids = Tokenizer(tmp_path).apply_chat_template(conversation("ab"))
+        assert ids == t.encode("<|x|>ab", add_special_tokens=False).ids
 
 
 def test_user_defined_turn_marks(tmp_path):
@@ -5293,7 +5377,7 @@ BAD_GGUF = {
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope_type is 'longrope', which is supported with"),
     "types of others": ({"tokenizer.ggml.token_type": [1, 2]}, "must have a number of 32 bits for each of the 259"),
     "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is an array, a value of the wrong type"),
-    "a token twice": ({"tokenizer.ggml.tokens": ["a"] * 259}, "is not a valid tokenizer"),
+    "a token twice": ({"tokenizer.ggml.tokens": ["a"] * 259}, "has the token 'a' twice"),
     "no pre-tokenizer": ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
     "another pre-tokenizer": ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking', which is not supported"),
     "another tokenizer": ({"tokenizer.ggml.model": "bert"}, "model is 'bert', which is not supported"),
@@ -5407,7 +5491,8 @@ TEKKEN = (
 )
 SPLITS = {
     "llama-bpe": [LLAMA_3], "qwen2": [LLAMA_3.replace("{1,3}", "")], "tekken": [TEKKEN],
-    "smollm": None, "gpt-2": None,
+    "smollm": None, "gpt-2": None, "smaug-bpe": [LLAMA_3],
+    "seed-coder": [LLAMA_3.replace("{1,3}", "").replace("]+[\\r\\n]*", "]+")],
     "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
 }  # fmt: skip
 

@@ -17,13 +17,11 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from extra.files import one_line, one_line_errors, read_bytes, read_json, read_text
-from extra.gguf import read_header, tokenizer_files
+from extra.gguf import TURN_MARKS, read_header, tokenizer_files
 from extra.hub import find_gguf
 
 # a model's vocabulary may be padded beyond its tokenizer's, to a multiple that suits the hardware
 PADDING = 4096
-# control tokens in templates, even where SentencePiece has them as text
-TURN_MARKS = ("<|im_start|>", "<|im_end|>")
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 Span = tuple[int, int]  # of characters: start, end
@@ -151,10 +149,40 @@ class Vocabulary:
     control: dict[str, int]  # ids of the control tokens
     named: dict[str, str] = {}  # some of these by name ("bos_token"), where the file says it
     adds_space: bool  # a text is encoded with a space before it
-    space_after_control: bool  # and so is what follows a control token
-    lstrip: Collection[str] = ()  # control tokens that take the white space before them
-    rstrip: Collection[str] = ()  # control tokens that take the white space after them
     utf8_errors: str  # how bytes that are not UTF-8 are decoded
+    # whether text after a control token is encoded with a space before it
+    space_after: Callable[[str], bool]
+
+    # "<think>": a control token, special or not
+    MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)
+
+    def _describe(self, added: dict[int, dict], config: dict, pieces: dict[str, int]) -> None:
+        """Take what is known of the added tokens, by id, which both kinds of vocabulary treat
+        alike, even where they replace a piece of the vocabulary. Pieces that the configuration
+        names as bos or eos are added tokens as well."""
+        texts = {token["content"] for token in added.values()}
+        for name in ("bos_token", "eos_token"):
+            text = text_of(config.get(name))
+            i = pieces.get(text, -1)
+            if text not in texts and i >= 0 and i not in added:
+                added[i] = ADDED | {"id": i, "content": text}
+        self._added = added
+        self.lstrip = {token["content"] for token in added.values() if token["lstrip"]}
+        self.rstrip = {token["content"] for token in added.values() if token["rstrip"]}
+        self.control = {}
+        for i, token in added.items():
+            marked = self.MARK.fullmatch(token["content"])
+            if token.get("control", token["special"] or marked):
+                self.control[token["content"]] = i
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for, none for a control token or one beyond the
+        vocabulary."""
+        if token not in self._added:
+            return self._bytes_of(token)
+        if self._added[token]["special"]:
+            return b""
+        return self._added[token]["content"].encode()
 
     def encode(self, text: str) -> list[int]:
         """Text to ids. What the vocabulary would turn into a control token is cut in two, so that
@@ -177,23 +205,37 @@ class Vocabulary:
     def encode_chat(self, text: str, control: list[Span], after: bool) -> list[int]:
         """A rendered conversation, or (after) the rest of one. control: spans of control tokens;
         what else looks like one is text."""
+        return self._joined(text, control, self.control, self.encode, spaced=not after)
+
+    def _joined(
+        self,
+        text: str,
+        spans: list[Span],
+        tokens: dict[str, int],
+        encode: Callable[[str], list[int]],
+        spaced: bool = True,
+    ) -> list[int]:
+        """The ids of a text that has tokens at these spans. encode: of the text between them.
+        spaced: whether the first may begin with the space that some vocabularies add."""
         ids: list[int] = []
         done = 0
         before = ""
-        spaced = not after
-        for begin, end in [*control, (len(text), len(text))]:
+        for begin, end in [*spans, (len(text), len(text))]:
             part = text[done:begin]
             token = text[begin:end]
             if before in self.rstrip:
                 part = part.lstrip()
             if token in self.lstrip:
                 part = part.rstrip()
-            ids += self.encode(part) if spaced else self.encode_after(part)
+            if spaced or not self.adds_space or not part:
+                ids += encode(part)
+            else:
+                ids += encode_continuation(part, encode)
             if token:
-                ids.append(self.control[token])
+                ids.append(tokens[token])
             done = end
             before = token
-            spaced = self.space_after_control
+            spaced = bool(token) and self.space_after(token)
         return ids
 
 
@@ -203,9 +245,12 @@ class SentencePiece(Vocabulary):
     # every byte that is not part of a valid character becomes one U+FFFD
     utf8_errors = "surrogateescape"
 
-    def __init__(self, file: Path, raw: bytes, folder: Path, config: dict, vocab_size: int | None):
+    def __init__(self, file: Path, raw: bytes, added: dict[int, dict], config: dict):
         from sentencepiece import SentencePieceProcessor
 
+        adds_space = config.get("add_prefix_space")
+        if isinstance(adds_space, bool):  # what follows in a protocol buffer replaces what it says
+            raw += b"\x1a\x02\x18" + bytes([adds_space])  # normalizer_spec: add_dummy_prefix
         try:
             self.sp = SentencePieceProcessor(model_proto=raw)
             self.adds_space = self.sp.encode_as_pieces("a")[0].startswith("\u2581")
@@ -214,20 +259,24 @@ class SentencePiece(Vocabulary):
         except (RuntimeError, ValueError, IndexError):
             instead = "of Llama 3, take the folder in Hugging Face's layout"
             raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
-        tokens = [token for token in _added_tokens(folder, config) if token["id"] >= self.size]
-        added = {token["content"]: token for token in tokens}
-        self.size_with_added = max([self.size - 1, *(token["id"] for token in added.values())]) + 1
-        self._shown = {}
-        self.control = {}
-        for text, token in added.items():
-            if token.get("special") is False:
-                self._shown[token["id"]] = text.encode()
-            if vocab_size is None or token["id"] < vocab_size:
-                self.control[text] = token["id"]
+        self._describe(added, config, {piece: i for i, piece in enumerate(pieces)})
+        self.size_with_added = max([self.size - 1, *added]) + 1
         for i, piece in enumerate(pieces):
-            if self.sp.is_control(i) or piece in TURN_MARKS:
+            # of the turn marks only user-defined symbols are always found
+            mark = piece in TURN_MARKS and i in self.sp.encode(piece)
+            if i not in added and (mark or self.sp.is_control(i)):
                 self.control[piece] = i
-        self._in_text = any_of([mark for mark in TURN_MARKS if mark in pieces])
+        found = [piece for i, piece in enumerate(pieces) if not self.sp.is_control(i)]
+        self._in_text = any_of(self.control.keys() & found)
+        self._words = {}  # added tokens that are found in a text
+        self._instead = {}  # of pieces that added tokens replace: their bytes
+        for i, token in added.items():
+            if token["content"] not in self.control:
+                self._words[token["content"]] = i
+            if i < self.size and pieces[i] != token["content"]:
+                text = pieces[i].replace("\u2581", " ").encode()
+                self._instead[i] = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in text]
+        self._word = any_of(self._words)
         ids = {
             "bos_token": self.sp.bos_id(),
             "eos_token": self.sp.eos_id(),
@@ -235,13 +284,14 @@ class SentencePiece(Vocabulary):
         }
         self.named = {name: pieces[i] for name, i in ids.items() if i >= 0}
         # as in Meta's own programs
-        self.space_after_control = bool(config.get("legacy", not config))
+        self._legacy = bool(config.get("legacy", not config))
 
-    def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for, none for a control token or one beyond the
-        vocabulary."""
+    def space_after(self, token: str) -> bool:
+        return self._legacy
+
+    def _bytes_of(self, token: int) -> bytes:
         if token >= self.size:
-            return self._shown.get(token, b"")
+            return b""
         piece = self.sp.id_to_piece(token)
         if piece in self.control:
             return b""
@@ -260,59 +310,76 @@ class SentencePiece(Vocabulary):
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         """The ids of a text, and where the control tokens begin that the vocabulary itself finds in
         it."""
-        return self.sp.encode(text), [mark.start() for mark in self._in_text.finditer(text)]
+        words = [word.span() for word in self._word.finditer(text)]
+        ids = self._joined(text, words, self._words, self._encode_pieces)
+        return ids, [mark.start() for mark in self._in_text.finditer(text)]
+
+    def _encode_pieces(self, text: str) -> list[int]:
+        ids = self.sp.encode(text)
+        if self._instead:
+            ids = [i for piece in ids for i in self._instead.get(piece, [piece])]
+        return ids
 
 
-def _added_tokens(folder: Path, config: dict) -> list[dict]:
-    """Tokens besides SentencePiece's, from added_tokens.json and from tokenizer_config.json's
-    added_tokens_decoder or, as transformers 5 writes them, from tokenizer.json: "id", "content"
-    and, except in the first, "special"."""
+# the flags of an added token of which no more is known
+ADDED = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+
+
+def added_tokens(
+    folder: Path, config: dict, raw: bytes | dict, vocab_size: int | None
+) -> dict[int, dict]:
+    """All that the files say of added tokens for which the model has an embedding, by id: "content"
+    and the flags of tokenizer.json. As in transformers, they are those of tokenizer_config.json's
+    added_tokens_decoder or else of added_tokens.json; a tokenizer.json that is the vocabulary has
+    more, and another stands in for added_tokens_decoder."""
 
     def read(name: str) -> dict:
         file = folder / name
         return read_json(file) if file.is_file() else {}
 
-    tokens = [{"id": i, "content": text} for text, i in read("added_tokens.json").items()]
+    listed = []
     decoder = config.get("added_tokens_decoder")
-    if isinstance(decoder, dict):
-        for i, token in decoder.items():
-            if i.isdecimal() and len(i) < 10 and type(token) is dict:
-                tokens.append(token | {"id": int(i)})
-    else:
+    if not isinstance(decoder, dict):
+        decoder = {}
+        for text, i in read("added_tokens.json").items():
+            special = bool(Vocabulary.MARK.fullmatch(text))
+            listed.append({"id": i, "content": text, "special": special})
+    if isinstance(raw, dict):
+        listed += raw.get("added_tokens") or []
+    elif not decoder:
         with suppress(ValueError, TypeError):  # optional: it may be damaged, or have no such list
-            added = read("tokenizer.json").get("added_tokens")
-            tokens += [token for token in added if type(token) is dict]
-    is_token = lambda token: type(token.get("id")) is int and type(token.get("content")) is str
-    return list(filter(is_token, tokens))
+            listed += read("tokenizer.json").get("added_tokens") or []
+    for i, token in decoder.items():
+        if i.isdecimal() and len(i) < 10 and type(token) is dict:
+            listed.append(token | {"id": int(i)})
+    most = 1 << 31 if vocab_size is None else vocab_size
+    added = {}
+    for token in listed:
+        i = token.get("id") if type(token) is dict else None
+        if type(i) is int and 0 <= i < most and type(token.get("content")) is str:
+            added[i] = ADDED | token
+    return added
 
 
 class TokenizerJson(Vocabulary):
     """A tokenizer.json, run by the library that defines it (tokenizers)."""
 
-    # "<think>": a control token, special or not
-    MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)
-
-    def __init__(self, file: Path, raw: dict, folder: Path, config: dict, vocab_size: int | None):
+    def __init__(self, file: Path, raw: dict, added: dict[int, dict], config: dict):
         import tokenizers
 
         try:
-            added = raw.get("added_tokens") or []
-            if vocab_size is not None:  # those that the model has an embedding for
-                added = [token for token in added if token["id"] < vocab_size]
-            self._added = {token["id"]: token["content"] for token in added}
-            self._special = {token["content"] for token in added if token["special"]}
-            self.lstrip = {token["content"] for token in added if token["lstrip"]}
-            self.rstrip = {token["content"] for token in added if token["rstrip"]}
-            self.control = {}
-            for i, text in self._added.items():
-                if text in self._special or self.MARK.fullmatch(text):
-                    self.control[text] = i
-            raw["added_tokens"] = [
-                token | {"special": token["content"] in self.control} for token in added
+            if not all(isinstance(token, dict) for token in raw.get("added_tokens") or []):
+                raise TypeError("added_tokens must be objects")
+            vocab = raw["model"]["vocab"]
+            if isinstance(vocab, list):  # of Unigram: pieces and their scores
+                vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+            self._describe(added, config, vocab)
+            as_text = [
+                token | {"special": token["content"] in self.control} for token in added.values()
             ]
             # it may be composed of several
             kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))
-            whole = raw | {"truncation": None, "padding": None}
+            whole = raw | {"truncation": None, "padding": None, "added_tokens": as_text}
             self._library = tokenizers.Tokenizer.from_str(json.dumps(whole))
         except (KeyboardInterrupt, MemoryError):
             raise
@@ -322,25 +389,27 @@ class TokenizerJson(Vocabulary):
             said = ", ".join(sorted(kinds)) or "absent"
             raise ValueError(f"{file}: its decoder is {said}, which is not supported")
         self.size = self._library.get_vocab_size(with_added_tokens=False)
-        self.size_with_added = max([self.size - 1, *self._added]) + 1
+        self.size_with_added = max([self.size - 1, *added]) + 1
         self._byte_level = "ByteLevel" in kinds
         # U+FFFD per sequence or byte
         self.utf8_errors = "replace" if self._byte_level else "surrogateescape"
         unknown = self._library.token_to_id(str(raw["model"].get("unk_token")))
-        self._control_ids = set(self.control.values()) - {unknown}
-        control = next(iter(self.control), "")
+        self._control_ids = set(self.control.values())
+        self._unknown = raw["model"].get("unk_id", unknown)
         first, _ = self._encode("a")
-        after_control, _ = self._encode(f"{control}a")
         self.adds_space = bool(first) and self.bytes_of(first[0]).startswith(b" ")
-        self.space_after_control = after_control[1:] == first
+        self._spaced = {}  # whether text after a token begins with the space, by "normalized"
+        for token, i in self.control.items():
+            normalized = added[i]["normalized"]
+            if normalized not in self._spaced:
+                ids, _ = self._encode(f"{token}a")
+                self._spaced[normalized] = ids[1:] == first
         self._library.encode_special_tokens = True  # as text
 
-    def bytes_of(self, token: int) -> bytes:
-        if token in self._added:
-            text = self._added[token]
-            if text in self._special:
-                return b""
-            return text.encode()
+    def space_after(self, token: str) -> bool:
+        return self._spaced[self._added[self.control[token]]["normalized"]]
+
+    def _bytes_of(self, token: int) -> bytes:
         piece = self._library.id_to_token(token) or ""
         if self._byte_level and all(c in BYTE_LEVEL for c in piece):
             return bytes(BYTE_LEVEL[c] for c in piece)
@@ -364,7 +433,7 @@ class TokenizerJson(Vocabulary):
         encoding = self._library.encode(text, add_special_tokens=False)
         begins = []
         for i, (begin, end) in zip(encoding.ids, encoding.offsets):
-            if i in self._control_ids and end - begin > 1:
+            if i in self._control_ids and i != self._unknown and end - begin > 1:
                 begins.append(begin)
         return encoding.ids, begins
 
@@ -382,17 +451,42 @@ BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """tokenizer.model or tokenizer.json of a folder. Meta's layout may have the former in the
-    folder's parent. Raises OSError."""
-    files = [folder / "tokenizer.model", folder / "tokenizer.json"]
+    """tokenizer.json or tokenizer.model of a folder, in transformers' order. Meta's layout may have
+    the latter in the folder's parent. Raises OSError, ValueError."""
+    whole = folder / "tokenizer.json"
+    files = [folder / "tokenizer.model"]
     if not (folder / "config.json").is_file():  # Meta's layout
-        files.insert(1, folder.parent / "tokenizer.model")
-    for file in files:
-        if file.is_file():
-            return file
+        files.append(folder.parent / "tokenizer.model")
+    files = [file for file in files if file.is_file()]
+    # some only add tokens to a tokenizer.model
+    if whole.is_file() and (not files or re.search(rb'"model"\s*:\s*\{', read_bytes(whole))):
+        return whole
+    if files:
+        return files[0]
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder} here")
     raise FileNotFoundError(f"{folder} holds no tokenizer.model and no tokenizer.json")
+
+
+def as_llama(raw: dict, folder: Path, config: dict) -> None:
+    """Change a tokenizer.json of Llama 2's kind to what transformers 5 makes of it where the
+    configuration says LlamaTokenizer: the flags there decide about the space before a text."""
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    model = raw.get("model")
+    if kind != "LlamaTokenizer" or not isinstance(model, dict) or model.get("type") != "BPE":
+        return
+    if '"ByteLevel"' in json.dumps([raw.get("decoder"), raw.get("pre_tokenizer")]):
+        return
+    file = folder / "config.json"
+    if file.is_file() and read_json(file).get("model_type", "llama") != "llama":
+        return
+    scheme = "always" if config.get("legacy") else "first"
+    if config.get("add_prefix_space") is False:
+        scheme = "never"
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "split": False}
+    raw["pre_tokenizer"] = metaspace | {"prepend_scheme": scheme}
+    raw["normalizer"] = None
+    model |= {"fuse_unk": True, "byte_fallback": True}
 
 
 @dataclass(frozen=True)
@@ -430,11 +524,15 @@ class Tokenizer:
             file = tokenizer_file(folder)
             raw = read_bytes(file) if file.suffix == ".model" else read_json(file)
             self.config = {}
-            for name in ("special_tokens_map.json", "tokenizer_config.json"):
-                if (folder / name).is_file():
+            for name in ("tokenizer_config.json", "special_tokens_map.json"):
+                # as in transformers, the second is read only of old tokenizers
+                if (folder / name).is_file() and "added_tokens_decoder" not in self.config:
                     self.config |= read_json(folder / name)
+            if isinstance(raw, dict):
+                as_llama(raw, folder, self.config)
         kind = SentencePiece if isinstance(raw, bytes) else TokenizerJson
-        self.vocabulary = kind(file, raw, folder, self.config, vocab_size)
+        added = added_tokens(folder, self.config, raw, vocab_size)
+        self.vocabulary = kind(file, raw, added, self.config)
         size = self.vocabulary.size
         most = self.vocabulary.size_with_added + PADDING
         if vocab_size is not None and not size <= vocab_size <= most:
@@ -448,9 +546,7 @@ class Tokenizer:
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
         self.named = dict(self.vocabulary.named)
         for name in NAMES:
-            token = self.config.get(name)
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
+            if text := text_of(self.config.get(name)):
                 self.named[name] = text
         if bos_id is None:
             bos_id = -1
@@ -600,6 +696,13 @@ class Tokenizer:
     def _control_in(self, text: str) -> list[Span]:
         """Where control tokens are in a text; of several that begin at one place, the longest."""
         return [found.span() for found in self.control_pattern.finditer(text)]
+
+
+def text_of(token: object) -> str | None:
+    """The text of a token that a configuration describes, None if it describes none."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def _checked(text: str) -> str:

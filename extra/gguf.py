@@ -57,6 +57,9 @@ SCALARS = {  # types of numbers, as struct names them
 }  # fmt: skip
 STRING = 8
 ARRAY = 9
+# bounds of what a sparse file can make us hold; the largest vocabularies take a quarter of them
+HEADER = 1 << 26  # bytes
+STRINGS = 1 << 21  # in an array
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Header:
     def __init__(self, file: Path, data: mmap.mmap):
         self.file = file
         self.data = data
+        self.end = min(len(data), HEADER)
         self.at = 4  # after "GGUF"
 
     def damaged(self, what: str) -> ValueError:
@@ -134,15 +138,16 @@ class Header:
     def strings(self, count: int) -> list[str]:
         """Strings, each after its length. The loop does little else, since vocabularies have
         hundreds of thousands of them."""
+        if count > min(STRINGS, (self.end - self.at) // 8):
+            raise self.damaged(f"it is cut off, or its {count} strings are no vocabulary")
         data = self.data
-        size = len(data)
         length = struct.Struct("<Q").unpack_from
         at = self.at
         found = []
         for _ in range(count):
             start = at + 8
             at = start + length(data, at)[0]
-            if at > size:
+            if at > self.end:
                 raise self.damaged("a string lies outside it")
             found.append(data[start:at].decode())
         self.at = at
@@ -164,7 +169,7 @@ class Header:
             raise self.damaged(f"its metadata has values of the unknown type {inner}")
         start = self.at
         self.at += count * struct.calcsize(SCALARS[inner])
-        if self.at > len(self.data):
+        if self.at > self.end:
             raise self.damaged("an array lies outside it")
         return memoryview(self.data[start : self.at]).cast(SCALARS[inner])
 
@@ -252,7 +257,7 @@ def read_header(file: Path) -> GGUF:
 # ---- the model
 
 ROPE_FACTORS = "rope_freqs.weight"
-# Control tokens that end an answer whatever eos_token_id says, as in llama.cpp
+# Control tokens, whatever their type, that end an answer whatever eos_token_id says, as in llama.cpp
 ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of GGUF, and config.json's model_type
 
@@ -345,8 +350,8 @@ def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
 def _eos_ids(gguf: GGUF) -> list[int]:
     """The ids of tokens that end an answer: those that the file names, then those of ENDS."""
     named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, types = _tokens(gguf)
-    ends = [i for i, kind in enumerate(types) if kind == CONTROL and tokens[i] in ENDS]
+    tokens, _ = _tokens(gguf)
+    ends = [i for i, token in enumerate(tokens) if token in ENDS]
     return [i for i in named if i is not None] + ends
 
 
@@ -354,6 +359,13 @@ def _eos_ids(gguf: GGUF) -> list[int]:
 
 # types of tokens, as in SentencePiece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# control tokens in templates, even where a vocabulary has them as text
+TURN_MARKS = ("<|im_start|>", "<|im_end|>")
+# tokens with a name: the word for it in a file's keys, and the id unless the file says otherwise
+NAMED = {
+    "llama": {"bos": ("bos", 1), "eos": ("eos", 2), "unk": ("unknown", 0), "pad": ("padding", -1)},
+    "gpt2": {"bos": ("bos", 11), "eos": ("eos", 11), "unk": ("unknown", -1), "pad": ("padding", -1)},
+}  # fmt: skip
 
 
 class PreTokenizer(NamedTuple):
@@ -379,16 +391,18 @@ QWEN2 = LLAMA3.replace("{1,3}", "")
 TEKKEN = f"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*" + r"|\p{N}" + SIGNS + r"[\r\n/]*" + SPACES
 PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"),
         PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True),
     ),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer((LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), PreTokenizer((QWEN2,), nfc=True)),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
     "deepseek-coder": PreTokenizer(
         (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")
     ),
-    "smollm": PreTokenizer((r"\p{N}", GPT2)),
-    "gpt-2": PreTokenizer((GPT2,)),
+    "seed-coder": PreTokenizer((QWEN2.replace(SIGNS + r"[\r\n]*", SIGNS),)),
+    **dict.fromkeys(("smollm", "minerva-7b"), PreTokenizer((r"\p{N}", GPT2))),
+    **dict.fromkeys(("gpt-2", "mellum", "a.x-4.0", "trillion"), PreTokenizer((GPT2,))),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 
@@ -396,8 +410,13 @@ PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
 def _tokens(gguf: GGUF) -> tuple[list[str], list[int]]:
     """The tokens and their types. Raises ValueError."""
     tokens = gguf.need("tokenizer.ggml.tokens", list)
-    types = _for_each(tokens, gguf, "tokenizer.ggml.token_type")
-    return tokens, [int(kind) if NORMAL <= kind <= BYTE else NORMAL for kind in types]
+    types = []
+    for token, kind in zip(tokens, _for_each(tokens, gguf, "tokenizer.ggml.token_type")):
+        if token in ENDS:
+            types.append(CONTROL)
+        else:
+            types.append(int(kind) if NORMAL <= kind <= BYTE else NORMAL)
+    return tokens, types
 
 
 def _for_each(tokens: list[str], gguf: GGUF, key: str) -> list[float]:
@@ -416,15 +435,24 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
     kind = gguf.choice("tokenizer.ggml.model", ("llama", "gpt2"))
     tokens, types = _tokens(gguf)
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as in llama.cpp
+    if len(set(tokens)) < len(tokens):
+        seen: set[str] = set()
+        twice = next(token for token in tokens if token in seen or seen.add(token))
+        raise ValueError(f"{gguf.file} has the token {twice!r} twice: convert the model again")
     config: dict[str, Any] = {}
-    for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
-        i = gguf.get(f"tokenizer.ggml.{key}_token_id", int, -1)
+    for name, (key, usual) in NAMED[kind].items():
+        i = gguf.get(f"tokenizer.ggml.{key}_token_id", int, usual)
         if 0 <= i < len(tokens):
             config[f"{name}_token"] = tokens[i]
     if kind == "llama":
         file = _sentencepiece(gguf, tokens, types)
         add_bos = True
         config["legacy"] = True  # text after a control token begins with a space, as in llama.cpp
+        config["added_tokens_decoder"] = {
+            str(i): dict.fromkeys(("special", "control"), token in TURN_MARKS) | {"content": token}
+            for i, token in enumerate(tokens)
+            if types[i] == USER_DEFINED
+        }
     else:
         pre = PRE_TOKENIZERS[gguf.choice("tokenizer.ggml.pre", PRE_TOKENIZERS)]
         file = _byte_pairs(gguf, tokens, types, pre)
@@ -478,8 +506,10 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> bytes:
     for i, (token, score, kind) in enumerate(zip(tokens, scores, types)):
         if i == unknown:
             kind = UNKNOWN
-        elif kind == UNKNOWN:  # old files say so of what only fills up
-            kind = UNUSED
+        elif kind in (UNKNOWN, USER_DEFINED):
+            kind = (
+                UNUSED  # old files say UNKNOWN of what only fills up; the others are added tokens
+            )
         piece = _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind)
         pieces.append(_field(1, piece))
     trainer = _field(3, 2) + _field(35, int(BYTE in types))  # model_type: BPE; byte_fallback
