@@ -182,6 +182,8 @@ class Form:
         prefix = "chatcmpl-" if self.is_chat else "cmpl-"
         self.head = {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time())}
         self.head["model"] = model
+        # of a chunk: made once, since each token takes time from the model's thread
+        self.begins = "data: " + json.dumps(self.head).removesuffix("}")
 
     def whole(self, generation: Generation, before: str) -> bytes:
         """before: a prompt that is echoed."""
@@ -212,10 +214,9 @@ class Form:
         return end + b"data: [DONE]\n\n"
 
     def _chunk(self, said: dict, logprobs: list[Logprob], reason: str | None = None) -> bytes:
-        chunk = self.head | {"choices": [self._choice(said, logprobs, reason)]}
-        if self.counts:
-            chunk["usage"] = None
-        return in_stream(chunk)
+        choices = json.dumps([self._choice(said, logprobs, reason)])
+        usage = ', "usage": null' if self.counts else ""
+        return f'{self.begins}, "choices": {choices}{usage}}}\n\n'.encode()
 
     def _choice(self, said: dict, logprobs: list[Logprob], reason: str | None) -> dict:
         scores = None
