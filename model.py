@@ -389,6 +389,10 @@ def rope_table(config: Config, length: int) -> Tensor:
     return config.rope_gain * torch.stack((angles.cos(), angles.sin()), -1).float()
 
 
+class ContextFull(ValueError):
+    """There are more tokens than the context holds."""
+
+
 class State:
     """Everything that belongs to one sequence: the tokens seen so far with their keys and values,
     how the next one is chosen, and what kernels and graphs need meanwhile. llama2.c calls it
@@ -433,11 +437,11 @@ class State:
         self.row = torch.zeros(1, dtype=torch.int64, device=device)  # a padded prompt's last token
 
     def check_room(self, count: int) -> None:
-        """Raise ValueError if `count` more tokens do not fit. Nothing else checks this."""
+        """Raise ContextFull if `count` more tokens do not fit. Nothing else checks this."""
         count += self.pos
         if count > self.size:
             holds = f"the context holds {self.size} (see --ctx-size)"
-            raise ValueError(f"the prompt has {count} tokens; {holds}")
+            raise ContextFull(f"the prompt has {count} tokens; {holds}")
 
     def append(self, tokens: Tensor) -> None:
         """Place tokens at pos, where forward will evaluate them."""

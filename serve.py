@@ -1,7 +1,7 @@
 """A model over HTTP in the words of OpenAI's API, for editors, front ends and agents.
 
-This process owns the model and writes one text at a time. Another (extra/web.py) talks with clients;
-extra/openai.py knows the words."""
+The main thread generates one text at a time. Another talks with clients, by way of starlette and
+uvicorn; extra/openai.py knows the words."""
 
 from __future__ import annotations
 
@@ -11,29 +11,46 @@ if __name__ == "__main__":  # the imports take time, and Ctrl-C needs no traceba
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
+import asyncio
+import hmac
 import os
-import select
+import queue
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from extra import cli
+from extra.files import one_line
 from extra.hub import local_checkpoint
-from extra.openai import STOP, Ask, End, Part, Refused, Score, Token
+from extra.openai import Ask, ChatAsk, Form, Refused, TextAsk, error_body, in_stream, read_ask
 from run import open_session
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from extra.parallel import Ranks
-    from session import Generation, Logprob, Session
+    from session import Generation, Session
 
-# what OpenAI calls the reasons for which a text ends
-ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+BODY_BYTES = 8 << 20
+LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins that may always ask
+# Seconds between two parts of a stream, less than a frame of a screen: sending one takes as long as a
+# fifth of a token of a small model, and meanwhile the model's thread runs no Python
+PAUSE = 0.01
+NO_WAITING = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # for proxies
+
 
 # ---- the command line
 
@@ -66,159 +83,298 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-# ---- texts
+# ---- between the two threads
 
 
 class Left(Exception):
     """The client has gone."""
 
 
-class Writer:
-    """Writes the texts that clients ask for, on all ranks together. Rank 0 has the pipe to the
-    process that talks with them."""
+class Client:
+    """Who asks for a text, and what there is of the answer: the model's thread tells its parts, the
+    other one hears them."""
 
-    def __init__(self, session: Session, pipe: Connection | None):
+    def __init__(self, ask: Ask):
+        self.ask = ask
+        self.parts: deque[bytes] = deque()
+        self.error: Exception | None = None
+        self.loop = asyncio.get_running_loop()
+        self.news = asyncio.Event()
+        self.ended = asyncio.Event()  # all has been told, or the client has gone
+
+    def tell(self, part: bytes, last: bool = False) -> None:
+        self.parts.append(part)
+        if last:
+            self.loop.call_soon_threadsafe(self.ended.set)
+        if last or not self.news.is_set():
+            self.loop.call_soon_threadsafe(self.news.set)
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.tell(b"", last=True)
+
+    async def hear(self) -> bytes:
+        """What has been told since the last time. Raises the error if there is one."""
+        await self.news.wait()
+        self.news.clear()
+        if self.error:
+            raise self.error
+        return b"".join(self.parts.popleft() for _ in range(len(self.parts)))
+
+    async def stream(self, part: bytes) -> AsyncIterator[bytes]:
+        """The parts of the answer, of which the first has been heard."""
+        yield part
+        while self.parts or not self.ended.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PAUSE):
+                    await self.ended.wait()
+            try:
+                yield await self.hear()
+            except Refused as error:
+                yield in_stream(error_body(error))
+                return
+
+
+# ---- the thread that generates
+
+
+class Writer:
+    """Generates the texts that clients ask for, on all ranks together. Rank 0 has the clients."""
+
+    def __init__(self, session: Session, model: str, clients: queue.SimpleQueue[Client]):
+        """model: its name."""
         self.session = session
-        self.pipe = pipe
-        self.names = {id: name for name, id in session.tokenizer.control.items()}
+        self.model = model
+        self.clients = clients
+        self.client: Client | None = None
 
     def write_next(self) -> None:
-        """Wait until a text is asked for, and write it."""
+        """Wait until a text is asked for, and generate it."""
+        from model import ContextFull
+
         ranks = self.session.ranks
-        ask = ranks.broadcast(self._receive)
+        ask = ranks.broadcast(self._next)
         try:
             self._write(ask)
         except Left:
-            self._send(Refused("the client has gone"))
-        except Refused as error:
-            self._send(error)
+            pass
+        except ContextFull as error:
+            self._fail(Refused(str(error), code="context_length_exceeded"))
         except ValueError as error:
-            self._send(Refused(str(error)))
+            self._fail(Refused(str(error)))
+        except Refused as error:
+            self._fail(error)
         except Exception as error:
             if ranks.size > 1:  # the others may wait for this one
                 raise
-            self.session.state.truncate(0)  # what is in it may be wrong
             cli.note(f"error: {cli.error_line(error)}")
-            self._send(Refused(cli.error_line(error), 500, "failed"))
+            self._fail(Refused(cli.error_line(error), 500, "failed"))
+            self.session.state.truncate(0)  # what is in it may be wrong
 
-    def _receive(self) -> Ask:
-        """What is asked for next."""
-        ask = STOP  # of the text before, which had ended meanwhile
-        while ask == STOP:
-            ask = self.pipe.recv()
-        return ask
+    def _next(self) -> Ask:
+        self.client = self.clients.get()
+        return self.client.ask
 
-    def _send(self, event: Part | End | Refused) -> None:
-        if self.pipe:
-            self.pipe.send(event)
+    def _tell(self, part: bytes, last: bool = False) -> None:
+        if self.client:
+            self.client.tell(part, last)
+
+    def _fail(self, error: Refused) -> None:
+        if self.client:
+            self.client.fail(error)
 
     def _go_on(self, *_) -> None:
-        """Raise Left on all ranks if there is a STOP: nothing else comes while a text is
-        written."""
-        stopped = bool(self.pipe and select.select([self.pipe], [], [], 0)[0])
-        if self.session.ranks.agree(stopped):
+        """Raise Left on all ranks if the client has gone."""
+        if self.session.ranks.agree(bool(self.client and self.client.ended.is_set())):
             raise Left
 
     def _write(self, ask: Ask) -> None:
+        self._go_on()
         generation, before = self._begin(ask)
-        self._send(Part(before, []))
+        form = Form(ask, self.model, self.session)
+        if ask.stream:
+            self._tell(form.begin(before))
         with closing(generation):
             for piece in generation:
                 if ask.stream and (piece.text or piece.logprobs):
-                    self._send(Part(piece.text, [*map(self._score, piece.logprobs)]))
+                    self._tell(form.piece(piece.text, piece.logprobs))
                 self._go_on()
-        if not ask.stream:
-            self._send(Part(generation.text, [*map(self._score, generation.logprobs)]))
-        cached = generation.prompt_tokens - generation.timings.prompt_tokens
-        reason = ENDS[generation.ended_by]
-        self._send(End(reason, generation.prompt_tokens, cached, len(generation.ids)))
-
-    def _score(self, logprob: Logprob) -> Score:
-        def token(id: int, value: float) -> Token:
-            raw = self.session.tokenizer.bytes_of(id)
-            text = self.names.get(id) or raw.decode(errors="replace")
-            return Token(text, raw, value)
-
-        best = [token(*pair) for pair in logprob.best]
-        return Score(token(logprob.id, logprob.logprob), best, logprob.begins)
+        answer = form.end(generation) if ask.stream else form.whole(generation, before)
+        self._tell(answer, last=True)
 
     def _begin(self, ask: Ask) -> tuple[Generation, str]:
         """The text that is asked for, of which nothing is evaluated yet, and what comes before it.
         Raises Refused or ValueError."""
         session = self.session
-        options = ask.options | {"progress": self._go_on}
-        prompt = ask.prompt
-        ids = prompt
-        if ask.is_chat:
-            prompt = session.render(ask.prompt)
-            ids = prompt.ids
-            for message in ask.prompt:
-                if message["role"] == "system" and message["content"].strip() not in prompt.text:
+        options = ask.options() | {"progress": self._go_on}
+        if isinstance(ask, ChatAsk):
+            prompt = session.render([message.plain() for message in ask.messages])
+            for message in ask.messages:
+                text = message.plain()["content"].strip()
+                if message.role in ("system", "developer") and text not in prompt.text:
                     raise Refused("the chat template has no place for this system message")
-        elif isinstance(prompt, str):
-            ids = session.encode(prompt)
-        needed = len(ids)
-        if options.get("n") != 0:
-            needed += 1
-        if needed > session.state.size:
-            message = f"the prompt has {len(ids)} tokens; the context holds {session.state.size}"
-            raise Refused(message, code="context_length_exceeded")
-        if ask.is_chat:
             return session.chat(prompt, **options), ""
         before = ""
-        if ask.echo and isinstance(prompt, str):
-            before = prompt
-        elif ask.echo:
-            before = session.tokenizer.decode(ids)
-        return session.generate(ids, at_start=prompt == "", **options), before
+        if ask.echo:
+            before = ask.prompt
+        if ask.echo and not isinstance(before, str):
+            before = session.tokenizer.decode(before)
+        return session.generate(ask.prompt, **options), before
+
+
+# ---- the thread that talks with clients
+
+
+class App:
+    """What is answered at each path."""
+
+    def __init__(self, args: argparse.Namespace, model: str, size: int):
+        """model: its name. size: of the context, in tokens."""
+        self.args = args
+        self.model = model
+        self.size = size
+        self.queue: queue.SimpleQueue[Client] = queue.SimpleQueue()  # for the other thread
+        self.clients: list[Client] = []  # those without their text
+        origins = dict(allow_origins=args.cors, allow_origin_regex=LOCAL, allow_headers=["*"])
+        origins |= dict(allow_methods=["GET", "POST"], allow_private_network=True)
+        middleware = [(self.logged, {}), (CORSMiddleware, origins), (self.guarded, {})]
+        self.app = Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{id:path}", self.models),
+                Route("/v1/chat/completions", partial(self.text, ChatAsk), methods=["POST"]),
+                Route("/v1/completions", partial(self.text, TextAsk), methods=["POST"]),
+            ],
+            middleware=[Middleware(layer, **options) for layer, options in middleware],
+            exception_handlers={HTTPException: refused},
+        )
+
+    async def health(self, request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, request: Request) -> JSONResponse:
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "fused-llama"}
+        model |= {"context_length": self.size, "max_model_len": self.size}
+        wanted = request.path_params.get("id")
+        if wanted not in (None, self.model):
+            raise Refused(f"the model is {self.model}", 404, "model_not_found")
+        return JSONResponse(model if wanted else {"object": "list", "data": [model]})
+
+    async def text(self, kind: type[Ask], request: Request) -> ASGIApp:
+        client = Client(read_ask(await body_of(request), kind))
+        self.clients = [other for other in self.clients if not other.ended.is_set()]
+        if len(self.clients) > self.args.queue:
+            raise Refused(f"{self.args.queue} requests wait already", 503, "queue_full")
+        self.clients.append(client)
+        self.queue.put(client)
+        return partial(self.answer, client)
+
+    async def answer(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            client.fail(Left())
+
+        watching = asyncio.create_task(watch())
+        kind = "text/event-stream" if client.ask.stream else "application/json"
+        try:
+            parts = client.stream(await client.hear())
+            headers = NO_WAITING | {"Content-Type": kind}
+            await StreamingResponse(parts, headers=headers).stream_response(send)
+        except Left:
+            pass
+        finally:
+            watching.cancel()
+            client.ended.set()
+
+    def logged(self, app: ASGIApp) -> ASGIApp:
+        """Write a line for each request, without what it says."""
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            start = time.perf_counter()
+            status = "client left"
+
+            async def noting(message: Message) -> None:
+                nonlocal status
+                status = message.get("status", status)
+                await send(message)
+
+            try:
+                await app(scope, receive, noting)
+            finally:
+                if not self.args.quiet:
+                    path = one_line(scope["raw_path"].decode(errors="replace"))
+                    seconds = time.perf_counter() - start
+                    line = f"{scope['client'][0]} {scope['method']} {path} {status}"
+                    cli.note(f"{line} {seconds:.3f} s")
+
+        return run
+
+    def guarded(self, app: ASGIApp) -> ASGIApp:
+        """Ask for the key, and answer what has failed."""
+        key = self.args.api_key and f"Bearer {self.args.api_key}".encode()
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            response = app
+            if key and scope["path"] != "/health" and not hmac.compare_digest(given, key):
+                error = Refused("the API key is missing or wrong", 401, "invalid_api_key")
+                response = refused(None, error)
+            try:
+                await response(scope, receive, send)
+            except ClientDisconnect:
+                pass
+            except Exception as error:
+                cli.note(f"error: {cli.error_line(error)}")
+                error = Refused(cli.error_line(error), 500, "failed")
+                await refused(None, error)(scope, receive, send)
+
+        return run
+
+
+async def body_of(request: Request) -> bytes:
+    """Raises Refused if it is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > BODY_BYTES:
+            raise Refused(f"the body has more than {BODY_BYTES} bytes", 413, "too_large")
+    return bytes(body)
+
+
+def refused(request: Request | None, error: HTTPException) -> JSONResponse:
+    """The answer to what is refused, by this program or by starlette."""
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "2"}}
+    status = error.status_code
+    return JSONResponse(error_body(error), status, headers.get(status, error.headers))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+    # for connections, which inherit it: asyncio leaves it out unless the protocol is named
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def start_web_thread(app: App, listener: socket.socket) -> None:
+    """It ends with the process."""
+    options = dict(http="h11", loop="asyncio", ws="none", lifespan="off", proxy_headers=False)
+    options |= dict(log_config=None, log_level="critical", access_log=False)
+    options |= dict(server_header=False, timeout_keep_alive=75)
+    server = uvicorn.Server(uvicorn.Config(app.app, **options))
+    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
 
 
 # ---- the program
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound, but refuses connections as yet. asyncio sends small writes at once
-    only if the protocol is named."""
-    family = socket.AF_INET
-    if ":" in host:
-        family = socket.AF_INET6
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
-    return listener
-
-
-def in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-@contextmanager
-def web_process(host: str, port: int) -> Iterator[tuple[Connection, int]]:
-    """Start the process that talks with clients; it ends together with this one. Yields the pipe to
-    it, and the port that it will listen on."""
-    ours, its = Pipe()
-    with listen(host, port) as listener:
-        descriptors = (its.fileno(), listener.fileno())
-        process = subprocess.Popen(
-            [sys.executable, "-m", "extra.web", *map(str, descriptors)],
-            pass_fds=descriptors,
-            cwd=Path(__file__).parent,
-            start_new_session=True,  # Ctrl-C is for this process alone
-        )
-        port = listener.getsockname()[1]
-    its.close()
-    try:
-        yield ours, port
-    finally:
-        process.kill()
-        process.wait()
-
-
 def ready_session(args: argparse.Namespace, ranks: Ranks) -> Session:
-    """A session that has written a first text, so that what that compiles is ready."""
+    """A session that has generated a first text, so that what that compiles is ready."""
     session = open_session(args, ranks)
     with suppress(ValueError):  # a client is told the same
         session.turn_ends()
@@ -226,34 +382,29 @@ def ready_session(args: argparse.Namespace, ranks: Ranks) -> Session:
     return session
 
 
-def write_all(session: Session, pipe: Connection | None = None) -> None:
-    """Write texts until the process is interrupted."""
-    writer = Writer(session, pipe)
-    while True:
-        writer.write_next()
-
-
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
     from checkpoint import pick_device
 
     ranks.join(pick_device(args.device, ranks))
-    if ranks.rank > 0:
-        write_all(ready_session(args, ranks))
-    try:
-        with web_process(args.host, args.port) as (pipe, port):
-            session = ready_session(args, ranks)
-            name = args.model  # on the hub
-            if path := local_checkpoint(name):
-                name = path.resolve().name
-            pipe.send((args, name, session.state.size))
-            pipe.recv()  # it listens
-            if not args.quiet:
-                cli.note(f"model     {session.model.checkpoint.folder}")
-                cli.note(f"running   {session.types()}, context {session.state.size}")
-                cli.note(f"serving   http://{in_url(args.host)}:{port}/v1 (Ctrl-C ends it)")
-            write_all(session, pipe)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        raise RuntimeError("the process that talks with clients has ended") from None
+    listener = None
+    if ranks.rank == 0:
+        listener = listen(args.host, args.port)
+    session = ready_session(args, ranks)
+    name = args.model  # on the hub
+    if path := local_checkpoint(name):
+        name = path.resolve().name
+    app = App(args, name, session.state.size)
+    if listener:
+        start_web_thread(app, listener)
+        if not args.quiet:
+            host = f"[{args.host}]" if ":" in args.host else args.host
+            port = listener.getsockname()[1]
+            cli.note(f"model     {session.model.checkpoint.folder}")
+            cli.note(f"running   {session.types()}, context {session.state.size}")
+            cli.note(f"serving   http://{host}:{port}/v1 (Ctrl-C ends it)")
+    writer = Writer(session, name, app.queue)
+    while True:
+        writer.write_next()
 
 
 def main(argv: list[str] | None = None) -> int:

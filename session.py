@@ -119,6 +119,11 @@ class Generation:
         self._pieces.close()
 
     @property
+    def cached_tokens(self) -> int:
+        """How many of the prompt's tokens were evaluated for an earlier text."""
+        return self.prompt_tokens - self.timings.prompt_tokens
+
+    @property
     def answered(self) -> bool:
         """Whether there is a text: False if it was interrupted before the first token."""
         return bool(self.ids) or self.ended_by != "interrupt"
@@ -236,6 +241,7 @@ class Session:
         self.sampling: Sampling = self.model.sampling  # the checkpoint's own
         self.timings = Timings()  # of all that was generated
         self.load_seconds = time.perf_counter() - start
+        self._control_names = {id: name for name, id in self.tokenizer.control.items()}
         self._generation: Generation | None = None  # the last one
         self._past: Prompt | None = None  # the last prompt of a chat, and its answer
         self._turn_ends: tuple[set[int], list[str]] | None = None
@@ -266,8 +272,9 @@ class Session:
         be. logprobs: note the log-probability of each token, and of so many of the most probable ones
         at its place; tokens are then decoded one by one.
 
-        Raises TypeError for an unknown setting, ValueError for one out of range or a prompt that is
-        longer than the context. The iterator raises RuntimeError if the logits are not finite."""
+        Raises TypeError for an unknown setting, ValueError for one out of range, and of its kinds
+        model.ContextFull for a prompt that is longer than the context. The iterator raises
+        RuntimeError if the logits are not finite."""
         sampling = replace_settings(sampling or self.sampling, settings)
         if at_start is None:
             at_start = prompt == ""
@@ -312,6 +319,13 @@ class Session:
         ValueError for a lone surrogate."""
         first = [i for i in (self.tokenizer.bos, self.tokenizer.eos) if i >= 0][:1]
         return self.tokenizer.encode(text) or first
+
+    def text_of(self, token: int) -> str:
+        """The text of a single token: of a control token, its name. Bytes that are no whole
+        character become U+FFFD."""
+        if name := self._control_names.get(token):
+            return name
+        return self.tokenizer.bytes_of(token).decode(errors="replace")
 
     def chat(
         self, messages: list[Message] | Prompt, *, stop: Sequence[str] = (), **options

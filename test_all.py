@@ -4,6 +4,7 @@ network. Inputs are random; each run prints its seed.
 The Triton kernels run on the GPU if there is one, otherwise in Triton's interpreter; either way
 they are compiled ahead of time for every supported architecture."""
 
+import asyncio
 import codecs
 import contextlib
 import copy as copy_module
@@ -3346,8 +3347,20 @@ def test_serve_ends_at_once():
         assert served.process.wait(PATIENCE) == 130 and time.monotonic() - start < 1
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             answer.read()
-        assert eventually(lambda: not served.reader.is_alive()), "the other process has ended, too"
+        assert eventually(lambda: not served.reader.is_alive()), "no other process has its stderr"
         assert len(served.lines) == 3
+
+
+def test_serve_tells_an_error_in_a_stream():
+    async def heard() -> list[bytes]:
+        client = serve.Client(None)
+        client.tell(b"first")
+        parts = client.stream(await client.hear())
+        await asyncio.to_thread(client.fail, serve.Refused("it failed", 500))
+        return [part async for part in parts]
+
+    first, error = asyncio.run(heard())
+    assert first == b"first" and error.startswith(b'data: {"error": {"message": "it failed"')
 
 
 def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):

@@ -1,7 +1,4 @@
-"""The words of OpenAI's API: what a request asks for, and how its text is answered.
-
-Fields that would change the text in ways that do not exist here are refused, unless they say
-nothing (n: 1, tools: []); null means absent; unknown fields are ignored."""
+"""The words of OpenAI's API: what a request asks for, and how its text is answered."""
 
 from __future__ import annotations
 
@@ -9,295 +6,253 @@ import json
 import random
 import time
 import uuid
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 
 from extra.files import one_line
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from session import Generation, Logprob, Session
+
+# what OpenAI calls the reasons for which a text ends
+ENDS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 # ---- requests
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """A request that is answered with an error."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid", param: str = ""):
-        super().__init__(message)
-        self.status = status
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        error = dict(message=one_line(message), type=kind, code=code, param=param or None)
-        self.body = {"error": error}
+        super().__init__(status, message)
+        self.code = code
+        self.param = param or None
 
 
-STOP = "stop"  # in the place of an Ask: the client has gone
+def error_body(error: HTTPException) -> dict:
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    code = getattr(error, "code", error.detail.lower().replace(" ", "_"))
+    param = getattr(error, "param", None)
+    return {"error": dict(message=one_line(error.detail), type=kind, code=code, param=param)}
 
 
-@dataclass
-class Ask:
-    """The text that a client asks for."""
-
-    is_chat: bool
-    prompt: str | list[int] | list[dict]  # messages if it is a chat
-    options: dict  # of Session.generate
-    echo: bool  # the prompt comes before the text
-    stream: bool
-    counts: bool  # at the end of a stream
-
-
-# what a field may be: in words, and whether it is
-
-
-def whole(low: int, high: int = (1 << 31) - 1) -> tuple:
-    is_right = lambda value: type(value) is int and low <= value <= high
-    return f"a whole number from {low} to {high}", is_right
-
-
-def real(low: float, high: float) -> tuple:
-    is_right = lambda value: type(value) in (int, float) and low <= value <= high
-    return f"a number from {low} to {high}", is_right
-
-
-def only(*values) -> tuple:
-    """For what would change the text in a way that does not exist here, were it another value."""
-    is_right = lambda value: type(value) is not bool and value in values
-    return f"absent or {values[0]!r}: nothing else is supported", is_right
-
-
-def is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def is_stop(stop: object) -> bool:
-    stops = stop if isinstance(stop, list) else [stop]
-    return len(stops) <= 32 and all(isinstance(s, str) and len(s) <= 1000 for s in stops)
-
-
-def is_prompt(prompt: object) -> bool:
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        return is_prompt(prompt[0])
-    is_ids = isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt)
-    return isinstance(prompt, str) or is_ids
-
-
-FLAG = "true or false", lambda value: type(value) is bool
-OBJECT = "an object", lambda value: isinstance(value, dict)
-FIELDS = dict(
-    model=("a string", is_text),  # there is one, whatever its name
-    max_tokens=whole(-1), max_completion_tokens=whole(-1),
-    temperature=real(0, 1e9), top_p=real(0, 1), top_k=whole(0), min_p=real(0, 1),
-    repeat_penalty=real(0.01, 100), repeat_last_n=whole(-1), seed=whole(-1, (1 << 63) - 1),
-    stop=("a string, or up to 32, of at most 1000 characters", is_stop), ignore_eos=FLAG,
-    stream=FLAG, stream_options=OBJECT,
-    n=only(1), best_of=only(1), presence_penalty=only(0), frequency_penalty=only(0),
-    logit_bias=only({}), tools=only([]), tool_choice=only("none", "auto"), functions=only([]),
-    function_call=only("none", "auto"), response_format=only({"type": "text"}),
-    suffix=only(""), grammar=only(""), json_schema=only({}),
+# Fields that would change the text in ways that do not exist here, and the values that they may
+# have, since these say nothing
+UNSUPPORTED = dict(
+    n=[1], best_of=[1], presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}], tools=[[]],
+    tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
+    response_format=[{"type": "text"}], suffix=[""], grammar=[""], json_schema=[{}],
 )  # fmt: skip
-CHAT = FIELDS | dict(logprobs=FLAG, top_logprobs=whole(0, 20))
-CHAT |= dict(messages=("a list of messages", lambda value: isinstance(value, list) and value))
-TEXT = FIELDS | dict(logprobs=whole(0, 20), echo=FLAG)
-TEXT |= dict(prompt=("one string, or one list of ids", is_prompt))
-SETTINGS = {"temperature": "temp", "max_tokens": "n", "max_completion_tokens": "n"}
-SETTINGS |= {name: name for name in "top_p top_k min_p repeat_penalty repeat_last_n seed".split()}
-ROLES = dict(system="system", developer="system", user="user", assistant="assistant")
+OPTIONS = {"n", "ignore_eos", "temp", "top_p", "top_k", "min_p"}  # of Session.generate
+OPTIONS |= {"repeat_penalty", "repeat_last_n", "seed"}
+
+INT_END = 1 << 31
+Length = Annotated[int, Field(ge=-1, lt=INT_END)]
+Best = Annotated[int, Field(ge=0, le=20)]
+Share = Annotated[float, Field(ge=0, le=1)]
+StopString = Annotated[str, Field(max_length=1000)]
 
 
-def read_fields(body: bytes, table: dict) -> dict:
-    """The fields of a request's body that are in the table. Raises Refused."""
+class Strict(BaseModel):
+    """Takes no value of another type, such as "1" or true for 1. Unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    tool_calls: Annotated[list, Field(max_length=0)] | None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message as chat templates know it."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content}
+
+
+class Ask(Strict):
+    """The text that a client asks for: what both kinds of requests have in common."""
+
+    model: str = ""  # there is one, whatever its name
+    n: Length = Field(-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    temp: float | None = Field(None, ge=0, le=1e9, alias="temperature")
+    top_p: Share | None = None
+    top_k: int | None = Field(None, ge=0, lt=INT_END)
+    min_p: Share | None = None
+    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
+    repeat_last_n: Length | None = None
+    seed: int = Field(-1, ge=-1, lt=1 << 63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=32)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: dict = {}
+
+    def options(self) -> dict:
+        """Arguments of Session.generate."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        return self.model_dump(include=OPTIONS, exclude_none=True) | dict(stop=stop)
+
+
+class ChatAsk(Ask):
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: Best = 0
+
+    def options(self) -> dict:
+        best = self.top_logprobs if self.logprobs else None
+        return super().options() | dict(logprobs=best)
+
+
+class TextAsk(Ask):
+    prompt: str | Annotated[list[int], Field(min_length=1)]
+    logprobs: Best | None = None
+    echo: bool = False  # the prompt comes before the text
+
+    def options(self) -> dict:
+        return super().options() | dict(logprobs=self.logprobs)
+
+
+def read_ask(body: bytes, kind: type[Ask]) -> Ask:
+    """The text that a request's body asks for; null means absent. Raises Refused."""
     try:
-        found = json.loads(body.decode())
-        json.dumps(found, ensure_ascii=False).encode()  # not possible with a lone surrogate
-    except (ValueError, RecursionError) as error:
+        fields = from_json(body)
+    except ValueError as error:
         raise Refused(f"the body is not JSON in UTF-8: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise Refused("the body must be an object of JSON")
-    fields = {name: found[name] for name in table if found.get(name) is not None}
-    for name, value in fields.items():
-        what, is_right = table[name]
-        if not is_right(value):
-            raise Refused(f"{name} must be {what}", param=name)
-    return fields
-
-
-def is_text_part(part: object) -> bool:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        return False
-    return isinstance(part.get("text"), str)
-
-
-def read_message(message: object, name: str) -> dict:
-    """A message of a chat with its content as one text. Raises Refused."""
-    if not isinstance(message, dict) or message.get("role") not in [*ROLES]:
-        raise Refused(f"{name} must have a role: {', '.join(ROLES)}", param=name)
-    if message.get("tool_calls"):
-        raise Refused(f"{name} calls tools, but there are none", param=name)
-    parts = message.get("content")
-    if isinstance(parts, str):
-        parts = [{"type": "text", "text": parts}]
-    texts = []
-    if isinstance(parts, list):
-        texts = [part.get("text") for part in parts if is_text_part(part)]
-    if not texts or len(texts) < len(parts):
-        raise Refused(f"{name}.content must be a string or a list of text parts", param=name)
-    return {"role": ROLES[message["role"]], "content": "\n".join(texts)}
-
-
-def read_logprobs(fields: dict, is_chat: bool) -> int | None:
-    """How many of the most probable tokens are to be told at each place. None if nothing is."""
-    if not is_chat:
-        return fields.get("logprobs")
-    best = fields.get("top_logprobs", 0)
-    if fields.get("logprobs"):
-        return best
-    if best:
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name, values in UNSUPPORTED.items():
+        value = fields.get(name, values[0])
+        if isinstance(value, bool) or value not in values:
+            message = f"{name} must be absent or {values[0]!r}: nothing else is supported"
+            raise Refused(message, param=name)
+    match fields.get("prompt"):
+        case [str() | list() as prompt]:  # a list of one prompt
+            fields["prompt"] = prompt
+    try:
+        ask = kind.model_validate(fields)
+    except ValidationError as error:
+        raise refusal(error) from None
+    if isinstance(ask, ChatAsk) and ask.top_logprobs and not ask.logprobs:
         raise Refused("top_logprobs needs logprobs: true", param="top_logprobs")
-    return None
-
-
-def read_prompt(fields: dict, is_chat: bool) -> str | list[int] | list[dict]:
-    source = "messages" if is_chat else "prompt"
-    if source not in fields:
-        raise Refused(f"{source} is missing", param=source)
-    prompt = fields[source]
-    if is_chat:
-        return [read_message(message, f"messages[{i}]") for i, message in enumerate(prompt)]
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        return prompt[0]  # a list of one prompt
-    return prompt
-
-
-def read_ask(body: bytes, is_chat: bool) -> Ask:
-    """The text that a request's body asks for. Raises Refused."""
-    fields = read_fields(body, CHAT if is_chat else TEXT)
-    prompt = read_prompt(fields, is_chat)
-    options = {SETTINGS[name]: value for name, value in fields.items() if name in SETTINGS}
-    if options.get("seed", -1) < 0:
-        options["seed"] = random.SystemRandom().randrange(1 << 32)
-    stop = fields.get("stop", [])
-    if isinstance(stop, str):
-        stop = [stop]
-    logprobs = read_logprobs(fields, is_chat)
-    options |= dict(stop=stop, logprobs=logprobs, ignore_eos=fields.get("ignore_eos", False))
-    echo = fields.get("echo", False)
-    if echo and logprobs is not None:
+    if isinstance(ask, TextAsk) and ask.echo and ask.logprobs is not None:
         raise Refused("echo must be absent if there are logprobs: a prompt has none", param="echo")
-    stream = fields.get("stream", False)
-    counts = stream and bool(fields.get("stream_options", {}).get("include_usage"))
-    return Ask(is_chat, prompt, options, echo, stream, counts)
+    if ask.seed < 0:
+        ask.seed = random.SystemRandom().randrange(1 << 32)
+    return ask
+
+
+def refusal(error: ValidationError) -> Refused:
+    """What is wrong with the first field that is: each type that it may have says so."""
+    errors = error.errors()
+    name, *place = errors[0]["loc"]
+    whats = [found["msg"] for found in errors if found["loc"][0] == name]
+    if name == "messages" and place:
+        name = f"messages[{place[0]}]"
+        if len(place) > 1:
+            name += f".{place[1]}"
+    return Refused(f"{name}: {'; '.join(whats)}", param=name)
 
 
 # ---- answers
 
 
-class Token(NamedTuple):
-    text: str  # of a control token, its name
-    bytes: bytes
-    logprob: float
-
-
-class Score(NamedTuple):
-    """What a token's log-probability was."""
-
-    token: Token
-    best: list[Token]  # the most probable tokens at its place
-    begins: int  # the character of the text at which it begins
-
-
-class Part(NamedTuple):
-    """What was written since the part before."""
-
-    text: str
-    scores: list[Score]
-
-
-class End(NamedTuple):
-    """The end of a text."""
-
-    reason: str  # "stop" or "length"
-    prompt_tokens: int
-    cached_tokens: int  # those of the prompt that were evaluated before
-    new_tokens: int
-
-    def usage(self) -> dict:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.new_tokens,
-            "total_tokens": self.prompt_tokens + self.new_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
 class Form:
     """How one text is answered: whole, or in the chunks of a stream."""
 
-    def __init__(self, ask: Ask, model: str):
-        self.ask = ask
-        kind = "chat.completion" if ask.is_chat else "text_completion"
-        if ask.is_chat and ask.stream:
+    def __init__(self, ask: Ask, model: str, session: Session):
+        """model: its name."""
+        self.session = session
+        self.is_chat = isinstance(ask, ChatAsk)
+        self.counts = bool(ask.stream_options.get("include_usage"))
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        if self.is_chat and ask.stream:
             kind += ".chunk"
-        prefix = "chatcmpl-" if ask.is_chat else "cmpl-"
+        prefix = "chatcmpl-" if self.is_chat else "cmpl-"
         self.head = {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time())}
         self.head["model"] = model
+        # of a chunk: made once, since each token takes time from the model's thread
+        self.begins = "data: " + json.dumps(self.head).removesuffix("}")
 
-    def whole(self, parts: list[Part], end: End) -> dict:
-        text = "".join(part.text for part in parts)
-        scores = [score for part in parts for score in part.scores]
-        choice = self._choice(Part(text, scores), end.reason)
-        if self.ask.is_chat:
-            choice["message"] = {"role": "assistant", "content": choice.pop("text")}
-        return self.head | {"choices": [choice], "usage": end.usage()}
+    def whole(self, generation: Generation, before: str) -> bytes:
+        """before: a prompt that is echoed."""
+        said = {"text": before + generation.text}
+        if self.is_chat:
+            said = {"message": {"role": "assistant", "content": generation.text}}
+        choice = self._choice(said, generation.logprobs, ENDS[generation.ended_by])
+        answer = self.head | {"choices": [choice], "usage": usage(generation)}
+        return json.dumps(answer).encode()
 
-    def begin(self) -> bytes:
+    def begin(self, before: str) -> bytes:
         """The beginning of a stream."""
-        if self.ask.is_chat:
-            return self._chunk({"role": "assistant", "content": ""}, Part("", []))
-        return b""
+        if self.is_chat:
+            return self._chunk({"delta": {"role": "assistant", "content": ""}}, [])
+        return self.piece(before, []) if before else b""
 
-    def chunks(self, event: Part | End | Refused) -> bytes:
-        """A part of a stream, or its end."""
-        if isinstance(event, Refused):
-            return in_stream(event.body)
-        if isinstance(event, Part):
-            if not event.text and not event.scores:
-                return b""
-            return self._chunk({"content": event.text}, event)
-        end = self._chunk({}, Part("", []), event.reason)
-        if self.ask.counts:
-            end += in_stream(self.head | {"choices": [], "usage": event.usage()})
+    def piece(self, text: str, logprobs: list[Logprob]) -> bytes:
+        """A part of a stream."""
+        said = {"delta": {"content": text}} if self.is_chat else {"text": text}
+        return self._chunk(said, logprobs)
+
+    def end(self, generation: Generation) -> bytes:
+        """The end of a stream."""
+        said = {"delta": {}} if self.is_chat else {"text": ""}
+        end = self._chunk(said, [], ENDS[generation.ended_by])
+        if self.counts:
+            end += in_stream(self.head | {"choices": [], "usage": usage(generation)})
         return end + b"data: [DONE]\n\n"
 
-    def _chunk(self, delta: dict, part: Part, reason: str | None = None) -> bytes:
-        choice = self._choice(part, reason)
-        if self.ask.is_chat:
-            del choice["text"]
-            choice["delta"] = delta
-        chunk = self.head | {"choices": [choice]}
-        if self.ask.counts:
-            chunk["usage"] = None
-        return in_stream(chunk)
+    def _chunk(self, said: dict, logprobs: list[Logprob], reason: str | None = None) -> bytes:
+        choices = json.dumps([self._choice(said, logprobs, reason)])
+        usage = ', "usage": null' if self.counts else ""
+        return f'{self.begins}, "choices": {choices}{usage}}}\n\n'.encode()
 
-    def _choice(self, part: Part, reason: str | None) -> dict:
-        logprobs = None
-        if part.scores and self.ask.is_chat:
-            logprobs = {"content": [chat_score(score) for score in part.scores]}
-        elif part.scores:
-            logprobs = text_scores(part.scores)
-        return {"index": 0, "text": part.text, "logprobs": logprobs, "finish_reason": reason}
+    def _choice(self, said: dict, logprobs: list[Logprob], reason: str | None) -> dict:
+        scores = None
+        if logprobs:
+            scores = self._chat_scores(logprobs) if self.is_chat else self._text_scores(logprobs)
+        return {"index": 0, **said, "logprobs": scores, "finish_reason": reason}
+
+    def _chat_scores(self, logprobs: list[Logprob]) -> dict:
+        def of(id: int, value: float) -> dict:
+            raw = self.session.tokenizer.bytes_of(id)
+            return {"token": self.session.text_of(id), "logprob": value, "bytes": [*raw]}
+
+        content = []
+        for score in logprobs:
+            best = [of(*pair) for pair in score.best]
+            content.append(of(score.id, score.logprob) | {"top_logprobs": best})
+        return {"content": content}
+
+    def _text_scores(self, logprobs: list[Logprob]) -> dict:
+        text_of = self.session.text_of
+        pairs = [[*score.best, (score.id, score.logprob)] for score in logprobs]
+        best = [{text_of(id): value for id, value in place} for place in pairs]
+        return {
+            "tokens": [text_of(score.id) for score in logprobs],
+            "token_logprobs": [score.logprob for score in logprobs],
+            "top_logprobs": best if any(score.best for score in logprobs) else None,
+            "text_offset": [score.begins for score in logprobs],
+        }
 
 
-def chat_score(score: Score) -> dict:
-    def of(token: Token) -> dict:
-        return {"token": token.text, "logprob": token.logprob, "bytes": [*token.bytes]}
-
-    return of(score.token) | {"top_logprobs": [of(token) for token in score.best]}
-
-
-def text_scores(scores: list[Score]) -> dict:
-    best = [{token.text: token.logprob for token in [*score.best, score.token]} for score in scores]
+def usage(generation: Generation) -> dict:
     return {
-        "tokens": [score.token.text for score in scores],
-        "token_logprobs": [score.token.logprob for score in scores],
-        "top_logprobs": best if any(score.best for score in scores) else None,
-        "text_offset": [score.begins for score in scores],
+        "prompt_tokens": generation.prompt_tokens,
+        "completion_tokens": len(generation.ids),
+        "total_tokens": generation.prompt_tokens + len(generation.ids),
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
     }
 
 
