@@ -422,10 +422,13 @@ CUT = {  # sizes of which each rank has a share, and what is shared out
     "hidden_dim": "hidden_dim",
     "output_rows": "vocab_size",
 }
-NOT_NEEDED = (  # repeated in the config, or scales of activations, which are not rounded here
-    "rotary_emb.inv_freq", "rope.freqs", gguf.ROPE_FACTORS, ".weight_shape",
-    ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
-)  # fmt: skip
+NOT_NEEDED = re.compile(  # the end of a name
+    r"(rotary_emb\.\w+|rope\.freqs|rope_freqs\.weight|\.weight_shape"  # repeated in the config
+    r"|self_attn\.(masked_)?bias|(^|\.)(position_ids|attention_mask|causal_mask)"  # masks
+    r"|\.(input|output|q|k|v|kv|activation)_scale(_ub)?)$"  # of activations, not rounded here
+)
+BIAS = re.compile(r"(_proj|attn_output|ffn_\w+)\.bias$")  # which may be there if it is 0
+MOST_BIASES = 1 << 20  # numbers in one of them
 
 
 @dataclass(frozen=True)
@@ -542,30 +545,70 @@ class Source(ABC):
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
         """What `tensors` returns, not checked yet, made of what was found in the files."""
 
-    def tensors(self, c: Config) -> dict[str, SourceTensor]:
-        """The tensors by our names: those of a model's parts or, where it has joined them, of the
-        model itself. Raises ValueError for those that are missing, unexpected, or of another shape
-        or type than the config says."""
+    def tensors(self, c: Config) -> tuple[Config, dict[str, SourceTensor]]:
+        """The configuration, in which tie_embeddings may have become False, and the tensors by our
+        names: those of a model's parts or, where it has joined them, of the model itself. Raises
+        ValueError for those that are missing, unexpected, or of another shape or type than the
+        config says."""
         found: Found = {}
         for tensor in self.file_tensors():
-            if not tensor.name.endswith(NOT_NEEDED):
+            if not NOT_NEEDED.search(tensor.name):
                 found.setdefault(tensor.name, []).append(tensor)
-        if c.tie_embeddings:  # it may be there all the same
-            found.pop(OUTPUT.name_in(self.names), None)
+        if c.tie_embeddings:
+            c = self.untied(c, found)
         tensors = self.named(c, found)
         self.check(tensors.values(), found)
-        return tensors
+        return c, tensors
+
+    def untied(self, c: Config, found: Found) -> Config:
+        """The configuration as the tensors have it: a tied model may be saved under either name,
+        and if both are there, they may differ."""
+        embedding = EMBEDDING.name_in(self.names)
+        outputs = found.pop(OUTPUT.name_in(self.names), [])
+        if not outputs:
+            return c
+        if embedding not in found:
+            found[embedding] = [replace(tensor, name=embedding) for tensor in outputs]
+        elif not all(map(equal, outputs, found[embedding])):
+            found[outputs[0].name] = outputs
+            return replace(c, tie_embeddings=False)
+        return c
 
     def check(self, tensors: Collection[SourceTensor], found: Found) -> None:
         problems = [problem for tensor in tensors for problem in tensor.problems()]
         expected = {name for tensor in tensors for name in tensor.wanted}
-        problems += [f"{name} is unexpected" for name in found if name not in expected]
+        for name in found.keys() - expected:
+            if not BIAS.search(name):
+                problems.append(f"{name} is unexpected")
+            elif not all(map(is_zero, found[name])):
+                weight = name.removesuffix("bias") + "weight"
+                problems.append(f"{weight} has a bias, which is supported for q, k and v only")
         if not problems:
             return
         shown = "; ".join(problems[:4])
         if len(problems) > 4:
             shown += f"; and {len(problems) - 4} more"
         raise ValueError(f"{self.path}: the tensors do not fit the config: {shown}")
+
+
+def equal(one: FileTensor, other: FileTensor) -> bool:
+    """Whether two tensors of floats have the same values."""
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= set(quants.FLOATS):
+        return False
+    columns = [range(size) for size in one.shape[1:]]
+    at_once = max(1, quants.AT_ONCE // math.prod(one.shape[1:]))
+    for first in range(0, one.shape[0], at_once):
+        spans = [range(first, min(first + at_once, one.shape[0])), *columns]
+        if not torch.equal(one.read(spans=spans).float(), other.read(spans=spans).float()):
+            return False
+    return True
+
+
+def is_zero(bias: FileTensor) -> bool:
+    """Whether a bias makes no difference."""
+    if bias.dtype not in quants.FLOATS or math.prod(bias.shape) > MOST_BIASES:
+        return False
+    return not bias.read().any()
 
 
 class GgufFile(Source):
@@ -605,7 +648,8 @@ class GgufFile(Source):
         tensors = []
         for info in self.header.tensors.values():
             dtype = torch.float32 if self.kind(info) else TYPES.get(info.type.name)
-            tensors.append(FileTensor(info.file, info.name, dtype, info.shape, info.offset))
+            where = info.offset, info.version
+            tensors.append(FileTensor(info.file, info.name, dtype, info.shape, *where))
         return tensors
 
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
@@ -623,31 +667,28 @@ class GgufFile(Source):
         return Floats(name, part.shape(c), found, head_dim)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder that hold its weights. Raises OSError, ValueError."""
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / f"{single}.index.json").is_file():
-            return _indexed_files(folder / f"{single}.index.json")
-        if (folder / single).is_file():
-            return [folder / single]
-    files = sorted(folder.glob("consolidated.*.pth"))
-    if not files:
+class WeightFiles(NamedTuple):
+    """The files of a folder that hold its weights, and which of them an index names for a
+    tensor."""
+
+    files: list[Path]
+    named: dict[str, Path] = {}
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """Of several candidates, those that transformers would take. Raises OSError, ValueError."""
+    picked = hub.weights_in(folder)
+    if not picked:
         usual = "model.safetensors or pytorch_model.bin, or an index of their shards, or Meta's consolidated.*.pth"
         raise _nothing_in(folder, f"no weights ({usual})")
-    return files
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} lacks the field weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name or not name.endswith((".safetensors", ".bin")):
-            raise ValueError(f"{index} names {name!r}, which is not a file of its own folder")
-        if not (index.parent / name).is_file():
-            raise FileNotFoundError(f"{index} names {name}, which is missing")
-    return [index.parent / name for name in names]
+    if picked[0].suffix != ".json":
+        return WeightFiles(picked)
+    named = hub.weight_map(picked[0])
+    files = sorted(set(named.values()))
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{picked[0]} names {file.name}, which is missing")
+    return WeightFiles(files, named)
 
 
 def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
@@ -669,7 +710,9 @@ class Folder(Source):
         return tokenizer_file(self.path)
 
     def file_tensors(self) -> list[FileTensor]:
-        return [tensor for file in weight_files(self.path) for tensor in tensors_of(file)]
+        files, named = weight_files(self.path)
+        tensors = [tensor for file in files for tensor in tensors_of(file)]
+        return [t for t in tensors if named.get(t.name, t.file) == t.file]
 
 
 class HuggingFaceFolder(Folder):
@@ -724,7 +767,9 @@ class MetaFolder(Folder):
         if config.vocab_size >= 1:
             return config
         # each file holds all rows of the embedding
-        shapes = {tensor.name: tensor.shape for tensor in tensors_of(weight_files(self.path)[0])}
+        shapes = {
+            tensor.name: tensor.shape for tensor in tensors_of(weight_files(self.path).files[0])
+        }
         rows, *_ = shapes.get(EMBEDDING.meta) or [1]
         return replace(config, vocab_size=rows)
 
@@ -832,10 +877,10 @@ class Checkpoint:
         """folder: that of the checkpoint, or a GGUF file. Raises OSError, ValueError."""
         self.folder = folder
         self.source = source_of(folder)
-        self.config = self.source.config()
+        config = self.source.config()
         self.sampling = read_sampling(folder)
         self.format = self.source.format  # of the matrices, where --save encoded them
-        self.tensors = self.source.tensors(self.config)
+        self.config, self.tensors = self.source.tensors(config)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -3277,6 +3277,9 @@ INDEX, SHARDS = (
 )
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13, PTH = "layers.1.w13", "consolidated.01.pth"
+index_of = lambda names: both(
+    remove("model.safetensors"), write(INDEX, json.dumps({"weight_map": names}))
+)
 ADDED = {"added_tokens_decoder": {"600": {"content": ["x"]}}}
 
 LONGROPE = {
@@ -3357,9 +3360,10 @@ SPOILED = {
         "norm.weight is [64] + [65], expected [64]",
     ),
     "one of Meta's shards": (lambda f: [to_meta(f, 2), (f / PTH).unlink()], "expected [350, 64]"),
-    "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors, which is missing"),
-    "index that leaves the folder": (write(INDEX, '{"weight_map": {"a": "../x"}}'), "not a file of its own folder"),
-    "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
+    "index without shard": (index_of({"": "b.safetensors"}), "b.safetensors, which is missing"),
+    **{f"index that names {name}": (index_of({"a": name}), "not a file of its own folder")
+       for name in ("../x.bin", "/x.bin", "a/../../x.bin", "x", "config.json")},
+    "index without a map": (index_of([]), f"{INDEX} lacks the field weight_map"),
     **{f"torch file, {name}": (torch_file(content), UNSAFE) for name, content in {
         "numbered": {1: torch.ones(1)}, "a list": [torch.ones(1)], "nested": {"x": {"y": torch.ones(1)}},
         "sparse": {"x": torch.ones(1).to_sparse()}, "of no device": {"x": torch.ones(1, device="meta")},
@@ -4591,8 +4595,8 @@ BAD_GGUF = {
     "version 1": (by_hand(version=1), "has GGUF's version 1, which is not supported"),
     "count of values": (by_hand(counts=(0, HUGE), data=b""), "cut off"),
     "count of tensors": (by_hand(counts=(HUGE, 0), data=b""), "cut off"),
-    "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "a string lies outside it"),
-    "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "an array lies outside it"),
+    "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "a string lies outside its"),
+    "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "an array lies outside its"),
     "count of strings": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 8, HUGE))]), "cut off"),
     "array of arrays": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 9, 1))]), "values of the unknown type 9"),
     "unknown value": (by_hand(metadata=[(b"a", 13, b"")]), "values of the unknown type 13"),

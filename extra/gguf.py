@@ -20,7 +20,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
-from extra.files import open_regular
+from extra.files import FILE_BYTES, open_regular, version_of
 
 # ---- types of tensors
 
@@ -68,6 +68,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # of its values, rows first, as in torch
     file: Path
     offset: int  # of its first byte in the file
+    version: tuple[int, ...] = ()  # of the file, see version_of
 
     @property
     def nbytes(self) -> int:
@@ -114,12 +115,14 @@ class GGUF:
 
 
 class Header:
-    """Reads a header from the bytes of a file. Raises ValueError, or struct.error where they end
-    too early."""
+    """Reads a header from the bytes of a file. It must lie in the first FILE_BYTES of them, as a
+    sparse file may have any size. Raises ValueError, or struct.error where they end too early."""
 
-    def __init__(self, file: Path, data: mmap.mmap):
+    def __init__(self, file: Path, data: mmap.mmap, version: tuple[int, ...] = ()):
         self.file = file
         self.data = data
+        self.version = version
+        self.end = min(len(data), FILE_BYTES)
         self.at = 4  # after "GGUF"
 
     def damaged(self, what: str) -> ValueError:
@@ -135,7 +138,7 @@ class Header:
         """Strings, each after its length. The loop does little else, since vocabularies have
         hundreds of thousands of them."""
         data = self.data
-        size = len(data)
+        size = self.end
         length = struct.Struct("<Q").unpack_from
         at = self.at
         found = []
@@ -143,7 +146,7 @@ class Header:
             start = at + 8
             at = start + length(data, at)[0]
             if at > size:
-                raise self.damaged("a string lies outside it")
+                raise self.damaged("a string lies outside its header")
             found.append(data[start:at].decode())
         self.at = at
         return found
@@ -164,8 +167,8 @@ class Header:
             raise self.damaged(f"its metadata has values of the unknown type {inner}")
         start = self.at
         self.at += count * struct.calcsize(SCALARS[inner])
-        if self.at > len(self.data):
-            raise self.damaged("an array lies outside it")
+        if self.at > self.end:
+            raise self.damaged("an array lies outside its header")
         return memoryview(self.data[start : self.at]).cast(SCALARS[inner])
 
     def tensor(self) -> TensorInfo:
@@ -198,12 +201,16 @@ class Header:
         gguf = GGUF(self.file, {}, {})
         for _ in range(values):
             (key,) = self.strings(1)
+            if key in gguf.metadata:
+                raise self.damaged(f"it has {key!r} twice")
             gguf.metadata[key] = self.value(self.scalar("I"))
         table = [self.tensor() for _ in range(count)]
         alignment = gguf.get("general.alignment", int) or 32
         start = -(-self.at // alignment) * alignment
         for info in table:
-            gguf.tensors[info.name] = replace(info, offset=start + info.offset)
+            gguf.tensors[info.name] = replace(
+                info, offset=start + info.offset, version=self.version
+            )
             if start + info.offset + info.nbytes > len(self.data):
                 raise self.damaged(f"{info.name} lies outside it, perhaps because it is cut off")
         if sum(info.nbytes for info in table) > len(self.data):
@@ -212,15 +219,14 @@ class Header:
 
 
 @lru_cache(maxsize=1)  # configuration, tokenizer and tensors are read in turn; it takes a while
-def _read_version(file: Path, stamp: tuple[int, ...]) -> GGUF:
-    """The header of one file. It is read again if the stamp (inode, size, time of change) is
-    another."""
+def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
+    """The header of one file. It is read again if the version is another."""
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                return Header(file, data).read()
+                return Header(file, data, version).read()
             except (struct.error, UnicodeDecodeError) as error:
                 raise ValueError(
                     f"{file} is damaged, or cut off in its header ({error}): download it again"
@@ -228,8 +234,7 @@ def _read_version(file: Path, stamp: tuple[int, ...]) -> GGUF:
 
 
 def _read_part(file: Path) -> GGUF:
-    stat = file.stat()
-    return _read_version(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return _read_version(file, version_of(file.stat()))
 
 
 def read_header(file: Path) -> GGUF:
