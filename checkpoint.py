@@ -9,6 +9,7 @@ tensors without knowing the layout."""
 import itertools
 import json
 import math
+import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
@@ -124,21 +125,27 @@ def generation_of(folder: Path) -> Fields:
 
 SAMPLING = {  # our name: its name in generation_config.json, low, high, type
     "temp": ("temperature", 0, 1e6, float),
-    "top_k": ("top_k", 0, 1 << 31, int),
+    "top_k": ("top_k", -1, 1 << 31, int),
     "top_p": ("top_p", 0, 1, float),
+    "min_p": ("min_p", 0, 1, float),
     "repeat_penalty": ("repetition_penalty", 0.01, 100, float),
 }
 
 
 @one_line_errors()
-def read_sampling(folder: Path) -> dict[str, float]:
-    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling.
-    Raises ValueError."""
+def read_sampling(folder: Path, overridden: Collection[str] = ()) -> dict[str, float]:
+    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling,
+    without those that are overridden. Raises ValueError."""
     f = generation_of(folder)
+    f.refuse_unless("do_sample", None, True, False)
+    if f.get("do_sample") is False:
+        f["temperature"] = 0
     said = {}
     for ours, (name, low, high, kind) in SAMPLING.items():
-        if f.get(name) is not None:
+        if f.get(name) is not None and ours not in overridden:
             said[ours] = f.number(name, low, high, kind=kind)
+    if said.get("top_k") == -1:  # as vLLM and llama.cpp say that it is off
+        said["top_k"] = 0
     return said
 
 
@@ -147,8 +154,8 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("model_type", *gguf.ARCHITECTURES)
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
-    for name in ("attention_bias", "mlp_bias"):
-        f.refuse_unless(name, False, None)
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        f.refuse_unless(name, False, True, None)
     layout_of(f)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
@@ -159,7 +166,7 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
     if family == "mistral":
         f.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
-    elif not f.get("use_sliding_window"):  # unless this is set, Llama and Qwen have no window
+    elif not _slides(f):
         f["sliding_window"] = None
     window = None
     if f.get("sliding_window") is not None:
@@ -187,12 +194,22 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         max_seq_len=max_seq_len,
         sliding_window=window,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
+        # other biases are refused unless they are 0, see Source.check
+        qkv_bias=family == "qwen2" or family != "mistral" and bool(f.get("attention_bias")),
         qk_norm=family == "qwen3",
         dtype=getattr(torch, dtype) if dtype else None,
         bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def _slides(f: Fields) -> bool:
+    """Whether any layer of a family other than Mistral has a window."""
+    if not f.get("use_sliding_window"):
+        return False
+    if f.get("layer_types") is not None:
+        return "sliding_attention" in f["layer_types"]
+    return f.number("max_window_layers", 0, 1 << 24, 28) < f.number("num_hidden_layers", 1, 1024)
 
 
 def meta_config(f: Fields) -> Config:
@@ -228,18 +245,47 @@ class Rope(NamedTuple):
 def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
     """What rope_parameters say, or the older rope_scaling and rope_theta: linear (Chen et al.,
     2023), llama3 (Meta, 2024), yarn or longrope (Ding et al., 2024). Raises ValueError."""
-    rope = f.sub("rope_parameters")
-    older = f.sub("rope_scaling")
-    if rope and older and rope != older:
+    newer = _renamed(f.sub("rope_parameters"))
+    older = _renamed(f.sub("rope_scaling"))
+    beside = {"rope_theta": f.get("rope_theta")}
+    last = {"original_max_position_embeddings": f.get("original_max_position_embeddings")}
+    # each with what only the other says; what stands beside them is the default, but for the last
+    merged = []
+    for fields in (older | newer, newer | older):
+        fields = _said(beside) | fields | _said(last)
+        merged.append(_scaled(Fields(f.file, fields), D, max_seq_len))
+    if merged[0] != merged[1]:
         raise ValueError(
-            f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}"
+            f"{f.file}: rope_parameters and rope_scaling say different things: {newer} and {older}"
         )
-    rope = rope or older
-    holder = rope
-    if rope.get("rope_theta") is None:
-        holder = f
-    theta = holder.number("rope_theta", 2, 1e12, 10000.0, float)
-    kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    return merged[0]
+
+
+def _said(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _renamed(fields: dict) -> dict:
+    """Fields of RoPE that say something, by their newer names."""
+    fields = _said(fields)
+    if "type" in fields:
+        fields.setdefault("rope_type", fields.pop("type"))
+    return fields
+
+
+def _scaled(rope: Fields, D: int, max_seq_len: int) -> Rope:
+    """What one set of fields says, and what GGUF says in addition for any type: factors that
+    divide the frequencies, and a scale of q and k."""
+    theta, factors, gain = _of_type(rope, D, max_seq_len)
+    if "gguf_factors" in rope:
+        more = _listed_factors(rope, "gguf_factors", D)
+        factors = tuple(map(operator.mul, more, factors or itertools.repeat(1.0)))
+    return Rope(theta, factors, gain * rope.number("gguf_gain", 1e-3, 1e3, 1, float))
+
+
+def _of_type(rope: Fields, D: int, max_seq_len: int) -> Rope:
+    theta = rope.number("rope_theta", 2, 1e12, 10000.0, float)
+    kind = rope.setdefault("rope_type", "default")
     rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
     rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
     if kind == "default":
@@ -285,13 +331,17 @@ def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
 
 def _longrope(rope: Fields, D: int) -> tuple[float, ...]:
     """The factors that divide the frequencies. Only the same ones for short and long texts are
-    supported, which is how GGUF files of Llama 3.1 are read. Raises ValueError."""
-    factors = rope.get("short_factor")
-    if factors != rope.get("long_factor") or rope.get("attention_factor") != 1:
+    supported. Raises ValueError."""
+    if rope.get("short_factor") != rope.get("long_factor") or rope.get("attention_factor") != 1:
         what = (
             "which is supported with equal short_factor and long_factor and attention_factor 1 only"
         )
         raise ValueError(f"{rope.file}: rope_type is 'longrope', {what}")
+    return _listed_factors(rope, "short_factor", D)
+
+
+def _listed_factors(rope: Fields, name: str, D: int) -> tuple[float, ...]:
+    factors = rope.get(name)
     is_factor = lambda x: type(x) is float and 0 < x < math.inf
     if not isinstance(factors, list) or not all(map(is_factor, factors)):
         raise ValueError(
@@ -313,14 +363,23 @@ def layout_of(f: Fields) -> quants.Layout | None:
     if f.get("quantization"):
         raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
     q = f.sub("quantization_config")
+    alone = f.file.with_name("hf_quant_config.json")
+    if not q and f.file.suffix == ".json" and alone.is_file():  # as nvidia wrote it at first
+        q = Fields(alone).sub("quantization")
+        q["quant_method"] = "modelopt"
     if not q:
         return None
     method = q.get("quant_method")
     if method == "compressed-tensors":
         method = q.get("format")
         groups = q.sub("config_groups")
-        for name in groups:
-            q.update(groups.sub(name).sub("weights"))
+        weights = [groups.sub(name).sub("weights") for name in groups]
+        if any(of_group != weights[0] for of_group in weights):
+            raise ValueError(f"{f.file}: quantised with several kinds of config_groups: {INSTEAD}")
+        q.update(weights[0] if weights else {})
+    # what "-:" names is not quantised
+    if any(not pattern.startswith("-:") for pattern in q.sub("dynamic")):
+        raise ValueError(f"{f.file}: quantised as {method} with dynamic settings: {INSTEAD}")
 
     def only(**fields) -> None:
         for name, allowed in fields.items():
@@ -338,8 +397,13 @@ def layout_of(f: Fields) -> quants.Layout | None:
         only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
         return quants.awq(group)
     if method == "gptq":
-        only(bits=(4,), checkpoint_format=(None, "", "gptq", "gptq_v2"))
-        return quants.gptq(group, q.get("checkpoint_format") == "gptq_v2")
+        only(bits=(4, 8), checkpoint_format=(None, "", "gptq", "gptq_v2"))
+        return quants.gptq(group, q.get("checkpoint_format") == "gptq_v2", q["bits"])
+    if method == "modelopt":
+        only(quant_algo=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+        return quants.fp8_scaled("weight_scale", in_blocks=False)
+    if method == "fbgemm_fp8":
+        return quants.fp8_scaled("weight_scale", in_blocks=False)
     if method == "fp8":
         only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
         if q.get("weight_block_size"):
@@ -751,8 +815,6 @@ class HuggingFaceFolder(Folder):
         if codes == "weight" and found[f"{stem}weight"][0].dtype in quants.FLOATS:
             return {}
         absent = {word for word in layout.optional if stem + word not in found}
-        if part.field == "wqkv" and c.qkv_bias:
-            absent.add("bias")  # it is the model's, not GPTQ's
         return {stem + word: Wanted(*words[word]) for word in words if word not in absent}
 
 
@@ -878,7 +940,6 @@ class Checkpoint:
         self.folder = folder
         self.source = source_of(folder)
         config = self.source.config()
-        self.sampling = read_sampling(folder)
         self.format = self.source.format  # of the matrices, where --save encoded them
         self.config, self.tensors = self.source.tensors(config)
 
@@ -1306,6 +1367,7 @@ def load(
     accumulate: str = "auto",
     quiet: bool = False,
     ranks: Ranks = Ranks(),
+    sampling: dict[str, float] | None = None,
 ) -> Llama:
     """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder
     in Hugging Face's or Meta's layout, a GGUF file, or a repository of the hub.
@@ -1314,8 +1376,8 @@ def load(
     is that, but at most 4096. format: in which to keep the matrices, a name of kernels.FORMATS;
     what `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's
     products are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the
-    model, if several. Raises ValueError, OSError or MemoryError, in one line that says what to
-    do."""
+    model, if several. sampling: settings that replace the checkpoint's own. Raises ValueError,
+    OSError or MemoryError, in one line that says what to do."""
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
         raise ValueError(
@@ -1327,6 +1389,8 @@ def load(
         checkpoint = Checkpoint(find_checkpoint(name))
     folder = checkpoint.folder
     config = checkpoint.config
+    given = sampling or {}
+    own = read_sampling(folder, given)
     if not checkpoint.format or format != checkpoint.format.name:
         check_original(checkpoint, format)
     on = pick_device(device, ranks)
@@ -1359,7 +1423,6 @@ def load(
     if on.type == "cuda":
         del loader
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    sampling = Sampling(**checkpoint.sampling)
     return Llama(
         config,
         weights,
@@ -1371,5 +1434,5 @@ def load(
         kv_fp8,
         accumulate,
         ranks,
-        sampling,
+        Sampling(**own | given),
     )

@@ -257,6 +257,7 @@ def read_header(file: Path) -> GGUF:
 # ---- the model
 
 ROPE_FACTORS = "rope_freqs.weight"
+MOST_FACTORS = 512  # half of the largest head_dim
 # Control tokens that end an answer whatever eos_token_id says, as in llama.cpp
 ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of GGUF, and config.json's model_type
@@ -299,6 +300,8 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(gguf, f"{arch}.rope"),
         "sliding_window": said("attention.sliding_window") or None,
         "use_sliding_window": bool(said("attention.sliding_window")),
+        "max_window_layers": 0,
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": _dtype(gguf),
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -315,35 +318,34 @@ def _dtype(gguf: GGUF) -> str:
 
 
 def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
-    """What Hugging Face calls rope_scaling. Llama 3.1's is a tensor of what to divide each
-    frequency by: that is longrope with the same factors for short and long texts."""
+    """What Hugging Face calls rope_scaling, with two fields of our own: Llama 3.1 has a tensor of
+    what to divide each frequency by, and any type may have a scale of q and k."""
+    scaling: dict[str, Any] = {}
     if info := gguf.tensors.get(ROPE_FACTORS):
         if info.type.name != "F32":
             raise ValueError(f"{gguf.file}: {info.name} is {info.type.name}; it must be F32")
+        if info.nbytes > 4 * MOST_FACTORS:
+            raise ValueError(
+                f"{gguf.file}: {info.name} has more than {MOST_FACTORS} factors of RoPE"
+            )
         with open_regular(info.file) as f:
             f.seek(info.offset)
-            factors = memoryview(f.read(info.nbytes)).cast("f").tolist()
-        return {
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-        }
+            scaling["gguf_factors"] = memoryview(f.read(info.nbytes)).cast("f").tolist()
+    gain = gguf.get(f"{key}.scaling.attn_factor", int | float, 1)
+    if gain != 1:
+        scaling["gguf_gain"] = gain
     factor = gguf.get(f"{key}.scaling.factor", int | float)
     factor = factor or gguf.get(f"{key}.scale_linear", int | float) or 1
     kind = gguf.metadata.get(f"{key}.scaling.type", "linear")
     if kind == "none" or kind == "linear" and factor == 1:
-        return None
-    scaling = {"rope_type": kind, "factor": factor}
+        return scaling or None
+    scaling |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = gguf.metadata.get(
             f"{key}.scaling.original_context_length"
         )
         for name in ("beta_fast", "beta_slow"):
             scaling[name] = gguf.metadata.get(f"{key}.scaling.yarn_{name}")
-        gain = gguf.get(f"{key}.scaling.attn_factor", int | float, 1)
-        if gain != 1:  # on top of the paper's own
-            scaling["attention_factor"] = gain * (1 + 0.1 * math.log(max(factor, 1)))
     return scaling
 
 

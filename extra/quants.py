@@ -942,12 +942,12 @@ def _blocks4(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Bloc
     return Blocks(codes, _spread(scale.float(), groups), zero=_spread(zero, groups))
 
 
-def _gemm(group: int, N: int, K: int, codes: tuple[int, int]) -> dict:
+def _gemm(group: int, N: int, K: int, codes: tuple[int, int], bits: int = 4) -> dict:
     """The tensors of AWQ and GPTQ."""
     G = max(1, K // group)
     return {
         "qweight": (INT32, [codes]),
-        "qzeros": (INT32, [(G, N // 8)]),
+        "qzeros": (INT32, [(G, N * bits // 32)]),
         "scales": (FLOATS, [(G, N)]),
     }
 
@@ -966,30 +966,43 @@ def awq(group: int) -> Layout:
     return Layout("AWQ", format, lambda N, K: _gemm(group, N, K, (K, N // 8)), blocks, group)
 
 
-def gptq(group: int, version_2: bool) -> Layout:
-    """GPTQ without act-order: rows of W, eight neighbours along K in a word. Zero points are stored
-    less 1, but in version 2 as they are; where all of them are 8, files may say the wrong version.
-    Older files have a bias of zeros everywhere."""
-    format = _format_for_groups(group)
+def gptq(group: int, version_2: bool, bits: int = 4) -> Layout:
+    """GPTQ of 4 or 8 bits without act-order: rows of W, neighbours along K in a word. Zero points
+    are stored less 1, but in version 2 as they are; where all of them are in the middle, files may
+    say the wrong version."""
+    format = _format_for_groups(group) if bits == 4 else Q8_0
+    middle = 1 << bits - 1
+    ones = 0x11111111 if bits == 4 else 0x01010101
+
+    def unpacked(words: Tensor) -> Tensor:
+        if bits == 4:
+            return int4.nibbles(words)
+        return words.contiguous().view(torch.uint8).short()
 
     def tensors(N: int, K: int) -> dict:
-        others = {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
-        return _gemm(group, N, K, (K // 8, N)) | others
+        return _gemm(group, N, K, (K * bits // 32, N), bits) | {"g_idx": (INT32, [(K,)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
-        codes = int4.nibbles(t["qweight"].t())
-        zero = int4.nibbles(t["qzeros"]).t()
+        codes = unpacked(t["qweight"].t())
+        zero = unpacked(t["qzeros"]).t()
         check_order(t.get("g_idx"), codes.shape[1], zero.shape[1])
-        if "bias" in t and t["bias"].any():
-            raise ValueError("a bias, which this architecture does not have")
-        if ((zero == 7).all() | (zero == 8).all()).item():
-            zero = torch.full_like(zero, 8)
+        if ((zero == middle - 1).all() | (zero == middle).all()).item():
+            zero = torch.full_like(zero, middle)
         elif not version_2:
             # 1 was subtracted in whole words, so a zero point of 0 has borrowed from the next one
-            zero = int4.nibbles(t["qzeros"] + 0x11111111).t()
+            zero = unpacked(t["qzeros"] + ones).t()
+        if bits == 8:
+            return _blocks8(codes - _spread(zero, codes.shape[1]), t["scales"].t())
         return _blocks4(format, codes, t["scales"].t(), zero)
 
-    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"))
+    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx",))
+
+
+def _blocks8(codes: Tensor, scale: Tensor) -> Blocks:
+    """Blocks of Q8_0, whose codes stand for themselves."""
+    if codes.min() < -128 or codes.max() > 127:
+        raise ValueError("zero points that 8 bits cannot hold: take a symmetric GPTQ or a GGUF")
+    return Blocks(codes.to(torch.int8), _spread(scale.float(), codes.shape[1] // Q8_0.group))
 
 
 def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
