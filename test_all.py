@@ -3155,7 +3155,7 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
         "it is gated: accept its licence on its page, and set HF_TOKEN",
     ),
     "gguf": (
-        dict(files={"a.IQ4_0.gguf": b"x"}),
+        dict(files={"a.IQ2_M.gguf": b"x"}),
         "",
         "tiny",
         "holds no weights that this program reads",
@@ -4335,7 +4335,7 @@ def test_products_with_gguf_and_safetensors_formats(format):
     ("Q4_K", 512, 8, "q4_k"), ("Q5_K", 512, 8, "q6_k"), ("Q4_K Q6_K", 512, 8, "q6_k"),
     ("Q4_0 Q5_0", 96, 8, "q8_0"),
     ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None),
-    ("Q6_K", 384, 8, None),
+    ("Q6_K", 384, 8, None), ("IQ4_NL", 96, 8, "q8_0"), ("IQ4_XS Q5_K", 512, 8, "q8_k"),
     ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
 ])  # fmt: skip
 def test_format_of_joined_matrices(kinds, columns, most_bits, name):
@@ -4382,7 +4382,8 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     )
     read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
-    assert ours.checkpoint.quantised == "Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
+    names = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
+    assert ours.checkpoint.quantised == names
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
     for name, one, other in zip(

@@ -131,6 +131,27 @@ def _q6_k(b: Tensor):
     return codes.view(torch.int8) - 32, _half(b, 208), None, parts, torch.zeros_like(parts)
 
 
+# what the codes of IQ4_NL and IQ4_XS stand for
+LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _levels(quants: Tensor) -> Tensor:
+    """int8 of 32 columns, from each 16 bytes of nibbles."""
+    table = torch.tensor(LEVELS, dtype=torch.int8, device=quants.device)
+    return table[_nibbles(quants, 16).view(torch.uint8).int()]
+
+
+def _iq4_xs(b: Tensor):
+    """Of each 32 columns, the part of the scale has 4 bits in a nibble of bytes 4 to 7 and 2, above
+    them, in bytes 2 and 3."""
+    groups = torch.arange(8, device=b.device)
+    low = b[..., 4:8].repeat_interleave(2, -1) >> groups % 2 * 4 & 15
+    high = b.view(torch.int16)[..., 1, None] >> 2 * groups & 3
+    parts = (low + 16 * high - 32).to(torch.int8)
+    parts = parts.repeat_interleave(2, -1)  # for each 16 columns, see Parts
+    return _levels(b[..., 8:]), _half(b, 0), None, parts, torch.zeros_like(parts)
+
+
 SPLIT = {
     "Q4_0": lambda b: (_nibbles(b[..., 2:], 16).view(torch.int8) - 8, _half(b, 0), None),
     "Q4_1": lambda b: (_nibbles(b[..., 4:], 16).view(torch.int8), _half(b, 0), _half(b, 2)),
@@ -140,6 +161,8 @@ SPLIT = {
     "Q4_K": lambda b: (_nibbles(b[..., 16:], 32).view(torch.int8), *_k_scales(b)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": lambda b: (_levels(b[..., 2:]), _half(b, 0), None),
+    "IQ4_XS": _iq4_xs,
 }
 
 
@@ -811,13 +834,49 @@ Q8_1 = replace(
     form=Minimum(),
 )
 
+# Q8_K, for IQ4_XS, whose 16 levels are bytes: Parts for each 32 columns of 256
+
+
+@jit
+def _q8_k_load(
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
+):
+    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
+    parts = load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, 32)
+    return codes, parts, load_groups(w[2], start, k, left, COLUMNS, NEIGHBOURS, GROUP)
+
+
+@jit
+def _q8_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    codes = load_codes(w[0], start, k, left, COLUMNS, 4)
+    parts = load_two_groups(w[1], start, k, left, COLUMNS, 32, 16)
+    return codes, parts, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 32)
+
+
+@jit
+def _q8_k_scales(tile, SHIFT: tl.constexpr):
+    return _scales_of_parts(tile[1], tile[2], SHIFT, 13)
+
+
+Q8_K = replace(
+    Q8_1,
+    name="q8_k",
+    load=_q8_k_load,
+    scales_of=_q8_k_scales,
+    stream_load=_q8_k_stream_load,
+    group=256,
+    form=Parts(),
+    unit=2.0**-13,
+)
+
 EXACT = {  # the types of ggml that each format keeps exactly
     Q4_0: {"Q4_0"},
     Q4_1: {"Q4_1"},
     Q4_K: {"Q4_K"},
-    Q8_0: {"Q8_0", "Q5_0", "Q4_0"},
-    Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"},
+    Q8_0: {"Q8_0", "Q5_0", "Q4_0", "IQ4_NL"},
+    Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1", "IQ4_NL"},
     Q6_K: {"Q6_K", "Q5_K", "Q4_K"},
+    Q8_K: {"IQ4_XS", "Q5_K", "Q4_K"},
 }
 
 
