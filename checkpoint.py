@@ -137,10 +137,11 @@ def read_sampling(folder: Path, overridden: Collection[str] = ()) -> dict[str, f
     """What a checkpoint's generation_config.json says about sampling, by the names of Sampling,
     without those that are overridden. Raises ValueError."""
     f = generation_of(folder)
-    f.refuse_unless("do_sample", None, True, False)
-    if f.get("do_sample") is False:
-        f["temperature"] = 0
     said = {}
+    if "temp" not in overridden:
+        f.refuse_unless("do_sample", None, True, False)
+        if f.get("do_sample") is False:
+            f["temperature"] = 0
     for ours, (name, low, high, kind) in SAMPLING.items():
         if f.get(name) is not None and ours not in overridden:
             said[ours] = f.number(name, low, high, kind=kind)
@@ -659,6 +660,8 @@ def equal(one: FileTensor, other: FileTensor) -> bool:
     """Whether two tensors of floats have the same values."""
     if one.shape != other.shape or not {one.dtype, other.dtype} <= set(quants.FLOATS):
         return False
+    if (one.file, one.offset) == (other.file, other.offset):  # a torch file has shared ones once
+        return True
     columns = [range(size) for size in one.shape[1:]]
     at_once = max(1, quants.AT_ONCE // math.prod(one.shape[1:]))
     for first in range(0, one.shape[0], at_once):
@@ -824,6 +827,11 @@ class MetaFolder(Folder):
 
     names = "meta"
 
+    def small_files(self) -> dict[str, bytes]:
+        files = super().small_files()
+        files.pop("config.json", None)  # whatever lies beside
+        return files
+
     def unchecked_config(self) -> Config:
         config = meta_config(Fields(self.path / "params.json"))
         if config.vocab_size >= 1:
@@ -902,9 +910,11 @@ def small_source(path: Path) -> Source:
     layout of the original. Raises OSError, ValueError."""
     if path.is_file():
         return GgufFile(path)
-    if (path / "config.json").is_file():
+    of_meta = (path / "params.json").is_file()
+    weights_are_metas = any(file.suffix == ".pth" for file in hub.weights_in(path))
+    if (path / "config.json").is_file() and not (of_meta and weights_are_metas):
         return HuggingFaceFolder(path)
-    if (path / "params.json").is_file():
+    if of_meta:
         return MetaFolder(path)
     raise _nothing_in(path, "neither config.json nor params.json: not a checkpoint")
 

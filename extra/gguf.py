@@ -10,7 +10,7 @@ This needs no torch. It lies in extra/, where its name does not hide the package
 transformers imports."""
 
 import math
-import mmap
+import os
 import re
 import struct
 from collections.abc import Iterable
@@ -115,14 +115,15 @@ class GGUF:
 
 
 class Header:
-    """Reads a header from the bytes of a file. It must lie in the first FILE_BYTES of them, as a
-    sparse file may have any size. Raises ValueError, or struct.error where they end too early."""
+    """Reads a header from the first bytes of a file. Raises ValueError, or struct.error where they
+    end too early."""
 
-    def __init__(self, file: Path, data: mmap.mmap, version: tuple[int, ...] = ()):
+    def __init__(self, file: Path, data: bytes, size: int, version: tuple[int, ...]):
+        """data: at most FILE_BYTES, as a sparse file may have any size."""
         self.file = file
         self.data = data
+        self.size = size  # of the whole file
         self.version = version
-        self.end = min(len(data), FILE_BYTES)
         self.at = 4  # after "GGUF"
 
     def damaged(self, what: str) -> ValueError:
@@ -138,7 +139,7 @@ class Header:
         """Strings, each after its length. The loop does little else, since vocabularies have
         hundreds of thousands of them."""
         data = self.data
-        size = self.end
+        size = len(data)
         length = struct.Struct("<Q").unpack_from
         at = self.at
         found = []
@@ -167,7 +168,7 @@ class Header:
             raise self.damaged(f"its metadata has values of the unknown type {inner}")
         start = self.at
         self.at += count * struct.calcsize(SCALARS[inner])
-        if self.at > self.end:
+        if self.at > len(self.data):
             raise self.damaged("an array lies outside its header")
         return memoryview(self.data[start : self.at]).cast(SCALARS[inner])
 
@@ -208,12 +209,14 @@ class Header:
         alignment = gguf.get("general.alignment", int) or 32
         start = -(-self.at // alignment) * alignment
         for info in table:
+            if info.name in gguf.tensors:
+                raise self.damaged(f"it has {info.name} twice")
             gguf.tensors[info.name] = replace(
                 info, offset=start + info.offset, version=self.version
             )
-            if start + info.offset + info.nbytes > len(self.data):
+            if start + info.offset + info.nbytes > self.size:
                 raise self.damaged(f"{info.name} lies outside it, perhaps because it is cut off")
-        if sum(info.nbytes for info in table) > len(self.data):
+        if sum(info.nbytes for info in table) > self.size:
             raise self.damaged("its tensors overlap")
         return gguf
 
@@ -224,13 +227,15 @@ def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
-        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            try:
-                return Header(file, data, version).read()
-            except (struct.error, UnicodeDecodeError) as error:
-                raise ValueError(
-                    f"{file} is damaged, or cut off in its header ({error}): download it again"
-                ) from None
+        size = f.seek(0, os.SEEK_END)
+        f.seek(0)
+        data = f.read(FILE_BYTES)
+    try:
+        return Header(file, data, size, version).read()
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{file} is damaged, or cut off in its header ({error}): download it again"
+        ) from None
 
 
 def _read_part(file: Path) -> GGUF:
@@ -278,6 +283,12 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         )
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
+    rows = gguf.tensors["token_embd.weight"].shape[0]
+    count = len(gguf.need("tokenizer.ggml.tokens", list))
+    if count > rows:  # before anything is made of each
+        raise ValueError(
+            f"{gguf.file} has {count} tokens, but the model has a vocabulary of {rows}"
+        )
     names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
     head_dims = [said(name) for name in names if said(name) is not None]
     if any(size != head_dims[0] for size in head_dims):
@@ -293,7 +304,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "num_key_value_heads": said("attention.head_count_kv"),
         "head_dim": next(iter(head_dims), None),
         "intermediate_size": said("feed_forward_length"),
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "vocab_size": rows,
         "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": said("context_length"),
         "rope_theta": said("rope.freq_base"),

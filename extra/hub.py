@@ -79,7 +79,7 @@ def find_gguf(path: Path) -> Path | None:
     if weights_in(path):
         return None
     later_part = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a split model
-    files = sorted(path.glob("*.gguf"))
+    files = sorted(file for file in path.glob("*.gguf") if "mmproj" not in file.name)
     files = [file for file in files if not later_part.search(file.stem)] or files[:1]
     if len(files) > 1:
         names = ", ".join(file.name for file in files)

@@ -1036,7 +1036,7 @@ def gptq(group: int, version_2: bool, bits: int = 4) -> Layout:
     def unpacked(words: Tensor) -> Tensor:
         if bits == 4:
             return int4.nibbles(words)
-        return words.contiguous().view(torch.uint8).short()
+        return words.flatten().view(torch.uint8).view(len(words), -1).short()
 
     def tensors(N: int, K: int) -> dict:
         return _gemm(group, N, K, (K * bits // 32, N), bits) | {"g_idx": (INT32, [(K,)])}
