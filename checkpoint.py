@@ -208,8 +208,9 @@ def _slides(f: Fields) -> bool:
     """Whether any layer of a family other than Mistral has a window."""
     if not f.get("use_sliding_window"):
         return False
-    if f.get("layer_types") is not None:
-        return "sliding_attention" in f["layer_types"]
+    types = f.get("layer_types")
+    if isinstance(types, list):
+        return any(kind != "full_attention" for kind in types)
     return f.number("max_window_layers", 0, 1 << 24, 28) < f.number("num_hidden_layers", 1, 1024)
 
 
@@ -642,7 +643,9 @@ class Source(ABC):
     def check(self, tensors: Collection[SourceTensor], found: Found) -> None:
         problems = [problem for tensor in tensors for problem in tensor.problems()]
         expected = {name for tensor in tensors for name in tensor.wanted}
-        for name in found.keys() - expected:
+        for name in found:
+            if name in expected:
+                continue
             if not BIAS.search(name):
                 problems.append(f"{name} is unexpected")
             elif not all(map(is_zero, found[name])):
@@ -837,9 +840,8 @@ class MetaFolder(Folder):
         if config.vocab_size >= 1:
             return config
         # each file holds all rows of the embedding
-        shapes = {
-            tensor.name: tensor.shape for tensor in tensors_of(weight_files(self.path).files[0])
-        }
+        first, *_ = weight_files(self.path).files
+        shapes = {tensor.name: tensor.shape for tensor in tensors_of(first)}
         rows, *_ = shapes.get(EMBEDDING.meta) or [1]
         return replace(config, vocab_size=rows)
 
