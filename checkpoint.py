@@ -9,6 +9,7 @@ tensors without knowing the layout."""
 import itertools
 import json
 import math
+import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
@@ -124,21 +125,28 @@ def generation_of(folder: Path) -> Fields:
 
 SAMPLING = {  # our name: its name in generation_config.json, low, high, type
     "temp": ("temperature", 0, 1e6, float),
-    "top_k": ("top_k", 0, 1 << 31, int),
+    "top_k": ("top_k", -1, 1 << 31, int),
     "top_p": ("top_p", 0, 1, float),
+    "min_p": ("min_p", 0, 1, float),
     "repeat_penalty": ("repetition_penalty", 0.01, 100, float),
 }
 
 
 @one_line_errors()
-def read_sampling(folder: Path) -> dict[str, float]:
-    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling.
-    Raises ValueError."""
+def read_sampling(folder: Path, overridden: Collection[str] = ()) -> dict[str, float]:
+    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling,
+    without those that are overridden. Raises ValueError."""
     f = generation_of(folder)
     said = {}
+    if "temp" not in overridden:
+        f.refuse_unless("do_sample", None, True, False)
+        if f.get("do_sample") is False:
+            f["temperature"] = 0
     for ours, (name, low, high, kind) in SAMPLING.items():
-        if f.get(name) is not None:
+        if f.get(name) is not None and ours not in overridden:
             said[ours] = f.number(name, low, high, kind=kind)
+    if said.get("top_k") == -1:  # as vLLM and llama.cpp say that it is off
+        said["top_k"] = 0
     return said
 
 
@@ -147,8 +155,8 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("model_type", *gguf.ARCHITECTURES)
     family = f.get("model_type")
     f.refuse_unless("hidden_act", "silu")
-    for name in ("attention_bias", "mlp_bias"):
-        f.refuse_unless(name, False, None)
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        f.refuse_unless(name, False, True, None)
     layout_of(f)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
@@ -159,7 +167,7 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
     if family == "mistral":
         f.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
-    elif not f.get("use_sliding_window"):  # unless this is set, Llama and Qwen have no window
+    elif not _slides(f):
         f["sliding_window"] = None
     window = None
     if f.get("sliding_window") is not None:
@@ -187,12 +195,23 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         max_seq_len=max_seq_len,
         sliding_window=window,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
+        # other biases are refused unless they are 0, see Source.check
+        qkv_bias=family == "qwen2" or family != "mistral" and bool(f.get("attention_bias")),
         qk_norm=family == "qwen3",
         dtype=getattr(torch, dtype) if dtype else None,
         bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
+
+
+def _slides(f: Fields) -> bool:
+    """Whether any layer of a family other than Mistral has a window."""
+    if not f.get("use_sliding_window"):
+        return False
+    types = f.get("layer_types")
+    if isinstance(types, list):
+        return any(kind != "full_attention" for kind in types)
+    return f.number("max_window_layers", 0, 1 << 24, 28) < f.number("num_hidden_layers", 1, 1024)
 
 
 def meta_config(f: Fields) -> Config:
@@ -228,18 +247,47 @@ class Rope(NamedTuple):
 def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
     """What rope_parameters say, or the older rope_scaling and rope_theta: linear (Chen et al.,
     2023), llama3 (Meta, 2024), yarn or longrope (Ding et al., 2024). Raises ValueError."""
-    rope = f.sub("rope_parameters")
-    older = f.sub("rope_scaling")
-    if rope and older and rope != older:
+    newer = _renamed(f.sub("rope_parameters"))
+    older = _renamed(f.sub("rope_scaling"))
+    beside = {"rope_theta": f.get("rope_theta")}
+    last = {"original_max_position_embeddings": f.get("original_max_position_embeddings")}
+    # each with what only the other says; what stands beside them is the default, but for the last
+    merged = []
+    for fields in (older | newer, newer | older):
+        fields = _said(beside) | fields | _said(last)
+        merged.append(_scaled(Fields(f.file, fields), D, max_seq_len))
+    if merged[0] != merged[1]:
         raise ValueError(
-            f"{f.file}: rope_parameters and rope_scaling say different things: {rope} and {older}"
+            f"{f.file}: rope_parameters and rope_scaling say different things: {newer} and {older}"
         )
-    rope = rope or older
-    holder = rope
-    if rope.get("rope_theta") is None:
-        holder = f
-    theta = holder.number("rope_theta", 2, 1e12, 10000.0, float)
-    kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    return merged[0]
+
+
+def _said(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _renamed(fields: dict) -> dict:
+    """Fields of RoPE that say something, by their newer names."""
+    fields = _said(fields)
+    if "type" in fields:
+        fields.setdefault("rope_type", fields.pop("type"))
+    return fields
+
+
+def _scaled(rope: Fields, D: int, max_seq_len: int) -> Rope:
+    """What one set of fields says, and what GGUF says in addition for any type: factors that
+    divide the frequencies, and a scale of q and k."""
+    theta, factors, gain = _of_type(rope, D, max_seq_len)
+    if "gguf_factors" in rope:
+        more = _listed_factors(rope, "gguf_factors", D)
+        factors = tuple(map(operator.mul, more, factors or itertools.repeat(1.0)))
+    return Rope(theta, factors, gain * rope.number("gguf_gain", 1e-3, 1e3, 1, float))
+
+
+def _of_type(rope: Fields, D: int, max_seq_len: int) -> Rope:
+    theta = rope.number("rope_theta", 2, 1e12, 10000.0, float)
+    kind = rope.setdefault("rope_type", "default")
     rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
     rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
     if kind == "default":
@@ -285,13 +333,17 @@ def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
 
 def _longrope(rope: Fields, D: int) -> tuple[float, ...]:
     """The factors that divide the frequencies. Only the same ones for short and long texts are
-    supported, which is how GGUF files of Llama 3.1 are read. Raises ValueError."""
-    factors = rope.get("short_factor")
-    if factors != rope.get("long_factor") or rope.get("attention_factor") != 1:
+    supported. Raises ValueError."""
+    if rope.get("short_factor") != rope.get("long_factor") or rope.get("attention_factor") != 1:
         what = (
             "which is supported with equal short_factor and long_factor and attention_factor 1 only"
         )
         raise ValueError(f"{rope.file}: rope_type is 'longrope', {what}")
+    return _listed_factors(rope, "short_factor", D)
+
+
+def _listed_factors(rope: Fields, name: str, D: int) -> tuple[float, ...]:
+    factors = rope.get(name)
     is_factor = lambda x: type(x) is float and 0 < x < math.inf
     if not isinstance(factors, list) or not all(map(is_factor, factors)):
         raise ValueError(
@@ -313,14 +365,23 @@ def layout_of(f: Fields) -> quants.Layout | None:
     if f.get("quantization"):
         raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
     q = f.sub("quantization_config")
+    alone = f.file.with_name("hf_quant_config.json")
+    if not q and f.file.suffix == ".json" and alone.is_file():  # as nvidia wrote it at first
+        q = Fields(alone).sub("quantization")
+        q["quant_method"] = "modelopt"
     if not q:
         return None
     method = q.get("quant_method")
     if method == "compressed-tensors":
         method = q.get("format")
         groups = q.sub("config_groups")
-        for name in groups:
-            q.update(groups.sub(name).sub("weights"))
+        weights = [groups.sub(name).sub("weights") for name in groups]
+        if any(of_group != weights[0] for of_group in weights):
+            raise ValueError(f"{f.file}: quantised with several kinds of config_groups: {INSTEAD}")
+        q.update(weights[0] if weights else {})
+    # what "-:" names is not quantised
+    if any(not pattern.startswith("-:") for pattern in q.sub("dynamic")):
+        raise ValueError(f"{f.file}: quantised as {method} with dynamic settings: {INSTEAD}")
 
     def only(**fields) -> None:
         for name, allowed in fields.items():
@@ -338,8 +399,13 @@ def layout_of(f: Fields) -> quants.Layout | None:
         only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
         return quants.awq(group)
     if method == "gptq":
-        only(bits=(4,), checkpoint_format=(None, "", "gptq", "gptq_v2"))
-        return quants.gptq(group, q.get("checkpoint_format") == "gptq_v2")
+        only(bits=(4, 8), checkpoint_format=(None, "", "gptq", "gptq_v2"))
+        return quants.gptq(group, q.get("checkpoint_format") == "gptq_v2", q["bits"])
+    if method == "modelopt":
+        only(quant_algo=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+        return quants.fp8_scaled("weight_scale", in_blocks=False)
+    if method == "fbgemm_fp8":
+        return quants.fp8_scaled("weight_scale", in_blocks=False)
     if method == "fp8":
         only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
         if q.get("weight_block_size"):
@@ -422,10 +488,13 @@ CUT = {  # sizes of which each rank has a share, and what is shared out
     "hidden_dim": "hidden_dim",
     "output_rows": "vocab_size",
 }
-NOT_NEEDED = (  # repeated in the config, or scales of activations, which are not rounded here
-    "rotary_emb.inv_freq", "rope.freqs", gguf.ROPE_FACTORS, ".weight_shape",
-    ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
-)  # fmt: skip
+NOT_NEEDED = re.compile(  # the end of a name
+    r"(rotary_emb\.\w+|rope\.freqs|rope_freqs\.weight|\.weight_shape"  # repeated in the config
+    r"|self_attn\.(masked_)?bias|(^|\.)(position_ids|attention_mask|causal_mask)"  # masks
+    r"|\.(input|output|q|k|v|kv|activation)_scale(_ub)?)$"  # of activations, not rounded here
+)
+BIAS = re.compile(r"(_proj|attn_output|ffn_\w+)\.bias$")  # which may be there if it is 0
+MOST_BIASES = 1 << 20  # numbers in one of them
 
 
 @dataclass(frozen=True)
@@ -542,30 +611,74 @@ class Source(ABC):
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
         """What `tensors` returns, not checked yet, made of what was found in the files."""
 
-    def tensors(self, c: Config) -> dict[str, SourceTensor]:
-        """The tensors by our names: those of a model's parts or, where it has joined them, of the
-        model itself. Raises ValueError for those that are missing, unexpected, or of another shape
-        or type than the config says."""
+    def tensors(self, c: Config) -> tuple[Config, dict[str, SourceTensor]]:
+        """The configuration, in which tie_embeddings may have become False, and the tensors by our
+        names: those of a model's parts or, where it has joined them, of the model itself. Raises
+        ValueError for those that are missing, unexpected, or of another shape or type than the
+        config says."""
         found: Found = {}
         for tensor in self.file_tensors():
-            if not tensor.name.endswith(NOT_NEEDED):
+            if not NOT_NEEDED.search(tensor.name):
                 found.setdefault(tensor.name, []).append(tensor)
-        if c.tie_embeddings:  # it may be there all the same
-            found.pop(OUTPUT.name_in(self.names), None)
+        if c.tie_embeddings:
+            c = self.untied(c, found)
         tensors = self.named(c, found)
         self.check(tensors.values(), found)
-        return tensors
+        return c, tensors
+
+    def untied(self, c: Config, found: Found) -> Config:
+        """The configuration as the tensors have it: a tied model may be saved under either name,
+        and if both are there, they may differ."""
+        embedding = EMBEDDING.name_in(self.names)
+        outputs = found.pop(OUTPUT.name_in(self.names), [])
+        if not outputs:
+            return c
+        if embedding not in found:
+            found[embedding] = [replace(tensor, name=embedding) for tensor in outputs]
+        elif not all(map(equal, outputs, found[embedding])):
+            found[outputs[0].name] = outputs
+            return replace(c, tie_embeddings=False)
+        return c
 
     def check(self, tensors: Collection[SourceTensor], found: Found) -> None:
         problems = [problem for tensor in tensors for problem in tensor.problems()]
         expected = {name for tensor in tensors for name in tensor.wanted}
-        problems += [f"{name} is unexpected" for name in found if name not in expected]
+        for name in found:
+            if name in expected:
+                continue
+            if not BIAS.search(name):
+                problems.append(f"{name} is unexpected")
+            elif not all(map(is_zero, found[name])):
+                weight = name.removesuffix("bias") + "weight"
+                problems.append(f"{weight} has a bias, which is supported for q, k and v only")
         if not problems:
             return
         shown = "; ".join(problems[:4])
         if len(problems) > 4:
             shown += f"; and {len(problems) - 4} more"
         raise ValueError(f"{self.path}: the tensors do not fit the config: {shown}")
+
+
+def equal(one: FileTensor, other: FileTensor) -> bool:
+    """Whether two tensors of floats have the same values."""
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= set(quants.FLOATS):
+        return False
+    if (one.file, one.offset) == (other.file, other.offset):  # a torch file has shared ones once
+        return True
+    columns = [range(size) for size in one.shape[1:]]
+    at_once = max(1, quants.AT_ONCE // math.prod(one.shape[1:]))
+    for first in range(0, one.shape[0], at_once):
+        spans = [range(first, min(first + at_once, one.shape[0])), *columns]
+        if not torch.equal(one.read(spans=spans).float(), other.read(spans=spans).float()):
+            return False
+    return True
+
+
+def is_zero(bias: FileTensor) -> bool:
+    """Whether a bias makes no difference."""
+    if bias.dtype not in quants.FLOATS or math.prod(bias.shape) > MOST_BIASES:
+        return False
+    return not bias.read().any()
 
 
 class GgufFile(Source):
@@ -605,7 +718,8 @@ class GgufFile(Source):
         tensors = []
         for info in self.header.tensors.values():
             dtype = torch.float32 if self.kind(info) else TYPES.get(info.type.name)
-            tensors.append(FileTensor(info.file, info.name, dtype, info.shape, info.offset))
+            where = info.offset, info.version
+            tensors.append(FileTensor(info.file, info.name, dtype, info.shape, *where))
         return tensors
 
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
@@ -623,31 +737,28 @@ class GgufFile(Source):
         return Floats(name, part.shape(c), found, head_dim)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder that hold its weights. Raises OSError, ValueError."""
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / f"{single}.index.json").is_file():
-            return _indexed_files(folder / f"{single}.index.json")
-        if (folder / single).is_file():
-            return [folder / single]
-    files = sorted(folder.glob("consolidated.*.pth"))
-    if not files:
+class WeightFiles(NamedTuple):
+    """The files of a folder that hold its weights, and which of them an index names for a
+    tensor."""
+
+    files: list[Path]
+    named: dict[str, Path] = {}
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """Of several candidates, those that transformers would take. Raises OSError, ValueError."""
+    picked = hub.weights_in(folder)
+    if not picked:
         usual = "model.safetensors or pytorch_model.bin, or an index of their shards, or Meta's consolidated.*.pth"
         raise _nothing_in(folder, f"no weights ({usual})")
-    return files
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} lacks the field weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name or not name.endswith((".safetensors", ".bin")):
-            raise ValueError(f"{index} names {name!r}, which is not a file of its own folder")
-        if not (index.parent / name).is_file():
-            raise FileNotFoundError(f"{index} names {name}, which is missing")
-    return [index.parent / name for name in names]
+    if picked[0].suffix != ".json":
+        return WeightFiles(picked)
+    named = hub.weight_map(picked[0])
+    files = sorted(set(named.values()))
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{picked[0]} names {file.name}, which is missing")
+    return WeightFiles(files, named)
 
 
 def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
@@ -669,7 +780,9 @@ class Folder(Source):
         return tokenizer_file(self.path)
 
     def file_tensors(self) -> list[FileTensor]:
-        return [tensor for file in weight_files(self.path) for tensor in tensors_of(file)]
+        files, named = weight_files(self.path)
+        tensors = [tensor for file in files for tensor in tensors_of(file)]
+        return [t for t in tensors if named.get(t.name, t.file) == t.file]
 
 
 class HuggingFaceFolder(Folder):
@@ -708,8 +821,6 @@ class HuggingFaceFolder(Folder):
         if codes == "weight" and found[f"{stem}weight"][0].dtype in quants.FLOATS:
             return {}
         absent = {word for word in layout.optional if stem + word not in found}
-        if part.field == "wqkv" and c.qkv_bias:
-            absent.add("bias")  # it is the model's, not GPTQ's
         return {stem + word: Wanted(*words[word]) for word in words if word not in absent}
 
 
@@ -719,12 +830,18 @@ class MetaFolder(Folder):
 
     names = "meta"
 
+    def small_files(self) -> dict[str, bytes]:
+        files = super().small_files()
+        files.pop("config.json", None)  # whatever lies beside
+        return files
+
     def unchecked_config(self) -> Config:
         config = meta_config(Fields(self.path / "params.json"))
         if config.vocab_size >= 1:
             return config
         # each file holds all rows of the embedding
-        shapes = {tensor.name: tensor.shape for tensor in tensors_of(weight_files(self.path)[0])}
+        first, *_ = weight_files(self.path).files
+        shapes = {tensor.name: tensor.shape for tensor in tensors_of(first)}
         rows, *_ = shapes.get(EMBEDDING.meta) or [1]
         return replace(config, vocab_size=rows)
 
@@ -795,9 +912,11 @@ def small_source(path: Path) -> Source:
     layout of the original. Raises OSError, ValueError."""
     if path.is_file():
         return GgufFile(path)
-    if (path / "config.json").is_file():
+    of_meta = (path / "params.json").is_file()
+    weights_are_metas = any(file.suffix == ".pth" for file in hub.weights_in(path))
+    if (path / "config.json").is_file() and not (of_meta and weights_are_metas):
         return HuggingFaceFolder(path)
-    if (path / "params.json").is_file():
+    if of_meta:
         return MetaFolder(path)
     raise _nothing_in(path, "neither config.json nor params.json: not a checkpoint")
 
@@ -832,10 +951,9 @@ class Checkpoint:
         """folder: that of the checkpoint, or a GGUF file. Raises OSError, ValueError."""
         self.folder = folder
         self.source = source_of(folder)
-        self.config = self.source.config()
-        self.sampling = read_sampling(folder)
+        config = self.source.config()
         self.format = self.source.format  # of the matrices, where --save encoded them
-        self.tensors = self.source.tensors(self.config)
+        self.config, self.tensors = self.source.tensors(config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -1262,6 +1380,7 @@ def load(
     accumulate: str = "auto",
     quiet: bool = False,
     ranks: Ranks = Ranks(),
+    sampling: dict[str, float] | None = None,
 ) -> Llama:
     """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder
     in Hugging Face's or Meta's layout, a GGUF file, or a repository of the hub.
@@ -1270,8 +1389,8 @@ def load(
     is that, but at most 4096. format: in which to keep the matrices, a name of kernels.FORMATS;
     what `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's
     products are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the
-    model, if several. Raises ValueError, OSError or MemoryError, in one line that says what to
-    do."""
+    model, if several. sampling: settings that replace the checkpoint's own. Raises ValueError,
+    OSError or MemoryError, in one line that says what to do."""
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
         raise ValueError(
@@ -1283,6 +1402,8 @@ def load(
         checkpoint = Checkpoint(find_checkpoint(name))
     folder = checkpoint.folder
     config = checkpoint.config
+    given = sampling or {}
+    own = read_sampling(folder, given)
     if not checkpoint.format or format != checkpoint.format.name:
         check_original(checkpoint, format)
     on = pick_device(device, ranks)
@@ -1315,7 +1436,6 @@ def load(
     if on.type == "cuda":
         del loader
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
-    sampling = Sampling(**checkpoint.sampling)
     return Llama(
         config,
         weights,
@@ -1327,5 +1447,5 @@ def load(
         kv_fp8,
         accumulate,
         ranks,
-        sampling,
+        Sampling(**own | given),
     )

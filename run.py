@@ -251,6 +251,7 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         draft=args.draft,
         draft_max=args.draft_max,
         ranks=ranks,
+        sampling=sampling_flags(args),
     )
 
 
@@ -323,6 +324,8 @@ def save(args: argparse.Namespace) -> None:
 
 def summary(args: argparse.Namespace, session: Session) -> str:
     """What is about to run, in two or three lines."""
+    from checkpoint import read_sampling
+
     model = session.model
     checkpoint = model.checkpoint
     c = checkpoint.config
@@ -344,11 +347,9 @@ def summary(args: argparse.Namespace, session: Session) -> str:
         f"model     {checkpoint.folder}: {parameters}, {c.n_layers} layers, dim {c.dim}, {heads}",
         f"running   {session.types()} on {where}, {backend}, {context}",
     ]
-    flags = sampling_flags(args)
     own = [
         f"{name.replace('_', '-')} {value:g}"
-        for name, value in checkpoint.sampling.items()
-        if name not in flags
+        for name, value in read_sampling(checkpoint.folder, sampling_flags(args)).items()
     ]
     if own:
         lines.append(f"sampling  {', '.join(own)} (the checkpoint's own; flags override them)")

@@ -204,7 +204,8 @@ class Session:
         **options,
     ):
         """model: a folder, a GGUF file, or a repository of the hub. options: dtype, of torch or its
-        name, device, ctx_size, backend, format, kv_fp8, accumulate and quiet, as for checkpoint.load.
+        name, device, ctx_size, backend, format, kv_fp8, accumulate, quiet and sampling, as for
+        checkpoint.load.
         chat_template: a name or a file, instead of the checkpoint's own. threads: of the CPU; by
         default one for a small model, otherwise one per core. lookup: propose so many tokens from
         earlier in the text. draft: a smaller model, which proposes draft_max tokens. Raises

@@ -392,6 +392,10 @@ def spoil_tensors(change=lambda tensors: None, **metadata):
     return spoil
 
 
+def both(*spoils):
+    return lambda folder: [spoil(folder) for spoil in spoils]
+
+
 def spoil_config(**fields):
     return lambda folder: edit(folder / "config.json", **fields)
 
@@ -2076,6 +2080,13 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert "sampling  top-p 0.5 (" in run("--repeat-penalty", 1, "--temp", 0)[2]
     edit(copy / "generation_config.json", top_p=2)
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
+    assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
+    edit(copy / "generation_config.json", temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
+    assert checkpoint.read_sampling(copy) == dict(
+        temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5
+    )
+    edit(copy / "generation_config.json", do_sample=False)
+    assert checkpoint.read_sampling(copy)["temp"] == 0, "as transformers generates"
 
 
 def test_context_full_or_beyond_the_trained(cli, tiny):
@@ -3599,6 +3610,171 @@ def test_layouts_equal_transformers(tmp_path, layout):
     assert_equals_transformers(tmp_path, theirs)
 
 
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def other_weights(folder: Path) -> None:
+    """Other values under all names of shards, with an index: left over from another model."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: t + 1 for name, t in tensors.items()}, folder / SHARD, {"format": "pt"})
+    names = dict.fromkeys(tensors, SHARD)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    to_bin(Path(shutil.copytree(folder, folder / "sub")))
+    (folder / "sub/pytorch_model.bin").rename(folder / "pytorch_model.bin")
+
+
+def twice(folder: Path) -> None:
+    """A tensor in both shards, with other values in the one that the index does not name; names
+    that begin with "./"."""
+    to_shards(folder, "safetensors")
+    first, second = sorted(folder.glob("model-*.safetensors"))
+    (name, tensor), *_ = load_file(first).items()
+    save_file(load_file(second) | {name: tensor + 1}, second, {"format": "pt"})
+    with changed_json(folder / INDEX) as index:
+        index["weight_map"] = {name: f"./{file}" for name, file in index["weight_map"].items()}
+
+
+def with_tensors(**values):
+    """Beside the model's, by the ends of their names."""
+    prefix = "model.layers.0.self_attn."
+    more = {prefix + name.replace("__", "."): value for name, value in values.items()}
+    return spoil_tensors(lambda tensors: tensors.update(more))
+
+
+FILES = {  # what transformers reads as the same model
+    "a left-over index and a .bin": other_weights,
+    "an index whose shards are gone": both(other_weights, lambda f: (f / SHARD).unlink()),
+    "a tensor twice": twice,
+    "caches and masks": with_tensors(
+        rotary_emb__cos_cached=torch.ones(9, 8), rotary_emb__inv_freq=torch.ones(8),
+        bias=torch.ones(4, 4).bool(), masked_bias=torch.tensor(-1e4),
+    ),
+    "biases of zeros": both(
+        with_tensors(o_proj__bias=torch.zeros(64)), spoil_config(mlp_bias=True)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FILES)
+def test_files_beside_or_within_others(tmp_path, how):
+    theirs = hugging_face_model(**FAMILIES["gqa"])
+    theirs.save_pretrained(tmp_path)
+    FILES[how](tmp_path)
+    assert_equals_transformers(tmp_path, theirs)
+
+
+def test_hub_takes_what_a_folder_means(hub, copy):
+    """Nothing of what else lies there is downloaded."""
+    other_weights(copy)
+    hub.files = of_hub_files(copy)
+    load("someone/tiny", device="cpu")
+    fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")}
+    assert "model.safetensors" in fetched and not fetched & {INDEX, SHARD, "pytorch_model.bin"}
+
+
+def of_hub_files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def test_config_beside_params(tmp_path):
+    """The weights say which of the two is meant."""
+    theirs = hugging_face_model(**FAMILIES["gqa"])
+    theirs.save_pretrained(tmp_path)
+    config = (tmp_path / "config.json").read_bytes()
+    original = shutil.copy(tmp_path / "model.safetensors", tmp_path / "x")
+    to_meta(tmp_path, 1)
+    (tmp_path / "config.json").write_bytes(config)
+    assert_equals_transformers(tmp_path, theirs)
+    Path(original).rename(tmp_path / "model.safetensors")
+    assert_equals_transformers(tmp_path, theirs)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("head", ["same", "other", "alone"])
+def test_tied_embeddings_are_what_the_tensors_say(tmp_path, head, suffix):
+    theirs = hugging_face_model(**FAMILIES["mqa, tied"])
+    theirs.save_pretrained(tmp_path)
+
+    def put_head(tensors: dict) -> None:
+        table = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = table.flip(0) if head == "other" else table.clone()
+        if head == "alone":
+            del tensors["model.embed_tokens.weight"]
+
+    spoil_tensors(put_head)(tmp_path)
+    if suffix == "bin":
+        to_bin(tmp_path)
+    theirs = type(theirs).from_pretrained(tmp_path, dtype=torch.float32)
+    ours = assert_equals_transformers(tmp_path, theirs)
+    assert ours.config.tie_embeddings == (head != "other")
+
+
+@pytest.mark.parametrize("layout", [None, "bin"])
+@pytest.mark.parametrize("how", ["replaced", "cut"])
+def test_weights_that_change_while_they_are_read(copy, layout, how):
+    LAYOUTS.get(layout, lambda folder: None)(copy)
+    opened = checkpoint.Checkpoint(copy)
+    file = checkpoint.weight_files(copy).files[0]
+    if how == "cut":
+        os.truncate(file, 9999)
+    else:
+        os.replace(shutil.copy(file, copy / "new"), file)
+    with pytest.raises(OSError, match=f"{file.name} was (replaced|cut short) while it was being"):
+        load(opened, device="cpu")
+
+
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+OLDER = dict(type="yarn", factor=4.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("fields", [
+    dict(rope_scaling=OLDER, rope_theta=1e4),
+    dict(rope_scaling=OLDER, rope_theta=1e4, rope_parameters=YARN),
+    dict(rope_parameters=YARN, rope_scaling=OLDER | {"beta_fast": None}),
+    dict(rope_parameters=YARN, rope_theta=5e5),
+    dict(rope_scaling=dict(type="yarn", factor=4.0), rope_theta=1e4,
+         original_max_position_embeddings=64),
+    dict(rope_scaling=OLDER | {"original_max_position_embeddings": 9}, rope_theta=1e4,
+         original_max_position_embeddings=64),
+], ids=str)  # fmt: skip
+def test_config_places_of_rope_fields(copy, fields):
+    """As transformers reads them."""
+    edit(copy / "config.json", **{"rope_parameters": None} | fields)
+    theirs = transformers.AutoConfig.from_pretrained(copy)
+    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    angles = torch.outer(torch.arange(50.0), freqs)
+    expected = gain * torch.stack((angles.cos(), angles.sin()), -1)
+    assert_close(rope_table(read_config(copy), 50), expected, 1e-5)
+
+
+@pytest.mark.parametrize("fields", [
+    dict(max_window_layers=2), dict(max_window_layers=1), {},
+    dict(layer_types=["full_attention"] * 2, max_window_layers=0),
+    dict(layer_types=["full_attention", "sliding_attention"]),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_config_windows_of_layers(copy, family, fields):
+    fields = fields | dict(model_type=family, use_sliding_window=True, sliding_window=64)
+    edit(copy / "config.json", **fields)
+    theirs = transformers.AutoConfig.from_pretrained(copy)
+    windows = "sliding_attention" in theirs.layer_types
+    assert read_config(copy).sliding_window == (64 if windows else None)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_biases_of_attention(tmp_path, cli, family):
+    theirs = hugging_face_model(
+        model=family, num_key_value_heads=2, head_dim=16, attention_bias=True
+    )
+    for layer in theirs.model.layers:
+        layer.self_attn.o_proj.bias.data.zero_()
+    theirs.save_pretrained(tmp_path)
+    assert_equals_transformers(tmp_path, theirs)
+    set_one("model.layers.1.self_attn.o_proj.bias", 1e-3)(tmp_path)
+    said = "self_attn.o_proj.weight has a bias, which is supported for q, k and v only"
+    assert_refused(cli("-m", tmp_path, "-p", "a"), said)
+
+
 def test_config_sliding_window(copy):
     edit(copy / "config.json", model_type="mistral", max_position_embeddings=8192)
     assert load(copy, device="cpu").ctx_size == 4096
@@ -3812,7 +3988,7 @@ HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line 
         "it is gated: accept its licence on its page, and set HF_TOKEN",
     ),
     "gguf": (
-        dict(files={"a.IQ4_0.gguf": b"x"}),
+        dict(files={"a.IQ2_M.gguf": b"x"}),
         "",
         "tiny",
         "holds no weights that this program reads",
@@ -3902,10 +4078,6 @@ def remove(name: str):
     return lambda folder: (folder / name).unlink()
 
 
-def both(*spoils):
-    return lambda folder: [spoil(folder) for spoil in spoils]
-
-
 def torch_file(content, save=torch.save):
     """Write pytorch_model.bin in place of the weights."""
 
@@ -3934,6 +4106,10 @@ INDEX, SHARDS = (
 )
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13, PTH = "layers.1.w13", "consolidated.01.pth"
+index_of = lambda names: both(
+    remove("model.safetensors"), write(INDEX, json.dumps({"weight_map": names}))
+)
+
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0] * 8,
@@ -4012,9 +4188,10 @@ SPOILED = {
         "norm.weight is [64] + [65], expected [64]",
     ),
     "one of Meta's shards": (lambda f: [to_meta(f, 2), (f / PTH).unlink()], "expected [350, 64]"),
-    "index without shard": (write(INDEX, '{"weight_map": {"": "b.safetensors"}}'), "b.safetensors, which is missing"),
-    "index that leaves the folder": (write(INDEX, '{"weight_map": {"a": "../x"}}'), "not a file of its own folder"),
-    "index without a map": (write(INDEX, '{"weight_map": []}'), f"{INDEX} lacks the field weight_map"),
+    "index without shard": (index_of({"": "b.safetensors"}), "b.safetensors, which is missing"),
+    **{f"index that names {name}": (index_of({"a": name}), "not a file of its own folder")
+       for name in ("../x.bin", "/x.bin", "a/../../x.bin", "x", "config.json")},
+    "index without a map": (index_of([]), f"{INDEX} lacks the field weight_map"),
     **{f"torch file, {name}": (torch_file(content), UNSAFE) for name, content in {
         "numbered": {1: torch.ones(1)}, "a list": [torch.ones(1)], "nested": {"x": {"y": torch.ones(1)}},
         "sparse": {"x": torch.ones(1).to_sparse()}, "of no device": {"x": torch.ones(1, device="meta")},
@@ -5102,7 +5279,7 @@ def test_products_with_gguf_and_safetensors_formats(format):
     ("Q4_K", 512, 8, "q4_k"), ("Q5_K", 512, 8, "q6_k"), ("Q4_K Q6_K", 512, 8, "q6_k"),
     ("Q4_0 Q5_0", 96, 8, "q8_0"),
     ("Q4_0 Q4_1", 96, 8, "q8_1"), ("Q4_0 Q6_K", 512, 8, None), ("Q6_K F16", 512, 8, None),
-    ("Q6_K", 384, 8, None),
+    ("Q6_K", 384, 8, None), ("IQ4_NL", 96, 8, "q8_0"), ("IQ4_XS Q5_K", 512, 8, "q8_k"),
     ("Q4_K", 512, 4, "q4_k"), ("Q6_K", 512, 4, None),
 ])  # fmt: skip
 def test_format_of_joined_matrices(kinds, columns, most_bits, name):
@@ -5149,7 +5326,8 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     )
     read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
-    assert ours.checkpoint.quantised == "Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
+    names = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
+    assert ours.checkpoint.quantised == names
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
     for name, one, other in zip(
@@ -5362,8 +5540,8 @@ BAD_GGUF = {
     "version 1": (by_hand(version=1), "has GGUF's version 1, which is not supported"),
     "count of values": (by_hand(counts=(0, HUGE), data=b""), "cut off"),
     "count of tensors": (by_hand(counts=(HUGE, 0), data=b""), "cut off"),
-    "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "a string lies outside it"),
-    "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "an array lies outside it"),
+    "string beyond the file": (by_hand(metadata=[(b"a", 8, struct.pack("<Q", 5000))]), "a string lies outside its"),
+    "count of an array": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 0, HUGE))]), "an array lies outside its"),
     "count of strings": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 8, HUGE))]), "cut off"),
     "array of arrays": (by_hand(metadata=[(b"a", 9, struct.pack("<IQ", 9, 1))]), "values of the unknown type 9"),
     "unknown value": (by_hand(metadata=[(b"a", 13, b"")]), "values of the unknown type 13"),
@@ -5399,6 +5577,11 @@ BAD_GGUF = {
     "no embedding": ({"token_embd.weight": None}, "lacks the tensor token_embd.weight"),
     "quantised norm": ({"output_norm.weight": (8, torch.zeros(68, dtype=torch.uint8))}, "is [64] in another type"),
     "NaN": ({"output.weight": (8, torch.full((259, 68), 255, dtype=torch.uint8))}, "output.weight has a scale"),
+    "many factors": ({"rope_freqs.weight": torch.ones(513)}, "rope_freqs.weight has more than 512 factors"),
+    "more tokens than rows": ({"tokenizer.ggml.tokens": ["a"] * 260}, "has 260 tokens, but the model has a vocabulary"),
+    "a key twice": (by_hand(metadata=[(b"a", 0, b"1")] * 2), "damaged: it has 'a' twice"),
+    "a tensor twice": (by_hand([(b"a", (8,), 0, 0), (b"a", (8,), 0, 32)]), "damaged: it has a twice"),
+    "a header of zeros": (by_hand(counts=(0, 1 << 30), metadata=[(b"a", 0, b"1")]), "has '' twice"),
     "7 factors": ({"rope_freqs.weight": torch.ones(7)}, "7 factors of RoPE; a head_dim of 16 needs half as many"),
     "halves as factors": ({"rope_freqs.weight": torch.ones(8).half()}, "rope_freqs.weight is F16; it must be F32"),
     **{f"factors of {x}": ({"rope_freqs.weight": torch.tensor([1.0] * 7 + [x])}, "must be finite and above 0")
@@ -5433,6 +5616,13 @@ def test_gguf_configuration(tmp_path, small_gguf):
     scaling = "llama.rope.scaling."
     eight = {f"{scaling}factor": numpy.float32(8)}
     of_yarn = eight | {f"{scaling}type": "yarn", f"{scaling}original_context_length": 64}
+    factors = {"rope_freqs.weight": torch.linspace(1, 8, 8)}
+    for more in ({}, of_yarn):
+        plain = read(more).rope_factors or (1,) * 8
+        both = read_config(write_gguf(tmp_path / "a.gguf", metadata | more, tensors | factors))
+        expected = torch.tensor(plain) * factors["rope_freqs.weight"]
+        assert torch.tensor(both.rope_factors).equal(expected), "as llama.cpp multiplies"
+    assert read({f"{scaling}attn_factor": numpy.float32(0.5)}).rope_gain == 0.5
     halved = read(of_yarn | {f"{scaling}attn_factor": numpy.float32(0.5)})
     assert halved.rope_gain == pytest.approx(0.5 * read(of_yarn).rope_gain)
     for old in (eight, {"llama.rope.scale_linear": numpy.float32(8)}):
@@ -5597,6 +5787,17 @@ def pack_gptq(
     return found | dict(bias=torch.zeros(N)) | indices, values
 
 
+def pack_gptq8(N: int, K: int, zeros=(128,)) -> tuple[dict, torch.Tensor]:
+    """Of 8 bits: four bytes in a word."""
+    codes = torch.randint(256, (N, K))
+    scale = (torch.rand(N, K // 128) * 0.002 + 0.0001).half()
+    zero = torch.tensor(zeros)[torch.randint(len(zeros), scale.shape)]
+    values = (codes.unflatten(1, (-1, 128)) - zero[..., None]) * scale.float()[..., None]
+    in_words = lambda t: t.to(torch.uint8).flatten().view(torch.int32).view(len(t), -1)
+    found = dict(qweight=in_words(codes).t(), qzeros=in_words(zero.t() - 1), scales=scale.t())
+    return found, values.flatten(1)
+
+
 def pack_w4a16(N: int, K: int, symmetric: bool = True) -> tuple[dict, torch.Tensor]:
     zeros, dtype = ([8], torch.float16) if symmetric else (range(16), torch.bfloat16)
     codes, scale, zero, values = codes_of(N, K, 128, zeros, dtype)
@@ -5635,12 +5836,18 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
     "GPTQ, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(pack_gptq, less=0), quants.WITH_ZEROS[32]),
     "GPTQ, mislabelled": (GPTQ, partial(pack_gptq, less=0, zeros=[8]), quants.WITH_ZEROS[32]),
     "GPTQ, a group a row": (GPTQ | {"group_size": -1}, partial(pack_gptq, group=0), quants.WITH_ZEROS[128]),
+    "GPTQ, 8 bits": (GPTQ | dict(bits=8, group_size=128, dynamic={"-:.*lm_head": {}}), pack_gptq8, quants.Q8_0),
     "W4A16": (PACKED(), pack_w4a16, quants.WITH_ZEROS[128]),
     "W4A16 with zero points": (
         PACKED(symmetric=False), partial(pack_w4a16, symmetric=False), quants.WITH_ZEROS[128],
     ),
     "FP8, a scale each": (FLOAT_8(strategy="tensor"), partial(pack_fp8, "weight_scale", 0, 0), E4M3),
     "FP8, a scale a row": (FLOAT_8(strategy="channel"), partial(pack_fp8, "weight_scale", 1, 0), E4M3),
+    "FP8, modelopt": (
+        dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"]), partial(pack_fp8, "weight_scale", 0, 0),
+        E4M3,
+    ),
+    "FP8, fbgemm": (dict(quant_method="fbgemm_fp8"), partial(pack_fp8, "weight_scale", 1, 0), E4M3),
     "FP8, blocks": (
         dict(quant_method="fp8", weight_block_size=[128, 128]), partial(pack_fp8, "weight_scale_inv", 128, 128),
         quants.E4M3_128,
@@ -5676,7 +5883,8 @@ def test_quantised_safetensors_equal_transformers(copy, cli, how):
     ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1]
     weights = loaded(ours)
     # which is slow there
-    layer, on_cpu = weights.layers[1], None if format is quants.E4M3_128 else format
+    decoded = format in (quants.E4M3_128, quants.Q8_0)
+    layer, on_cpu = weights.layers[1], None if decoded else format
     assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {
         format
     } and not weights.output.format
@@ -5702,6 +5910,15 @@ def test_gptq_of_a_model_with_biases(copy):
     assert_equals_transformers(copy, write_quantised(copy, "GPTQ", model="Qwen2"))
 
 
+def test_hf_quant_config_alone(copy):
+    """As nvidia's folders were at first."""
+    theirs = write_quantised(copy, "FP8, modelopt")
+    edit(copy / "config.json", quantization_config=None)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (copy / "hf_quant_config.json").write_text(json.dumps(said))
+    assert_equals_transformers(copy, theirs)
+
+
 def test_joined_matrix_quantised_in_part(copy):
     theirs = write_quantised(copy, "AWQ")
     stem, tensors = "model.layers.0.self_attn.v_proj.", load_file(copy / "model.safetensors")
@@ -5720,6 +5937,14 @@ def config_with(how: str, **fields) -> tuple:
 PROJ = "model.layers.0.mlp.up_proj."
 BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "3 bits": (*config_with("GPTQ", bits=3), "quantised as gptq with bits 3: take"),
+    "modelopt": (*config_with("FP8, modelopt", quant_algo="NVFP4"), "quantised as modelopt with quant_algo 'NVFP4'"),
+    "zero points of 8 bits": ("GPTQ, 8 bits", put(f"{PROJ}qzeros", lambda t: t * 0), "that 8 bits cannot hold: take"),
+    "dynamic": (*config_with("GPTQ", dynamic={"+:.*up_proj": {"bits": 8}}), "as gptq with dynamic settings: take"),
+    "mixed groups": (
+        "W4A16", spoil_config(quantization_config=PACKED() | {"config_groups": {
+            "a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}),
+        "several kinds of config_groups: take",
+    ),
     "gemv": (*config_with("AWQ", version="gemv"), "awq with version 'gemv'"),
     "act-order": ("GPTQ", put(f"{PROJ}g_idx", lambda t: t.flip(0)), f"{PROJ}weight has columns in act-order"),
     "bias": ("GPTQ", set_one(f"{PROJ}bias", 1), "up_proj.weight has a bias"),

@@ -184,6 +184,12 @@ MUTANTS = [
         "yarn",
     ),
     Mutant("checkpoint.py", ' + f.ids("eos_token_id", vocab_size)', "", "config_eos"),
+    Mutant("checkpoint.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
+    Mutant(
+        "checkpoint.py", "elif not all(map(equal, outputs,", "elif all(map(equal, outputs,", "tied"
+    ),
+    Mutant("checkpoint.py", "if named.get(t.name, t.file) == t.file", "", "files_beside"),
+    Mutant("extra/tensors.py", "if version != self.version:", "if False:", "that_change"),
     Mutant(
         "extra/tensors.py",
         "(-1, 2, self.head_dim // 2,",

@@ -3,6 +3,7 @@ error that quotes them is one printable line."""
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,11 @@ def open_regular(file: Path) -> io.FileIO:
         raise ValueError(f"{file} is a git-lfs pointer, not the file itself: run git lfs pull")
     f.seek(0)
     return f
+
+
+def version_of(stat: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is replaced or written: inode, size, time of the last change."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def bytes_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> bytes:

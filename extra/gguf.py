@@ -10,7 +10,7 @@ This needs no torch. It lies in extra/, where its name does not hide the package
 transformers imports."""
 
 import math
-import mmap
+import os
 import re
 import struct
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
-from extra.files import open_regular
+from extra.files import FILE_BYTES, open_regular, version_of
 
 # ---- types of tensors
 
@@ -39,12 +39,12 @@ TYPES = {
     2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22),
     7: Type("Q5_1", 32, 24),
     8: Type("Q8_0", 32, 34), 12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176),
-    14: Type("Q6_K", 256, 210),
+    14: Type("Q6_K", 256, 210), 20: Type("IQ4_NL", 32, 18), 23: Type("IQ4_XS", 256, 136),
 }  # fmt: skip
 OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
     28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
@@ -57,8 +57,7 @@ SCALARS = {  # types of numbers, as struct names them
 }  # fmt: skip
 STRING = 8
 ARRAY = 9
-# bounds of what a sparse file can make us hold; the largest vocabularies take a quarter of them
-HEADER = 1 << 26  # bytes
+# What a sparse file can make us hold is bounded; the largest vocabularies take a quarter of this
 STRINGS = 1 << 21  # in an array
 
 
@@ -71,6 +70,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # of its values, rows first, as in torch
     file: Path
     offset: int  # of its first byte in the file
+    version: tuple[int, ...] = ()  # of the file, see version_of
 
     @property
     def nbytes(self) -> int:
@@ -117,13 +117,15 @@ class GGUF:
 
 
 class Header:
-    """Reads a header from the bytes of a file. Raises ValueError, or struct.error where they end
-    too early."""
+    """Reads a header from the first bytes of a file. Raises ValueError, or struct.error where they
+    end too early."""
 
-    def __init__(self, file: Path, data: mmap.mmap):
+    def __init__(self, file: Path, data: bytes, size: int, version: tuple[int, ...]):
+        """data: at most FILE_BYTES, as a sparse file may have any size."""
         self.file = file
         self.data = data
-        self.end = min(len(data), HEADER)
+        self.size = size  # of the whole file
+        self.version = version
         self.at = 4  # after "GGUF"
 
     def damaged(self, what: str) -> ValueError:
@@ -138,17 +140,18 @@ class Header:
     def strings(self, count: int) -> list[str]:
         """Strings, each after its length. The loop does little else, since vocabularies have
         hundreds of thousands of them."""
-        if count > min(STRINGS, (self.end - self.at) // 8):
-            raise self.damaged(f"it is cut off, or its {count} strings are no vocabulary")
         data = self.data
+        size = len(data)
+        if count > min(STRINGS, (size - self.at) // 8):
+            raise self.damaged(f"it is cut off, or its {count} strings are no vocabulary")
         length = struct.Struct("<Q").unpack_from
         at = self.at
         found = []
         for _ in range(count):
             start = at + 8
             at = start + length(data, at)[0]
-            if at > self.end:
-                raise self.damaged("a string lies outside it")
+            if at > size:
+                raise self.damaged("a string lies outside its header")
             found.append(data[start:at].decode())
         self.at = at
         return found
@@ -169,8 +172,8 @@ class Header:
             raise self.damaged(f"its metadata has values of the unknown type {inner}")
         start = self.at
         self.at += count * struct.calcsize(SCALARS[inner])
-        if self.at > self.end:
-            raise self.damaged("an array lies outside it")
+        if self.at > len(self.data):
+            raise self.damaged("an array lies outside its header")
         return memoryview(self.data[start : self.at]).cast(SCALARS[inner])
 
     def tensor(self) -> TensorInfo:
@@ -203,38 +206,44 @@ class Header:
         gguf = GGUF(self.file, {}, {})
         for _ in range(values):
             (key,) = self.strings(1)
+            if key in gguf.metadata:
+                raise self.damaged(f"it has {key!r} twice")
             gguf.metadata[key] = self.value(self.scalar("I"))
         table = [self.tensor() for _ in range(count)]
         alignment = gguf.get("general.alignment", int) or 32
         start = -(-self.at // alignment) * alignment
         for info in table:
-            gguf.tensors[info.name] = replace(info, offset=start + info.offset)
-            if start + info.offset + info.nbytes > len(self.data):
+            if info.name in gguf.tensors:
+                raise self.damaged(f"it has {info.name} twice")
+            gguf.tensors[info.name] = replace(
+                info, offset=start + info.offset, version=self.version
+            )
+            if start + info.offset + info.nbytes > self.size:
                 raise self.damaged(f"{info.name} lies outside it, perhaps because it is cut off")
-        if sum(info.nbytes for info in table) > len(self.data):
+        if sum(info.nbytes for info in table) > self.size:
             raise self.damaged("its tensors overlap")
         return gguf
 
 
 @lru_cache(maxsize=1)  # configuration, tokenizer and tensors are read in turn; it takes a while
-def _read_version(file: Path, stamp: tuple[int, ...]) -> GGUF:
-    """The header of one file. It is read again if the stamp (inode, size, time of change) is
-    another."""
+def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
+    """The header of one file. It is read again if the version is another."""
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
-        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            try:
-                return Header(file, data).read()
-            except (struct.error, UnicodeDecodeError) as error:
-                raise ValueError(
-                    f"{file} is damaged, or cut off in its header ({error}): download it again"
-                ) from None
+        size = f.seek(0, os.SEEK_END)
+        f.seek(0)
+        data = f.read(FILE_BYTES)
+    try:
+        return Header(file, data, size, version).read()
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{file} is damaged, or cut off in its header ({error}): download it again"
+        ) from None
 
 
 def _read_part(file: Path) -> GGUF:
-    stat = file.stat()
-    return _read_version(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return _read_version(file, version_of(file.stat()))
 
 
 def read_header(file: Path) -> GGUF:
@@ -257,6 +266,7 @@ def read_header(file: Path) -> GGUF:
 # ---- the model
 
 ROPE_FACTORS = "rope_freqs.weight"
+MOST_FACTORS = 512  # half of the largest head_dim
 # Control tokens, whatever their type, that end an answer whatever eos_token_id says, as in llama.cpp
 ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of GGUF, and config.json's model_type
@@ -277,6 +287,12 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         )
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
+    rows = gguf.tensors["token_embd.weight"].shape[0]
+    count = len(gguf.need("tokenizer.ggml.tokens", list))
+    if count > rows:  # before anything is made of each
+        raise ValueError(
+            f"{gguf.file} has {count} tokens, but the model has a vocabulary of {rows}"
+        )
     names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
     head_dims = [said(name) for name in names if said(name) is not None]
     if any(size != head_dims[0] for size in head_dims):
@@ -292,13 +308,15 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "num_key_value_heads": said("attention.head_count_kv"),
         "head_dim": next(iter(head_dims), None),
         "intermediate_size": said("feed_forward_length"),
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "vocab_size": rows,
         "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": said("context_length"),
         "rope_theta": said("rope.freq_base"),
         "rope_scaling": _rope_scaling(gguf, f"{arch}.rope"),
         "sliding_window": said("attention.sliding_window") or None,
         "use_sliding_window": bool(said("attention.sliding_window")),
+        "max_window_layers": 0,
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": _dtype(gguf),
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -315,35 +333,34 @@ def _dtype(gguf: GGUF) -> str:
 
 
 def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
-    """What Hugging Face calls rope_scaling. Llama 3.1's is a tensor of what to divide each
-    frequency by: that is longrope with the same factors for short and long texts."""
+    """What Hugging Face calls rope_scaling, with two fields of our own: Llama 3.1 has a tensor of
+    what to divide each frequency by, and any type may have a scale of q and k."""
+    scaling: dict[str, Any] = {}
     if info := gguf.tensors.get(ROPE_FACTORS):
         if info.type.name != "F32":
             raise ValueError(f"{gguf.file}: {info.name} is {info.type.name}; it must be F32")
+        if info.nbytes > 4 * MOST_FACTORS:
+            raise ValueError(
+                f"{gguf.file}: {info.name} has more than {MOST_FACTORS} factors of RoPE"
+            )
         with open_regular(info.file) as f:
             f.seek(info.offset)
-            factors = memoryview(f.read(info.nbytes)).cast("f").tolist()
-        return {
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-        }
+            scaling["gguf_factors"] = memoryview(f.read(info.nbytes)).cast("f").tolist()
+    gain = gguf.get(f"{key}.scaling.attn_factor", int | float, 1)
+    if gain != 1:
+        scaling["gguf_gain"] = gain
     factor = gguf.get(f"{key}.scaling.factor", int | float)
     factor = factor or gguf.get(f"{key}.scale_linear", int | float) or 1
     kind = gguf.metadata.get(f"{key}.scaling.type", "linear")
     if kind == "none" or kind == "linear" and factor == 1:
-        return None
-    scaling = {"rope_type": kind, "factor": factor}
+        return scaling or None
+    scaling |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = gguf.metadata.get(
             f"{key}.scaling.original_context_length"
         )
         for name in ("beta_fast", "beta_slow"):
             scaling[name] = gguf.metadata.get(f"{key}.scaling.yarn_{name}")
-        gain = gguf.get(f"{key}.scaling.attn_factor", int | float, 1)
-        if gain != 1:  # on top of the paper's own
-            scaling["attention_factor"] = gain * (1 + 0.1 * math.log(max(factor, 1)))
     return scaling
 
 

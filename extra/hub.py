@@ -3,26 +3,54 @@ downloaded to the hub's cache when it is used for the first time.
 
 It needs neither torch nor, for what is here, huggingface_hub."""
 
+import fnmatch
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from extra import gguf
+from extra.files import read_json
 
 ROOT = Path(__file__).resolve().parents[1]  # of this program
 
 SMALL_FILES = [
     "config.json", "params.json", "generation_config.json", "tokenizer.model", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "hf_quant_config.json",
 ]  # fmt: skip
-WEIGHTS = [  # in order of preference: a repository may have several kinds
-    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
-    r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?",
-    r"consolidated\.\d+\.pth",
-]
+WEIGHTS = (  # what a folder or a repository may hold, in the order in which transformers looks
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "consolidated.*.pth",
+)  # fmt: skip
+
+
+def pick_weights(names: Collection[str]) -> list[str]:
+    """Of several weights in a folder or a repository, those that are meant: a file, an index of
+    shards, or Meta's shards. Returns an empty list if there are none."""
+    kinds = (sorted(fnmatch.filter(names, pattern)) for pattern in WEIGHTS)
+    return next(filter(None, kinds), [])
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """The same for a folder. Raises OSError."""
+    names = [file.name for file in folder.iterdir() if file.is_file()]
+    return [folder / name for name in pick_weights(names)]
+
+
+def weight_map(index: Path) -> dict[str, Path]:
+    """The file that an index names for each tensor. Raises OSError, ValueError."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f"{index} lacks the field weight_map")
+    for name in set(map(str, names.values())):
+        path = PurePath(name)
+        outside = path.is_absolute() or ".." in path.parts
+        if outside or path.suffix not in (".safetensors", ".bin"):
+            raise ValueError(f"{index} names {name!r}, which is not a file of its own folder")
+    return {tensor: index.parent / str(name) for tensor, name in names.items()}
 
 
 # ---- here
@@ -56,10 +84,10 @@ def find_gguf(path: Path) -> Path | None:
     other weights. Returns None if there is none. Raises ValueError if the folder holds several."""
     if path.is_file():
         return path
-    if any(file.suffix in (".safetensors", ".bin", ".pth") for file in path.glob("*")):
+    if weights_in(path):
         return None
     later_part = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a split model
-    files = sorted(path.glob("*.gguf"))
+    files = sorted(file for file in path.glob("*.gguf") if "mmproj" not in file.name)
     files = [file for file in files if not later_part.search(file.stem)] or files[:1]
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
@@ -156,8 +184,7 @@ def _download(name: str, kind: str, read_config: Callable[[Path], object]) -> Pa
         utils.disable_progress_bars()
     utils.logging.set_verbosity_error()
     names = [file.rfilename for file in HfApi().model_info(name).siblings]
-    kinds = [[file for file in names if re.fullmatch(pattern, file)] for pattern in WEIGHTS]
-    weights = next(filter(None, kinds), [])
+    weights = pick_weights(names)
     from_gguf = bool(kind) or not weights
     if from_gguf:
         weights = pick_gguf(names, kind)
@@ -166,10 +193,17 @@ def _download(name: str, kind: str, read_config: Callable[[Path], object]) -> Pa
         if not kind:
             what = "no weights that this program reads (model.safetensors, pytorch_model.bin, GGUF)"
         raise ValueError(f"{name} holds {what}")
-    files = [*weights] if from_gguf else [*SMALL_FILES, *weights]
-    # what is not supported is refused before the weights are fetched
-    if not from_gguf and "config.json" in names:
-        read_config(Path(snapshot_download(name, allow_patterns=SMALL_FILES)))
+    files = [*weights]
+    if not from_gguf:
+        indices = fnmatch.filter(weights, "*.index.json")
+        folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *indices]))
+        # what is not supported is refused before the weights are fetched
+        if "config.json" in names:
+            read_config(folder)
+        files += SMALL_FILES
+        for index in indices:
+            shards = weight_map(folder / index).values()
+            files += {str(shard.relative_to(folder)) for shard in shards}
     _check_room(name, snapshot_download(name, allow_patterns=files, dry_run=True))
     folder = Path(snapshot_download(name, allow_patterns=files))
     return folder / weights[0] if from_gguf else folder

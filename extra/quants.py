@@ -131,6 +131,27 @@ def _q6_k(b: Tensor):
     return codes.view(torch.int8) - 32, _half(b, 208), None, parts, torch.zeros_like(parts)
 
 
+# what the codes of IQ4_NL and IQ4_XS stand for
+LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _levels(quants: Tensor) -> Tensor:
+    """int8 of 32 columns, from each 16 bytes of nibbles."""
+    table = torch.tensor(LEVELS, dtype=torch.int8, device=quants.device)
+    return table[_nibbles(quants, 16).view(torch.uint8).int()]
+
+
+def _iq4_xs(b: Tensor):
+    """Of each 32 columns, the part of the scale has 4 bits in a nibble of bytes 4 to 7 and 2, above
+    them, in bytes 2 and 3."""
+    groups = torch.arange(8, device=b.device)
+    low = b[..., 4:8].repeat_interleave(2, -1) >> groups % 2 * 4 & 15
+    high = b.view(torch.int16)[..., 1, None] >> 2 * groups & 3
+    parts = (low + 16 * high - 32).to(torch.int8)
+    parts = parts.repeat_interleave(2, -1)  # for each 16 columns, see Parts
+    return _levels(b[..., 8:]), _half(b, 0), None, parts, torch.zeros_like(parts)
+
+
 SPLIT = {
     "Q4_0": lambda b: (_nibbles(b[..., 2:], 16).view(torch.int8) - 8, _half(b, 0), None),
     "Q4_1": lambda b: (_nibbles(b[..., 4:], 16).view(torch.int8), _half(b, 0), _half(b, 2)),
@@ -140,6 +161,8 @@ SPLIT = {
     "Q4_K": lambda b: (_nibbles(b[..., 16:], 32).view(torch.int8), *_k_scales(b)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": lambda b: (_levels(b[..., 2:]), _half(b, 0), None),
+    "IQ4_XS": _iq4_xs,
 }
 
 
@@ -813,13 +836,49 @@ Q8_1 = replace(
     form=Minimum(),
 )
 
+# Q8_K, for IQ4_XS, whose 16 levels are bytes: Parts for each 32 columns of 256
+
+
+@jit
+def _q8_k_load(
+    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
+):
+    codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
+    parts = load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, 32)
+    return codes, parts, load_groups(w[2], start, k, left, COLUMNS, NEIGHBOURS, GROUP)
+
+
+@jit
+def _q8_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    codes = load_codes(w[0], start, k, left, COLUMNS, 4)
+    parts = load_two_groups(w[1], start, k, left, COLUMNS, 32, 16)
+    return codes, parts, load_two_groups(w[2], start, k, left, COLUMNS, GROUP, 32)
+
+
+@jit
+def _q8_k_scales(tile, SHIFT: tl.constexpr):
+    return _scales_of_parts(tile[1], tile[2], SHIFT, 13)
+
+
+Q8_K = replace(
+    Q8_1,
+    name="q8_k",
+    load=_q8_k_load,
+    scales_of=_q8_k_scales,
+    stream_load=_q8_k_stream_load,
+    group=256,
+    form=Parts(),
+    unit=2.0**-13,
+)
+
 EXACT = {  # the types of ggml that each format keeps exactly
     Q4_0: {"Q4_0"},
     Q4_1: {"Q4_1"},
     Q4_K: {"Q4_K"},
-    Q8_0: {"Q8_0", "Q5_0", "Q4_0"},
-    Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1"},
+    Q8_0: {"Q8_0", "Q5_0", "Q4_0", "IQ4_NL"},
+    Q8_1: {"Q8_0", "Q5_0", "Q4_0", "Q5_1", "Q4_1", "IQ4_NL"},
     Q6_K: {"Q6_K", "Q5_K", "Q4_K"},
+    Q8_K: {"IQ4_XS", "Q5_K", "Q4_K"},
 }
 
 
@@ -944,12 +1003,12 @@ def _blocks4(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Bloc
     return Blocks(codes, _spread(scale.float(), groups), zero=_spread(zero, groups))
 
 
-def _gemm(group: int, N: int, K: int, codes: tuple[int, int]) -> dict:
+def _gemm(group: int, N: int, K: int, codes: tuple[int, int], bits: int = 4) -> dict:
     """The tensors of AWQ and GPTQ."""
     G = max(1, K // group)
     return {
         "qweight": (INT32, [codes]),
-        "qzeros": (INT32, [(G, N // 8)]),
+        "qzeros": (INT32, [(G, N * bits // 32)]),
         "scales": (FLOATS, [(G, N)]),
     }
 
@@ -968,30 +1027,43 @@ def awq(group: int) -> Layout:
     return Layout("AWQ", format, lambda N, K: _gemm(group, N, K, (K, N // 8)), blocks, group)
 
 
-def gptq(group: int, version_2: bool) -> Layout:
-    """GPTQ without act-order: rows of W, eight neighbours along K in a word. Zero points are stored
-    less 1, but in version 2 as they are; where all of them are 8, files may say the wrong version.
-    Older files have a bias of zeros everywhere."""
-    format = _format_for_groups(group)
+def gptq(group: int, version_2: bool, bits: int = 4) -> Layout:
+    """GPTQ of 4 or 8 bits without act-order: rows of W, neighbours along K in a word. Zero points
+    are stored less 1, but in version 2 as they are; where all of them are in the middle, files may
+    say the wrong version."""
+    format = _format_for_groups(group) if bits == 4 else Q8_0
+    middle = 1 << bits - 1
+    ones = 0x11111111 if bits == 4 else 0x01010101
+
+    def unpacked(words: Tensor) -> Tensor:
+        if bits == 4:
+            return int4.nibbles(words)
+        return words.flatten().view(torch.uint8).view(len(words), -1).short()
 
     def tensors(N: int, K: int) -> dict:
-        others = {"g_idx": (INT32, [(K,)]), "bias": (FLOATS, [(N,)])}
-        return _gemm(group, N, K, (K // 8, N)) | others
+        return _gemm(group, N, K, (K * bits // 32, N), bits) | {"g_idx": (INT32, [(K,)])}
 
     def blocks(t: dict[str, Tensor]) -> Blocks:
-        codes = int4.nibbles(t["qweight"].t())
-        zero = int4.nibbles(t["qzeros"]).t()
+        codes = unpacked(t["qweight"].t())
+        zero = unpacked(t["qzeros"]).t()
         check_order(t.get("g_idx"), codes.shape[1], zero.shape[1])
-        if "bias" in t and t["bias"].any():
-            raise ValueError("a bias, which this architecture does not have")
-        if ((zero == 7).all() | (zero == 8).all()).item():
-            zero = torch.full_like(zero, 8)
+        if ((zero == middle - 1).all() | (zero == middle).all()).item():
+            zero = torch.full_like(zero, middle)
         elif not version_2:
             # 1 was subtracted in whole words, so a zero point of 0 has borrowed from the next one
-            zero = int4.nibbles(t["qzeros"] + 0x11111111).t()
+            zero = unpacked(t["qzeros"] + ones).t()
+        if bits == 8:
+            return _blocks8(codes - _spread(zero, codes.shape[1]), t["scales"].t())
         return _blocks4(format, codes, t["scales"].t(), zero)
 
-    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx", "bias"))
+    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx",))
+
+
+def _blocks8(codes: Tensor, scale: Tensor) -> Blocks:
+    """Blocks of Q8_0, whose codes stand for themselves."""
+    if codes.min() < -128 or codes.max() > 127:
+        raise ValueError("zero points that 8 bits cannot hold: take a symmetric GPTQ or a GGUF")
+    return Blocks(codes.to(torch.int8), _spread(scale.float(), codes.shape[1] // Q8_0.group))
 
 
 def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:

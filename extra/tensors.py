@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from extra import gguf, quants
-from extra.files import one_line, open_regular
+from extra.files import one_line, open_regular, version_of
 from extra.parallel import ALL
 from formats import Format, Tensors
 
@@ -42,13 +42,14 @@ TYPES = {  # of safetensors and, those of floats, of GGUF
 
 @dataclass(frozen=True, eq=False)
 class FileTensor:
-    """A tensor that lies in one piece in a safetensors or GGUF file."""
+    """A tensor that lies in one piece in a file."""
 
     file: Path
     name: str
     dtype: torch.dtype | None  # None: one that no model here uses
     shape: tuple[int, ...]
     offset: int = 0  # of its first byte
+    version: tuple[int, ...] = ()  # of the file whose header was read, see version_of
 
     def read(self, pinned: bool = False, spans: list[range] | None = None) -> Tensor:
         """Read all of it, or what lies in these spans of its dimensions; into pinned memory if a
@@ -72,21 +73,30 @@ class FileTensor:
         with open_regular(self.file) as f, ThreadPoolExecutor(READERS) as pool:
             read = lambda some: sum(os.preadv(f.fileno(), [to], offset) for to, offset in some)
             count = sum(pool.map(read, [jobs[i::READERS] for i in range(READERS)]))
+            version = version_of(os.fstat(f.fileno()))
         if count < values.nbytes:
             raise OSError(f"{self.file} was cut short while it was being read")
+        if version != self.version:
+            raise OSError(f"{self.file} was replaced while it was being read: run it again")
         return values
 
 
 @dataclass(frozen=True, eq=False)
-class MappedTensor(FileTensor):
-    """A tensor of a torch file that is mapped into memory: a view, read when it is copied."""
+class StridedTensor(FileTensor):
+    """A tensor of a torch file, whose elements may lie apart or in another order."""
 
-    values: Tensor = None
+    strides: tuple[int, ...] = ()
 
     def read(self, pinned: bool = False, spans: list[range] | None = None) -> Tensor:
         if spans is None:
-            return self.values
-        return self.values[tuple(slice(span.start, span.stop) for span in spans)]
+            spans = [range(size) for size in self.shape]
+        first = sum(span.start * stride for span, stride in zip(spans, self.strides))
+        last = sum((span.stop - 1) * stride for span, stride in zip(spans, self.strides))
+        offset = self.offset + first * self.dtype.itemsize
+        flat = FileTensor(
+            self.file, self.name, self.dtype, (last - first + 1,), offset, self.version
+        )
+        return flat.read(pinned).as_strided([len(span) for span in spans], self.strides)
 
 
 def tensors_of(file: Path) -> list[FileTensor]:
@@ -98,6 +108,7 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
     """The metadata and the tensors of a safetensors file whose header the library finds sound. A
     tensor without dimensions is taken for one of a single number. Raises ValueError."""
     with open_regular(file) as f:
+        version = version_of(os.fstat(f.fileno()))
         try:
             with safe_open(file, "pt"):
                 size = int.from_bytes(f.read(8), "little")
@@ -111,21 +122,26 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
     for name, about in sorted(header.items()):
         shape = tuple(about["shape"]) or (1,)
         offset = 8 + size + about["data_offsets"][0]
-        found.append(FileTensor(file, name, TYPES.get(about["dtype"]), shape, offset))
+        dtype = TYPES.get(about["dtype"])
+        found.append(FileTensor(file, name, dtype, shape, offset, version))
     return metadata, found
 
 
 def torch_tensors(file: Path) -> list[FileTensor]:
-    """The tensors of a file that torch.save wrote, mapped into memory. Its pickle is read by
-    torch's own unpickler, which runs no code (weights_only); what that accepts besides named, dense
-    tensors is refused here. Raises ValueError."""
-    open_regular(file).close()
+    """The tensors of a file that torch.save wrote. Its pickle is read by torch's own unpickler,
+    which runs no code (weights_only) and, for the device "meta", reads no values but says where
+    they are; what it accepts besides named, dense tensors is refused here. Raises ValueError."""
+    with open_regular(file) as f:
+        version = version_of(os.fstat(f.fileno()))
     try:
         with zipfile.ZipFile(file) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError("it is compressed")  # a few bytes could unpack to any size
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("it is compressed")  # a few bytes could unpack to any size
+                if entry.filename.endswith("/byteorder") and archive.read(entry) != b"little":
+                    raise ValueError("it is in big-endian order")
         with warnings.catch_warnings(action="ignore"):  # about types that are refused below
-            tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
+            tensors = torch.load(file, "meta", weights_only=True)
         if not isinstance(tensors, dict) or not all(itertools.starmap(_is_dense, tensors.items())):
             raise ValueError("it holds something other than named, dense tensors")
     except Exception as error:  # whatever a damaged file makes of zipfile and of torch
@@ -135,10 +151,12 @@ def torch_tensors(file: Path) -> list[FileTensor]:
             f"{file} is damaged, or cannot be read safely ({reason}): take the model's safetensors, or save nothing but"
             " tensors by name, with torch 1.6 or later"
         ) from None
-    return [
-        MappedTensor(file, name, t.dtype, tuple(t.shape), values=t.detach())
-        for name, t in tensors.items()
-    ]
+    found = []
+    for name, t in tensors.items():
+        offset = t.untyped_storage()._checkpoint_offset + t.storage_offset() * t.itemsize
+        shape = tuple(t.shape)
+        found.append(StridedTensor(file, name, t.dtype, shape, offset, version, t.stride()))
+    return found
 
 
 def _is_dense(name: object, value: object) -> bool:
@@ -146,7 +164,10 @@ def _is_dense(name: object, value: object) -> bool:
         return False
     if value.is_quantized or value.is_nested:
         return False
-    return value.layout == torch.strided and value.device.type == "cpu"
+    # one that was saved without values lies nowhere in the file
+    if value.layout != torch.strided:
+        return False
+    return value.untyped_storage()._checkpoint_offset is not None
 
 
 # ---- the tensors of a checkpoint
