@@ -6324,6 +6324,34 @@ def test_tales_says_what_it_said():
         )
 
 
+# ---- models/smollm2
+
+
+SMOLLM2 = HERE / "models" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.skipif(not SMOLLM2.exists(), reason="without a network, make did not fetch SmolLM2")
+def test_smollm2_says_what_transformers_says():
+    """A published model, which others have quantised: ids of a chat, logits and greedy text."""
+    file = dict(gguf_file=SMOLLM2.name)
+    config = transformers.AutoConfig.from_pretrained(SMOLLM2.parent, **file)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    read_gguf(theirs, SMOLLM2)
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, **file)
+    model = load(SMOLLM2, dtype="fp32", device="cpu")
+    tokenizer = Tokenizer(SMOLLM2)
+    for question in ("What is the capital of France?", "Größe 🙂: who wrote Faust, and why?"):
+        chat = conversation(question)
+        ids = tokenizer.apply_chat_template(chat)
+        text = their_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert ids == their_tokenizer(text, add_special_tokens=False)["input_ids"]
+        with torch.inference_mode():
+            expected = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0]
+            assert_close(logits_of(model, ids), theirs(torch.tensor([ids])).logits[0], 1e-4)
+        answer = [*generate(model, ids, n=24, sampling=Sampling(temp=0))]
+        assert answer == expected[len(ids) :].tolist(), question
+
+
 if __name__ == "__main__":  # started by the tests of several ranks: "forks" or "gpus"
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     if mode == "gpus":
