@@ -210,11 +210,12 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
 def hugging_face_classes(model: str, like: str = "") -> tuple[type, type]:
     """The configuration and the model of a family. like: one in transformers that computes the
     same, if the family itself is not there; config.json then has the family's own name."""
-    classes = [getattr(transformers, (like or model) + kind) for kind in ("Config", "ForCausalLM")]
+    config = getattr(transformers, f"{like or model}Config")
+    made = getattr(transformers, f"{like or model}ForCausalLM")
     if like:
-        config = type(f"{model}Config", classes[:1], {"model_type": model.lower()})
-        classes = [config, type(f"{model}ForCausalLM", classes[1:], {"config_class": config})]
-    return tuple(classes)
+        config = type(f"{model}Config", (config,), {"model_type": model.lower()})
+        made = type(f"{model}ForCausalLM", (made,), {"config_class": config})
+    return config, made
 
 
 def hugging_face_model(vocab_size: int = 300, model: str = "Llama", like: str = "", **shape):
