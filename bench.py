@@ -776,8 +776,14 @@ def exit_code_of(run: Callable[[argparse.Namespace], None], args: argparse.Names
     return exit_code(work, args)
 
 
+LEGEND = """\
+percent_of_ceiling: of the speed at which the read ceiling would give a token, or the product
+rate a prompt"""
+
+
 def run_speed(args: argparse.Namespace) -> None:
     show_speeds(speed_rows(args), args)
+    note(LEGEND)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1114,7 +1114,8 @@ class Loader:
             table = self.vector(embedding)
             if self.config.tie_embeddings and not (self.format and self.format.at("output")):
                 tied = table[self.share("output_rows")].to(self.matrix_dtype)
-                last = kernels.in_cpu_layout(Matrix(tied), self.backend, self.dtype)
+                stays = tied.data_ptr() == table.data_ptr()
+                last = kernels.in_cpu_layout(Matrix(tied), self.backend, self.dtype, stays=stays)
             else:
                 last = self.matrix(output)
             layers = itertools.groupby(of_layers, lambda t: t.layer)

@@ -115,14 +115,19 @@ SMALL = 2 << 20
 
 
 def in_cpu_layout(
-    w: Matrix, backend: str, dtype: torch.dtype, format: Format | None = None
+    w: Matrix,
+    backend: str,
+    dtype: torch.dtype,
+    format: Format | None = None,
+    stays: bool = False,
 ) -> Matrix:
     """A matrix in the layout that the reference ops read fastest on a CPU, for activations in
     dtype; elsewhere the matrix itself. Fp32 matrices with more rows than columns are stored column
     by column, since many short sums are slow. Bf16 matrices are stored in oneDNN's blocked layout;
-    small ones also keep their original copy. A matrix in a format also gets the copy that torch's
-    own product needs. format: the model's, if any. INT4 keeps the output matrix in 8 bits; here it
-    is decoded, because a CPU reads 16 bits faster than it decodes 8."""
+    small ones, and those that stay in memory anyway, also keep their original copy. A matrix in a
+    format also gets the copy that torch's own product needs. format: the model's, if any. INT4
+    keeps the output matrix in 8 bits; here it is decoded, because a CPU reads 16 bits faster than
+    it decodes 8. stays: whether the original stays in memory, as that of a tied embedding does."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
     if format is INT4 and w.format is not INT4:
@@ -139,7 +144,8 @@ def in_cpu_layout(
     if w.data.dtype != dtype or not multiplies_bf16():
         return w
     blocked = torch.ops.mkldnn._reorder_linear_weight(w.data)
-    return replace(w, cpu_layout=(blocked,)) if w.nbytes <= SMALL else Matrix(blocked)
+    keeps = stays or w.nbytes <= SMALL
+    return replace(w, cpu_layout=(blocked,)) if keeps else Matrix(blocked)
 
 
 # With more tokens, torch's own product with a format is slower than decoding the matrix first
@@ -165,9 +171,9 @@ def linear_ref(x: Tensor, w: Matrix) -> Tensor:
 
 
 def _without_onednn(x: Tensor, w: Matrix) -> Tensor:
-    """On a CPU, one token with a small bf16 matrix, by torch's own product (fp32 sums). Whatever
-    the size, oneDNN needs 14 us before it starts, and three times that within a step, whose weights
-    push its code out of the caches."""
+    """On a CPU, one token with a bf16 matrix by torch's own product (fp32 sums). Whatever the size,
+    oneDNN needs 14 us before it starts, and three times that within a step, whose weights push its
+    code out of the caches. It also reads a large matrix 10% more slowly."""
     torch.backends.mkldnn.enabled = False  # a global switch of torch's, on by default
     try:
         return functional.linear(x, w.data)

@@ -63,19 +63,26 @@ class Codes4(Grouped):
 
     def cpu_layout(self, tensors: Tensors) -> Tensors | None:
         """The codes in torch's layout; a pair of bf16 numbers for each group, such that W = (code -
-        8) * first + second; the order of the columns."""
+        8) * first + second; the order of the columns, if a group's are not neighbours."""
         if len(tensors[0]) % 16:
             return None
         scale, minimum = self.scales(tensors)
         pairs = torch.stack((scale, 8 * scale + minimum), 2).transpose(0, 1)
         codes = self.codes(tensors).int()
-        laid_out = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        order = self.order(codes.shape[1], codes.device)
-        return laid_out, pairs.to(torch.bfloat16).contiguous(), order
+        K = codes.shape[1]
+        order, places = self.order(K, codes.device).view(len(pairs), -1).sort(1)
+        order = order.flatten()
+        within = places + torch.arange(0, K, places.shape[1])[:, None]
+        laid_out = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+            codes.index_select(1, within.flatten()), 1
+        )
+        made = laid_out, pairs.to(torch.bfloat16).contiguous()
+        return made if torch.equal(order, torch.arange(K)) else (*made, order)
 
     def cpu_layout_linear(self, x: Tensor, cpu_layout: Tensors) -> Tensor:
-        codes, pairs, order = cpu_layout
-        x = x.gather(1, order.expand(x.shape))
+        codes, pairs, *order = cpu_layout
+        if order:
+            x = x.index_select(1, order[0])
         group = x.shape[1] // len(pairs)
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, pairs)
 
