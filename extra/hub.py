@@ -35,8 +35,8 @@ def pick_weights(names: Collection[str]) -> list[str]:
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """The same for a folder. Raises OSError."""
-    names = [file.name for file in folder.iterdir() if file.is_file()]
+    """The same for a folder; none for anything else."""
+    names = [file.name for file in folder.glob("*") if file.is_file()]
     return [folder / name for name in pick_weights(names)]
 
 
