@@ -259,8 +259,9 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, float]:
     """The settings that flags give, or that are not the checkpoint's to give."""
     from sampling import Sampling
 
-    flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)}
-    return {name: value for name, value in flags.items() if value is not None}
+    flags = vars(args)  # serve.py has no such flags: each request says how it samples
+    names = [field.name for field in dataclasses.fields(Sampling)]
+    return {name: flags[name] for name in names if flags.get(name) is not None}
 
 
 def text_options(args: argparse.Namespace) -> dict:

@@ -6272,14 +6272,18 @@ def test_speculation_where_logits_are_not_finite(tiny, monkeypatch, in_graphs, p
 
 
 def test_single_tokens_run_ahead(tiny, monkeypatch):
-    """Without proposals, two passes are on their way; with them, one: tokens are needed first."""
+    """Without proposals, two passes are on their way, also while the host looks for some; with
+    them, one: tokens are needed first."""
     model = exact_model(tiny, ctx_size=64)
     decode_in_graphs(monkeypatch)
-    for proposing, launched in ((False, [2, 3, 4, 5, 5, 5]), (True, [1, 2, 3, 4, 5, 5])):
+    ahead = [2, 3, 4, 5, 5, 5]
+    never = [299] * 3  # no token of the text
+    cases = ((False, never, ahead), (True, [], ahead), (True, never, [1, 2, 3, 4, 5, 5]))
+    for proposing, found, launched in cases:
         lookup, counts = Lookup(3), []
         one_pass = lookup._pass
         lookup._pass = lambda *args, f=one_pass, c=counts: c.append(1) or f(*args)
-        lookup.propose = lambda ids: []
+        lookup.propose = lambda ids, found=found: found
         lookup.pacer.ready = lambda p=proposing: p
         settings = dict(n=6, eos=[], sampling=Sampling(seed=SEED))
         text = generate(model, [1, 5, 6], **settings, decode=lookup.decode)

@@ -857,7 +857,7 @@ def _q8_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.conste
 
 @jit
 def _q8_k_scales(tile, SHIFT: tl.constexpr):
-    return _scales_of_parts(tile[1], tile[2], SHIFT, 13)
+    return _scales_of_parts(tile[1], tile[2], 13 - SHIFT)
 
 
 Q8_K = replace(
