@@ -30,7 +30,7 @@ except ImportError:  # some builds of Python lack it: lines are then read withou
     readline = None
 
 HISTORY = 1000  # messages that the arrow keys reach
-# typed text is bold green; \001 and \002 enclose what takes no columns
+# Typed text is bold green; \001 and \002 enclose what takes up no columns
 YOURS = "\001\033[1;32m\002"
 PLAIN = "\033[0m"
 
@@ -79,7 +79,7 @@ class Printer:
         if char.isspace():
             out = self._release()
             gap = 8 - self._column % 8 if char == "\t" else 1
-            # none at the edge: the next word begins a line and needs no space before it
+            # No space at the edge: the next word begins a line and needs none before it
             gap = min(gap, screen_width() - self._column)
             self._column += gap
             return out + " " * gap
@@ -145,7 +145,7 @@ class Output:
 
 
 def record(generation: Generation) -> dict:
-    """What an object says about a text, besides its prompt."""
+    """The fields of a text's JSON object, except for its prompt."""
     timings = generation.timings
     prompt_seconds = tokens_per_s = None
     if timings.new_tokens:
@@ -184,7 +184,7 @@ class Reader:
     persistent history."""
 
     def __init__(self):
-        # one bad byte costs its message, not the conversation
+        # One bad byte costs its message, not the conversation
         sys.stdin.reconfigure(errors="surrogateescape")
         self.interactive = sys.stdin.isatty()
         self.edits = self.interactive and sys.stdout.isatty() and readline is not None
@@ -223,15 +223,16 @@ class Reader:
                 show(self.plain)
 
     def _set_up_editing(self) -> None:
-        # a dumb terminal shows control sequences instead of obeying them
+        # A dumb terminal shows control sequences instead of obeying them
         dumb = os.environ.get("TERM", "dumb") in ("", "dumb")
         if not dumb and not os.environ.get("NO_COLOR"):  # https://no-color.org
             self.colour = YOURS
             self.plain = PLAIN
-        # off by default in CPython
+        # Bracketed paste is off by default in CPython
         readline.parse_and_bind(f"set enable-bracketed-paste {'off' if dumb else 'on'}")
         readline.set_auto_history(False)
-        # each line is a message, which may have several lines, as a string of JSON
+        # The history has a line for each message, a string of JSON, since a message may have
+        # several lines
         folder = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
         self.history = Path(folder, "fused-llama", "history")
         with suppress(OSError, ValueError):
@@ -279,7 +280,7 @@ class Chat:
 
     def run(self) -> int:
         """Answer one message after another until the input ends. Returns the exit code."""
-        # with several processes, torchrun ends them all
+        # With several processes, torchrun ends them all
         self.stays = self.reader.interactive and self.ranks.size == 1
         warned = False
         while True:
@@ -341,7 +342,7 @@ class Chat:
                 self.to_read = ""
         except BrokenPipeError:
             raise
-        # a message longer than the context, a file that cannot be read
+        # Such as a message longer than the context, or a file that cannot be read
         except (ValueError, OSError) as error:
             note(f"error: {error_line(error)}")
             if self.output.jsonl:
@@ -357,7 +358,7 @@ class Chat:
         if self.reader.edits and not self.output.jsonl:
             show("\n")
 
-    # commands
+    # Commands
 
     def begin(self, system: str) -> None:
         """Begin a new conversation with a system prompt, which may be empty."""
@@ -418,7 +419,7 @@ class Chat:
         self.to_read = to_read
         self.output.note(f"{name}, {len(text):,} characters, goes before your next message")
 
-    # answers
+    # Answers
 
     def _options(self) -> dict:
         return self.options | {"progress": self.output.progress}

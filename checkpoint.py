@@ -116,7 +116,7 @@ class Fields(dict):
 
 
 def generation_of(folder: Path) -> Fields:
-    """What generation_config.json of a folder says, which may be nothing."""
+    """The fields of a folder's generation_config.json; none if there is no such file."""
     file = folder / "generation_config.json"
     if file.is_file():
         return Fields(file)
@@ -215,8 +215,8 @@ def _slides(f: Fields) -> bool:
 
 
 def meta_config(f: Fields) -> Config:
-    """The configuration in a params.json, whose vocab_size may be below 1: as the tokenizer says.
-    Raises ValueError for what is not implemented."""
+    """The configuration in a params.json. A vocab_size below 1 means that only the tokenizer knows
+    it. Raises ValueError for what is not implemented."""
     f.refuse_unless("use_scaled_rope", False, None)
     dim = f.number("dim", 1, 1 << 17)
     n_heads = f.number("n_heads", 1, 1024)
@@ -245,8 +245,9 @@ class Rope(NamedTuple):
 
 
 def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
-    """What rope_parameters say, or the older rope_scaling and rope_theta: linear (Chen et al.,
-    2023), llama3 (Meta, 2024), yarn or longrope (Ding et al., 2024). Raises ValueError."""
+    """RoPE's settings in rope_parameters, or in the older rope_scaling and rope_theta. The kinds
+    are linear (Chen et al., 2023), llama3 (Meta, 2024), yarn, and longrope (Ding et al., 2024).
+    Raises ValueError."""
     newer = _renamed(f.sub("rope_parameters"))
     older = _renamed(f.sub("rope_scaling"))
     beside = {"rope_theta": f.get("rope_theta")}
@@ -309,12 +310,13 @@ def _of_type(rope: Fields, D: int, max_seq_len: int) -> Rope:
 
 
 def _factors(part: Tensor, factor: float) -> tuple[float, ...]:
-    """By what each frequency is divided if `part` of it [D/2] is divided by a factor."""
+    """The divisor of each frequency if `part` of it [D/2] is divided by `factor`, and the rest
+    stays."""
     return tuple((1 / (1 - part + part / factor)).tolist())
 
 
 def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
-    """As Peng et al., 2023. The scale of q and k (attention_factor) is 1 + 0.1 log(factor) by
+    """YaRN (Peng et al., 2023). The factor of q and k (attention_factor) is 1 + 0.1 log(factor) by
     default, as in section 3.4."""
     rope.refuse_unless("truncate", None, True)
     rope.refuse_unless("mscale_all_dim", None, 0)  # without it, mscale has no effect
@@ -360,8 +362,8 @@ INSTEAD = "take the original model, with --fp8 or --int4 if you like, or a GGUF 
 
 
 def layout_of(f: Fields) -> quants.Layout | None:
-    """The layout in which others have quantised the matrices of a folder, by its config.json.
-    Returns None if they are floats. Raises ValueError for other layouts."""
+    """How others have quantised the matrices of a folder, according to its config.json. Returns
+    None if they are floats. Raises ValueError for a layout that is not supported."""
     if f.get("quantization"):
         raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
     q = f.sub("quantization_config")
@@ -426,20 +428,20 @@ def layout_of(f: Fields) -> quants.Layout | None:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor as checkpoints have it, of which one or several make up a tensor of the model: a row
-    of the table below."""
+    """A tensor as checkpoints store it: a row of the table below. One or several parts make up a
+    tensor of the model."""
 
     field: str  # of LayerWeights or Weights; parts of one field are joined in the table's order
-    dims: tuple[str, ...]  # its shape, in sizes of Config; of those in CUT, each rank has a share
+    dims: tuple[str, ...]  # its shape, by names in Config; each rank has a share of those in CUT
     meta: str  # its name in Meta's layout
     hugging_face: str  # its name in Hugging Face's
     gguf: str  # its name in GGUF's
-    rotated: bool = False  # its rows are subject to RoPE: layouts have them in different orders
-    layer: int | None = None  # which it belongs to, if to any
+    rotated: bool = False  # RoPE rotates its rows, which layouts store in different orders
+    layer: int | None = None  # the layer that it belongs to, if any
 
     @property
     def name(self) -> str:
-        """Our own name of it, which is Meta's."""
+        """Our own name for it, which is Meta's."""
         return self.name_in("meta")
 
     @property
@@ -502,7 +504,7 @@ class ModelTensor:
     """A tensor of the model: a part, or several joined. The rows of w1 and w3 are interleaved, the
     norms of q and k are two rows, the parts of others stand one below the other."""
 
-    name: str  # which --save writes, such as layers.3.wqkv
+    name: str  # as --save writes it, such as layers.3.wqkv
     parts: tuple[Part, ...]
 
     @property
@@ -524,7 +526,7 @@ class ModelTensor:
         return rows, *self.parts[0].shape(c)[1:]
 
     def places(self, c: Config) -> list[slice]:
-        """Which rows of it each part is."""
+        """The rows of this tensor that each part takes up."""
         if self.field == "w13":
             return [slice(0, None, 2), slice(1, None, 2)]
         if self.field == "qk_norm":
@@ -533,8 +535,8 @@ class ModelTensor:
         return [slice(start, end) for start, end in zip([0, *ends], ends)]
 
     def joined_rows(self, c: Config, shares: list[slice]) -> list[slice]:
-        """Which rows of it, in the whole model c, a rank has whose rows of each part are `shares`:
-        in one piece if neighbours stay neighbours, or else a piece for each part."""
+        """The rows of this tensor, in the whole model c, that belong to a rank whose rows of each
+        part are `shares`: one slice if they are contiguous, otherwise a slice for each part."""
         if self.field == "w13":
             return [slice(2 * shares[0].start, 2 * shares[0].stop)]
         if self.field == "qk_norm":
@@ -544,8 +546,8 @@ class ModelTensor:
 
 
 def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
-    """The tensors of a layer. What only some models have, such as qkv_bias, is a flag of the
-    config, too."""
+    """The tensors of a layer. For those that only some models have, such as qkv_bias, the config
+    has a flag of the same name."""
     rows = [replace(row, layer=layer) for row in LAYER if getattr(c, row.field, True)]
     fields = itertools.groupby(rows, lambda row: row.field)
     return [ModelTensor(f"layers.{layer}.{field}", tuple(parts)) for field, parts in fields]
@@ -560,7 +562,7 @@ def model_tensors(c: Config) -> list[ModelTensor]:
 
 
 def model_parts(c: Config) -> dict[str, Part]:
-    """The parts of a model by our names; a tied embedding once."""
+    """The parts of a model by our names. A tied embedding appears once."""
     return {part.name: part for tensor in model_tensors(c) for part in tensor.parts}
 
 
@@ -575,7 +577,7 @@ def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
 class Source(ABC):
     """One layout on disk: where the configuration, the tokenizer and the tensors are."""
 
-    names: str  # of tensors: see Part.name_in
+    names: str  # which of a Part's names its tensors have: see Part.name_in
     format: Format | None = None  # of the matrices, where --save encoded them
 
     def __init__(self, path: Path):
@@ -601,7 +603,8 @@ class Source(ABC):
 
     @abstractmethod
     def small_files(self) -> dict[str, bytes]:
-        """All but the tensors, as the files of a folder. Raises OSError, ValueError."""
+        """Everything but the tensors, as the files of a folder: contents by name. Raises OSError,
+        ValueError."""
 
     @abstractmethod
     def file_tensors(self) -> list[FileTensor]:
@@ -709,7 +712,8 @@ class GgufFile(Source):
         return files | {"tokenizer.json": as_json(vocabulary)}
 
     def kind(self, info: gguf.TensorInfo) -> gguf.Type | None:
-        """How a tensor is quantised, if it is. Those of one dimension never are."""
+        """The ggml type in which a tensor is quantised. Returns None if it is not quantised, which
+        those of one dimension never are."""
         if info.type.block > 1 and len(info.shape) == 2:
             return info.type
         return None
@@ -728,7 +732,7 @@ class GgufFile(Source):
     def tensor(self, part: Part, c: Config, found: Found) -> SourceTensor:
         name = part.name_in(self.names)
         head_dim = None
-        # llama.cpp puts the rows of q and k into pairs, but only of this family
+        # llama.cpp stores the rows of q and k in pairs, but only in this family
         if part.rotated and self.header.metadata["general.architecture"] != "llama":
             head_dim = c.head_dim
         info = self.header.tensors.get(name)
@@ -810,7 +814,7 @@ class HuggingFaceFolder(Folder):
     def layout_tensors(
         self, part: Part, c: Config, found: Found, layout: quants.Layout | None
     ) -> dict[str, Wanted]:
-        """What the layout has for a part, by name; nothing if the part is not quantised."""
+        """What the layout stores for a part, by name. Empty if the part is not quantised."""
         if not layout or not part.is_matrix:
             return {}
         stem = part.name_in(self.names).removesuffix("weight")
@@ -839,7 +843,7 @@ class MetaFolder(Folder):
         config = meta_config(Fields(self.path / "params.json"))
         if config.vocab_size >= 1:
             return config
-        # each file holds all rows of the embedding
+        # Every file has all rows of the embedding
         first, *_ = weight_files(self.path).files
         shapes = {tensor.name: tensor.shape for tensor in tensors_of(first)}
         rows, *_ = shapes.get(EMBEDDING.meta) or [1]
@@ -857,7 +861,8 @@ SAVED_LAYOUT = "2"  # of such a file; any other is refused
 
 class SavedFolder(Folder):
     """A folder that --save wrote: a model.safetensors whose metadata says the format of the
-    matrices, with the original's other small files. It has the model's own tensors, joined."""
+    matrices, with the original's other small files. It stores the tensors of the model, whose parts
+    are joined."""
 
     names = "meta"
 
@@ -881,8 +886,8 @@ class SavedFolder(Folder):
 
 
 def saved_matrix(t: ModelTensor, c: Config, format: Format) -> dict[str, Wanted]:
-    """What --save writes for a matrix, by name. The codes have its own name, and a single column is
-    a vector."""
+    """The tensors that --save writes for a matrix, by name. The codes bear the name of the matrix
+    itself, and a tensor of a single column is written as a vector."""
     wanted = {}
     for key, (dtype, (rows, columns)) in format.at(t.name).tensors(*t.shape(c)).items():
         name = f"{t.name}.{key}" if wanted else t.name
@@ -937,8 +942,8 @@ def read_config(folder: Path) -> Config:
 
 
 class PerMatrix(dict):
-    """The formats of a model's matrices by their names, None for one in 16 or 32 bits; in place of
-    a Format."""
+    """A model's formats by the names of its matrices, None for a matrix in 16 or 32 bits. It stands
+    in for a Format, with which it shares `at`."""
 
     at = dict.__getitem__
 
@@ -980,8 +985,8 @@ class Checkpoint:
         return sum(math.prod(part.shape(self.config)) for part in parts)
 
     def formats_as_stored(self, c: Config, most_bits: int) -> PerMatrix | None:
-        """The formats that take a rank's matrices as others have quantised them, of at most so many
-        bits. Returns None if none is quantised."""
+        """The formats, of at most `most_bits` bits, that store a rank's matrices exactly as others
+        have quantised them. Returns None if no matrix is quantised."""
         if not self.quantised:
             return None
         formats = PerMatrix()
@@ -1000,15 +1005,15 @@ class Checkpoint:
 
 @one_line_errors()
 def find_checkpoint(name: str | Path) -> Path:
-    """The folder of a checkpoint that is given as a folder, or as a repository "owner/name" of the
-    Hugging Face hub: in the hub's cache, to which it is downloaded if need be. Of GGUF, which may
-    be given as a file or as one of the kinds in a repository, "owner/name:Q4_K_M", the file. Raises
+    """The path of a checkpoint: a folder or a GGUF file. It is given as such a path or as a
+    repository of the Hugging Face hub, "owner/name", or "owner/name:Q4_K_M" for one of its GGUF
+    files. A repository is looked up in the hub's cache, and downloaded if it is not there. Raises
     OSError or ValueError, in one line that says what to do."""
     return hub.find_checkpoint(str(name), read_config, is_whole)
 
 
 def is_whole(path: Path) -> bool:
-    """Whether nothing is missing that a checkpoint refers to."""
+    """Whether all that a checkpoint refers to is there."""
     try:
         if path.is_dir():
             weight_files(path)
@@ -1039,8 +1044,8 @@ def weight_bytes(c: Config, dtype: torch.dtype, format: Format | PerMatrix | Non
 
 
 def largest_read(c: Config) -> int:
-    """Elements of the largest matrix that is read to be encoded: in whole rows, although some are
-    cut by columns."""
+    """How many elements the largest matrix has that is read to be encoded. Rows are read whole,
+    even where a rank has only some of their columns."""
     sizes = []
     for t in model_tensors(c):
         if t.is_matrix:
@@ -1093,7 +1098,7 @@ class Loader:
         self.shapes = matrix_shapes(self.config)
         self.encoded: dict[str, Tensors] = {}
         if self.format and not self.checkpoint.is_encoded:
-            # allocate what stays first, to avoid fragmentation
+            # Allocate what stays first, to avoid fragmentation
             for name, shape in self.shapes.items():
                 self.encoded[name] = self.format.at(name).empty(*shape, self.device)
             self.workspace = torch.empty(
@@ -1130,7 +1135,7 @@ class Loader:
         return LayerWeights(**made)
 
     def share(self, dim: str) -> slice:
-        """What this rank has of one of the sizes of the whole model."""
+        """This rank's share of one of the sizes of the whole model."""
         size = getattr(self.whole, dim)
         if dim not in CUT:
             return slice(0, size)
@@ -1421,7 +1426,7 @@ def load(
         raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
     check_accumulate(accumulate, backend, on, as_dtype)
     config = config.cut(ranks.size)
-    # torch has no fast product for 8-bit codes in groups on a CPU: there they are decoded
+    # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
     decodes = on.type == "cpu" and backend == "torch"
     as_stored = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
     formats = checkpoint.format or FORMATS.get(format) or as_stored

@@ -23,7 +23,8 @@ from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
-# prompt tokens evaluated at once: enough to be compute-bound, yet little workspace
+# How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
+# workspace
 PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
 # Numbers of tokens that are captured as CUDA graphs; a prompt is padded to the next one. Up to
 # about 190 tokens, a prompt takes as long as reading the weights; beyond, as long as its
@@ -50,11 +51,12 @@ class Config:
     vocab_size: int
     norm_eps: float
     rope_theta: float = 10000.0
-    # by which the D/2 frequencies are divided for a longer context; empty if they stay
+    # What the D/2 frequencies of RoPE are divided by for a longer context. Empty if they stay as
+    # they are
     rope_factors: tuple[float, ...] = ()
-    rope_gain: float = 1.0  # q and k are multiplied by it
+    rope_gain: float = 1.0  # what q and k are multiplied by, for a longer context
     max_seq_len: int = 4096
-    # how far back a token sees; not implemented, so the context must not be longer
+    # How many positions back a token sees. Not implemented, so the context must not be longer
     sliding_window: int | None = None
     tie_embeddings: bool = False
     qkv_bias: bool = False  # q, k and v have a bias
@@ -62,7 +64,8 @@ class Config:
     dtype: torch.dtype | None = None  # of the tensors; None if the file does not say
     bos_id: int | None = None  # for a tokenizer that names none
     eos_ids: tuple[int, ...] = ()  # empty if only the tokenizer knows
-    # processes that share the model; if several, n_heads, n_kv_heads and hidden_dim are per process
+    # How many processes share the model. With several, n_heads, n_kv_heads and hidden_dim are those
+    # of one of them
     ranks: int = 1
 
     @property
@@ -74,8 +77,8 @@ class Config:
         return self.n_kv_heads * self.head_dim
 
     def cut(self, ranks: int) -> Config:
-        """The config of one of several ranks (parallel.py). Raises ValueError if so many cannot
-        share the model."""
+        """The config of one of several ranks (extra/parallel.py). Raises ValueError if the model
+        cannot be divided among that many."""
         if ranks == 1:
             return self
         evenly = f"evenly among {ranks} processes"
@@ -113,7 +116,7 @@ class LayerWeights:
     w2: Matrix  # [C, F]
     qkv_bias: Tensor | None = None  # [(H + 2 KH) D]
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
-    index: int = 0  # which layer it is, from 0 on: whose keys and values of State are its own
+    index: int = 0  # of the layer, from 0 on: its keys and values are State.k[index], v[index]
 
 
 @dataclass
@@ -188,7 +191,7 @@ class Llama:
             kernels.fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
-        """Raise TypeError for a prompt that is no list of ids, ValueError if it is empty or
+        """Raise TypeError for a prompt that is not a list of ids, ValueError if it is empty or
         contains an id that the model does not have."""
         if not isinstance(prompt, list) or not all(isinstance(i, int) for i in prompt):
             how = "tokenizer.encode(text), or ids.tolist() of a tensor"
@@ -211,7 +214,8 @@ class Llama:
         return self.evaluate(len(tokens), state)
 
     def evaluate(self, T: int, state: State) -> Tensor:
-        """Evaluate the T tokens already at state.pos -> logits float32 [T, V] of all of them."""
+        """Evaluate the T tokens already at state.pos. Returns the logits of all of them, float32
+        [T, V]."""
         return self._forward(T, state, torch.empty(T, self.config.vocab_size, device=self.device))
 
     def _forward(self, T: int, state: State, logits: Tensor, row: Tensor | None = None) -> Tensor:
@@ -304,7 +308,7 @@ class Llama:
 
     def graph(self, state: State) -> torch.cuda.CUDAGraph:
         """One decode step as a CUDA graph: sample a token from state.logits, evaluate it. The state
-        keeps the last one, until the graph depends on other settings."""
+        keeps the last such graph until other settings need another one."""
         key = ("decode", *state.captured_with(self))
         if key not in state.graphs:
             pos = state.pos
@@ -399,7 +403,7 @@ class State:
     RunState.
 
     Keys and values of a layer are a tensor [KH, S, D] each, in the model's kv_dtype: the positions
-    of a head are contiguous, and what lies from pos on counts for nothing. device_pos is the number
+    of a head are contiguous, and nothing from pos on is used. device_pos is the number
     of positions in use on the device, where a captured graph can move it."""
 
     def __init__(self, model: Llama, size: int | None = None):
@@ -429,9 +433,10 @@ class State:
         self.never: tuple[int, ...] = ()  # ids that are not sampled
         self.bans = torch.zeros_like(self.logits)  # BANNED for these, 0 for others; added to logits
 
-        # What kernels keep from launch to launch, and what has been captured. A graph's key is its
-        # kind and what it depends on besides the state: ("prompt", length), and ("decode", ...)
-        # with captured_with. A program that captures steps of another kind keeps them here.
+        # What kernels keep between launches, and what has been captured. The key of a graph is its
+        # kind, followed by what it depends on besides the state: ("prompt", length), or ("decode",
+        # ...) with captured_with. Programs that capture other kinds of steps keep them here as
+        # well.
         self.scratch = Scratch(device)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.row = torch.zeros(1, dtype=torch.int64, device=device)  # a padded prompt's last token
@@ -454,7 +459,7 @@ class State:
         self.bans.zero_()[ids] = BANNED
 
     def captured_with(self, model: Llama) -> tuple:
-        """What a graph that samples depends on besides the state: the end of its key."""
+        """The end of the key of a graph that samples: what it depends on besides the state."""
         return self.sampler.switches(model.config.vocab_size), len(self.never)
 
     def drop_graphs(self, kind: str) -> None:
@@ -482,8 +487,9 @@ class State:
         self.device_pos.fill_(pos)
 
     def reuse(self, tokens: list[int]) -> int:
-        """Truncate the state to what it has in common with the beginning of these tokens, of which
-        the last must be evaluated in any case. Returns how many that are."""
+        """Truncate the state to the positions that agree with the beginning of these tokens, and
+        return how many there are. The last token is never among them, since its logits are
+        needed."""
         seen = self.tokens[: min(self.pos, len(tokens) - 1)].tolist()
         same = 0
         while same < len(seen) and seen[same] == tokens[same]:
@@ -538,7 +544,7 @@ def generate(
     state = state or State(model)
     if eos is None:
         eos = model.config.eos_ids
-    # a tokenizer without one says -1
+    # A tokenizer without an eos says -1
     eos = [i for i in eos if 0 <= i < model.config.vocab_size]
     state.sampler.set(sampling or model.sampling)
     state.ban(eos if ignore_eos else [])

@@ -134,7 +134,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def mode_of(args: argparse.Namespace) -> str:
-    """What to do; "bare": chat if the checkpoint has a template, otherwise write text."""
+    """What to do: "save", "chat", "text", or "bare", which is chat if the checkpoint has a template
+    and text otherwise."""
     if args.save is not None:
         return "save"
     if args.chat or args.single_turn:
@@ -146,7 +147,7 @@ def mode_of(args: argparse.Namespace) -> str:
 
 
 def contradiction(args: argparse.Namespace) -> str | None:
-    """What is wrong with flags that are right one by one; None if nothing is."""
+    """What is wrong with flags that are right one by one. Returns None if nothing is."""
     if "" in (args.model, args.save):
         return "-m or --save is empty"
     if args.prompt is not None and args.file is not None:
@@ -195,7 +196,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
             save(args)
         return 0
     ranks.join(pick_device(args.device, ranks))
-    # only rank 0 sees the terminal, and its random seed counts
+    # Only rank 0 sees the terminal, and its random seed is the one that counts
     args = ranks.broadcast(lambda: args)
     single = args.single_turn or args.prompt is not None or args.file is not None
     prompt = None
@@ -223,7 +224,7 @@ def work(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def read_prompt(args: argparse.Namespace) -> str | None:
     """The text of --prompt, of --file, or of standard input (for "--prompt -", or if it is not a
-    terminal). None if there is no prompt."""
+    terminal). Returns None if there is no prompt."""
     if args.prompt not in (None, "-"):
         return args.prompt
     if args.file is None and args.prompt is None and sys.stdin.isatty():
@@ -393,6 +394,6 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     use_safe_streams()
     code = main()
-    # nothing is left to interrupt, but Python takes a moment to exit
+    # Nothing is left to interrupt, but Python takes a moment to exit
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)

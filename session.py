@@ -94,7 +94,8 @@ class Generation:
         self.ids: list[int] = []  # without an eos
         self.text = ""
         self.logprobs: list[Logprob] = []  # if asked for
-        # in the end "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full)
+        # Why the text ended: "eos", "stop" (a stop string), "length" (the limit), "context" (it is
+        # full), or "interrupt", which holds until another reason is known
         self.ended_by = "interrupt"
         self.timings = timings
         self._at_end: list[Callable[[], None]] = []
@@ -139,7 +140,8 @@ class Generation:
         try:
             with closing(tokens):
                 for token in tokens:
-                    # it is the last one; some files do not flag it special, so that it has a text
+                    # The last token is not part of the text, although it has one where a file does
+                    # not flag it special
                     if token in eos:
                         continue
                     if self._scorer:
@@ -213,13 +215,13 @@ class Session:
         start = time.perf_counter()
         checkpoint = Checkpoint(find_checkpoint(model))
         config = checkpoint.config
-        # before the weights, which may take minutes, so that its errors come at once
+        # Opened before the weights, which may take minutes, so that its errors come at once
         self.tokenizer = Tokenizer(
             checkpoint.folder, config.vocab_size, config.bos_id, chat_template
         )
         if threads:
             torch.set_num_threads(threads)
-        # ranks would disagree on when proposals pay off
+        # Ranks would disagree about when proposals pay off
         if (lookup or draft) and ranks.size > 1:
             raise ValueError(f"--lookup and --draft run in one process, not in {ranks.size}")
         if draft:
@@ -363,7 +365,8 @@ class Session:
         return self._turn_ends
 
     def types(self) -> str:
-        """What the model computes in, in words: its dtype, and what differs from it."""
+        """The types in which the model computes, in words: its dtype, and what is in another
+        type."""
         model = self.model
         formats = model.weights.held
         quantised = model.checkpoint.quantised
@@ -402,7 +405,8 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def replace_settings(sampling: Sampling, settings: dict[str, float]) -> Sampling:
-    """Raises TypeError for a name that is no setting, ValueError for a value out of range."""
+    """The sampling with some settings replaced. Raises TypeError for a name that is no setting,
+    ValueError for a value out of range."""
     names = [field.name for field in fields(Sampling)]
     for name in settings:
         if name not in names:

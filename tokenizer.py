@@ -196,7 +196,7 @@ class Vocabulary:
         return ids
 
     def encode_after(self, text: str) -> list[int]:
-        """The same for text that continues other text: without the space that some vocabularies put
+        """Encode text that continues other text: without the space that some vocabularies put
         before a text."""
         if self.adds_space and text:
             return encode_continuation(text, self.encode)
@@ -242,7 +242,7 @@ class Vocabulary:
 class SentencePiece(Vocabulary):
     """A tokenizer.model, with the tokens that fine-tuned models add in files beside it."""
 
-    # every byte that is not part of a valid character becomes one U+FFFD
+    # Every byte that is not part of a valid character becomes one U+FFFD
     utf8_errors = "surrogateescape"
 
     def __init__(self, file: Path, raw: bytes, added: dict[int, dict], config: dict):
@@ -283,7 +283,7 @@ class SentencePiece(Vocabulary):
             "unk_token": self.sp.unk_id(),
         }
         self.named = {name: pieces[i] for name, i in ids.items() if i >= 0}
-        # as in Meta's own programs
+        # Without a configuration, as in Meta's own programs
         self._legacy = bool(config.get("legacy", not config))
 
     def space_after(self, token: str) -> bool:
@@ -377,7 +377,7 @@ class TokenizerJson(Vocabulary):
             as_text = [
                 token | {"special": token["content"] in self.control} for token in added.values()
             ]
-            # it may be composed of several
+            # A decoder may be composed of several
             kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))
             whole = raw | {"truncation": None, "padding": None, "added_tokens": as_text}
             self._library = tokenizers.Tokenizer.from_str(json.dumps(whole))
@@ -438,8 +438,8 @@ class TokenizerJson(Vocabulary):
         return encoding.ids, begins
 
 
-# GPT-2's alphabet: a character for each byte, visible ones of Latin-1 for themselves, the others
-# from 256 on
+# GPT-2's alphabet has a character for each byte. Visible bytes of Latin-1 stand for themselves, the
+# others are numbered from 256 on
 VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in VISIBLE]
 BYTE_LEVEL = {chr(byte): byte for byte in VISIBLE} | {
@@ -628,7 +628,7 @@ class Tokenizer:
         if past is None:
             return ()
         ends = tuple(end for end in past.ends if text.startswith(past.text[: end[0]]))
-        # text == past.text: the same question again
+        # If the texts are equal, the same question is asked again
         if not text.startswith(past.text) or text == past.text:
             return ends
         answer = past.answer.strip()

@@ -47,8 +47,8 @@ def is_rank0() -> bool:
 
 
 def screen_width() -> int:
-    """How many columns are used of the terminal."""
-    # some terminals wrap as soon as the last column is written
+    """How many columns of the terminal are used."""
+    # Some terminals wrap as soon as the last column is written
     return max(shutil.get_terminal_size().columns - 1, 2)
 
 
@@ -204,7 +204,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str, modes: dict[str, str]):
         """modes: the name of each mode, and what error messages call it."""
-        # flags that are not given are absent from what argparse returns
+        # Flags that are not given are absent from what argparse returns
         super().__init__(
             usage="%(prog)s [flags]",
             description=description,

@@ -62,7 +62,7 @@ def bytes_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> byt
 
 
 def text_of(file: BinaryIO, source: str | Path, limit: int = FILE_BYTES) -> str:
-    """The same as text. Raises ValueError also if it is not UTF-8."""
+    """The text of an open file. Raises ValueError as bytes_of does, and if it is not UTF-8."""
     raw = bytes_of(file, source, limit)
     try:
         return raw.decode()

@@ -97,7 +97,7 @@ class GGUF:
         return value
 
     def need(self, key: str, kind: type) -> Any:
-        """The same for a value that must be there."""
+        """A value of the metadata that must be there, and of this type. Raises ValueError."""
         value = self.get(key, kind)
         if value is None:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Where a checkpoint is: a folder or a file here, or a repository of the Hugging Face hub, which is
 downloaded to the hub's cache when it is used for the first time.
 
-It needs neither torch nor, for what is here, huggingface_hub."""
+It needs neither torch nor, for a checkpoint on this machine, huggingface_hub."""
 
 import fnmatch
 import os
@@ -53,7 +53,7 @@ def weight_map(index: Path) -> dict[str, Path]:
     return {tensor: index.parent / str(name) for tensor, name in names.items()}
 
 
-# ---- here
+# ---- on this machine
 
 
 def local_checkpoint(name: str) -> Path | None:
@@ -117,7 +117,7 @@ def find_checkpoint(
             wanted.append("")
     for gguf_kind in wanted:
         path = _cached(repository, gguf_kind)
-        # the cache does not know whether it is complete if another program filled it
+        # If another program filled the cache, it does not know whether it is complete
         if path and is_whole(path):
             return path
     try:
@@ -152,8 +152,8 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
 
 
 def _cached(name: str, gguf_kind: str | None) -> Path | None:
-    """A repository's folder in the hub's cache; its GGUF file of a kind if one is given, of any
-    kind if that is empty. Returns None if it is not there."""
+    """A repository's folder in the hub's cache. With gguf_kind, its GGUF file of that kind, or of
+    any kind if that is empty. Returns None if it is not there."""
     from huggingface_hub import is_offline_mode, snapshot_download
 
     if gguf_kind is not None:

@@ -39,7 +39,7 @@ from formats import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
 Value = TypeVar("Value")
-# how long ranks wait while the user thinks; if one dies, torchrun ends the others
+# How long ranks wait for one another while the user thinks; if one dies, torchrun ends the others
 PATIENCE = timedelta(days=20)
 
 # ---- the ranks
@@ -130,7 +130,7 @@ class Ranks:
             self.gather(lambda: None)
 
     def to_report(self, error: Exception) -> Exception | None:
-        """The error to report if this rank failed first, otherwise None: later failures are
+        """The error to report. Returns None if another rank failed first, since later failures are
         consequences. stderr is restored."""
         if self.size == 1:
             return error
@@ -334,7 +334,8 @@ class Exchange:
         assert len(out) == 1 and out.is_contiguous(), out.shape
         self.send("rmsnorm_linear", x, norm, w, eps)
         self.gather_received(w, out)
-        # by a kernel that overlaps no other, so kernels may read the number before they wait
+        # A kernel that overlaps no other does this, so that kernels may read the number before they
+        # wait
         self.round_number += 1
         return out
 
@@ -366,8 +367,8 @@ class Exchange:
 def make_exchange(
     ranks: Ranks, matrices: list[Matrix], backend: str, device: torch.device
 ) -> Exchange | None:
-    """Returns None unless every GPU can write to the others' memory. All ranks call this together,
-    and either all get an exchange or none."""
+    """Set up the exchange of the ranks. Returns None unless every GPU can write to the others'
+    memory. All ranks call this together, and either all get an exchange or none."""
     on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
     others = [i for i in range(ranks.size) if i != ranks.local_rank]
     reach = lambda other: torch.cuda.can_device_access_peer(device.index, other)

@@ -39,7 +39,7 @@ from formats import (
 )
 from launch import EMULATED, constexpr, jit, tl
 
-# how many weights are decoded at a time: they fit into a CPU's caches, which halves the time
+# How many weights are decoded at a time: they fit into a CPU's caches, which halves the time
 AT_ONCE = 1 << 20
 
 
@@ -63,16 +63,17 @@ def checked(b: Blocks) -> Blocks:
     return b
 
 
-# Each takes blocks, uint8 [N, B, bytes], to the parts of Blocks: codes [N, B, ...] in the order of
-# the columns, others [N, B, groups]. Eight codes are handled at once, as the bytes of an int64: a
-# mask clears what a shift moved from one byte to the next.
+# Each of the following functions takes blocks, uint8 [N, B, bytes], apart into the fields of
+# Blocks: codes [N, B, ...] in the order of the columns, others [N, B, groups]. Eight codes are
+# handled at once, as the bytes of an int64: a mask clears what a shift moved from one byte to the
+# next.
 
 ONES = 0x0101010101010101
 
 
 def _eights(quants: Tensor, run: int) -> Tensor:
     """Eight bytes in each int64: [N, B, n * run] to [N, B, n, 1, run / 8]."""
-    # copying two bytes at a time is faster than one
+    # Copying two bytes at a time is faster than one
     pairs = quants.view(torch.int16).clone(memory_format=torch.contiguous_format)
     return pairs.view(torch.int64).view(*quants.shape[:2], -1, 1, run // 8)
 
@@ -95,7 +96,7 @@ def _five_bits(quants: Tensor) -> Tensor:
     """Codes int8 of 32 columns, from 4 bytes with their fifth bits, the lowest first, and 16 bytes
     of nibbles."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-    # the eight bits of each byte as bytes
+    # The eight bits of each byte, as bytes
     table = (bits << 4).to(torch.uint8).view(torch.int64).to(quants.device)
     high = table[quants[..., :4].int(), 0].view(*quants.shape[:2], 1, 2, 2)
     return (_nibbles(quants[..., 4:], 16) | high).view(torch.int8)
@@ -107,9 +108,10 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _k_scales(b: Tensor) -> Tensors:
-    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K. The parts, of 6 bits, are in 12
-    bytes: the first four of either are the low 6 bits of a byte; the others have 4 bits in the last
-    bytes, and 2 at the top of the first."""
+    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K. The parts have 6 bits each and
+    take up 12 bytes. The first four of the scale's or the minimum's are the low 6 bits of a byte;
+    of the last four, the low 4 bits are in the last bytes and the 2 high bits at the top of the
+    first ones."""
     low_scale, low_minimum, last = b[..., 4:16].split(4, -1)
     scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
     minimum = torch.cat((low_minimum & 63, last >> 4 | low_minimum >> 6 << 4), -1)
@@ -184,7 +186,7 @@ def _rotated_4(places, K):
 
 @jit
 def _rotated_2(places, K):
-    """The same for groups of 16."""
+    """See Format.columns; for groups of 16."""
     return _rotated(places // 8, 2) * 8 + places % 8
 
 
@@ -194,7 +196,8 @@ def _spread(groups: Tensor, columns: int) -> Tensor:
 
 
 def _joined(low: Tensor, high: Tensor) -> Tensor:
-    """Neighbours [N, 2 G], to be viewed as wider numbers."""
+    """Interleave two tensors [N, G] to [N, 2 G], whose neighbours are to be viewed as wider
+    numbers."""
     return torch.stack((low, high), 2).flatten(1)
 
 
@@ -207,7 +210,8 @@ class Form:
         return {"scale": (torch.float16, (N, K // group))}
 
     def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
-        """These tensors. scale, minimum: those of the blocks, scaled so that they fit halves."""
+        """The tensors to store. scale, minimum: those of the blocks, scaled so that they fit
+        halves."""
         return (scale,)
 
     def scales(self, tensors: Tensors, row: Tensor, middle: int) -> Tensors:
@@ -248,9 +252,9 @@ class Zero(Form):
 
 
 class Parts(Form):
-    """int16 [N, K / 32]: the minimum's byte above the scale's; int32 [N, K / group]: the halves
-    that these are multiplied by, likewise. If the minimum's half is 0, there is none, and its byte
-    is the scale of the last 16 columns."""
+    """int16 [N, K / 32] holds the scale's byte and, above it, the minimum's. int32 [N, K / group]
+    holds the halves by which these are multiplied, in the same order. If the minimum's half is 0,
+    there is no minimum, and its byte is the scale of the last 16 columns."""
 
     def tensors(self, N: int, K: int, group: int) -> Shapes:
         return {"parts": (torch.int16, (N, K // 32)), "scale": (torch.int32, (N, K // group))}
@@ -327,7 +331,7 @@ class FileGroups(Grouped):
 
 @dataclass(frozen=True, eq=False)
 class FileGroups4(int4.Codes4, FileGroups):
-    """The same with codes of 4 bits, stored as int4.py describes: int32 [N, K / 8]."""
+    """FileGroups with codes of 4 bits, stored as extra/int4.py describes: int32 [N, K / 8]."""
 
     def code_tensors(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int32, (N, K // 8))}
@@ -531,14 +535,13 @@ class FileGroups6(FileGroups):
 
     def scales(self, tensors: Tensors) -> Tensors:
         _, _, parts, halves, row = tensors
-        # of both halves of each 32 columns; where there is a minimum, the same
+        # The scales of both halves of each 32 columns, which are equal if there is a minimum
         last = torch.where(_without_minimum(halves, parts.shape[1]), parts >> 8, parts)
         return self.form.scales((_joined(parts, last), halves), row * self.unit, self.middle)
 
 
 def _without_minimum(halves: Tensor, columns: int) -> Tensor:
-    """Which of so many columns belong to groups whose minimum is 0, of either sign: bool [N,
-    columns]."""
+    """Which columns belong to groups whose minimum is 0, of either sign: bool [N, columns]."""
     return _spread(halves & 0x7FFF0000 == 0, columns)
 
 
@@ -710,8 +713,8 @@ def _code_sums(words, x, VALUES: tl.constexpr, ASM: tl.constexpr):
         return as_floats(sums)
 
 
-# Two of four codes as half2 p: with 0x64 above it, a byte stands for 1024 more; 1024 + 128 are
-# subtracted
+# PTX that puts two of four codes into p, as half2. With 0x64 above it, a byte is the half 1024 +
+# byte; then 1024 + 128 are subtracted
 _SIGNED_HALF2 = tuple(
     f"mov.b32 q, 0x64806480; prmt.b32 p, SOURCE, 0x64646464, {order}; sub.f16x2 p, p, q; "
     for order in ("0x4140", "0x4342")
@@ -745,7 +748,7 @@ def _values8(tile, SCALES: tl.constexpr):
     return y.reshape(tile[0].shape)
 
 
-# What formats of 8-bit codes with groups have for one token
+# What formats of 8-bit codes with groups share for one token
 STREAMED8 = dict(neighbours=64, **ROTATED)
 
 
@@ -754,7 +757,7 @@ STREAMED8 = dict(neighbours=64, **ROTATED)
 
 @jit
 def _load8(w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr):
-    """Codes, and one tensor of groups."""
+    """Load codes, and one tensor with an element for each group."""
     codes = load_elements(w, start, k, left, COLUMNS, NEIGHBOURS)
     return codes, load_groups(w[1], start, k, left, COLUMNS, NEIGHBOURS, GROUP)
 
@@ -967,12 +970,12 @@ E4M3_128_NATIVE = replace(E4M3_128, values=_native_values, stream_sums=_native_s
 
 
 class Layout(NamedTuple):
-    """How other programs store a matrix W [N, K], N a multiple of 8: in tensors whose names are its
-    name with another last word than "weight"."""
+    """How other programs store a quantised matrix W [N, K], where N is a multiple of 8: in several
+    tensors, which have the name of the matrix with another last word than "weight"."""
 
     name: str
     format: Format  # that keeps it exactly
-    tensors: Callable  # (N, K) -> by the last word, codes first, possible types and shapes
+    tensors: Callable  # (N, K) -> types and shapes by the last word, codes first
     blocks: Callable  # tensors, by the last word -> Blocks of the whole matrix
     group: int = -1  # columns that share a scale; -1 if all do
     optional: tuple[str, ...] = ()
@@ -992,8 +995,8 @@ INT32 = (torch.int32,)
 
 
 def _format_for_groups(group: int) -> Format:
-    """The format for groups of so many columns, a multiple of 32, or of a whole row if -1. A group
-    may become several in the format."""
+    """The format for groups of `group` columns, a multiple of 32, or of a whole row if it is -1.
+    One group may become several in the format."""
     return WITH_ZEROS[next(size for size in (128, 64, 32) if group == -1 or group % size == 0)]
 
 
@@ -1132,8 +1135,9 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
 def format_for(
     kinds: set[gguf.Type | Layout | None], columns: int, most_bits: int = 8
 ) -> Format | None:
-    """The smallest format that keeps matrices of all of these types of ggml, or of this layout,
-    exactly, side by side and cut to so many columns. Returns None if there is none."""
+    """The smallest format that keeps matrices of all of these kinds exactly, side by side and cut
+    to `columns` columns. The kinds are types of ggml, or one layout. Returns None if there is no
+    such format."""
 
     def fits(format: Format) -> bool:
         if columns % format.group:

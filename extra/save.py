@@ -48,7 +48,7 @@ def save(
 ) -> Path:
     """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
     empty: whole or not at all. Returns its model.safetensors. All other tensors are in dtype; auto
-    is the checkpoint's own, on a CPU too. Raises ValueError, OSError or MemoryError, in one line
+    is the checkpoint's own, even on a CPU. Raises ValueError, OSError or MemoryError, in one line
     that says what to do."""
     check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))
@@ -112,7 +112,7 @@ def write_small_files(checkpoint: Checkpoint, to: Path) -> None:
     tokenizer = Tokenizer(checkpoint.folder)
     for name, content in checkpoint.source.small_files().items():
         (to / name).write_bytes(content)
-    # it was recognised by the folder's path
+    # It may have been recognised by the folder's path, which is another one now
     if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:
         (to / "chat_template.jinja").write_text(tokenizer.chat_template)
 

@@ -21,7 +21,7 @@ import torch
 from model import Llama, State, captured, choose_next, sample_next
 
 MAX_PROPOSALS = 15  # per pass
-# how many of the last tokens are looked up: the longest run of them that occurred before
+# The last tokens that are looked up: the longest run of them that occurred before, of these lengths
 LONGEST, SHORTEST = 4, 2
 MAX_LOST = 0.02  # as a share of the total time
 
@@ -39,7 +39,7 @@ class Pacer:
     total: float = 0.0
 
     def ready(self) -> bool:
-        """The first pass is of a single token: the baseline for proposals."""
+        """Whether the next pass may have proposals. The first never does: it is their baseline."""
         risk = max(self.several - self.single, 0.0)
         return self.single > 0 and self.lost + risk <= self.single + MAX_LOST * self.total
 
@@ -229,7 +229,7 @@ class Speculation:
 
 
 def agreeing(proposals: list[int], tokens: list[int]) -> int:
-    """How many proposals equal the tokens, up to the first that does not."""
+    """How many proposals agree with the tokens, up to the first that does not."""
     count = 0
     for proposal, token in zip(proposals, tokens):
         if proposal != token:
@@ -243,7 +243,7 @@ def place(state: State, pos: int, ids: list[int]) -> None:
     that are not finite, becomes 0."""
     state.seek(pos)
     end = pos + len(ids)
-    # pinned memory, from which a GPU copies while the host goes on
+    # Pinned memory, from which a GPU copies while the host goes on
     host = state.host_tokens[pos:end]
     host.numpy()[:] = [max(id, 0) for id in ids]
     state.tokens[pos:end].copy_(host, non_blocking=True)
@@ -255,7 +255,7 @@ class Lookup(Speculation):
 
     def __init__(self, n: int):
         super().__init__(n)
-        # for every run of SHORTEST to LONGEST tokens, the index behind its latest occurrence
+        # For every run of SHORTEST to LONGEST tokens, the index behind its latest occurrence
         self.ends: dict[tuple[int, ...], int] = {}
         self.indexed = 0  # runs that end before this index are in `ends`
 
@@ -288,7 +288,7 @@ class Draft(Speculation):
         super().__init__(n)
         self.model = model
         self.state: State | None = None
-        # the last proposals, and the position of the first
+        # The last proposals, and the position of the first
         self.guesses: list[int] = []
         self.first = 0
 

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint, as the loader sees them: floats in one file or in several, matrices
-that others have quantised, and those that `--save` wrote. Only headers are read before a tensor, or
-some of its rows and columns, is asked for.
+that others have quantised, and those that `--save` wrote. Until a tensor, or some of its rows and
+columns, is asked for, only headers are read.
 
 Nothing in a file is trusted: names, types and shapes are compared with what the configuration says,
 and codes and scales are checked as they are read."""
@@ -31,9 +31,9 @@ from formats import Format, Tensors
 # ---- the tensors of a file
 
 READ_BYTES = 1 << 20  # read at a time
-# threads: a single one copies from the page cache at a fraction of the memory bandwidth
+# Threads that read: a single one copies from the page cache at a fraction of the memory bandwidth
 READERS = 4
-TYPES = {  # of safetensors and, those of floats, of GGUF
+TYPES = {  # by their names in safetensors, which for floats are GGUF's as well
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -145,7 +145,7 @@ def torch_tensors(file: Path) -> list[FileTensor]:
         if not isinstance(tensors, dict) or not all(itertools.starmap(_is_dense, tensors.items())):
             raise ValueError("it holds something other than named, dense tensors")
     except Exception as error:  # whatever a damaged file makes of zipfile and of torch
-        # without torch's advice to trust it
+        # The reason alone, without torch's advice to trust the file
         reason = re.split(r"\n|\. ", str(error))[0] or type(error).__name__
         raise ValueError(
             f"{file} is damaged, or cannot be read safely ({reason}): take the model's safetensors, or save nothing but"
@@ -174,7 +174,7 @@ def _is_dense(name: object, value: object) -> bool:
 
 
 class Wanted(NamedTuple):
-    """What a file must have for a tensor: one of these types, one of these shapes."""
+    """What a file's tensor must be: of one of these types, and of one of these shapes."""
 
     types: tuple[torch.dtype, ...]
     shapes: list[tuple[int, ...]]
@@ -186,7 +186,7 @@ Found = dict[str, list[FileTensor]]  # by name; only Meta's shards have several 
 class SourceTensor:
     """A tensor of a checkpoint as the loader sees it, whatever its files hold for it."""
 
-    dtype: torch.dtype | None = torch.float32  # of its floats, or what it is decoded to
+    dtype: torch.dtype | None = torch.float32  # of its floats, or of the decoded values
 
     def __init__(
         self,
@@ -209,9 +209,10 @@ class SourceTensor:
         self.files = {name: found.get(name, []) for name in self.wanted}
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
-        """These rows and columns. For a GPU they are in pinned memory, to be copied while the next
-        ones are read, or already on their way there. For a CPU, floats are in fp32, as torch is
-        slow at converting between 16-bit types. Rows of q and k are always those of whole heads."""
+        """Read these rows and columns. For a GPU they are returned in pinned memory, so that they
+        are copied while the next ones are read, or already on their way to the GPU. For a CPU,
+        floats are returned in fp32, since torch is slow at converting between 16-bit types. Rows of
+        q and k are always those of whole heads."""
         raise NotImplementedError
 
     def write(
@@ -235,7 +236,7 @@ class SourceTensor:
         return not others and tensor.dtype in wanted.types and tensor.shape in wanted.shapes
 
     def in_pairs(self, rows: Tensor) -> Tensor:
-        """Rows with neighbours that RoPE rotates together."""
+        """The rows in an order in which RoPE rotates neighbours."""
         if self.head_dim is None:
             return rows
         heads = rows.view(-1, 2, self.head_dim // 2, *rows.shape[1:])
@@ -261,7 +262,7 @@ class Floats(SourceTensor):
         return self.files[self.name][0].dtype
 
     def values(self, spans: list[range], pinned: bool) -> Tensor:
-        """What lies in these spans of its dimensions, as it is in the file."""
+        """These spans of its dimensions, as they are stored in the file."""
         return self.files[self.name][0].read(pinned, spans)
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
@@ -272,7 +273,7 @@ class Floats(SourceTensor):
             return self.in_pairs(values).float()
         if self.head_dim is None:
             return values.pin_memory()
-        # a CPU takes longer to permute rows than to read them
+        # A CPU takes longer to permute rows than to read them
         return self.in_pairs(values.to(device, non_blocking=True))
 
     def flaw(self, dtype: torch.dtype) -> str | None:
@@ -290,11 +291,11 @@ class Floats(SourceTensor):
 
 
 class ShardedFloats(Floats):
-    """A tensor of floats that Meta's shards have divided among them by rows or by columns."""
+    """A tensor of floats that is divided among Meta's shards, by rows or by columns."""
 
     def axis(self, files: list[FileTensor]) -> int | None:
         """The axis along which to join the shards. If each is already the whole tensor, any axis.
-        None if they do not add up to the expected shape."""
+        Returns None if they do not add up to the expected shape."""
         first = files[0].shape
         count = 1 if len(self.shape) == 1 else len(files)  # every shard repeats the norms
         if any(tensor.shape != first for tensor in files):
@@ -330,7 +331,8 @@ class QuantisedMatrix(SourceTensor):
     def blocks(
         self, device: torch.device, rows: slice, columns: slice = ALL
     ) -> Iterator[tuple[slice, quants.Blocks]]:
-        """These rows and columns: some rows at a time, and which of those asked for they are."""
+        """Yields these rows and columns, some rows at a time, and which of the requested rows they
+        are."""
         raise NotImplementedError
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
@@ -378,7 +380,8 @@ class GgufMatrix(QuantisedMatrix):
 
 
 class LayoutMatrix(QuantisedMatrix):
-    """A matrix in a layout of safetensors, which may have it transposed: it is read as a whole."""
+    """A matrix in a layout of safetensors. It is read as a whole, since the layout may store it
+    transposed."""
 
     def problems(self) -> Iterator[str]:
         N, K = self.shape
