@@ -356,13 +356,14 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
-    # for connections, which inherit it: asyncio leaves it out unless the protocol is named
+    # Connections inherit this, so that small writes are sent at once. asyncio would set it only if
+    # the socket named its protocol
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def start_web_thread(app: App, listener: socket.socket) -> None:
-    """It ends with the process."""
+    """Serve the app in a thread that ends with the process."""
     options = dict(http="h11", loop="asyncio", ws="none", lifespan="off", proxy_headers=False)
     options |= dict(log_config=None, log_level="critical", access_log=False)
     options |= dict(server_header=False, timeout_keep_alive=75)
