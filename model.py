@@ -581,16 +581,14 @@ def generate(
 BANNED = -1e36  # a logit that no temperature draws; finite, since others are an error
 
 
-def choose_next(model: Llama, state: State, logits: Tensor, drawn: Tensor | None = None) -> None:
+def choose_next(model: Llama, state: State, logits: Tensor) -> None:
     """Sample the token at state.pos from logits [V], or the T tokens that end there from [T, V],
-    into `drawn` (by default state.host_tokens). A single one is also written to state.tokens.
-    logits may be overwritten."""
+    into state.host_tokens. A single one is also written to state.tokens. logits may be
+    overwritten."""
     if state.never:
         logits.add_(state.bans)
-    if drawn is None:
-        drawn = state.host_tokens
     rows = logits.view(-1, model.config.vocab_size)
-    model.ops.sample(rows, state.tokens, drawn, state.device_pos, state.sampler)
+    model.ops.sample(rows, state.tokens, state.host_tokens, state.device_pos, state.sampler)
 
 
 def sample_next(model: Llama, state: State, logits: Tensor) -> int:
