@@ -545,9 +545,9 @@ def generate(
     if eos is None:
         eos = model.config.eos_ids
     # A tokenizer without an eos says -1
-    eos = [i for i in eos if 0 <= i < model.config.vocab_size]
+    eos = {i for i in eos if 0 <= i < model.config.vocab_size}
     state.sampler.set(sampling or model.sampling)
-    state.ban(eos if ignore_eos else [])
+    state.ban(sorted(eos) if ignore_eos else [])
     timings = timings or Timings()
     earlier = timings.step_seconds
     asked = time.perf_counter()
