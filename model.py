@@ -23,15 +23,16 @@ from launch import Scratch, compile_kernels
 from sampling import Sampler, Sampling
 
 CACHES = 32 << 20  # bytes of weights that the caches of a CPU hold
-# The most tokens of a prompt that are evaluated at once: enough to be compute-bound, with little
+# How many tokens of a prompt are evaluated at once: enough to be compute-bound, with little
 # workspace
-PROMPT_CHUNK = {"cpu": 512, "cuda": 2560}
+PROMPT_CHUNK = {"cpu": 512, "cuda": 2048}
 # Numbers of tokens that are captured as CUDA graphs; a prompt is padded to the next one. Up to
 # about 190 tokens, a prompt takes as long as reading the weights; beyond, as long as its
-# arithmetic, so that a step is at most a twelfth of the length
+# arithmetic, so that a step is at most a twelfth of the length. The longest is two chunks, since a
+# few tokens that remain would read all weights, and decode them, for themselves
 LENGTHS = (1, 8, 16, 32, 48, 64, 96, 128, 160)
-LENGTHS += (*range(192, 384, 16), *range(384, 768, 32))
-LENGTHS += tuple(range(768, PROMPT_CHUNK["cuda"] + 1, 64))
+LENGTHS += (*range(192, 384, 16), *range(384, 768, 32), *range(768, 2048, 64))
+LENGTHS += tuple(range(2048, 4097, 128))
 
 
 # ---- configuration
@@ -239,17 +240,23 @@ class Llama:
     def prefill(
         self, tokens: list[int], state: State, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Evaluate a prompt in chunks of about equal length, so that no short rest reads all
-        weights for itself; the last token's logits go to state.logits. progress is called with the
-        number of tokens done and the total."""
+        """Evaluate a prompt in chunks; the last token's logits go to state.logits. progress is
+        called with the number of tokens done and the total."""
         state.check_room(len(tokens))
         ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
-        step = self._padded_step if self.uses_graphs else self.step
+        chunk = longest = PROMPT_CHUNK[self.device.type]
+        step = self.step
+        if self.uses_graphs:
+            longest = max(LENGTHS)
+            step = self._padded_step
         done = 0
-        for chunk in ids.tensor_split(-(-len(ids) // PROMPT_CHUNK[self.device.type])):
-            state.append(chunk)
-            step(len(chunk), state)
-            done += len(chunk)
+        while done < len(ids):
+            part = ids[done:]
+            if len(part) > longest:
+                part = part[:chunk]
+            state.append(part)
+            step(len(part), state)
+            done += len(part)
             if progress:
                 progress(done, len(ids))
 
