@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import kernels
 import launch
-from extra import gguf, hub, quants
+from extra import gguf, hub, layouts
 from extra.files import one_line_errors, read_bytes, read_json
 from extra.parallel import ALL, Ranks, share
 from extra.tensors import (
@@ -361,7 +361,7 @@ def _listed_factors(rope: Fields, name: str, D: int) -> tuple[float, ...]:
 INSTEAD = "take the original model, with --fp8 or --int4 if you like, or a GGUF file"
 
 
-def layout_of(f: Fields) -> quants.Layout | None:
+def layout_of(f: Fields) -> layouts.Layout | None:
     """How others have quantised the matrices of a folder, according to its config.json. Returns
     None if they are floats. Raises ValueError for a layout that is not supported."""
     if f.get("quantization"):
@@ -399,27 +399,27 @@ def layout_of(f: Fields) -> quants.Layout | None:
         )
     if method == "awq":
         only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
-        return quants.awq(group)
+        return layouts.awq(group)
     if method == "gptq":
         only(bits=(4, 8), checkpoint_format=(None, "", "gptq", "gptq_v2"))
-        return quants.gptq(group, q.get("checkpoint_format") == "gptq_v2", q["bits"])
+        return layouts.gptq(group, q.get("checkpoint_format") == "gptq_v2", q["bits"])
     if method == "modelopt":
         only(quant_algo=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
-        return quants.fp8_scaled("weight_scale", in_blocks=False)
+        return layouts.fp8_scaled("weight_scale", in_blocks=False)
     if method == "fbgemm_fp8":
-        return quants.fp8_scaled("weight_scale", in_blocks=False)
+        return layouts.fp8_scaled("weight_scale", in_blocks=False)
     if method == "fp8":
         only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
         if q.get("weight_block_size"):
-            return quants.fp8_scaled("weight_scale_inv", in_blocks=True)
-        return quants.fp8_scaled("weight_scale", in_blocks=False)
+            return layouts.fp8_scaled("weight_scale_inv", in_blocks=True)
+        return layouts.fp8_scaled("weight_scale", in_blocks=False)
     if method == "pack-quantized":
         only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
-        return quants.w4a16(group, q.get("symmetric") is not False)
+        return layouts.w4a16(group, q.get("symmetric") is not False)
     if method == "float-quantized":
         only(num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"))
         only(block_structure=(None, [128, 128]))
-        return quants.fp8_scaled("weight_scale", q.get("strategy") == "block")
+        return layouts.fp8_scaled("weight_scale", q.get("strategy") == "block")
     raise ValueError(f"{f.file}: quantised as {method}, which is not supported: {INSTEAD}")
 
 
@@ -664,12 +664,12 @@ class Source(ABC):
 
 def equal(one: FileTensor, other: FileTensor) -> bool:
     """Whether two tensors of floats have the same values."""
-    if one.shape != other.shape or not {one.dtype, other.dtype} <= set(quants.FLOATS):
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= set(layouts.FLOATS):
         return False
     if (one.file, one.offset) == (other.file, other.offset):  # a torch file has shared ones once
         return True
     columns = [range(size) for size in one.shape[1:]]
-    at_once = max(1, quants.AT_ONCE // math.prod(one.shape[1:]))
+    at_once = max(1, layouts.AT_ONCE // math.prod(one.shape[1:]))
     for first in range(0, one.shape[0], at_once):
         spans = [range(first, min(first + at_once, one.shape[0])), *columns]
         if not torch.equal(one.read(spans=spans).float(), other.read(spans=spans).float()):
@@ -679,7 +679,7 @@ def equal(one: FileTensor, other: FileTensor) -> bool:
 
 def is_zero(bias: FileTensor) -> bool:
     """Whether a bias makes no difference."""
-    if bias.dtype not in quants.FLOATS or math.prod(bias.shape) > MOST_BIASES:
+    if bias.dtype not in layouts.FLOATS or math.prod(bias.shape) > MOST_BIASES:
         return False
     return not bias.read().any()
 
@@ -812,17 +812,17 @@ class HuggingFaceFolder(Folder):
         return tensors
 
     def layout_tensors(
-        self, part: Part, c: Config, found: Found, layout: quants.Layout | None
+        self, part: Part, c: Config, found: Found, layout: layouts.Layout | None
     ) -> dict[str, Wanted]:
         """What the layout stores for a part, by name. Empty if the part is not quantised."""
         if not layout or not part.is_matrix:
             return {}
         stem = part.name_in(self.names).removesuffix("weight")
-        words = layout.tensors(*part.shape(c))
+        words = layout.shapes(*part.shape(c))
         codes = next(iter(words))
         if stem + codes not in found:
             return {}
-        if codes == "weight" and found[f"{stem}weight"][0].dtype in quants.FLOATS:
+        if codes == "weight" and found[f"{stem}weight"][0].dtype in layouts.FLOATS:
             return {}
         absent = {word for word in layout.optional if stem + word not in found}
         return {stem + word: Wanted(*words[word]) for word in words if word not in absent}
@@ -889,7 +889,7 @@ def saved_matrix(t: ModelTensor, c: Config, format: Format) -> dict[str, Wanted]
     """The tensors that --save writes for a matrix, by name. The codes bear the name of the matrix
     itself, and a tensor of a single column is written as a vector."""
     wanted = {}
-    for key, (dtype, (rows, columns)) in format.at(t.name).tensors(*t.shape(c)).items():
+    for key, (dtype, (rows, columns)) in format.at(t.name).shapes(*t.shape(c)).items():
         name = f"{t.name}.{key}" if wanted else t.name
         shape = (rows, columns) if columns > 1 else (rows,)
         wanted[name] = Wanted((dtype,), [shape])
@@ -993,7 +993,7 @@ class Checkpoint:
         for t in model_tensors(c):
             if t.is_matrix:
                 kinds = {self.tensors[part.name].kind for part in t.parts}
-                formats[t.name] = quants.format_for(kinds, t.shape(c)[1], most_bits)
+                formats[t.name] = layouts.format_for(kinds, t.shape(c)[1], most_bits)
         return formats
 
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:

@@ -282,7 +282,7 @@ class Format:
         one."""
         return self
 
-    def tensors(self, N: int, K: int) -> Shapes:
+    def shapes(self, N: int, K: int) -> Shapes:
         """Type and shape [N, M] of each stored tensor. M divides K: columns a to b of W are a M / K
         to b M / K of the tensor, rounded down and up."""
         raise NotImplementedError
@@ -291,12 +291,11 @@ class Format:
         """Space for what is stored of a matrix."""
         return tuple(
             torch.empty(shape, dtype=dtype, device=device)
-            for dtype, shape in self.tensors(N, K).values()
+            for dtype, shape in self.shapes(N, K).values()
         )
 
     def nbytes(self, N: int, K: int) -> int:
-        shapes = self.tensors(N, K).values()
-        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes)
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.shapes(N, K).values())
 
     def encode(self, weights: Tensor, out: Tensors | None = None) -> Tensors:
         """What is stored for weights [N, K], in the given tensors if any. Raises ValueError for NaN
@@ -307,7 +306,7 @@ class Format:
         """Store blocks that others have quantised, without changing a weight."""
         raise NotImplementedError
 
-    def weights(self, tensors: Tensors) -> Tensor:
+    def stored_weights(self, tensors: Tensors) -> Tensor:
         """The matrix as float32 [N, K], its columns in the order in which they are stored."""
         raise NotImplementedError
 
@@ -324,7 +323,7 @@ class Format:
 
     def decoded(self, tensors: Tensors) -> Tensor:
         """The matrix as float32 [N, K]."""
-        weights = self.weights(tensors)
+        weights = self.stored_weights(tensors)
         order = self.order(weights.shape[1], weights.device)
         if order is None:
             return weights
@@ -373,7 +372,7 @@ class Format:
         float32."""
         row = self.ordered(row)
         parts = zip(*(t.split(512) for t in tensors))
-        return torch.cat([torch.mv(self.weights(part), row) for part in parts])
+        return torch.cat([torch.mv(self.stored_weights(part), row) for part in parts])
 
 
 def rotated(runs, turns):
@@ -411,7 +410,7 @@ class Grouped(Format):
         """Scales and minimums of the groups, times the row's scale: float32 [N, groups]."""
         raise NotImplementedError
 
-    def weights(self, tensors: Tensors) -> Tensor:
+    def stored_weights(self, tensors: Tensors) -> Tensor:
         scale, minimum = self.scales(tensors)
         groups = self.codes(tensors).float().unflatten(1, (scale.shape[1], -1))
         return groups.mul_(scale[..., None]).add_(minimum[..., None]).flatten(1)

@@ -38,7 +38,7 @@ class Float8(Format):
     def on(self, device: torch.device) -> Float8:
         return E4M3_NATIVE if self is E4M3 and capability(device) >= 89 else self
 
-    def tensors(self, N: int, K: int) -> Shapes:
+    def shapes(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float32, (N, 1))}
 
     def round(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Float8(Format):
                     found.copy_(torch.where(better, value, found))
         return out
 
-    def weights(self, tensors: Tensors) -> Tensor:
+    def stored_weights(self, tensors: Tensors) -> Tensor:
         codes, scales = tensors
         return self.halves(codes).float().mul_(self.gain * scales)
 

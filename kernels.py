@@ -225,7 +225,7 @@ def _cpu_prompt_linear(x: Tensor, w: Matrix) -> Tensor:
     out = x.new_empty(x.shape[0], w.rows)
     for part, columns in zip(w.parts(512), out.split(512, 1)):
         if w.format:
-            weights = w.format.weights(part.tensors)
+            weights = w.format.stored_weights(part.tensors)
         else:
             weights = part.data.float()  # fp16 to bf16 is slow directly
         columns.copy_(functional.linear(x_wide, weights.to(wide))[: len(x)])

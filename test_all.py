@@ -91,7 +91,7 @@ from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
 from extra import gguf as ggml
-from extra import hopper, int4, parallel, quants
+from extra import hopper, int4, layouts, parallel, quants
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
 from extra.parallel import Ranks
@@ -1648,7 +1648,7 @@ class OwnFormat(formats.Format):
     """Integers with a half as scale for each 32 columns: all that has to be written to add such a
     format."""
 
-    def tensors(self, N, K):
+    def shapes(self, N, K):
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float16, (N, K // 32))}
 
     def encode(self, weights, out=None):
@@ -1658,7 +1658,7 @@ class OwnFormat(formats.Format):
         out[0].copy_((groups / out[1][..., None].float()).round().clamp(-127, 127).flatten(1))
         return out
 
-    def weights(self, tensors):
+    def stored_weights(self, tensors):
         codes, scales = tensors
         return (codes.float().unflatten(1, (-1, 32)) * scales[..., None].float()).flatten(1)
 
@@ -5235,7 +5235,7 @@ def test_gguf_types_are_decoded(number):
     """Every bit. Scales that are not finite are refused."""
     kind, raw = QUANTS[number], random_blocks(number, 5, 768, std=1.0)
     assert kind.name == gguf.GGMLQuantizationType(number).name and OTHER_TYPES == ggml.OTHER_TYPES
-    assert torch.equal(quants.blocks(kind, raw).decoded(), dequantised(number, raw))
+    assert torch.equal(layouts.blocks(kind, raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
     at = 208 if kind.name == "Q6_K" else 0
@@ -5246,7 +5246,7 @@ def test_gguf_types_are_decoded(number):
                 torch.tensor([bad]).half().view(torch.uint8)
             )
             with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
-                quants.checked(quants.blocks(kind, spoiled))
+                layouts.checked(layouts.blocks(kind, spoiled))
 
 
 def stored_in(format, N: int, K: int):
@@ -5254,7 +5254,10 @@ def stored_in(format, N: int, K: int):
     if format in quants.EXACT:
         for number in (n for n, kind in QUANTS.items() if kind.name in quants.EXACT[format]):
             raw = random_blocks(number, N, K)
-            yield quants.blocks(QUANTS[number], raw.to(DEVICE)), dequantised(number, raw).to(DEVICE)
+            yield (
+                layouts.blocks(QUANTS[number], raw.to(DEVICE)),
+                dequantised(number, raw).to(DEVICE),
+            )
         return
     if format is quants.E4M3_128:
         codes, scale, zero = (
@@ -5312,7 +5315,7 @@ def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a
     block."""
     types = {kind.name: kind for kind in QUANTS.values()}
-    found = quants.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
+    found = layouts.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
     assert (found and found.name) == name
 
 
@@ -5339,7 +5342,7 @@ def assert_two_ranks_have(model, layer) -> None:
 @pytest.mark.parametrize("family", ["llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3"])
 def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
-    monkeypatch.setattr(quants, "AT_ONCE", 50 * 256)
+    monkeypatch.setattr(layouts, "AT_ONCE", 50 * 256)
     fields = dict(
         hidden_size=256, intermediate_size=512, head_dim=64, eos_token_id=258, bos_token_id=None
     )

@@ -202,14 +202,14 @@ MUTANTS = [
         "[0, 2, 4, 6, 1, 3, 5, 7]",
         "safetensors_equal",
     ),
-    Mutant("extra/quants.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
+    Mutant("extra/layouts.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
     Mutant(
         "extra/int4.py",
         "load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)",
         "load_groups(w[1], start, k, left, COLUMNS, 32, 32)",
         "safetensors_formats",
     ),
-    Mutant("extra/quants.py", "if columns % format.group:", "if columns % 32:", "gguf_models"),
+    Mutant("extra/layouts.py", "if columns % format.group:", "if columns % 32:", "gguf_models"),
     Mutant(
         "checkpoint.py",
         "workspace += 2 * layer * dtype.itemsize",

@@ -92,7 +92,7 @@ class Int4(Codes4):
     """int32 codes [N, K / 8]; int16 groups [N, K / 32], the scale's code above the zero point;
     float32 row [N, 1]."""
 
-    def tensors(self, N: int, K: int) -> Shapes:
+    def shapes(self, N: int, K: int) -> Shapes:
         return {
             "codes": (torch.int32, (N, K // 8)),
             "groups": (torch.int16, (N, K // GROUP)),

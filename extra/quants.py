@@ -1,21 +1,16 @@
-"""Matrices that other programs have quantised: how files store them, and the formats that keep them
-exactly.
-
-First the blocks of ggml, llama.cpp's library of tensors. The numbers of its types, and how large a
-block is, are in extra/gguf.py. Sources: ggml-common.h and ggml-quants.c."""
+"""The formats that keep matrices exactly as other programs have quantised them: see formats.Blocks.
+How files store such matrices is in extra/layouts.py."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import fp8
-from extra import gguf, int4
+from extra import int4
 from formats import (
     Blocks,
     Format,
@@ -39,140 +34,9 @@ from formats import (
 )
 from launch import EMULATED, constexpr, jit, tl
 
-# How many weights are decoded at a time: they fit into a CPU's caches, which halves the time
-AT_ONCE = 1 << 20
-
-
-def blocks(kind: gguf.Type, raw: Tensor) -> Blocks:
-    """Codes and scales of rows of blocks as read, uint8 [N, bytes], on any device."""
-    N = len(raw)
-    codes, scale, minimum, *parts = SPLIT[kind.name](raw.view(N, -1, kind.nbytes))
-    flat = lambda t: t.reshape(N, -1)
-    return Blocks(
-        flat(codes),
-        flat(scale),
-        None if minimum is None else flat(minimum),
-        tuple(map(flat, parts)) or None,
-    )
-
-
-def checked(b: Blocks) -> Blocks:
-    """The same blocks. Raises ValueError for scales and minimums that are NaN or infinite."""
-    if not all(t is None or torch.isfinite(t).all() for t in (b.scale, b.minimum)):
-        raise ValueError("a scale that is NaN or infinite")
-    return b
-
-
-# Each of the following functions takes blocks, uint8 [N, B, bytes], apart into the fields of
-# Blocks: codes [N, B, ...] in the order of the columns, others [N, B, groups]. Eight codes are
-# handled at once, as the bytes of an int64: a mask clears what a shift moved from one byte to the
-# next.
-
-ONES = 0x0101010101010101
-
-
-def _eights(quants: Tensor, run: int) -> Tensor:
-    """Eight bytes in each int64: [N, B, n * run] to [N, B, n, 1, run / 8]."""
-    # Copying two bytes at a time is faster than one
-    pairs = quants.view(torch.int16).clone(memory_format=torch.contiguous_format)
-    return pairs.view(torch.int64).view(*quants.shape[:2], -1, 1, run // 8)
-
-
-def _nibbles(quants: Tensor, run: int) -> Tensor:
-    """Bytes [N, B, n * run] to codes, int64 [N, B, n, 2, run / 8]: of each run, the low nibbles,
-    then the high ones."""
-    words = _eights(quants, run)
-    return torch.cat((words & 15 * ONES, words >> 4 & 15 * ONES), -2)
-
-
-def _high_bits(quants: Tensor, run: int, bits: int) -> Tensor:
-    """Bytes [N, B, n * run] to int64 [N, B, n, 8 / bits, run / 8]: of each run, the lowest bits of
-    each byte first, in the place of bits 4 and up."""
-    shifts = torch.arange(0, 8, bits, device=quants.device)[:, None]
-    return (_eights(quants, run) >> shifts & (2**bits - 1) * ONES) << 4
-
-
-def _five_bits(quants: Tensor) -> Tensor:
-    """Codes int8 of 32 columns, from 4 bytes with their fifth bits, the lowest first, and 16 bytes
-    of nibbles."""
-    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-    # The eight bits of each byte, as bytes
-    table = (bits << 4).to(torch.uint8).view(torch.int64).to(quants.device)
-    high = table[quants[..., :4].int(), 0].view(*quants.shape[:2], 1, 2, 2)
-    return (_nibbles(quants[..., 4:], 16) | high).view(torch.int8)
-
-
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The half at a byte of each block, as float32 [N, B, 1]."""
-    return blocks.view(torch.float16)[..., at // 2, None].float()
-
-
-def _k_scales(b: Tensor) -> Tensors:
-    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K. The parts have 6 bits each and
-    take up 12 bytes. The first four of the scale's or the minimum's are the low 6 bits of a byte;
-    of the last four, the low 4 bits are in the last bytes and the 2 high bits at the top of the
-    first ones."""
-    low_scale, low_minimum, last = b[..., 4:16].split(4, -1)
-    scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
-    minimum = torch.cat((low_minimum & 63, last >> 4 | low_minimum >> 6 << 4), -1)
-    return _half(b, 0), -_half(b, 2), scale, minimum
-
-
-def _q5_k(b: Tensor):
-    # [N, B, 8, 4]
-    codes = _nibbles(b[..., 48:], 32).flatten(2, 3) | _high_bits(b[..., 16:48], 32, 1).flatten(2, 3)
-    return codes.view(torch.int8), *_k_scales(b)
-
-
-def _q6_k(b: Tensor):
-    """Each half of a block has 64 bytes of low nibbles, and 32 bytes of two high bits, those of
-    columns i, i + 32, i + 64 and i + 96 in byte i."""
-    low = _nibbles(b[..., :128], 64).view(*b.shape[:2], 2, 4, 4)
-    codes = low | _high_bits(b[..., 128:192], 32, 2)
-    parts = b[..., 192:208].view(torch.int8)
-    return codes.view(torch.int8) - 32, _half(b, 208), None, parts, torch.zeros_like(parts)
-
-
-# what the codes of IQ4_NL and IQ4_XS stand for
-LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-def _levels(quants: Tensor) -> Tensor:
-    """int8 of 32 columns, from each 16 bytes of nibbles."""
-    table = torch.tensor(LEVELS, dtype=torch.int8, device=quants.device)
-    return table[_nibbles(quants, 16).view(torch.uint8).int()]
-
-
-def _iq4_xs(b: Tensor):
-    """Of each 32 columns, the part of the scale has 4 bits in a nibble of bytes 4 to 7 and 2, above
-    them, in bytes 2 and 3."""
-    groups = torch.arange(8, device=b.device)
-    low = b[..., 4:8].repeat_interleave(2, -1) >> groups % 2 * 4 & 15
-    high = b.view(torch.int16)[..., 1, None] >> 2 * groups & 3
-    parts = (low + 16 * high - 32).to(torch.int8)
-    parts = parts.repeat_interleave(2, -1)  # for each 16 columns, see Parts
-    return _levels(b[..., 8:]), _half(b, 0), None, parts, torch.zeros_like(parts)
-
-
-SPLIT = {
-    "Q4_0": lambda b: (_nibbles(b[..., 2:], 16).view(torch.int8) - 8, _half(b, 0), None),
-    "Q4_1": lambda b: (_nibbles(b[..., 4:], 16).view(torch.int8), _half(b, 0), _half(b, 2)),
-    "Q5_0": lambda b: (_five_bits(b[..., 2:]) - 16, _half(b, 0), None),
-    "Q5_1": lambda b: (_five_bits(b[..., 4:]), _half(b, 0), _half(b, 2)),
-    "Q8_0": lambda b: (_eights(b[..., 2:], 32).view(torch.int8), _half(b, 0), None),
-    "Q4_K": lambda b: (_nibbles(b[..., 16:], 32).view(torch.int8), *_k_scales(b)),
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": lambda b: (_levels(b[..., 2:]), _half(b, 0), None),
-    "IQ4_XS": _iq4_xs,
-}
-
-
-# ---- formats that keep blocks exactly
-#
-#      A thread has 64 neighbouring columns of x and loads them eight at a time. If every thread of
-#      a warp started with its first eight, all would hit the same banks of the L1 cache. So the
-#      runs of eight that share a scale are stored rotated, by one more from thread to thread.
+# A thread has 64 neighbouring columns of x and loads them eight at a time. If every thread of
+# a warp started with its first eight, all would hit the same banks of the L1 cache. So the
+# runs of eight that share a scale are stored rotated, by one more from thread to thread.
 
 
 _rotated = jit(rotated)
@@ -190,7 +54,7 @@ def _rotated_2(places, K):
     return _rotated(places // 8, 2) * 8 + places % 8
 
 
-def _spread(groups: Tensor, columns: int) -> Tensor:
+def spread(groups: Tensor, columns: int) -> Tensor:
     """Repeat what belongs to each group for all of its columns: [N, G] to [N, columns]."""
     return groups.repeat_interleave(columns // groups.shape[1], 1)
 
@@ -205,8 +69,8 @@ class Form:
     """A way to store the scales and the minimums of groups. The base class is the simplest way: for
     formats without minimums, the scales as halves [N, K / group]."""
 
-    def tensors(self, N: int, K: int, group: int) -> Shapes:
-        """Type and shape of each tensor, see Format.tensors."""
+    def shapes(self, N: int, K: int, group: int) -> Shapes:
+        """Type and shape of each tensor, see Format.shapes."""
         return {"scale": (torch.float16, (N, K // group))}
 
     def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
@@ -223,7 +87,7 @@ class Form:
 class Minimum(Form):
     """Scales and minimums, halves [N, K / group]."""
 
-    def tensors(self, N: int, K: int, group: int) -> Shapes:
+    def shapes(self, N: int, K: int, group: int) -> Shapes:
         halves = torch.float16, (N, K // group)
         return {"scale": halves, "minimum": halves}
 
@@ -238,7 +102,7 @@ class Minimum(Form):
 class Zero(Form):
     """int32 [N, K / group]: the scale, a half, above the zero point in sixteenths."""
 
-    def tensors(self, N: int, K: int, group: int) -> Shapes:
+    def shapes(self, N: int, K: int, group: int) -> Shapes:
         return {"scale": (torch.int32, (N, K // group))}
 
     def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
@@ -256,7 +120,7 @@ class Parts(Form):
     holds the halves by which these are multiplied, in the same order. If the minimum's half is 0,
     there is no minimum, and its byte is the scale of the last 16 columns."""
 
-    def tensors(self, N: int, K: int, group: int) -> Shapes:
+    def shapes(self, N: int, K: int, group: int) -> Shapes:
         return {"parts": (torch.int16, (N, K // 32)), "scale": (torch.int32, (N, K // group))}
 
     def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
@@ -264,7 +128,7 @@ class Parts(Form):
         if blocks.minimum is None:  # `first` is for each 16 columns, two in a row
             parts = first.contiguous()
         else:
-            no_minimum = _spread(minimum == 0, first.shape[1])
+            no_minimum = spread(minimum == 0, first.shape[1])
             parts = _joined(first, torch.where(no_minimum, first, second))
         return parts.view(torch.int16), _joined(scale, minimum).view(torch.int32)
 
@@ -288,7 +152,7 @@ class FileGroups(Grouped):
     unit: float = 1.0
     middle: int = 0  # the code that stands for 0 where there is no minimum
 
-    def code_tensors(self, N: int, K: int) -> Shapes:
+    def code_shapes(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int8, (N, K))}
 
     def encode_codes(self, codes: Tensor) -> Tensors:
@@ -297,9 +161,9 @@ class FileGroups(Grouped):
     def codes(self, tensors: Tensors) -> Tensor:
         return tensors[0] ^ -128
 
-    def tensors(self, N: int, K: int) -> Shapes:
-        groups = self.form.tensors(N, K, self.group)
-        return self.code_tensors(N, K) | groups | {"row": (torch.float32, (N, 1))}
+    def shapes(self, N: int, K: int) -> Shapes:
+        groups = self.form.shapes(N, K, self.group)
+        return self.code_shapes(N, K) | groups | {"row": (torch.float32, (N, 1))}
 
     def scales(self, tensors: Tensors) -> Tensors:
         _, *groups, row = tensors
@@ -316,7 +180,7 @@ class FileGroups(Grouped):
         minimum = (minimum * up).half()
         codes = blocks.codes
         if self.middle:
-            codes = codes + self.middle * _spread(minimum == 0, codes.shape[1])
+            codes = codes + self.middle * spread(minimum == 0, codes.shape[1])
         values = (
             *self.encode_codes(self.in_runs(codes)),
             *self.form.encode(blocks, scale, minimum),
@@ -333,7 +197,7 @@ class FileGroups(Grouped):
 class FileGroups4(int4.Codes4, FileGroups):
     """FileGroups with codes of 4 bits, stored as extra/int4.py describes: int32 [N, K / 8]."""
 
-    def code_tensors(self, N: int, K: int) -> Shapes:
+    def code_shapes(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int32, (N, K // 8))}
 
     def encode_codes(self, codes: Tensor) -> Tensors:
@@ -512,7 +376,7 @@ class FileGroups6(FileGroups):
 
     codes_each: int = 8
 
-    def code_tensors(self, N: int, K: int) -> Shapes:
+    def code_shapes(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int32, (N, K // 8)), "high": (torch.int32, (N, K // 16))}
 
     def encode_codes(self, codes: Tensor) -> Tensors:
@@ -542,7 +406,7 @@ class FileGroups6(FileGroups):
 
 def _without_minimum(halves: Tensor, columns: int) -> Tensor:
     """Which columns belong to groups whose minimum is 0, of either sign: bool [N, columns]."""
-    return _spread(halves & 0x7FFF0000 == 0, columns)
+    return spread(halves & 0x7FFF0000 == 0, columns)
 
 
 def _extract6(low: str, high: str) -> str:
@@ -895,7 +759,7 @@ class Float8Groups(Grouped):
     def on(self, device: torch.device) -> Format:
         return E4M3_128_NATIVE if fp8.E4M3.on(device) is fp8.E4M3_NATIVE else self
 
-    def tensors(self, N: int, K: int) -> Shapes:
+    def shapes(self, N: int, K: int) -> Shapes:
         return {"codes": (torch.int8, (N, K)), "scale": (torch.float32, (N, K // 128))}
 
     def codes(self, tensors: Tensors) -> Tensor:
@@ -964,189 +828,3 @@ def _native_sums(tile, x, sum_x, SCALES: tl.constexpr):
 
 
 E4M3_128_NATIVE = replace(E4M3_128, values=_native_values, stream_sums=_native_sums)
-
-
-# ---- layouts of safetensors
-
-
-class Layout(NamedTuple):
-    """How other programs store a quantised matrix W [N, K], where N is a multiple of 8: in several
-    tensors, which have the name of the matrix with another last word than "weight"."""
-
-    name: str
-    format: Format  # that keeps it exactly
-    tensors: Callable  # (N, K) -> types and shapes by the last word, codes first
-    blocks: Callable  # tensors, by the last word -> Blocks of the whole matrix
-    group: int = -1  # columns that share a scale; -1 if all do
-    optional: tuple[str, ...] = ()
-
-
-def decoded(kind: gguf.Type | Layout, b: Blocks) -> Tensor:
-    """float32 [N, K]."""
-    if isinstance(kind, gguf.Type):
-        return b.decoded()
-    tensors = kind.format.empty(*b.codes.shape, b.codes.device)
-    kind.format.write(b, tensors)
-    return kind.format.decoded(tensors)
-
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-INT32 = (torch.int32,)
-
-
-def _format_for_groups(group: int) -> Format:
-    """The format for groups of `group` columns, a multiple of 32, or of a whole row if it is -1.
-    One group may become several in the format."""
-    return WITH_ZEROS[next(size for size in (128, 64, 32) if group == -1 or group % size == 0)]
-
-
-def _blocks4(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Blocks:
-    """Blocks of the format's groups, for which scales and zero points [N, G] are repeated."""
-    groups = codes.shape[1] // format.group
-    return Blocks(codes, _spread(scale.float(), groups), zero=_spread(zero, groups))
-
-
-def _gemm(group: int, N: int, K: int, codes: tuple[int, int], bits: int = 4) -> dict:
-    """The tensors of AWQ and GPTQ."""
-    G = max(1, K // group)
-    return {
-        "qweight": (INT32, [codes]),
-        "qzeros": (INT32, [(G, N * bits // 32)]),
-        "scales": (FLOATS, [(G, N)]),
-    }
-
-
-def awq(group: int) -> Layout:
-    """AutoAWQ's "gemm": columns of W^T, of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7."""
-    format = _format_for_groups(group)
-
-    def in_order(words: Tensor) -> Tensor:
-        eights = int4.nibbles(words).unflatten(1, (-1, 8))
-        return eights[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
-
-    def blocks(t: dict[str, Tensor]) -> Blocks:
-        return _blocks4(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
-
-    return Layout("AWQ", format, lambda N, K: _gemm(group, N, K, (K, N // 8)), blocks, group)
-
-
-def gptq(group: int, version_2: bool, bits: int = 4) -> Layout:
-    """GPTQ of 4 or 8 bits without act-order: rows of W, neighbours along K in a word. Zero points
-    are stored less 1, but in version 2 as they are; where all of them are in the middle, files may
-    say the wrong version."""
-    format = _format_for_groups(group) if bits == 4 else Q8_0
-    middle = 1 << bits - 1
-    ones = 0x11111111 if bits == 4 else 0x01010101
-
-    def unpacked(words: Tensor) -> Tensor:
-        if bits == 4:
-            return int4.nibbles(words)
-        return words.flatten().view(torch.uint8).view(len(words), -1).short()
-
-    def tensors(N: int, K: int) -> dict:
-        return _gemm(group, N, K, (K * bits // 32, N), bits) | {"g_idx": (INT32, [(K,)])}
-
-    def blocks(t: dict[str, Tensor]) -> Blocks:
-        codes = unpacked(t["qweight"].t())
-        zero = unpacked(t["qzeros"]).t()
-        check_order(t.get("g_idx"), codes.shape[1], zero.shape[1])
-        if ((zero == middle - 1).all() | (zero == middle).all()).item():
-            zero = torch.full_like(zero, middle)
-        elif not version_2:
-            # 1 was subtracted in whole words, so a zero point of 0 has borrowed from the next one
-            zero = unpacked(t["qzeros"] + ones).t()
-        if bits == 8:
-            return _blocks8(codes - _spread(zero, codes.shape[1]), t["scales"].t())
-        return _blocks4(format, codes, t["scales"].t(), zero)
-
-    return Layout("GPTQ", format, tensors, blocks, group, ("g_idx",))
-
-
-def _blocks8(codes: Tensor, scale: Tensor) -> Blocks:
-    """Blocks of Q8_0, whose codes stand for themselves."""
-    if codes.min() < -128 or codes.max() > 127:
-        raise ValueError("zero points that 8 bits cannot hold: take a symmetric GPTQ or a GGUF")
-    return Blocks(codes.to(torch.int8), _spread(scale.float(), codes.shape[1] // Q8_0.group))
-
-
-def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
-    """Raise ValueError if neighbouring columns are not in one group."""
-    if g_idx is None:
-        return
-    in_order = torch.arange(K) // (K // groups)
-    if not torch.equal(g_idx.cpu(), in_order.int()):
-        raise ValueError(
-            "columns in act-order, which is not supported: "
-            "take a GPTQ without desc_act, an AWQ or a GGUF"
-        )
-
-
-def w4a16(group: int, symmetric: bool) -> Layout:
-    """compressed-tensors' "pack-quantized": rows of W, eight neighbours along K in a word; zero
-    points, if there are any, in words along N."""
-    format = _format_for_groups(group)
-
-    def tensors(N: int, K: int) -> dict:
-        G = max(1, K // group)
-        found = {"weight_packed": (INT32, [(N, K // 8)]), "weight_scale": (FLOATS, [(N, G)])}
-        if not symmetric:
-            found["weight_zero_point"] = INT32, [(N // 8, G)]
-        found["weight_g_idx"] = INT32, [(K,)]
-        return found
-
-    def blocks(t: dict[str, Tensor]) -> Blocks:
-        codes = int4.nibbles(t["weight_packed"])
-        scale = t["weight_scale"]
-        check_order(t.get("weight_g_idx"), codes.shape[1], scale.shape[1])
-        if symmetric:
-            zero = torch.full_like(scale, 8)
-        else:
-            zero = int4.nibbles(t["weight_zero_point"].t()).t()
-        return _blocks4(format, codes, scale, zero)
-
-    return Layout("W4A16", format, tensors, blocks, group, ("weight_g_idx",))
-
-
-def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
-    """E4M3 codes, to be multiplied (despite the name "weight_scale_inv") by one scale for the
-    matrix, one for each row, or one for each 128 x 128 weights."""
-
-    def tensors(N: int, K: int) -> dict:
-        if in_blocks:
-            shapes = [(-(-N // 128), -(-K // 128))]
-        else:
-            shapes = [(N, 1), (1,), (N,), (1, 1)]
-        return {"weight": ((torch.float8_e4m3fn,), [(N, K)]), scale: (FLOATS, shapes)}
-
-    def blocks(t: dict[str, Tensor]) -> Blocks:
-        codes = t["weight"].view(torch.int8)
-        factor = t[scale].float()
-        if ((codes & 0x7F) == 0x7F).any():
-            raise ValueError("codes of NaN")
-        if in_blocks:
-            return Blocks(codes, factor.repeat_interleave(128, 0)[: len(codes)])
-        return Blocks(codes, factor.reshape(-1, 1).expand(len(codes), 1))
-
-    if in_blocks:
-        return Layout("FP8", E4M3_128, tensors, blocks, 128)
-    return Layout("FP8", fp8.E4M3, tensors, blocks)
-
-
-def format_for(
-    kinds: set[gguf.Type | Layout | None], columns: int, most_bits: int = 8
-) -> Format | None:
-    """The smallest format that keeps matrices of all of these kinds exactly, side by side and cut
-    to `columns` columns. The kinds are types of ggml, or one layout. Returns None if there is no
-    such format."""
-
-    def fits(format: Format) -> bool:
-        if columns % format.group:
-            return False
-        return format.bits <= most_bits or format.group == 1
-
-    kind, *others = kinds
-    if isinstance(kind, Layout):
-        return None if others or not fits(kind.format) else kind.format
-    names = {kind.name if kind else "" for kind in kinds}
-    fitting = (format for format, types in EXACT.items() if names <= types and fits(format))
-    return next(fitting, None)

@@ -23,10 +23,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from extra import gguf, quants
+from extra import gguf, layouts
 from extra.files import one_line, open_regular, version_of
 from extra.parallel import ALL
-from formats import Format, Tensors
+from formats import Blocks, Format, Tensors
 
 # ---- the tensors of a file
 
@@ -194,7 +194,7 @@ class SourceTensor:
         shape: tuple[int, ...],
         found: Found,
         head_dim: int | None = None,
-        kind: gguf.Type | quants.Layout | None = None,
+        kind: gguf.Type | layouts.Layout | None = None,
         wanted: dict[str, Wanted] | None = None,
     ):
         """name: in the file. found: all tensors of the files. head_dim: given for q and k where
@@ -205,7 +205,7 @@ class SourceTensor:
         self.shape = shape
         self.head_dim = head_dim
         self.kind = kind
-        self.wanted = wanted or {name: Wanted(quants.FLOATS, [shape])}
+        self.wanted = wanted or {name: Wanted(layouts.FLOATS, [shape])}
         self.files = {name: found.get(name, []) for name in self.wanted}
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
@@ -326,11 +326,11 @@ class ShardedFloats(Floats):
 
 
 class QuantisedMatrix(SourceTensor):
-    """A matrix [N, K] that others have quantised, whose rows are given as quants.Blocks."""
+    """A matrix [N, K] that others have quantised, whose rows are given as Blocks."""
 
     def blocks(
         self, device: torch.device, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, quants.Blocks]]:
+    ) -> Iterator[tuple[slice, Blocks]]:
         """Yields these rows and columns, some rows at a time, and which of the requested rows they
         are."""
         raise NotImplementedError
@@ -339,7 +339,7 @@ class QuantisedMatrix(SourceTensor):
         N, K = self.shape
         values = torch.empty(len(range(N)[rows]), K, device=device)
         for some, blocks in self.blocks(device, rows):
-            values[some] = quants.decoded(self.kind, blocks)
+            values[some] = layouts.decoded(self.kind, blocks)
         return values[:, columns]
 
     def write(
@@ -362,7 +362,7 @@ class GgufMatrix(QuantisedMatrix):
 
     def blocks(
         self, device: torch.device, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, quants.Blocks]]:
+    ) -> Iterator[tuple[slice, Blocks]]:
         N, K = self.shape
         on_gpu = device.type == "cuda"
         in_bytes = lambda k: k // self.kind.block * self.kind.nbytes
@@ -371,11 +371,11 @@ class GgufMatrix(QuantisedMatrix):
         (whole,) = self.files[self.name]
         in_file = replace(whole, dtype=torch.uint8, shape=(N, in_bytes(K)))
         raw = self.in_pairs(in_file.read(on_gpu, spans).to(device, non_blocking=True))
-        at_once = max(1, (16 if on_gpu else 1) * quants.AT_ONCE // K)
+        at_once = max(1, (16 if on_gpu else 1) * layouts.AT_ONCE // K)
         for first in range(0, len(raw), at_once):
             some = slice(first, first + at_once)
             with self.named_errors():
-                blocks = quants.checked(quants.blocks(self.kind, raw[some]))
+                blocks = layouts.checked(layouts.blocks(self.kind, raw[some]))
             yield some, blocks
 
 
@@ -393,7 +393,7 @@ class LayoutMatrix(QuantisedMatrix):
 
     def blocks(
         self, device: torch.device, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, quants.Blocks]]:
+    ) -> Iterator[tuple[slice, Blocks]]:
         K = self.shape[1]
         span = range(K)[columns]
         on_gpu = device.type == "cuda"
@@ -408,8 +408,8 @@ class LayoutMatrix(QuantisedMatrix):
             return self.in_pairs(t[rows].contiguous())[:, columns_in(span, K, t.shape[1])]
 
         with self.named_errors():
-            whole = quants.checked(self.kind.blocks(tensors))
-        yield ALL, quants.Blocks(*map(cut, whole))
+            whole = layouts.checked(self.kind.blocks(tensors))
+        yield ALL, Blocks(*map(cut, whole))
 
 
 class SavedMatrix(SourceTensor):
