@@ -76,24 +76,20 @@ import sampling
 import serve
 from chat import Printer
 from chat import columns as columns_of
-from checkpoint import (
-    Loader,
-    check_groups,
-    check_memory,
-    load,
-    pick_dtype,
-    read_config,
-)
+from checkpoint import Loader, check_groups, load, read_config
 from dev import compare, fuzz, mutate, steps
 from dev import kernels as op_table
 from dev import passes as dev_passes
 from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
+from extra import config as config_module
 from extra import gguf as ggml
-from extra import hopper, int4, layouts, parallel, quants
+from extra import hardware, hopper, int4, layouts, names, parallel, quants
+from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
+from extra.names import formats_of
 from extra.parallel import Ranks
 from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
@@ -2108,11 +2104,11 @@ def test_sampling_of_the_checkpoint(cli, copy):
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
     assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
     edit(copy / "generation_config.json", temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
-    assert checkpoint.read_sampling(copy) == dict(
+    assert config_module.read_sampling(copy) == dict(
         temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5
     )
     edit(copy / "generation_config.json", do_sample=False)
-    assert checkpoint.read_sampling(copy)["temp"] == 0, "as transformers generates"
+    assert config_module.read_sampling(copy)["temp"] == 0, "as transformers generates"
 
 
 def test_context_full_or_beyond_the_trained(cli, tiny):
@@ -2300,7 +2296,7 @@ def test_debug_shows_the_traceback(cli, tmp_path):
 
 
 def test_memory_error_comes_before_allocating(cli, tiny, monkeypatch):
-    monkeypatch.setattr("checkpoint.free_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("extra.hardware.free_memory", lambda device: 1_000_000)
     assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "(-c)")
 
 
@@ -2324,7 +2320,7 @@ def test_help_comes_at_once(script):
         }
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
     assert (
-        tuple(checkpoint.DTYPES) == cli_module.DTYPE_NAMES
+        tuple(hardware.DTYPES) == cli_module.DTYPE_NAMES
         and tuple(kernels.FORMATS) == bench.FORMAT_NAMES
     )
 
@@ -4312,7 +4308,7 @@ def test_messages_are_one_line(copy):
         lambda: save(folder, folder / "new"),
         lambda: (
             (folder / "generation_config.json").write_text(sampling)
-            and checkpoint.read_sampling(folder)
+            and config_module.read_sampling(folder)
         ),
     ):
         with pytest.raises((RuntimeError, ValueError)) as raised:
@@ -4418,7 +4414,7 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         refused("new", "File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    steps = [("checkpoint.free_memory", lambda _: 100_000, "try a smaller", 1)]
+    steps = [("extra.hardware.free_memory", lambda _: 100_000, "try a smaller", 1)]
     steps.append(
         (
             "extra.save.shutil.disk_usage",
@@ -4460,12 +4456,14 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
 
 
 def memory_needed(
-    config: Config, dtype=torch.float32, device="cpu", ctx_size: int = 64, *options
+    config: Config, dtype=torch.float32, device="cpu", ctx_size: int = 64, format=None, *options
 ) -> list[float]:
     """GB that check_memory counts: weights, cache, workspace."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError) as error:
-        patch.setattr("checkpoint.free_memory", lambda device: 0)
-        check_memory(config, dtype, torch.device(device), ctx_size, *options)
+        patch.setattr("extra.hardware.free_memory", lambda device: 0)
+        check_memory(
+            config, dtype, torch.device(device), ctx_size, formats_of(config, format), *options
+        )
     return [
         float(number)
         for number in re.findall(r"(?:weights|tokens|workspace) ([\d.]+) GB", str(error.value))
@@ -4480,7 +4478,7 @@ def test_memory_of_a_format():
     plain, encoded, in_4_bits = (
         memory_needed(config, fp32, "cuda", 64, format)[0] for format in (None, E4M3, INT4)
     )
-    *layers, output = checkpoint.matrix_shapes(config).values()
+    *layers, output = names.matrix_shapes(config).values()
     less = sum(4 * N * K - E4M3.nbytes(N, K) for N, K in [*layers, output])
     assert plain - encoded == pytest.approx(less / 1e9, abs=0.02)
     less = sum(4 * N * K - INT4.nbytes(N, K) for N, K in layers)
@@ -4502,7 +4500,7 @@ def test_memory_of_cache_and_workspace():
     for dtype in (torch.float16, torch.float32):
         wide = memory_needed(read_config_like(hidden_dim=1 << 22), dtype)[2]
         largest = 2 * (1 << 22) * read_config_like().dim
-        assert wide == pytest.approx(checkpoint.MARGIN * dtype.itemsize * largest / 1e9, abs=0.02)
+        assert wide == pytest.approx(hardware.MARGIN * dtype.itemsize * largest / 1e9, abs=0.02)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -4511,15 +4509,15 @@ def test_memory_of_a_container(monkeypatch, tmp_path, version):
     machine has."""
     limit, used = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}[version]
     names = (tmp_path, f"memory.{limit}", f"memory.{used}")
-    monkeypatch.setattr(checkpoint, "CGROUPS", (("/nowhere", "a", "b"), tuple(map(str, names))))
+    monkeypatch.setattr(hardware, "CGROUPS", (("/nowhere", "a", "b"), tuple(map(str, names))))
     (tmp_path / names[1]).write_text("5000000\n")
     (tmp_path / names[2]).write_text("4000000\n")
     stat = "anon 9\ninactive_file 200000\nactive_file 100000\ntotal_active_file 7\n"
     (tmp_path / "memory.stat").write_text(stat)
     cpu = torch.device("cpu")
-    assert checkpoint.free_memory(cpu) == 1_300_000
+    assert hardware.free_memory(cpu) == 1_300_000
     (tmp_path / names[1]).write_text("max\n" if version == 2 else f"{(1 << 63) - 4096}\n")
-    assert 1e8 < checkpoint.free_memory(cpu) < 1e15
+    assert 1e8 < hardware.free_memory(cpu) < 1e15
 
 
 # ---- tokenizer.py
@@ -5322,13 +5320,12 @@ def test_format_of_joined_matrices(kinds, columns, most_bits, name):
 def loaded(model, format="held", ranks: Ranks = Ranks()):
     """A rank's weights of a model's checkpoint, in a format; "held": as the file holds them."""
     fp32 = torch.float32
-    format = (
-        model.checkpoint.formats_as_stored(model.config.cut(ranks.size), 8)
-        if format == "held"
-        else format
+    c = model.config.cut(ranks.size)
+    formats = (
+        model.checkpoint.formats_as_stored(c, 8) if format == "held" else formats_of(c, format)
     )
     return Loader(
-        model.checkpoint, fp32, fp32, torch.device("cpu"), format, "torch", ranks, quiet=True
+        model.checkpoint, fp32, fp32, torch.device("cpu"), formats, "torch", ranks, quiet=True
     ).load()
 
 
@@ -5359,9 +5356,7 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     assert ours.checkpoint.quantised == names
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
-    for name, one, other in zip(
-        checkpoint.matrix_shapes(ours.config), whole.matrices, decoded.matrices
-    ):
+    for name, one, other in zip(names.matrix_shapes(ours.config), whole.matrices, decoded.matrices):
         assert torch.equal(one.dense(), other.dense()) and not other.format, (name, one.format)
     assert all(layer.wo.format and layer.w2.format for layer in whole.layers)
     if ours.config.n_kv_heads > 1:
@@ -6451,7 +6446,8 @@ def test_ranks_that_do_not_divide_a_model(tiny):
     with pytest.raises(
         ValueError, match="layers.0.wo has 16 columns on each of 2 processes; own needs"
     ):
-        check_groups(read_config_like().cut(2), OWN)
+        c = read_config_like().cut(2)
+        check_groups(c, formats_of(c, OWN))
 
 
 def test_ranks_that_divide_256_columns_of_int4(copy):
@@ -6476,13 +6472,13 @@ def test_memory_of_each_rank(monkeypatch):
         read_config_like(dim=512, n_layers=8, hidden_dim=4096, vocab_size=4096),
         torch.device("cpu"),
     )
-    monkeypatch.setattr("checkpoint.free_memory", lambda device: 100_000_000)
-    assert check_memory(whole.cut(4), torch.float32, cpu, 64) is None
+    monkeypatch.setattr("extra.hardware.free_memory", lambda device: 100_000_000)
+    assert check_memory(whole.cut(4), torch.float32, cpu, 64, {}) is None
     with pytest.raises(MemoryError):
-        check_memory(whole, torch.float32, cpu, 64)
+        check_memory(whole, torch.float32, cpu, 64, {})
     # which share a host's memory
     with pytest.raises(MemoryError, match="cpu for rank 1 of 4 has 0.03 GB free"):
-        check_memory(whole.cut(4), torch.float32, cpu, 64, ranks=Ranks(1, 4, 1, 4))
+        check_memory(whole.cut(4), torch.float32, cpu, 64, {}, ranks=Ranks(1, 4, 1, 4))
 
 
 @pytest.mark.parametrize("format", [None, fp8.E4M3])
@@ -6828,7 +6824,7 @@ def tiny_llama(dtype: torch.dtype, format=None) -> Llama:
         dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10
     )
     cpu = torch.device("cpu")
-    weights = bench.random_weights(c, dtype, cpu, format, "torch")
+    weights = bench.random_weights(c, dtype, cpu, formats_of(c, format), "torch")
     return Llama(c, weights, "torch", cpu, dtype, 16)
 
 
@@ -6954,7 +6950,7 @@ def test_bench_random_config(qwen_config, family):
     model = bench.open_model(args, "fp32", 16, "none")
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
     assert len(model.weights.layers) == 2
-    assert layer - {"index"} == {tensor.field for tensor in checkpoint.layer_tensors(model.config)}
+    assert layer - {"index"} == {tensor.field for tensor in names.layer_tensors(model.config)}
     assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
 
 
@@ -6983,13 +6979,15 @@ def test_bench_shapes_as_published():
     } | tied
     for name, weights in (published | {"70b": 68_976_648_192}).items():
         c = replace(bench.random_config(f"random:{name}"), tie_embeddings=name in tied)
-        assert checkpoint.weight_bytes(c, torch.float16, None) == 2 * weights, name
+        assert names.weight_bytes(c, torch.float16, {}) == 2 * weights, name
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_bench_random_matrices(form):
     format, c = FORMATS[form], read_config_like(dim=64, n_kv_heads=1, head_dim=16)
-    layer = bench.random_weights(c, torch.float32, torch.device("cpu"), format, "torch").layers[0]
+    layer = bench.random_weights(
+        c, torch.float32, torch.device("cpu"), formats_of(c, format), "torch"
+    ).layers[0]
     assert layer.wqkv.shape == (96, 64) and layer.wqkv.nbytes == format.nbytes(96, 64)
     assert 0.018 < layer.wqkv.dense().std() < 0.022
 

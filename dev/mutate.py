@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "kernels.py",
-        "if format is INT4 and w.format is not INT4:",
+        "if INT4 in among and w.format is not INT4:",
         "if False:",
         "model_in_a_format",
     ),
@@ -169,22 +169,22 @@ MUTANTS = [
     ),
     Mutant("model.py", "min(self.pos, len(tokens) - 1)", "min(self.pos, len(tokens))", "reuses"),
     Mutant(
-        "checkpoint.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"
+        "extra/config.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"
     ),
     Mutant(
-        "checkpoint.py",
+        "extra/config.py",
         "min(math.ceil(pair(slow)), D - 1)",
         "min(math.ceil(pair(slow)), D // 2 - 1)",
         "yarn",
     ),
     Mutant(
-        "checkpoint.py",
+        "extra/config.py",
         'rope.number("beta_fast", 1e-3, 1e6, 32',
         'rope.number("beta_fast", 1e-3, 1e6, 31',
         "yarn",
     ),
-    Mutant("checkpoint.py", ' + f.ids("eos_token_id", vocab_size)', "", "config_eos"),
-    Mutant("checkpoint.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
+    Mutant("extra/config.py", ' + f.ids("eos_token_id", vocab_size)', "", "config_eos"),
+    Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
     Mutant(
         "checkpoint.py", "elif not all(map(equal, outputs,", "elif all(map(equal, outputs,", "tied"
     ),
@@ -197,7 +197,7 @@ MUTANTS = [
         "transformers",
     ),
     Mutant(
-        "extra/quants.py",
+        "extra/layouts.py",
         "[0, 4, 1, 5, 2, 6, 3, 7]",
         "[0, 2, 4, 6, 1, 3, 5, 7]",
         "safetensors_equal",
@@ -211,13 +211,13 @@ MUTANTS = [
     ),
     Mutant("extra/layouts.py", "if columns % format.group:", "if columns % 32:", "gguf_models"),
     Mutant(
-        "checkpoint.py",
+        "extra/hardware.py",
         "workspace += 2 * layer * dtype.itemsize",
         "workspace += 0",
         "memory_of",
     ),
     Mutant(
-        "checkpoint.py",
+        "extra/config.py",
         'f.number("rms_norm_eps", 0, 1, 1e-6',
         'f.number("rms_norm_eps", 0, 1, 1e-5',
         "default",
