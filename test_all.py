@@ -3119,10 +3119,8 @@ def test_serve_counts_and_reuses(server):
     assert server.complete(echo=True)["text"] == "Once upon a time" + text
     assert server.complete(ids, echo=True)["text"] == "Once upon a time" + text
     assert server.complete([ids])["text"] == text
-    end = server.complete(max_tokens=1, prompt="a b", stop="@")["usage"]
-    assert end["completion_tokens"] == 1 and end["prompt_tokens"] == len(
-        Tokenizer(TALES).encode("a b")
-    )
+    full = server.complete([1] * 1020, max_tokens=-1, ignore_eos=True)
+    assert (full["usage"]["completion_tokens"], full["finish_reason"]) == (4, "length")
 
 
 def test_serve_streams_the_same_text(server):
@@ -3271,20 +3269,16 @@ def test_serve_refuses_wrong_bodies(server):
 
 def test_serve_paths(server):
     model = {"id": "tales", "object": "model", "context_length": 1024, "max_model_len": 1024}
+    origin = "http://localhost:3000"
     for method, path, status, expected in (
-        ("GET", "/health", 200, {"status": "ok"}),
-        ("GET", "/v1/models", 200, {"object": "list"}),
-        ("GET", "/v1/models/tales", 200, model),
-        ("GET", "/v1/models/owner/other", 404, {}),
-        ("GET", "/nothing", 404, {}),
-        ("GET", "/v1/completions", 405, {}),
-        ("DELETE", "/v1/models", 405, {}),
-        ("HEAD", "/v1/models", 200, None),
+        ("GET", "/health", 200, {"status": "ok"}), ("GET", "/v1/models", 200, {"object": "list"}),
+        ("GET", "/v1/models/tales", 200, model), ("GET", "/v1/models/owner/other", 404, {}),
+        ("GET", "/nothing", 404, {}), ("GET", "/v1/completions", 405, {}),
+        ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
         ("HEAD", "/v1/completions", 405, None),
-    ):
-        got, headers, answer = server.ask(path, method=method, Origin="http://localhost:3000")
-        assert got == status, path
-        assert headers["access-control-allow-origin"] == "http://localhost:3000"
+    ):  # fmt: skip
+        got, headers, answer = server.ask(path, method=method, Origin=origin)
+        assert (got, headers["access-control-allow-origin"]) == (status, origin), path
         if status >= 400 and answer:
             assert answer["error"].keys() >= {"message", "type", "code"}
         elif expected:
@@ -3374,22 +3368,17 @@ def test_serve_clients_that_leave_and_wait(server):
 
 
 def test_serve_many_at_once(server):
-    """A third leaves midway, a third sends nonsense; the others get their text, or 503."""
+    """Half of them leave midway; the others get their text, or 503."""
     said = [server.complete()["text"], server.chat()["message"]]
     rss = lambda: int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
 
     def one(i: int):
-        kind = random.choice(["leaves", "asks", "raves"])
-        if kind == "leaves":
-            client = server.begin(body=LONG | dict(stream=i % 2 == 0))
+        if i % 2:
+            client = server.begin(body=LONG | dict(stream=i % 4 == 1))
             time.sleep(random.random() / 5)
             client.close()
-        elif kind == "raves":
-            with socket.create_connection(("127.0.0.1", server.port)) as client:
-                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 60\r\n\r\n"
-                client.sendall(random.choice([b"", head]) + random.randbytes(60))
         else:
-            fields = dict(prompt="The fox", max_tokens=5, stream=i % 2 == 0)
+            fields = dict(prompt="The fox", max_tokens=5, stream=i % 4 == 0)
             assert server.ask(TEXTS_AT, fields)[0] in (200, 503)
 
     before = rss()
@@ -3547,20 +3536,22 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
     prompt = torch.randint(5, 300, (T,))
     device = DEVICE.type if backend == "triton" else "cpu"
     ours = load(tmp_path, dtype="fp32", device=device, backend=backend, format=fp8)
-    if fp8:
-        theirs = load(tmp_path, dtype="fp32", device="cpu", format=fp8)
-        with_dense_weights(theirs)
-    expected = logits_of(theirs, prompt) if fp8 else oracle(theirs, prompt.tolist())
     pieces = logits_of(ours, prompt, T - 12, 1, 10, 1)
-    assert_close(pieces, expected, 0.02 if fp8 else 1e-4)  # with an activation in fp16 on a CPU
-    if backend == "torch":
+    if fp8:
+        decoded = load(tmp_path, dtype="fp32", device="cpu", format=fp8)
+        with_dense_weights(decoded)
+        expected = logits_of(decoded, prompt)
+        assert_close(pieces, expected, 0.02)  # with an activation in fp16 on a CPU
         assert_close(logits_of(ours, prompt), expected, 1e-4)
-    if backend == "torch" and not fp8:
+        return
+    assert_close(pieces, oracle(theirs, prompt.tolist()), 1e-4)
+    if backend == "torch":
         text = prompt.tolist() + greedy(ours, prompt.tolist(), 12)
-        logits, tokens = oracle(theirs, text)[T - 1 : -1], torch.tensor(text[T:])
-        # the best two may be tied to within rounding
+        exact = oracle(theirs, text)
+        assert_close(logits_of(ours, text), exact, 1e-4)
+        logits, tokens = exact[T - 1 : -1], torch.tensor(text[T:])
         behind = logits.amax(1) - logits[range(12), tokens]
-        # ours are up to 2.3e-5 of their spread off
+        # the best two may be tied to within rounding; ours are up to 2.3e-5 of their spread off
         assert (behind < 1e-4 * logits.std(1)).all(), behind
 
 
@@ -3662,6 +3653,16 @@ def with_tensors(**values):
     return spoil_tensors(lambda tensors: tensors.update(more))
 
 
+def as_links(folder: Path) -> None:
+    """To another folder, which holds the files by other names, as the hub's cache does."""
+    to_shards(folder, "bin")
+    blobs = folder.with_name(f"{folder.name}-blobs")
+    blobs.mkdir()
+    for i, file in enumerate([*folder.glob("*.*")]):
+        file.rename(blobs / str(i))
+        file.symlink_to(blobs / str(i))
+
+
 def config_beside_params(folder: Path) -> None:
     """The weights say which of the two is meant."""
     config = (folder / "config.json").read_bytes()
@@ -3686,6 +3687,7 @@ FILES = LAYOUTS | {  # what transformers reads as the same model, or Meta's prog
     "biases of zeros": both(
         with_tensors(o_proj__bias=torch.zeros(64)), spoil_config(mlp_bias=True)
     ),
+    "links": as_links,
     "config.json beside Meta's": config_beside_params,
     "params.json beside Hugging Face's": params_beside_config,
 }  # fmt: skip
@@ -3990,24 +3992,6 @@ def test_hub_takes_what_a_folder_means_and_finishes_a_download(
     again = load("someone/tiny", dtype="fp32", device="cpu")
     assert torch.equal(whole.weights.layers[1].w2.data, again.weights.layers[1].w2.data)
     assert hub.fetched() == [last.name]
-
-
-def test_folders_of_links(tiny, tmp_path, hub):
-    """As the hub's cache has them, and elsewhere: to a folder that holds the files by other names."""
-    snapshot = load("someone/tiny", device="cpu").checkpoint.folder
-    assert (snapshot / "config.json").resolve().parent.name == "blobs"
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    for i, file in enumerate(tiny.iterdir()):
-        (linked / file.name).symlink_to(shutil.copy(file, tmp_path / f"blob-{i}"))
-    models = [load(folder, device="cpu") for folder in (tiny, snapshot, linked)]
-    whole, *others = (logits_of(model, [1, 5, 9]) for model in models)
-    assert all(torch.equal(whole, other) for other in others)
-    assert Tokenizer(linked).encode(TEXT) == Tokenizer(tiny).encode(TEXT)
-    to_bin(linked)
-    (linked / "pytorch_model.bin").rename(tmp_path / "blob")
-    (linked / "pytorch_model.bin").symlink_to("../blob")
-    assert torch.equal(logits_of(load(linked, device="cpu"), [1, 5, 9]), whole)
 
 
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
@@ -5935,7 +5919,7 @@ def test_proposals_and_interrupted_speculation_do_not_change_the_text(exact, way
             with contextlib.closing(tokens):
                 got = list(itertools.islice(tokens, taken))
             assert got == expected[:taken]
-            if got == expected:
+            if got == expected and taken != 0:
                 assert state.pos in (alone.pos, alone.pos - 1)
             elif got:
                 assert state.pos == len(prompt) + taken - 1
@@ -6554,11 +6538,15 @@ def test_launchers_refuse_strides():
         attention.attention(torch.stack((q, q), -1)[..., 0], *rest)
 
 
-def test_launch_sizes_of_the_nearest_card(monkeypatch):
+def test_launch_sizes_of_the_nearest_card(monkeypatch, tmp_path):
     """Cards take the sizes of the nearest one below, and its tiles have to fit into the shared
     memory of each. Scales take up to a fifth as much as codes."""
     found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
     assert found == ["a", "a", "b", "b", "c"]
+    monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
+    launch.save_tables()
+    unchanged = (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
+    assert unchanged, "launch.json is not as the tuner writes it: what was not tuned would change"
     ops = (*PRODUCTS, "an op of one's own")
     every = itertools.product((4, 6, 8, 16, 32), ops, (64, 4096, 11008))
     for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), every):
@@ -6626,26 +6614,25 @@ def test_bench_rows_by_hand(monkeypatch, capsys):
 
 
 def test_bench_speeds_by_hand(tiny_model, monkeypatch):
-    """By a clock: a prompt in half a second, each step in 9. Only the new tokens count, and no more
-    are evaluated."""
-    seen, prefill = [], tiny_model.prefill
+    """By a clock: a prompt in half a second, each step in 9, but 90 while it is warmed up. Only the
+    new tokens count, and no more are evaluated."""
+    seen, prefill, speeds = [], tiny_model.prefill, bench.prompt_speeds
+    measured = lambda ids, *to: seen.append(len(ids)) or prefill(ids, *to)
     monkeypatch.setattr(bench, "wall_times", lambda run, *_: [run() or 0.5, run() or 0.25])
-    monkeypatch.setattr(
-        tiny_model, "prefill", lambda ids, *to: seen.append(len(ids)) or prefill(ids, *to)
-    )
+    monkeypatch.setattr(tiny_model, "prefill", measured)
     state = State(tiny_model)
-    assert bench.prompt_speeds(tiny_model, state, bench.Test("pp", 12, 48), 2) == [24.0, 48.0]
+    assert speeds(tiny_model, state, bench.Test("pp", 12, 48), 2) == [24.0, 48.0]
     assert seen == [48, 12, 12] and state.pos == 60
-    assert bench.prompt_speeds(tiny_model, state, bench.Test("pp", 12, 0), 2) == [24.0, 48.0]
+    assert speeds(tiny_model, state, bench.Test("pp", 12, 0), 2) == [24.0, 48.0]
     assert seen[3:] == [12, 12] and state.pos == 12
     decode_in_graphs(monkeypatch)
     event = SimpleNamespace(record=lambda _: 0, synchronize=lambda: 0)
-    event.elapsed_time = lambda _: 9000.0  # ms
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     for depth in (0, 7):
-        speeds = bench.generation_speeds(tiny_model, state, bench.Test("tg", 5, depth), 3)
-        assert speeds == [pytest.approx(1 / 9)] * 3
-        assert state.pos == max(depth, 1) + 5
+        ms = itertools.chain([90_000.0] * 5, itertools.repeat(9000.0))
+        event.elapsed_time = lambda _, ms=ms: next(ms)
+        found = bench.generation_speeds(tiny_model, state, bench.Test("tg", 5, depth), 3)
+        assert found == [pytest.approx(1 / 9)] * 3 and state.pos == max(depth, 1) + 5
 
 
 def test_bench_quality_by_hand():
@@ -6731,28 +6718,6 @@ def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
     first, second = shown
     assert "pp4" in first and "tg2" not in first and len(first.splitlines()) == 3
     assert second.count("tg2") == 1
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_bench_random_config(qwen_config, family):
-    args = bench.parse_args(["--device", "cpu", "-t", "1"])
-    args.model, args.ranks = f"random:{qwen_config}:2", parallel.Ranks()
-    model = bench.open_model(args, "fp32", 16, "none")
-    layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
-    assert len(model.weights.layers) == 2
-    assert layer - {"index"} == {tensor.field for tensor in checkpoint.layer_tensors(model.config)}
-    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
-
-
-@pytest.fixture
-def qwen_config(family, tmp_path) -> Path:
-    """The config.json of a tiny model of a family."""
-    sizes = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, vocab_size=70,
-    )  # fmt: skip
-    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
-    return tmp_path / "config.json"
 
 
 def test_bench_shapes_as_published():
@@ -6872,9 +6837,20 @@ def test_kernels_cost():
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_kernels_of_a_family(dev_cli, qwen_config, family):
-    """Every op runs, and transformers gets the same shapes."""
-    args = SimpleNamespace(model=f"random:{qwen_config}:2")
+def test_kernels_of_a_family(dev_cli, tmp_path, family):
+    """Of a config.json: it has the tensors of its family, every op runs, and transformers gets the
+    same shapes."""
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=70,
+    )  # fmt: skip
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
+    args = flags_of_bench("-t", 1, "-m", f"random:{tmp_path}/config.json:2")
+    model = bench.open_model(args, "fp32", 16, "none")
+    layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
+    assert len(model.weights.layers) == 2
+    assert layer - {"index"} == {tensor.field for tensor in checkpoint.layer_tensors(model.config)}
+    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
     theirs = compare.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
     flags = "-p 4 -d 0,7 -o jsonl -t 1".split()
@@ -6905,30 +6881,38 @@ def test_kernels_equal_plain_pytorch(tiny_model):
 
 
 def test_compare_with_transformers(dev_cli, tiny, tiny_saved, hub, monkeypatch):
-    """Beside each of our rows, in the same dtype, theirs: as many times as fast as the ratio says,
-    since each measurement here takes half as long as the one before."""
-    seconds = (0.5**i for i in itertools.count())
-    monkeypatch.setattr(bench, "wall_times", lambda run, *_: [(run(), next(seconds))[1]])
+    """Beside each of our rows, in the same dtype, theirs. A prompt takes a second, each of our
+    steps a quarter of one, and what transformers generates a second for each token there is."""
 
-    def rows_of_both(model, *flags) -> tuple[list[dict], str]:
+    def wall_times(run, *_) -> list[float]:
+        ids = run()
+        return [1.0 if ids is None else float(ids.shape[1])]
+
+    monkeypatch.setattr(bench, "wall_times", wall_times)
+    monkeypatch.setattr(bench, "generation_speeds", lambda *_: [4.0])
+    names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
+
+    def rows_of_both(model, *flags) -> tuple[list[tuple], str]:
         quick = ["-p", "4", "-n", "2", "-r", "1", "-o", "json"]
         result = dev_cli(compare, "-m", model, *quick, *flags)
-        return rows_of(result), result[2]
+        keys = ("dtype", "format", "test", "backend", "tokens_per_s", "ratio")
+        return [tuple(row[key] for key in keys) for row in rows_of(result)], result[2]
 
     axes = ["--dtype", "fp32,bf16", "--format", "none,e4m3", "-d", "0,9"]
     rows, _ = rows_of_both(f"random:{tiny / 'config.json'}", *axes)
-    theirs = [row for row in rows if "transformers" in row["backend"]]
-    ours = [row for row in rows if row not in theirs]
-    assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["format"] == "none" for r in theirs)
-    names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
-    plain = [row for row in ours if row["format"] == "none"]
-    expected = [(r["dtype"], r["test"], name) for r in plain for name in names[r["test"][:3]]]
-    assert [(r["dtype"], r["test"], r["backend"]) for r in theirs] == expected
+    ours = [row for row in rows if row[3] == "torch"]
+    assert len(ours) == 2 * 2 * 4 and {row[4:] for row in ours} == {(4.0, None)}
+    expected = []
+    for dtype, format, test, *_ in ours:
+        speed, ratio = (4.0, 1.0) if test[:2] == "pp" else (1.0, 4.0)
+        for name in names[test[:3]] if format == "none" else ():
+            expected.append((dtype, format, test, name, speed, ratio))
+    assert [row for row in rows if row[3] != "torch"] == expected
     rows, said = rows_of_both(tiny_saved)
     assert "transformers is not measured: it needs --format none" in said
-    assert [row["backend"] for row in rows] == ["torch"] * 2, "it cannot read this model"
+    assert [row[3] for row in rows] == ["torch"] * 2, "it cannot read this model"
     rows, _ = rows_of_both("someone/tiny")
-    assert [r["backend"] for r in rows[2:]] == ["transformers", *names["tg2"]]
+    assert [row[3] for row in rows[2:]] == ["transformers", *names["tg2"]]
     hub.asked.clear()
     rows_of_both("someone/tiny")
     assert not hub.asked, "downloaded, and then the hub is not asked again"
@@ -6958,71 +6942,17 @@ def test_steps_rows(dev_cli, tiny, tiny_model, monkeypatch):
     assert [row["tokens"] for row in passes] == [1, 2, 5] and passes[0]["ratio"] == 1
 
 
-@pytest.mark.parametrize("card", [90, 120])
-def test_tune(tiny, tmp_path, monkeypatch, card):
-    """On a card that has entries, and on one that has used another's. A matrix in another format
-    has other tables. The more ops have the best sizes, the faster is a pass."""
-    model = load(tiny, dtype="fp16", device="cpu")
-    layer = model.weights.layers[0]
-    (layer.w2,) = encoded([layer.w2], E4M3)
-    file = Path(shutil.copy(HERE / "launch.json", tmp_path))
-    monkeypatch.setattr(launch, "TABLES_FILE", file)
-    monkeypatch.setattr(launch, "tables", functools.cache(launch.tables.__wrapped__))
-    launch.save_tables()
-    unchanged = file.read_text() == (HERE / "launch.json").read_text()
-    assert unchanged, "launch.json is not as save_tables writes it: what was not tuned would change"
-    best = {"vector": [4, 1024, 2], "few": [32, 4, 2, 8, 1]}
-    nearest = lambda kind: launch.nearest(launch.nearest(launch.tables()[kind], card), 16)
-
-    def pass_seconds(model, cache, T, depth) -> float:
-        kind, ops = ("vector", nearest("vector")) if T == 1 else ("few", nearest("few")[T])
-        return 1.0 / (1 + str(ops).count(str(best[kind])))
-
-    replaced = dict(tables=launch.tables, capability=lambda _: card, pass_seconds=pass_seconds)
-    for name, value in replaced.items():
-        monkeypatch.setattr(tuner, name, value)
-    monkeypatch.setattr(bench, "open_model", lambda *_: model)
-    monkeypatch.setattr(type(model), "uses_graphs", True)
-    before = nearest("few")[8]["default"][0]
-    tuner.tune(SimpleNamespace(dtype=["auto"], format=["none"]))
-    launch.tables.cache_clear()  # what it wrote
-    vector, few = (launch.tables()[kind][card][16] for kind in best)
-    tuned = {"wqkv": "rmsnorm_qkv_rope", "wo": "linear_add", "w13": "rmsnorm_swiglu"}
-    for matrix, op in tuned.items():
-        columns = getattr(layer, matrix).columns
-        found = vector[op][columns], few[8][op][columns], few[16][op][columns]
-        assert found == (best["vector"], best["few"], best["few"])
-    assert layer.w2.columns not in vector["linear_add"] and few[8]["default"][0] == before
-    assert 16 in launch.tables()["vector"][80], "other cards keep theirs"
-
-
-def test_picture_of_the_readme(bench_cli, capfd, monkeypatch, tmp_path):
+def test_picture_of_the_readme(capfd, monkeypatch, tmp_path):
     draw = caller(plot.main, monkeypatch, capfd)
-    assert draw(HERE / "figures/h200.jsonl", tmp_path / "h200.svg") == (0, "", "")
+    record = HERE / "figures/h200.jsonl"
+    assert draw(record, tmp_path / "h200.svg") == (0, "", "")
     drawn, kept = ((folder / "h200.svg").read_text() for folder in (tmp_path, HERE / "figures"))
     texts = [re.findall(r">([^<>\n]+)</text>", picture) for picture in (drawn, kept)]
     assert texts[0] == texts[1], "the README's picture is not that of its record: draw it again"
-    record, picture = tmp_path / "record", tmp_path / "speed.svg"
-    code, out, err = bench_cli("-m", TALES, *QUICK, "--format", "none,e4m3", "-o", "jsonl")
-    assert code == 0, err
-    record.write_text(out)
-    rows = plot.read_rows(record)
-    rows += [replace(row, dtype="fp16") for row in rows]
-    labels = {plot.label(row, rows) for row in rows if row.test == "tg2"}
-    assert len(labels) == 4, "bars of the same name"
-    drawn = [(draw(record, picture), picture.read_bytes()) for _ in range(2)]
-    assert drawn[0] == drawn[1] and drawn[0][0] == (0, "", ""), "a record gives one picture"
-    not_a_row = "not a row printed by bench.py -o jsonl"
-    for text, to, said in (
-        *((bad, picture, not_a_row) for bad in ("{", "[]", "null", '{"test": "tg2"}')),
-        (out.replace("tokens_per_s", "x"), picture, not_a_row),
-        (out, tmp_path / "none" / "x.png", "No such file"),
-        (out, tmp_path / "x.xyz", "Format 'xyz' is not supported"),
-        ("", picture, "there is nothing to draw"),
-    ):
-        record.write_text(text)
-        assert_refused(draw(record, to), said)
-    assert_refused(draw(tmp_path / "none", picture), "No such file", "none")
+    assert draw(record, tmp_path / "x.xyz")[2].count("Format 'xyz' is not supported") == 1
+    for text, said in (("{", "not a row printed by bench.py"), ("", "there is nothing to draw")):
+        (tmp_path / "record").write_text(text)
+        assert_refused(draw(tmp_path / "record", tmp_path / "y.svg"), said)
 
 
 def test_dev_errors_are_one_line(dev_cli, monkeypatch):
@@ -7154,18 +7084,16 @@ def test_smollm2_says_what_transformers_says():
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     read_gguf(theirs, SMOLLM2)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, **file)
-    model = load(SMOLLM2, dtype="fp32", device="cpu")
-    tokenizer = Tokenizer(SMOLLM2)
+    model, tokenizer = load(SMOLLM2, dtype="fp32", device="cpu"), Tokenizer(SMOLLM2)
     for question in ("What is the capital of France?", "Größe 🙂: who wrote Faust, and why?"):
         chat = conversation(question)
         ids = tokenizer.apply_chat_template(chat)
         text = their_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         assert ids == their_tokenizer(text, add_special_tokens=False)["input_ids"]
-        with torch.inference_mode():
-            expected = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0]
-            assert_close(logits_of(model, ids), theirs(torch.tensor([ids])).logits[0], 1e-4)
-        answer = [*generate(model, ids, n=24, sampling=Sampling(temp=0))]
-        assert answer == expected[len(ids) :].tolist(), question
+        answer = [*generate(model, ids, n=16, sampling=GREEDY)]
+        theirs_of_all = oracle(theirs, ids + answer)  # and the best of each is the next
+        assert theirs_of_all.argmax(-1)[len(ids) - 1 : -1].tolist() == answer, question
+        assert_close(logits_of(model, ids), theirs_of_all[: len(ids)], 1e-4)
 
 
 if __name__ == "__main__":  # started by the tests of several ranks: "forks" or "gpus"
