@@ -48,6 +48,7 @@ from types import SimpleNamespace
 
 import gguf
 import huggingface_hub
+import hypothesis
 import numpy
 import pytest
 import sentencepiece
@@ -55,6 +56,7 @@ import tokenizers
 import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -487,6 +489,20 @@ def decode_in_graphs(monkeypatch, prompts: bool = False) -> None:
         monkeypatch.setattr(f"{module}.captured", graph)
     for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+
+
+def examples(count: int, **strategies):
+    """A property: a test that is called with so many draws of its arguments. They are the same
+    again with the seed that is printed, and a failing one is made as small as it can be."""
+    checks = list(hypothesis.HealthCheck)  # fixtures may be shared, and models take their time
+    settings = dict(max_examples=count, deadline=None, database=None, suppress_health_check=checks)
+
+    def decorate(test):
+        return hypothesis.seed(SEED)(
+            hypothesis.settings(**settings)(hypothesis.given(**strategies)(test))
+        )
+
+    return decorate
 
 
 # ---- kernels: compiled for every architecture, with no GPU present; first, since it takes longest
@@ -2995,16 +3011,17 @@ def test_mode_of_a_run(monkeypatch):
 
 TALES = HERE / "models" / "tales"
 FOX = [{"role": "user", "content": "Tell me a tale of a fox"}]
+CHATS, TEXTS_AT = "/v1/chat/completions", "/v1/completions"
 
 
 class Server:
     """A server in a process of its own, which has no client but the tests."""
 
-    def __init__(self, *flags, launcher=()):
-        command = [*(launcher or [sys.executable]), str(HERE / "serve.py"), *map(str, flags)]
+    def __init__(self, *flags, launcher=(sys.executable,)):
+        command = [*launcher, HERE / "serve.py", *flags, "--port", 0, "--device", "cpu"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-        command += ["--port", "0", "--device", "cpu"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        options = dict(stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen([*map(str, command)], **options)
         self.lines = []
         while not self.lines or not self.lines[-1].startswith("serving"):
             self.lines.append(self.process.stderr.readline())
@@ -3023,32 +3040,29 @@ class Server:
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
 
-    def begin(self, path: str = "/v1/completions", body=None, method="POST", **headers):
+    def begin(self, path: str = TEXTS_AT, body=None, method="POST", **headers):
         """A connection over which a request has been sent, and the rest is up to the caller."""
-        if isinstance(body, dict):
-            body = json.dumps(body)
         connection = self.connect()
+        body = json.dumps(body) if isinstance(body, dict) else body
         connection.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
         return connection
 
     def ask(self, path: str, body=None, method="POST", **headers):
         """-> status, headers, the object that is answered (None if it is not one)."""
         answer = self.begin(path, body, method, **headers).getresponse()
-        with contextlib.suppress(ValueError):
-            return answer.status, answer.headers, json.loads(answer.read())
-        return answer.status, answer.headers, None
+        raw = answer.read()
+        return answer.status, answer.headers, json.loads(raw) if raw[:1] == b"{" else None
+
+    def text(self, path: str, **fields) -> dict:
+        status, _, answer = self.ask(path, dict(max_tokens=12, temperature=0) | fields)
+        assert status == 200, answer
+        return answer["choices"][0] | answer
 
     def chat(self, messages=FOX, **fields) -> dict:
-        body = dict(messages=messages, max_tokens=12, temperature=0) | fields
-        status, _, answer = self.ask("/v1/chat/completions", body)
-        assert status == 200, answer
-        return answer["choices"][0] | answer
+        return self.text(CHATS, messages=messages, **fields)
 
     def complete(self, prompt="Once upon a time", **fields) -> dict:
-        body = dict(prompt=prompt, max_tokens=12, temperature=0) | fields
-        status, _, answer = self.ask("/v1/completions", body)
-        assert status == 200, answer
-        return answer["choices"][0] | answer
+        return self.text(TEXTS_AT, prompt=prompt, **fields)
 
     def stream(self, path: str, **fields) -> list[dict]:
         body = dict(max_tokens=12, temperature=0, stream=True) | fields
@@ -3065,7 +3079,7 @@ def server():
         yield served
         accessed = re.compile(r"127\.0\.0\.1 [A-Z]+ \S+ (\d{3}|client left) \d+\.\d{3} s\n")
         strange = [line for line in served.lines[3:] if not accessed.fullmatch(line)]
-        assert not strange
+        assert not strange, "the server's log has lines that are no request: mend what wrote them"
 
 
 def test_serve_writes_what_run_py_writes(server, cli):
@@ -3077,80 +3091,77 @@ def test_serve_writes_what_run_py_writes(server, cli):
     message = server.chat(**sampled)["message"]
     said = cli(*flags, "--chat", "-p", FOX[0]["content"], "--temp", 0.8)[1]
     assert said == message["content"] + "\n" and message["role"] == "assistant"
-    texts = {server.complete(temperature=1.5, seed=seed)["text"] for seed in (None, -1, 1, 2)}
-    assert len(texts) > 2, "a seed is random unless it is given"
+    texts = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (0, 0, None, -1, 1)]
+    assert texts[0] == texts[1] and len({*texts}) == 4, "a seed, also 0, is random unless given"
 
 
 def test_serve_counts_and_reuses(server):
-    turns = [*FOX]
+    """After an answer all but its last token is in the cache; a prompt's last is never reused."""
+    turns, cached = [*FOX], None
     for _ in range(3):
         answer = server.chat(turns)
         usage = answer["usage"]
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        new = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 12
         assert usage["completion_tokens"] == 12 and answer["finish_reason"] == "length"
+        assert cached in (None, usage["prompt_tokens_details"]["cached_tokens"])
+        cached = usage["total_tokens"] - 1
         turns += [answer["message"], {"role": "user", "content": "And then?"}]
-    assert new < 25, "only the new turn is evaluated"
+    ids = Tokenizer(TALES).encode("Once upon a time")
     assert server.complete(max_tokens=0)["text"] == ""
-    assert server.complete(echo=True)["text"].startswith("Once upon a time there")
-    assert server.complete([1, 300], echo=True)["text"]
-    assert server.complete([[1, 300]])["text"] == server.complete([1, 300])["text"]
+    usage = server.complete()["usage"]
+    assert (usage["prompt_tokens"], usage["total_tokens"]) == (len(ids), len(ids) + 12)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": len(ids) - 1}
+    text = server.complete()["text"]
+    assert server.complete(echo=True)["text"] == "Once upon a time" + text
+    assert server.complete(ids, echo=True)["text"] == "Once upon a time" + text
+    assert server.complete([ids])["text"] == text
+    full = server.complete([1] * 1020, max_tokens=-1, ignore_eos=True)
+    assert (full["usage"]["completion_tokens"], full["finish_reason"]) == (4, "length")
 
 
 def test_serve_streams_the_same_text(server):
-    chunks = server.stream("/v1/chat/completions", messages=FOX)
+    chunks = server.stream(CHATS, messages=FOX)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
-    assert (
-        "".join(choice["delta"].get("content", "") for choice in choices)
-        == (server.chat()["message"]["content"])
-    )
-    assert {(chunk["id"], chunk["object"], chunk["model"]) for chunk in chunks} == {
-        (chunks[0]["id"], "chat.completion.chunk", "tales")
-    }
+    said = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert said == server.chat()["message"]["content"]
+    heads = {(chunk["id"], chunk["object"], chunk["model"]) for chunk in chunks}
+    assert heads == {(chunks[0]["id"], "chat.completion.chunk", "tales")}
     assert [choice["finish_reason"] for choice in choices] == [None] * 13 + ["length"]
-    *_, end, usage = server.stream(
-        "/v1/completions", prompt="Once", stream_options={"include_usage": True}
-    )
+    counting = dict(prompt="Once", stream_options={"include_usage": True})
+    *_, end, usage = server.stream(TEXTS_AT, **counting)
     assert end["usage"] is None and usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 12
     # what may begin a stop string is held back until the end of the text
     whole = server.complete()["text"]
-    stop = f"{whole[-4:]}@"
-    chunks = server.stream("/v1/completions", prompt="Once upon a time", stop=stop)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+    chunks = server.stream(TEXTS_AT, prompt="Once upon a time", stop=f"{whole[-4:]}@", echo=True)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "Once upon a time" + whole
     word = whole.split()[3]
     for stop in word, ["@", word]:
         answer = server.complete(stop=stop)
         assert answer["text"] == whole[: whole.index(word)] and answer["finish_reason"] == "stop"
-
-
-def test_serve_streams_while_it_writes(server):
     answer = server.begin(body=dict(prompt="Once", stream=True, max_tokens=200)).getresponse()
     times = [time.monotonic() for line in answer if line.startswith(b"data")]
-    assert times[100] - times[0] > 0.2 * (times[-1] - times[0]) > 0
+    late = "parts of a stream come together at its end: send each when it is written"
+    assert times[100] - times[0] > 0.2 * (times[-1] - times[0]) > 0, late
 
 
 def test_serve_logprobs(server):
     plain = dict(repeat_penalty=1)  # so that the most probable token is chosen
     content = server.chat(**plain, logprobs=True, top_logprobs=2)["logprobs"]["content"]
-    assert (
-        "".join(entry["token"] for entry in content)
-        == " " + server.chat(**plain)["message"]["content"]
-    )
+    tokens = "".join(entry["token"] for entry in content)
+    assert tokens == " " + server.chat(**plain)["message"]["content"]
     for entry in content:
-        assert bytes(entry["bytes"]).decode() == entry["token"]
-        assert [entry[k] for k in ("token", "logprob")] == [
-            entry["top_logprobs"][0][k] for k in ("token", "logprob")
-        ], "greedy"
+        first = entry["top_logprobs"][0]
+        assert bytes(entry["bytes"]).decode() == entry["token"] == first["token"], "greedy"
+        assert entry["logprob"] == first["logprob"] and len(entry["top_logprobs"]) == 2
     told = server.complete(**plain, logprobs=1)["logprobs"]
     text = server.complete(**plain)["text"]
     assert len(told["tokens"]) == 12 and list(map(max, told["top_logprobs"])) == told["tokens"]
     for token, offset in zip(told["tokens"], told["text_offset"]):
         assert text[offset:].startswith(token)
-    streamed = server.stream("/v1/completions", prompt="Once upon a time", logprobs=1, **plain)
-    scores = [chunk["choices"][0]["logprobs"] for chunk in streamed]
-    seen = [score["token_logprobs"][0] for score in scores[:-1]]
+    streamed = server.stream(TEXTS_AT, prompt="Once upon a time", logprobs=1, **plain)
+    seen = [chunk["choices"][0]["logprobs"]["token_logprobs"][0] for chunk in streamed[:-1]]
     assert seen == pytest.approx(told["token_logprobs"], abs=0.1), "in bf16"
     told = server.complete(**plain, logprobs=0, stop=text.split()[2])["logprobs"]
     assert told["top_logprobs"] is None and len(told["tokens"]) < 5, "without the stop string's"
@@ -3160,56 +3171,64 @@ def test_serve_messages(server):
     parts = [{"type": "text", "text": FOX[0]["content"]}]
     same = server.chat()["message"]
     assert server.chat([{"role": "user", "content": parts}])["message"] == same
-    empty = {"role": "assistant", "content": ""}
-    assert server.chat([*FOX, empty])["message"] == same
+    assert server.chat([*FOX, {"role": "assistant", "content": ""}])["message"] == same
     begun = {"role": "assistant", "content": same["content"][:30]}
     rest = server.chat([*FOX, begun], max_tokens=4)["message"]["content"]
     assert (begun["content"] + rest).startswith(same["content"][:33])
+    brief = "Be brief."
     for role in "system", "developer":
-        with_system = server.chat([{"role": role, "content": "Be brief."}, *FOX])
-        assert with_system["usage"]["prompt_tokens"] > 20, "and not 15"
-    body = dict(messages=[*FOX, {"role": "system", "content": "Be brief."}])
-    status, _, answer = server.ask("/v1/chat/completions", body)
+        asked = server.chat([{"role": role, "content": brief}, *FOX])["usage"]["prompt_tokens"]
+        assert asked > server.chat()["usage"]["prompt_tokens"] + 3
+    body = dict(messages=[*FOX, {"role": "system", "content": brief}])
+    status, _, answer = server.ask(CHATS, body)
     assert status == 400 and "no place for this system message" in answer["error"]["message"]
 
 
 SAYS_NOTHING = dict(
     n=1, best_of=1, tools=[], functions=[], tool_choice="none", logit_bias={}, suffix="",
     presence_penalty=0, frequency_penalty=0.0, response_format={"type": "text"}, stop=None,
-    temperature=None, max_tokens=None, stream=None, logprobs=None, user="me", unknown=[1], model="any",
+    max_tokens=None, stream=None, logprobs=None, user="me", unknown=[1], model="any",
+)  # fmt: skip
+AT_ITS_END = dict(  # the least and the most that a field may be
+    max_tokens=[-1, 0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
+    top_k=[0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, (1 << 31) - 1],
+    seed=[-1, 0, (1 << 63) - 1], stop=["", [], ["a"] * 32, "x" * 1000], ignore_eos=[True, False],
 )  # fmt: skip
 WRONG_FIELDS = dict(
     model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
-    temperature=["hot", -1, True, {}, 10**400], top_p=[2, "x"], top_k=[-1, 0.5], min_p=[2],
-    repeat_penalty=[0, "x"], repeat_last_n=[-2], seed=["x", 1 << 63, 0.5], stop=[5, [5], {}, ["a"] * 33],
-    stream=[1, "yes"], stream_options=[5], n=[2, True, "1"], best_of=[2], presence_penalty=[1],
+    temperature=["hot", -1, True, {}, 1.1e9, 10**400], top_p=[1.01, -0.01, "x"],
+    top_k=[-1, 0.5, 1 << 31], min_p=[1.01, -0.01], repeat_penalty=[0.009, 100.1, "x"],
+    repeat_last_n=[-2, 1 << 31], seed=["x", -2, 1 << 63, 0.5],
+    stop=[5, [5], {}, ["a"] * 33, "x" * 1001], stream=[1, "yes"], stream_options=[5],
+    n=[2, True, "1"], best_of=[2], presence_penalty=[1],
     frequency_penalty=[0.5], logit_bias=[{"5": 1}], tools=[[{}], {}], tool_choice=["required"],
     functions=[[{}]], response_format=[{"type": "json_object"}], suffix=["x"], grammar=["x"],
 )  # fmt: skip
+WRONG_OF = {  # of one kind of request only
+    CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True], messages=[[], "x", {}]),
+    TEXTS_AT: dict(
+        logprobs=[True, 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
+    ),
+}
 
 
-def test_serve_accepts_what_says_nothing(server):
-    stop = dict(max_completion_tokens=12, temperature=0)
-    same = server.chat(stop=None)["message"]
-    assert server.chat(**SAYS_NOTHING | stop | dict(max_tokens=None))["message"] == same
+def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
+    same = server.chat()["message"]
+    assert server.chat(**SAYS_NOTHING | dict(max_completion_tokens=12))["message"] == same
+    texts = [(name, value) for name, values in AT_ITS_END.items() for value in values]
+    for name, value in [*texts, ("logprobs", 0), ("logprobs", 20)]:
+        fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
+        assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
 
 
 def test_serve_refuses_wrong_fields(server):
-    wrong = {
-        "/v1/chat/completions": WRONG_FIELDS
-        | dict(
-            logprobs=[1, "x"], top_logprobs=[21, True], messages=[[], "x", {}],
-        ),
-        "/v1/completions": WRONG_FIELDS
-        | dict(logprobs=[True, 21], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]),
-    }  # fmt: skip
     good = dict(prompt="a", messages=FOX, max_tokens=1)
-    for path, table in wrong.items():
-        for name, values in table.items():
-            for value in values:
-                status, _, answer = server.ask(path, good | {name: value})
-                assert status == 400 and answer["error"]["param"] == name, (path, name, value)
-                assert name in answer["error"]["message"] and answer["error"]["code"] == "invalid"
+    for path, more in WRONG_OF.items():
+        wrong = [(name, v) for name, values in (WRONG_FIELDS | more).items() for v in values]
+        for name, value in wrong:
+            status, _, answer = server.ask(path, good | {name: value})
+            assert status == 400 and answer["error"]["param"] == name, (path, name, value)
+            assert name in answer["error"]["message"] and answer["error"]["code"] == "invalid"
     user = FOX[0]
     for message in (
         "x", {}, {"role": "user"}, {"content": "x"}, {"role": 5, "content": "x"},
@@ -3217,48 +3236,45 @@ def test_serve_refuses_wrong_fields(server):
         user | {"content": [{"type": "image_url", "image_url": {}}]}, user | {"tool_calls": [1]},
         user | {"content": [{"type": "text"}]}, user | {"content": ["x"]},
     ):  # fmt: skip
-        status, _, answer = server.ask("/v1/chat/completions", dict(messages=[user, message]))
+        status, _, answer = server.ask(CHATS, dict(messages=[user, message]))
         assert status == 400 and answer["error"]["param"].startswith("messages[1]")
 
 
 def test_serve_refuses_wrong_bodies(server):
+    """A body may have 8 MiB, and not a byte more."""
     surrogate = b'{"prompt": "a\\ud800"}'
     deep = b'{"prompt": ' + b"[" * 200_000
     for body in b"", b"{", b"[]", b"5", b"\xff\xfe{}", b"{}", surrogate, deep, b"9" * 5000:
-        status, _, answer = server.ask("/v1/completions", body)
+        status, _, answer = server.ask(TEXTS_AT, body)
         assert status == 400 and answer["error"]["message"], body[:30]
     for prompt in "tale " * 2000, [1] * 2000:
-        status, _, answer = server.ask("/v1/completions", dict(prompt=prompt))
+        status, _, answer = server.ask(TEXTS_AT, dict(prompt=prompt))
         error = answer["error"]
         assert status == 400 and error["code"] == "context_length_exceeded"
         assert "200" in error["message"] and "the context holds 1024" in error["message"]
-    assert server.ask("/v1/completions", dict(prompt=[1, 99999]))[0] == 400
-    status, _, answer = server.ask("/v1/completions", b" " * (9 << 20))
+    assert server.ask(TEXTS_AT, dict(prompt=[1, 99999]))[0] == 400
+    largest = b'{"prompt": "a", "max_tokens": 1}'.ljust(8 << 20)
+    assert server.ask(TEXTS_AT, largest)[0] == 200
+    in_chunks = (largest[i : i + 65536] for i in range(0, len(largest), 65536))
+    assert server.begin(TEXTS_AT, in_chunks).getresponse().status == 200
+    status, _, answer = server.ask(TEXTS_AT, largest + b" ")
     assert status == 413 and answer["error"]["code"] == "too_large"
-    chunks = iter([b'{"prompt": "a", ', b'"max_tokens": 1}'])
-    assert server.begin("/v1/completions", chunks).getresponse().status == 200
-    assert (
-        server.begin("/v1/completions", (b" " * 65536 for _ in range(140))).getresponse().status
-        == 413
-    )
+    endless = (b" " * 65536 for _ in range(140))
+    assert server.begin(TEXTS_AT, endless).getresponse().status == 413
 
 
 def test_serve_paths(server):
-    model = {"id": "tales", "object": "model", "context_length": 1024}
+    model = {"id": "tales", "object": "model", "context_length": 1024, "max_model_len": 1024}
+    origin = "http://localhost:3000"
     for method, path, status, expected in (
-        ("GET", "/health", 200, {"status": "ok"}),
-        ("GET", "/v1/models", 200, {"object": "list"}),
-        ("GET", "/v1/models/tales", 200, model),
-        ("GET", "/v1/models/owner/other", 404, {}),
-        ("GET", "/nothing", 404, {}),
-        ("GET", "/v1/completions", 405, {}),
-        ("DELETE", "/v1/models", 405, {}),
-        ("HEAD", "/v1/models", 200, None),
+        ("GET", "/health", 200, {"status": "ok"}), ("GET", "/v1/models", 200, {"object": "list"}),
+        ("GET", "/v1/models/tales", 200, model), ("GET", "/v1/models/owner/other", 404, {}),
+        ("GET", "/nothing", 404, {}), ("GET", "/v1/completions", 405, {}),
+        ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
         ("HEAD", "/v1/completions", 405, None),
-    ):
-        got, headers, answer = server.ask(path, method=method, Origin="http://localhost:3000")
-        assert got == status, path
-        assert headers["access-control-allow-origin"] == "http://localhost:3000"
+    ):  # fmt: skip
+        got, headers, answer = server.ask(path, method=method, Origin=origin)
+        assert (got, headers["access-control-allow-origin"]) == (status, origin), path
         if status >= 400 and answer:
             assert answer["error"].keys() >= {"message", "type", "code"}
         elif expected:
@@ -3281,21 +3297,26 @@ def test_serve_origins_and_keys(server, tiny):
     for origin, is_allowed in allowed.items():
         status, headers, _ = server.ask("/v1/models", method="OPTIONS", Origin=origin, **asks)
         assert (status == 200) == is_allowed
-        status, headers, _ = server.ask("/v1/completions", b"{", Origin=origin)
+        status, headers, _ = server.ask(TEXTS_AT, b"{", Origin=origin)
         assert headers["access-control-allow-origin"] == (origin if is_allowed else None)
+    local = dict(method="GET", Origin="http://localhost")
     with Server("-m", tiny, "--api-key", "żaba", "--queue", 0) as keyed:
-        key = "Bearer żaba".encode()
         for path in "/v1/models", "/nothing":
             for wrong in {}, {"Authorization": "Bearer x"}, {"Authorization": "żaba".encode()}:
-                status, headers, answer = keyed.ask(
-                    path, method="GET", Origin="http://localhost", **wrong
-                )
+                status, headers, answer = keyed.ask(path, **local, **wrong)
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key"
-                assert headers["access-control-allow-origin"] == "http://localhost"
-        assert keyed.ask("/v1/models", method="GET", Authorization=key)[0] == 200
+                assert headers["access-control-allow-origin"] == local["Origin"]
+                assert headers["www-authenticate"] == "Bearer"
+        key = dict(Authorization="Bearer żaba".encode())
+        assert keyed.ask("/v1/models", method="GET", **key)[0] == 200
         assert keyed.ask("/health", method="GET")[0] == 200
-        asks["Origin"] = "http://localhost"
-        assert keyed.ask("/v1/models", method="OPTIONS", **asks)[0] == 200
+        preflight = asks | dict(Origin="http://localhost")
+        assert keyed.ask("/v1/models", method="OPTIONS", **preflight)[0] == 200
+        # of a queue of 0, one text is written and none waits
+        busy = keyed.begin(body=LONG | dict(stream=True), **key)
+        assert busy.getresponse().readline().startswith(b"data")
+        assert keyed.ask(TEXTS_AT, LONG, **key)[0] == 503
+        busy.close()
         keyed.process.send_signal(signal.SIGINT)
         assert keyed.process.wait(PATIENCE) == 130
 
@@ -3315,17 +3336,19 @@ def test_serve_clients_that_leave_and_wait(server):
     said = server.complete()["text"]
     running = server.begin(body=LONG | dict(stream=True))
     assert running.getresponse().readline().startswith(b"data")
+    left = lambda: sum("client left" in line for line in server.lines)
+    before = left()
     waiting = server.begin(body=LONG)
     time.sleep(0.2)
-    status, headers, answer = server.ask("/v1/completions", LONG)
-    assert status == 503 and headers["retry-after"] and answer["error"]["code"] == "queue_full"
+    status, headers, answer = server.ask(TEXTS_AT, LONG)
+    assert (status, headers["retry-after"]) == (503, "2")
+    assert answer["error"]["code"] == "queue_full"
+    assert "1 requests wait already" in answer["error"]["message"]
     assert server.ask("/health", method="GET")[0] == 200, "while a text is written"
     waiting.close()
-    left = lambda count: sum("client left" in line for line in server.lines) >= count
-    assert eventually(lambda: left(1))
+    assert eventually(lambda: left() > before)
     second = server.begin(body=dict(prompt="Once upon a time", max_tokens=12, temperature=0))
     start = time.monotonic()
-    running.sock and running.sock.close()
     running.close()
     assert json.loads(second.getresponse().read())["choices"][0]["text"] == said
     whole = server.begin(body=LONG)  # without a stream
@@ -3333,41 +3356,34 @@ def test_serve_clients_that_leave_and_wait(server):
     whole.close()
     truncated = server.connect()
     truncated.connect()
-    truncated.sock.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    truncated.sock.sendall(head)
     assert server.complete()["text"] == said
     assert time.monotonic() - start < 5, "and not the long texts"
     truncated.close()
 
 
 def test_serve_many_at_once(server):
-    """A third leaves midway, a third sends nonsense; the others get their text, or 503."""
+    """Half of them leave midway; the others get their text, or 503."""
     said = [server.complete()["text"], server.chat()["message"]]
     rss = lambda: int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
 
     def one(i: int):
-        kind = random.choice(["leaves", "asks", "raves"])
-        if kind == "leaves":
-            client = server.begin(body=LONG | dict(stream=i % 2 == 0))
+        if i % 2:
+            client = server.begin(body=LONG | dict(stream=i % 4 == 1))
             time.sleep(random.random() / 5)
             client.close()
-        elif kind == "raves":
-            with socket.create_connection(("127.0.0.1", server.port)) as client:
-                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 60\r\n\r\n"
-                client.sendall(random.choice([b"", head]) + random.randbytes(60))
         else:
-            fields = dict(prompt="The fox", max_tokens=5, stream=i % 2 == 0)
-            assert server.ask("/v1/completions", fields)[0] in (200, 503)
+            fields = dict(prompt="The fox", max_tokens=5, stream=i % 4 == 0)
+            assert server.ask(TEXTS_AT, fields)[0] in (200, 503)
 
     before = rss()
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, range(100)))
-    assert eventually(
-        lambda: server.ask("/v1/completions", dict(prompt="a", max_tokens=1))[0] == 200
-    )
+        list(pool.map(one, range(60)))
+    one_token = dict(prompt="a", max_tokens=1)
+    assert eventually(lambda: server.ask(TEXTS_AT, one_token)[0] == 200), "no text after 20 s"
     assert [server.complete()["text"], server.chat()["message"]] == said
-    assert rss() < before + 100e6
+    assert rss() < before + 100e6, "100 MB more than before: what keeps requests that have ended?"
 
 
 def test_serve_ends_at_once():
@@ -3401,13 +3417,15 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
         port = taken.getsockname()[1]
         call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
         assert_refused(call("--port", port), f"cannot listen on 127.0.0.1, port {port}: ")
+    empty = "-m, --host or --api-key is empty"
     for flags, said in (
-        (["--api-key="], "--api-key is empty"),
-        (["--port", 99999], "99999: must be from 0 to 65,535"),
-        (["--fp8", "--int4"], "both say how"),
-        (["--temp", 0], "unknown flag --temp"),
-    ):
+        (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),
+        (["--port", 65536], "65536: must be from 0 to 65,535"), (["--port", -1], "--port"),
+        (["--queue", -1], "--queue"), (["--queue", 10_001], "must be from 0 to 10,000"),
+        (["--fp8", "--int4"], "both say how"), (["--temp", 0], "unknown flag --temp"),
+    ):  # fmt: skip
         assert_refused(call(*flags), said, code=2)
+    assert serve.parse_args(["--queue", "10000", "--port", "65535"]).queue == 10_000
 
 
 def test_serve_on_several_ranks(server):
@@ -3418,9 +3436,9 @@ def test_serve_on_several_ranks(server):
         leaving.getresponse().readline()
         leaving.close()
         assert ranks.complete()["text"] == text, "both stopped at the same token"
-        assert ranks.ask("/v1/completions", dict(prompt="tale " * 2000))[0] == 400
+        assert ranks.ask(TEXTS_AT, dict(prompt="tale " * 2000))[0] == 400
         assert ranks.chat(temperature=1)["message"]["content"]
-        ranks.process.send_signal(signal.SIGINT)
+        ranks.process.send_signal(signal.SIGINT)  # torchrun ends its ranks, where a kill would not
         ranks.process.wait(PATIENCE)
 
 
@@ -3434,11 +3452,6 @@ def test_serve_as_the_openai_package_asks(server):
     chunks = client.chat.completions.create(**asks, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.message.content
-    seeded = [
-        client.completions.create(model="tales", prompt="Once", seed=5, max_tokens=12, stop="@")
-        for _ in range(2)
-    ]
-    assert seeded[0].choices[0].text == seeded[1].choices[0].text
     with pytest.raises(openai.BadRequestError, match="n must be absent or 1"):
         client.chat.completions.create(**asks, n=2)
 
@@ -3448,27 +3461,23 @@ def test_serve_as_the_openai_package_asks(server):
 
 def test_session_logprobs_are_the_models(tiny, tiny_model):
     session = Session(tiny, dtype=torch.float32, device="cpu")
+    options = dict(n=6, ignore_eos=True)
     for settings in dict(temp=0), dict(temp=2, repeat_penalty=1.5, top_k=3):
-        text = session.generate("Once", n=6, ignore_eos=True, logprobs=3, **settings).finish()
+        text = session.generate("Once", **options, logprobs=3, **settings).finish()
         prompt = session.tokenizer.encode("Once")
         rows = logits_of(tiny_model, prompt + text.ids)[len(prompt) - 1 : -1].log_softmax(-1)
         assert [score.id for score in text.logprobs] == text.ids and len(text.ids) == 6
+        begins = [score.begins for score in text.logprobs]
+        assert begins == sorted(begins) and begins[0] == 0
         for row, score in zip(rows, text.logprobs):
             assert score.logprob == pytest.approx(row[score.id].item(), abs=1e-4)
             best = row.topk(3)
             assert [id for id, _ in score.best] == best.indices.tolist()
-            assert [value for _, value in score.best] == pytest.approx(
-                best.values.tolist(), abs=1e-4
-            )
-        assert [score.begins for score in text.logprobs] == sorted(
-            score.begins for score in text.logprobs
-        )
-    plain = session.generate("Once", n=6, ignore_eos=True, temp=0).finish()
-    assert (
-        plain.logprobs == []
-        and plain.ids
-        == session.generate("Once", n=6, ignore_eos=True, temp=0, logprobs=0).finish().ids
-    )
+            values = [value for _, value in score.best]
+            assert values == pytest.approx(best.values.tolist(), abs=1e-4)
+    plain = session.generate("Once", temp=0, **options).finish()
+    assert plain.logprobs == []
+    assert plain.ids == session.generate("Once", temp=0, logprobs=0, **options).finish().ids
 
 
 def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
@@ -3523,20 +3532,22 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
     prompt = torch.randint(5, 300, (T,))
     device = DEVICE.type if backend == "triton" else "cpu"
     ours = load(tmp_path, dtype="fp32", device=device, backend=backend, format=fp8)
-    if fp8:
-        theirs = load(tmp_path, dtype="fp32", device="cpu", format=fp8)
-        with_dense_weights(theirs)
-    expected = logits_of(theirs, prompt) if fp8 else oracle(theirs, prompt.tolist())
     pieces = logits_of(ours, prompt, T - 12, 1, 10, 1)
-    assert_close(pieces, expected, 0.02 if fp8 else 1e-4)  # with an activation in fp16 on a CPU
-    if backend == "torch":
+    if fp8:
+        decoded = load(tmp_path, dtype="fp32", device="cpu", format=fp8)
+        with_dense_weights(decoded)
+        expected = logits_of(decoded, prompt)
+        assert_close(pieces, expected, 0.02)  # with an activation in fp16 on a CPU
         assert_close(logits_of(ours, prompt), expected, 1e-4)
-    if backend == "torch" and not fp8:
+        return
+    assert_close(pieces, oracle(theirs, prompt.tolist()), 1e-4)
+    if backend == "torch":
         text = prompt.tolist() + greedy(ours, prompt.tolist(), 12)
-        logits, tokens = oracle(theirs, text)[T - 1 : -1], torch.tensor(text[T:])
-        # the best two may be tied to within rounding
+        exact = oracle(theirs, text)
+        assert_close(logits_of(ours, text), exact, 1e-4)
+        logits, tokens = exact[T - 1 : -1], torch.tensor(text[T:])
         behind = logits.amax(1) - logits[range(12), tokens]
-        # ours are up to 2.3e-5 of their spread off
+        # the best two may be tied to within rounding; ours are up to 2.3e-5 of their spread off
         assert (behind < 1e-4 * logits.std(1)).all(), behind
 
 
@@ -3554,57 +3565,42 @@ def to_bin(folder: Path) -> None:
 
 
 def to_shards(folder: Path, suffix: str) -> None:
+    """In two files, of which the one that comes first in the index is the last by its name."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     # or a little more, since tensors stay whole
     half = sum(t.nbytes for t in tensors.values()) * 2 // 3
-    save_torch_state_dict(
-        tensors, folder, max_shard_size=half, safe_serialization=suffix == "safetensors"
-    )
+    in_library = dict(max_shard_size=half, safe_serialization=suffix == "safetensors")
+    save_torch_state_dict(tensors, folder, **in_library)
+    with changed_json(next(folder.glob("*.index.json"))) as index:
+        index["weight_map"] = dict(reversed(index["weight_map"].items()))
+
+
+META_NAMES = {  # how Meta calls what is named so in Hugging Face's layout, and how it cuts it
+    "q_proj": ("wq", 0), "k_proj": ("wk", 0), "v_proj": ("wv", 0), "o_proj": ("wo", 1),
+    "gate_proj": ("w1", 0), "up_proj": ("w3", 0), "down_proj": ("w2", 1),
+    "input_layernorm": ("attention_norm", None), "post_attention_layernorm": ("ffn_norm", None),
+    "norm": ("norm", None), "embed_tokens": ("tok_embeddings", 1), "lm_head": ("output", 0),
+}  # fmt: skip
 
 
 def to_meta(folder: Path, shards: int) -> None:
     """Meta's own layout, written from its description: interleaved q and k, tensors split by column
     or by row."""
-    raw, config = load_file(folder / "model.safetensors"), read_config(folder)
-    names = {f"{x}_proj": f"w{x}" for x in "qkvo"} | {
-        "gate_proj": "w1",
-        "up_proj": "w3",
-        "down_proj": "w2",
-    }
-    names |= {
-        "model.": "",
-        "self_attn": "attention",
-        "mlp": "feed_forward",
-        "input_layernorm": "attention_norm",
-    }
-    names |= {
-        "post_attention_layernorm": "ffn_norm",
-        "embed_tokens": "tok_embeddings",
-        "lm_head": "output",
-    }
-    split_axis = {
-        "wq": 0,
-        "wk": 0,
-        "wv": 0,
-        "wo": 1,
-        "w1": 0,
-        "w3": 0,
-        "w2": 1,
-        "tok_embeddings": 1,
-        "output": 0,
-    }
+    config = read_config(folder)
+    half = config.head_dim // 2
     parts: list[dict] = [{} for _ in range(shards)]
-    for name, tensor in raw.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        *place, theirs, _ = name.split(".")
+        if theirs in ("q_proj", "k_proj"):
             heads = tensor.unflatten(0, (-1, config.head_dim))
-            half = config.head_dim // 2
             tensor = torch.stack((heads[:, :half], heads[:, half:]), 2).reshape(tensor.shape)
-        for theirs, metas in names.items():
-            name = name.replace(theirs, metas)
-        axis = split_axis.get(name.split(".")[-2])
+        metas, axis = META_NAMES[theirs]
+        blocks = {"model": "", "self_attn": "attention.", "mlp": "feed_forward."}
+        prefix = "".join(blocks.get(word, f"{word}.") for word in place)
         for i, part in enumerate(parts):
-            part[name] = (tensor if axis is None else tensor.chunk(shards, axis)[i]).clone()
+            cut = tensor if axis is None else tensor.chunk(shards, axis)[i]
+            part[f"{prefix}{metas}.weight"] = cut.clone()
     for i, part in enumerate(parts):
         torch.save(part, folder / f"consolidated.{i:02}.pth")
     fields = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
@@ -3617,21 +3613,11 @@ def to_meta(folder: Path, shards: int) -> None:
 
 LAYOUTS = {
     "bin": to_bin,
-    "safetensors shards": lambda folder: to_shards(folder, "safetensors"),
-    "bin shards": lambda folder: to_shards(folder, "bin"),
-    "meta": lambda folder: to_meta(folder, 1),
-    "meta, 2 shards": lambda folder: to_meta(folder, 2),
+    "safetensors shards": partial(to_shards, suffix="safetensors"),
+    "bin shards": partial(to_shards, suffix="bin"),
+    "meta": partial(to_meta, shards=1),
+    "meta, 2 shards": partial(to_meta, shards=2),
 }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_equal_transformers(tmp_path, layout):
-    theirs = hugging_face_model(**FAMILIES["gqa"])
-    theirs.save_pretrained(tmp_path)
-    LAYOUTS[layout](tmp_path)
-    assert_equals_transformers(tmp_path, theirs)
-
-
 SHARD = "model-00001-of-00002.safetensors"
 
 
@@ -3663,7 +3649,30 @@ def with_tensors(**values):
     return spoil_tensors(lambda tensors: tensors.update(more))
 
 
-FILES = {  # what transformers reads as the same model
+def as_links(folder: Path) -> None:
+    """To another folder, which holds the files by other names, as the hub's cache does."""
+    to_shards(folder, "bin")
+    blobs = folder.with_name(f"{folder.name}-blobs")
+    blobs.mkdir()
+    for i, file in enumerate([*folder.glob("*.*")]):
+        file.rename(blobs / str(i))
+        file.symlink_to(blobs / str(i))
+
+
+def config_beside_params(folder: Path) -> None:
+    """The weights say which of the two is meant."""
+    config = (folder / "config.json").read_bytes()
+    to_meta(folder, 1)
+    (folder / "config.json").write_bytes(config)
+
+
+def params_beside_config(folder: Path) -> None:
+    original = shutil.copy(folder / "model.safetensors", folder / "x")
+    config_beside_params(folder)
+    Path(original).rename(folder / "model.safetensors")
+
+
+FILES = LAYOUTS | {  # what transformers reads as the same model, or Meta's programs
     "a left-over index and a .bin": other_weights,
     "an index whose shards are gone": both(other_weights, lambda f: (f / SHARD).unlink()),
     "a tensor twice": twice,
@@ -3674,40 +3683,17 @@ FILES = {  # what transformers reads as the same model
     "biases of zeros": both(
         with_tensors(o_proj__bias=torch.zeros(64)), spoil_config(mlp_bias=True)
     ),
+    "links": as_links,
+    "config.json beside Meta's": config_beside_params,
+    "params.json beside Hugging Face's": params_beside_config,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", FILES)
-def test_files_beside_or_within_others(tmp_path, how):
+def test_layouts_and_files_beside_others_equal_transformers(tmp_path, how):
     theirs = hugging_face_model(**FAMILIES["gqa"])
     theirs.save_pretrained(tmp_path)
     FILES[how](tmp_path)
-    assert_equals_transformers(tmp_path, theirs)
-
-
-def test_hub_takes_what_a_folder_means(hub, copy):
-    """Nothing of what else lies there is downloaded."""
-    other_weights(copy)
-    hub.files = of_hub_files(copy)
-    load("someone/tiny", device="cpu")
-    fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")}
-    assert "model.safetensors" in fetched and not fetched & {INDEX, SHARD, "pytorch_model.bin"}
-
-
-def of_hub_files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-
-
-def test_config_beside_params(tmp_path):
-    """The weights say which of the two is meant."""
-    theirs = hugging_face_model(**FAMILIES["gqa"])
-    theirs.save_pretrained(tmp_path)
-    config = (tmp_path / "config.json").read_bytes()
-    original = shutil.copy(tmp_path / "model.safetensors", tmp_path / "x")
-    to_meta(tmp_path, 1)
-    (tmp_path / "config.json").write_bytes(config)
-    assert_equals_transformers(tmp_path, theirs)
-    Path(original).rename(tmp_path / "model.safetensors")
     assert_equals_transformers(tmp_path, theirs)
 
 
@@ -3745,49 +3731,94 @@ def test_weights_that_change_while_they_are_read(copy, layout, how):
         load(opened, device="cpu")
 
 
-YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
-OLDER = dict(type="yarn", factor=4.0, original_max_position_embeddings=64)
-
-
-@pytest.mark.parametrize("fields", [
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+NEWER, OLDER = YARN | {"rope_theta": 1e4}, {"type": "yarn"} | YARN
+OLDER.pop("rope_type")
+ROPES = [  # fields of a config.json, in all places where they have been
     dict(rope_scaling=OLDER, rope_theta=1e4),
-    dict(rope_scaling=OLDER, rope_theta=1e4, rope_parameters=YARN),
-    dict(rope_parameters=YARN, rope_scaling=OLDER | {"beta_fast": None}),
-    dict(rope_parameters=YARN, rope_theta=5e5),
+    dict(rope_scaling=OLDER, rope_theta=1e4, rope_parameters=NEWER),
+    dict(rope_parameters=NEWER, rope_scaling=OLDER | {"beta_fast": None}),
+    dict(rope_parameters=NEWER, rope_theta=5e5),
     dict(rope_scaling=dict(type="yarn", factor=4.0), rope_theta=1e4,
          original_max_position_embeddings=64),
     dict(rope_scaling=OLDER | {"original_max_position_embeddings": 9}, rope_theta=1e4,
          original_max_position_embeddings=64),
-], ids=str)  # fmt: skip
-def test_config_places_of_rope_fields(copy, fields):
-    """As transformers reads them."""
-    edit(copy / "config.json", **{"rope_parameters": None} | fields)
+    dict(rope_scaling=dict(type="linear", factor=4.0), rope_theta=1e4),
+    dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4)),
+    dict(rope_parameters=RAMP),
+    dict(rope_theta=5e5), {},
+    # ramps within the frequencies (that of 2000 starts elsewhere with 31 turns as beta_fast) and
+    # beyond them; scales
+    *(dict(rope_parameters=NEWER | {"original_max_position_embeddings": length})
+      for length in (2000, 1 << 17)),
+    *(dict(rope_parameters=NEWER | more) for more in (
+        dict(original_max_position_embeddings=32, factor=8.0, beta_fast=16.0, beta_slow=2.0),
+        dict(factor=2.0, rope_theta=100.0, attention_factor=1.3), dict(mscale=0.7),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ROPES, ids=str)
+def test_yarn_and_config_places_of_rope_equal_transformers(copy, fields):
+    edit(copy / "config.json", **dict(rope_parameters=None) | fields)
     theirs = transformers.AutoConfig.from_pretrained(copy)
-    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    kind = theirs.rope_parameters["rope_type"]
+    freqs = theirs.rope_parameters["rope_theta"] ** -(torch.arange(8.0) / 8)
+    gain = 1.0
+    if kind != "default":
+        freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
     angles = torch.outer(torch.arange(50.0), freqs)
     expected = gain * torch.stack((angles.cos(), angles.sin()), -1)
     assert_close(rope_table(read_config(copy), 50), expected, 1e-5)
 
 
-@pytest.mark.parametrize("fields", [
-    dict(max_window_layers=2), dict(max_window_layers=1), {},
-    dict(layer_types=["full_attention"] * 2, max_window_layers=0),
-    dict(layer_types=["full_attention", "sliding_attention"]),
+GIVEN = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=300, num_key_value_heads=4, max_position_embeddings=999,
+)  # fmt: skip
+SLIDING = dict(use_sliding_window=True, sliding_window=64)
+
+
+WINDOWS = [
+    SLIDING, SLIDING | dict(max_window_layers=2), SLIDING | dict(max_window_layers=1),
+    SLIDING | dict(layer_types=["full_attention"] * 2, max_window_layers=0),
+    SLIDING | dict(layer_types=["full_attention", "sliding_attention"]),
+]  # fmt: skip
+SAID = [
+    {}, dict(sliding_window=8), dict(use_sliding_window=False, sliding_window=8),
+    dict(rms_norm_eps=1e-3, tie_word_embeddings=True, head_dim=24, num_key_value_heads=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, fields", [
+    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3"), SAID),
+    *itertools.product(("Qwen2", "Qwen3"), WINDOWS),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_config_windows_of_layers(copy, family, fields):
-    fields = fields | dict(model_type=family, use_sliding_window=True, sliding_window=64)
-    edit(copy / "config.json", **fields)
-    theirs = transformers.AutoConfig.from_pretrained(copy)
-    windows = "sliding_attention" in theirs.layer_types
-    assert read_config(copy).sliding_window == (64 if windows else None)
+def test_config_fields_and_defaults(tmp_path, family, fields):
+    """Absent fields have transformers' defaults. A window counts where a layer has it."""
+    said = GIVEN | fields | {"model_type": family.lower()}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    ours = read_config(tmp_path)
+    theirs = getattr(transformers, f"{family}Config")(**GIVEN | fields)
+    windows = {"sliding_attention"} & set(getattr(theirs, "layer_types", None) or [])
+    window = None if family == "Llama" else theirs.sliding_window
+    if family.startswith("Qwen") and not windows:
+        window = None
+    expected = dict(
+        dim=64, hidden_dim=96, n_layers=2, n_heads=4, vocab_size=300, sliding_window=window,
+        n_kv_heads=theirs.num_key_value_heads, norm_eps=theirs.rms_norm_eps,
+        rope_theta=theirs.rope_parameters["rope_theta"], max_seq_len=theirs.max_position_embeddings,
+        tie_embeddings=theirs.tie_word_embeddings,
+        head_dim=getattr(theirs, "head_dim", None) or 16,
+        qkv_bias=family == "Qwen2", qk_norm=family == "Qwen3",
+    )  # fmt: skip
+    assert {name: getattr(ours, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_biases_of_attention(tmp_path, cli, family):
-    theirs = hugging_face_model(
-        model=family, num_key_value_heads=2, head_dim=16, attention_bias=True
-    )
+    shape = dict(num_key_value_heads=2, head_dim=16, attention_bias=True)
+    theirs = hugging_face_model(model=family, **shape)
     for layer in theirs.model.layers:
         layer.self_attn.o_proj.bias.data.zero_()
     theirs.save_pretrained(tmp_path)
@@ -3797,50 +3828,33 @@ def test_biases_of_attention(tmp_path, cli, family):
     assert_refused(cli("-m", tmp_path, "-p", "a"), said)
 
 
-def test_config_sliding_window(copy):
-    edit(copy / "config.json", model_type="mistral", max_position_embeddings=8192)
-    assert load(copy, device="cpu").ctx_size == 4096
-    edit(copy / "config.json", sliding_window=None)
-    assert load(copy, device="cpu", ctx_size=5000).ctx_size == 5000
-
-
-def test_config_older_rope_fields(tiny, copy):
-    edit(copy / "config.json", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))
-    newer = read_config(copy)
-    edit(
-        copy / "config.json",
-        rope_parameters=None,
-        rope_theta=1e4,
-        rope_scaling={"type": "linear", "factor": 4.0},
-    )
-    assert read_config(copy) == newer != read_config(tiny)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_config_defaults(tmp_path, family):
-    """Absent fields have transformers' defaults."""
-    given = dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        vocab_size=300,
-    )
-    (tmp_path / "config.json").write_text(json.dumps(given | {"model_type": family.lower()}))
-    ours, theirs = read_config(tmp_path), getattr(transformers, f"{family}Config")(**given)
-    assert (
-        ours.norm_eps == theirs.rms_norm_eps
-        and ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    )
-    assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
+@pytest.mark.parametrize("fields, asked, size", [
+    (dict(), None, 256), (dict(), 0, 256), (dict(), 1, 1), (dict(), 300, 300),
+    (dict(max_position_embeddings=8192), None, 4096), (dict(max_position_embeddings=8192), 0, 8192),
+    (dict(model_type="mistral", max_position_embeddings=8192), None, 4096),
+    (dict(model_type="mistral", sliding_window=None), 5000, 5000),
+    (dict(model_type="mistral", sliding_window=99), 99, 99),
+])  # fmt: skip
+def test_sizes_of_the_context(copy, fields, asked, size):
+    """None: the model's own, but at most 4096; 0: the model's own, however large."""
+    edit(copy / "config.json", **fields)
+    assert load(copy, device="cpu", ctx_size=asked).ctx_size == size
+    with pytest.raises(ValueError, match="ctx_size is -1"):
+        load(copy, device="cpu", ctx_size=-1)
 
 
 def test_config_eos_of_both_files(copy):
-    edit(copy / "config.json", eos_token_id=[7, 2])
+    edit(copy / "config.json", eos_token_id=[7, 2], bos_token_id=5)
     edit(copy / "generation_config.json", eos_token_id=[2, 9])
-    assert read_config(copy).eos_ids == (2, 9, 7)
+    assert read_config(copy).eos_ids == (2, 9, 7) and read_config(copy).bos_id == 1
+    edit(copy / "generation_config.json", bos_token_id=None, eos_token_id=0)
+    assert read_config(copy).eos_ids == (0, 7, 2) and read_config(copy).bos_id == 5
+
+
+# ---- extra/hub.py
+
+
+HASH = "a" * 40
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -3870,36 +3884,32 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def response(self, path: str) -> tuple[int, bytes, dict[str, str]]:
         if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
             return 401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the licence"}
-        tree = [
-            {"type": "file", "path": n, "size": len(data), "oid": "0" * 40}
-            for n, data in self.files.items()
-        ]
-        about = {
-            "id": "someone/tiny",
-            "sha": "a" * 40,
-            "siblings": [{"rfilename": name} for name in self.files],
-        }
         if found := re.fullmatch("/api/models/someone/tiny(/revision/.*|/tree/.*|)", path):
-            is_tree = found[1].startswith("/tree")
-            return (
-                200,
-                json.dumps(tree if is_tree else about).encode(),
-                {"Content-Type": "application/json"},
-            )
-        data = self.files.get(path.removeprefix(f"/someone/tiny/resolve/{'a' * 40}/"))
+            said = {"id": "someone/tiny", "sha": HASH}
+            said["siblings"] = [{"rfilename": name} for name in self.files]
+            if found[1].startswith("/tree"):
+                row = lambda n, data: dict(type="file", path=n, size=len(data), oid="0" * 40)
+                said = [row(*file) for file in self.files.items()]
+            return 200, json.dumps(said).encode(), {"Content-Type": "application/json"}
+        data = self.files.get(path.removeprefix(f"/someone/tiny/resolve/{HASH}/"))
         if data is None:
             return 404, b"", {"X-Error-Code": "RepoNotFound"}
-        return (
-            200,
-            data,
-            {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "a" * 40},
-        )
+        digest = hashlib.sha256(data).hexdigest()
+        return 200, data, {"ETag": f'"{digest}"', "X-Repo-Commit": HASH}
+
+    @classmethod
+    def fetched(cls) -> list[str]:
+        """The names of the files that were downloaded, since it was last asked."""
+        names = [line for line in cls.asked if line.startswith("GET /someone")]
+        cls.asked.clear()
+        return sorted(line.rpartition("/")[2] for line in names)
 
 
 def of_hub(folder: Path) -> dict[str, bytes]:
     """A checkpoint as a repository, which has other files, too."""
     others = ("README.md", "original/model.safetensors", "tf_model.h5")
-    return {file.name: file.read_bytes() for file in folder.iterdir()} | dict.fromkeys(others, b"x")
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    return files | dict.fromkeys(others, b"x")
 
 
 @pytest.fixture
@@ -3907,7 +3917,8 @@ def hub(tiny, tmp_path, monkeypatch):
     """A hub on the loopback address with the tiny checkpoint, and an empty cache."""
     Hub.files, Hub.asked, Hub.token = of_hub(tiny) | {"pytorch_model.bin": b"x" * 999}, [], None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        serve_forever = partial(server.serve_forever, poll_interval=0.01)
+        threading.Thread(target=serve_forever, daemon=True).start()
         set_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}", tmp_path / "cache")
         yield Hub
         server.shutdown()
@@ -3929,41 +3940,39 @@ def set_hub(monkeypatch, endpoint: str, cache: Path, offline: bool = False) -> N
         monkeypatch.setattr(huggingface_hub.constants, name, value)
 
 
-def test_hub_downloads_once_what_is_needed(hub, tiny, cli, monkeypatch, tmp_path):
+NEEDED = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.model"]
+
+
+def test_hub_downloads_once_what_is_needed(hub, tiny, copy, cli, monkeypatch, tmp_path):
     """First by a process of its own, in which no test has imported or set anything."""
     flags = ("someone/tiny", "-p", "Once", "-n", 4, "--temp", 0, "--quiet")
     expected = cli("-m", tiny, *flags[1:])
     process = program("-hf", *flags)
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out.decode(), err.decode()) == expected
-    fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")}
-    assert fetched == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.model",
-    }
-    before = len(hub.asked)
-    assert cli("-m", *flags) == expected and len(hub.asked) == before, (
-        "the second time is without the network"
-    )
+    assert hub.fetched() == NEEDED
+    again = "the second time is without the network"
+    assert cli("-m", *flags) == expected and not hub.asked, again
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
     next((tmp_path / "cache").rglob("snapshots/*/generation_config.json")).unlink()
     assert cli("-m", *flags) == expected, "offline, what is there has to do"
 
 
-@pytest.mark.parametrize(
-    "layout, listed", [(None, True), ("safetensors shards", False), ("meta, 2 shards", False)]
-)
-def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, listed):
+@pytest.mark.parametrize("layout, listed", [
+    ("a left-over index and a .bin", True), ("safetensors shards", False), ("meta, 2 shards", False)
+])  # fmt: skip
+def test_hub_takes_what_a_folder_means_and_finishes_a_download(
+    hub, copy, monkeypatch, tmp_path, layout, listed
+):
     """One of the files is not there yet, and the disk has room for that one only. listed: whether
     the cache remembers what the repository holds; if another program made it, it does not."""
-    LAYOUTS.get(layout, lambda folder: None)(copy)
+    FILES[layout](copy)
     hub.files = of_hub(copy)
     whole = load("someone/tiny", dtype="fp32", device="cpu")
-    *_, last = sorted(
-        path for path in (tmp_path / "cache").rglob("snapshots/*/*") if path.stat().st_size > 9999
-    )
+    if listed:
+        assert hub.fetched() == NEEDED, "nothing else that lies there"
+    files = (tmp_path / "cache").rglob("snapshots/*/*")
+    *_, last = sorted(path for path in files if path.stat().st_size > 9999)
     size = last.stat().st_size
     last.resolve().unlink()
     last.unlink()
@@ -3971,129 +3980,64 @@ def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, liste
         shutil.rmtree(tmp_path / "cache" / "models--someone--tiny" / "trees")
     disk = SimpleNamespace(free=size - 1)
     monkeypatch.setattr("extra.hub.shutil.disk_usage", lambda _: disk)
-    with pytest.raises(
-        ValueError, match=r"someone/tiny takes .* GB, but .* GB free \(see HF_HOME\)"
-    ):
+    needs = f"takes {size / 1e9:.2f} GB, but .* has {size / 1e9:.2f} GB free \\(see HF_HOME\\)"
+    with pytest.raises(ValueError, match=f"someone/tiny {needs}"):
         load("someone/tiny", device="cpu")
     disk.free = size
-    hub.asked.clear()
+    hub.fetched()
     again = load("someone/tiny", dtype="fp32", device="cpu")
     assert torch.equal(whole.weights.layers[1].w2.data, again.weights.layers[1].w2.data)
-    assert [line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")] == [
-        last.name
-    ]
-
-
-def test_folders_of_links(tiny, tmp_path, hub):
-    """As the hub's cache has them, and elsewhere: to a folder that holds the files by other names."""
-    snapshot = load("someone/tiny", device="cpu").checkpoint.folder
-    assert (snapshot / "config.json").resolve().parent.name == "blobs"
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    for i, file in enumerate(tiny.iterdir()):
-        (linked / file.name).symlink_to(shutil.copy(file, tmp_path / f"blob-{i}"))
-    models = [load(folder, device="cpu") for folder in (tiny, snapshot, linked)]
-    whole, *others = (logits_of(model, [1, 5, 9]) for model in models)
-    assert all(torch.equal(whole, other) for other in others)
-    assert Tokenizer(linked).encode(TEXT) == Tokenizer(tiny).encode(TEXT)
-    to_bin(linked)
-    (linked / "pytorch_model.bin").rename(tmp_path / "blob")
-    (linked / "pytorch_model.bin").symlink_to("../blob")
-    assert torch.equal(logits_of(load(linked, device="cpu"), [1, 5, 9]), whole)
+    assert hub.fetched() == [last.name]
 
 
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
     "gated": (
-        dict(token="secret"),
-        "",
-        "tiny",
+        dict(token="secret"), "", "tiny",
         "it is gated: accept its licence on its page, and set HF_TOKEN",
     ),
     "gguf": (
-        dict(files={"a.IQ2_M.gguf": b"x"}),
-        "",
-        "tiny",
-        "holds no weights that this program reads",
+        dict(files={"a.IQ2_M.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"
     ),
     "another family": (
         dict(files={"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}),
-        "",
-        "tiny",
-        "config.json: model_type is 'gemma2', which is not supported",
+        "", "tiny", "config.json: model_type is 'gemma2', which is not supported",
     ),
     "another kind": (
-        dict(files={"a.Q4_0.gguf": b"x"}),
-        "",
-        "tiny:Q4_K_M",
+        dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M",
         "holds no GGUF file of the kind Q4_K_M",
     ),
     "unknown": (
-        {},
-        "",
-        "other",
-        "no folder someone/other here, and no such repository on http://127.0.0.1:",
+        {}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"
     ),
     "offline": (
-        {},
-        "offline",
-        "tiny",
+        {}, "offline", "tiny",
         "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`",
     ),
     "not there": ({}, "not there", "tiny", "and the download from http://127.0.0.1:9 failed (Conn"),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("settings, state, name, expected", HUB_REFUSALS.values(), ids=HUB_REFUSALS)
-def test_hub_refusals_are_one_line(
-    hub, cli, monkeypatch, tmp_path, settings, state, name, expected
-):
+@pytest.mark.parametrize("how", HUB_REFUSALS)
+def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, how):
+    settings, state, name, expected = HUB_REFUSALS[how]
     for field, value in settings.items():
         setattr(hub, field, value)
     if state:
         set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=state == "offline")
     assert_refused(cli("-m", f"someone/{name}", "-p", "Once", "-n", 2), expected)
-    assert not [
-        line
-        for line in hub.asked
-        if line.startswith("GET") and line.endswith(("safetensors", "gguf"))
-    ]
+    weights = [name for name in hub.fetched() if name.endswith(("safetensors", "gguf"))]
+    assert not weights, "refused only after gigabytes were fetched"
     if hub.token:
         monkeypatch.setenv("HF_TOKEN", "secret")
         assert cli("-m", "someone/tiny", "-p", "Once", "-n", 2)[0] == 0
-
-
-@pytest.mark.parametrize("fields", [
-    # ramps within the frequencies (that of 2000 starts elsewhere with 31 turns as beta_fast) and
-    # beyond them; a scale
-    *(dict(trained=trained) for trained in (64, 2000, 1 << 17)),
-    dict(trained=32, factor=8.0, beta_fast=16.0, beta_slow=2.0),
-    dict(trained=1000, factor=2.0, rope_theta=100.0, attention_factor=1.3),
-    dict(trained=64, mscale=0.7),
-], ids=str)  # fmt: skip
-def test_yarn_angles_equal_transformers(tmp_path, fields):
-    rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0) | fields
-    trained = rope["original_max_position_embeddings"] = rope.pop("trained")
-    config = dict(
-        hidden_size=64, num_attention_heads=4, max_position_embeddings=int(rope["factor"] * trained)
-    )
-    theirs = transformers.LlamaConfig(**config, rope_parameters=rope)
-    theirs.save_pretrained(tmp_path)
-    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
-    angles = torch.outer(torch.arange(50.0), freqs)
-    assert_close(
-        rope_table(read_config(tmp_path), 50),
-        gain * torch.stack((angles.cos(), angles.sin()), -1),
-        1e-5,
-    )
 
 
 # ---- checkpoint.py: untrusted files
 
 
 def write(name: str, content: str | bytes):
-    return lambda folder: (folder / name).write_bytes(
-        content.encode() if isinstance(content, str) else content
-    )
+    raw = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(raw)
 
 
 def remove(name: str):
@@ -4122,22 +4066,15 @@ class Bomb:
 
 
 UNSAFE = "pytorch_model.bin is damaged, or cannot be read safely"
-INDEX, SHARDS = (
-    "model.safetensors.index.json",
-    [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)],
-)
+INDEX = "model.safetensors.index.json"
+SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13, PTH = "layers.1.w13", "consolidated.01.pth"
 index_of = lambda names: both(
     remove("model.safetensors"), write(INDEX, json.dumps({"weight_map": names}))
 )
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0] * 8,
-    "attention_factor": 1.0,
-}
+ONES = [1.0] * 8
+LONGROPE = dict(rope_type="longrope", short_factor=ONES, long_factor=ONES, attention_factor=1.0)
 
 # how a checkpoint, or one saved in a format, is corrupted: what the one-line error must contain
 SPOILED = {
@@ -4248,32 +4185,23 @@ def tiny_saved(tiny, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("how", SPOILED)
 def test_spoiled_checkpoint_is_one_line(cli, tiny, tiny_saved, how, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    folder = Path(
-        shutil.copytree(
-            tiny_saved if how.startswith("saved") else tiny, tmp_path / "folder" / "copy"
-        )
-    )
+    original = tiny_saved if how.startswith("saved") else tiny
+    folder = Path(shutil.copytree(original, tmp_path / "folder" / "copy"))
     spoil, *expected = SPOILED[how]
     spoil(folder)
-    assert_refused(
-        cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt"), *expected
-    )
-    assert not (tmp_path / "PICKLE_HAS_RUN").exists()
+    said = cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt")
+    assert_refused(said, *expected)
+    assert not (tmp_path / "PICKLE_HAS_RUN").exists(), "opening a checkpoint ran its code"
 
 
 def test_head_dim_that_the_kernels_cannot_run(cli, copy):
-    hugging_face_model(Tokenizer(copy).vocabulary.sp.vocab_size(), head_dim=20).save_pretrained(
-        copy
-    )
-    code, _, err = cli(
-        "-m", copy, "-p", "Once", "-n", 2, "--backend", "triton", "--device", DEVICE.type
-    )
-    assert (
-        code == 1
-        and "head_dim is 20; the kernels need a multiple of 8: use --backend torch"
-        in err.splitlines()[-1]
-    )
-    assert cli("-m", copy, "-p", "Once", "-n", 2, "--device", "cpu")[0] == 0
+    size = Tokenizer(copy).vocabulary.sp.vocab_size()
+    hugging_face_model(size, head_dim=20).save_pretrained(copy)
+    flags = ("-m", copy, "-p", "Once", "-n", 2, "--device")
+    code, _, err = cli(*flags, DEVICE.type, "--backend", "triton")
+    said = "head_dim is 20; the kernels need a multiple of 8: use --backend torch"
+    assert code == 1 and said in err.splitlines()[-1]
+    assert cli(*flags, "cpu")[0] == 0
 
 
 def test_safetensors_cut_short_while_read(tmp_path):
@@ -4296,20 +4224,16 @@ def test_messages_are_one_line(copy):
     folder = copy.rename(copy.parent / "a\n\x1b[31mb")
     spoil_tensors(lambda t: t[NORM].fill_(torch.nan))(folder)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('a\nb\x1b[31m' * 999) }}")
-    sampling = json.dumps({"temperature": "x\ny\x1b" * 999})
     model, tokenizer = load(folder, device="cpu"), Tokenizer(folder)
+    sampling = write("generation_config.json", json.dumps({"temperature": "x\ny\x1b" * 999}))
+    more_tensors = spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))
     for act in (
         lambda: list(generate(model, [1, 5])),
         lambda: tokenizer.apply_chat_template(conversation("hello")),
-        lambda: (
-            spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))(folder) or load(folder)
-        ),
+        lambda: more_tensors(folder) or load(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
-        lambda: (
-            (folder / "generation_config.json").write_text(sampling)
-            and config_module.read_sampling(folder)
-        ),
+        lambda: sampling(folder) and config_module.read_sampling(folder),
     ):
         with pytest.raises((RuntimeError, ValueError)) as raised:
             act()
@@ -4322,15 +4246,11 @@ def test_messages_are_one_line(copy):
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
 def test_loading_bar_ends_full(copy, monkeypatch, shape):
     bars, original, shown = [], checkpoint.tqdm, dict(disable=False, file=io.StringIO())
-    monkeypatch.setattr(
-        checkpoint, "tqdm", lambda **options: bars.append(original(**options | shown)) or bars[-1]
-    )
+    made = lambda **options: bars.append(original(**options | shown)) or bars[-1]
+    monkeypatch.setattr(checkpoint, "tqdm", made)
     hugging_face_model(read_config(copy).vocab_size, **FAMILIES[shape]).save_pretrained(copy)
-    for folder, form in (
-        (copy, None),
-        (copy, "e4m3"),
-        (save(copy, copy.parent / "saved", format="e4m3").parent, None),
-    ):
+    saved = save(copy, copy.parent / "saved", format="e4m3").parent
+    for folder, form in ((copy, None), (copy, "e4m3"), (saved, None)):
         load(folder, format=form)
         assert bars[-1].n == bars[-1].total > 0, (folder, form)
 
@@ -4348,59 +4268,57 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
         (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
         (copy / "tokenizer.json").touch()  # the other comes first
     code, out, err = cli("-m", copy, "--save", saved, "--fp8", form)
-    assert (
-        code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1
-    ), err
+    assert (code, out, err.count("\n")) == (0, "", 1) and f"{saved}: {form} matrices" in err, err
     assert sorted(f for f in copy.parent.iterdir() if f.is_dir()) == [copy, saved]
     assert find_template(copy, {})[0] == find_template(saved, {})[0] == TEMPLATES["llama2"]
     tensors = load_file(saved / "model.safetensors")
     assert tensors["norm.weight"].dtype == torch.float16
-    for name, shape in {
-        "layers.1.w13": (224, 64),
-        "layers.1.w13.scale": (224,),
-        "norm.weight": (64,),
-    }.items():
-        assert tensors[name].shape == shape, "folders that were saved earlier stay readable"
+    written = {"layers.1.w13": (224, 64), "layers.1.w13.scale": (224,), "norm.weight": (64,)}
+    found = {name: tuple(tensors[name].shape) for name in written}
+    assert found == written, "folders that were saved earlier stay readable"
     for dtype in ("fp32", "bf16"):
         # where it was encoded: a GPU may round an error the other way
         options = dict(dtype=dtype, device="cpu")
-        original, again = (
-            load(f, format=fp8, **options) for f, fp8 in ((copy, form), (saved, None))
-        )
-        for one, other in zip(original.weights.matrices, again.weights.matrices):
-            assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors)), (
-                "codes depend on the dtype"
-            )
-        ours, theirs = (
-            logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in (original, again)
-        )
+        models = load(copy, format=form, **options), load(saved, **options)
+        for one, other in zip(*(model.weights.matrices for model in models)):
+            same = all(map(torch.equal, one.tensors, other.tensors))
+            assert same, "codes depend on the dtype"
+        ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in models)
         assert torch.equal(ours, theirs), "a saved model says something else"
     flags, other = ("-p", "Once", "-n", 8, "--temp", 0), "e4m3" if form == "e5m2" else "e5m2"
-    (_, text, _), (code, same, err) = (
-        cli("-m", copy, "--fp8", form, *flags),
-        cli("-m", saved, "--fp8", form, *flags),
-    )
-    assert code == 0 and same == text and f"with {form} matrices" in err
-    for wanted, refused in (
-        (other, ("--fp8", other, *flags)),
-        ("e4m3", ("--save", copy.parent / "again", "--fp8")),
-    ):
-        why = f"its matrices are {form}, and {wanted} would lose precision a second time: run it as it is, or encode"
+    text = cli("-m", copy, "--fp8", form, *flags)[1]
+    code, same, err = cli("-m", saved, "--fp8", form, *flags)
+    assert (code, same) == (0, text) and f"with {form} matrices" in err
+    lossy = "would lose precision a second time: run it as it is, or encode"
+    again = ("--save", copy.parent / "again", "--fp8")
+    for wanted, refused in ((other, ("--fp8", other, *flags)), ("e4m3", again)):
+        why = f"its matrices are {form}, and {wanted} {lossy}"
         assert_refused(cli("-m", saved, *refused), why)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16"])
+def test_what_is_saved_is_encoded_from_the_original(tiny, cli, tmp_path, dtype):
+    """Codes are those of the weights in the file, in fp32; the dtype is that of all else."""
+    code, *_ = cli("-m", tiny, "--save", tmp_path / "saved", "--fp8", "--dtype", dtype)
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    codes, scale = E4M3.encode(load_file(tiny / "model.safetensors")[DOWN])
+    assert code == 0 and torch.equal(tensors["layers.1.w2"], codes)
+    assert torch.equal(tensors["layers.1.w2.scale"], scale.flatten())
+    types = {tensors[f"{name}.weight"].dtype for name in ("norm", "tok_embeddings")}
+    assert types == {hardware.DTYPES.get(dtype, torch.float32)}
 
 
 def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):
     (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
+    empty = tmp_path / "empty"
+    empty.mkdir()
     (copy / "special_tokens_map.json").write_text("{")
     before = sorted(tmp_path.rglob("*"))
 
     def refused(to: str, expected: str, code: int = 1) -> None:
         seen, out, err = cli("-m", copy, "--save", tmp_path / to, "--fp8")
-        assert seen == code and out == "" and expected in err and err.count("\n") == (code == 1), (
-            err
-        )
-        assert sorted(tmp_path.rglob("*")) == before
+        assert (seen, out, err.count("\n")) == (code, "", code == 1) and expected in err, err
+        assert sorted(tmp_path.rglob("*")) == before, "something is left of a save that failed"
 
     refused("new", "special_tokens_map.json is not JSON")
     before.remove(copy / "special_tokens_map.json")
@@ -4414,27 +4332,21 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         refused("new", "File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    steps = [("extra.hardware.free_memory", lambda _: 100_000, "try a smaller", 1)]
-    steps.append(
-        (
-            "extra.save.shutil.disk_usage",
-            lambda _: SimpleNamespace(free=0),
-            "has 0.00 GB free: save elsewhere",
-            1,
-        )
-    )
+    full = lambda _: SimpleNamespace(free=0)
+    steps = [
+        ("extra.hardware.free_memory", lambda _: 100_000, "try a smaller", 1),
+        ("extra.save.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
+    ]
     for step in ("checkpoint.Loader.load", "extra.save.save_file"):
         steps.append((step, fails(OSError("No space left")), "No space left", 1))
         steps.append((step, fails(KeyboardInterrupt()), "", 130))
-        steps += [
-            (step, lambda *_, n=n: signal.raise_signal(n), "", 128 + n) for n in hears_signals
-        ]
+        for number in hears_signals:
+            steps.append((step, lambda *_, n=number: signal.raise_signal(n), "", 128 + number))
     for step, end, expected, code in steps:
         with monkeypatch.context() as patch:
             patch.setattr(step, end)
             refused("new", expected, code)
     rename = lambda file, to: os.rename(file, to) if file.name != "model.safetensors" else 1 / 0
-    empty = tmp_path / "empty"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)  # its last step
         refused("new", "division by zero")
@@ -4445,62 +4357,64 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
     assert cli("-m", copy, "--save", empty, "--fp8", "--quiet") == (0, "", "")
     assert (place.st_ino, place.st_mode) == (empty.stat().st_ino, empty.stat().st_mode)
     assert all(f.is_file() for f in empty.iterdir())
-    modes = {
-        f.stat().st_mode & 0o777
-        for f in (tmp_path / "empty" / "model.safetensors", copy / "config.json")
-    }
+    modes = {f.stat().st_mode & 0o777 for f in (*empty.iterdir(), copy / "config.json")}
     assert len(modes) == 1
 
 
 # ---- checkpoint.py: memory
 
 
-def memory_needed(
-    config: Config, dtype=torch.float32, device="cpu", ctx_size: int = 64, format=None, *options
-) -> list[float]:
-    """GB that check_memory counts: weights, cache, workspace."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError) as error:
-        patch.setattr("extra.hardware.free_memory", lambda device: 0)
-        check_memory(
-            config, dtype, torch.device(device), ctx_size, formats_of(config, format), *options
-        )
-    return [
-        float(number)
-        for number in re.findall(r"(?:weights|tokens|workspace) ([\d.]+) GB", str(error.value))
-    ]
+LLAMA_7B = read_config_like(
+    dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008,
+    vocab_size=32000,
+)  # fmt: skip
 
 
-def test_memory_of_a_format():
-    """In place of the matrices what the format stores. The output matrix of INT4 is in 8 bits. On a
-    CPU, codes of 4 bits are stored twice for bf16."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    config = read_config_like(dim=4096, n_layers=8, hidden_dim=16384, vocab_size=1 << 15)
-    plain, encoded, in_4_bits = (
-        memory_needed(config, fp32, "cuda", 64, format)[0] for format in (None, E4M3, INT4)
-    )
-    *layers, output = names.matrix_shapes(config).values()
-    less = sum(4 * N * K - E4M3.nbytes(N, K) for N, K in [*layers, output])
-    assert plain - encoded == pytest.approx(less / 1e9, abs=0.02)
-    less = sum(4 * N * K - INT4.nbytes(N, K) for N, K in layers)
-    less += 4 * output[0] * output[1] - E4M3.nbytes(*output)
-    assert plain - in_4_bits == pytest.approx(less / 1e9, abs=0.02)
-    once, twice = (memory_needed(config, bf16, on, 64, INT4)[0] for on in ("cuda", "cpu"))
-    copies = sum(N * K for N, K in layers) * 5 / 8
-    assert twice - once == pytest.approx(copies / 1e9, abs=0.02)
+@pytest.mark.parametrize("dtype, device, options, weights, cache, room", [
+    # 32 layers of 202,375,168 weights and an output matrix of 131,072,000, as many in the
+    # embedding, and 65 norms of 4096: 6,738,415,616 in all. A token's keys and values are
+    # 2 * 32 * 4096 numbers. The output matrix, the largest, counts five times
+    ("fp16", "cuda", {}, 13.48, 2.15, 1.31),
+    ("fp32", "cpu", {}, 26.95, 4.29, 2.62),
+    ("fp16", "cuda", dict(ctx_size=1), 13.48, 0.00, 1.31),
+    # half the cache, and room for a layer's 2 * 4096 * 4096, decoded
+    ("fp16", "cuda", dict(kv_fp8=True), 13.48, 1.07, 1.44),
+    # 6,607,077,376 codes, a scale for each of 1,391,872 rows, the embedding
+    ("fp16", "cuda", dict(format=E4M3), 6.88, 2.15, 1.31),
+    # 9 bits for two of 6,476,005,376 codes, a scale for each of 1,359,872 rows; the output matrix
+    # in 8 bits, and the embedding. A CPU keeps 5/8 of a byte more for each code, for bf16
+    ("fp16", "cuda", dict(format=INT4), 4.04, 2.15, 1.31),
+    ("fp32", "cpu", dict(format=INT4), 4.30, 4.29, 2.62),
+    ("bf16", "cpu", dict(format=INT4), 8.09, 2.15, 1.31),
+    # half of the matrices and of the cache; the output matrix has 16,000 rows
+    ("fp16", "cuda", dict(ranks=Ranks(1, 2)), 6.87, 1.07, 0.66),
+])  # fmt: skip
+def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room):
+    """In GB, worked out by hand: if these change, so must what users are told that they need."""
+    ranks = options.get("ranks", Ranks())
+    asked = LLAMA_7B.cut(ranks.size), hardware.DTYPES[dtype], torch.device(device)
+    options = dict(ctx_size=4096) | options
+    options["formats"] = formats_of(asked[0], options.pop("format", None))
+    monkeypatch.setattr("extra.hardware.free_memory", lambda device: 1e6)
+    with pytest.raises(MemoryError) as error:
+        check_memory(*asked, **options)
+    said = re.findall(r"(?:weights|tokens|workspace|=|has) ([\d.]+) GB", str(error.value))
+    total = float(said.pop(3))
+    assert said == [f"{weights:.2f}", f"{cache:.2f}", f"{room:.2f}", "0.00"]
+    assert total == pytest.approx(weights + cache + room, abs=0.016)
+    where = f"{device} for rank 1 of 2 has" if ranks.size > 1 else f"but {device} has"
+    assert where in str(error.value)
 
 
-def test_memory_of_cache_and_workspace():
-    """Keys and values in 16 or 8 bits; the workspace grows with the largest matrix and, for keys and
-    values in 8 bits, with a layer's, decoded."""
-    c = read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
-    needed = lambda kv_fp8: memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv_fp8)
-    (_, halves, room), (_, codes, larger) = needed(False), needed(True)
-    assert codes == pytest.approx(halves / 2, abs=0.02)
-    assert larger - room == pytest.approx(2 * 2 * 2 * c.kv_dim * 65536 / 1e9, abs=0.02)
-    for dtype in (torch.float16, torch.float32):
-        wide = memory_needed(read_config_like(hidden_dim=1 << 22), dtype)[2]
-        largest = 2 * (1 << 22) * read_config_like().dim
-        assert wide == pytest.approx(hardware.MARGIN * dtype.itemsize * largest / 1e9, abs=0.02)
+def test_memory_that_is_just_enough(monkeypatch):
+    asked = LLAMA_7B, torch.float16, torch.device("cpu"), 4096, {}
+    need = 2 * 6_738_415_616 + 2 * 2 * 32 * 4096 * 4096 + 5 * 2 * 131_072_000
+    for has, ranks in ((need, Ranks()), (4 * need, Ranks(1, 4, 1, 4))):  # which share a host's
+        monkeypatch.setattr("extra.hardware.free_memory", lambda device, has=has: has)
+        assert check_memory(*asked, ranks=ranks) is None
+        monkeypatch.setattr("extra.hardware.free_memory", lambda device, has=has: has - 1)
+        with pytest.raises(MemoryError, match=f"= {need / 1e9:.2f} GB, but cpu.* has .* free: try"):
+            check_memory(*asked, ranks=ranks)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -4528,60 +4442,60 @@ def streamed(tokenizer: Tokenizer, ids: list[int], **options) -> list[str]:
     return [stream.push(i) for i in ids] + [stream.finish()]
 
 
-def test_tokenizer_round_trip(tiny):
+# any text, but for the character that SentencePiece takes for a space
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581\0"))
+FEW_LETTERS = st.text("ab é🐢", max_size=12)
+
+
+def in_parts(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
+    """The ids of a text that was cut at these characters."""
+    ends = sorted(cut % (len(text) + 1) for cut in cuts) + [len(text)]
+    parts = [text[a:b] for a, b in zip([0, *ends], ends)]
+    return tokenizer.vocabulary.encode_after("x" + parts[0])[1:] + [
+        i for part in parts[1:] for i in tokenizer.vocabulary.encode_after(part)
+    ]
+
+
+@examples(200, text=ANY_TEXT, before=st.sampled_from(["so.", "a", "\n", ""]))
+@hypothesis.example(text="</s><s>", before="so.")
+@hypothesis.example(text=" two spaces  inside ", before="so.")
+def test_tokenizer_round_trip(tiny, text, before):
     tokenizer = Tokenizer(tiny)
-    for text in (
-        "Once upon a time",
-        " two spaces  inside ",
-        "Żółw \U0001f422 \u4f60\u597d\n\n",
-        "",
-        "</s><s>",
-        "a\tb",
-    ):
-        ids = tokenizer.encode(text, bos=False)
-        assert tokenizer.decode(ids) == text == tokenizer.vocabulary.sp.decode(ids)
-        assert tokenizer.bos not in ids and tokenizer.eos not in ids
-        pieces = streamed(tokenizer, ids, at_start=True)
-        assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
-        assert (
-            tokenizer.decode(tokenizer.encode("so.") + tokenizer.vocabulary.encode_after(text))
-            == f"so.{text}"
-        )
-    assert tokenizer.encode("x")[0] == tokenizer.bos
-    assert "".join(streamed(tokenizer, tokenizer.encode("time", bos=False))) == " time", (
-        "text goes on with its space"
-    )
+    ids = tokenizer.encode(text, bos=False)
+    assert tokenizer.decode(ids) == text == tokenizer.vocabulary.sp.decode(ids)
+    assert tokenizer.bos not in ids and tokenizer.eos not in ids
+    assert tokenizer.encode(text) == [tokenizer.bos, *ids]
+    pieces = streamed(tokenizer, ids, at_start=True)
+    assert "".join(pieces) == text, "the stream loses or adds characters"
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces), "a character was cut in two"
+    if before:
+        joined = tokenizer.encode(before) + tokenizer.vocabulary.encode_after(text)
+        assert tokenizer.decode(joined) == before + text
+    words = tokenizer.encode("time", bos=False)
+    assert "".join(streamed(tokenizer, words)) == " time", "text goes on with its space"
 
 
-@pytest.mark.parametrize(
-    "stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"], ["fox. It says"]]
-)
-def test_stop_strings_across_tokens(tiny, stops):
-    tokenizer, text = Tokenizer(tiny), "Once upon a time there was a fox. It said"
-    stream = TextStream(tokenizer, at_start=True, stops=stops)
-    shown = ""
-    for i in tokenizer.encode(text, bos=False):
+@examples(
+    400, text=FEW_LETTERS, cuts=st.lists(st.integers(0, 12), max_size=4),
+    stops=st.lists(st.text("ab é🐢", min_size=1, max_size=4), max_size=3),
+)  # fmt: skip
+@hypothesis.example(text="ab", cuts=[], stops=["bc"])
+@hypothesis.example(text="aab", cuts=[1, 2], stops=["ab", "aac"])
+def test_stop_strings_across_tokens(tiny, text, cuts, stops):
+    """The one that ends first counts, however the text is cut into tokens; of those that end
+    together, the longest. What only begins like one is shown, at the latest at the end."""
+    tokenizer = Tokenizer(tiny)
+    stream, shown = TextStream(tokenizer, stops=stops), ""
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    expected = text[: min(ends)[1]] if ends else text
+    for i in in_parts(tokenizer, text, cuts):
         shown += stream.push(i)
-        assert text.startswith(shown) and not any(stop in shown for stop in stops)
-    found = [text.find(stop) for stop in stops if stop in text]
-    assert (
-        stream.stopped == bool(found)
-        and shown + stream.finish() == text[: min(found, default=len(text))]
-    )
-
-
-def test_the_stop_string_that_ends_first_counts(tiny):
-    """However the text is cut into tokens; of those that end together, the longest."""
-    tokenizer = Tokenizer(tiny)
-    stops = ["ce upo", "upon a", "e u", "on a", "time th"]
-    for chosen in itertools.combinations(stops, 3):
-        text = "Once upon a time there"
-        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in chosen]
-        whole = tokenizer.encode(text, bos=False)
-        letters = [i for letter in text for i in tokenizer.vocabulary.encode_after(letter)]
-        for ids in (whole, letters):
-            shown = "".join(streamed(tokenizer, ids, at_start=True, stops=chosen))
-            assert shown == text[: min(ends)[1]], (chosen, ids)
+        assert expected.startswith(shown), "what belongs to a stop string was shown"
+        longest = max(map(len, stops), default=1) - 1
+        assert stream.stopped or stream.held_back <= longest, "more is held back than may be one"
+    assert shown + stream.finish() == expected, "characters are lost, or a stop string is shown"
+    assert stream.stopped == bool(ends)
 
 
 def test_continuation_takes_what_does_not_merge():
@@ -4590,23 +4504,22 @@ def test_continuation_takes_what_does_not_merge():
     text."""
     encode = lambda text: [ord(c) for c in "_" + text.replace(".b", "X").replace("\nb", "Y")]
     assert encode_continuation("bc", encode) == [ord("b"), ord("c")]
-    assert encode_continuation("c", lambda text: [hash(text)]) == [hash("c")], (
-        "where all merge, as if alone"
-    )
+    all_merge = lambda text: [hash(text)]
+    assert encode_continuation("c", all_merge) == [hash("c")], "where all merge, as if alone"
 
 
-def test_ids_and_bytes_that_are_no_text(tiny):
+@examples(100, raw=st.binary(max_size=8))
+@hypothesis.example(raw=b"\xf0\x9f\x90")
+@hypothesis.example(raw=b"\xed\xa0\x80\xc3\xa9\xe2\x82")
+def test_ids_and_bytes_that_are_no_text(tiny, raw):
     """Bytes that make no character are decoded as SentencePiece does."""
     tokenizer = Tokenizer(tiny)
     assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
     byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
-    for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
-        ids = [byte[b] for b in raw]
-        assert (
-            tokenizer.decode(ids)
-            == "".join(streamed(tokenizer, ids))
-            == tokenizer.vocabulary.sp.decode(ids)
-        )
+    ids = [byte[b] for b in b"a" + raw]
+    text = tokenizer.vocabulary.sp.decode(ids)
+    assert "".join(streamed(tokenizer, ids)) == text
+    assert tokenizer.decode(ids) == text
 
 
 TEXTS = {  # what our templates write, after bos, of a talk with and one without an answer
@@ -4664,10 +4577,7 @@ REFUSED = {  # templates, and what is said of them
     "includes": ("{% include '/etc/passwd' %}", "the chat template says"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     "is large": ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
-    "writes nothing": (
-        "{% if 0 %}x{% endif %}",
-        "the chat template writes nothing for this conversation",
-    ),
+    "writes nothing": ("{% if 0 %}x{% endif %}", "writes nothing for this conversation"),
 }
 
 
@@ -4680,12 +4590,8 @@ def test_template_errors(cli, tiny, tmp_path, text, expected):
 
 def test_half_typed_control_tokens(tiny):
     t = Tokenizer(tiny)
-    for template, typed in (
-        ("{}/s>", "a <"),
-        ("{}/s>", "</s> <\n"),
-        ("</{}", "s> a"),
-        ("</{}", " s>"),
-    ):
+    halves = (("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>"))
+    for template, typed in halves:
         t.chat_template = template.format("{{ messages[0]['content'].strip() }}")
         ids = t.apply_chat_template(conversation(typed))
         assert t.eos not in ids and "</s>" in t.decode(ids), (template, typed)
@@ -4694,16 +4600,14 @@ def test_half_typed_control_tokens(tiny):
 
 def test_added_tokens_and_bos(copy):
     size = Tokenizer(copy).vocabulary.size
+    end = lambda *given: Tokenizer(copy, *given).control.get("<|im_end|>")
     (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
-    assert (
-        Tokenizer(copy).control["<|im_end|>"]
-        == Tokenizer(copy, size + 1).control["<|im_end|>"]
-        == size
-    )
-    assert "<|im_end|>" not in Tokenizer(copy, size).control, "the model has no embedding for it"
+    assert end() == end(size + 1) == size
+    assert end(size) is None, "the model has no embedding for it"
     assert Tokenizer(copy, bos_id=7).bos == 1, "the tokenizer's own comes first"
-    (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
-    assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
+    for adds_bos, first in ((False, []), (True, [1]), (None, [1])):
+        edit_or_make(copy / "tokenizer_config.json", add_bos_token=adds_bos)
+        assert Tokenizer(copy).encode("x") == first + Tokenizer(copy).vocabulary.sp.encode("x")
     # as transformers 5 saves them, where tokenizer.model has stayed
     added = [
         dict(id=size + 1, content="<tool>", special=False),
@@ -4712,6 +4616,11 @@ def test_added_tokens_and_bos(copy):
     (copy / "tokenizer.json").write_text(json.dumps({"added_tokens": [*added, dict(id="x"), 3]}))
     t = Tokenizer(copy, size + 2)
     assert t.control["<|im_end|>"] == size and t.decode([size + 1, size]) == "<tool>"
+
+
+def edit_or_make(file: Path, **fields) -> None:
+    said = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(said | fields))
 
 
 def test_added_tokens_of_a_tokenizer_model(copy):
@@ -4817,9 +4726,8 @@ def test_control_tokens_of_a_tokenizer_model(tmp_path, legacy):
     """Mistral's v2 and v3 have [INST] as a control token, and no space is added to the text after
     it."""
     train_sentencepiece(tmp_path, control_symbols=["[INST]", "[/INST]"])
-    config = {"chat_template": CHAT_FAMILIES["mistral 7b v0.3"][2]} | (
-        {} if legacy is None else {"legacy": legacy}
-    )
+    config = {"chat_template": CHAT_FAMILIES["mistral 7b v0.3"][2]}
+    config |= {} if legacy is None else {"legacy": legacy}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     t = Tokenizer(tmp_path)
     begin, end = t.control["[INST]"], t.control["[/INST]"]
@@ -4896,24 +4804,18 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
     kind, control, template = CHAT_FAMILIES[family]
     pre, normalizers = tokenizers.pre_tokenizers, tokenizers.normalizers
     if kind == "byte level":
-        raw = train_byte_pairs(
-            pre.ByteLevel(add_prefix_space=False), [TEXT] * 20, pre.ByteLevel.alphabet()
-        )
+        cut = pre.ByteLevel(add_prefix_space=False)
+        raw = train_byte_pairs(cut, [TEXT] * 20, pre.ByteLevel.alphabet())
         t = tokenizers.Tokenizer.from_str(json.dumps(raw))
     else:
         pieces = train_byte_pairs(pre.Metaspace(prepend_scheme="first"), [TEXT] * 20, [])["model"]
         vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *pieces["vocab"]]
-        ids, merges = (
-            {piece: i for i, piece in enumerate(vocab)},
-            [tuple(pair) for pair in pieces["merges"]],
-        )
-        t = transformers.LlamaTokenizer(ids, merges).backend_tokenizer
+        ids = {piece: i for i, piece in enumerate(vocab)}
+        t = transformers.LlamaTokenizer(ids, [*map(tuple, pieces["merges"])]).backend_tokenizer
     # from old tokenizers: a space before the text and after each control token
     if kind == "spaced pieces":
-        t.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        t.pre_tokenizer = None
+        spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        t.normalizer, t.pre_tokenizer = normalizers.Sequence(spaces), None
     for token in control:
         flags = dict(special="hink" not in token and "User" not in token, normalized=False)
         strips = dict(lstrip=token == "<|im_end|>", rstrip=token == "<|end_header_id|>")
@@ -4923,12 +4825,8 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
         ids = [(bos, t.token_to_id(bos))]
         t.post_processor = tokenizers.processors.TemplateProcessing(f"{bos} $A", special_tokens=ids)
     t.save(str(folder / "tokenizer.json"))
-    config = dict(
-        tokenizer_class="PreTrainedTokenizerFast",
-        bos_token=bos,
-        eos_token=eos,
-        chat_template=template,
-    )
+    config = dict(bos_token=bos, eos_token=eos, chat_template=template)
+    config |= dict(tokenizer_class="PreTrainedTokenizerFast")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -4937,19 +4835,9 @@ def random_text(length: int) -> str:
     """Words, white space, and characters of all planes, except U+2581, which SentencePiece takes
     for a space."""
     planes = [(32, 127), (32, 0x300), (0x300, 0xD800), (0xE000, 0x110000)]
-    words = lambda: [
-        "the",
-        " fox",
-        "  ",
-        "\n",
-        "\n\n",
-        "\t",
-        "12",
-        chr(random.randrange(*random.choice(planes))),
-    ]
-    return "".join(random.choice(words()) for _ in range(random.randrange(length))).replace(
-        "\u2581", " "
-    )
+    words = ["the", " fox", "  ", "\n", "\n\n", "\t", "12"]
+    one = lambda: random.choice([*words, chr(random.randrange(*random.choice(planes)))])
+    return "".join(one() for _ in range(random.randrange(length))).replace("\u2581", " ")
 
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
@@ -4957,7 +4845,7 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
     """Text, whole and in two parts, and conversations."""
     ours = Tokenizer(train_tokenizer_json(tmp_path, family))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for _ in range(200):
+    for _ in range(150):
         text = random_text(30)
         assert ours.encode(text) == theirs(text)["input_ids"], (text,)
         ids = ours.encode(text, bos=False)
@@ -4972,17 +4860,14 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
     long = "a" + random_text(20_000) * 5
     assert ours.decode(ours.encode(long, bos=False)) == long
     cut = ours.encode("a\U00010348", bos=False)  # a character of four tokens
-    assert (
-        all(ours.decode(cut[:n]) == theirs.decode(cut[:n]) for n in range(1, len(cut)))
-        and len(cut) > 4
-    )
+    assert len(cut) > 4
+    assert all(ours.decode(cut[:n]) == theirs.decode(cut[:n]) for n in range(1, len(cut)))
     talks = [[random_text(12) for _ in range(random.choice([1, 3, 5]))] for _ in range(10)]
     talks.append(["hi", "<think>\nhm\n</think>\n\nhello", "again"])
     for texts, system, more in itertools.product(talks, ("", "Be kind."), (True, False)):
         messages = conversation(*texts, system=system)
-        expected = theirs.apply_chat_template(
-            messages, add_generation_prompt=more, return_dict=False
-        )
+        asked = dict(add_generation_prompt=more, return_dict=False)
+        expected = theirs.apply_chat_template(messages, **asked)
         assert ours.apply_chat_template(messages, more) == expected, messages
 
 
@@ -4995,9 +4880,8 @@ def test_template_has_what_transformers_gives(tmp_path):
     theirs.chat_template = source
     (tmp_path / "chat_template.jinja").write_text(source)
     messages = conversation("<a> Ż", "b", "c")
-    assert Tokenizer(tmp_path).chat_prompt(messages).text == theirs.apply_chat_template(
-        messages, tokenize=False
-    )
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    assert Tokenizer(tmp_path).chat_prompt(messages).text == expected
 
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
@@ -5006,17 +4890,17 @@ def test_typed_control_tokens_are_text(tmp_path, family):
     character is lost."""
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
     numbers, names = set(t.control.values()), [name for name in t.control if "think" not in name]
-    halves = [
-        *(name[: random.randrange(len(name))] for name in names),
-        *(name[2:] for name in names),
-    ]
+    halves = [name[: random.randrange(len(name))] for name in names] + [n[2:] for n in names]
     parts = [*names, *halves, " ", "\n", "x", "<"]
-    control_of = lambda *texts: [
-        i for i in t.apply_chat_template(conversation(*texts, system="y")) if i in numbers
-    ]
+
+    def control_of(*texts: str) -> list[int]:
+        ids = t.apply_chat_template(conversation(*texts, system="y"))
+        return [i for i in ids if i in numbers]
+
+    harmless = control_of("x", "x", "x")
     for _ in range(50):
         typed, answer = ("".join(random.choices(parts, k=random.randrange(1, 8))) for _ in range(2))
-        assert control_of(typed, answer, typed) == control_of("x", "x", "x"), (typed, answer)
+        assert control_of(typed, answer, typed) == harmless, (typed, answer)
         assert typed.strip() in t.decode(t.apply_chat_template(conversation(typed))), (typed,)
         assert numbers.isdisjoint(t.encode(typed, bos=False)), (typed,)
         assert t.decode(t.encode("x" + typed, bos=False)) == "x" + typed
@@ -5028,38 +4912,32 @@ def test_answers_keep_their_tokens(tmp_path, family):
     ended it."""
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
     ids, stops = t.turn_ends()
-    prompt = t.chat_prompt(conversation("tell me"))
+    asked = conversation("tell me")
+    prompt = t.chat_prompt(asked)
     for answer in (" \n ", "", "a tale"):
         # Not the tokens that the whole text would have
         letters = [i for letter in answer for i in t.vocabulary.encode_after(letter)]
-        past, second = (
-            Prompt(prompt.text, prompt.ids + letters, answer),
-            conversation("tell me", answer, "go on"),
-        )
-        assert t.chat_prompt(conversation("tell me"), past=past) == prompt, (
-            "the answer is continued, not given again"
-        )
+        past = Prompt(prompt.text, prompt.ids + letters, answer)
+        second = conversation("tell me", answer, "go on")
+        assert t.chat_prompt(asked, past=past) == prompt, "it is continued, not given again"
         again = t.chat_prompt(second, past=past)
         if not again.text.startswith(prompt.text):
-            assert "deepseek" in family, (
-                "which writes <think> before an answer, but not before a past one"
-            )
+            # which writes <think> before an answer, but not before a past one
+            assert "deepseek" in family
             return
         assert again.ids[: len(past.ids)] == past.ids, (again.ids, past)
     end = again.ids[len(past.ids)]
     same = lambda ids: t.decode(ids).replace(" ", "")  # but for the space that this answer lacks
-    assert same(again.ids) == same(t.apply_chat_template(second)) and ids == {end} <= set(
-        t.control.values()
-    )
+    assert same(again.ids) == same(t.apply_chat_template(second))
+    assert ids == {end} <= set(t.control.values())
     assert stops == (["<|user|>"] if "zephyr" in family else [])
     other = t.chat_prompt(second, past=replace(past, answer="another"))
-    assert other.ids == t.apply_chat_template(second), (
-        "what was said is not what the conversation holds"
-    )
+    assert other.ids == t.apply_chat_template(second), "not what the conversation holds"
     past = Prompt("ask:", [1], " a tale")
-    assert [
-        t._common_ends(past, "ask:" + then) for then in ("\n a tale.", " so: a tale.", " the crow")
-    ] == [((12, 1),), (), ()]
+    found = [
+        t._common_ends(past, f"ask:{t_}") for t_ in ("\n a tale.", " so: a tale.", " the crow")
+    ]
+    assert found == [((12, 1),), (), ()]
     # the last question again: the answers before it keep their ids
     third = conversation("tell me", answer, "go on", "more", "and?")
     past = replace(again, ids=again.ids + t.encode("more", bos=False), answer="more")
@@ -5072,9 +4950,7 @@ def test_control_token_in_the_vocabulary(tmp_path):
     (Llama 2 as JSON)."""
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         raw["model"]["ignore_merges"] = True
-        raw["pre_tokenizer"] = dict(
-            type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False
-        )
+        raw["pre_tokenizer"] |= dict(use_regex=False)
         raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
     t = Tokenizer(tmp_path)
     ids = t.encode("<|eot_id|>", bos=False)
@@ -5087,29 +4963,23 @@ def test_many_control_tokens(tmp_path):
     names = [f"<sound_{i}>" for i in range(10_000)] + ["<" * n + "a" for n in range(2, 99)]
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
-        raw["added_tokens"] += [
-            like | {"id": start + i, "content": name} for i, name in enumerate(names)
-        ]
-    (tmp_path / "chat_template.jinja").write_text(
-        "<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a"
-    )
+        more = [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
+        raw["added_tokens"] += more
+    template = "<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a"
+    (tmp_path / "chat_template.jinja").write_text(template)
     began, t = time.process_time(), Tokenizer(tmp_path)
     numbers = set(t.control.values())
+    expected = [t.control[name] for name in ("<sound_77>", "<sound_777>", "<<<a")]
     for typed in ("<" * 5_000, "<sound_77><sound_7", "_3>", "x"):
         control = [i for i in t.apply_chat_template(conversation(typed)) if i in numbers]
-        assert control == [t.control[name] for name in ("<sound_77>", "<sound_777>", "<<<a")], (
-            typed[:99]
-        )
+        assert control == expected, typed[:99]
     assert time.process_time() - began < 60
 
 
 SPOILED_JSON = {  # a change to tokenizer.json, and what is said of it
     "of another kind": (lambda raw: raw["model"].update(type="Magic"), "is not a valid tokenizer"),
     "without a decoder": (lambda raw: raw.update(decoder=None), "its decoder is absent"),
-    "with another decoder": (
-        lambda raw: raw.update(decoder={"type": "Fuse"}),
-        "its decoder is Fuse",
-    ),
+    "another decoder": (lambda raw: raw.update(decoder={"type": "Fuse"}), "its decoder is Fuse"),
     "added tokens": (lambda raw: raw.update(added_tokens=[1, 2]), "is not a valid tokenizer"),
     "a panic": (
         lambda raw: raw["model"].update(continuing_subword_prefix="x" * 9),
@@ -5134,15 +5004,11 @@ QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
 FILE_FORMATS = (*quants.EXACT, *quants.WITH_ZEROS.values(), quants.E4M3_128)
 # at the start of a block; others have one, Q6_K's is the last
 HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
+ALPHABET = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": [
-        *tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        "ab",
-        "<|im_end|>",
-        "</s>",
-    ],
+    "tokenizer.ggml.tokens": [*ALPHABET, "ab", "<|im_end|>", "</s>"],
     "tokenizer.ggml.token_type": [1] * 257 + [3, 3],
     "tokenizer.ggml.merges": ["a b"],
     "tokenizer.ggml.eos_token_id": 258,
@@ -5163,16 +5029,14 @@ def gguf_metadata(config) -> dict:
         "rope.freq_base": floats(rope["rope_theta"]),
     } | ({"attention.key_length": D, "attention.value_length": D} if D else {})
     if rope["rope_type"] in ("linear", "yarn"):
+        original = rope.get("original_max_position_embeddings", 1)
         said |= {
             "rope.scaling.type": rope["rope_type"],
             "rope.scaling.factor": floats(rope["factor"]),
+            "rope.scaling.original_context_length": original,
         }
-        said["rope.scaling.original_context_length"] = rope.get(
-            "original_max_position_embeddings", 1
-        )
-    return {"general.architecture": config.model_type} | {
-        f"{config.model_type}.{k}": v for k, v in said.items()
-    }
+    arch = config.model_type
+    return {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in said.items()}
 
 
 def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor:
@@ -5236,15 +5100,12 @@ def test_gguf_types_are_decoded(number):
     assert torch.equal(layouts.blocks(kind, raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
-    at = 208 if kind.name == "Q6_K" else 0
-    for bad in (NAN, INF):
-        for half in range(HALVES.get(kind.name, 1)):
-            spoiled = raw.clone()
-            spoiled[1, at + 2 * half : at + 2 * half + 2] = (
-                torch.tensor([bad]).half().view(torch.uint8)
-            )
-            with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
-                layouts.checked(layouts.blocks(kind, spoiled))
+    start = 208 if kind.name == "Q6_K" else 0
+    for bad, half in itertools.product((NAN, INF), range(HALVES.get(kind.name, 1))):
+        spoiled, at = raw.clone(), start + 2 * half
+        spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
+        with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
+            layouts.checked(layouts.blocks(kind, spoiled))
 
 
 def stored_in(format, N: int, K: int):
@@ -5266,9 +5127,8 @@ def stored_in(format, N: int, K: int):
         values = (E4M3.floats(codes).unflatten(1, (-1, 128)) * scale[..., None]).flatten(1)
     else:
         codes, scale, zero, values = codes_of(N, K, format.group)
-    codes, scale, zero = (
-        None if t is None else t.to(DEVICE) for t in (codes.to(torch.int8), scale.float(), zero)
-    )
+    found = (codes.to(torch.int8), scale.float(), zero)
+    codes, scale, zero = (None if t is None else t.to(DEVICE) for t in found)
     yield quants.Blocks(codes, scale, zero=zero), values.to(DEVICE)
 
 
@@ -5278,19 +5138,13 @@ def test_products_with_gguf_and_safetensors_formats(format):
     own on a CPU."""
     N, K, errors = 48, 768, {}
     # a GPU adds up a token's products in half precision, whose error varies
-    draws = 8 if ON_GPU else 1
-    for kind, (blocks, exact) in [
-        drawn for _ in range(draws) for drawn in enumerate(stored_in(format, N, K))
-    ]:
+    drawn = [kind for _ in range(8 if ON_GPU else 1) for kind in enumerate(stored_in(format, N, K))]
+    halves, bf16 = torch.float16, torch.bfloat16
+    for kind, (blocks, exact) in drawn:
         w = Matrix(format.empty(N, K, DEVICE), format)
         format.write(blocks, w.tensors)
         assert torch.equal(w.dense(), exact)
-        for T, dtype in (
-            (1, torch.float16),
-            (1, torch.bfloat16),
-            (3, torch.float16),
-            (20, torch.float16),
-        ):
+        for T, dtype in ((1, halves), (1, bf16), (3, halves), (20, halves)):
             x = randn(T, K, dtype=dtype)
             y = kernels.linear_add(x, w, torch.zeros(T, N, dtype=dtype, device=DEVICE))
             errors.setdefault((kind, T, dtype), []).append(nmse(y, x.float() @ exact.t()))
@@ -5319,14 +5173,13 @@ def test_format_of_joined_matrices(kinds, columns, most_bits, name):
 
 def loaded(model, format="held", ranks: Ranks = Ranks()):
     """A rank's weights of a model's checkpoint, in a format; "held": as the file holds them."""
-    fp32 = torch.float32
     c = model.config.cut(ranks.size)
-    formats = (
-        model.checkpoint.formats_as_stored(c, 8) if format == "held" else formats_of(c, format)
-    )
-    return Loader(
-        model.checkpoint, fp32, fp32, torch.device("cpu"), formats, "torch", ranks, quiet=True
-    ).load()
+    if format == "held":
+        formats = model.checkpoint.formats_as_stored(c, 8)
+    else:
+        formats = formats_of(c, format)
+    types = (torch.float32, torch.float32, torch.device("cpu"))
+    return Loader(model.checkpoint, *types, formats, "torch", ranks, quiet=True).load()
 
 
 def assert_two_ranks_have(model, layer) -> None:
@@ -5336,20 +5189,20 @@ def assert_two_ranks_have(model, layer) -> None:
         assert torch.equal(joined, getattr(layer, name).dense()), name
 
 
+OF_BYTES = dict(eos_token_id=258, bos_token_id=None)
+
+
 @pytest.mark.parametrize("family", ["llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3"])
 def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
     monkeypatch.setattr(layouts, "AT_ONCE", 50 * 256)
-    fields = dict(
-        hidden_size=256, intermediate_size=512, head_dim=64, eos_token_id=258, bos_token_id=None
-    )
+    fields = dict(hidden_size=256, intermediate_size=512, head_dim=64) | OF_BYTES
     theirs = hugging_face_model(259, **FAMILIES[family] | fields)
     kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)
     # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
     kinds.insert(3, 12)
-    file = write_gguf(
-        tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, kinds)
-    )
+    made = gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, kinds)
+    file = write_gguf(tmp_path / "a.gguf", *made)
     read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
     names = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
@@ -5366,176 +5219,128 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     """It may be encoded, and saved so, with its tokenizer and its scaling of RoPE."""
-    theirs = hugging_face_model(
-        259, num_key_value_heads=2, rope_parameters=RAMP, eos_token_id=258, bos_token_id=None
-    )
-    metadata = (
-        gguf_metadata(theirs.config)
-        | BYTES
-        | {"tokenizer.chat_template": "{{ messages[0].content }}</s>"}
-    )
+    theirs = hugging_face_model(259, num_key_value_heads=2, rope_parameters=RAMP, **OF_BYTES)
     for parameter in theirs.parameters():
         parameter.data = parameter.to(dtype).float()
-    tensors = gguf_tensors(theirs)
     # norms and factors are in fp32
-    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in tensors.items()}
+    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in gguf_tensors(theirs).items()}
+    template = {"tokenizer.chat_template": "{{ messages[0].content }}</s>"}
+    metadata = gguf_metadata(theirs.config) | BYTES | template
     file = write_gguf(tmp_path / "a.gguf", metadata, tensors)
     read_gguf(theirs, file)
     theirs.save_pretrained(tmp_path / "original")
-    plain, options, ids = (
-        assert_equals_transformers(file, theirs),
-        dict(dtype="fp32", device="cpu"),
-        [*range(40)],
-    )
+    plain, options = assert_equals_transformers(file, theirs), dict(dtype="fp32", device="cpu")
     assert plain.checkpoint.dtype == dtype and plain.checkpoint.quantised == ""
-    encoded, original = (
-        load(name, format="e4m3", **options) for name in (file, tmp_path / "original")
-    )
-    assert torch.equal(
-        encoded.weights.layers[1].wqkv.tensors[0], original.weights.layers[1].wqkv.tensors[0]
-    )
+    both_files = (file, tmp_path / "original")
+    encoded, original = (load(name, format="e4m3", **options) for name in both_files)
+    codes, same = (model.weights.layers[1].wqkv.tensors[0] for model in (encoded, original))
+    assert torch.equal(codes, same)
     assert cli("-m", file, "--fp8", "--save", tmp_path / "saved", "--quiet")[:2] == (0, "")
     saved = load(tmp_path / "saved", **options)
     assert saved.config.rope_factors and saved.config.eos_ids == (258, 257)
-    assert_close(logits_of(saved, ids), logits_of(encoded, ids), 1e-6)
+    assert_close(logits_of(saved, range(40)), logits_of(encoded, range(40)), 1e-6)
     for chat in (conversation("Größe 🙂"), conversation("ab</s>")):
-        assert Tokenizer(tmp_path / "saved").apply_chat_template(chat) == Tokenizer(
-            file
-        ).apply_chat_template(chat)
+        ids = [Tokenizer(path).apply_chat_template(chat) for path in (tmp_path / "saved", file)]
+        assert ids[0] == ids[1]
 
 
 def test_gguf_from_the_command_line(tmp_path, cli):
     """The same text as with the decoded weights, from a file, a folder and parts; a second loss is
     refused."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(HERE / "models/tales").float()
-    metadata = gguf_metadata(model.config) | sentencepiece_metadata(
-        HERE / "models/tales/tokenizer.model"
-    )
+    tales, one, part = HERE / "models/tales", tmp_path / "one", "parts/t-0000%d-of-00002.gguf"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tales).float()
+    metadata = gguf_metadata(model.config) | sentencepiece_metadata(tales / "tokenizer.model")
     tensors = gguf_tensors(model, (2, 8))
-    folder, part = (
-        Path(shutil.copytree(HERE / "models/tales", tmp_path / "decoded")),
-        "parts/t-0000%d-of-00002.gguf",
-    )
-    for name in ("one", "parts"):
-        (tmp_path / name).mkdir()
-    file = write_gguf(tmp_path / "one/tales.gguf", metadata, tensors)
+    folder = Path(shutil.copytree(tales, tmp_path / "decoded"))
+    one.mkdir()
+    (tmp_path / "parts").mkdir()
+    file = write_gguf(one / "tales.gguf", metadata, tensors)
     read_gguf(model, file)
     model.save_pretrained(folder)
-    for i in range(2):
-        split = {
-            "split.no": numpy.uint16(i),
-            "split.count": numpy.uint16(2),
-            "split.tensors.count": len(tensors),
-        }
-        about = metadata if i == 0 else {"general.architecture": "llama"}
-        write_gguf(tmp_path / (part % (i + 1)), about | split, dict([*tensors.items()][i::2]))
-    flags = ("-p", "The king", "-n", 40, "--temp", 0, "--repeat-penalty", 1, "--dtype", "fp32")
-    code, expected, _ = cli("-m", folder, *flags)
-    assert code == 0
-    for name in (file, tmp_path / "one", tmp_path / "parts", tmp_path / (part % 2)):
-        code, out, err = cli("-m", name, *flags)
-        said = "fp32 with q4_0 matrices (Q4_0 and Q8_0 in the file; others as floats)"
-        assert (
-            (code, out) == (0, expected)
-            and f"running   {said} on cpu" in err
-            and err.endswith(f"GB; {said}\n")
-        ), err
-    for more in (["--fp8"], ["--int4"], ["--int4", "--save", tmp_path / "new"]):
-        result = cli("-m", file, *(() if "--save" in more else flags[:4]), *more)
-        assert_refused(
-            result,
-            "tales.gguf: its matrices are Q4_0 and Q8_0, and",
-            "would lose precision a second time",
-        )
+    split = {"split.count": numpy.uint16(2), "split.tensors.count": len(tensors)}
+    for i, about in enumerate((metadata, {"general.architecture": "llama"})):
+        about = about | split | {"split.no": numpy.uint16(i)}
+        write_gguf(tmp_path / (part % (i + 1)), about, dict([*tensors.items()][i::2]))
+    flags = ("-p", "The king", "-n", 20, "--temp", 0, "--repeat-penalty", 1, "--dtype", "fp32")
+    run_it = lambda name: cli("-m", name, *flags)
+    code, expected, _ = run_it(folder)
+    said = "fp32 with q4_0 matrices (Q4_0 and Q8_0 in the file; others as floats)"
+    for name in (file, one, tmp_path / "parts", tmp_path / (part % 2)):
+        code, out, err = run_it(name)
+        assert (code, out) == (0, expected), err
+        assert f"running   {said} on cpu" in err and err.endswith(f"GB; {said}\n"), err
+    lossy = "would lose precision a second time"
+    for more in (
+        ["-p", "a", "--fp8"],
+        ["-p", "a", "--int4"],
+        ["--int4", "--save", tmp_path / "new"],
+    ):
+        its = "tales.gguf: its matrices are Q4_0 and Q8_0, and"
+        assert_refused(cli("-m", file, *more), its, lossy)
     assert not (tmp_path / "new").exists()
-    shutil.copy(file, tmp_path / "one/other.gguf")
-    assert_refused(
-        cli("-m", tmp_path / "one", *flags),
-        "holds several models: take one of other.gguf, tales.gguf",
-    )
+    shutil.copy(file, one / "other.gguf")
+    assert_refused(run_it(one), "holds several models: take one of other.gguf, tales.gguf")
     (tmp_path / "link.gguf").symlink_to(file)
     file.rename(tmp_path / "sha256-00")  # as Ollama names it
-    (tmp_path / "one/tales.gguf").symlink_to("../sha256-00")
-    for name in ("link.gguf", "sha256-00", "one/tales.gguf"):
-        assert cli("-m", tmp_path / name, *flags)[:2] == (0, expected)
+    (one / "tales.gguf").symlink_to("../sha256-00")
+    (one / "other.gguf").unlink()
+    for name in ("link.gguf", "sha256-00", "one/tales.gguf", "one"):
+        assert run_it(tmp_path / name)[:2] == (0, expected)
     # a template may be chosen by it
     assert local_checkpoint(str(tmp_path / "link.gguf")).name == "link.gguf"
-    (tmp_path / "one/other.gguf").unlink()
-    assert cli("-m", tmp_path / "one", *flags)[:2] == (0, expected)
-    first = (tmp_path / (part % 1)).rename(tmp_path / "first.gguf")
-    assert_refused(cli("-m", tmp_path / "parts", *flags), "No such file", "t-00001-of-00002.gguf")
-    first.rename(tmp_path / (part % 1))
-    second = (tmp_path / (part % 2)).rename(tmp_path / "second.gguf")
-    assert_refused(
-        cli("-m", second, *flags), "is one of 2 parts: its name must end in -00001-of-00002.gguf"
-    )
-    assert_refused(
-        cli("-m", tmp_path / (part % 1), *flags), "No such file", "t-00002-of-00002.gguf"
-    )
+    first, second = (tmp_path / (part % i) for i in (1, 2))
+    kept = first.rename(tmp_path / "first.gguf")
+    assert_refused(run_it(tmp_path / "parts"), "No such file", "t-00001-of-00002.gguf")
+    kept.rename(first)
+    moved = second.rename(tmp_path / "second.gguf")
+    named = "is one of 2 parts: its name must end in -00001-of-00002.gguf"
+    assert_refused(run_it(moved), named)
+    assert_refused(run_it(first), "No such file", "t-00002-of-00002.gguf")
 
 
 def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     """As llama.cpp picks it, and nothing else is downloaded."""
     raw = write_gguf(tmp_path / "a.gguf", *small_gguf).read_bytes()
-    names = "a-IQ4_K_M.gguf a-Q2_K.gguf a.Q8_0.gguf q/a-q4_k_m.gguf a-mmproj-Q4_K_M.gguf config.json".split()
+    names = (
+        "a-IQ4_K_M.gguf a-Q2_K.gguf a.Q8_0.gguf q/a-q4_k_m.gguf a-mmproj-Q4_K_M.gguf config.json"
+    )
     # the library knows a file by its hash
-    hub.files = {name: raw + bytes(i) for i, name in enumerate(names)}
-    for kind, wanted in (
-        ("", "q/a-q4_k_m.gguf"),
-        (":q8_0", "a.Q8_0.gguf"),
-        (":Q2_K", "a-Q2_K.gguf"),
-    ):
+    hub.files = {name: raw + bytes(i) for i, name in enumerate(names.split())}
+    place = lambda kind: load(f"someone/tiny{kind}", device="cpu").checkpoint.folder
+    kinds = {"": "q/a-q4_k_m.gguf", ":q8_0": "a.Q8_0.gguf", ":Q2_K": "a-Q2_K.gguf"}
+    for kind, wanted in kinds.items():
         hub.asked.clear()
-        file = load(f"someone/tiny{kind}", device="cpu").checkpoint.folder
+        file = place(kind)
         assert str(file).endswith(wanted) and Tokenizer(file).encode("ab")[-1] == 256
-        fetched = [line for line in hub.asked if line.startswith("GET /someone")]
-        assert len(fetched) == 1 and fetched[0].endswith(wanted)
-        hub.asked.clear()
-        assert load(f"someone/tiny{kind}", device="cpu").checkpoint.folder == file and not hub.asked
+        assert hub.fetched() == [Path(wanted).name]
+        assert place(kind) == file and not hub.asked
     # another program has cached it, too
     (file.parent / "config.json").write_text('{"model_type": "llama"}')
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
-    assert load("someone/tiny:Q8_0", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf"
-    assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a-q4_k_m.gguf"
+    assert place(":Q8_0").name == "a.Q8_0.gguf" and place("").name == "a-q4_k_m.gguf"
     next((tmp_path / "cache").rglob("a-q4_k_m.gguf")).unlink()
-    assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf", (
-        "what there is"
-    )
+    assert place("").name == "a.Q8_0.gguf", "what there is"
     assert pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
     parts = [f"m-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)]
     assert pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
 
 
 def test_gguf_header_holds_every_type_of_value(tmp_path):
-    numbers = [
-        numpy.dtype(f"{sign}int{bits}").type(7) for sign in ("", "u") for bits in (8, 16, 32, 64)
-    ]
-    metadata = {"general.architecture": "llama", "general.alignment": 4096} | {
-        n.dtype.name: n for n in numbers
-    }
+    types = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    metadata = {name: numpy.dtype(name).type(7) for name in types}
     metadata |= {
-        "a": numpy.float32(1e-5),
-        "b": numpy.float32(1 / 3),
-        "float64": numpy.float64(0.1),
-        "yes": True,
-    }
-    metadata |= {
-        "text": "Größe 🙂\0",
-        "": "empty",
-        "strings": ["", "a\0b", "ü" * 300, ""],
-        "ints": [-1, 2],
-    }
-    metadata |= {"floats": [0.5, 2.5], "flags": [True, False]}
-    header = ggml.read_header(
-        write_gguf(tmp_path / "a.gguf", metadata, {f"t{i}": torch.ones(i + 1) for i in range(3)})
-    )
+        "general.architecture": "llama", "general.alignment": 4096, "a": numpy.float32(1e-5),
+        "b": numpy.float32(1 / 3), "float64": numpy.float64(0.1), "yes": True,
+        "text": "Größe 🙂\0", "": "empty", "strings": ["", "a\0b", "ü" * 300, ""],
+        "ints": [-1, 2], "floats": [0.5, 2.5], "flags": [True, False],
+    }  # fmt: skip
+    tensors = {f"t{i}": torch.ones(i + 1) for i in range(3)}
+    header = ggml.read_header(write_gguf(tmp_path / "a.gguf", metadata, tensors))
     for key, value in metadata.items():
         got = header.metadata[key]
         assert (got.tolist() if isinstance(got, memoryview) else got) == value, key
-    assert all(
-        info.offset % 4096 == 0 and info.nbytes == 4 * info.shape[0]
-        for info in header.tensors.values()
-    )
+    sizes = [(info.offset % 4096, info.nbytes) for info in header.tensors.values()]
+    assert sizes == [(0, 4), (0, 8), (0, 12)]
 
 
 def by_hand(tensors=(), metadata=(), version=3, counts=None, data=b"\0" * 4096) -> bytes:
@@ -5553,9 +5358,13 @@ def string(text: bytes) -> bytes:
 
 
 HUGE = 1 << 62
+
+
 OTHER_TYPES = {
     kind.value: kind.name for kind in gguf.GGMLQuantizationType if kind not in ggml.TYPES
 }
+
+
 # a file, or what is put into the metadata or among the tensors, None to leave it out: what the line
 # says
 BAD_GGUF = {
@@ -5619,53 +5428,80 @@ def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
     if isinstance(bad, bytes):
         file.write_bytes(bad)
     else:
-        metadata, tensors = (
-            {
-                k: v
-                for k, v in (part | bad).items()
-                if v is not None and k.endswith(".weight") == of_tensors
-            }
-            for part, of_tensors in zip(small_gguf, (False, True))
-        )
-        write_gguf(file, metadata, tensors)
-    assert_refused(
-        cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), "a.gguf", message
-    )
+        parts = [dict(part) for part in small_gguf]
+        for key, value in bad.items():
+            part = parts[key.endswith(".weight")]
+            part[key] = value
+            if value is None:
+                del part[key]
+        write_gguf(file, *parts)
+    said = cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt")
+    assert_refused(said, "a.gguf", message)
 
 
-def test_gguf_configuration(tmp_path, small_gguf):
-    """What other files say, and what holds if they do not say it."""
+F32, ROPE, LINEAR8 = numpy.float32, "rope.scaling.", (8.0,) * 8
+YARN_GGUF = {f"{ROPE}type": "yarn", f"{ROPE}factor": F32(8), f"{ROPE}original_context_length": 64}
+DIVISORS = torch.linspace(1, 8, 8)
+IDS = "tokenizer.ggml."
+# what llama.cpp's converter writes beside the sizes (the names of the first block follow that of
+# the family; None: it was left out), and what of our Config follows from it
+GGUF_FIELDS = [
+    ({}, dict(rope_theta=5e5, rope_factors=(), rope_gain=1, norm_eps=F32(1e-6), head_dim=16,
+              max_seq_len=256, sliding_window=None, eos_ids=(258, 257), bos_id=None)),
+    ({"rope.freq_base": None}, dict(rope_theta=1e4)),
+    ({"rope.freq_base": F32(1e6)}, dict(rope_theta=1e6)),
+    ({"attention.layer_norm_rms_epsilon": F32(1e-5)}, dict(norm_eps=F32(1e-5))),
+    ({"attention.head_count_kv": None}, dict(n_kv_heads=4)),
+    ({"attention.sliding_window": 64}, dict(sliding_window=64)),
+    ({"attention.sliding_window": 0}, dict(sliding_window=None)),
+    ({"rope.dimension_count": 16, "vocab_size": 259}, dict(head_dim=16, vocab_size=259)),
+    ({f"{ROPE}factor": F32(8)}, dict(rope_factors=LINEAR8, rope_gain=1)),
+    ({"rope.scale_linear": F32(8)}, dict(rope_factors=LINEAR8, rope_gain=1)),
+    ({f"{ROPE}type": "linear", f"{ROPE}factor": F32(1)}, dict(rope_factors=())),
+    ({f"{ROPE}type": "none", f"{ROPE}factor": F32(8)}, dict(rope_factors=())),
+    ({f"{ROPE}attn_factor": F32(0.5)}, dict(rope_factors=(), rope_gain=0.5)),
+    (YARN_GGUF, dict(rope_gain=1 + 0.1 * 2.0794415416798357)),
+    (YARN_GGUF | {f"{ROPE}attn_factor": F32(0.5)}, dict(rope_gain=0.5 + 0.05 * 2.0794415416798357)),
+    ({f"{IDS}bos_token_id": 3, f"{IDS}eot_token_id": 0}, dict(bos_id=3, eos_ids=(258, 0, 257))),
+    ({f"{IDS}eos_token_id": None, f"{IDS}eom_token_id": 5}, dict(eos_ids=(5, 257))),
+    ({f"{IDS}add_bos_token": True, "general.file_type": 1, "general.quantization_version": 2,
+      "general.name": "x", f"{IDS}padding_token_id": 4}, dict(bos_id=None, eos_ids=(258, 257))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said, expected", GGUF_FIELDS, ids=lambda value: str(value)[:60])
+def test_gguf_fields_of_llama_cpps_writer(tmp_path, small_gguf, said, expected):
     metadata, tensors = small_gguf
-    read = lambda more: read_config(write_gguf(tmp_path / "a.gguf", metadata | more, tensors))
-    scaling = "llama.rope.scaling."
-    eight = {f"{scaling}factor": numpy.float32(8)}
-    of_yarn = eight | {f"{scaling}type": "yarn", f"{scaling}original_context_length": 64}
-    factors = {"rope_freqs.weight": torch.linspace(1, 8, 8)}
-    for more in ({}, of_yarn):
-        plain = read(more).rope_factors or (1,) * 8
-        both = read_config(write_gguf(tmp_path / "a.gguf", metadata | more, tensors | factors))
-        expected = torch.tensor(plain) * factors["rope_freqs.weight"]
-        assert torch.tensor(both.rope_factors).equal(expected), "as llama.cpp multiplies"
-    assert read({f"{scaling}attn_factor": numpy.float32(0.5)}).rope_gain == 0.5
-    halved = read(of_yarn | {f"{scaling}attn_factor": numpy.float32(0.5)})
-    assert halved.rope_gain == pytest.approx(0.5 * read(of_yarn).rope_gain)
-    for old in (eight, {"llama.rope.scale_linear": numpy.float32(8)}):
-        assert read(old).rope_factors == (8.0,) * 8 and read(old).rope_gain == 1
-    assert read(eight | {f"{scaling}type": "none"}).rope_factors == ()
-    assert (
-        read({"llama.attention.sliding_window": 64}).sliding_window == 64
-        and read({}).sliding_window is None
-    )
-    metadata = {
-        k: v for k, v in metadata.items() if "head_count_kv" not in k and "freq_base" not in k
-    }
-    config = read({"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.bos_token_id": 3})
-    assert (config.n_kv_heads, config.rope_theta, config.bos_id, config.eos_ids) == (
-        4,
-        1e4,
-        3,
-        (258, 0, 257),
-    )
+    full = lambda key: key if key.startswith(("tokenizer", "general")) else f"llama.{key}"
+    about = metadata | {full(key): value for key, value in said.items()}
+    about = {key: value for key, value in about.items() if value is not None}
+    config = read_config(write_gguf(tmp_path / "a.gguf", about, tensors))
+    for name, value in expected.items():
+        value = value if isinstance(value, tuple) else pytest.approx(value)
+        assert getattr(config, name) == value, f"llama.cpp takes {name} for something else"
+    with_factors = tensors | {"rope_freqs.weight": DIVISORS}
+    both = read_config(write_gguf(tmp_path / "b.gguf", about, with_factors)).rope_factors
+    plain = torch.tensor(config.rope_factors or (1.0,) * 8)
+    assert torch.tensor(both).equal(plain * DIVISORS), "as llama.cpp multiplies"
+
+
+@pytest.mark.parametrize("fast, slow", [(None, None), (16.0, 2.0), (48.0, None)])
+def test_gguf_yarn_equals_transformers(tmp_path, small_gguf, fast, slow):
+    metadata, tensors = small_gguf
+    betas = {"beta_fast": fast, "beta_slow": slow}
+    betas = {name: value for name, value in betas.items() if value}
+    said = YARN_GGUF | {f"{ROPE}yarn_{name}": F32(value) for name, value in betas.items()}
+    said = {f"llama.{key}": value for key, value in said.items()}
+    config = read_config(write_gguf(tmp_path / "a.gguf", metadata | said, tensors))
+    rope = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64, rope_theta=5e5)
+    theirs = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=512,
+        rope_parameters=rope | betas,
+    )  # fmt: skip
+    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    ours = 5e5 ** -(torch.arange(8.0) / 8) / torch.tensor(config.rope_factors)
+    assert_close(ours, freqs, 1e-6)
+    assert config.rope_gain == pytest.approx(gain)
 
 
 GGUF_TEXTS = [
@@ -5700,12 +5536,9 @@ def test_gguf_sentencepiece(tmp_path):
     chat = conversation("Hello </s>", "Hello </s>", "Hello </s>", system="Hello </s>")
     assert ours.apply_chat_template(chat) == original.apply_chat_template(chat)
     more = {"<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4, "[PAD4099]": 2, "[PAD4100]": 2, "": 5}
-    about = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
-    ours = tokenizer(4102, about, **more)
-    assert (
-        ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
-        and ours.control["<|im_start|>"] == 4096
-    )
+    ours = tokenizer(4102, {f"{IDS}add_bos_token": False, f"{IDS}add_space_prefix": False}, **more)
+    assert ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
+    assert ours.control["<|im_start|>"] == 4096
     assert 4098 in ours.encode("so <think> hm") and 4097 not in ours.encode("<|im_end|>")
     assert ours.decode([4097, *ours.encode("a b")]) == "a b" and not ours.vocabulary.adds_space
 
@@ -5713,9 +5546,8 @@ def test_gguf_sentencepiece(tmp_path):
 WORD, REST = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LLAMA_3 = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"
-TEKKEN = (
-    rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{REST}"
-)
+WORDS = rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*"
+TEKKEN = rf"{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{REST}"
 SPLITS = {
     "llama-bpe": [LLAMA_3], "qwen2": [LLAMA_3.replace("{1,3}", "")], "tekken": [TEKKEN],
     "smollm": None, "gpt-2": None, "smaug-bpe": [LLAMA_3],
@@ -5731,35 +5563,31 @@ def test_gguf_byte_pairs(name, tmp_path):
     always = name in ("llama-bpe", "tekken")
     pre = tokenizers.pre_tokenizers
     byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
-    first = [
-        pre.Split(tokenizers.Regex(pattern), "isolated") for pattern in SPLITS[name] or ()
-    ] or [pre.Digits(True)]
+    patterns = [tokenizers.Regex(pattern) for pattern in SPLITS[name] or ()]
+    first = [pre.Split(pattern, "isolated") for pattern in patterns] or [pre.Digits(True)]
     splits = byte_level if name == "gpt-2" else pre.Sequence([*first, byte_level])
     raw = train_byte_pairs(splits, GGUF_TEXTS * 3, pre.ByteLevel.alphabet(), ignore_merges=always)
-    merges = raw["model"]["merges"] = [
-        pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"
-    ]
+    merges = [pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"]
+    raw["model"]["merges"] = merges
     own = tokenizers.Tokenizer.from_str(json.dumps(raw))
     if name == "qwen2":
         own.normalizer = tokenizers.normalizers.NFC()
     own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
     own.add_tokens(["<think>", "~x~"])
-    kinds, size = (
-        {"<|im_end|>": 3, "<|endoftext|>": 3, "<think>": 4, "~x~": 4},
-        own.get_vocab_size(),
-    )
+    kinds = {"<|im_end|>": 3, "<|endoftext|>": 3, "<think>": 4, "~x~": 4}
+    tokens = [*map(own.id_to_token, range(own.get_vocab_size())), "[PAD]"]
+    size = len(tokens) - 1
     metadata = {"general.architecture": "llama"} | BYTES | {
-        "tokenizer.ggml.pre": name,
-        "tokenizer.ggml.tokens": [*map(own.id_to_token, range(size)), "[PAD]"],
-        "tokenizer.ggml.token_type": [kinds.get(own.id_to_token(i), 1) for i in range(size)] + [5],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
-        "tokenizer.ggml.bos_token_id": own.token_to_id("<|endoftext|>"),
-        "tokenizer.ggml.eos_token_id": own.token_to_id("<|im_end|>"),
+        f"{IDS}pre": name,
+        f"{IDS}tokens": tokens,
+        f"{IDS}token_type": [kinds.get(token, 1) for token in tokens[:-1]] + [5],
+        f"{IDS}merges": [" ".join(pair) for pair in merges],
+        f"{IDS}bos_token_id": own.token_to_id("<|endoftext|>"),
+        f"{IDS}eos_token_id": own.token_to_id("<|im_end|>"),
     }  # fmt: skip
     ours = Tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), size + 1)
-    for text in GGUF_TEXTS + [
-        "".join(random.choices("".join(GGUF_TEXTS), k=100)) for _ in range(30)
-    ]:
+    letters = "".join(GGUF_TEXTS)
+    for text in GGUF_TEXTS + ["".join(random.choices(letters, k=100)) for _ in range(30)]:
         ids = own.encode(text, add_special_tokens=False).ids
         assert ours.vocabulary.encode_chat(text, ours._control_in(text), after=False) == ids, text
         assert "<" in text or ours.encode(text, bos=False) == ids
@@ -5767,12 +5595,11 @@ def test_gguf_byte_pairs(name, tmp_path):
     assert ours.control.keys() == {"<|im_end|>", "<|endoftext|>", "<think>"}
     assert ours.bytes_of(own.token_to_id("~x~")) == b"~x~" and ours.bytes_of(size) == b""
     assert (own.token_to_id("Ġupon") in ours.encode("Once upon")) == always
-    assert (ours.encode("ab")[0] == ours.bos) == always
-    for said in (True, False):
-        file = write_gguf(
-            tmp_path / "b.gguf", metadata | {"tokenizer.ggml.add_bos_token": said}, {}
-        )
-        assert (Tokenizer(file).encode("ab")[0] == ours.bos) == said
+    for said in (True, False, None):
+        more = {} if said is None else {f"{IDS}add_bos_token": said}
+        file = write_gguf(tmp_path / "b.gguf", metadata | more, {})
+        adds = always if said is None else said
+        assert (Tokenizer(file).encode("ab")[0] == ours.bos) == adds
 
 
 # ---- extra/quants.py: quantised safetensors, packed as their formats' documents say
@@ -5798,17 +5625,15 @@ def pack_awq(N: int, K: int) -> tuple[dict, torch.Tensor]:
     return dict(qweight=qweight, qzeros=qzeros, scales=scale.t()), values
 
 
-def pack_gptq(
-    N: int, K: int, group: int = 32, less: int = 1, zeros=range(16)
-) -> tuple[dict, torch.Tensor]:
+def pack_gptq(N: int, K: int, group: int = 32, less: int = 1, zeros=range(16)):
     """less: 1 in version 1, subtracted from whole words of zero points. group: 0 for one a row and
     no indices."""
     codes, scale, zero, values = codes_of(N, K, group or K, zeros)
-    found = dict(
-        qweight=words(codes).t(), qzeros=words(zero.t()) - less * 0x11111111, scales=scale.t()
-    )
-    indices = dict(g_idx=torch.arange(K, dtype=torch.int32) // group) if group else {}
-    return found | dict(bias=torch.zeros(N)) | indices, values
+    found = dict(qweight=words(codes).t(), scales=scale.t(), bias=torch.zeros(N))
+    found["qzeros"] = words(zero.t()) - less * 0x11111111
+    if group:
+        found["g_idx"] = torch.arange(K, dtype=torch.int32) // group
+    return found, values
 
 
 def pack_gptq8(N: int, K: int, zeros=(128,)) -> tuple[dict, torch.Tensor]:
@@ -5834,14 +5659,9 @@ def pack_fp8(scale: str, rows: int, columns: int, N: int, K: int) -> tuple[dict,
     weight = (torch.randn(N, K) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     one, (rows, columns) = not rows, (rows or N, columns or K)
     factors = torch.rand(-(-N // rows), -(-K // columns)) * 0.01
-    values = (
-        weight.float() * factors.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
-    )
-    return {
-        "weight": weight,
-        scale: factors[0, 0] if one else factors,
-        "input_scale": torch.ones(1),
-    }, values
+    spread = factors.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
+    stored = {scale: factors[0, 0] if one else factors, "input_scale": torch.ones(1)}
+    return stored | {"weight": weight}, weight.float() * spread
 
 
 def compressed_tensors(form: str, **weights) -> dict:
@@ -5850,10 +5670,16 @@ def compressed_tensors(form: str, **weights) -> dict:
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
+
+
 PACKED = partial(
     compressed_tensors, "pack-quantized", num_bits=4, type="int", strategy="group", group_size=128
 )
+
+
 FLOAT_8 = partial(compressed_tensors, "float-quantized", num_bits=8, type="float", symmetric=True)
+
+
 QUANTISED = {  # quantization_config, how a matrix is packed, the format that holds it
     "AWQ": (dict(quant_method="awq", bits=4, group_size=64, version="gemm"), pack_awq, quants.WITH_ZEROS[64]),
     "GPTQ": (GPTQ, pack_gptq, quants.WITH_ZEROS[32]),
@@ -5883,17 +5709,15 @@ def write_quantised(folder: Path, how: str, **more):
     """A checkpoint in place of the tiny one; returns the model of transformers with the weights
     that it stands for."""
     about, pack, _ = QUANTISED[how]
-    theirs = hugging_face_model(
-        350, num_key_value_heads=2, hidden_size=128, intermediate_size=256, **more
-    ).half()
+    shape = dict(num_key_value_heads=2, hidden_size=128, intermediate_size=256)
+    theirs = hugging_face_model(350, **shape, **more).half()
     theirs.save_pretrained(folder)
     theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
     tensors, weights = load_file(folder / "model.safetensors"), theirs.state_dict()
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         stored, values = pack(*tensors.pop(name).shape)
-        tensors = {
-            name.removesuffix("weight") + key: value.contiguous() for key, value in stored.items()
-        } | tensors
+        stem = name.removesuffix("weight")
+        tensors = {stem + key: value.contiguous() for key, value in stored.items()} | tensors
         weights[name].copy_(values)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit(folder / "config.json", quantization_config=about)
@@ -5904,28 +5728,22 @@ def write_quantised(folder: Path, how: str, **more):
 def test_quantised_safetensors_equal_transformers(copy, cli, how):
     """Matrices bit for bit, also as ranks have them; no second loss."""
     theirs, format = write_quantised(copy, how), QUANTISED[how][2]
-    ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1]
+    ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1].mlp
     weights = loaded(ours)
     # which is slow there
-    decoded = format in (quants.E4M3_128, quants.Q8_0)
-    layer, on_cpu = weights.layers[1], None if decoded else format
-    assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {
-        format
-    } and not weights.output.format
-    assert ours.weights.layers[1].w2.format is on_cpu
-    assert torch.equal(layer.w2.dense(), exact.mlp.down_proj.weight)
-    assert torch.equal(layer.w13.dense()[1::2], exact.mlp.up_proj.weight)
+    on_cpu = None if format in (quants.E4M3_128, quants.Q8_0) else format
+    layer = weights.layers[1]
+    assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {format}
+    assert not weights.output.format and ours.weights.layers[1].w2.format is on_cpu
+    assert torch.equal(layer.w2.dense(), exact.down_proj.weight)
+    assert torch.equal(layer.w13.dense()[1::2], exact.up_proj.weight)
     if format.group <= 64:
         assert_two_ranks_have(ours, layer)
     name = how.partition(",")[0].partition(" ")[0]
-    assert_refused(
-        cli("-m", copy, "--int4", "-p", "a"),
-        f"its matrices are {name}, and int4 would lose precision",
-    )
+    lossy = f"its matrices are {name}, and int4 would lose precision"
+    assert_refused(cli("-m", copy, "--int4", "-p", "a"), lossy)
     code, _, err = cli("-m", copy, "-n", 3, "-p", "Once", "--ignore-eos", "--dtype", "fp32")
-    kept = (
-        f" with {format.name} matrices ({name} in the file" if on_cpu else f" (decoded from {name})"
-    )
+    kept = f" with {format.name} matrices ({name} in the file" if on_cpu else " (decoded from "
     assert code == 0 and f"running   fp32{kept}" in err, err
 
 
@@ -5959,6 +5777,8 @@ def config_with(how: str, **fields) -> tuple:
 
 
 PROJ = "model.layers.0.mlp.up_proj."
+
+
 BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "3 bits": (*config_with("GPTQ", bits=3), "quantised as gptq with bits 3: take"),
     "modelopt": (*config_with("FP8, modelopt", quant_algo="NVFP4"), "quantised as modelopt with quant_algo 'NVFP4'"),
@@ -6005,9 +5825,9 @@ def test_bad_quantised_safetensors_are_one_line(cli, copy, case):
 class Planted(Speculation):
     """Proposes the text that will follow, with errors here and there."""
 
-    def __init__(self, n: int, text: list[int]):
+    def __init__(self, n: int):
         super().__init__(n)
-        self.text = text
+        self.text: list[int] = []
 
     def propose(self, ids):
         coming = self.text[len(ids) : len(ids) + self.n]
@@ -6040,34 +5860,74 @@ def other_model(model):
     return other
 
 
+@pytest.fixture(scope="session")
+def exact(tiny):
+    """Not to be changed; on a GPU, where there is one."""
+    return exact_model(tiny, 64, DEVICE.type)
+
+
+GREEDY = Sampling(temp=0)
 SETTINGS = {
-    "greedy": dict(sampling=Sampling(temp=0)),
-    "hot, without filters": dict(sampling=Sampling(temp=2, top_k=0, top_p=1, min_p=0)),
-    "penalty": dict(sampling=Sampling(repeat_penalty=1.5, repeat_last_n=6)),
+    "greedy": dict(sampling=GREEDY),
+    "hot, without filters": dict(sampling=Sampling(temp=2, top_k=0, top_p=1, min_p=0, seed=5)),
+    "penalty": dict(sampling=Sampling(repeat_penalty=1.5, repeat_last_n=6, seed=0)),
     "penalty on all": dict(sampling=Sampling(temp=0, repeat_penalty=1.1, repeat_last_n=-1)),
-    "n": dict(n=7),
-    "one": dict(n=1),
-    "none": dict(n=0),
-    "eos": dict(eos=range(3, 40)),
-    "eos ignored": dict(sampling=Sampling(temp=0), eos=range(3, 200), ignore_eos=True),
+    "eos": dict(sampling=GREEDY, eos=range(3, 40)),
+    "eos ignored": dict(sampling=GREEDY, eos=range(3, 200), ignore_eos=True),
 }
+WAYS = {
+    "lookup": lambda model, other: Lookup(3),
+    "lookup of one": lambda model, other: Lookup(1),
+    "draft of itself": lambda model, other: Draft(3, copy_module.copy(model)),
+    "another draft": lambda model, other: Draft(4, other),
+    "planted": lambda model, other: Planted(5),
+    "many planted": lambda model, other: Planted(15),
+}
+CALL = st.tuples(
+    st.lists(st.integers(3, 9) | st.integers(3, 299), min_size=1, max_size=20),  # a prompt
+    st.sampled_from([0, 1, 7, 80]),  # tokens; the last fills the context
+    st.sampled_from([*SETTINGS]),
+    st.none() | st.integers(0, 9),  # after so many the text is interrupted
+)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_proposals_do_not_change_the_text(tiny, settings):
-    model = exact_model(tiny, ctx_size=64)  # which many texts fill
-    other, options = other_model(model), dict(sampling=Sampling()) | SETTINGS[settings]
-    options["sampling"] = replace(options["sampling"], seed=SEED)
-    prompt = random.choices(range(3, 300), k=random.choice([1, 9])) * random.choice([1, 3])
-    expected_cache = State(model)
-    expected = list(generate(model, prompt, expected_cache, **options))
-    planted = [Planted(n, prompt + expected) for n in (5, 15)]
-    for way in map(always, [Lookup(3), Draft(3, model), Draft(4, other), *planted]):
-        cache = State(model)
-        assert list(generate(model, prompt, cache, **options, decode=way.decode)) == expected
-        assert cache.pos == cache.device_pos == expected_cache.pos
-        # an eos ends a pass early
-        assert way.passes + way.accepted <= max(len(expected) - 1, 0) + way.n
+@examples(
+    40, way=st.sampled_from([*WAYS]), in_graphs=st.booleans(), calls=st.lists(CALL, max_size=4)
+)
+@hypothesis.example(way="draft of itself", in_graphs=True, calls=[([5] * 9, 80, "penalty", 3)] * 2)
+@hypothesis.example(way="another draft", in_graphs=False, calls=[([5, 6], 7, "eos", None)] * 3)
+def test_proposals_and_interrupted_speculation_do_not_change_the_text(exact, way, in_graphs, calls):
+    """Several texts on one state with one way to propose: each is what a state of its own gives
+    without proposals, and whoever stops early leaves the state with exactly what came before."""
+    torch.manual_seed(0)
+    state, toss = State(exact), random.Random(0)
+    speculation = WAYS[way](exact, other_model(exact))
+    speculation.pacer.ready = lambda: toss.random() < 0.7
+    with pytest.MonkeyPatch.context() as patch:
+        if in_graphs and not ON_GPU:
+            decode_in_graphs(patch)
+        for prompt, n, settings, taken in calls:
+            options, alone = dict(n=n) | SETTINGS[settings], State(exact)
+            with pytest.MonkeyPatch.context() as plainly:
+                plainly.setattr(Llama, "uses_graphs", ON_GPU)
+                expected = list(generate(exact, prompt, alone, **options))
+            if isinstance(speculation, Planted):
+                speculation.text = prompt + expected
+            passes, accepted = speculation.passes, speculation.accepted
+            tokens = generate(exact, prompt, state, **options, decode=speculation.decode)
+            with contextlib.closing(tokens):
+                got = list(itertools.islice(tokens, taken))
+            assert got == expected[:taken]
+            if got == expected and taken != 0:
+                assert state.pos in (alone.pos, alone.pos - 1)
+            elif got:
+                assert state.pos == len(prompt) + taken - 1
+            assert state.pos == state.device_pos
+            new = speculation.passes - passes + speculation.accepted - accepted
+            assert new <= max(len(expected) - 1, 0) + speculation.n  # an eos ends a pass early
+    if way == "draft of itself":
+        kept = "the draft keeps what was not sampled, or has lost what was"
+        assert speculation.accepted == speculation.proposed, kept
 
 
 def test_draft_of_the_same_model(tiny, monkeypatch):
@@ -6077,7 +5937,9 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     draft, cache = always(Draft(4, copy_module.copy(model))), State(model)
     write = lambda prompt: list(generate(model, prompt, cache, 61, eos=[], decode=draft.decode))
     first, second = (random.choices(range(3, 300), k=50) for _ in range(2))
-    assert len(write(first)) == 61 and draft.accepted == draft.proposed and draft.passes == 12
+    assert len(write(first)) == 61  # one, and 12 times the four of the draft and another
+    said = "proposals 12 passes, 5.00 tokens a pass; 100% of 48 proposals accepted\n"
+    assert draft.summary() == said
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
         patch.setattr(draft.model, "step", fails(KeyboardInterrupt()))
         write(second)
@@ -6085,18 +5947,31 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     assert draft.accepted == draft.proposed and draft.passes == 24
 
 
-def test_draft_of_a_smaller_vocabulary(tiny):
+@pytest.mark.parametrize("counts, said", [
+    ((0, 0, 0, 0), "0 passes, 0.00 tokens a pass; none of 0 proposals accepted"),
+    ((4, 12, 6, 0), "4 passes, 2.50 tokens a pass; 50% of 12 proposals accepted"),
+    ((8, 3, 0, 7), "8 passes, 1.00 tokens a pass; 0% of 3 proposals accepted; 7 passes had none,"
+                   " since they cost more time than they save"),
+])  # fmt: skip
+def test_proposals_are_counted(exact, counts, said):
+    way = Lookup(3)
+    way.passes, way.proposed, way.accepted, way.held_off = counts
+    assert way.summary() == f"proposals {said}\n"
+    way.pacer = SimpleNamespace(ready=lambda: False, single=1.0, record=lambda *_: None)
+    list(generate(exact, [1, 5, 6], n=12, eos=[], decode=way.decode))
+    assert (way.passes - counts[0], way.held_off - counts[3]) == (11, 11)
+
+
+def test_draft_of_a_smaller_vocabulary(exact):
     """A prompt may have ids that only the model has; the draft reads them as its first."""
-    model = exact_model(tiny, ctx_size=64)
-    small = copy_module.copy(model)
-    V = model.config.vocab_size
-    small.config = replace(model.config, vocab_size=V - 5)
-    embedding = model.weights.embedding[: V - 5]
-    small.weights = replace(model.weights, embedding=embedding, output=Matrix(embedding))
+    small, V = copy_module.copy(exact), exact.config.vocab_size
+    small.config = replace(exact.config, vocab_size=V - 5)
+    embedding = exact.weights.embedding[: V - 5]
+    small.weights = replace(exact.weights, embedding=embedding, output=Matrix(embedding))
     for end in (V - 1, 7):
         prompt = [1, V - 5, 9, end]
         draft = always(Draft(3, small))
-        found = list(generate(model, prompt, n=12, eos=[], decode=draft.decode))
+        found = list(generate(exact, prompt, n=12, eos=[], decode=draft.decode))
         assert len(found) == 12 and max(found) < V - 5 and draft.passes
         seen = draft.state.tokens.tolist()
         assert seen[:4] == [1, 0, 9, end if end == 7 else 0] and seen[4] == found[0]
@@ -6110,53 +5985,6 @@ def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch
     assert sizes == [256, 256]
 
 
-def test_a_pacer_that_gives_up_says_so(tiny):
-    model = exact_model(tiny, ctx_size=64)
-    lookup = Lookup(3)
-    lookup.pacer = SimpleNamespace(ready=lambda: False, single=1.0, record=lambda *_: None)
-    list(generate(model, [1, 5, 6], n=12, eos=[], decode=lookup.decode))
-    assert "; 11 passes had none, since they cost more time" in lookup.summary()
-
-
-def test_draft_forgets_what_was_not_sampled(tiny):
-    """What it proposes depends on the text alone, not on what was proposed earlier."""
-    model = exact_model(tiny, ctx_size=64)
-    draft, other = Draft(3, other_model(model)), []
-    toss, propose = random.Random(SEED), draft.propose
-    draft.pacer.ready = lambda: toss.random() < 0.6
-    draft.propose = lambda ids: other.append(([*ids], propose(ids))) or other[-1][1]
-    prompt = random.choices(range(3, 300), k=9)
-    list(generate(model, prompt, n=50, eos=[], sampling=Sampling(seed=SEED), decode=draft.decode))
-    assert draft.accepted < draft.proposed
-    for ids, proposals in other:
-        fresh, state = Draft(3, draft.model), State(model)
-        state.sampler.set(Sampling(seed=SEED))
-        with torch.inference_mode():
-            fresh.begin(model, state, ids[:-1])
-            assert fresh.propose(ids) == proposals
-
-
-@pytest.mark.parametrize("in_graphs", [False, True])
-def test_speculation_ends_within_a_pass(tiny, monkeypatch, in_graphs):
-    model, prompt = exact_model(tiny, ctx_size=128), [1, 5, 6]
-    if in_graphs:
-        decode_in_graphs(monkeypatch)
-    for taken in range(1, 9):
-        cache, draft = State(model), always(Draft(4, model))
-        with contextlib.closing(
-            generate(model, prompt, cache, 40, eos=[], decode=draft.decode)
-        ) as tokens:
-            turn = [*prompt, *itertools.islice(tokens, taken), 9, 10]
-        assert cache.pos == cache.device_pos == len(prompt) + taken - 1
-        timings = Timings()
-        second = list(
-            generate(model, turn, cache, 12, eos=[], timings=timings, decode=draft.decode)
-        )
-        assert timings.prompt_tokens == 3 and second == list(
-            generate(model, turn, State(model), 12, eos=[])
-        )
-
-
 def looked_up(seen: list[int], count: int) -> list[int]:
     """What Lookup proposes, by comparing everything with everything."""
     for length in range(min(4, len(seen) - 1), 1, -1):
@@ -6167,89 +5995,104 @@ def looked_up(seen: list[int], count: int) -> list[int]:
     return []
 
 
-def test_lookup_proposals():
-    """At once, and with a text that grows."""
-
-    def proposed(*seen: int, count: int = 4) -> list[int]:
-        once, growing = Lookup(count), Lookup(count)
-        for size in range(1, len(seen) + 1):
-            expected = looked_up([*seen[:size]], count)
-            assert growing.propose([*seen[:size]]) == expected
-        assert once.propose([*seen]) == expected
-        once.begin(None, None, [9, 8, 7, 6, 5])
-        once.begin(None, None, [*seen[:-1]])  # of the text before, nothing is left
-        assert once.propose([*seen]) == expected
-        return expected
-
-    # one token is not enough
-    assert proposed(5) == proposed(5, 6, 7) == proposed(5, 6, 7, 9, 7) == []
-    assert proposed(5, 6, 7, 8, 9, 5, 6) == [7, 8, 9, 5]
-    assert proposed(1, 5, 6, 7, 2, 5, 6, 8, 3, 1, 5, 6) == [7, 2, 5, 6]  # the longest
-    assert proposed(5, 6, 7, 2, 5, 6, 8, 3, 5, 6, count=1) == [8]  # the latest
-    assert proposed(9, 5, 6, 5, 6) == [5, 6, 5, 6]
-    assert proposed(8, 8, 8) == [8, 8, 8, 8]
-    for _ in range(20):
-        proposed(*random.choices(range(random.choice([2, 3, 9])), k=random.randint(1, 50)), count=6)
+@examples(200, seen=st.lists(st.integers(5, 9), min_size=1, max_size=40), n=st.integers(1, 15))
+def test_lookup_proposals(seen, n):
+    """At once, and with a text that grows; of the text before, nothing is left."""
+    once, growing = Lookup(n), Lookup(n)
+    for size in range(1, len(seen) + 1):
+        assert growing.propose(seen[:size]) == looked_up(seen[:size], n)
+    assert once.propose([*seen]) == looked_up(seen, n)
+    once.begin(None, None, [9, 8, 7, 6, 5])
+    once.begin(None, None, seen[:-1])
+    assert once.propose([*seen]) == looked_up(seen, n)
+    # by hand: one token is not enough, the longest run counts, then the latest; too few repeat
+    assert looked_up([5, 6, 7, 9, 7], 4) == []
+    assert looked_up([1, 5, 6, 7, 2, 5, 6, 8, 3, 1, 5, 6], 4) == [7, 2, 5, 6]
+    assert looked_up([5, 6, 7, 2, 5, 6, 8, 3, 5, 6], 1) == [8]
+    assert looked_up([9, 5, 6, 5, 6], 4) == [5, 6, 5, 6]
 
 
-@pytest.mark.parametrize("cost", [1.02, 1.15, 1.5, 3.0])
-def test_failed_proposals_cost_3_percent(cost):
+# proposed, accepted, seconds, whether the GPU waited; then: seconds of a single token, of several,
+# lost, in total; whether the next pass may propose
+PACES = [
+    ((0, 0, 1.0, False), 1.0, 0.0, 0.0, 1.0, True),
+    ((3, 0, 9.0, False), 1.0, 1.0, 0.0, 2.0, True),  # which compiled: it counts as a single token
+    ((3, 0, 2.0, False), 1.0, 1.2, 1.0, 4.0, False),  # 1 + 0.2 > 1 + 0.02 * 4
+    ((0, 0, 6.0, False), 2.0, 1.2, 1.0, 10.0, True),
+    ((0, 0, 3.0, True), 2.0, 1.2, 2.0, 13.0, True),  # a pass that waited for nothing
+    ((3, 3, 1.2, False), 2.0, 1.2, -2.0, 14.2, True),  # it gains at most a single token
+]
+
+
+def test_pacer_by_hand():
+    pacer = Pacer()
+    assert not pacer.ready(), "the first pass is the baseline"
+    for passed, *expected, may in PACES:
+        pacer.record(*passed)
+        found = [pacer.single, pacer.several, pacer.lost, pacer.total]
+        assert found == pytest.approx(expected) and pacer.ready() == may, passed
+
+
+@pytest.mark.parametrize("cost, found", [
+    (1.02, True), (1.15, True), (1.5, True), (3.0, True), (1.15, False),
+])  # fmt: skip
+def test_looking_for_proposals_costs_3_percent(cost, found):
+    """found: whether there were some to fail. A GPU is idle while the host looks for them."""
     pacer = Pacer()
 
     def spend(accepted: int) -> float:
-        seconds = cost if pacer.ready() else 1.0
-        pacer.record(int(seconds > 1), accepted, seconds, waited=False)
+        ready = pacer.ready()
+        seconds = cost if ready else 1.0
+        pacer.record(int(ready and found), accepted, seconds, waited=ready and not found)
         return seconds
 
     for length in (400, 4000):
         assert sum(spend(0) for _ in range(length)) <= 1.03 * length
-    for _ in range(200):  # the text begins to repeat
-        spend(4)
-    assert all(spend(4) > 1 for _ in range(20))
+    if found:
+        for _ in range(200):  # the text begins to repeat
+            spend(4)
+        assert all(spend(4) > 1 for _ in range(20))
 
 
-def test_looking_for_proposals_costs_3_percent():
-    """A GPU is idle meanwhile, also where nothing is found."""
-    pacer = Pacer()
+def test_capturing_is_no_part_of_a_pass(exact, monkeypatch):
+    """By a clock that moves 9 seconds when a graph is captured and 1 when it is replayed."""
+    decode_in_graphs(monkeypatch)
+    now, charged = [0.0], []
 
-    def spend() -> float:
-        waited = pacer.ready()
-        seconds = 1.15 if waited else 1.0
-        pacer.record(0, 0, seconds, waited)
-        return seconds
+    def work(seconds: float, run) -> None:
+        run()
+        now[0] += seconds
 
-    for length in (400, 4000):
-        assert sum(spend() for _ in range(length)) <= 1.03 * length
+    def captured_slowly(run, device, reset):
+        now[0] += 9
+        return SimpleNamespace(replay=partial(work, 1.0, run))
 
+    class Moment:
+        def __init__(self, device):
+            self.time = now[0]
 
-def test_speculation_in_graphs(tiny, monkeypatch):
-    """Without a GPU, what the graphs do is run directly, with the reference ops; capture and replay
-    are not covered."""
-    model = exact_model(tiny, ctx_size=40, device=DEVICE.type)
-    prompt, other = [1, 5, 6, 7, 5, 6], other_model(model)
-    settings = dict(sampling=Sampling(temp=0.7, seed=3, repeat_penalty=1.2), eos=[])
-    cache, plain = State(model), list(generate(model, prompt, **settings))
-    longer = [*prompt, *plain[:5], 9]
-    plain_longer = list(generate(model, longer, n=9, **settings))
-    if DEVICE.type == "cpu":
-        decode_in_graphs(monkeypatch)
-    for way in (Lookup(3), Draft(3, model), Draft(5, other)):
-        toss = random.Random(SEED)
-        way.pacer.ready = lambda toss=toss: toss.random() < 0.7
-        assert list(generate(model, prompt, cache, **settings, decode=way.decode)) == plain
-        assert cache.pos == cache.device_pos == 39
-        assert (
-            list(generate(model, longer, cache, 9, **settings, decode=way.decode)) == plain_longer
-        )
-        if isinstance(way, Draft) and way.n == 3:
-            assert way.accepted == way.proposed > 0
+        def wait(self) -> None: ...
+
+        def since(self, start) -> float:
+            return self.time - start.time
+
+    monkeypatch.setattr("extra.speculation.captured", captured_slowly)
+    monkeypatch.setattr("extra.speculation.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("extra.speculation.Moment", Moment)
+    lookup, state = Lookup(3), State(exact)
+    record = lookup.pacer.record
+    lookup.pacer.record = lambda *args: charged.append(args[2]) or record(*args)
+    list(generate(exact, [5, 6, 5, 6, 7], state, 9, GREEDY, eos=[], decode=lookup.decode))
+    assert charged == [pytest.approx(1.0)] * lookup.passes, "the pacer takes a graph for a pass"
+    assert state.busy == pytest.approx(lookup.passes)
 
 
 @pytest.mark.parametrize("in_graphs", [False, True])
 @pytest.mark.parametrize("proposing", [False, True])
-def test_speculation_where_logits_are_not_finite(tiny, monkeypatch, in_graphs, proposing):
-    model, prompt = exact_model(tiny, ctx_size=64), [1, 5, 6]
-    text = list(generate(model, prompt, n=20, eos=[], sampling=Sampling(seed=SEED)))
+def test_speculation_where_logits_are_not_finite(exact, monkeypatch, in_graphs, proposing):
+    model, prompt, options = copy_module.copy(exact), [1, 5, 6], dict(n=20, eos=[])
+    options["sampling"] = Sampling(seed=SEED)
+    text = list(generate(model, prompt, **options))
     sample = model.ops.sample
 
     def spoiled(logits, tokens, drawn, pos, sampler) -> None:
@@ -6259,20 +6102,17 @@ def test_speculation_where_logits_are_not_finite(tiny, monkeypatch, in_graphs, p
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=spoiled))
     if in_graphs:
         decode_in_graphs(monkeypatch)
-    planted, got = Planted(4, prompt + text), []
+    planted, got = Planted(4), []
+    planted.text = prompt + text
     planted.pacer.ready = lambda: proposing
-    tokens = generate(
-        model, prompt, n=20, eos=[], sampling=Sampling(seed=SEED), decode=planted.decode
-    )
     with pytest.raises(RuntimeError, match="not finite"):
-        got.extend(tokens)
+        got.extend(generate(model, prompt, **options, decode=planted.decode))
     assert got == text[:11]
 
 
-def test_single_tokens_run_ahead(tiny, monkeypatch):
+def test_single_tokens_run_ahead(exact, monkeypatch):
     """Without proposals, two passes are on their way, also while the host looks for some; with
     them, one: tokens are needed first."""
-    model = exact_model(tiny, ctx_size=64)
     decode_in_graphs(monkeypatch)
     ahead = [2, 3, 4, 5, 5, 5]
     never = [299] * 3  # no token of the text
@@ -6284,48 +6124,34 @@ def test_single_tokens_run_ahead(tiny, monkeypatch):
         lookup.propose = lambda ids, found=found: found
         lookup.pacer.ready = lambda p=proposing: p
         settings = dict(n=6, eos=[], sampling=Sampling(seed=SEED))
-        text = generate(model, [1, 5, 6], **settings, decode=lookup.decode)
+        text = generate(exact, [1, 5, 6], **settings, decode=lookup.decode)
         assert [len(counts) for _ in text] == launched
 
 
 def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):
-    flags = (
-        "-m",
-        tiny,
-        "-p",
-        "a fox a fox a fox",
-        "-n",
-        40,
-        "-s",
-        5,
-        "--dtype",
-        "fp32",
-        "--stop",
-        "zz",
-    )
-    _, expected, _ = cli(*flags)
+    flags = ("-p", "a fox a fox a fox", "-n", 40, "-s", 5, "--dtype", "fp32", "--stop", "zz")
+    said = partial(cli, "-m", tiny, *flags)
+    expected = said()[1]
     for way in (("--lookup", 3), ("--draft", tiny), ("--draft", tiny, "--draft-max", 2)):
-        code, out, err = cli(*flags, *way)
-        assert code == 0 and out == expected
-        assert re.search(
-            r"proposals \d+ passes, \d\.\d\d tokens a pass; .* proposals accepted", err
-        )
+        code, out, err = said(*way)
+        assert (code, out) == (0, expected)
+        counts = r"proposals \d+ passes, \d\.\d\d tokens a pass; .* proposals accepted"
+        assert re.search(counts, err)
     lines = ("the fox", "the crow", "the fox")
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
-    assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == cli(*flags, "--lookup", 0)[0] == 2
-    assert_refused(cli(*flags, "--draft", cli_module.DEFAULT_MODEL), "different vocabulary")
+    edges = ("--lookup", 0), ("--lookup", 16), ("--draft", tiny, "--draft-max", 0)
+    for wrong in (*edges, ("--lookup", 3, "--draft", tiny), ("--draft-max", 3)):
+        assert_refused(said(*wrong), code=2)
+    assert said("--lookup", 15)[:2] == (0, expected)
+    assert_refused(said("--draft", cli_module.DEFAULT_MODEL), "different vocabulary")
     # some models of a family have more rows for no token than others
     hugging_face_model(read_config(copy).vocab_size + 400, **FAMILIES["gqa"]).save_pretrained(copy)
-    assert cli(*flags, "--draft", copy)[:2] == (0, expected)
-    hot, seen, original = (
-        ("--temp", 9, "--top-k", 0, "--min-p", 0, "--top-p", 1, "--ignore-eos"),
-        [],
-        generate,
-    )
-    monkeypatch.setattr(
-        "session.generate", lambda *a, **k: (seen.append(i) or i for i in original(*a, **k))
-    )
-    assert cli("-m", copy, *flags[2:], *hot, "--draft", tiny)[0] == 0
+    assert said("--draft", copy)[:2] == (0, expected)
+    hot = ("--temp", 9, "--top-k", 0, "--min-p", 0, "--top-p", 1, "--ignore-eos")
+    seen, original = [], generate
+    seeing = lambda *a, **k: (seen.append(i) or i for i in original(*a, **k))
+    monkeypatch.setattr("session.generate", seeing)
+    assert cli("-m", copy, *flags, *hot, "--draft", tiny)[0] == 0
     assert len(seen) == 40 and max(seen) < read_config(tiny).vocab_size
 
 
@@ -6347,6 +6173,8 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "a format of one's own": ("grouped", dict(format="own")),
     "saved, in a format of one's own": ("saved groups", {}),
 }
+
+
 # four would cut a group
 ONLY_BY_TWO = {"fused", "a format of one's own", "saved, in a format of one's own"}
 
@@ -6373,17 +6201,14 @@ def free_port() -> str:
 def run_rank(rank: int, folder: Path, size: int, port: str) -> None:
     """Write what one of several processes, forks of one that has only done its imports,
     computes."""
-    of_all = dict(
-        WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-    )
-    of_all["TORCHELASTIC_RUN_ID"] = "as torchrun would"
-    os.environ |= of_all | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ |= dict(
+        WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="as torchrun would",
+    )  # fmt: skip
     ranks = Ranks.of_torchrun()
     cases = [case for case in PARALLEL if size == 2 or case not in ONLY_BY_TWO]
-    torch.save(
-        {case: parallel_result(folder, case, ranks=ranks) for case in cases},
-        folder / f"{size}.{rank}",
-    )
+    found = {case: parallel_result(folder, case, ranks=ranks) for case in cases}
+    torch.save(found, folder / f"{size}.{rank}")
     ranks.finish()
 
 
@@ -6408,14 +6233,11 @@ def parallel_folder(tiny, grouped_folder, tmp_path_factory) -> Path:
 
 def test_ranks_equal_one_process(parallel_folder):
     """2 and 4 processes, all forks of a single one, since every start takes seconds."""
-    done = in_shell(
-        f"CUDA_VISIBLE_DEVICES= $PYTHON $HERE/test_all.py {shlex.quote(str(parallel_folder))} forks"
-    )
+    folder = shlex.quote(str(parallel_folder))
+    done = in_shell(f"CUDA_VISIBLE_DEVICES= $PYTHON $HERE/test_all.py {folder} forks")
     assert done.returncode == 0, done.stderr[-3000:]
-    of_several = {
-        size: [torch.load(parallel_folder / f"{size}.{rank}") for rank in range(size)]
-        for size in (2, 4)
-    }
+    found = lambda size: [torch.load(parallel_folder / f"{size}.{rank}") for rank in range(size)]
+    of_several = {size: found(size) for size in (2, 4)}
     assert of_several[2][0].keys() == PARALLEL.keys() == of_several[4][0].keys() | ONLY_BY_TWO
     for case, (name, options) in PARALLEL.items():
         exact, expected = parallel_result(parallel_folder, case, backend="torch")
@@ -6423,11 +6245,8 @@ def test_ranks_equal_one_process(parallel_folder):
         for size in (2,) if case in ONLY_BY_TWO else (2, 4):
             (logits, tokens), *others = (rank[case] for rank in of_several[size])
             for other in others:
-                assert torch.equal(logits, other[0]) and tokens == other[1], (
-                    case,
-                    size,
-                    "ranks differ",
-                )
+                same = torch.equal(logits, other[0]) and tokens == other[1]
+                assert same, (case, size, "ranks differ")
             # A code may be rounded the other way: of a cached key, or of a single token's
             # activations
             assert_close(logits[:10], exact[:10], 1e-2 if case == "8-bit cache" else 1e-4)
@@ -6436,16 +6255,14 @@ def test_ranks_equal_one_process(parallel_folder):
 
 
 def test_ranks_that_do_not_divide_a_model(tiny):
-    with pytest.raises(
-        ValueError, match="4 query heads cannot be divided evenly among 3 processes"
-    ):
+    uneven = "4 query heads cannot be divided evenly among 3 processes"
+    with pytest.raises(ValueError, match=uneven):
         load(tiny, device="cpu", ranks=Ranks(0, 3))
     too_many = "3 key/value heads can be neither divided nor repeated evenly among 2 processes"
     with pytest.raises(ValueError, match=too_many):
         read_config_like(n_heads=6, n_kv_heads=3).cut(2)
-    with pytest.raises(
-        ValueError, match="layers.0.wo has 16 columns on each of 2 processes; own needs"
-    ):
+    too_few = "layers.0.wo has 16 columns on each of 2 processes; own needs"
+    with pytest.raises(ValueError, match=too_few):
         c = read_config_like().cut(2)
         check_groups(c, formats_of(c, OWN))
 
@@ -6457,28 +6274,10 @@ def test_ranks_that_divide_256_columns_of_int4(copy):
     for rank, columns in enumerate(model.weights.layers[0].w2.data.split(160, 1)):
         w2 = loaded(model, INT4, Ranks(rank, 2)).layers[0].w2
         assert torch.equal(w2.dense(), INT4.decoded(INT4.encode(columns)))
-    saved = load(
-        save(copy, copy.parent / "saved", format="int4", device="cpu").parent, device="cpu"
-    )
-    error = (
-        "layers.0.w2 was saved in int4, where its 320 columns cannot be divided among 2 processes"
-    )
-    with pytest.raises(ValueError, match=error):
-        loaded(saved, INT4, Ranks(0, 2))
-
-
-def test_memory_of_each_rank(monkeypatch):
-    whole, cpu = (
-        read_config_like(dim=512, n_layers=8, hidden_dim=4096, vocab_size=4096),
-        torch.device("cpu"),
-    )
-    monkeypatch.setattr("extra.hardware.free_memory", lambda device: 100_000_000)
-    assert check_memory(whole.cut(4), torch.float32, cpu, 64, {}) is None
-    with pytest.raises(MemoryError):
-        check_memory(whole, torch.float32, cpu, 64, {})
-    # which share a host's memory
-    with pytest.raises(MemoryError, match="cpu for rank 1 of 4 has 0.03 GB free"):
-        check_memory(whole.cut(4), torch.float32, cpu, 64, {}, ranks=Ranks(1, 4, 1, 4))
+    folder = save(copy, copy.parent / "saved", format="int4", device="cpu").parent
+    error = "saved in int4, where its 320 columns cannot be divided among 2 processes"
+    with pytest.raises(ValueError, match=f"layers.0.w2 was {error}"):
+        loaded(load(folder, device="cpu"), INT4, Ranks(0, 2))
 
 
 @pytest.mark.parametrize("format", [None, fp8.E4M3])
@@ -6491,36 +6290,29 @@ def test_exchange_adds_and_gathers(format):
     cuts = [parallel.share(V, rank, 3) for rank in range(3)]
     part = lambda rows: tuple(t[rows].contiguous() for t in whole.tensors)
     outputs = [Matrix(part(rows), format) for rows in cuts]
-    memory = [
-        torch.zeros(3 * (2 * C + outputs[0].rows), dtype=torch.int64, device=DEVICE)
-        for _ in range(3)
-    ]
+    sizes = dict(dtype=torch.int64, device=DEVICE)
+    memory = [torch.zeros(3 * (2 * C + outputs[0].rows), **sizes) for _ in range(3)]
     addresses = [m.data_ptr() for m in memory]
-    exchanges = [
-        parallel.Exchange([sums[0][r], sums[1][r], outputs[r]], r, addresses, memory[r])
-        for r in range(3)
-    ]
+    of_rank = lambda r: [sums[0][r], sums[1][r], outputs[r]]
+    exchanges = [parallel.Exchange(of_rank(r), r, addresses, memory[r]) for r in range(3)]
+    close = lambda ours, exact: nmse(ours, exact) < ONE_UNIT[torch.float16]
     for _ in range(2):
         for matrices in sums:
             x, residual = [halves(1, k) for k in columns], halves(1, C)
-            exact = residual.float() + sum(
-                kernels.linear_ref(a.float(), dense(m)) for a, m in zip(x, matrices)
-            )
+            terms = [kernels.linear_ref(a.float(), dense(m)) for a, m in zip(x, matrices)]
+            exact = residual.float() + sum(terms)
             for exchange, a, m in zip(exchanges, x, matrices):
                 exchange.send("linear_add", a, None, m, 0.0)
             for exchange, m in zip(exchanges, matrices):
-                assert (
-                    nmse(exchange.add_received(m, residual.clone()), exact)
-                    < ONE_UNIT[torch.float16]
-                )
+                assert close(exchange.add_received(m, residual.clone()), exact)
         x, norm, logits = halves(1, C), halves(C), torch.empty(1, V, device=DEVICE)
         eps = SimpleNamespace(norm_eps=1e-5)
         exact = kernels.rmsnorm_linear_ref(x.float(), norm.float(), dense(whole), eps, logits)
         for exchange, m in zip(exchanges, outputs):
             exchange.send("rmsnorm_linear", x, norm, m, 1e-5)
         for exchange, m in zip(exchanges, outputs):
-            ours = exchange.gather_received(m, torch.full((1, V), NAN, device=DEVICE))
-            assert nmse(ours, exact) < ONE_UNIT[torch.float16]
+            blank = torch.full((1, V), NAN, device=DEVICE)
+            assert close(exchange.gather_received(m, blank), exact)
             exchange.round_number += 1
 
 
@@ -6546,16 +6338,9 @@ def check_gpus(folder: Path) -> None:
     logits = lambda model: logits_of(model, torch.arange(5, 47) * 7 % 290, 40, 1, 1)
     for case in ("grouped queries", "one key/value head, bias, tied", "e4m3", "8-bit cache"):
         name, options = PARALLEL[case]
+        plain = dict(dtype="fp32", device=own, backend="torch", format=options.get("format"))
         for dtype in ("fp16", "bf16"):
-            exact = logits(
-                load(
-                    folder / name,
-                    dtype="fp32",
-                    device=own,
-                    backend="torch",
-                    format=options.get("format"),
-                )
-            )
+            exact = logits(load(folder / name, **plain))
             one = logits(load(folder / name, dtype=dtype, device=own, **options))
             model = load(folder / name, dtype=dtype, device="cuda", ranks=ranks, **options)
             for exchange in (model.exchange, None):
@@ -6589,16 +6374,13 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
     """Rounds as graphs: chains of sums whose terms are different whole numbers in each round. In
     all graphs but the first, the rank is late at random places."""
     late, total = random.Random(SEED + ranks.rank), SLOTS * ranks.size * (ranks.size + 1) // 2
-    matrices = [
-        Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=cuda)) for _ in range(SLOTS)
-    ]
+    blank = partial(torch.zeros, device=cuda)
+    matrices = [Matrix(blank(SUMMED, 64, dtype=torch.float16)) for _ in range(SLOTS)]
     for m in matrices:
         m.data[:, 0] = ranks.rank + 1
     exchange = parallel.make_exchange(ranks, matrices, "triton", cuda)
-    number, wrong = (
-        torch.zeros(1, dtype=dtype, device=cuda) for dtype in (torch.float32, torch.int64)
-    )
-    x, y = torch.zeros(1, 64, dtype=torch.float16, device=cuda), torch.zeros(1, SUMMED, device=cuda)
+    number, wrong = blank(1), blank(1, dtype=torch.int64)
+    x, y = blank(1, 64, dtype=torch.float16), blank(1, SUMMED)
 
     def chain(is_late: bool) -> None:
         number.copy_((number + 1) % 1009)
@@ -6635,78 +6417,53 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
 
 
 def torchrun(*arguments, size: int = 2, **options) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        *f"-m torch.distributed.run --nproc-per-node {size} --master-port {free_port()}".split(),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    pipes = dict(
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
-    return subprocess.Popen([*command, *map(str, arguments)], **pipes | options)
+    flags = f"-m torch.distributed.run --nproc-per-node {size} --master-port {free_port()}"
+    command = [sys.executable, *flags.split(), *map(str, arguments)]
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, **pipes | options)
 
 
 def torchrun_bash(script: str, *arguments, **options) -> subprocess.Popen:
     """Each rank runs a bash script; $RUN in it is our program with these arguments."""
-    words = shlex.join(
-        [sys.executable, str(HERE / "run.py"), *map(str, arguments), "--device", "cpu"]
-    )
-    return torchrun("--no-python", "bash", "-c", script.replace("$RUN", words), **options)
+    command = [sys.executable, HERE / "run.py", *arguments, "--device", "cpu"]
+    script = script.replace("$RUN", shlex.join(map(str, command)))
+    return torchrun("--no-python", "bash", "-c", script, **options)
 
 
 def errors_in(err: bytes) -> list[str]:
     return re.findall(r"^error: .*", err.decode(), re.MULTILINE)
 
 
-def test_torchrun_writes_what_one_process_writes(tiny, cli):
-    flags = ("-m", tiny, "-n", 6, "--temp", 0, "--dtype", "fp32", "--device", "cpu")
-    process = torchrun(
-        HERE / "run.py",
-        "--chat",
-        *flags,
-        stdin=subprocess.PIPE,
+def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
+    """The template asks for the time, which is another for the second rank."""
+    template = (
+        "{{ 'day' if strftime_now('%p') == 'PM' else 'good night' }} {{ messages[-1].content }}"
     )
-    out, err = process.communicate(b"One\n/clear\nTwo\n\xff\n", timeout=PATIENCE)
+    template += "{% if messages[-1].content == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
+    (tmp_path / "t").write_text(template)
+    flags = ("-m", tiny, "--chat", "--chat-template", tmp_path / "t", "-n", 6, "--temp", 0)
+    flags += ("--dtype", "fp32", "--ignore-eos")
+    script = "[ $RANK = 0 ] || export TZ=XXX12; exec $RUN"
+    process = torchrun_bash(script, *flags, stdin=subprocess.PIPE)
+    lines = b"One\n/clear\nbad\nTwo\n"
+    out, err = process.communicate(lines + b"\xff\n", timeout=PATIENCE)
     assert process.returncode == 0, err
-    assert out.decode() == cli("--chat", *flags, stdin=b"One\n/clear\nTwo\n")[1]
+    assert out.decode() == cli(*flags, stdin=lines)[1]
     assert err.count(b"generated 12 tokens") == 1 and err.count(b"not UTF-8") == 1
     assert b"cpu in 2 processes, sums through gloo" in err
-
-
-def test_torchrun_chat(tiny, tmp_path):
-    """The template asks for the time, which is another for each rank."""
-    template = "{{ 'good day ' * (strftime_now('%H') | int + 1) }}{{ messages[-1]['content'] }}"
-    template += (
-        "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
-    )
-    (tmp_path / "t").write_text(template)
-    script = "if [ $RANK = 0 ]; then export TZ=UTC0; else export TZ=XXX12; fi; exec $RUN"
-    flags = (
-        "--chat",
-        "--chat-template",
-        tmp_path / "t",
-        "-n",
-        4,
-        "--ignore-eos",
-    )
-    process = torchrun_bash(script, "-m", tiny, *flags, stdin=subprocess.PIPE)
-    _, err = process.communicate(b"hello\nhello\nbad\nhello\n", timeout=PATIENCE)
-    assert process.returncode == 0 and b"generated 12 tokens" in err, err
-    (error,) = errors_in(err)
-    assert "too bad" in error
+    assert "too bad" in errors_in(err)[0]
 
 
 def test_torchrun_interrupted_at_the_prompt(tiny):
-    process = torchrun(
-        HERE / "run.py", "--chat", "-m", tiny, "--device", "cpu", stdin=subprocess.PIPE
-    )
+    flags = (HERE / "run.py", "--chat", "-m", tiny, "--device", "cpu")
+    process = torchrun(*flags, stdin=subprocess.PIPE)
     while not process.stderr.readline().startswith(b"chat "):
         pass
     process.send_signal(signal.SIGINT)
     err = process.stderr.read()
-    assert process.wait(PATIENCE) != 0 and not errors_in(err) and b"terminate called" not in err, (
-        err
-    )
+    assert process.wait(PATIENCE) != 0
+    assert not errors_in(err) and b"terminate called" not in err, err
 
 
 def is_running(pid: int) -> bool:
@@ -6720,9 +6477,8 @@ def is_running(pid: int) -> bool:
 def test_torchrun_ends_all_ranks(tiny, how, tmp_path):
     # torchrun ends whoever is left when the first has gone, but not before it has said why
     script = 'trap "" TERM; $RUN & echo $! >$RANK; wait $!'
-    process = torchrun_bash(
-        script, "-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", cwd=tmp_path
-    )
+    flags = ("-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos")
+    process = torchrun_bash(script, *flags, cwd=tmp_path)
     process.stdout.read(20)
     first, second = (int((tmp_path / rank).read_text()) for rank in "01")
     if how == "stdout closed":
@@ -6733,22 +6489,17 @@ def test_torchrun_ends_all_ranks(tiny, how, tmp_path):
         process.send_signal(signal.SIGINT)
     err = process.stderr.read()
     assert process.wait(PATIENCE) != 0 and not is_running(first) and not is_running(second)
-    assert errors_in(err) == (
-        [] if how == "interrupted" else ["error: another process has ended"]
-    ), err
+    said = [] if how == "interrupted" else ["error: another process has ended"]
+    assert errors_in(err) == said, err
 
 
 def test_torchrun_reports_one_error(tiny):
     folder = f"./{tiny.parent.name}/{tiny.name}"  # which the second rank looks for elsewhere
-    process = torchrun_bash(
-        "[ $RANK = 0 ] || cd /; exec $RUN", "-p", "Once", "-m", folder, cwd=tiny.parent.parent
-    )
+    script = "[ $RANK = 0 ] || cd /; exec $RUN"
+    process = torchrun_bash(script, "-p", "Once", "-m", folder, cwd=tiny.parent.parent)
     _, err = process.communicate(timeout=PATIENCE)
-    assert (
-        process.returncode != 0
-        and len(errors_in(err)) == 1
-        and "no file or folder" in errors_in(err)[0]
-    ), err
+    (error,) = errors_in(err)
+    assert process.returncode != 0 and "no file or folder" in error
 
 
 # ---- launch.py
@@ -6787,13 +6538,18 @@ def test_launchers_refuse_strides():
         attention.attention(torch.stack((q, q), -1)[..., 0], *rest)
 
 
-def test_launch_sizes_of_the_nearest_card(monkeypatch):
+def test_launch_sizes_of_the_nearest_card(monkeypatch, tmp_path):
+    """Cards take the sizes of the nearest one below, and its tiles have to fit into the shared
+    memory of each. Scales take up to a fifth as much as codes."""
     found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
     assert found == ["a", "a", "b", "b", "c"]
-    products = itertools.product(
-        (4, 6, 8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008)
-    )
-    for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), products):
+    monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
+    launch.save_tables()
+    unchanged = (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
+    assert unchanged, "launch.json is not as the tuner writes it: what was not tuned would change"
+    ops = (*PRODUCTS, "an op of one's own")
+    every = itertools.product((4, 6, 8, 16, 32), ops, (64, 4096, 11008))
+    for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), every):
         monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
         for sizes in (launch.vector_sizes, launch.stream_sizes):
             rows = sizes(DEVICE, bits, op, columns).rows
@@ -6802,13 +6558,9 @@ def test_launch_sizes_of_the_nearest_card(monkeypatch):
         for tokens in (8, 16):
             few = launch.few_sizes(DEVICE, bits, op, columns, tokens)
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
-
-
-def test_tiles_fit_shared_memory(monkeypatch):
-    """Cards take the sizes of the nearest one below. Scales take up to a fifth as much as codes."""
     for arch, kilobytes in ARCHITECTURES.items():
         monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
-        for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 64)):
+        for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 192)):
             sizes = launch.stream_sizes(DEVICE, bits, op, columns)
             block = kernels.stream_block(sizes.block, columns)
             held = (sizes.stages - 1) * sizes.rows * -(-columns // block) * block * 1.2 * bits / 8
@@ -6819,44 +6571,102 @@ def test_tiles_fit_shared_memory(monkeypatch):
 
 
 def tiny_llama(dtype: torch.dtype, format=None) -> Llama:
-    """With random weights, for what is counted by hand."""
-    c = read_config_like(
-        dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10
-    )
+    """With random weights, for what is counted by hand: a layer's matrices have 16 * 8 (4 heads and
+    2 * 2 of keys and values, of 2), 8 * 8, 24 * 8 and 8 * 12 weights, 480 in all; two layers."""
+    sizes = dict(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12)
+    c = read_config_like(**sizes, vocab_size=10)
     cpu = torch.device("cpu")
     weights = bench.random_weights(c, dtype, cpu, formats_of(c, format), "torch")
     return Llama(c, weights, "torch", cpu, dtype, 16)
 
 
-def test_bench_bytes_and_operations(tiny_model):
-    # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8
-    layer = 2 * 16 * 8 + 4 * 8 * 1 + 2 * 8 * 8 + 2 * 24 * 8 + 2 * 8 * 12
-    assert bench.prefill_operations(tiny_llama(torch.float16), 1) == 2 * layer + 2 * 10 * 8
-    # a decode step reads all matrices, and keys and values of 2 layers, 2 heads of 16
-    matrices = sum(matrix.nbytes for matrix in tiny_model.weights.matrices)
-    assert bench.decode_bytes(tiny_model, 0) == matrices
-    assert bench.decode_bytes(tiny_model, 10) == matrices + 4 * 2 * 2 * 10 * 2 * 16
+def flags_of_bench(*flags) -> SimpleNamespace:
+    args = bench.parse_args(["--device", "cpu", "-r", "1", *map(str, flags)])
+    return SimpleNamespace(**vars(args) | dict(ranks=Ranks(), cores=1))
+
+
+def test_bench_rows_by_hand(monkeypatch, capsys):
+    """A token takes 2 * 960 operations in the layers and 2 * 80 for the logits, and 2 * 4 * 8 for
+    each key that it sees: 4 tokens 8480, after 5 others 9760. A step reads 1040 weights and
+    2 * 2 * 4 numbers for each position: 4224 bytes with one, 4544 with six."""
+    for name in ("read_ceiling", "product_ceiling"):
+        monkeypatch.setattr(bench, name, lambda *_: 1e3)
+    monkeypatch.setattr(bench, "open_model", lambda *_: tiny_llama(torch.float32))
+    monkeypatch.setattr(bench, "prompt_speeds", lambda *_: [100.0, 300.0])
+    monkeypatch.setattr(bench, "generation_speeds", lambda *_: [50.0])
+    args = flags_of_bench("-p", 4, "-n", 2, "-d", "0,5")
+    rows = [*bench.throughput(args, "fp32", "none")]
+    found = [(r.test, r.tokens_per_s, r.std, r.percent_of_ceiling) for r in rows]
+    spread = 2**0.5 * 100
+    assert found == [
+        ("pp4", 200, pytest.approx(spread), pytest.approx(100 * 200 * 8.48 / 4)),
+        ("pp4 @ d5", 200, pytest.approx(spread), pytest.approx(100 * 200 * 9.76 / 4)),
+        ("tg2", 50, 0, pytest.approx(100 * 50 * 4.224)),
+        ("tg2 @ d5", 50, 0, pytest.approx(100 * 50 * 4.544)),
+    ]
+    assert {r.size_gb for r in rows} == {4160 / 1e9}
+    err = capsys.readouterr().err
+    # a warm-up and a run: 8.48 + 9.76 + 2 * 4.224 + 2 * 4.544 seconds each
+    assert "this takes at least 72 s, at the speed of memory and arithmetic" in err
+    assert "ceilings: read 0.0 GB/s, float32 product 0.00 TFLOP/s" in err
+    in_8_bits = tiny_llama(torch.float16, E4M3)  # a byte a weight, and 4 for each of 60 rows
+    assert bench.decode_bytes(in_8_bits, 0) == 2 * (480 + 4 * 56) + 80 + 4 * 10
+
+
+def test_bench_speeds_by_hand(tiny_model, monkeypatch):
+    """By a clock: a prompt in half a second, each step in 9, but 90 while it is warmed up. Only the
+    new tokens count, and no more are evaluated."""
+    seen, prefill, speeds = [], tiny_model.prefill, bench.prompt_speeds
+    measured = lambda ids, *to: seen.append(len(ids)) or prefill(ids, *to)
+    monkeypatch.setattr(bench, "wall_times", lambda run, *_: [run() or 0.5, run() or 0.25])
+    monkeypatch.setattr(tiny_model, "prefill", measured)
+    state = State(tiny_model)
+    assert speeds(tiny_model, state, bench.Test("pp", 12, 48), 2) == [24.0, 48.0]
+    assert seen == [48, 12, 12] and state.pos == 60
+    assert speeds(tiny_model, state, bench.Test("pp", 12, 0), 2) == [24.0, 48.0]
+    assert seen[3:] == [12, 12] and state.pos == 12
+    decode_in_graphs(monkeypatch)
+    event = SimpleNamespace(record=lambda _: 0, synchronize=lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    for depth in (0, 7):
+        ms = itertools.chain([90_000.0] * 5, itertools.repeat(9000.0))
+        event.elapsed_time = lambda _, ms=ms: next(ms)
+        found = bench.generation_speeds(tiny_model, state, bench.Test("tg", 5, depth), 3)
+        assert found == [pytest.approx(1 / 9)] * 3 and state.pos == max(depth, 1) + 5
+
+
+def test_bench_quality_by_hand():
+    ln2 = 0.6931471805599453
+    values = dict(loss=[ln2, 3 * ln2], other_loss=[ln2, ln2], kl=[0.5, 0.1], same_top=[1.0, 0.0])
+    parts = [{name: torch.tensor([both[i]]) for name, both in values.items()} for i in (0, 1)]
+    assert bench.quality(parts, text_bytes=4) == pytest.approx({
+        "tokens": 2, "perplexity": 4, "standard_error": 4 * ln2, "bits_per_byte": 1,
+        "perplexity_ratio": 2, "mean_kl": 0.3, "kl_99": 0.496, "same_top_%": 50,
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("stride", [24, 10, 1])
 def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
+    """Beside another model, from which this one diverges: KL(other || this)."""
     theirs = transformers.LlamaForCausalLM.from_pretrained(tiny)
-    ids, ctx, losses = torch.randint(3, 300, (70,)).tolist(), 24, []
-    report = bench.quality(
-        [*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200
-    )
+    other = other_model(tiny_model)
+    ids, ctx = torch.randint(3, 300, (70,)).tolist(), 24
+    found = [*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=other)]
+    values = {name: torch.cat([part[name] for part in found]).double() for name in found[0]}
+    expected = {name: [] for name in values}
     for first in range(70):  # each counts in the first window that has it
         start = next(start for start in range(0, 70, stride) if first < start + ctx)
-        log_p = oracle(theirs, [1, *ids[start:first]]).log_softmax(-1)
-        losses.append(-log_p[-1, ids[first]].item())
-    assert report["tokens"] == 70
-    assert abs(report["perplexity"] / torch.tensor(losses).double().mean().exp().item() - 1) < 1e-4
-    assert abs(report["bits_per_byte"] - sum(losses) / 0.6931471805599453 / 200) < 1e-4
-    assert (
-        report["mean_kl"] < 1e-9
-        and report["same_top_%"] == 100
-        and abs(report["perplexity_ratio"] - 1) < 1e-9
-    )
+        window = [1, *ids[start:first]]
+        q, p = (
+            row[-1].log_softmax(-1) for row in (oracle(theirs, window), logits_of(other, window))
+        )
+        kl = torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
+        same = float(q.argmax() == p.argmax())
+        for name, value in zip(expected, (-q[ids[first]], -p[ids[first]], kl, same)):
+            expected[name].append(float(value))
+    for name, theirs in expected.items():
+        assert values[name].tolist() == pytest.approx(theirs, abs=1e-3), name
+    assert values.keys() == {"loss", "other_loss", "kl", "same_top"}
 
 
 @pytest.fixture
@@ -6885,41 +6695,14 @@ def test_bench_speed_rows(bench_cli, tiny, tiny_saved):
     axes = ["-d", "0,5", "--dtype", "fp32,bf16", "--format", "none,e4m3", "--kv-fp8"]
     rows = rows_of(bench_cli("-m", tiny, *QUICK, *axes, "-o", "json"))
     tests = ("pp4", "pp4 @ d5", "tg2", "tg2 @ d5")
-    expected = [
-        (dtype, form, "e4m3", t)
-        for dtype in ("fp32", "bf16")
-        for form in ("none", "e4m3")
-        for t in tests
-    ]
-    assert [(r["dtype"], r["format"], r["kv"], r["test"]) for r in rows] == expected
+    expected = itertools.product(("fp32", "bf16"), ("none", "e4m3"), ("e4m3",), tests)
+    assert [(r["dtype"], r["format"], r["kv"], r["test"]) for r in rows] == [*expected]
     assert all(r["tokens_per_s"] > 0 and r["percent_of_ceiling"] > 0 for r in rows)
-    given = [
-        "-m",
-        tiny,
-        "-m",
-        tiny_saved,
-        "-p",
-        "4",
-        "-p",
-        "8,9",
-        "-n",
-        "0",
-        "-r",
-        "1",
-        "--device",
-        "cpu",
-        "-ngl",
-        "9",
-    ]
-    code, out, err = bench_cli(*given, "-o", "jsonl")
-    rows = objects(out)
-    expected = [
-        (str(m), form, f"pp{n}")
-        for m, form in ((tiny, "none"), (tiny_saved, "e4m3"))
-        for n in (4, 8, 9)
-    ]
+    given = ["-m", tiny, "-m", tiny_saved, "-p", "4", "-p", "8,9", "-n", "0", *QUICK[4:]]
+    code, out, err = bench_cli(*given, "-ngl", "9", "-o", "jsonl")
+    expected = itertools.product((f"{tiny} none", f"{tiny_saved} e4m3"), ("pp4", "pp8", "pp9"))
     assert code == 0 and "-ngl: no effect here" in err
-    assert [(r["model"], r["format"], r["test"]) for r in rows] == expected
+    assert [(f"{r['model']} {r['format']}", r["test"]) for r in objects(out)] == [*expected]
 
 
 def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
@@ -6928,41 +6711,13 @@ def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
     def rows(*args):
         for row in original(*args):
             yield row
-            shown.append(capfd.readouterr())
+            shown.append(capfd.readouterr().out)
 
     monkeypatch.setattr(bench, "throughput", rows)
-    monkeypatch.setattr(bench, "read_ceiling", lambda device: 1e5)  # a slow machine
     assert bench_cli("-m", tiny, *QUICK)[:2] == (0, "")
-    (first, notes), (second, _) = shown
-    assert (
-        "pp4" in first
-        and "tg2" not in first
-        and len(first.splitlines()) == 3
-        and second.count("tg2") == 1
-    )
-    assert re.search(r"tiny\S*: this takes at least \d+ (s|minutes)", notes), notes
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_bench_random_config(qwen_config, family):
-    args = bench.parse_args(["--device", "cpu", "-t", "1"])
-    args.model, args.ranks = f"random:{qwen_config}:2", parallel.Ranks()
-    model = bench.open_model(args, "fp32", 16, "none")
-    layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
-    assert len(model.weights.layers) == 2
-    assert layer - {"index"} == {tensor.field for tensor in names.layer_tensors(model.config)}
-    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
-
-
-@pytest.fixture
-def qwen_config(family, tmp_path) -> Path:
-    """The config.json of a tiny model of a family."""
-    sizes = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, vocab_size=70,
-    )  # fmt: skip
-    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
-    return tmp_path / "config.json"
+    first, second = shown
+    assert "pp4" in first and "tg2" not in first and len(first.splitlines()) == 3
+    assert second.count("tg2") == 1
 
 
 def test_bench_shapes_as_published():
@@ -6971,13 +6726,11 @@ def test_bench_shapes_as_published():
         "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Qwen2.5-0.5B": 494_032_768,
         "Qwen2.5-1.5B": 1_543_714_304, "SmolLM2-135M": 134_515_008, "SmolLM2-360M": 361_821_120,
     }  # fmt: skip
-    published = {
-        "1.1b": 1_100_048_384,
-        "7b": 6_738_415_616,
-        "8b": 8_030_261_248,
-        "13b": 13_015_864_320,
-    } | tied
-    for name, weights in (published | {"70b": 68_976_648_192}).items():
+    published = tied | {
+        "1.1b": 1_100_048_384, "7b": 6_738_415_616, "8b": 8_030_261_248, "13b": 13_015_864_320,
+        "70b": 68_976_648_192,
+    }  # fmt: skip
+    for name, weights in published.items():
         c = replace(bench.random_config(f"random:{name}"), tie_embeddings=name in tied)
         assert names.weight_bytes(c, torch.float16, {}) == 2 * weights, name
 
@@ -6996,15 +6749,13 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     (tmp_path / "text").write_text(TEXT * 3)
     flags = ("--device", "cpu", "--perplexity", tmp_path / "text", "-o", "json")
     (row,) = rows_of(bench_cli("-m", tiny, *flags, "--against", "bf16"))
-    assert (
-        row["perplexity"] > 1
-        and row["mean_kl"] > 0
-        and 0 < row["standard_error"] < row["perplexity"]
-    )
+    (same,) = rows_of(bench_cli("-m", tiny, *flags, "--dtype", "bf16", "--against", "bf16"))
+    assert row["mean_kl"] > 0 and 0 < row["standard_error"] < row["perplexity"]
+    assert (row["ctx"], row["stride"], row["against"]) == (512, 512, "bf16")
+    assert (same["mean_kl"], same["perplexity_ratio"], same["same_top_%"]) == (0, 1, 100)
     assert rows_of(bench_cli("-m", tiny_saved, *flags))[0]["format"] == "e4m3"
-    assert_refused(
-        bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original"
-    )
+    refused = bench_cli("-m", tiny_saved, *flags, "--against", "fp32")
+    assert_refused(refused, "--against needs the original")
 
 
 def test_bench_threads(bench_cli, tiny, request):
@@ -7017,18 +6768,14 @@ def test_bench_threads(bench_cli, tiny, request):
 
 def test_bench_cells_and_percents(capsys):
     shown = {
-        1.0: "1.00",
-        0.0: "0.00",
-        1.00071: "1.00071",
-        0.00037: "0.00037",
-        1.07: "1.070",
-        5.4712: "5.47",
-    }
-    shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
-    for value, text in (shown | {7: "7", None: ""}).items():
+        1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070",
+        5.4712: "5.47", 0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50",
+        1e-30: "0.000000000", 99.996: "100.00", 100.0: "100", 7: "7", None: "",
+    }  # fmt: skip
+    for value, text in shown.items():
         assert bench.cell(value) == text, value
     bench.note_once.cache_clear()
-    assert [bench.percent(x, 2) for x in (1, 3, 3)] == [50, 150, 150]
+    assert [bench.percent(x, 2) for x in (1, 2, 3, 3)] == [50, 100, 150, 150]
     assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
 
 
@@ -7042,27 +6789,28 @@ def test_bench_draws_the_same_lengths():
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     (tmp_path / "bad").write_bytes(b"ab\xff")
     (tmp_path / "one").write_text("a")
+    few = "has 1 tokens; a mean with its error needs 2 or more"
     for arguments, text in (
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
         (["-m", "nowhere"], "no file or folder nowhere here"),
         (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
         (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
-        (["-m", tiny, "--perplexity", tmp_path / "one"], "has 1 tokens; a mean with its error"),
+        (["-m", tiny, "--perplexity", tmp_path / "one"], few),
+        (["-m", "random:tales", "--perplexity", tmp_path / "one"], "needs a checkpoint"),
     ):
         assert_refused(bench_cli(*arguments), text)
-    for arguments, text in (
-        ("-p x", "-p/--n-prompt: x: must be a whole number"),
-        ("-p 0 -n 0", "nothing to measure"),
-        ("-p 5-7:4", "5-7:4: so many counts are not in the range"),
-        ("--perplexity x --stride 600", "skips text"),
-    ):
-        assert_refused(bench_cli(*arguments.split()), text, code=2)
-    for of_the_other_mode in (
-        "--stride 4", "--against fp32", "--perplexity x -p 4", "--perplexity x --dtype fp32,bf16",
-        "--perplexity x -m a -m b", "--perplexity x --format none,e4m3",
+    for flags, text in (
+        ("-p x", "-p/--n-prompt: x: must be a whole number"), ("-p -1", "-1: must be"),
+        ("-p 0 -n 0", "nothing to measure"), ("-r 0", "must be from 1 to 1,000"),
+        ("-p 5-7:4", "5-7:4: so many counts are not in the range"), ("-c 0", "must be from 1"),
+        ("-t 0", "must be from 1 to 4,096"), ("--dtype fp8", "'fp8' is not one of auto, fp32"),
+        ("--format ,", "'' is not one of none"), ("--perplexity x --stride 600", "skips text"),
+        ("--perplexity x --stride 513", "skips text"), ("--stride 4", ""), ("--against fp32", ""),
+        ("--perplexity x -p 4", ""), ("--perplexity x --dtype fp32,bf16", "takes one --dtype"),
+        ("--perplexity x -m a -m b", "one -m"), ("--perplexity x --format none,e4m3", "--format"),
     ):  # fmt: skip
-        assert_refused(bench_cli(*of_the_other_mode.split()), code=2)
+        assert_refused(bench_cli(*flags.split()), text, code=2)
 
 
 # ---- dev/: what a developer measures
@@ -7071,11 +6819,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
 @pytest.fixture
 def dev_cli(capfd, monkeypatch, quick_ceilings):
     """A script of dev/ in this process, on a CPU: run(script, *arguments)."""
-
-    def run(script, *arguments) -> tuple[int, str, str]:
-        return caller(script.main, monkeypatch, capfd, "--device", "cpu")(*arguments)
-
-    return run
+    return lambda script, *given: caller(script.main, monkeypatch, capfd, "--device", "cpu")(*given)
 
 
 def test_kernels_cost():
@@ -7095,9 +6839,20 @@ def test_kernels_cost():
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_kernels_of_a_family(dev_cli, qwen_config, family):
-    """Every op runs, and transformers gets the same shapes."""
-    args = SimpleNamespace(model=f"random:{qwen_config}:2")
+def test_kernels_of_a_family(dev_cli, tmp_path, family):
+    """Of a config.json: it has the tensors of its family, every op runs, and transformers gets the
+    same shapes."""
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=70,
+    )  # fmt: skip
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
+    args = flags_of_bench("-t", 1, "-m", f"random:{tmp_path}/config.json:2")
+    model = bench.open_model(args, "fp32", 16, "none")
+    layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
+    assert len(model.weights.layers) == 2
+    assert layer - {"index"} == {tensor.field for tensor in names.layer_tensors(model.config)}
+    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
     theirs = compare.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
     flags = "-p 4 -d 0,7 -o jsonl -t 1".split()
@@ -7128,187 +6883,101 @@ def test_kernels_equal_plain_pytorch(tiny_model):
 
 
 def test_compare_with_transformers(dev_cli, tiny, tiny_saved, hub, monkeypatch):
-    seconds = (0.9**i for i in itertools.count())  # each measurement is shorter than the one before
+    """Beside each of our rows, in the same dtype, theirs. A prompt takes a second, each of our
+    steps a quarter of one, and what transformers generates a second for each token there is."""
 
     def wall_times(run, *_) -> list[float]:
-        run()
-        return [next(seconds)]
-
-    def rows_of_both(model, *flags) -> tuple[list[dict], str]:
-        quick = ["-p", "4", "-n", "2", "-r", "1", "-o", "json"]
-        result = dev_cli(compare, "-m", model, *quick, *flags)
-        return rows_of(result), result[2]
+        ids = run()
+        return [1.0 if ids is None else float(ids.shape[1])]
 
     monkeypatch.setattr(bench, "wall_times", wall_times)
-    axes = ["-d", "0,9", "--dtype", "fp32,bf16", "--format", "none,e4m3"]
-    rows, _ = rows_of_both(f"random:{tiny / 'config.json'}", *axes)
-    theirs = [row for row in rows if "transformers" in row["backend"]]
-    ours = [row for row in rows if row not in theirs]
-    assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["format"] == "none" for r in theirs)
+    monkeypatch.setattr(bench, "generation_speeds", lambda *_: [4.0])
     names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
+
+    def rows_of_both(model, *flags) -> tuple[list[tuple], str]:
+        quick = ["-p", "4", "-n", "2", "-r", "1", "-o", "json"]
+        result = dev_cli(compare, "-m", model, *quick, *flags)
+        keys = ("dtype", "format", "test", "backend", "tokens_per_s", "ratio")
+        return [tuple(row[key] for key in keys) for row in rows_of(result)], result[2]
+
+    axes = ["--dtype", "fp32,bf16", "--format", "none,e4m3", "-d", "0,9"]
+    rows, _ = rows_of_both(f"random:{tiny / 'config.json'}", *axes)
+    ours = [row for row in rows if row[3] == "torch"]
+    assert len(ours) == 2 * 2 * 4 and {row[4:] for row in ours} == {(4.0, None)}
     expected = []
-    for row in ours:
-        if row["format"] == "none":
-            expected += [(row["dtype"], row["test"], name) for name in names[row["test"][:3]]]
-    found = [(row["dtype"], row["test"], row["backend"]) for row in theirs]
-    assert found == expected, "beside what it did not run"
+    for dtype, format, test, *_ in ours:
+        speed, ratio = (4.0, 1.0) if test[:2] == "pp" else (1.0, 4.0)
+        for name in names[test[:3]] if format == "none" else ():
+            expected.append((dtype, format, test, name, speed, ratio))
+    assert [row for row in rows if row[3] != "torch"] == expected
     rows, said = rows_of_both(tiny_saved)
     assert "transformers is not measured: it needs --format none" in said
-    found = [(row["format"], row["backend"]) for row in rows]
-    assert found == [("e4m3", "torch")] * 2, "it cannot read this model"
-    asked = []
-    for _ in range(2):
-        rows, _ = rows_of_both("someone/tiny")
-        asked.append(len(hub.asked))
-    assert [r["backend"] for r in rows[2:]] == ["transformers", *names["tg2"]]
-    assert asked[0] == asked[1] > 0, "downloaded, and then the hub is not asked again"
+    assert [row[3] for row in rows] == ["torch"] * 2, "it cannot read this model"
+    rows, _ = rows_of_both("someone/tiny")
+    assert [row[3] for row in rows[2:]] == ["transformers", *names["tg2"]]
+    hub.asked.clear()
+    rows_of_both("someone/tiny")
+    assert not hub.asked, "downloaded, and then the hub is not asked again"
 
 
-def test_steps(dev_cli, tiny):
+def test_steps_rows(dev_cli, tiny, tiny_model, monkeypatch):
     code, out, err = dev_cli(steps, "-m", tiny, "-p", 4)
     assert "the Triton kernels need a GPU" in err and "| rmsnorm_swiglu: " in out
     assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
-
-
-def test_steps_rows(tiny_model, monkeypatch):
     monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
     monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
     layer = ["_vector_kernel", "_attention_kernel", *["_vector_kernel"] * 3]
     step = ["_embedding_kernel", *layer * 2, "_vector_kernel", "_sample_best_kernel"]
-    # each starts a second before the one before it ends, but for the last, which starts a second
-    # later
+    # each starts a second before the one before it ends, but for the last, a second later
     events = [steps.Event(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
     events.append(steps.Event(step[-1], events[-1].end + 1, events[-1].end + 2))
     rows, ms, gaps, _ = steps.profile_rows(events, tiny_model, 1, 100)
-    counts = {row["kernel"]: row["count"] for row in rows}
     products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in op_table.PRODUCTS}
-    assert counts == products | {
-        "_embedding_kernel": 1,
-        "_attention_kernel": 2,
-        "_sample_best_kernel": 1,
-    }
+    others = {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_best_kernel": 1}
+    assert {row["kernel"]: row["count"] for row in rows} == products | others
     assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
     moved = 2 * op_table.cost("w2", tiny_model, 1)[0]
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
-
-
-def test_passes(dev_cli, tiny):
     flags = ("-T", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json")
-    rows = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
-    assert [row["tokens"] for row in rows] == [1, 2, 5] and rows[0]["ratio"] == 1
+    passes = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
+    assert [row["tokens"] for row in passes] == [1, 2, 5] and passes[0]["ratio"] == 1
 
 
-@pytest.mark.parametrize("card", [90, 120])
-def test_tune(tiny, tmp_path, monkeypatch, card):
-    """On a card that has entries, and on one that has used another's. A matrix in another format
-    has other tables."""
-    model = load(tiny, dtype="fp16", device="cpu")
-    layer = model.weights.layers[0]
-    (layer.w2,) = encoded([layer.w2], E4M3)
-    file = Path(shutil.copy(HERE / "launch.json", tmp_path))
-    monkeypatch.setattr(launch, "TABLES_FILE", file)
-    monkeypatch.setattr(launch, "tables", functools.cache(launch.tables.__wrapped__))
-    monkeypatch.setattr(tuner, "tables", launch.tables)
-    launch.save_tables()
-    assert file.read_text() == (HERE / "launch.json").read_text(), (
-        "what was not changed is saved as it was"
-    )
-    best = {"vector": [4, 1024, 2], "few": [32, 4, 2, 8, 1]}
-    nearest = lambda kind: launch.nearest(launch.nearest(launch.tables()[kind], card), 16)
-
-    # the more ops have the best sizes, the faster
-    def pass_seconds(model, cache, T, depth) -> float:
-        kind, ops = ("vector", nearest("vector")) if T == 1 else ("few", nearest("few")[T])
-        return 1.0 / (1 + str(ops).count(str(best[kind])))
-
-    monkeypatch.setattr(tuner, "capability", lambda _: card)
-    monkeypatch.setattr(tuner, "pass_seconds", pass_seconds)
-    monkeypatch.setattr(bench, "open_model", lambda *_: model)
-    monkeypatch.setattr(type(model), "uses_graphs", True)
-    before = nearest("few")[8]["default"][0]
-    tuner.tune(SimpleNamespace(dtype=["auto"], format=["none"]))
-    launch.tables.cache_clear()  # what it wrote
-    vector, few = (launch.tables()[kind][card][16] for kind in best)
-    for matrix, op in (
-        ("wqkv", "rmsnorm_qkv_rope"),
-        ("wo", "linear_add"),
-        ("w13", "rmsnorm_swiglu"),
-    ):
-        columns = getattr(layer, matrix).columns
-        assert (
-            vector[op][columns] == best["vector"]
-            and few[8][op][columns] == few[16][op][columns] == best["few"]
-        )
-    assert layer.w2.columns not in vector["linear_add"]
-    assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], (
-        "other cards keep theirs"
-    )
-
-
-@pytest.fixture
-def draw_picture(capfd, monkeypatch):
-    return caller(plot.main, monkeypatch, capfd)
-
-
-def test_plot(bench_cli, draw_picture, tiny, tmp_path):
-    record, picture = tmp_path / "record", tmp_path / "speed.svg"
-    code, out, err = bench_cli("-m", tiny, *QUICK, "--format", "none,e4m3", "-o", "jsonl")
-    assert code == 0, err
-    record.write_text(out)
-    rows = plot.read_rows(record)
-    rows += [replace(row, dtype="bf16") for row in rows]
-    labels = {plot.label(row, rows) for row in rows if row.test == "tg2"}
-    assert len(labels) == 4, "bars of the same name"
-    assert draw_picture(record, picture) == (0, "", "")
-    whole = picture.read_bytes()
-    assert b"fused-llama, fp32" in whole and b"fused-llama, e4m3" in whole
-    assert draw_picture(record, picture)[0] == 0 and picture.read_bytes() == whole, (
-        "a record gives one picture"
-    )
-    for text in ("{", "[]", "null", '{"test": "tg2"}', out.replace("tokens_per_s", "x")):
-        record.write_text(text)
-        assert_refused(draw_picture(record, picture), "not a row printed by bench.py -o jsonl")
-    record.write_text(out)
-    assert_refused(draw_picture(record, tmp_path / "none" / "x.png"), "No such file", "x.png")
-    assert_refused(draw_picture(record, tmp_path / "x.xyz"), "Format 'xyz' is not supported")
-    assert_refused(draw_picture(tmp_path / "none", picture), "No such file", "none")
-    record.write_text("")
-    assert_refused(draw_picture(record, picture), "there is nothing to draw")
-
-
-def test_picture_of_the_readme(draw_picture, tmp_path):
-    assert draw_picture(HERE / "figures/h200.jsonl", tmp_path / "h200.svg") == (0, "", "")
+def test_picture_of_the_readme(capfd, monkeypatch, tmp_path):
+    draw = caller(plot.main, monkeypatch, capfd)
+    record = HERE / "figures/h200.jsonl"
+    assert draw(record, tmp_path / "h200.svg") == (0, "", "")
     drawn, kept = ((folder / "h200.svg").read_text() for folder in (tmp_path, HERE / "figures"))
     texts = [re.findall(r">([^<>\n]+)</text>", picture) for picture in (drawn, kept)]
-    assert texts[0] == texts[1] and "fused-llama, e4m3" in texts[0]
+    assert texts[0] == texts[1], "the README's picture is not that of its record: draw it again"
+    assert draw(record, tmp_path / "x.xyz")[2].count("Format 'xyz' is not supported") == 1
+    for text, said in (("{", "not a row printed by bench.py"), ("", "there is nothing to draw")):
+        (tmp_path / "record").write_text(text)
+        assert_refused(draw(tmp_path / "record", tmp_path / "y.svg"), said)
 
 
-def test_dev_errors_are_one_line(dev_cli, tiny, monkeypatch):
+def test_dev_errors_are_one_line(dev_cli, monkeypatch):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
-    for script, text in (
-        (compare, "a package is not installed: transformers"),
-        (tuner, "on a GPU"),
-    ):
-        assert_refused(dev_cli(script, "-m", tiny), text)
-    for script, flags in (
-        (op_table, "--format none,e4m3"), (op_table, "-n 4"), (op_table, "-r 4"),
-        (op_table, "-m a -m b"), (steps, "-p 0"), (steps, "-p 4,5"), (steps, "-o json"),
-        (tuner, "-p 4"), (dev_passes, "-T 0"), (dev_passes, "-d 4,5"), (compare, "-p 0 -n 0"),
-        (compare, "--perplexity x"),
+    assert_refused(dev_cli(compare, "-m", TALES), "a package is not installed: transformers")
+    assert_refused(dev_cli(tuner, "-m", TALES), "on a GPU")
+    for script, *wrong in (
+        (op_table, "--format none,e4m3", "-n 4", "-r 4", "-m a -m b"),
+        (steps, "-p 0", "-p 4,5", "-o json"), (tuner, "-p 4"), (dev_passes, "-T 0", "-d 4,5"),
+        (compare, "-p 0 -n 0", "--perplexity x"),
     ):  # fmt: skip
-        assert_refused(dev_cli(script, *flags.split()), code=2)
+        for flags in wrong:
+            assert_refused(dev_cli(script, *flags.split()), code=2)
 
 
 # ---- dev/: fuzzing and mutants
 
 
 def test_fuzz_finds_nothing():
-    flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}"
+    flags = f"--seed {SEED} --cases 100 --seconds {PATIENCE} --limit {PATIENCE}"
     done = in_shell(f"TRITON_INTERPRET=0 $PYTHON $HERE/dev/fuzz.py {flags}")
-    assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and f"100 cases from seed {SEED}" in done.stdout, said
 
 
 WRONG = {  # a case that goes wrong: what the fuzzer says of it
@@ -7396,15 +7065,11 @@ GOLDENS = {  # greedy text of models/tales in fp32
 
 def test_tales_says_what_it_said():
     """Greedy text in fp32. A change here means that the weights or the arithmetic have changed."""
-    model, tokenizer = (
-        load(cli_module.DEFAULT_MODEL, dtype="fp32", device="cpu"),
-        Tokenizer(cli_module.DEFAULT_MODEL),
-    )
+    tales = cli_module.DEFAULT_MODEL
+    model, tokenizer = load(tales, dtype="fp32", device="cpu"), Tokenizer(tales)
     for prompt, text in GOLDENS.items():
-        ids = tokenizer.encode(prompt)
-        assert tokenizer.decode(generate(model, ids, n=24, sampling=Sampling(temp=0))) == text, (
-            prompt
-        )
+        ids = generate(model, tokenizer.encode(prompt), n=24, sampling=GREEDY)
+        assert tokenizer.decode([*ids]) == text, prompt
 
 
 # ---- models/smollm2
@@ -7421,18 +7086,16 @@ def test_smollm2_says_what_transformers_says():
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     read_gguf(theirs, SMOLLM2)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, **file)
-    model = load(SMOLLM2, dtype="fp32", device="cpu")
-    tokenizer = Tokenizer(SMOLLM2)
+    model, tokenizer = load(SMOLLM2, dtype="fp32", device="cpu"), Tokenizer(SMOLLM2)
     for question in ("What is the capital of France?", "Größe 🙂: who wrote Faust, and why?"):
         chat = conversation(question)
         ids = tokenizer.apply_chat_template(chat)
         text = their_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         assert ids == their_tokenizer(text, add_special_tokens=False)["input_ids"]
-        with torch.inference_mode():
-            expected = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0]
-            assert_close(logits_of(model, ids), theirs(torch.tensor([ids])).logits[0], 1e-4)
-        answer = [*generate(model, ids, n=24, sampling=Sampling(temp=0))]
-        assert answer == expected[len(ids) :].tolist(), question
+        answer = [*generate(model, ids, n=16, sampling=GREEDY)]
+        theirs_of_all = oracle(theirs, ids + answer)  # and the best of each is the next
+        assert theirs_of_all.argmax(-1)[len(ids) - 1 : -1].tolist() == answer, question
+        assert_close(logits_of(model, ids), theirs_of_all[: len(ids)], 1e-4)
 
 
 if __name__ == "__main__":  # started by the tests of several ranks: "forks" or "gpus"
