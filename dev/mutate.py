@@ -197,7 +197,7 @@ MUTANTS = [
         "transformers",
     ),
     Mutant(
-        "extra/quants.py",
+        "extra/layouts.py",
         "[0, 4, 1, 5, 2, 6, 3, 7]",
         "[0, 2, 4, 6, 1, 3, 5, 7]",
         "safetensors_equal",
