@@ -119,7 +119,7 @@ from model import (
     rope_table,
 )
 from sampling import Sampler, Sampling
-from session import Conversation, Session
+from session import Conversation, Session, dropped_part
 from tokenizer import (
     TEMPLATES,
     Prompt,
@@ -2515,19 +2515,17 @@ def test_threads_of_a_session(tiny, monkeypatch, request, size, expected):
 def test_conversation_with_unfinished_answers(tiny_session):
     """It has what was generated of them."""
     talk, options = Conversation(tiny_session), dict(n=6, ignore_eos=True)
-    for piece in talk.answer("hello", **options):
-        if piece.text:
-            break
-    answer = talk.answer("good day", **options).finish()
-    said = [turn["content"] for turn in talk.turns]
-    assert said == ["hello", piece.text, "good day", answer.text]
-    talk.again(**options)  # of which nothing is generated
-    next(talk.again(**options))
-    talk.session.end()
-    assert [turn["content"] for turn in talk.turns[:3]] == said[:3]
-    assert len(talk.turns) == 4 and len(talk.turns[3]["content"]) < len(answer.text)
+    talk.answer("hello", **options).finish()
+    for begin in (partial(talk.answer, "good day"), talk.again):
+        generation = begin(**options)
+        while not next(generation).text:
+            pass
+        talk.again(**options)  # which ends it, and of which nothing is generated
+        said = [turn["content"] for turn in talk.turns]
+        assert said[0::2] == ["hello", "good day"] and said[3] == generation.text
     next(talk.answer("more", **options))
     talk.clear()
+    talk.session.end()
     assert talk.turns == []
     with pytest.raises(ValueError, match="there is no answer yet"):
         talk.again()
@@ -2612,19 +2610,40 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
     check()
 
 
-@pytest.fixture
-def fitted(monkeypatch) -> list:
-    """The prompts of the turns of a chat, in the order in which they were made to fit the
-    context."""
-    seen, fit = [], Conversation.fit
+def test_what_fits_into_the_context(tiny):
+    """Where less than a quarter is left for the answer, turns go, the oldest first, and then the
+    beginning of the last answer, until half of it is free, and no more than that."""
+    session = Session(tiny, device="cpu", ctx_size=64, chat_template="llama2")
+    text = st.lists(st.sampled_from("a good fox said Żółw \u4f60".split()), max_size=25).map(
+        " ".join
+    )
+    turn = st.tuples(text, text).map(lambda said: conversation(*said))
 
-    def fit_and_keep(self, message, turns):
-        prompt, kept = fit(self, message, turns)
-        seen.append(prompt)
-        return prompt, kept
+    @examples(60, system=st.sampled_from(["", "Be kind."]), turns=st.lists(turn, max_size=6))
+    def check(system, turns):
+        talk, turns = Conversation(session, system), [*itertools.chain(*turns)]
+        asked = lambda turns: [*talk.system, *turns, {"role": "user", "content": "fox"}]
+        length = lambda turns: len(session.render(asked(turns)).ids)
+        prompt, kept = talk.fit("fox", turns)
+        dropped = dropped_part(turns, kept)
+        assert prompt.text == session.tokenizer.chat_prompt(asked(kept)).text
+        if length(turns) <= 48:
+            assert (kept, dropped) == (turns, "")
+            return
+        count = (len(turns) - len(kept)) // 2
+        expected, rest = [f"{count} of {len(turns) // 2} turns"] * bool(count), turns[2 * count :]
+        assert len(prompt.ids) <= max(32, length([])), "half of the context is not free"
+        if kept == rest:
+            assert length(turns[2 * count - 2 :]) > 32, "more than needed is dropped"
+        else:
+            (message, answer), (_, whole) = kept, rest
+            assert message == rest[0] and whole["content"].endswith(answer["content"].strip())
+            assert length(rest) > 32 and 32 - len(prompt.ids) < 8, "more than needed is cut"
+            cut = len(whole["content"]) - len(answer["content"])
+            expected.append(f"{cut} characters of the last answer")
+        assert dropped == " and ".join(expected)
 
-    monkeypatch.setattr(Conversation, "fit", fit_and_keep)
-    return seen
+    check()
 
 
 def test_chat_answers_each_line(cli, tiny):
@@ -2668,6 +2687,9 @@ def test_notes_of_a_chat(cli, tiny, tmp_path):
     assert first["prompt"] == second["prompt"] == "good\nday,\ncrow!\n\nhello"
     assert first["text"] == second["text"] and second["evaluated_tokens"] == 1
     lines = ["hello", "/clear", "/system x", "hello", *["tell me a tale"] * 12]
+    noted = chat(cli, tiny, *lines, flags=["-c", 64])[2]
+    dropped = "context of 64 tokens is full: dropped the oldest part of the conversation, [1-9] of "
+    assert re.search(dropped, noted)
     assert chat(cli, tiny, *lines, flags=["--quiet", "-c", 64])[2] == "", "--quiet"
 
 
@@ -2720,16 +2742,6 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
     assert f"template: {template} (given)" in one
 
 
-def test_chat_drops_its_oldest_turns(cli, tiny, fitted):
-    flags = ["--system", "Be kind.", "--chat-template", "llama2", "-c", 128]
-    code, _, err = chat(cli, tiny, *["tell me a tale"] * 8, flags=flags)
-    assert code == 0 and "error" not in err
-    assert re.search(r"full: dropped the oldest part of the conversation, [1-9] of \d turns", err)
-    lengths = [len(prompt.ids) for prompt in fitted]
-    assert 64 < max(lengths) <= 96, "a quarter is left for the answer"
-    assert all(prompt.text.startswith("<s>[INST] <<SYS>>\nBe kind.") for prompt in fitted)
-
-
 def test_chat_settings_stats_and_files(cli, tiny, tmp_path):
     (hot,) = chat_objects(cli, tiny, "hello", flags=["--temp", 5, "-s", 3])
     file = tmp_path / "talk"
@@ -2751,26 +2763,6 @@ def test_ctrl_c_while_an_answer_is_rendered_again(tiny, monkeypatch):
         patch.setattr(talk.session.tokenizer, "_render", fails(KeyboardInterrupt()))
         talk.again(n=4)
     assert talk.turns == before and len(before) == 2
-
-
-def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
-    flags = ["--system", "Be kind.", "-c", 100, "-n", -2, "-o", "jsonl", "--dtype", "fp32"]
-    lines = ["Tell me a tale", "go on", "go on"]
-    code, out, err = chat(cli, cli_module.DEFAULT_MODEL, *lines, flags=flags)
-    turns = objects(out)
-    assert code == 0 and all(turn["ended_by"] == "context" for turn in turns)
-    assert len(re.findall(r" \d+ characters of the last answer", err)) == 2
-    form = r"(?s)<s>\[INST\] <<SYS>>\nBe kind.\n<</SYS>>\n\n[^[]* \[/INST\] (.*) </s><s>\[INST\] go on \[/INST\]"
-    for before, prompt in zip(turns, fitted[1:]):
-        kept = re.fullmatch(form, prompt.text).group(1).strip()
-        assert len(kept) > 20 and before["text"].strip().endswith(kept) and len(prompt.ids) <= 50
-
-
-def test_chat_shortens_an_answer(tiny):
-    """By more than the space before it."""
-    talk = SimpleNamespace(session=SimpleNamespace(tokenizer=Tokenizer(tiny)))
-    _, answer = Conversation.shortened(talk, [{}, {"content": "\u4f60 good day"}], 1)
-    assert answer["content"].strip() == "good day"
 
 
 # ---- chat.py: a person at a terminal

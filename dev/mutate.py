@@ -243,8 +243,8 @@ MUTANTS = [
     ),
     Mutant("tokenizer.py", "trim_blocks=True, ", "", "template_has"),
     Mutant("session.py", "    if token in eos:", "    if False:", "what_ends"),
-    Mutant("session.py", "min(size // 4, 256)", "min(size // 2, 256)", "drops_its_oldest"),
-    Mutant("session.py", "excess + 1 :]", "excess:]", "shortens_an_answer"),
+    Mutant("session.py", "min(size // 4, 256)", "min(size // 2, 256)", "fits_into"),
+    Mutant("session.py", "excess + 1 :]", "excess:]", "fits_into"),
     Mutant(
         "session.py",
         "self.scores.append((token, float(logprobs[token]), pairs))",
