@@ -21,6 +21,7 @@ import json
 import os
 import pickle
 import pty
+import queue
 import random
 import re
 import resource
@@ -3414,6 +3415,30 @@ def test_serve_tells_an_error_in_a_stream():
 
     first, error = asyncio.run(heard())
     assert first == b"first" and error.startswith(b'data: {"error": {"message": "it failed"')
+
+
+def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
+    """Whoever asked is told, and of what was evaluated until then nothing is reused."""
+    session, heard = Session(tiny, dtype="fp32", device="cpu"), []
+    writer = serve.Writer(session, "tiny", queue.SimpleQueue())
+    body = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
+    client = SimpleNamespace(
+        ask=serve.read_ask(json.dumps(body).encode(), serve.TextAsk), fail=heard.append,
+        tell=lambda part, last: heard.append(json.loads(part)), ended=threading.Event(),
+    )  # fmt: skip
+
+    def answer():
+        writer.clients.put(client)
+        writer.write_next()
+        return heard.pop()
+
+    said = answer()["choices"]
+    with monkeypatch.context() as patch:
+        patch.setattr(session.model, "step", fails(RuntimeError("broken")))
+        error = answer()
+    assert (error.status_code, error.code, error.detail) == (500, "failed", "broken")
+    assert capfd.readouterr().err == "error: broken\n" and session.state.pos == 0
+    assert answer()["choices"] == said
 
 
 def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
