@@ -4019,30 +4019,16 @@ def test_hub_takes_what_a_folder_means_and_finishes_a_download(
     assert hub.fetched() == [last.name]
 
 
+NOT_THERE = "and the download from http://127.0.0.1:9 failed (Conn"
+GEMMA = {"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
-    "gated": (
-        dict(token="secret"), "", "tiny",
-        "it is gated: accept its licence on its page, and set HF_TOKEN",
-    ),
-    "gguf": (
-        dict(files={"a.IQ2_M.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"
-    ),
-    "another family": (
-        dict(files={"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}),
-        "", "tiny", "config.json: model_type is 'gemma2', which is not supported",
-    ),
-    "another kind": (
-        dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M",
-        "holds no GGUF file of the kind Q4_K_M",
-    ),
-    "unknown": (
-        {}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"
-    ),
-    "offline": (
-        {}, "offline", "tiny",
-        "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`",
-    ),
-    "not there": ({}, "not there", "tiny", "and the download from http://127.0.0.1:9 failed (Conn"),
+    "gated": (dict(token="secret"), "", "tiny", "it is gated: accept its licence on its page, and set HF_TOKEN"),
+    "gguf": (dict(files={"a.IQ2_M.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
+    "another family": (dict(files=GEMMA), "", "tiny", "config.json: model_type is 'gemma2', which is not supported"),
+    "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
+    "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
+    "offline": ({}, "offline", "tiny", "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`"),
+    "not there": ({}, "not there", "tiny", NOT_THERE),
 }  # fmt: skip
 
 
@@ -4575,22 +4561,24 @@ def test_template_texts(tiny, name):
 
 
 def test_find_template(tmp_path):
-    own, folder = {"chat_template": "from the configuration"}, tmp_path / "vicuna-7b"
+    folder = tmp_path / "vicuna-7b"
+    cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
     folder.mkdir()
+    own, several = (
+        {"chat_template": "own"},
+        [{"name": "default", "template": "x"}, {"name": "tool"}],
+    )
     assert find_template(folder, {}) == (TEMPLATES["vicuna"], "vicuna (from the folder's name)")
-    assert find_template(folder, own)[0] == "from the configuration"
-    several = [{"name": "default", "template": "x"}, {"name": "tool_use"}]
+    assert find_template(cached, {})[0] == TEMPLATES["llama2"]
+    assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
+    assert find_template(folder, own)[0] == "own"
     assert find_template(folder, {"chat_template": several})[0] == "x"
     (folder / "chat_template.jinja").write_text("from the file")
     assert find_template(folder, own)[0] == "from the file"
     assert find_template(folder, own, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")
-    cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
-    assert find_template(cached, {})[0] == TEMPLATES["llama2"]
-    assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
+    neither = "is not a chat template: neither one of llama2, zephyr"
     for name in ("not-there", "."):
-        with pytest.raises(
-            FileNotFoundError, match="is not a chat template: neither one of llama2, zephyr"
-        ):
+        with pytest.raises(FileNotFoundError, match=neither):
             find_template(folder, own, name)
 
 
@@ -5774,20 +5762,15 @@ def test_quantised_safetensors_equal_transformers(copy, cli, how):
 
 
 def test_gptq_of_a_model_with_biases(copy):
-    """Zeros, as GPTQ writes them for every matrix, but for those of q, k and v."""
+    """Zeros, as GPTQ writes them for every matrix, but for those of q, k and v. FP8 as nvidia's
+    folders said it at first. A joined matrix that is quantised in part."""
     assert_equals_transformers(copy, write_quantised(copy, "GPTQ", model="Qwen2"))
-
-
-def test_hf_quant_config_alone(copy):
-    """As nvidia's folders were at first."""
     theirs = write_quantised(copy, "FP8, modelopt")
     edit(copy / "config.json", quantization_config=None)
     said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     (copy / "hf_quant_config.json").write_text(json.dumps(said))
     assert_equals_transformers(copy, theirs)
-
-
-def test_joined_matrix_quantised_in_part(copy):
+    (copy / "hf_quant_config.json").unlink()
     theirs = write_quantised(copy, "AWQ")
     stem, tensors = "model.layers.0.self_attn.v_proj.", load_file(copy / "model.safetensors")
     tensors = {name: t for name, t in tensors.items() if not name.startswith(stem)}
