@@ -4612,6 +4612,10 @@ def test_half_typed_control_tokens(tiny):
         ids = t.apply_chat_template(conversation(typed))
         assert t.eos not in ids and "</s>" in t.decode(ids), (template, typed)
         assert t.turn_ends() == (set(), []), "it writes no answer, nor what ends one"
+    t.chat_template = (
+        "{% for m in messages %}{{ m.content }}\n### end of {{ m.role }}\n---\n{% endfor %}"
+    )
+    assert t.turn_ends() == (set(), ["### end of assistant"]), "a stop string is one line"
 
 
 def test_added_tokens_and_bos(copy):
@@ -7088,7 +7092,11 @@ SMOLLM2 = HERE / "models" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 def test_smollm2_says_what_transformers_says():
     """A published model, which others have quantised: ids of a chat, logits and greedy text."""
     file = dict(gguf_file=SMOLLM2.name)
-    config = transformers.AutoConfig.from_pretrained(SMOLLM2.parent, **file)
+    config = transformers.LlamaConfig(  # as published
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        rope_parameters=dict(rope_type="default", rope_theta=1e5), tie_word_embeddings=True,
+    )  # fmt: skip
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     read_gguf(theirs, SMOLLM2)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, **file)
