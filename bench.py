@@ -228,19 +228,18 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from checkpoint import (
+from checkpoint import load, read_config
+from extra.hardware import (
     DTYPES,
     check_accumulate,
     check_memory,
-    layer_tensors,
-    load,
     pick_backend,
     pick_device,
     pick_dtype,
-    read_config,
 )
+from extra.names import Formats, formats_of, layer_tensors
 from extra.parallel import Ranks
-from formats import Format, Matrix
+from formats import Matrix
 from kernels import FORMATS, cpu_product_dtype, in_cpu_layout, on_tensor_cores, storage_dtype
 from launch import jit, tl
 from model import Config, LayerWeights, Llama, State, Timings, Weights, generate
@@ -271,7 +270,7 @@ def random_config(spec: str) -> Config:
 
 
 def random_weights(
-    c: Config, dtype: torch.dtype, device: torch.device, format: Format | None, backend: str
+    c: Config, dtype: torch.dtype, device: torch.device, formats: Formats, backend: str
 ) -> Weights:
     """Weights of a configuration, made on the device: norms and biases are ones; matrices are
     normally distributed, as large as those that training starts from. In a format 64 rows repeat,
@@ -282,25 +281,25 @@ def random_weights(
 
     def matrix(name: str, shape: tuple[int, int]) -> Matrix:
         rows, columns = shape
-        own = format and format.at(name)
-        if own is None:
+        format = formats.get(name)
+        if format is None:
             w = Matrix(normal(rows, columns, storage_dtype(backend, dtype, device)))
         else:
-            block = own.encode(normal(min(rows, 64), columns))
+            block = format.encode(normal(min(rows, 64), columns))
             repeated = [t.repeat(-(-rows // len(t)), *[1] * (t.dim() - 1))[:rows] for t in block]
-            w = Matrix(tuple(repeated), own)
-        return in_cpu_layout(w, backend, dtype, format)
+            w = Matrix(tuple(repeated), format)
+        return in_cpu_layout(w, backend, dtype, formats.values())
 
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
 
     layers = []
-    for _ in tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None):
+    for i in tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None):
         values = {}
-        for tensor in layer_tensors(c):
+        for tensor in layer_tensors(c, i):
             shape = tensor.shape(c)
             if tensor.is_matrix:
-                values[tensor.field] = matrix(tensor.field, shape)
+                values[tensor.field] = matrix(tensor.name, shape)
             else:
                 values[tensor.field] = ones(*shape)
         layers.append(LayerWeights(**values))
@@ -341,14 +340,14 @@ def random_model(args: argparse.Namespace, dtype: str, ctx_size: int, format: st
     config = random_config(args.model)
     device = pick_device(args.device, ranks)
     config = config.cut(ranks.size)
-    of_matrices = FORMATS.get(format)
+    formats = formats_of(config, FORMATS.get(format))
     ranks.join(device)
     backend = pick_backend(args.backend, device)
     as_dtype = pick_dtype(dtype, config.dtype or torch.float16, device)
     check_accumulate(args.accumulate, backend, device, as_dtype)
-    check_memory(config, as_dtype, device, ctx_size, of_matrices, args.kv_fp8, ranks)
+    check_memory(config, as_dtype, device, ctx_size, formats, args.kv_fp8, ranks)
     with torch.inference_mode():
-        weights = random_weights(config, as_dtype, device, of_matrices, backend)
+        weights = random_weights(config, as_dtype, device, formats, backend)
     more = (args.kv_fp8, args.accumulate, ranks)
     return Llama(config, weights, backend, device, as_dtype, ctx_size, None, *more)
 

@@ -34,6 +34,7 @@ sizes."""
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -118,19 +119,19 @@ def in_cpu_layout(
     w: Matrix,
     backend: str,
     dtype: torch.dtype,
-    format: Format | None = None,
+    among: Collection[Format] = (),
     stays: bool = False,
 ) -> Matrix:
     """A matrix in the layout that the reference ops read fastest on a CPU, for activations in
     dtype; elsewhere the matrix itself. Fp32 matrices with more rows than columns are stored column
     by column, since many short sums are slow. Bf16 matrices are stored in oneDNN's blocked layout;
     small ones, and those that stay in memory anyway, also keep their original copy. A matrix in a
-    format also gets the copy that torch's own product needs. format: the model's, if any. INT4
+    format also gets the copy that torch's own product needs. among: the formats of the model. INT4
     keeps the output matrix in 8 bits; here it is decoded, because a CPU reads 16 bits faster than
     it decodes 8. stays: whether the original stays in memory, as that of a tied embedding does."""
     if backend != "torch" or w.data.device.type != "cpu":
         return w
-    if format is INT4 and w.format is not INT4:
+    if INT4 in among and w.format is not INT4:
         dense = torch.empty(w.shape, dtype=storage_dtype(backend, dtype, w.data.device))
         for part, rows in zip(w.parts(512), dense.split(512)):
             rows.copy_(part.dense())

@@ -187,7 +187,7 @@ def unescaped(text: str) -> str:
 
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
     from chat import Output
-    from checkpoint import pick_device
+    from extra.hardware import pick_device
 
     if args.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
@@ -326,7 +326,7 @@ def save(args: argparse.Namespace) -> None:
 
 def summary(args: argparse.Namespace, session: Session) -> str:
     """What is about to run, in two or three lines."""
-    from checkpoint import read_sampling
+    from extra.config import read_sampling
 
     model = session.model
     checkpoint = model.checkpoint

@@ -384,7 +384,7 @@ def ready_session(args: argparse.Namespace, ranks: Ranks) -> Session:
 
 
 def work(args: argparse.Namespace, ranks: Ranks) -> int:
-    from checkpoint import pick_device
+    from extra.hardware import pick_device
 
     ranks.join(pick_device(args.device, ranks))
     listener = None

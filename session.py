@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoint import DTYPES, Checkpoint, find_checkpoint, load, read_config
+from checkpoint import Checkpoint, find_checkpoint, load, read_config
+from extra.hardware import DTYPES
 from extra.parallel import Ranks
 from extra.speculation import Draft, Lookup
 from model import Llama, State, Timings, generate, sample_next

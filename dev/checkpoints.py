@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from checkpoint import model_parts, read_config
+from checkpoint import read_config
+from extra.names import model_parts
 from tokenizer import TEMPLATES
 
 VOCAB = 400

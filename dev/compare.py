@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 import bench
 from bench import Row
-from checkpoint import DTYPES, pick_device
 from extra.cli import Parser, note, use_safe_streams
+from extra.hardware import DTYPES, pick_device
 
 CACHES = {"eager": {}, "static cache": {"cache_implementation": "static"}}
 

@@ -93,3 +93,64 @@ def read_json(file: Path) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{file} does not hold a JSON object")
     return value
+
+
+class Fields(dict):
+    """A JSON object of a checkpoint with checked access: every error names the file, the field and
+    its value."""
+
+    def __init__(self, file: Path, fields: dict | None = None):
+        if fields is None:
+            fields = read_json(file)
+        super().__init__(fields)
+        self.file = file
+
+    def number(
+        self, name: str, low: float, high: float, default: float | None = None, kind: type = int
+    ):
+        """A number from low to high. Raises ValueError for anything else, and where there is
+        neither a value nor a default."""
+        value = self.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ValueError(f"{self.file} lacks the field {name}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = is_number and low <= value <= high
+        if kind is int:
+            fits = fits and value == int(value)
+        if not fits:
+            whole = "whole " if kind is int else ""
+            raise ValueError(
+                f"{self.file}: {name} is {value!r}; it must be a {whole}number from {low:g} to {high:g}"
+            )
+        return kind(value)
+
+    def sub(self, name: str) -> "Fields":
+        """The object in a field, which is empty if there is none. Raises ValueError."""
+        value = self.get(name) or {}
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.file}: {name} is {value!r}; it must be an object")
+        return Fields(self.file, value)
+
+    def refuse_unless(self, name: str, *allowed) -> None:
+        """For a field whose other values would change the result in a way not implemented here."""
+        value = self.get(name, allowed[0])
+        if value not in allowed:
+            names = ("absent" if value is None else json.dumps(value) for value in allowed)
+            raise ValueError(
+                f"{self.file}: {name} is {value!r}, which is not supported"
+                f" (supported: {', '.join(names)})"
+            )
+
+    def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """The ids of tokens in a field: one, a list of them, or none. Raises ValueError."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        ids = tuple(value) if isinstance(value, list) else (value,)
+        for i in ids:
+            if type(i) is not int or not 0 <= i < vocab_size:
+                what = f"it must hold ids below vocab_size {vocab_size}"
+                raise ValueError(f"{self.file}: {name} is {value!r}; {what}")
+        return ids

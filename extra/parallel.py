@@ -191,8 +191,6 @@ class Ranks:
 
 # ---- the cut (Config.cut says what a rank has, checkpoint.py which rows and columns)
 
-ALL = slice(None)
-
 
 def share(count: int, rank: int, size: int) -> slice:
     """A rank's share of `count` items; all ranks have equally many. If there are fewer items than

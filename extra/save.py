@@ -14,22 +14,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint import (
-    DTYPES,
     SAVED,
     SAVED_LAYOUT,
     Checkpoint,
     Loader,
-    check_choice,
     check_groups,
-    check_memory,
     check_original,
     find_checkpoint,
-    model_tensors,
-    pick_device,
     saved_matrix,
-    weight_bytes,
 )
 from extra.files import one_line_errors
+from extra.hardware import DTYPES, check_choice, check_memory, pick_device
+from extra.names import formats_of, model_tensors, weight_bytes
 from formats import Format
 from kernels import FORMATS
 from model import Config, Weights
@@ -61,10 +57,10 @@ def save(
     check_original(checkpoint, format)
     on = pick_device(device)
     as_dtype = DTYPES.get(dtype, checkpoint.dtype)
-    of_matrices = FORMATS[format]
-    check_groups(config, of_matrices)
-    check_memory(config, as_dtype, on, 1, of_matrices)
-    need = weight_bytes(config, as_dtype, of_matrices) / 1e9
+    formats = formats_of(config, FORMATS[format])
+    check_groups(config, formats)
+    check_memory(config, as_dtype, on, 1, formats)
+    need = weight_bytes(config, as_dtype, formats) / 1e9
     at = to if to.exists() else to.parent
     free = shutil.disk_usage(at).free / 1e9
     if need > free:
@@ -74,11 +70,11 @@ def save(
     with filled(to) as made:
         write_small_files(checkpoint, made)
         mode = next(made.iterdir()).stat().st_mode
-        loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, of_matrices, quiet=quiet)
+        loader = Loader(checkpoint, as_dtype, checkpoint.dtype, on, formats, quiet=quiet)
         with torch.inference_mode():
             weights = loader.load()
         metadata = {"fused-llama": SAVED_LAYOUT, "format": format}
-        save_file(tensors_to_save(config, weights, of_matrices), made / SAVED, metadata)
+        save_file(tensors_to_save(config, weights, FORMATS[format]), made / SAVED, metadata)
         (made / SAVED).chmod(mode)  # the library makes it readable for the owner alone
     return to / SAVED
 

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from extra import gguf, layouts
 from extra.files import one_line, open_regular, version_of
-from extra.parallel import ALL
 from formats import Blocks, Format, Tensors
+
+ALL = slice(None)
 
 # ---- the tensors of a file
 

@@ -1,0 +1,324 @@
+"""The configuration of a model, from Hugging Face's config.json and generation_config.json or from
+Meta's params.json: what they say is checked, and refused by name where it is not implemented."""
+
+import itertools
+import math
+import operator
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from extra import gguf, layouts
+from extra.files import Fields, one_line_errors
+from model import Config
+
+
+def generation_of(folder: Path) -> Fields:
+    """The fields of a folder's generation_config.json; none if there is no such file."""
+    file = folder / "generation_config.json"
+    if file.is_file():
+        return Fields(file)
+    return Fields(file, {})
+
+
+SAMPLING = {  # our name: its name in generation_config.json, low, high, type
+    "temp": ("temperature", 0, 1e6, float),
+    "top_k": ("top_k", -1, 1 << 31, int),
+    "top_p": ("top_p", 0, 1, float),
+    "min_p": ("min_p", 0, 1, float),
+    "repeat_penalty": ("repetition_penalty", 0.01, 100, float),
+}
+
+
+@one_line_errors()
+def read_sampling(folder: Path, overridden: Collection[str] = ()) -> dict[str, float]:
+    """What a checkpoint's generation_config.json says about sampling, by the names of Sampling,
+    without those that are overridden. Raises ValueError."""
+    f = generation_of(folder)
+    said = {}
+    if "temp" not in overridden:
+        f.refuse_unless("do_sample", None, True, False)
+        if f.get("do_sample") is False:
+            f["temperature"] = 0
+    for ours, (name, low, high, kind) in SAMPLING.items():
+        if f.get(name) is not None and ours not in overridden:
+            said[ours] = f.number(name, low, high, kind=kind)
+    if said.get("top_k") == -1:  # as vLLM and llama.cpp say that it is off
+        said["top_k"] = 0
+    return said
+
+
+def hugging_face_config(f: Fields, generation: Fields) -> Config:
+    """The configuration in a config.json. Raises ValueError for what is not implemented."""
+    f.refuse_unless("model_type", *gguf.ARCHITECTURES)
+    family = f.get("model_type")
+    f.refuse_unless("hidden_act", "silu")
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        f.refuse_unless(name, False, True, None)
+    layout_of(f)
+    f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
+    f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
+    f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
+    f.refuse_unless("tie_word_embeddings", False, True, None)
+    n_heads = f.number("num_attention_heads", 1, 1024)
+    dim = f.number("hidden_size", 1, 1 << 17)
+    max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
+    if family == "mistral":
+        f.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
+    elif not _slides(f):
+        f["sliding_window"] = None
+    window = None
+    if f.get("sliding_window") is not None:
+        window = f.number("sliding_window", 1, 1 << 24)
+    if family == "qwen3":
+        f.setdefault("head_dim", 128)
+    head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
+    rope = rope_of(f, head_dim, max_seq_len)
+    vocab_size = f.number("vocab_size", 1, 1 << 22)
+    bos_ids = generation.ids("bos_token_id", vocab_size) + f.ids("bos_token_id", vocab_size)
+    eos_ids = generation.ids("eos_token_id", vocab_size) + f.ids("eos_token_id", vocab_size)
+    dtype = f["torch_dtype"]
+    return Config(
+        dim=dim,
+        n_layers=f.number("num_hidden_layers", 1, 1024),
+        n_heads=n_heads,
+        n_kv_heads=f.number("num_key_value_heads", 1, 1024, n_heads),
+        head_dim=head_dim,
+        hidden_dim=f.number("intermediate_size", 1, 1 << 20),
+        vocab_size=vocab_size,
+        norm_eps=f.number("rms_norm_eps", 0, 1, 1e-6, float),
+        rope_theta=rope.theta,
+        rope_factors=rope.factors,
+        rope_gain=rope.gain,
+        max_seq_len=max_seq_len,
+        sliding_window=window,
+        tie_embeddings=bool(f.get("tie_word_embeddings", False)),
+        # other biases are refused unless they are 0, see Source.check
+        qkv_bias=family == "qwen2" or family != "mistral" and bool(f.get("attention_bias")),
+        qk_norm=family == "qwen3",
+        dtype=getattr(torch, dtype) if dtype else None,
+        bos_id=next(iter(bos_ids), None),
+        eos_ids=tuple(dict.fromkeys(eos_ids)),
+    )
+
+
+def _slides(f: Fields) -> bool:
+    """Whether any layer of a family other than Mistral has a window."""
+    if not f.get("use_sliding_window"):
+        return False
+    types = f.get("layer_types")
+    if isinstance(types, list):
+        return any(kind != "full_attention" for kind in types)
+    return f.number("max_window_layers", 0, 1 << 24, 28) < f.number("num_hidden_layers", 1, 1024)
+
+
+def meta_config(f: Fields) -> Config:
+    """The configuration in a params.json. A vocab_size below 1 means that only the tokenizer knows
+    it. Raises ValueError for what is not implemented."""
+    f.refuse_unless("use_scaled_rope", False, None)
+    dim = f.number("dim", 1, 1 << 17)
+    n_heads = f.number("n_heads", 1, 1024)
+    multiple_of = f.number("multiple_of", 1, 1 << 17, 256)
+    # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
+    hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
+    return Config(
+        dim=dim,
+        n_layers=f.number("n_layers", 1, 1024),
+        n_heads=n_heads,
+        n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
+        head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
+        hidden_dim=multiple_of * -(-hidden // multiple_of),
+        vocab_size=f.number("vocab_size", -1, 1 << 22, -1),
+        norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
+        rope_theta=f.number("rope_theta", 2, 1e12, 10000.0, float),
+    )
+
+
+class Rope(NamedTuple):
+    """rope_theta, rope_factors and rope_gain of Config."""
+
+    theta: float
+    factors: tuple[float, ...] = ()
+    gain: float = 1.0
+
+
+def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
+    """RoPE's settings in rope_parameters, or in the older rope_scaling and rope_theta. The kinds
+    are linear (Chen et al., 2023), llama3 (Meta, 2024), yarn, and longrope (Ding et al., 2024).
+    Raises ValueError."""
+    newer = _renamed(f.sub("rope_parameters"))
+    older = _renamed(f.sub("rope_scaling"))
+    beside = {"rope_theta": f.get("rope_theta")}
+    last = {"original_max_position_embeddings": f.get("original_max_position_embeddings")}
+    # each with what only the other says; what stands beside them is the default, but for the last
+    merged = []
+    for fields in (older | newer, newer | older):
+        fields = _said(beside) | fields | _said(last)
+        merged.append(_scaled(Fields(f.file, fields), D, max_seq_len))
+    if merged[0] != merged[1]:
+        raise ValueError(
+            f"{f.file}: rope_parameters and rope_scaling say different things: {newer} and {older}"
+        )
+    return merged[0]
+
+
+def _said(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _renamed(fields: dict) -> dict:
+    """Fields of RoPE that say something, by their newer names."""
+    fields = _said(fields)
+    if "type" in fields:
+        fields.setdefault("rope_type", fields.pop("type"))
+    return fields
+
+
+def _scaled(rope: Fields, D: int, max_seq_len: int) -> Rope:
+    """What one set of fields says, and what GGUF says in addition for any type: factors that
+    divide the frequencies, and a scale of q and k."""
+    theta, factors, gain = _of_type(rope, D, max_seq_len)
+    if "gguf_factors" in rope:
+        more = _listed_factors(rope, "gguf_factors", D)
+        factors = tuple(map(operator.mul, more, factors or itertools.repeat(1.0)))
+    return Rope(theta, factors, gain * rope.number("gguf_gain", 1e-3, 1e3, 1, float))
+
+
+def _of_type(rope: Fields, D: int, max_seq_len: int) -> Rope:
+    theta = rope.number("rope_theta", 2, 1e12, 10000.0, float)
+    kind = rope.setdefault("rope_type", "default")
+    rope.refuse_unless("rope_type", "default", "linear", "llama3", "yarn", "longrope")
+    rope.refuse_unless("partial_rotary_factor", None, 1, 1.0)
+    if kind == "default":
+        return Rope(theta)
+    if kind == "longrope":
+        return Rope(theta, _longrope(rope, D))
+    if kind == "yarn":
+        return _yarn(rope, D, theta, max_seq_len)
+    factor = rope.number("factor", 1, 1e6, None, float)
+    part = torch.ones(D // 2, dtype=torch.float64)
+    if kind == "llama3":  # low frequencies are divided, high ones kept, with a ramp between
+        low = rope.number("low_freq_factor", 1e-6, 1e6, None, float)
+        high = rope.number("high_freq_factor", 1e-6, 1e6, None, float)
+        original = rope.number("original_max_position_embeddings", 1, 1 << 24)
+        frequencies = theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+        turns = original / (2 * math.pi) * frequencies
+        part = 1 - ((turns - low) / (high - low)).clamp(0, 1)
+    return Rope(theta, _factors(part, factor))
+
+
+def _factors(part: Tensor, factor: float) -> tuple[float, ...]:
+    """The divisor of each frequency if `part` of it [D/2] is divided by `factor`, and the rest
+    stays."""
+    return tuple((1 / (1 - part + part / factor)).tolist())
+
+
+def _yarn(rope: Fields, D: int, theta: float, max_seq_len: int) -> Rope:
+    """YaRN (Peng et al., 2023). The factor of q and k (attention_factor) is 1 + 0.1 log(factor) by
+    default, as in section 3.4."""
+    rope.refuse_unless("truncate", None, True)
+    rope.refuse_unless("mscale_all_dim", None, 0)  # without it, mscale has no effect
+    original = rope.number("original_max_position_embeddings", 1, 1 << 24, max_seq_len)
+    factor = rope.number("factor", 1, 1e6, max(1, max_seq_len / original), float)
+    fast = rope.number("beta_fast", 1e-3, 1e6, 32, float)
+    slow = rope.number("beta_slow", 1e-3, 1e6, 1, float)
+    pair = lambda turns: math.log(original / (2 * math.pi * turns), theta) * D / 2
+    low = max(math.floor(pair(fast)), 0)
+    high = min(math.ceil(pair(slow)), D - 1)
+    ramp = torch.arange(D // 2, dtype=torch.float64) - low
+    part = (ramp / (high - low or 0.001)).clamp(0, 1)
+    gain = rope.number("attention_factor", 1e-3, 1e3, 1 + 0.1 * math.log(factor), float)
+    return Rope(theta, _factors(part, factor), gain)
+
+
+def _longrope(rope: Fields, D: int) -> tuple[float, ...]:
+    """The factors that divide the frequencies. Only the same ones for short and long texts are
+    supported. Raises ValueError."""
+    if rope.get("short_factor") != rope.get("long_factor") or rope.get("attention_factor") != 1:
+        what = (
+            "which is supported with equal short_factor and long_factor and attention_factor 1 only"
+        )
+        raise ValueError(f"{rope.file}: rope_type is 'longrope', {what}")
+    return _listed_factors(rope, "short_factor", D)
+
+
+def _listed_factors(rope: Fields, name: str, D: int) -> tuple[float, ...]:
+    factors = rope.get(name)
+    is_factor = lambda x: type(x) is float and 0 < x < math.inf
+    if not isinstance(factors, list) or not all(map(is_factor, factors)):
+        raise ValueError(
+            f"{rope.file}: the factors of RoPE are {factors!r}; they must be finite and above 0"
+        )
+    if len(factors) != D // 2:
+        raise ValueError(
+            f"{rope.file}: {len(factors)} factors of RoPE; a head_dim of {D} needs half as many"
+        )
+    return tuple(factors)
+
+
+INSTEAD = "take the original model, with --fp8 or --int4 if you like, or a GGUF file"
+
+
+def layout_of(f: Fields) -> layouts.Layout | None:
+    """How others have quantised the matrices of a folder, according to its config.json. Returns
+    None if they are floats. Raises ValueError for a layout that is not supported."""
+    if f.get("quantization"):
+        raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
+    q = f.sub("quantization_config")
+    alone = f.file.with_name("hf_quant_config.json")
+    if not q and f.file.suffix == ".json" and alone.is_file():  # as nvidia wrote it at first
+        q = Fields(alone).sub("quantization")
+        q["quant_method"] = "modelopt"
+    if not q:
+        return None
+    method = q.get("quant_method")
+    if method == "compressed-tensors":
+        method = q.get("format")
+        groups = q.sub("config_groups")
+        weights = [groups.sub(name).sub("weights") for name in groups]
+        if any(of_group != weights[0] for of_group in weights):
+            raise ValueError(f"{f.file}: quantised with several kinds of config_groups: {INSTEAD}")
+        q.update(weights[0] if weights else {})
+    # what "-:" names is not quantised
+    if any(not pattern.startswith("-:") for pattern in q.sub("dynamic")):
+        raise ValueError(f"{f.file}: quantised as {method} with dynamic settings: {INSTEAD}")
+
+    def only(**fields) -> None:
+        for name, allowed in fields.items():
+            if q.get(name) not in allowed:
+                raise ValueError(
+                    f"{f.file}: quantised as {method} with {name} {q.get(name)!r}: {INSTEAD}"
+                )
+
+    group = q.number("group_size", -1, 1 << 20, -1)
+    if group == 0 or group > 0 and group % 32:
+        raise ValueError(
+            f"{f.file}: group_size is {group}; it must be -1 or a multiple of 32: {INSTEAD}"
+        )
+    if method == "awq":
+        only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
+        return layouts.awq(group)
+    if method == "gptq":
+        only(bits=(4, 8), checkpoint_format=(None, "", "gptq", "gptq_v2"))
+        return layouts.gptq(group, q.get("checkpoint_format") == "gptq_v2", q["bits"])
+    if method == "modelopt":
+        only(quant_algo=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+        return layouts.fp8_scaled("weight_scale", in_blocks=False)
+    if method == "fbgemm_fp8":
+        return layouts.fp8_scaled("weight_scale", in_blocks=False)
+    if method == "fp8":
+        only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
+        if q.get("weight_block_size"):
+            return layouts.fp8_scaled("weight_scale_inv", in_blocks=True)
+        return layouts.fp8_scaled("weight_scale", in_blocks=False)
+    if method == "pack-quantized":
+        only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
+        return layouts.w4a16(group, q.get("symmetric") is not False)
+    if method == "float-quantized":
+        only(num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"))
+        only(block_structure=(None, [128, 128]))
+        return layouts.fp8_scaled("weight_scale", q.get("strategy") == "block")
+    raise ValueError(f"{f.file}: quantised as {method}, which is not supported: {INSTEAD}")

@@ -1,0 +1,169 @@
+"""What a model runs on: the device, the type, the backend; and whether it fits into memory."""
+
+import math
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+import kernels
+import launch
+from extra.names import Formats, matrix_shapes, weight_bytes
+from extra.parallel import Ranks
+from model import CACHES, Config
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def pick_device(name: str = "auto", ranks: Ranks = Ranks()) -> torch.device:
+    """With several processes on a host, each takes the GPU of its local rank. Raises ValueError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
+        raise ValueError(f"unknown device {name!r}: cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if device.index is not None and ranks.size > 1:
+        raise ValueError(
+            f"device {name} was requested by {ranks.size} processes: use cuda, and each takes its own GPU"
+        )
+    index = device.index
+    if index is None:
+        index = ranks.local_rank
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f"device cuda:{index} was asked for, but torch sees {count} CUDA devices")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)  # where Triton launches
+    return device
+
+
+def check_choice(what: str, value: object, choices: Collection) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
+def pick_dtype(
+    name: str, stored: torch.dtype, device: torch.device, elements: float = math.inf
+) -> torch.dtype:
+    """auto is the checkpoint's own type on a GPU. On a CPU it is fp32 for a checkpoint in fp32, and
+    for one of so few elements that it fits into the caches of a CPU without bf16 products;
+    otherwise bf16."""
+    check_choice("dtype", name, ("auto", *DTYPES))
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        return stored
+    if 4 * elements <= CACHES and not kernels.multiplies_bf16():
+        return torch.float32
+    if stored == torch.float16:
+        return torch.bfloat16
+    return stored
+
+
+def pick_backend(name: str, device: torch.device) -> str:
+    """Whose ops run the model: "torch" (reference) or "triton" (fused, the default on a GPU).
+    Raises ValueError."""
+    check_choice("backend", name, ("auto", "torch", "triton"))
+    if name == "torch" or name == "auto" and device.type == "cpu":
+        return "torch"
+    if device.type == "cpu" and not launch.INTERPRETED:
+        raise ValueError(
+            "on a CPU the Triton kernels run only in Triton's interpreter: set TRITON_INTERPRET=1"
+        )
+    if launch.triton is None:
+        raise ValueError("Triton is not installed: --backend torch runs without it")
+    if device.type == "cuda" and launch.capability(device) < 80:
+        card = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"{card} is older than compute capability 8.0, which the kernels need: use --backend torch"
+        )
+    return "triton"
+
+
+def check_accumulate(
+    accumulate: str, backend: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise ValueError if a prompt's products are to be accumulated in half precision where that
+    cannot be done."""
+    check_choice("accumulate", accumulate, ("auto", "fp32", "fp16"))
+    can_be_done = backend == "triton" and device.type == "cuda" and dtype == torch.float16
+    if accumulate == "fp16" and not can_be_done:
+        raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
+
+
+CGROUPS = (  # of a container, version 2 and version 1: the folder, its limit, what it uses
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on a GPU, or in this machine and its container; infinity
+    where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = math.inf
+    with suppress(OSError):
+        said = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free = 1024 * int(said[1])
+    for folder, limit, used in CGROUPS:
+        with suppress(OSError, ValueError):  # not in such a container, or its limit is "max"
+            most = int(Path(folder, limit).read_text())
+            taken = int(Path(folder, used).read_text())
+            stat = Path(folder, "memory.stat").read_text()
+            dropped = re.findall(r"^(?:in)?active_file (\d+)", stat, re.MULTILINE)  # if need be
+            free = min(free, most - taken + sum(map(int, dropped)))
+    return free
+
+
+# What a model needs beside weights and cache, in multiples of its largest matrix in dtype: two
+# decoded copies of it (the graphs of prompts have memory of their own) and two workspaces for the
+# activations of the longest of model.LENGTHS, each 1.2 times as large (7B); the rest is for the
+# graphs themselves. On a CPU: one of each for a chunk, and a second copy of the output matrix where
+# it is the embedding.
+MARGIN = 5
+
+
+def check_memory(
+    c: Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    ctx_size: int,
+    formats: Formats,
+    kv_fp8: bool = False,
+    ranks: Ranks = Ranks(),
+) -> None:
+    """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will
+    not fit, before any of them is allocated."""
+    on_cpu = device.type == "cpu"
+    shapes = matrix_shapes(c)
+    weights = weight_bytes(c, dtype, formats)
+    workspace = MARGIN * dtype.itemsize * max(map(math.prod, shapes.values()))
+    layer = 2 * c.kv_dim * ctx_size  # keys and values of one layer
+    cache = c.n_layers * layer
+    if kv_fp8:
+        workspace += 2 * layer * dtype.itemsize  # decoded
+    else:
+        cache *= dtype.itemsize
+    if on_cpu and dtype == torch.bfloat16:
+        for name, format in formats.items():
+            if format.bits == 4:
+                weights += math.prod(shapes[name]) * 5 // 8  # a copy for torch's own product
+    need = weights + cache + workspace
+    free = free_memory(device)
+    where = str(device)
+    if ranks.size > 1:
+        where += f" for rank {ranks.rank} of {ranks.size}"
+    if on_cpu:
+        free /= ranks.local_size  # the ranks of a host share its memory
+    if need > free:
+        w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
+        smaller = "" if formats else " --fp8, --int4"
+        raise MemoryError(
+            f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
+            f" try a smaller context (-c), a smaller --dtype,{smaller} or --kv-fp8"
+        )

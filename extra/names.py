@@ -1,0 +1,172 @@
+"""The tensors of a model: what each layout on disk calls them, their shapes, and how they are divided
+over ranks."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from extra.tensors import ALL
+from formats import Format
+from model import Config
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor as checkpoints store it: a row of the table below. One or several parts make up a
+    tensor of the model."""
+
+    field: str  # of LayerWeights or Weights; parts of one field are joined in the table's order
+    dims: tuple[str, ...]  # its shape, by names in Config; each rank has a share of those in CUT
+    meta: str  # its name in Meta's layout
+    hugging_face: str  # its name in Hugging Face's
+    gguf: str  # its name in GGUF's
+    rotated: bool = False  # RoPE rotates its rows, which layouts store in different orders
+    layer: int | None = None  # the layer that it belongs to, if any
+
+    @property
+    def name(self) -> str:
+        """Our own name for it, which is Meta's."""
+        return self.name_in("meta")
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is applied as y = x W^T, so that a format may be chosen for it."""
+        return len(self.dims) == 2 and self.field != "embedding"
+
+    def shape(self, c: Config) -> tuple[int, ...]:
+        return tuple(getattr(c, dim) for dim in self.dims)
+
+    def name_in(self, layout: str) -> str:
+        """Its name in a layout: "meta", "hugging_face" or "gguf"."""
+        name = getattr(self, layout)
+        if self.layer is not None:
+            name = f"{LAYERS[layout]}.{self.layer}.{name}"
+        return name
+
+
+LAYERS = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}
+LAYER = (
+    Part("attention_norm", ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
+    Part("wqkv", ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight", True),
+    Part("wqkv", ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", "attn_k.weight", True),
+    Part("wqkv", ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight", "attn_v.weight"),
+    Part("qkv_bias", ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", "attn_q.bias", True),
+    Part("qkv_bias", ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias", True),
+    Part("qkv_bias", ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias", "attn_v.bias"),
+    Part("qk_norm", ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight", "attn_q_norm.weight", True),
+    Part("qk_norm", ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight", True),
+    Part("wo", ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
+    Part("ffn_norm", ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
+    Part("w13", ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight", "ffn_gate.weight"),
+    Part("w13", ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight", "ffn_up.weight"),
+    Part("w2", ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
+)  # fmt: skip
+# fmt: off
+EMBEDDING = Part("embedding", ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight",
+                 "token_embd.weight")
+NORM = Part("norm", ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
+OUTPUT = Part("output", ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")
+# fmt: on
+TIED_OUTPUT = replace(EMBEDDING, field="output", dims=OUTPUT.dims)
+CUT = {  # sizes of which each rank has a share, and what is shared out
+    "q_dim": "n_heads",
+    "kv_dim": "n_kv_heads",
+    "hidden_dim": "hidden_dim",
+    "output_rows": "vocab_size",
+}
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor of the model: a part, or several joined. The rows of w1 and w3 are interleaved, the
+    norms of q and k are two rows, the parts of others stand one below the other."""
+
+    name: str  # as --save writes it, such as layers.3.wqkv
+    parts: tuple[Part, ...]
+
+    @property
+    def field(self) -> str:
+        return self.parts[0].field
+
+    @property
+    def layer(self) -> int | None:
+        return self.parts[0].layer
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.parts[0].is_matrix
+
+    def shape(self, c: Config) -> tuple[int, ...]:
+        if self.field == "qk_norm":
+            return 2, c.head_dim
+        rows = sum(part.shape(c)[0] for part in self.parts)
+        return rows, *self.parts[0].shape(c)[1:]
+
+    def places(self, c: Config) -> list[slice]:
+        """The rows of this tensor that each part takes up."""
+        if self.field == "w13":
+            return [slice(0, None, 2), slice(1, None, 2)]
+        if self.field == "qk_norm":
+            return [slice(0, 1), slice(1, 2)]
+        ends = [*itertools.accumulate(part.shape(c)[0] for part in self.parts)]
+        return [slice(start, end) for start, end in zip([0, *ends], ends)]
+
+    def joined_rows(self, c: Config, shares: list[slice]) -> list[slice]:
+        """The rows of this tensor, in the whole model c, that belong to a rank whose rows of each
+        part are `shares`: one slice if they are contiguous, otherwise a slice for each part."""
+        if self.field == "w13":
+            return [slice(2 * shares[0].start, 2 * shares[0].stop)]
+        if self.field == "qk_norm":
+            return [ALL]
+        starts = [place.start for place in self.places(c)]
+        return [slice(at + rows.start, at + rows.stop) for at, rows in zip(starts, shares)]
+
+
+def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
+    """The tensors of a layer. For those that only some models have, such as qkv_bias, the config
+    has a flag of the same name."""
+    rows = [replace(row, layer=layer) for row in LAYER if getattr(c, row.field, True)]
+    fields = itertools.groupby(rows, lambda row: row.field)
+    return [ModelTensor(f"layers.{layer}.{field}", tuple(parts)) for field, parts in fields]
+
+
+def model_tensors(c: Config) -> list[ModelTensor]:
+    """The tensors of a model, always in the same order."""
+    layers = [tensor for layer in range(c.n_layers) for tensor in layer_tensors(c, layer)]
+    output = TIED_OUTPUT if c.tie_embeddings else OUTPUT
+    embedding = ModelTensor("tok_embeddings", (EMBEDDING,))
+    return [embedding, *layers, ModelTensor("norm", (NORM,)), ModelTensor("output", (output,))]
+
+
+def model_parts(c: Config) -> dict[str, Part]:
+    """The parts of a model by our names. A tied embedding appears once."""
+    return {part.name: part for tensor in model_tensors(c) for part in tensor.parts}
+
+
+def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
+    """Shapes [N, K] of the model's matrices, for all of which a format may be chosen."""
+    return {t.name: t.shape(c) for t in model_tensors(c) if t.is_matrix}
+
+
+# Of a model's matrices, by their names; without those that stay in 16 or 32 bits
+Formats = dict[str, Format]
+
+
+def formats_of(c: Config, format: Format | None) -> Formats:
+    """What a format stores each matrix in."""
+    formats = {name: format and format.at(name) for name in matrix_shapes(c)}
+    return {name: of_matrix for name, of_matrix in formats.items() if of_matrix}
+
+
+def weight_bytes(c: Config, dtype: torch.dtype, formats: Formats) -> int:
+    """Bytes of a model's weights. A tied output matrix that is in no format is the embedding
+    itself."""
+    total = 0
+    for t in model_tensors(c):
+        if t.name in formats:
+            total += formats[t.name].nbytes(*t.shape(c))
+        elif t.name != "output" or not c.tie_embeddings:
+            total += dtype.itemsize * math.prod(t.shape(c))
+    return total
