@@ -3760,6 +3760,10 @@ WINDOWS = [
 SAID = [
     {}, dict(sliding_window=8), dict(use_sliding_window=False, sliding_window=8),
     dict(rms_norm_eps=1e-3, tie_word_embeddings=True, head_dim=24, num_key_value_heads=2),
+    dict(  # of older writers
+        pretraining_tp=1, use_cache=True, attention_dropout=0.0, torch_dtype="bfloat16",
+        rope_scaling=None, attention_bias=False, mlp_bias=False, _name_or_path="x",
+    ),
 ]  # fmt: skip
 
 
@@ -5630,8 +5634,10 @@ def pack_fp8(scale: str, rows: int, columns: int, N: int, K: int) -> tuple[dict,
 
 
 def compressed_tensors(form: str, **weights) -> dict:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return dict(quant_method="compressed-tensors", format=form, config_groups=groups)
+    usual = dict(actorder=None, block_structure=None, dynamic=False, observer="minmax")
+    group = dict(targets=["Linear"], input_activations=None, output_activations=None)
+    group["weights"] = usual | weights
+    return dict(quant_method="compressed-tensors", format=form, config_groups={"group_0": group})
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
@@ -5670,6 +5676,25 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
 }  # fmt: skip
 
 
+ALSO_SAID = {  # what the writer of each method says besides, as published checkpoints have it
+    "awq": dict(
+        zero_point=True, backend="autoawq", do_fuse=False, exllama_config=None,
+        fuse_max_seq_len=None, modules_to_fuse=None, modules_to_not_convert=None,
+    ),
+    "gptq": dict(
+        damp_percent=0.1, sym=True, true_sequential=True, static_groups=False, lm_head=False,
+        pack_dtype="int32", meta={"quantizer": ["gptqmodel:5.0.0"]}, model_name_or_path=None,
+    ),
+    "compressed-tensors": dict(
+        global_compression_ratio=1.5, ignore=["lm_head"], kv_cache_scheme=None, sparsity_config={},
+        quantization_status="compressed", transform_config={}, version="0.11.0",
+    ),
+    "fp8": dict(activation_scheme="dynamic", fmt="e4m3", modules_to_not_convert=["lm_head"]),
+    "modelopt": dict(kv_cache_scheme=None, producer={"name": "modelopt", "version": "0.33"}),
+    "fbgemm_fp8": dict(activation_scale_ub=1200.0, modules_to_not_convert=["lm_head"]),
+}  # fmt: skip
+
+
 def write_quantised(folder: Path, how: str, **more):
     """A checkpoint in place of the tiny one; returns the model of transformers with the weights
     that it stands for."""
@@ -5685,7 +5710,8 @@ def write_quantised(folder: Path, how: str, **more):
         tensors = {stem + key: value.contiguous() for key, value in stored.items()} | tensors
         weights[name].copy_(values)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    edit(folder / "config.json", quantization_config=about)
+    said = ALSO_SAID[about["quant_method"]] | about
+    edit(folder / "config.json", quantization_config=said)
     return theirs
 
 
