@@ -5846,14 +5846,14 @@ def exact(tiny):
     return exact_model(tiny, 64, DEVICE.type)
 
 
-GREEDY = Sampling(temp=0)
+MOST_PROBABLE = Sampling(temp=0)
 SETTINGS = {
-    "greedy": dict(sampling=GREEDY),
+    "greedy": dict(sampling=MOST_PROBABLE),
     "hot, without filters": dict(sampling=Sampling(temp=2, top_k=0, top_p=1, min_p=0, seed=5)),
     "penalty": dict(sampling=Sampling(repeat_penalty=1.5, repeat_last_n=6, seed=0)),
     "penalty on all": dict(sampling=Sampling(temp=0, repeat_penalty=1.1, repeat_last_n=-1)),
-    "eos": dict(sampling=GREEDY, eos=range(3, 40)),
-    "eos ignored": dict(sampling=GREEDY, eos=range(3, 200), ignore_eos=True),
+    "eos": dict(sampling=MOST_PROBABLE, eos=range(3, 40)),
+    "eos ignored": dict(sampling=MOST_PROBABLE, eos=range(3, 200), ignore_eos=True),
 }
 WAYS = {
     "lookup": lambda model, other: Lookup(3),
@@ -6062,7 +6062,7 @@ def test_capturing_is_no_part_of_a_pass(exact, monkeypatch):
     lookup, state = Lookup(3), State(exact)
     record = lookup.pacer.record
     lookup.pacer.record = lambda *args: charged.append(args[2]) or record(*args)
-    list(generate(exact, [5, 6, 5, 6, 7], state, 9, GREEDY, eos=[], decode=lookup.decode))
+    list(generate(exact, [5, 6, 5, 6, 7], state, 9, MOST_PROBABLE, eos=[], decode=lookup.decode))
     assert charged == [pytest.approx(1.0)] * lookup.passes, "the pacer takes a graph for a pass"
     assert state.busy == pytest.approx(lookup.passes)
 
@@ -7049,7 +7049,7 @@ def test_tales_says_what_it_said():
     tales = cli_module.DEFAULT_MODEL
     model, tokenizer = load(tales, dtype="fp32", device="cpu"), Tokenizer(tales)
     for prompt, text in GOLDENS.items():
-        ids = generate(model, tokenizer.encode(prompt), n=24, sampling=GREEDY)
+        ids = generate(model, tokenizer.encode(prompt), n=24, sampling=MOST_PROBABLE)
         assert tokenizer.decode([*ids]) == text, prompt
 
 
@@ -7077,7 +7077,7 @@ def test_smollm2_says_what_transformers_says():
         ids = tokenizer.apply_chat_template(chat)
         text = their_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         assert ids == their_tokenizer(text, add_special_tokens=False)["input_ids"]
-        answer = [*generate(model, ids, n=16, sampling=GREEDY)]
+        answer = [*generate(model, ids, n=16, sampling=MOST_PROBABLE)]
         theirs_of_all = oracle(theirs, ids + answer)  # and the best of each is the next
         assert theirs_of_all.argmax(-1)[len(ids) - 1 : -1].tolist() == answer, question
         assert_close(logits_of(model, ids), theirs_of_all[: len(ids)], 1e-4)
