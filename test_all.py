@@ -21,6 +21,7 @@ import json
 import os
 import pickle
 import pty
+import queue
 import random
 import re
 import resource
@@ -3360,6 +3361,30 @@ def test_serve_tells_an_error_in_a_stream():
     assert first == b"first" and error.startswith(b'data: {"error": {"message": "it failed"')
 
 
+def test_serve_goes_on_after_an_error(tiny, monkeypatch, capfd):
+    """Whoever asked is told, and of what was evaluated until then nothing is reused."""
+    session, heard = Session(tiny, dtype="fp32", device="cpu"), []
+    writer = serve.Writer(session, "tiny", queue.SimpleQueue())
+    body = dict(prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True)
+    client = SimpleNamespace(
+        ask=serve.read_ask(json.dumps(body).encode(), serve.TextAsk), fail=heard.append,
+        tell=lambda part, last: heard.append(json.loads(part)), ended=threading.Event(),
+    )  # fmt: skip
+
+    def answer():
+        writer.clients.put(client)
+        writer.write_next()
+        return heard.pop()
+
+    said = answer()["choices"]
+    with monkeypatch.context() as patch:
+        patch.setattr(session.model, "step", fails(RuntimeError("broken")))
+        error = answer()
+    assert (error.status_code, error.code, error.detail) == (500, "failed", "broken")
+    assert capfd.readouterr().err == "error: broken\n" and session.state.pos == 0
+    assert answer()["choices"] == said
+
+
 def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -3735,6 +3760,10 @@ WINDOWS = [
 SAID = [
     {}, dict(sliding_window=8), dict(use_sliding_window=False, sliding_window=8),
     dict(rms_norm_eps=1e-3, tie_word_embeddings=True, head_dim=24, num_key_value_heads=2),
+    dict(  # of older writers
+        pretraining_tp=1, use_cache=True, attention_dropout=0.0, torch_dtype="bfloat16",
+        rope_scaling=None, attention_bias=False, mlp_bias=False, _name_or_path="x",
+    ),
 ]  # fmt: skip
 
 
@@ -3938,30 +3967,16 @@ def test_hub_takes_what_a_folder_means_and_finishes_a_download(
     assert hub.fetched() == [last.name]
 
 
+NOT_THERE = "and the download from http://127.0.0.1:9 failed (Conn"
+GEMMA = {"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
-    "gated": (
-        dict(token="secret"), "", "tiny",
-        "it is gated: accept its licence on its page, and set HF_TOKEN",
-    ),
-    "gguf": (
-        dict(files={"a.IQ2_M.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"
-    ),
-    "another family": (
-        dict(files={"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}),
-        "", "tiny", "config.json: model_type is 'gemma2', which is not supported",
-    ),
-    "another kind": (
-        dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M",
-        "holds no GGUF file of the kind Q4_K_M",
-    ),
-    "unknown": (
-        {}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"
-    ),
-    "offline": (
-        {}, "offline", "tiny",
-        "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`",
-    ),
-    "not there": ({}, "not there", "tiny", "and the download from http://127.0.0.1:9 failed (Conn"),
+    "gated": (dict(token="secret"), "", "tiny", "it is gated: accept its licence on its page, and set HF_TOKEN"),
+    "gguf": (dict(files={"a.IQ2_M.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"),
+    "another family": (dict(files=GEMMA), "", "tiny", "config.json: model_type is 'gemma2', which is not supported"),
+    "another kind": (dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M", "holds no GGUF file of the kind Q4_K_M"),
+    "unknown": ({}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"),
+    "offline": ({}, "offline", "tiny", "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`"),
+    "not there": ({}, "not there", "tiny", NOT_THERE),
 }  # fmt: skip
 
 
@@ -4495,22 +4510,24 @@ def test_template_texts(tiny, name):
 
 
 def test_find_template(tmp_path):
-    own, folder = {"chat_template": "from the configuration"}, tmp_path / "vicuna-7b"
+    folder = tmp_path / "vicuna-7b"
+    cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
     folder.mkdir()
+    own, several = (
+        {"chat_template": "own"},
+        [{"name": "default", "template": "x"}, {"name": "tool"}],
+    )
     assert find_template(folder, {}) == (TEMPLATES["vicuna"], "vicuna (from the folder's name)")
-    assert find_template(folder, own)[0] == "from the configuration"
-    several = [{"name": "default", "template": "x"}, {"name": "tool_use"}]
+    assert find_template(cached, {})[0] == TEMPLATES["llama2"]
+    assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
+    assert find_template(folder, own)[0] == "own"
     assert find_template(folder, {"chat_template": several})[0] == "x"
     (folder / "chat_template.jinja").write_text("from the file")
     assert find_template(folder, own)[0] == "from the file"
     assert find_template(folder, own, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")
-    cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
-    assert find_template(cached, {})[0] == TEMPLATES["llama2"]
-    assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
+    neither = "is not a chat template: neither one of llama2, zephyr"
     for name in ("not-there", "."):
-        with pytest.raises(
-            FileNotFoundError, match="is not a chat template: neither one of llama2, zephyr"
-        ):
+        with pytest.raises(FileNotFoundError, match=neither):
             find_template(folder, own, name)
 
 
@@ -4544,6 +4561,10 @@ def test_half_typed_control_tokens(tiny):
         ids = t.apply_chat_template(conversation(typed))
         assert t.eos not in ids and "</s>" in t.decode(ids), (template, typed)
         assert t.turn_ends() == (set(), []), "it writes no answer, nor what ends one"
+    t.chat_template = (
+        "{% for m in messages %}{{ m.content }}\n### end of {{ m.role }}\n---\n{% endfor %}"
+    )
+    assert t.turn_ends() == (set(), ["### end of assistant"]), "a stop string is one line"
 
 
 def test_added_tokens_and_bos(copy):
@@ -4627,9 +4648,8 @@ def test_candidates_for_a_vocabulary(tmp_path):
         for text in (TEXT, "  x\n", *(random_text(20) for _ in range(50))):
             assert ours.encode(text) == theirs(text)["input_ids"], (legacy, prefix, text)
         chat = conversation("the fox", " a", "x ")
-        assert (
-            ours.apply_chat_template(chat, False) == theirs.apply_chat_template(chat)["input_ids"]
-        )
+        expected = theirs.apply_chat_template(chat)["input_ids"]
+        assert ours.apply_chat_template(chat, False) == expected
 
 
 def test_unknown_and_normalized_tokens(tmp_path):
@@ -5061,17 +5081,12 @@ def stored_in(format, N: int, K: int):
     if format in quants.EXACT:
         for number in (n for n, kind in QUANTS.items() if kind.name in quants.EXACT[format]):
             raw = random_blocks(number, N, K)
-            yield (
-                layouts.blocks(QUANTS[number], raw.to(DEVICE)),
-                dequantised(number, raw).to(DEVICE),
-            )
+            exact = dequantised(number, raw).to(DEVICE)
+            yield layouts.blocks(QUANTS[number], raw.to(DEVICE)), exact
         return
     if format is quants.E4M3_128:
-        codes, scale, zero = (
-            E4M3.round(torch.randn(N, K) * 100),
-            torch.rand(N, K // 128) + 0.1,
-            None,
-        )
+        codes, zero = E4M3.round(torch.randn(N, K) * 100), None
+        scale = torch.rand(N, K // 128) + 0.1
         values = (E4M3.floats(codes).unflatten(1, (-1, 128)) * scale[..., None]).flatten(1)
     else:
         codes, scale, zero, values = codes_of(N, K, format.group)
@@ -5153,8 +5168,8 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     file = write_gguf(tmp_path / "a.gguf", *made)
     read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
-    names = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
-    assert ours.checkpoint.quantised == names
+    every_type = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
+    assert ours.checkpoint.quantised == every_type
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
     for name, one, other in zip(matrix_shapes(ours.config), whole.matrices, decoded.matrices):
@@ -5613,8 +5628,10 @@ def pack_fp8(scale: str, rows: int, columns: int, N: int, K: int) -> tuple[dict,
 
 
 def compressed_tensors(form: str, **weights) -> dict:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return dict(quant_method="compressed-tensors", format=form, config_groups=groups)
+    usual = dict(actorder=None, block_structure=None, dynamic=False, observer="minmax")
+    group = dict(targets=["Linear"], input_activations=None, output_activations=None)
+    group["weights"] = usual | weights
+    return dict(quant_method="compressed-tensors", format=form, config_groups={"group_0": group})
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
@@ -5653,6 +5670,25 @@ QUANTISED = {  # quantization_config, how a matrix is packed, the format that ho
 }  # fmt: skip
 
 
+ALSO_SAID = {  # what the writer of each method says besides, as published checkpoints have it
+    "awq": dict(
+        zero_point=True, backend="autoawq", do_fuse=False, exllama_config=None,
+        fuse_max_seq_len=None, modules_to_fuse=None, modules_to_not_convert=None,
+    ),
+    "gptq": dict(
+        damp_percent=0.1, sym=True, true_sequential=True, static_groups=False, lm_head=False,
+        pack_dtype="int32", meta={"quantizer": ["gptqmodel:5.0.0"]}, model_name_or_path=None,
+    ),
+    "compressed-tensors": dict(
+        global_compression_ratio=1.5, ignore=["lm_head"], kv_cache_scheme=None, sparsity_config={},
+        quantization_status="compressed", transform_config={}, version="0.11.0",
+    ),
+    "fp8": dict(activation_scheme="dynamic", fmt="e4m3", modules_to_not_convert=["lm_head"]),
+    "modelopt": dict(kv_cache_scheme=None, producer={"name": "modelopt", "version": "0.33"}),
+    "fbgemm_fp8": dict(activation_scale_ub=1200.0, modules_to_not_convert=["lm_head"]),
+}  # fmt: skip
+
+
 def write_quantised(folder: Path, how: str, **more):
     """A checkpoint in place of the tiny one; returns the model of transformers with the weights
     that it stands for."""
@@ -5668,7 +5704,8 @@ def write_quantised(folder: Path, how: str, **more):
         tensors = {stem + key: value.contiguous() for key, value in stored.items()} | tensors
         weights[name].copy_(values)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    edit(folder / "config.json", quantization_config=about)
+    said = ALSO_SAID[about["quant_method"]] | about
+    edit(folder / "config.json", quantization_config=said)
     return theirs
 
 
@@ -5696,20 +5733,15 @@ def test_quantised_safetensors_equal_transformers(copy, cli, how):
 
 
 def test_gptq_of_a_model_with_biases(copy):
-    """Zeros, as GPTQ writes them for every matrix, but for those of q, k and v."""
+    """Zeros, as GPTQ writes them for every matrix, but for those of q, k and v. FP8 as nvidia's
+    folders said it at first. A joined matrix that is quantised in part."""
     assert_equals_transformers(copy, write_quantised(copy, "GPTQ", model="Qwen2"))
-
-
-def test_hf_quant_config_alone(copy):
-    """As nvidia's folders were at first."""
     theirs = write_quantised(copy, "FP8, modelopt")
     edit(copy / "config.json", quantization_config=None)
     said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     (copy / "hf_quant_config.json").write_text(json.dumps(said))
     assert_equals_transformers(copy, theirs)
-
-
-def test_joined_matrix_quantised_in_part(copy):
+    (copy / "hf_quant_config.json").unlink()
     theirs = write_quantised(copy, "AWQ")
     stem, tensors = "model.layers.0.self_attn.v_proj.", load_file(copy / "model.safetensors")
     tensors = {name: t for name, t in tensors.items() if not name.startswith(stem)}
@@ -6491,6 +6523,7 @@ def test_launch_sizes_of_the_nearest_card(monkeypatch, tmp_path):
     memory of each. Scales take up to a fifth as much as codes."""
     found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
     assert found == ["a", "a", "b", "b", "c"]
+    launch.tables()  # which keeps what is in the file
     monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
     launch.save_tables()
     unchanged = (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
@@ -7030,7 +7063,11 @@ SMOLLM2 = HERE / "models" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 def test_smollm2_says_what_transformers_says():
     """A published model, which others have quantised: ids of a chat, logits and greedy text."""
     file = dict(gguf_file=SMOLLM2.name)
-    config = transformers.AutoConfig.from_pretrained(SMOLLM2.parent, **file)
+    config = transformers.LlamaConfig(  # as published
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        rope_parameters=dict(rope_type="default", rope_theta=1e5), tie_word_embeddings=True,
+    )  # fmt: skip
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     read_gguf(theirs, SMOLLM2)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, **file)
