@@ -2614,9 +2614,9 @@ def test_what_fits_into_the_context(tiny):
     """Where less than a quarter is left for the answer, turns go, the oldest first, and then the
     beginning of the last answer, until half of it is free, and no more than that."""
     session = Session(tiny, device="cpu", ctx_size=64, chat_template="llama2")
-    text = st.lists(st.sampled_from("a good fox said Żółw \u4f60".split()), max_size=25).map(
-        " ".join
-    )
+    text = st.lists(
+        st.sampled_from("fox said Żółw \u4f60\u597d\u4f60\u597d".split()), max_size=25
+    ).map(" ".join)
     turn = st.tuples(text, text).map(lambda said: conversation(*said))
 
     @examples(60, system=st.sampled_from(["", "Be kind."]), turns=st.lists(turn, max_size=6))
@@ -2637,13 +2637,17 @@ def test_what_fits_into_the_context(tiny):
             assert length(turns[2 * count - 2 :]) > 32, "more than needed is dropped"
         else:
             (message, answer), (_, whole) = kept, rest
-            assert message == rest[0] and whole["content"].endswith(answer["content"].strip())
+            end = answer["content"].strip()
+            assert message == rest[0] and end and whole["content"].endswith(end)
             assert length(rest) > 32 and 32 - len(prompt.ids) < 8, "more than needed is cut"
             cut = len(whole["content"]) - len(answer["content"])
             expected.append(f"{cut} characters of the last answer")
         assert dropped == " and ".join(expected)
 
     check()
+    # by more than the space before it
+    _, answer = Conversation(session).shortened(conversation("fox", "\u4f60 good day"), 1)
+    assert answer["content"].strip() == "good day"
 
 
 def test_chat_answers_each_line(cli, tiny):
