@@ -434,17 +434,13 @@ def decode_in_graphs(monkeypatch, prompts: bool = False) -> None:
 
 
 def examples(count: int, **strategies):
-    """A property: a test that is called with so many draws of its arguments. They are the same
-    again with the seed that is printed, and a failing one is made as small as it can be."""
-    checks = list(hypothesis.HealthCheck)  # fixtures may be shared, and models take their time
-    settings = dict(max_examples=count, deadline=None, database=None, suppress_health_check=checks)
-
-    def decorate(test):
-        return hypothesis.seed(SEED)(
-            hypothesis.settings(**settings)(hypothesis.given(**strategies)(test))
-        )
-
-    return decorate
+    """A property: a function that is called with so many draws of its arguments, the same in each
+    run, since one text in a thousand has two tokens nearly as likely as each other. A draw that
+    fails is made as small as it can be."""
+    checks = list(hypothesis.HealthCheck)  # models take their time
+    options = dict(deadline=None, database=None, derandomize=True, suppress_health_check=checks)
+    settings = hypothesis.settings(max_examples=count, **options)
+    return lambda check: settings(hypothesis.given(**strategies)(check))
 
 
 def interrupted_at(monkeypatch, ops, call: int) -> None:
@@ -646,7 +642,7 @@ def test_calls_on_one_state(tiny_model, where, monkeypatch):
         st.integers(1, 6), st.integers(0, 50), st.sampled_from(settings),
     )  # fmt: skip
 
-    @examples(12, size=st.sampled_from([17, 40]), calls=st.lists(call, min_size=2, max_size=5))
+    @examples(25, size=st.sampled_from([17, 40]), calls=st.lists(call, min_size=2, max_size=5))
     def check(size, calls):
         state, seen = State(tiny_model, size), [1]
         for kept, new, n, taken, stops, sampled in calls:
@@ -862,7 +858,7 @@ def test_padded_prompts_are_the_prompts(tiny, monkeypatch):
     call = st.tuples(st.integers(0, 60), st.integers(1, 60), st.integers(0, 20))
     calls = st.lists(call, min_size=3, max_size=6)
 
-    @examples(4 if ON_GPU else 30, size=st.sampled_from([48, 61]), calls=calls)
+    @examples(4 if ON_GPU else 40, size=st.sampled_from([48, 61]), calls=calls)
     def check(size, calls):
         state, plain = State(model, size), State(model, size)
         for back, T, stops in calls:
@@ -2415,7 +2411,7 @@ def test_texts_in_any_order(tiny_session, tiny_model):
         st.sampled_from([None, 0, 2]),
     )  # fmt: skip
 
-    @examples(25, calls=st.lists(call, min_size=2, max_size=5))
+    @examples(40, calls=st.lists(call, min_size=2, max_size=5))
     def check(calls):
         tiny_session.end()
         before, done = tiny_session.timings, []
@@ -2562,7 +2558,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "chat", recorded)
     line = st.tuples(st.sampled_from([*commands, "hello", "/regen"]), st.integers(0, 60))
 
-    @examples(25, lines=st.lists(line, min_size=3, max_size=7))
+    @examples(40, lines=st.lists(line, min_size=3, max_size=7))
     def check(lines):
         talk = Conversation(session)
         shown = Chat(talk, Output(session, quiet=True), n=4, ignore_eos=True)
@@ -2619,7 +2615,7 @@ def test_what_fits_into_the_context(tiny):
     ).map(" ".join)
     turn = st.tuples(text, text).map(lambda said: conversation(*said))
 
-    @examples(60, system=st.sampled_from(["", "Be kind."]), turns=st.lists(turn, max_size=6))
+    @examples(80, system=st.sampled_from(["", "Be kind."]), turns=st.lists(turn, max_size=6))
     def check(system, turns):
         talk, turns = Conversation(session, system), [*itertools.chain(*turns)]
         asked = lambda turns: [*talk.system, *turns, {"role": "user", "content": "fox"}]
@@ -2788,7 +2784,7 @@ def test_printer_does_not_cut_words(capsys, monkeypatch):
     text = st.lists(st.sampled_from(words), max_size=30).map(" ".join)
     texts = st.lists(st.tuples(text, st.sets(st.integers(0, 80)), st.booleans()), max_size=4)
 
-    @examples(60, width=st.sampled_from([8, 20, 80]), texts=texts)
+    @examples(100, width=st.sampled_from([8, 20, 80]), texts=texts)
     def check(width, texts):
         monkeypatch.setenv("COLUMNS", str(width))
         printer = Printer()
