@@ -1454,7 +1454,7 @@ def test_sampling_distribution_and_filters():
 
 
 @pytest.mark.parametrize("name, taken, refused", [
-    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (0, 1 << 62), (-1,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
+    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (0, 10**300), (-1,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
     ("min_p", (0, 1), (-1e-9, 1.1)), ("repeat_penalty", (0.01, 100), (0, 100.1)),
     ("repeat_last_n", (-1, 0, 1 << 62), (-2,)), ("seed", (0, (1 << 63) - 1), (-1, 1 << 63)),
 ])  # fmt: skip
@@ -2002,15 +2002,18 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     timings = Timings(
         prompt_tokens=100, prompt_seconds=0.5, new_tokens=21, steps=20, step_seconds=4.0
     )
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2_500_000_000)
+    proposals = SimpleNamespace(summary=lambda: "proposals 3 passes\n")
     session = SimpleNamespace(
-        timings=timings, load_seconds=1.254, speculation=None, types=lambda: "fp32",
-        model=SimpleNamespace(device=torch.device("cpu")),
+        timings=timings, load_seconds=1.254, speculation=proposals, types=lambda: "fp32",
+        model=SimpleNamespace(device=torch.device("cuda")),
     )  # fmt: skip
     assert run.closing(session).splitlines() == [
         "load      1.25 s",
         "prompt    100 tokens in 500.0 ms, 200.0 tokens/s",
         "generated 21 tokens, 200.00 ms per token, 5.0 tokens/s",
-        "memory    peak 1.54 GB; fp32",
+        "proposals 3 passes",
+        "memory    peak 1.54 GB, 2.50 GB on the GPU; fp32",
     ]
     generation = SimpleNamespace(text="a", ended_by="eos", prompt_tokens=120, timings=timings)
     assert chat_module.record(generation) == dict(
@@ -2033,6 +2036,9 @@ def test_prompt_from_file_stdin_and_escapes(cli, tiny, tmp_path):
         assert cli(*flags, *how, stdin=prompt.encode() + b"\r\n")[1] == expected, how
     assert cli(*flags, "-p", "-", stdin=prompt.encode())[1] == expected
     assert_refused(cli(*flags, "-p", r"a\xff", "--quiet"), "the text is not UTF-8")
+    assert not cli(*flags, "-p", "", stdin=b"hello")[1].startswith("hello"), (
+        "an empty prompt is one"
+    )
 
 
 def test_sampling_of_the_checkpoint(cli, copy):
@@ -2209,6 +2215,10 @@ def test_flags_that_are_not_given():
     assert len(seeds) == 4 and min(seeds) >= 0, "a random seed is another one each time"
     assert run.parse_args(["--fp8"]).format == "e4m3"
     assert run.parse_args(["--int4"]).format == "int4"
+    zeros = "--temp 0 --top-k 0 --top-p 0 --min-p 0 --repeat-last-n 0 -s 0 -n 0 -p x".split()
+    names = ("temp", "top_k", "top_p", "min_p", "repeat_last_n", "seed")
+    assert run.sampling_flags(run.parse_args(zeros)) == dict.fromkeys(names, 0)
+    assert run.text_options(run.parse_args(zeros)) == dict(n=0, stop=[], ignore_eos=False)
     literal = run.parse_args(["--no-escape", "-p", r"\n", "--stop", r"\n"])
     assert (literal.prompt, literal.stop) == (r"\n", [r"\n"])
 
@@ -2737,13 +2747,11 @@ def test_chat_settings_stats_and_files(cli, tiny, tmp_path):
     (hot,) = chat_objects(cli, tiny, "hello", flags=["--temp", 5, "-s", 3])
     file = tmp_path / "talk"
     lines = ["/HELP", "/?", "/set temp 5", "/set seed 3", "/stats", "hello", f"/save {file}"]
-    _, out, err = chat(cli, tiny, *lines, "more", f"/load {file}", "more", flags=["-o", "jsonl"])
-    first, second, third = (turn["text"] for turn in objects(out))
-    assert first == hot["text"] and second == third and f"{file}: 1 turns" in err
+    _, out, err = chat(cli, tiny, *lines, "/stats", "more", f"/load {file}", flags=["-o", "jsonl"])
+    assert objects(out)[0]["text"] == hot["text"] and f"{file}: 1 turns" in err
     assert "temp 5.0, top_k 40" in err and err.count("/clear  ") == 2
-    assert err.count("note: cut after 6 tokens (see -n)") == 3
-    assert err.count(" tokens/s; prompt:") == 3
-    assert json.loads(file.read_text())[0] == {"role": "user", "content": "hello"}
+    assert err.count("note: cut after 6 tokens (see -n)") == 2
+    assert err.count(" tokens/s; prompt:") == 1, "shown until /stats is said again"
 
 
 def test_ctrl_c_while_an_answer_is_rendered_again(tiny, monkeypatch):
