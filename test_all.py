@@ -713,6 +713,8 @@ def test_an_ignored_eos_is_never_sampled(tiny_model):
     for settings in (Sampling(temp=0), Sampling(), Sampling(temp=INF, top_k=0, top_p=1, min_p=0)):
         assert [*generate(tiny_model, [1, 5], sampling=settings, **options)] == [7] * 5
     state = State(tiny_model)
+    greedy(tiny_model, [1, 5], 1, state, eos=every_but_7, ignore_eos=True)
+    assert greedy(tiny_model, [1, 5], 5, state) == greedy(tiny_model, [1, 5], 5), "bans are lifted"
     greedy(tiny_model, [1, 5], 1, state, eos=[-1], ignore_eos=True)
     assert not state.never, "no eos is not the last id"
 
@@ -984,7 +986,7 @@ def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypat
         text_of(model, other, 1, state)
     text_of(model, other, 1, State(model))
     text_of(model, other, 1, state, eos=[3], ignore_eos=True)
-    assert len(captures) == 7
+    assert len(captures) == 7 and len(state.graphs) == 1, "one graph of a kind is kept"
 
 
 # ---- kernels.py and attention.py: the op tables, and each op against its reference
@@ -2036,6 +2038,9 @@ def test_prompt_from_file_stdin_and_escapes(cli, tiny, tmp_path):
         assert cli(*flags, *how, stdin=prompt.encode() + b"\r\n")[1] == expected, how
     assert cli(*flags, "-p", "-", stdin=prompt.encode())[1] == expected
     assert_refused(cli(*flags, "-p", r"a\xff", "--quiet"), "the text is not UTF-8")
+    for text, kept in (("a\n\n", "a\n"), (" a\r\n", " a"), ("\ta ", "\ta ")):
+        file.write_text(text, newline="")
+        assert run.read_prompt(SimpleNamespace(prompt=None, file=file)) == kept, "one newline goes"
     assert not cli(*flags, "-p", "", stdin=b"hello")[1].startswith("hello"), (
         "an empty prompt is one"
     )
@@ -2178,7 +2183,7 @@ FLAGS_AT_THEIR_EDGES = {  # its name in the program, the values that it takes, t
     "-t": ("threads", [1, 4096], [0, -1, 4097, ""]),
     "--lookup": ("lookup", [1, 15], [0, -1, 16, ""]),
     "--draft-max": ("draft_max", [1, 15], [0, -1, 16, ""]),
-    "-p": ("prompt", ["", "-", "a\tb\\ \\d"], []),
+    "-p": ("prompt", ["", "-", "a\tb\r\\ \\d"], []),
     "-sys": ("system", ["", "a\nb"], []),
     "--stop": ("stop", ["", "\n", '"'], []),
     "--dtype": ("dtype", ["auto", "fp32", "fp16", "bf16"], ["", "fp64"]),
@@ -2194,7 +2199,8 @@ def test_flags_at_their_edges(flag, capfd, monkeypatch):
     others = needed.get(flag, [])
     parse = lambda argv: getattr(run.parse_args([*others, *argv]), name)
     for value in taken:
-        written = str(value).replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+        written = str(value).replace("\\", "\\\\").replace("\n", "\\n")
+        written = written.replace("\t", "\\t").replace("\r", "\\r")
         expected = [value] if name == "stop" else value
         assert parse([flag, written]) == expected, f"{flag} {written!r} means something else"
     for value in refused:
