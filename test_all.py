@@ -431,17 +431,13 @@ def decode_in_graphs(monkeypatch, prompts: bool = False) -> None:
 
 
 def examples(count: int, **strategies):
-    """A property: a test that is called with so many draws of its arguments. They are the same
-    again with the seed that is printed, and a failing one is made as small as it can be."""
-    checks = list(hypothesis.HealthCheck)  # fixtures may be shared, and models take their time
-    settings = dict(max_examples=count, deadline=None, database=None, suppress_health_check=checks)
-
-    def decorate(test):
-        return hypothesis.seed(SEED)(
-            hypothesis.settings(**settings)(hypothesis.given(**strategies)(test))
-        )
-
-    return decorate
+    """A property: a function that is called with so many draws of its arguments, the same in each
+    run, since one text in a thousand has two tokens nearly as likely as each other. A draw that
+    fails is made as small as it can be."""
+    checks = list(hypothesis.HealthCheck)  # models take their time
+    options = dict(deadline=None, database=None, derandomize=True, suppress_health_check=checks)
+    settings = hypothesis.settings(max_examples=count, **options)
+    return lambda check: settings(hypothesis.given(**strategies)(check))
 
 
 def interrupted_at(monkeypatch, ops, call: int) -> None:
@@ -643,7 +639,7 @@ def test_calls_on_one_state(tiny_model, where, monkeypatch):
         st.integers(1, 6), st.integers(0, 50), st.sampled_from(settings),
     )  # fmt: skip
 
-    @examples(12, size=st.sampled_from([17, 40]), calls=st.lists(call, min_size=2, max_size=5))
+    @examples(25, size=st.sampled_from([17, 40]), calls=st.lists(call, min_size=2, max_size=5))
     def check(size, calls):
         state, seen = State(tiny_model, size), [1]
         for kept, new, n, taken, stops, sampled in calls:
@@ -714,6 +710,8 @@ def test_an_ignored_eos_is_never_sampled(tiny_model):
     for settings in (Sampling(temp=0), Sampling(), Sampling(temp=INF, top_k=0, top_p=1, min_p=0)):
         assert [*generate(tiny_model, [1, 5], sampling=settings, **options)] == [7] * 5
     state = State(tiny_model)
+    greedy(tiny_model, [1, 5], 1, state, eos=every_but_7, ignore_eos=True)
+    assert greedy(tiny_model, [1, 5], 5, state) == greedy(tiny_model, [1, 5], 5), "bans are lifted"
     greedy(tiny_model, [1, 5], 1, state, eos=[-1], ignore_eos=True)
     assert not state.never, "no eos is not the last id"
 
@@ -859,7 +857,7 @@ def test_padded_prompts_are_the_prompts(tiny, monkeypatch):
     call = st.tuples(st.integers(0, 60), st.integers(1, 60), st.integers(0, 20))
     calls = st.lists(call, min_size=3, max_size=6)
 
-    @examples(4 if ON_GPU else 30, size=st.sampled_from([48, 61]), calls=calls)
+    @examples(4 if ON_GPU else 40, size=st.sampled_from([48, 61]), calls=calls)
     def check(size, calls):
         state, plain = State(model, size), State(model, size)
         for back, T, stops in calls:
@@ -985,7 +983,7 @@ def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypat
         text_of(model, other, 1, state)
     text_of(model, other, 1, State(model))
     text_of(model, other, 1, state, eos=[3], ignore_eos=True)
-    assert len(captures) == 7
+    assert len(captures) == 7 and len(state.graphs) == 1, "one graph of a kind is kept"
 
 
 # ---- kernels.py and attention.py: the op tables, and each op against its reference
@@ -1455,7 +1453,7 @@ def test_sampling_distribution_and_filters():
 
 
 @pytest.mark.parametrize("name, taken, refused", [
-    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (0, 1 << 62), (-1,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
+    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (0, 10**300), (-1,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
     ("min_p", (0, 1), (-1e-9, 1.1)), ("repeat_penalty", (0.01, 100), (0, 100.1)),
     ("repeat_last_n", (-1, 0, 1 << 62), (-2,)), ("seed", (0, (1 << 63) - 1), (-1, 1 << 63)),
 ])  # fmt: skip
@@ -2003,15 +2001,18 @@ def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
     timings = Timings(
         prompt_tokens=100, prompt_seconds=0.5, new_tokens=21, steps=20, step_seconds=4.0
     )
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2_500_000_000)
+    proposals = SimpleNamespace(summary=lambda: "proposals 3 passes\n")
     session = SimpleNamespace(
-        timings=timings, load_seconds=1.254, speculation=None, types=lambda: "fp32",
-        model=SimpleNamespace(device=torch.device("cpu")),
+        timings=timings, load_seconds=1.254, speculation=proposals, types=lambda: "fp32",
+        model=SimpleNamespace(device=torch.device("cuda")),
     )  # fmt: skip
     assert run.closing(session).splitlines() == [
         "load      1.25 s",
         "prompt    100 tokens in 500.0 ms, 200.0 tokens/s",
         "generated 21 tokens, 200.00 ms per token, 5.0 tokens/s",
-        "memory    peak 1.54 GB; fp32",
+        "proposals 3 passes",
+        "memory    peak 1.54 GB, 2.50 GB on the GPU; fp32",
     ]
     generation = SimpleNamespace(text="a", ended_by="eos", prompt_tokens=120, timings=timings)
     assert chat_module.record(generation) == dict(
@@ -2034,6 +2035,12 @@ def test_prompt_from_file_stdin_and_escapes(cli, tiny, tmp_path):
         assert cli(*flags, *how, stdin=prompt.encode() + b"\r\n")[1] == expected, how
     assert cli(*flags, "-p", "-", stdin=prompt.encode())[1] == expected
     assert_refused(cli(*flags, "-p", r"a\xff", "--quiet"), "the text is not UTF-8")
+    for text, kept in (("a\n\n", "a\n"), (" a\r\n", " a"), ("\ta ", "\ta ")):
+        file.write_text(text, newline="")
+        assert run.read_prompt(SimpleNamespace(prompt=None, file=file)) == kept, "one newline goes"
+    assert not cli(*flags, "-p", "", stdin=b"hello")[1].startswith("hello"), (
+        "an empty prompt is one"
+    )
 
 
 def test_sampling_of_the_checkpoint(cli, copy):
@@ -2173,14 +2180,11 @@ FLAGS_AT_THEIR_EDGES = {  # its name in the program, the values that it takes, t
     "-t": ("threads", [1, 4096], [0, -1, 4097, ""]),
     "--lookup": ("lookup", [1, 15], [0, -1, 16, ""]),
     "--draft-max": ("draft_max", [1, 15], [0, -1, 16, ""]),
-    "-p": ("prompt", ["", "-", "a\tb\\ \\d"], []),
+    "-p": ("prompt", ["", "-", "a\tb\r\\ \\d"], []),
     "-sys": ("system", ["", "a\nb"], []),
     "--stop": ("stop", ["", "\n", '"'], []),
-    "-o": ("output", ["text", "jsonl"], ["", "json"]),
     "--dtype": ("dtype", ["auto", "fp32", "fp16", "bf16"], ["", "fp64"]),
     "--fp8": ("format", ["e4m3", "e5m2"], ["", "e3m4"]),
-    "--backend": ("backend", ["auto", "torch", "triton"], ["", "cuda"]),
-    "--accumulate": ("accumulate", ["auto", "fp32", "fp16"], ["", "bf16"]),
     "--device": ("device", ["cpu", "cuda:1"], []),
 }  # fmt: skip
 
@@ -2192,7 +2196,8 @@ def test_flags_at_their_edges(flag, capfd, monkeypatch):
     others = needed.get(flag, [])
     parse = lambda argv: getattr(run.parse_args([*others, *argv]), name)
     for value in taken:
-        written = str(value).replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+        written = str(value).replace("\\", "\\\\").replace("\n", "\\n")
+        written = written.replace("\t", "\\t").replace("\r", "\\r")
         expected = [value] if name == "stop" else value
         assert parse([flag, written]) == expected, f"{flag} {written!r} means something else"
     for value in refused:
@@ -2213,6 +2218,10 @@ def test_flags_that_are_not_given():
     assert len(seeds) == 4 and min(seeds) >= 0, "a random seed is another one each time"
     assert run.parse_args(["--fp8"]).format == "e4m3"
     assert run.parse_args(["--int4"]).format == "int4"
+    zeros = "--temp 0 --top-k 0 --top-p 0 --min-p 0 --repeat-last-n 0 -s 0 -n 0 -p x".split()
+    names = ("temp", "top_k", "top_p", "min_p", "repeat_last_n", "seed")
+    assert run.sampling_flags(run.parse_args(zeros)) == dict.fromkeys(names, 0)
+    assert run.text_options(run.parse_args(zeros)) == dict(n=0, stop=[], ignore_eos=False)
     literal = run.parse_args(["--no-escape", "-p", r"\n", "--stop", r"\n"])
     assert (literal.prompt, literal.stop) == (r"\n", [r"\n"])
 
@@ -2228,7 +2237,6 @@ def test_flags_that_are_not_given():
     (run.main, "-p a -f b", "--prompt and --file both give a prompt; use one"),
     (run.main, "--draft-max 8 -p a", "--draft-max is for --draft"),
     (run.main, "--seed 1e99", "-s/--seed: 1e99: must be a whole number "),
-    (run.main, "-n -7", "--predict: -7: must be -2 or more "),
     (run.main, "-p", "-p/--prompt: expected one argument "),
     (run.main, "--tmep 0", "unknown flag --tmep: did you mean --temp?"),
     (run.main, "--top_k 4", "unknown flag --top_k: did you mean --top-k?"),
@@ -2248,7 +2256,6 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
     (["-m", "nowhere"], b"", "no file or folder nowhere here; a hub model is written owner/name"),
-    (["-m", "./nowhere"], b"", "no file or folder ./nowhere here"),
     (["-m", "models/x.gguf"], b"", "no file or folder models/x.gguf here"),
     (["-f", "nofile"], b"", "nofile"),
     (["-f", ""], b"", "No such file"),
@@ -2261,8 +2268,6 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-f", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
     (["--chat", "-p", "tell me a tale " * 60, "-c", "64"], b"", "the context holds 64"),
     (["--chat", "-sys", "good day, crow!", "-c", "8"], b"", "the system prompt takes"),
-    (["--chat", "-sys", "a\udcffb"], b"", "the text is not UTF-8"),
-    (["--chat", "-sysf", "/dev/zero"], b"", "/dev/zero has more than 64,000,000 bytes"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     alone = [] if "--chat" in arguments else ["--no-display-prompt"]
@@ -2412,7 +2417,7 @@ def test_texts_in_any_order(tiny_session, tiny_model):
         st.sampled_from([None, 0, 2]),
     )  # fmt: skip
 
-    @examples(25, calls=st.lists(call, min_size=2, max_size=5))
+    @examples(40, calls=st.lists(call, min_size=2, max_size=5))
     def check(calls):
         tiny_session.end()
         before, done = tiny_session.timings, []
@@ -2457,17 +2462,17 @@ def test_texts_in_any_order(tiny_session, tiny_model):
     assert silent.text == "" and [score.id for score in silent.logprobs] == [tokenizer.bos] * 3
 
 
-@pytest.mark.parametrize("prompt, settings, error, said", [
-    ("a", dict(tmp=0), TypeError, "no setting 'tmp'; sampling has temp, top_k"),
-    ("a", dict(top_p=2), ValueError, "top_p is 2; it must be from 0 to 1"),
-    ("a " * 999, dict(), ValueError, r"the prompt has \d+ tokens; the context holds 256"),
-    ([], dict(), ValueError, "the prompt is empty"),
-    (None, dict(), TypeError, "a prompt is a list of ids"),
-])  # fmt: skip
-def test_generate_is_refused_at_the_call(tiny_session, prompt, settings, error, said):
+def test_generate_is_refused_at_the_call(tiny_session):
     before = tiny_session.state.tokens.clone()
-    with pytest.raises(error, match=said):
-        tiny_session.generate(prompt, **settings)
+    for prompt, settings, said in (
+        ("a", dict(tmp=0), "no setting 'tmp'; sampling has temp, top_k"),
+        ("a", dict(top_p=2), "top_p is 2; it must be from 0 to 1"),
+        ("a " * 999, dict(), r"the prompt has \d+ tokens; the context holds 256"),
+        ([], dict(), "the prompt is empty"),
+        (None, dict(), "a prompt is a list of ids"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            tiny_session.generate(prompt, **settings)
     assert torch.equal(tiny_session.state.tokens, before)
 
 
@@ -2559,7 +2564,7 @@ def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "chat", recorded)
     line = st.tuples(st.sampled_from([*commands, "hello", "/regen"]), st.integers(0, 60))
 
-    @examples(25, lines=st.lists(line, min_size=3, max_size=7))
+    @examples(40, lines=st.lists(line, min_size=3, max_size=7))
     def check(lines):
         talk = Conversation(session)
         shown = Chat(talk, Output(session, quiet=True), n=4, ignore_eos=True)
@@ -2611,12 +2616,12 @@ def test_what_fits_into_the_context(tiny):
     """Where less than a quarter is left for the answer, turns go, the oldest first, and then the
     beginning of the last answer, until half of it is free, and no more than that."""
     session = Session(tiny, device="cpu", ctx_size=64, chat_template="llama2")
-    text = st.lists(st.sampled_from("a good fox said Żółw \u4f60".split()), max_size=25).map(
-        " ".join
-    )
+    text = st.lists(
+        st.sampled_from("fox said Żółw \u4f60\u597d\u4f60\u597d".split()), max_size=25
+    ).map(" ".join)
     turn = st.tuples(text, text).map(lambda said: conversation(*said))
 
-    @examples(60, system=st.sampled_from(["", "Be kind."]), turns=st.lists(turn, max_size=6))
+    @examples(80, system=st.sampled_from(["", "Be kind."]), turns=st.lists(turn, max_size=6))
     def check(system, turns):
         talk, turns = Conversation(session, system), [*itertools.chain(*turns)]
         asked = lambda turns: [*talk.system, *turns, {"role": "user", "content": "fox"}]
@@ -2634,13 +2639,17 @@ def test_what_fits_into_the_context(tiny):
             assert length(turns[2 * count - 2 :]) > 32, "more than needed is dropped"
         else:
             (message, answer), (_, whole) = kept, rest
-            assert message == rest[0] and whole["content"].endswith(answer["content"].strip())
+            end = answer["content"].strip()
+            assert message == rest[0] and end and whole["content"].endswith(end)
             assert length(rest) > 32 and 32 - len(prompt.ids) < 8, "more than needed is cut"
             cut = len(whole["content"]) - len(answer["content"])
             expected.append(f"{cut} characters of the last answer")
         assert dropped == " and ".join(expected)
 
     check()
+    # by more than the space before it
+    _, answer = Conversation(session).shortened(conversation("fox", "\u4f60 good day"), 1)
+    assert answer["content"].strip() == "good day"
 
 
 def test_chat_answers_each_line(cli, tiny):
@@ -2701,11 +2710,9 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "tell me a tale " * 60: "context holds 64",
         "\udcff": "not UTF-8",
         "bad": "too bad",
-        "/system \udcff": "not UTF-8",
         "/system " + "tell me a tale " * 60: "prompt takes",
         "/read": "/read needs the name of a file",
         "/read nowhere": "nowhere: No such file",
-        "/read ~nobody-of-this-name/notes": "No such file",
         "/read /dev/zero": "/dev/zero has more than 64,000,000 bytes",
         "/read .": ".: Is a directory",
         f"/read {bad}": "not UTF-8: byte 0xff at offset 2",
@@ -2743,13 +2750,11 @@ def test_chat_settings_stats_and_files(cli, tiny, tmp_path):
     (hot,) = chat_objects(cli, tiny, "hello", flags=["--temp", 5, "-s", 3])
     file = tmp_path / "talk"
     lines = ["/HELP", "/?", "/set temp 5", "/set seed 3", "/stats", "hello", f"/save {file}"]
-    _, out, err = chat(cli, tiny, *lines, "more", f"/load {file}", "more", flags=["-o", "jsonl"])
-    first, second, third = (turn["text"] for turn in objects(out))
-    assert first == hot["text"] and second == third and f"{file}: 1 turns" in err
+    _, out, err = chat(cli, tiny, *lines, "/stats", "more", f"/load {file}", flags=["-o", "jsonl"])
+    assert objects(out)[0]["text"] == hot["text"] and f"{file}: 1 turns" in err
     assert "temp 5.0, top_k 40" in err and err.count("/clear  ") == 2
-    assert err.count("note: cut after 6 tokens (see -n)") == 3
-    assert err.count(" tokens/s; prompt:") == 3
-    assert json.loads(file.read_text())[0] == {"role": "user", "content": "hello"}
+    assert err.count("note: cut after 6 tokens (see -n)") == 2
+    assert err.count(" tokens/s; prompt:") == 1, "shown until /stats is said again"
 
 
 def test_ctrl_c_while_an_answer_is_rendered_again(tiny, monkeypatch):
@@ -2781,7 +2786,7 @@ def test_printer_does_not_cut_words(capsys, monkeypatch):
     text = st.lists(st.sampled_from(words), max_size=30).map(" ".join)
     texts = st.lists(st.tuples(text, st.sets(st.integers(0, 80)), st.booleans()), max_size=4)
 
-    @examples(60, width=st.sampled_from([8, 20, 80]), texts=texts)
+    @examples(100, width=st.sampled_from([8, 20, 80]), texts=texts)
     def check(width, texts):
         monkeypatch.setenv("COLUMNS", str(width))
         printer = Printer()

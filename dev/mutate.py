@@ -121,7 +121,6 @@ MUTANTS = [
     Mutant("sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "not_finite"),
     Mutant("sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "sampling_equals"),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
-    Mutant("sampling.py", "top_k.long() - 1)", "top_k.long())", "lowest_logit"),
     Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
     Mutant(
         "sampling.py",
@@ -167,12 +166,6 @@ MUTANTS = [
     Mutant(
         "extra/config.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"
     ),
-    Mutant(
-        "extra/config.py",
-        "min(math.ceil(pair(slow)), D - 1)",
-        "min(math.ceil(pair(slow)), D // 2 - 1)",
-        "yarn",
-    ),
     Mutant("extra/config.py", ' + f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
     Mutant(
@@ -217,7 +210,6 @@ MUTANTS = [
         "safetensors_equal",
     ),
     Mutant("extra/layouts.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
-    Mutant("extra/layouts.py", "if columns % format.group:", "if columns % 32:", "gguf_models"),
     Mutant("tokenizer.py", "self.strip_space = at_start and", "self.strip_space =", "round_trip"),
     Mutant(
         "tokenizer.py",
