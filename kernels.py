@@ -44,6 +44,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from attention import LayerView, StateView, attention, attention_ref, to_cache, to_cache_ref
+from extra import experts
+from extra.experts import Routes, route, route_ref
 from extra.int4 import INT4
 from formats import (
     Format,
@@ -264,17 +266,19 @@ def _load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl
 NORM_LIMIT = 30.0
 
 
-def fit_norm(norm: Tensor, w: Matrix) -> None:
+def fit_norm(norm: Tensor, w: Matrix) -> float:
     """Move a power of two from norm weights into the matrix, which is exact, so that the largest
     weight is between half the limit and the limit: products in half precision then neither overflow
-    nor lose small numbers. Does nothing if the matrix has no such products."""
+    nor lose small numbers. Does nothing if the matrix has no such products. Returns that power."""
     if not w.format or not (w.format.half2 or w.format.stream_sums):
-        return
+        return 1.0
     peak = norm.abs().max().item()
-    if 0.0 < peak < math.inf:
-        factor = 2.0 ** math.ceil(math.log2(peak / NORM_LIMIT))
-        norm.div_(factor)
-        w.format.multiply(w.tensors, factor)
+    if not 0.0 < peak < math.inf:
+        return 1.0
+    factor = 2.0 ** math.ceil(math.log2(peak / NORM_LIMIT))
+    norm.div_(factor)
+    w.format.multiply(w.tensors, factor)
+    return factor
 
 
 @cache
@@ -1319,10 +1323,15 @@ def _launch_rope(
 
 
 # ---- linear_add: residual += x W^T, in place. x [T, K], W [C, K], residual [T, C] -> residual
+#
+#      With experts: residual += the sum over a token's slots. x [T, k, K], W [E C, K]
 
 
-def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
-    return residual.add_(linear_ref(x, w))
+def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None) -> Tensor:
+    if routes is None:
+        return residual.add_(linear_ref(x, w))
+    slots = experts.linear_ref(x, w, residual.shape[1], routes, linear_ref)
+    return residual.copy_(residual.float() + slots.sum(1, dtype=torch.float32))
 
 
 @jit
@@ -1341,7 +1350,16 @@ def _store_linear(
     tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
 
 
-def linear_add(x: Tensor, w: Matrix, residual: Tensor, *, accumulate: str = "auto") -> Tensor:
+def linear_add(
+    x: Tensor,
+    w: Matrix,
+    residual: Tensor,
+    routes: Routes | None = None,
+    *,
+    accumulate: str = "auto",
+) -> Tensor:
+    if routes is not None:
+        return linear_add_ref(x, w, residual, routes)
     fits = residual.shape == (len(x), w.rows) and residual.is_contiguous()
     assert fits, (residual.shape, x.shape, w.shape)
     epilogue = Epilogue(_prepare_rows, _store_linear, (residual,), added=0)
@@ -1353,12 +1371,25 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, *, accumulate: str = "aut
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T  (Shazeer, 2020)
 #      x [T, C], w13 [2 F, C] -> [T, F]. The rows of w1 and w3 alternate in w13, so that a and b of
 #      one output are neighbours
+#
+#      With experts: the same for each of a token's slots, times the slot's weight.
+#      w13 [E 2 F, C] -> [T, k, F]
 
 
-def rmsnorm_swiglu_ref(x: Tensor, layer: LayerView, state: StateView) -> Tensor:
-    ab = linear_ref(rmsnorm_ref(x, layer.ffn_norm, state.norm_eps), layer.w13)
-    a, b = ab.view(len(x), -1, 2).unbind(-1)
-    return functional.silu(a).mul_(b)
+def rmsnorm_swiglu_ref(
+    x: Tensor, layer: LayerView, state: StateView, routes: Routes | None = None
+) -> Tensor:
+    normed = rmsnorm_ref(x, layer.ffn_norm, state.norm_eps)
+    if routes is None:
+        ab = linear_ref(normed, layer.w13)
+    else:
+        rows = layer.w13.rows // layer.router.rows
+        ab = experts.linear_ref(normed, layer.w13, rows, routes, linear_ref)
+    a, b = ab.unflatten(-1, (-1, 2)).unbind(-1)
+    h = functional.silu(a).mul_(b)
+    if routes is None:
+        return h
+    return (h * routes.weights[..., None]).to(h.dtype)
 
 
 @jit
@@ -1401,8 +1432,15 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
 
 
 def rmsnorm_swiglu(
-    x: Tensor, layer: LayerView, state: StateView, *, accumulate: str = "auto"
+    x: Tensor,
+    layer: LayerView,
+    state: StateView,
+    routes: Routes | None = None,
+    *,
+    accumulate: str = "auto",
 ) -> Tensor:
+    if routes is not None:
+        return rmsnorm_swiglu_ref(x, layer, state, routes)
     T, F = len(x), layer.w13.rows // 2
     norm, eps = layer.ffn_norm, state.norm_eps
     out = x.new_empty(T, F)
@@ -1439,6 +1477,7 @@ OPS = {
     "rmsnorm": (rmsnorm_ref, rmsnorm),
     "rmsnorm_qkv_rope": (rmsnorm_qkv_rope_ref, rmsnorm_qkv_rope),
     "attention": (attention_ref, attention),
+    "route": (route_ref, route),
     "linear_add": (linear_add_ref, linear_add),
     "rmsnorm_swiglu": (rmsnorm_swiglu_ref, rmsnorm_swiglu),
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),

@@ -1121,7 +1121,9 @@ def op_arguments(
     x, norm = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype)
 
     def of_layer(**weights) -> SimpleNamespace:
-        return SimpleNamespace(**dict(index=1, qkv_bias=None, qk_norm=None) | weights | layer)
+        return SimpleNamespace(
+            **dict(index=1, qkv_bias=None, qk_norm=None, router=None) | weights | layer
+        )
 
     qkv = lambda: of_layer(attention_norm=norm, wqkv=matrix((H + 2 * KH) * D, C))
     ffn = lambda: of_layer(ffn_norm=norm, w13=matrix(2 * F, C))
@@ -1138,8 +1140,8 @@ def op_arguments(
     }[op]()
 
 
-# sampling is tested below, by what it chooses
-OPS = [name for name in vars(kernels.fused) if "sample" not in name]
+# sampling and routing are tested below, by what they choose
+OPS = [name for name in vars(kernels.fused) if name not in ("sample", "route")]
 # for several tokens: norm, the library's matmul, output; half a place each
 ROUNDED_TWICE = {"rmsnorm_swiglu": 1.5**2}
 DTYPE_AND_HEADS = [
@@ -2052,6 +2054,52 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
     for extra in (dict(), dict(qkv_bias=(N,)), dict(qk_norm=(2, D))):
         draws = [draw(**extra) for _ in range(64 if ON_GPU else 1)]
         equals_reference("rmsnorm_qkv_rope", draws, ("2.k", "2.v"), 4 * ONE_UNIT[dtype])
+
+
+# ---- extra/experts.py
+
+
+def expert_arguments(
+    T: int, E: int, k: int, C: int, F: int, dtype=torch.float32, format=None, norm_topk=True
+) -> tuple:
+    """x, a layer with experts, and a state."""
+    matrix = lambda N, K: Matrix(randn(N, K, dtype=dtype, scale=K**-0.5))
+    layer = SimpleNamespace(
+        ffn_norm=(torch.rand(C, device=DEVICE) + 0.5).to(dtype),
+        router=matrix(E, C),
+        router_gain=1.0,
+        w13=encoded(matrix(E * 2 * F, C), format),
+        w2=encoded(matrix(E * C, F), format),
+    )
+    state = SimpleNamespace(
+        norm_eps=1e-5, experts_per_token=k, norm_topk=norm_topk, scratch=launch.Scratch(DEVICE)
+    )
+    return randn(T, C, dtype=dtype), layer, state
+
+
+def feed_forward(ops, x: torch.Tensor, layer, state) -> torch.Tensor:
+    routes = ops.route(x, layer, state)
+    h = ops.rmsnorm_swiglu(x, layer, state, routes)
+    return ops.linear_add(h, layer.w2, x.clone(), routes)
+
+
+@pytest.mark.parametrize("norm_topk", [True, False])
+@pytest.mark.parametrize("form", [None, E4M3, INT4], ids=str)
+def test_experts_as_their_definition(form, norm_topk):
+    """Each token by itself, each of its experts as a layer of its own."""
+    T, E, k, C, F = 5, 6, 2, 64, 96
+    x, layer, state = expert_arguments(T, E, k, C, F, format=form, norm_topk=norm_topk)
+    w13, w2 = dense(layer.w13).data.view(E, 2 * F, C), dense(layer.w2).data.view(E, C, F)
+    expected = x.clone()
+    for t in range(T):
+        row = kernels.rmsnorm_ref(x[t : t + 1], layer.ffn_norm, state.norm_eps)[0]
+        chances, ids = (layer.router.data @ row).softmax(0).topk(k)
+        weights = chances / chances.sum() if norm_topk else chances
+        for expert, weight in zip(ids, weights):
+            a, b = (w13[expert] @ row).view(F, 2).unbind(1)
+            expected[t] += weight * (w2[expert] @ (torch.nn.functional.silu(a) * b))
+    # with a format, a CPU multiplies a single token in halves
+    assert_close(feed_forward(kernels.reference, x, layer, state), expected, 1e-3)
 
 
 # ---- run.py: the command line
