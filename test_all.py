@@ -18,6 +18,7 @@ import inspect
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import pty
@@ -2100,6 +2101,55 @@ def test_experts_as_their_definition(form, norm_topk):
             expected[t] += weight * (w2[expert] @ (torch.nn.functional.silu(a) * b))
     # with a format, a CPU multiplies a single token in halves
     assert_close(feed_forward(kernels.reference, x, layer, state), expected, 1e-3)
+
+
+def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
+    """What a router picks whose logits, for T tokens, are these up to a factor: the token that has
+    a 1 in its place, by a router whose columns are the logits."""
+    T, E = logits.shape
+    layer = SimpleNamespace(
+        ffn_norm=torch.ones(T, device=DEVICE),
+        router=Matrix((logits.t() / T**0.5).contiguous().to(DEVICE)),
+        router_gain=1.0,
+    )
+    state = SimpleNamespace(
+        norm_eps=0.0, experts_per_token=k, norm_topk=norm_topk, scratch=launch.Scratch(DEVICE)
+    )
+    return ops.route(torch.eye(T, device=DEVICE), layer, state)
+
+
+@pytest.mark.parametrize("ops", [kernels.reference, kernels.fused], ids=["torch", "triton"])
+@pytest.mark.parametrize("T", [1, 3, 20])
+def test_experts_that_tie_or_are_not_finite(ops, T):
+    """One of the tokens meets these logits, the others random ones."""
+    cases = {
+        (1, 1, 1, 1, 1): (0, 1, 2),
+        (0, 2, 1, 2, 2): (1, 3, 4),
+        (0, 2, 1, 2, 1): (1, 3, 2),
+        (-1, NAN, -2, NAN, -3): (0, 2, 4),
+        (NAN, NAN, NAN, 5, NAN): (3, 0, 1),
+        (NAN,) * 5: (0, 1, 2),
+    }
+    for logits, expected in cases.items():
+        rows = torch.randn(T, 5)
+        # 0 * NaN would be NaN for the other tokens, too
+        rows = rows if T == 1 or NAN not in logits else rows * NAN
+        rows[T // 2] = torch.tensor(logits)
+        for norm_topk in (True, False):
+            routes = routes_of(rows, 3, ops, norm_topk)
+            if T > 1 and any(map(math.isnan, logits)):
+                expected = tuple(range(3))  # all are NaN
+            assert tuple(routes.ids[T // 2].tolist()) == expected
+            weights = routes.weights[T // 2]
+            if all(map(math.isnan, logits)) or T > 1 and any(map(math.isnan, logits)):
+                assert weights.isnan().all()
+                continue
+            assert weights.isfinite().all() and (weights >= 0).all()
+            if norm_topk:
+                assert abs(weights.sum() - 1) < 1e-5
+            else:
+                shares = torch.tensor(logits).nan_to_num(-INF).float().softmax(0)
+                assert torch.allclose(weights.cpu(), shares[list(expected)], rtol=1e-3)
 
 
 # ---- run.py: the command line
