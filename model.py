@@ -61,6 +61,10 @@ class Config:
     tie_embeddings: bool = False
     qkv_bias: bool = False  # q, k and v have a bias
     qk_norm: bool = False  # q and k are normalised head by head before RoPE
+    # E and k of extra/experts.py; 0 in a dense model. With experts, hidden_dim is that of one
+    n_experts: int = 0
+    experts_per_token: int = 0
+    norm_topk: bool = True  # the weights of a token's experts are divided by their sum
     dtype: torch.dtype | None = None  # of the tensors; None if the file does not say
     bos_id: int | None = None  # for a tokenizer that names none
     eos_ids: tuple[int, ...] = ()  # empty if only the tokenizer knows
@@ -112,10 +116,12 @@ class LayerWeights:
     wqkv: Matrix  # [(H + 2 KH) D, C]: wq, wk, wv stacked
     wo: Matrix  # [C, H D]
     ffn_norm: Tensor  # [C]
-    w13: Matrix  # [2 F, C]: the rows of w1 and w3 interleaved
-    w2: Matrix  # [C, F]
+    w13: Matrix  # [2 F, C]: the rows of w1 and w3 interleaved; experts one after the other
+    w2: Matrix  # [C, F]; experts one after the other
     qkv_bias: Tensor | None = None  # [(H + 2 KH) D]
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
+    router: Matrix | None = None  # [E, C], never in a format; None in a layer without experts
+    router_gain: float = 1.0  # a power of two that fit_norm took out of ffn_norm
     index: int = 0  # of the layer, from 0 on: its keys and values are State.k[index], v[index]
 
 
@@ -187,7 +193,7 @@ class Llama:
         if self.backend == "triton":
             for layer in w.layers:
                 kernels.fit_norm(layer.attention_norm, layer.wqkv)
-                kernels.fit_norm(layer.ffn_norm, layer.w13)
+                layer.router_gain = kernels.fit_norm(layer.ffn_norm, layer.w13)
             kernels.fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
@@ -226,8 +232,9 @@ class Llama:
         for layer in w.layers:
             q = ops.rmsnorm_qkv_rope(x, layer, state)
             x = ops.linear_add(ops.attention(q, layer, state), layer.wo, x)
-            h = ops.rmsnorm_swiglu(x, layer, state)
-            x = ops.linear_add(h, layer.w2, x)
+            routes = ops.route(x, layer, state)
+            h = ops.rmsnorm_swiglu(x, layer, state, routes)
+            x = ops.linear_add(h, layer.w2, x, routes)
         x = x[T - len(logits) :] if row is None else x.index_select(0, row)
         ops.rmsnorm_linear(x, w.norm, w.output, state, logits)
         state.advance(T)
@@ -426,6 +433,8 @@ class State:
         self.v = torch.zeros(shape, dtype=model.kv_dtype, device=device).unbind()  # L x [KH, S, D]
         self.rope = rope_table(c, self.size).to(device)  # [S, D/2, 2]
         self.norm_eps = c.norm_eps
+        self.experts_per_token = c.experts_per_token
+        self.norm_topk = c.norm_topk
 
         # How the next token is chosen
         self.logits = torch.zeros(c.vocab_size, device=device)  # of the last token evaluated

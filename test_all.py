@@ -18,6 +18,7 @@ import inspect
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import pty
@@ -1117,7 +1118,9 @@ def op_arguments(
     x, norm = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype)
 
     def of_layer(**weights) -> SimpleNamespace:
-        return SimpleNamespace(**dict(index=1, qkv_bias=None, qk_norm=None) | weights | layer)
+        return SimpleNamespace(
+            **dict(index=1, qkv_bias=None, qk_norm=None, router=None) | weights | layer
+        )
 
     qkv = lambda: of_layer(attention_norm=norm, wqkv=matrix((H + 2 * KH) * D, C))
     ffn = lambda: of_layer(ffn_norm=norm, w13=matrix(2 * F, C))
@@ -1134,8 +1137,8 @@ def op_arguments(
     }[op]()
 
 
-# sampling is tested below, by what it chooses
-OPS = [name for name in vars(kernels.fused) if "sample" not in name]
+# sampling and routing are tested below, by what they choose
+OPS = [name for name in vars(kernels.fused) if name not in ("sample", "route")]
 # for several tokens: norm, the library's matmul, output; half a place each
 ROUNDED_TWICE = {"rmsnorm_swiglu": 1.5**2}
 DTYPE_AND_HEADS = [
@@ -2048,6 +2051,101 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
     for extra in (dict(), dict(qkv_bias=(N,)), dict(qk_norm=(2, D))):
         draws = [draw(**extra) for _ in range(64 if ON_GPU else 1)]
         equals_reference("rmsnorm_qkv_rope", draws, ("2.k", "2.v"), 4 * ONE_UNIT[dtype])
+
+
+# ---- extra/experts.py
+
+
+def expert_arguments(
+    T: int, E: int, k: int, C: int, F: int, dtype=torch.float32, format=None, norm_topk=True
+) -> tuple:
+    """x, a layer with experts, and a state."""
+    matrix = lambda N, K: Matrix(randn(N, K, dtype=dtype, scale=K**-0.5))
+    layer = SimpleNamespace(
+        ffn_norm=(torch.rand(C, device=DEVICE) + 0.5).to(dtype),
+        router=matrix(E, C),
+        router_gain=1.0,
+        w13=encoded(matrix(E * 2 * F, C), format),
+        w2=encoded(matrix(E * C, F), format),
+    )
+    state = SimpleNamespace(
+        norm_eps=1e-5, experts_per_token=k, norm_topk=norm_topk, scratch=launch.Scratch(DEVICE)
+    )
+    return randn(T, C, dtype=dtype), layer, state
+
+
+def feed_forward(ops, x: torch.Tensor, layer, state) -> torch.Tensor:
+    routes = ops.route(x, layer, state)
+    h = ops.rmsnorm_swiglu(x, layer, state, routes)
+    return ops.linear_add(h, layer.w2, x.clone(), routes)
+
+
+@pytest.mark.parametrize("norm_topk", [True, False])
+@pytest.mark.parametrize("form", [None, E4M3, INT4], ids=str)
+def test_experts_as_their_definition(form, norm_topk):
+    """Each token by itself, each of its experts as a layer of its own."""
+    T, E, k, C, F = 5, 6, 2, 64, 96
+    x, layer, state = expert_arguments(T, E, k, C, F, format=form, norm_topk=norm_topk)
+    w13, w2 = dense(layer.w13).data.view(E, 2 * F, C), dense(layer.w2).data.view(E, C, F)
+    expected = x.clone()
+    for t in range(T):
+        row = kernels.rmsnorm_ref(x[t : t + 1], layer.ffn_norm, state.norm_eps)[0]
+        chances, ids = (layer.router.data @ row).softmax(0).topk(k)
+        weights = chances / chances.sum() if norm_topk else chances
+        for expert, weight in zip(ids, weights):
+            a, b = (w13[expert] @ row).view(F, 2).unbind(1)
+            expected[t] += weight * (w2[expert] @ (torch.nn.functional.silu(a) * b))
+    # with a format, a CPU multiplies a single token in halves
+    assert_close(feed_forward(kernels.reference, x, layer, state), expected, 1e-3)
+
+
+def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
+    """What a router picks whose logits, for T tokens, are these up to a factor: the token that has
+    a 1 in its place, by a router whose columns are the logits."""
+    T, E = logits.shape
+    layer = SimpleNamespace(
+        ffn_norm=torch.ones(T, device=DEVICE),
+        router=Matrix((logits.t() / T**0.5).contiguous().to(DEVICE)),
+        router_gain=1.0,
+    )
+    state = SimpleNamespace(
+        norm_eps=0.0, experts_per_token=k, norm_topk=norm_topk, scratch=launch.Scratch(DEVICE)
+    )
+    return ops.route(torch.eye(T, device=DEVICE), layer, state)
+
+
+@pytest.mark.parametrize("ops", [kernels.reference, kernels.fused], ids=["torch", "triton"])
+@pytest.mark.parametrize("T", [1, 3, 20])
+def test_experts_that_tie_or_are_not_finite(ops, T):
+    """One of the tokens meets these logits, the others random ones."""
+    cases = {
+        (1, 1, 1, 1, 1): (0, 1, 2),
+        (0, 2, 1, 2, 2): (1, 3, 4),
+        (0, 2, 1, 2, 1): (1, 3, 2),
+        (-1, NAN, -2, NAN, -3): (0, 2, 4),
+        (NAN, NAN, NAN, 5, NAN): (3, 0, 1),
+        (NAN,) * 5: (0, 1, 2),
+    }
+    for logits, expected in cases.items():
+        rows = torch.randn(T, 5)
+        # 0 * NaN would be NaN for the other tokens, too
+        rows = rows if T == 1 or NAN not in logits else rows * NAN
+        rows[T // 2] = torch.tensor(logits)
+        for norm_topk in (True, False):
+            routes = routes_of(rows, 3, ops, norm_topk)
+            if T > 1 and any(map(math.isnan, logits)):
+                expected = tuple(range(3))  # all are NaN
+            assert tuple(routes.ids[T // 2].tolist()) == expected
+            weights = routes.weights[T // 2]
+            if all(map(math.isnan, logits)) or T > 1 and any(map(math.isnan, logits)):
+                assert weights.isnan().all()
+                continue
+            assert weights.isfinite().all() and (weights >= 0).all()
+            if norm_topk:
+                assert abs(weights.sum() - 1) < 1e-5
+            else:
+                shares = torch.tensor(logits).nan_to_num(-INF).float().softmax(0)
+                assert torch.allclose(weights.cpu(), shares[list(expected)], rtol=1e-3)
 
 
 # ---- run.py: the command line

@@ -35,6 +35,7 @@ from torch import Tensor
 
 import kernels
 from attention import StateView
+from extra.experts import Routes
 from formats import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
@@ -155,11 +156,13 @@ class Ranks:
         """The ops of a model that is cut: `ops`, except for the two that involve all ranks.
         fp16_sums: whether sums are kept within the range of fp16."""
 
-        def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
-            if exchange and len(x) == 1:
+        def linear_add(
+            x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
+        ) -> Tensor:
+            if exchange and len(x) == 1 and routes is None:
                 return exchange.linear_add(x, w, residual)
             # The residual is one more term of the sum, which rank 0 adds
-            ops.linear_add(x, w, residual if self.rank == 0 else residual.zero_())
+            ops.linear_add(x, w, residual if self.rank == 0 else residual.zero_(), routes)
             dist.all_reduce(residual)
             return residual.clamp_(-65504.0, 65504.0) if fp16_sums else residual
 
