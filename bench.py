@@ -300,12 +300,12 @@ def random_weights(
         return torch.ones(shape, dtype=dtype, device=device)
 
     layers = []
-    for _ in tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None):
+    for i in tqdm(range(c.n_layers), "random weights", unit=" layers", leave=False, disable=None):
         values = {}
-        for tensor in layer_tensors(c):
+        for tensor in layer_tensors(c, i):
             shape = tensor.shape(c)
             if tensor.is_matrix:
-                values[tensor.field] = matrix(tensor.field, shape, tensor.of_experts)
+                values[tensor.field] = matrix(tensor.name, shape, tensor.of_experts)
             elif tensor.field == "router":
                 values[tensor.field] = Matrix(normal(*shape, dtype))
             else:

@@ -755,16 +755,17 @@ def load(
         raise ValueError(f"{folder}: {window}: a context of {ctx_size} is not supported (see -c)")
     check_accumulate(accumulate, backend, on, as_dtype)
     config = config.cut(ranks.size)
-    # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
-    decodes = on.type == "cpu" and backend == "torch"
-    as_stored = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
-    formats = formats_of(config, checkpoint.format or FORMATS.get(format)) or as_stored
+    matrix_dtype = kernels.storage_dtype(backend, as_dtype, on)
+    formats = formats_of(config, checkpoint.format or FORMATS.get(format))
+    if formats:
+        matrix_dtype = checkpoint.dtype  # codes do not depend on --dtype
+    else:
+        # On a CPU torch has no fast product for 8-bit codes in groups, so they are decoded
+        decodes = on.type == "cpu" and backend == "torch"
+        formats = checkpoint.formats_as_stored(config, most_bits=4 if decodes else 8)
     check_groups(config, formats)
     ranks.join(on)
     check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks)
-    matrix_dtype = kernels.storage_dtype(backend, as_dtype, on)
-    if formats and not as_stored:
-        matrix_dtype = checkpoint.dtype  # codes do not depend on --dtype
     loader = Loader(checkpoint, as_dtype, matrix_dtype, on, formats, backend, ranks, quiet)
     with torch.inference_mode():
         weights = loader.load()

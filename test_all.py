@@ -49,6 +49,7 @@ from types import SimpleNamespace
 
 import gguf
 import huggingface_hub
+import hypothesis
 import numpy
 import pytest
 import sentencepiece
@@ -56,6 +57,7 @@ import tokenizers
 import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -67,6 +69,7 @@ if not ON_GPU and "COMPILES" not in os.environ:
 
 import attention
 import bench
+import chat as chat_module
 import checkpoint
 import formats
 import fp8
@@ -75,7 +78,7 @@ import launch
 import run
 import sampling
 import serve
-from chat import Printer
+from chat import Chat, Output, Printer
 from chat import columns as columns_of
 from checkpoint import Loader, check_groups, load, read_config
 from dev import compare, fuzz, mutate, steps
@@ -113,7 +116,7 @@ from model import (
     rope_table,
 )
 from sampling import Sampler, Sampling
-from session import Conversation, Session
+from session import Conversation, Session, dropped_part
 from tokenizer import (
     TEMPLATES,
     Prompt,
@@ -208,38 +211,21 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
 }  # fmt: skip
 
 
-def hugging_face_classes(model: str, like: str = "") -> tuple[type, type]:
-    """The configuration and the model of a family. like: one in transformers that computes the
-    same, if the family itself is not there; config.json then has the family's own name."""
-    config = getattr(transformers, f"{like or model}Config")
-    made = getattr(transformers, f"{like or model}ForCausalLM")
-    if like:
-        config = type(f"{model}Config", (config,), {"model_type": model.lower()})
-        made = type(f"{model}ForCausalLM", (made,), {"config_class": config})
-    return config, made
-
-
-def hugging_face_model(vocab_size: int = 300, model: str = "Llama", like: str = "", **shape):
+def hugging_face_model(vocab_size: int = 300, model: str = "Llama", **shape):
     transformers.utils.logging.disable_progress_bar()
     fields = dict(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
         initializer_range=0.3,  # large enough that logits differ and attention is sharp
     )  # fmt: skip
-    make_config, make_model = hugging_face_classes(model, like)
-    model = make_model(make_config(**fields | shape)).eval()
+    config = getattr(transformers, f"{model}Config")(**fields | shape)
+    model = getattr(transformers, f"{model}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=2.0)
     return model
-
-
-def test_a_family_that_transformers_lacks(tmp_path):
-    hugging_face_model(model="Tales", like="Qwen2").save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    assert (said["model_type"], said["architectures"]) == ("tales", ["TalesForCausalLM"])
 
 
 @torch.no_grad()
@@ -250,11 +236,9 @@ def oracle(model, ids: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def logits_of(model, ids, *sizes: int, cache: State | None = None) -> torch.Tensor:
     """Of all tokens, evaluated so many at a time; all at once if no sizes are given."""
-    cache, ids = (
-        State(model) if cache is None else cache,
-        torch.as_tensor(ids, device=model.device),
-    )
-    return torch.cat([model.forward(part, cache).cpu() for part in ids.split(sizes or len(ids))])
+    state = State(model) if cache is None else cache
+    ids = torch.as_tensor(ids, device=model.device)
+    return torch.cat([model.forward(part, state).cpu() for part in ids.split(sizes or len(ids))])
 
 
 def logits_of_prompts(model, prompts, *sizes: int) -> torch.Tensor:
@@ -269,9 +253,9 @@ def nmse(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
-    assert ours.shape == theirs.shape and nmse(ours, theirs) < tolerance**2, (
-        nmse(ours, theirs) ** 0.5
-    )
+    assert ours.shape == theirs.shape
+    error = nmse(ours, theirs) ** 0.5
+    assert error < tolerance, f"off by {error:.2g} of its size, of which {tolerance} is rounding"
 
 
 def assert_equals_transformers(folder: Path, theirs):
@@ -305,14 +289,10 @@ def edit(file: Path, **fields) -> None:
 
 def train_sentencepiece(folder: Path, text: str = TEXT * 20, **options) -> None:
     (folder / "text").write_text(text)
-    options = (
-        dict(vocab_size=350, normalization_rule_name="identity", remove_extra_whitespaces=False)
-        | options
-    )
+    usual = dict(vocab_size=350, normalization_rule_name="identity", remove_extra_whitespaces=False)
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False, minloglevel=2, **options,
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, **usual | options,
     )  # fmt: skip
 
 
@@ -320,11 +300,9 @@ def train_sentencepiece(folder: Path, text: str = TEXT * 20, **options) -> None:
 def tiny(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     train_sentencepiece(folder)
-    size = sentencepiece.SentencePieceProcessor(
-        model_file=str(folder / "tokenizer.model")
-    ).vocab_size()
+    tokens = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     torch.manual_seed(0)
-    hugging_face_model(size, **FAMILIES["gqa"]).save_pretrained(folder)
+    hugging_face_model(tokens.vocab_size(), **FAMILIES["gqa"]).save_pretrained(folder)
     return folder
 
 
@@ -384,21 +362,19 @@ def fails(error: BaseException):
 
 def conversation(*texts: str, system: str = "") -> list[dict]:
     """What the user and the assistant say in turn."""
-    turns = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
-    ]
+    roles = itertools.cycle(("user", "assistant"))
+    turns = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return ([{"role": "system", "content": system}] if system else []) + turns
 
 
 def spoil_tensors(change=lambda tensors: None, **metadata):
     """Change the tensors of a checkpoint in place, and the metadata of their file."""
+    added = {name.replace("_", "-"): value for name, value in metadata.items()}
 
     def spoil(folder: Path) -> None:
         file = folder / "model.safetensors"
         with safe_open(file, "pt") as f:
-            held = f.metadata() | {
-                name.replace("_", "-"): value for name, value in metadata.items()
-            }
+            held = f.metadata() | added
         tensors = load_file(file)
         change(tensors)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, held)
@@ -434,60 +410,51 @@ def hears_signals():
         signal.signal(number, handler)
 
 
-def without_interpreter(call: str) -> None:
-    """Call a function of this file in a process of its own, where Triton compiles."""
-    environment = os.environ | {
-        "COMPILES": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": "0",
-    }
-    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def as_if_on(arch: int) -> None:
-    """In such a process, compile as if for a GPU of this architecture."""
-    from triton.runtime import driver
-
-    current = dict(
-        device=0, stream=0, target=launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
-    )
-    driver.set_active(
-        SimpleNamespace(
-            **{f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}
-        )
-    )
-    for module in (
-        launch,
-        kernels,
-        attention,
-        hopper,
-        sampling,
-        fp8,
-        int4,
-        training,
-        parallel,
-    ):
-        module.capability, module.processors = lambda device: arch, lambda device: 132
-
-
 def decode_in_graphs(monkeypatch, prompts: bool = False) -> None:
     """Without a GPU, as on one; but graphs run what they would have captured. prompts: whether they
     are graphs, as well."""
-    event = SimpleNamespace(
-        record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0
-    )
+
+    def graph(run, device, reset, pool=None) -> SimpleNamespace:
+        run()
+        reset()
+        return SimpleNamespace(replay=run, pool=lambda: None)
+
+    event = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
+    event.elapsed_time = lambda other: 1.0  # ms
     monkeypatch.setattr(Llama, "uses_graphs", True)
     if not prompts:
         monkeypatch.setattr(Llama, "_padded_step", lambda self, T, state: self.step(T, state))
-    graph = lambda run, device, reset, pool=None: (
-        (run(), reset()) and SimpleNamespace(replay=run, pool=lambda: None)
-    )
     for module in ("model", "extra.speculation"):
         monkeypatch.setattr(f"{module}.captured", graph)
     for name, value in (("Event", event), ("synchronize", None), ("current_stream", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+
+
+def examples(count: int, **strategies):
+    """A property: a test that is called with so many draws of its arguments. They are the same
+    again with the seed that is printed, and a failing one is made as small as it can be."""
+    checks = list(hypothesis.HealthCheck)  # fixtures may be shared, and models take their time
+    settings = dict(max_examples=count, deadline=None, database=None, suppress_health_check=checks)
+
+    def decorate(test):
+        return hypothesis.seed(SEED)(
+            hypothesis.settings(**settings)(hypothesis.given(**strategies)(test))
+        )
+
+    return decorate
+
+
+def interrupted_at(monkeypatch, ops, call: int) -> None:
+    """Ctrl-C comes while an op of a model is called for the `call`-th time, from 0 on, with what
+    came before it done."""
+    calls, attention_op = itertools.count(), ops.attention
+
+    def attend(*arguments):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return attention_op(*arguments)
+
+    monkeypatch.setattr(ops, "attention", attend)
 
 
 # ---- kernels: compiled for every architecture, with no GPU present; first, since it takes longest
@@ -497,17 +464,37 @@ def decode_in_graphs(monkeypatch, prompts: bool = False) -> None:
 ARCHITECTURES = {80: 99, 89: 99, 90: 227, 120: 99}
 
 
+def without_interpreter(call: str) -> None:
+    """Call a function of this file in a process of its own, where Triton compiles."""
+    flags = {"COMPILES": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", f"import test_all; test_all.{call}"]
+    done = subprocess.run(command, cwd=HERE, env=os.environ | flags, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def as_if_on(arch: int) -> None:
+    """In such a process, compile as if for a GPU of this architecture."""
+    from triton.runtime import driver
+
+    target = launch.triton.backends.compiler.GPUTarget("cuda", arch, 32)
+    current = dict(device=0, stream=0, target=target)
+    functions = {f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}
+    driver.set_active(SimpleNamespace(**functions))
+    for module in (launch, kernels, attention, hopper, sampling, fp8, int4, training, parallel):
+        module.capability, module.processors = lambda device: arch, lambda device: 132
+
+
 def launch_all(dtype: torch.dtype, arch: int) -> None:
     """Launch the ops with shapes that reach every kernel."""
     kernels.few_sizes = lambda *_: launch.FewSizes(16, 8, 4, 8, 1)  # one tile, which compiles fast
     kernels.vector_sizes = lambda *_: launch.VectorSizes(2, 512, 2)
     several = launch.StreamSizes(2, 2048, 3, 3)  # rows, and blocks of a row
     one_block = launch.StreamSizes(1, 4096, 3, 3)
+    half = dtype == torch.float16  # bf16 is left out where only sizes differ
     kernels.stream_sizes = lambda _, bits, op, K: (
         several if half and op == "rmsnorm_swiglu" else one_block
     )
     attention.few_rows_sizes = lambda device: launch.SplitSizes(1, 64, 4, 1, 128)
-    half = dtype == torch.float16  # bf16 is left out where only sizes differ
     new = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)
     one = new(1, dtype=torch.int32)
     blank = lambda N, K, format: Matrix(format.empty(N, K, DEVICE) if format else new(N, K), format)
@@ -519,26 +506,24 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
 
     for T in (1, 100, 3) if half else (1, 100):
         run_ops(OPS, T)
-    for T in (13, 60) if half else ():
-        run_ops(["attention", "linear_add"], T)
-    for heads, T in (
-        (((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)) if half else ()
-    ):
-        run_ops(["attention"], T, heads)
     for T in (1, 3):
         run_ops(PRODUCTS if half else PRODUCTS[1::2], T, format=E4M3)
         run_ops(["linear_add"], T, format=E5M2)
-    for T in (13, 60) if half else ():
-        run_ops(["linear_add"], T, format=E4M3)
-    # no other instructions
+    if half:
+        for T in (13, 60):
+            run_ops(["attention", "linear_add"], T)
+            run_ops(["linear_add"], T, format=E4M3)
+        for heads, T in (((8, 1, 64), 3), ((4, 2, 256), 1), ((4, 2, 256), 100), ((2, 2, 256), 1)):
+            run_ops(["attention"], T, heads)
+        run_ops(["attention"], 100, ops=kernels.ops("triton", "fp16"))
+    # elsewhere the formats of files need no other instructions
     forms = (INT4, OWN, *FILE_FORMATS) if arch in (80, 90) else (INT4, quants.E4M3_128)
     for T, form in itertools.product((1, 3, 60), forms if half else (INT4,)):
         kernels.fused.linear_add(new(T, 4096), blank(66, 4096, form), new(T, 66))
     layer = SimpleNamespace(ffn_norm=new(4096), w13=blank(66, 4096, INT4))
     kernels.fused.rmsnorm_swiglu(new(1, 4096), layer, SimpleNamespace(norm_eps=1e-5))
-    kernels._recode(
-        blank(66, 4096, INT4), new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32)
-    )
+    codes, scales = new(66, 4096, dtype=torch.int8), new(66, 1, dtype=torch.float32)
+    kernels._recode(layer.w13, codes, scales)
     for T, form in ((1, None), (100, None), (1, E4M3))[: 3 if half else 2]:
         for extra in (dict(qkv_bias=new(12 * 128)), dict(qk_norm=new(2, 128))):
             run_ops(["rmsnorm_qkv_rope"], T, (8, 2, 128), form, **extra)
@@ -547,9 +532,8 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         w, output = blank(C, F, form), blank(V, C, form)
         exchange = parallel.Exchange([w, output], 0, [0, 0], new(2 * (C + V), dtype=torch.int64))
         exchange.linear_add(new(1, F), w, new(1, C))
-        exchange.rmsnorm_linear(
-            new(1, C), new(C), output, 1e-5, new(1, 2 * V - 1, dtype=torch.float32)
-        )
+        logits = new(1, 2 * V - 1, dtype=torch.float32)
+        exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, logits)
     for norm in (None, new(512)):
         kernels.encode_rows(new(3, 512), norm, 1e-5)
     for T, D in ((1, 128), (100, 128 if half else 64)):
@@ -559,19 +543,11 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         kernels.fused.rmsnorm_qkv_rope(x, layer, state)
         kernels.fused.attention(new(T, 8, D), layer, state)
     attention.decode_caches(k, v, one, 100, dtype)
-    if half:
-        run_ops(["attention"], 100, ops=kernels.ops("triton", "fp16"))
     if arch == 90:  # Hopper's own kernel for prompts
         run_ops(["attention"], 512)
     ids = [new(512, dtype=torch.int32) for _ in range(2)]
-    changes = (
-        dict(),
-        dict(temp=0, repeat_penalty=1.1),
-        dict(top_k=1000),
-        dict(top_p=1),
-        dict(top_k=0, top_p=1),
-    )
-    for settings in changes:
+    greedy = dict(temp=0, repeat_penalty=1.1)
+    for settings in (dict(), greedy, dict(top_k=1000), dict(top_p=1), dict(top_k=0, top_p=1)):
         sampler = Sampler(DEVICE, Sampling(**settings))
         kernels.fused.sample(new(1, 32000, dtype=torch.float32), *ids, one, sampler)
     # parts with fewer logits than a program has threads
@@ -606,13 +582,18 @@ def compile_kernels(arch: int) -> None:
             assert ("griddepcontrol.wait" in ptx) == (arch >= 90), what
         if constants.get("FP16_SUMS"):
             with_fp16_sums.add(name)
-            assert arch >= 90 or "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16" in ptx, (
-                "no fp16 sums"
+            fp16_sums = "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16"
+            assert arch >= 90 or fp16_sums in ptx, "sums in half precision are none"
+        if constants.get("PENALISE"):  # through memory, from thread to thread
+            accesses = re.findall(r"\b(ld\.global|st\.global|bar\.sync)", ptx)
+            unordered = re.findall("st.global ld.global", " ".join(accesses))
+            assert not unordered, (
+                "a barrier is missing where logits are read after they are written"
             )
 
     as_if_on(arch)
     launch.start = hopper.start = start
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.float16, torch.bfloat16)[: 1 if arch == 120 else 2]:  # as for 80 and 90
         launch_all(dtype, arch)
     if arch == 89:
         assert "_vector_kernel" in compiled
@@ -620,7 +601,7 @@ def compile_kernels(arch: int) -> None:
     modules = (kernels, attention, sampling, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    assert compiled == every | {"few_attention_kernel"}, every ^ compiled
+    assert compiled == every | {"few_attention_kernel"}, "launch_all has to launch these as well"
     assert with_fp16_sums == {"_attention_kernel"}
 
 
@@ -634,83 +615,104 @@ def test_kernels_compile():
 
 
 def read_config_like(**fields) -> Config:
-    base = dict(
-        dim=32,
-        n_layers=1,
-        n_heads=4,
-        n_kv_heads=4,
-        head_dim=8,
-        hidden_dim=64,
-        vocab_size=100,
-        norm_eps=1e-5,
-    )
-    return Config(**(base | fields))
+    heads = dict(n_heads=4, n_kv_heads=4, head_dim=8)
+    base = dict(dim=32, n_layers=1, hidden_dim=64, vocab_size=100, norm_eps=1e-5, **heads)
+    return Config(**base | fields)
 
 
 def greedy(model, prompt: list[int], n: int, state=None, **options) -> list[int]:
     return list(generate(model, prompt, state, n, Sampling(temp=0), **dict(eos=[]) | options))
 
 
-def test_cache_reuses_the_common_beginning(tiny_model):
-    state, timings = State(tiny_model), Timings()
-    first = greedy(tiny_model, [1, 5, 6, 7], 4, state, timings=timings)
-    again = greedy(tiny_model, [1, 5, 6, 7], 4, state, timings=timings)
-    assert first == again and timings.prompt_tokens == 4 + 1
-    longer = [1, 5, 6, 7, *first[:2], 9]
-    assert greedy(tiny_model, longer, 4, state, timings=timings) == greedy(tiny_model, longer, 4)
-    assert timings.prompt_tokens == 4 + 1 + 1
+def text_of(model, settings: Sampling, n: int, state=None, **options) -> list[int]:
+    return list(generate(model, [1, 5, 9], state, n, settings, **dict(eos=[]) | options))
+
+
+@pytest.mark.parametrize("where", ["on a CPU", "in graphs"])
+def test_calls_on_one_state(tiny_model, where, monkeypatch):
+    """Prompts that have something in common with what came before, texts that nobody reads to the
+    end, Ctrl-C within an op, a full context: each text is that of a new state, and of each prompt
+    only what the state has not seen is evaluated."""
+    if where == "in graphs":
+        decode_in_graphs(monkeypatch)
+    monkeypatch.setitem(PROMPT_CHUNK, "cpu", 4)
+    monkeypatch.setattr("model.LENGTHS", (4,))
+    settings = [dict(), dict(temp=0), dict(repeat_penalty=1.5), dict(top_k=0, seed=5)]
+    call = st.tuples(
+        st.integers(0, 9), st.lists(st.integers(3, 9), max_size=6), st.integers(-1, 5),
+        st.integers(1, 6), st.integers(0, 50), st.sampled_from(settings),
+    )  # fmt: skip
+
+    @examples(12, size=st.sampled_from([17, 40]), calls=st.lists(call, min_size=2, max_size=5))
+    def check(size, calls):
+        state, seen = State(tiny_model, size), [1]
+        for kept, new, n, taken, stops, sampled in calls:
+            prompt = [1, *seen[1 : 1 + kept], *new]
+            known = sum(itertools.takewhile(bool, map(int.__eq__, seen[: state.pos], prompt[:-1])))
+            timings, got, finished = Timings(), [], False
+            options = dict(n=n, sampling=Sampling(**sampled), eos=[])
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                interrupted_at(patch, tiny_model.ops, stops)
+                text = generate(tiny_model, prompt, state, timings=timings, **options)
+                with contextlib.closing(text):
+                    got.extend(itertools.islice(text, taken))
+                finished = True
+            seen = prompt + got
+            alone = State(tiny_model, size)
+            expected = [*generate(tiny_model, prompt, alone, **options)][:taken]
+            assert got == (expected if finished else expected[: len(got)]), "not as a new state's"
+            assert state.pos == int(state.device_pos) >= known
+            assert state.tokens[: state.pos].tolist() == seen[: state.pos]
+            assert (timings.new_tokens, timings.steps) == (len(got), max(len(got) - 1, 0))
+            if finished:
+                assert state.pos == len(prompt) + max(len(got) - 1, 0)
+                assert timings.prompt_tokens == len(prompt) - known, "not what was new"
+            evaluated = min(state.pos, alone.pos)
+            for ours, theirs in zip(state.k + state.v, alone.k + alone.v):
+                assert ours[:, :evaluated].allclose(theirs[:, :evaluated], atol=1e-3)
+
+    check()
 
 
 @pytest.mark.parametrize("name, wrong", [
     ("format", "e9"), ("format", True), ("dtype", "fp64"), ("accumulate", "x"), ("backend", "cuda"),
-    ("ctx_size", -5),
+    ("ctx_size", -1),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(tiny, tmp_path, name, wrong):
-    with pytest.raises(ValueError, match=f"{name} is {wrong!r}; it must be"):
-        load(tiny, device="cpu", **{name: wrong})
+    calls = [lambda: load(tiny, device="cpu", **{name: wrong})]
     if name in ("format", "dtype"):
+        calls.append(lambda: save(tiny, tmp_path / "new", device="cpu", **{name: wrong}))
+    for call in calls:
         with pytest.raises(ValueError, match=f"{name} is {wrong!r}; it must be"):
-            save(tiny, tmp_path / "new", device="cpu", **{name: wrong})
-        assert not [*tmp_path.iterdir()]
+            call()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_wrong_prompts_are_named(tiny, tiny_model):
-    V = tiny_model.config.vocab_size
-    refused = [
-        ([1, bad, 5], f"the prompt contains the id {bad}; the model's are 0")
-        for bad in (-1, V, 1 << 40)
-    ]
-    refused += [
-        (bad, "a prompt is a list of ids: tokenizer.encode")
-        for bad in ("text", ["text", "more"], [[1, 5]])
-    ]
-    refused.append(([], "is empty"))
-    for prompt, said in refused:
-        for evaluate in (
-            lambda p: greedy(tiny_model, p, 1),
-            lambda p: tiny_model.forward(p, State(tiny_model)),
-        ):
+    V, forward = (
+        tiny_model.config.vocab_size,
+        lambda ids: tiny_model.forward(ids, State(tiny_model)),
+    )
+    no_list = "a prompt is a list of ids: tokenizer.encode"
+    wrong = [([1, id, 5], f"the id {id}; the model's are 0 .. {V - 1}") for id in (-1, V, 1 << 40)]
+    wrong += [("text", no_list), (["text", "more"], no_list), ([[1, 5]], no_list), ([], "is empty")]
+    for prompt, said in wrong:
+        for evaluate in (forward, partial(greedy, tiny_model, n=1)):
             with pytest.raises((TypeError, ValueError), match=said):
                 evaluate(prompt)
-    with pytest.raises(TypeError, match="a list of ids"):
+    with pytest.raises(TypeError, match=no_list):
         greedy(tiny_model, torch.tensor([1, 5]), 1)
-    for wrong in ("hi", [{"role": "user"}], []):
+    for talk in ("hi", [{"role": "user"}], []):
         with pytest.raises(TypeError, match="a conversation is a list of dicts"):
-            Tokenizer(tiny).apply_chat_template(wrong)
+            Tokenizer(tiny).apply_chat_template(talk)
     assert len(repr(tiny_model)) < 2000, "it prints weights"
 
 
 def test_an_ignored_eos_is_never_sampled(tiny_model):
     every_but_7 = {*range(tiny_model.config.vocab_size)} - {7}
+    options = dict(n=5, eos=every_but_7, ignore_eos=True)
     for settings in (Sampling(temp=0), Sampling(), Sampling(temp=INF, top_k=0, top_p=1, min_p=0)):
-        assert (
-            list(
-                generate(
-                    tiny_model, [1, 5], n=5, sampling=settings, eos=every_but_7, ignore_eos=True
-                )
-            )
-            == [7] * 5
-        )
+        assert [*generate(tiny_model, [1, 5], sampling=settings, **options)] == [7] * 5
     state = State(tiny_model)
     greedy(tiny_model, [1, 5], 1, state, eos=[-1], ignore_eos=True)
     assert not state.never, "no eos is not the last id"
@@ -729,7 +731,7 @@ def test_context_to_its_last_slot(tiny, kv_fp8, backend):
             greedy(model, [7] * (size + 1), -1, state)
 
 
-def test_accumulate_reaches_the_ops(tiny, monkeypatch):
+def test_accumulate_reaches_the_products(tiny, monkeypatch):
     seen, product = [], kernels.library_product
 
     def library_product(x, norm, w, eps, accumulate, residual=None):
@@ -737,37 +739,26 @@ def test_accumulate_reaches_the_ops(tiny, monkeypatch):
         return product(x, norm, w, eps, accumulate, residual)
 
     monkeypatch.setattr(kernels, "library_product", library_product)
-    options = dict(dtype="fp32", device=DEVICE.type, backend="triton")
     for accumulate in ("auto", "fp32"):
-        model = load(tiny, accumulate=accumulate, **options)
-        logits_of(model, [1, 2, 3])
-        bound = [op.keywords for op in vars(model.ops).values() if isinstance(op, partial)]
-        assert bound == [dict(accumulate=accumulate)] * 5
-        assert seen == [accumulate] * (4 * len(model.weights.layers) + 1)
+        options = dict(dtype="fp32", device=DEVICE.type, backend="triton", accumulate=accumulate)
+        logits_of(load(tiny, **options), [1, 2, 3])
+        assert seen == [accumulate] * 9, "four of each of two layers, and the logits"
         seen.clear()
 
 
 # roundings of 2^-12, 2^-9
 @pytest.mark.parametrize("dtype, limit", [("fp32", 1e-4), ("fp16", 0.01), ("bf16", 0.05)])
 def test_fused_model_is_the_reference_model(tiny, dtype, limit):
-    exact, plain, fused = (
-        load(tiny, dtype=d, device=DEVICE.type, backend=b)
-        for d, b in (("fp32", "torch"), (dtype, "torch"), (dtype, "triton"))
-    )
+    which = (("fp32", "torch"), (dtype, "torch"), (dtype, "triton"))
+    models = [load(tiny, dtype=d, device=DEVICE.type, backend=b) for d, b in which]
     prompts = torch.randint(3, 300, (1 if dtype == "fp32" else 8, 19))
-    right, by_torch, ours = (
-        logits_of_prompts(model, prompts, 17, 1, 1) for model in (exact, plain, fused)
-    )
+    right, by_torch, ours = (logits_of_prompts(model, prompts, 17, 1, 1) for model in models)
     assert_close(by_torch, right, limit)
-    assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, (
-        "less exact than torch in the same type"
-    )
+    assert nmse(ours, right) < 2 * nmse(by_torch, right) + 1e-10, "less exact than torch's ops"
     if dtype == "fp32":
-        for sampling in (Sampling(seed=SEED), Sampling(temp=0, repeat_penalty=1.3)):
-            ours, theirs = (
-                list(generate(m, [1, 5, 9], n=2, sampling=sampling, eos=[])) for m in (fused, exact)
-            )
-            assert ours == theirs
+        for settings in (Sampling(seed=SEED), Sampling(temp=0, repeat_penalty=1.3)):
+            by_torch, ours = (text_of(model, settings, 2) for model in models[1:])
+            assert ours == by_torch
 
 
 @pytest.mark.parametrize("how", ["generate", "single steps", "chunks"])
@@ -775,11 +766,9 @@ def test_no_step_sees_an_old_position(tiny, how):
     """After thousands of steps on a GPU, keys and values equal those of torch ops, which do not
     overlap."""
     steps = 3000 if ON_GPU else 4
-    sizes = (
-        [1] * steps
-        if how == "single steps"
-        else [random.choice((1, 2, 17, 40)) for _ in range(steps // 20 or 2)]
-    )
+    sizes = [1] * steps
+    if how == "chunks":
+        sizes = random.choices((1, 2, 17, 40), k=steps // 20 or 2)
     options = dict(dtype="fp32", device=DEVICE.type, ctx_size=max(steps, sum(sizes)) + 8)
     model, plain = (load(tiny, backend=backend, **options) for backend in ("triton", "torch"))
     state, expected = State(model), State(plain)
@@ -804,21 +793,18 @@ def test_weights_not_finite(copy, kv_fp8, backend):
     """E4M3 has no infinity, and its NaN decodes to 480; torch takes a row of NaN scores for a
     masked one."""
     sound = load_file(copy / "model.safetensors")
+    options = dict(dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
     # the last is the output matrix
     names = sorted((name for name in sound if "layers.1" not in name), reverse=True)
     spoiled = itertools.product(names, (NAN, INF, -INF))
     if backend == "triton":
-        spoiled = [
-            (f"model.layers.0.self_attn.{x}_proj.weight", bad)
-            for x, bad in zip("qkv", (NAN, NAN, INF))
-        ]
+        projection = "model.layers.0.self_attn.{}_proj.weight".format
+        spoiled = zip(map(projection, "qkv"), (NAN, NAN, INF))
     for name, bad in spoiled:
         tensors = sound | {name: sound[name].clone()}
         tensors[name].view(-1)[5 + 3 * 64 * (sound[name].dim() - 1)] = bad
         save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-        model = load(
-            copy, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8
-        )
+        model = load(copy, **options)
         for prompt in ([3], [1, 3, 6]):
             with pytest.raises(RuntimeError, match=f"not finite: {name} .*holds NaN or inf"):
                 greedy(model, prompt, 1)
@@ -829,9 +815,8 @@ def test_weights_not_finite(copy, kv_fp8, backend):
 @BACKENDS
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_cache_not_finite(tiny, kv_fp8, backend):
-    model = load(
-        tiny, dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8
-    )
+    options = dict(dtype="fp32", device=DEVICE.type, ctx_size=16, backend=backend, kv_fp8=kv_fp8)
+    model = load(tiny, **options)
     state, prompt = State(model), [1, 5, 6]
     greedy(model, prompt, 0, state)
     for (which, bad), new in itertools.product((("k", NAN), ("v", INF)), ([7], [7, 8, 9])):
@@ -853,54 +838,66 @@ def test_lengths_of_prompts():
     assert {PROMPT_CHUNK["cuda"], 2 * PROMPT_CHUNK["cuda"]} <= {*LENGTHS}
 
 
-def test_padded_prompts_are_the_prompts(monkeypatch):
+def test_padded_prompts_are_the_prompts(tiny, monkeypatch):
     """The first of each padded length is captured, the others are replayed. Where the context ends,
-    what was before is evaluated again."""
-    model = load(cli_module.DEFAULT_MODEL, device=DEVICE.type, dtype="auto" if ON_GPU else "fp32")
-    model.weights.embedding = model.weights.embedding.clone()
+    what was before is evaluated again. After Ctrl-C nothing has changed."""
+    model = load(tiny, device=DEVICE.type, dtype="fp32")
     # what stands beyond the prompt counts for nothing, not even as 0 * NaN
+    model.weights.embedding = model.weights.embedding.clone()
     model.weights.embedding[0] = torch.nan
     if not ON_GPU:
         decode_in_graphs(monkeypatch, prompts=True)
-    state, plain = State(model, 600), State(model, 600)
+    monkeypatch.setattr("model.LENGTHS", (1, 8, 16, 20))
+    monkeypatch.setitem(PROMPT_CHUNK, DEVICE.type, 16)
+    evaluate = Llama._forward
 
-    def check(*lengths: int) -> list[int]:
-        for T in lengths:
-            ids = torch.randint(3, model.config.vocab_size, (T,), device=DEVICE)
-            model.prefill(ids.tolist(), state)
-            exact = model.forward(ids, plain)[-1]
-            assert state.pos == int(state.device_pos) == plain.pos
-            assert nmse(state.logits, exact) < (1e-4 if ON_GPU else 1e-10), T
-        return [length for _, length in state.graphs]
+    def within_the_context(self, T, state, logits, row=None):
+        assert state.pos + T <= state.size, "a kernel would write into the next head"
+        return evaluate(self, T, state, logits, row)
+
+    monkeypatch.setattr(Llama, "_forward", within_the_context)
+    call = st.tuples(st.integers(0, 60), st.integers(1, 60), st.integers(0, 20))
+    calls = st.lists(call, min_size=3, max_size=6)
+
+    @examples(4 if ON_GPU else 30, size=st.sampled_from([48, 61]), calls=calls)
+    def check(size, calls):
+        state, plain = State(model, size), State(model, size)
+        for back, T, stops in calls:
+            for one in (state, plain):
+                one.truncate(max(0, one.pos - back))
+            before, finished = state.pos, False
+            ids = torch.randint(3, 300, (min(T, size - before),), device=DEVICE)
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                if not ON_GPU:
+                    interrupted_at(patch, model.ops, stops)
+                model.prefill(ids.tolist(), state)
+                finished = True
+            done = state.pos - before
+            assert int(state.device_pos) == state.pos and (done == len(ids) or not finished)
+            if done:
+                exact = model.forward(ids[:done], plain)[-1]
+                assert nmse(state.logits, exact) < 1e-6 or not finished
+            for ours, theirs in zip(state.k + state.v, plain.k + plain.v):
+                same = ours[:, : state.pos].allclose(theirs[:, : state.pos], atol=1e-3)
+                assert same, f"{T} tokens at {before} of {size} have changed other positions"
 
     with torch.inference_mode():
-        assert check(20, 31, 25, 2, 100, 90, 7, 97, 8, 128, 1) == [32, 8, 128, 96, 1]
-        # 91 positions are left: 32 tokens fit, 66 do not
-        assert check(30, 60, 1) == [32, 8, 128, 96, 1, 64]
-        for keys, exact in zip(state.k + state.v, plain.k + plain.v):
-            assert nmse(keys, exact) < (1e-4 if ON_GPU else 1e-10), "beyond the context"
-        state.truncate(1)
-        plain.truncate(1)
-        assert check(599) == [32, 8, 128, 96, 1, 64, 600]
+        check()
 
 
-def test_long_prompts_are_graphs(tiny_model, monkeypatch):
+@pytest.mark.parametrize("T, graphs, at", [
+    (36, {16, 20}, [16, 36]), (37, {16, 8}, [16, 32, 37]), (20, {20}, [20]), (7, {8}, [7]), (1, {1}, [1]),
+])  # fmt: skip
+def test_long_prompts_are_graphs(tiny_model, monkeypatch, T, graphs, at):
     """Chunks of 16 tokens; what remains after them is not a chunk of its own if it is short."""
     decode_in_graphs(monkeypatch, prompts=True)
     monkeypatch.setattr("model.LENGTHS", (1, 8, 16, 20))
     monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
-    for T, graphs, at in (
-        (36, {16, 20}, [16, 36]),
-        (37, {16, 8}, [16, 32, 37]),
-        (20, {20}, [20]),
-    ):
-        state, done = State(tiny_model, 64), []
-        ids = torch.randint(3, 300, (T,))
-        with torch.inference_mode():
-            tiny_model.prefill(ids.tolist(), state, lambda n, total, done=done: done.append(n))
-            exact = tiny_model.forward(ids, State(tiny_model, 64))[-1]
-        assert {length for _, length in state.graphs} == graphs and done == at
-        assert nmse(state.logits, exact) < 1e-10
+    state, done = State(tiny_model, 64), []
+    with torch.inference_mode():
+        tiny_model.prefill([*range(3, 3 + T)], state, lambda n, total: done.append((n, total)))
+    assert {length for _, length in state.graphs} == graphs
+    assert done == [(n, T) for n in at]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -909,11 +906,8 @@ def test_model_on_another_gpu(tiny):
     first, second = (load(tiny, dtype="fp32", device=f"cuda:{i}") for i in range(2))
     expected = greedy(first, [1, 5, 9], 20)
     with ThreadPoolExecutor(1) as pool:
-        assert (
-            pool.submit(greedy, second, [1, 5, 9], 20).result()
-            == greedy(second, [1, 5, 9], 20)
-            == expected
-        )
+        elsewhere = pool.submit(greedy, second, [1, 5, 9], 20).result()
+    assert elsewhere == greedy(second, [1, 5, 9], 20) == expected
 
 
 @needs_gpu
@@ -937,11 +931,8 @@ def test_nothing_is_collected_during_a_capture(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr("model.compile_kernels", lambda run, device: run())
     seen, resets = [], []
-    captured(
-        lambda: seen.append(gc.isenabled()),
-        DEVICE,
-        lambda: resets.append((len(seen), gc.isenabled())),
-    )
+    reset = lambda: resets.append((len(seen), gc.isenabled()))
+    captured(lambda: seen.append(gc.isenabled()), DEVICE, reset)
     assert seen == [True, False] and resets == [(1, True), (2, True)] and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
         captured(lambda: 1 / gc.isenabled(), DEVICE)
@@ -966,51 +957,34 @@ def test_other_sampling_needs_no_other_graph(top_k, other_top_k, tiny, monkeypat
         run()
         reset()
         captures.append(launches := [*recorded])
-        return SimpleNamespace(
-            replay=lambda: [launch() for launch in launches] + [model.step(1, state)]
-        )
+        replay = lambda: [launch() for launch in launches] + [model.step(1, state)]
+        return SimpleNamespace(replay=replay)
 
     model = load(tiny, dtype="fp32", device=DEVICE, backend="torch", ctx_size=64)
-    state, first = (
-        State(model),
-        Sampling(temp=2.0, top_k=top_k, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30),
-    )
+    state = State(model)
+    first = Sampling(temp=2.0, top_k=top_k, top_p=0.9, repeat_penalty=1.1, repeat_last_n=30)
     state.sampler.set(first)
     assert state.sampler.switches(model.config.vocab_size).sorts == (top_k == 40)
-    changes = [
-        dict(),
-        dict(seed=SEED),
-        dict(seed=(1 << 63) - 1),
-        dict(temp=1.3),
-        dict(temp=1e-9),
-        dict(top_k=other_top_k),
-    ]
-    changes += [
-        dict(top_p=0.4),
-        dict(min_p=0.3),
-        dict(min_p=0),
-        dict(repeat_penalty=1.9),
-        dict(repeat_last_n=20),
-    ]
-    every = [replace(first, **change) for change in changes]
-    expected = [list(generate(model, [1, 5, 9], n=8, sampling=s, eos=[])) for s in every]
+    changes = dict(
+        seed=(SEED, (1 << 63) - 1), temp=(1.3, 1e-9), top_k=(other_top_k,), top_p=(0.4,),
+        min_p=(0.3, 0), repeat_penalty=(1.9,), repeat_last_n=(20,),
+    )  # fmt: skip
+    every = [replace(first, **{name: value}) for name in changes for value in changes[name]]
+    every = [first, *every]
+    expected = [text_of(model, settings, 8) for settings in every]
     assert len({*map(tuple, expected)}) > 6
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=kernels.fused.sample))
     monkeypatch.setattr(sampling, "launch", recording(launch.launch))
     monkeypatch.setattr(sampling, "_find_floors", recording(sampling._find_floors))
     decode_in_graphs(monkeypatch)
     monkeypatch.setattr("model.captured", captured)
-    assert [list(generate(model, [1, 5, 9], state, 8, s, eos=[])) for s in every] == expected
+    assert [text_of(model, settings, 8, state) for settings in every] == expected
     assert len(captures) == 1
-    for other in (
-        Sampling(temp=0),
-        Sampling(top_p=1),
-        Sampling(top_k=100),
-        Sampling(repeat_penalty=1.1),
-    ):
-        list(generate(model, [1, 5, 9], state, 1, other, eos=[]))
-    list(generate(model, [1, 5, 9], State(model), 1, other, eos=[]))
-    list(generate(model, [1, 5, 9], state, 1, other, eos=[3], ignore_eos=True))
+    for change in (dict(temp=0), dict(top_p=1), dict(top_k=100), dict(repeat_penalty=1.1)):
+        other = Sampling(**change)
+        text_of(model, other, 1, state)
+    text_of(model, other, 1, State(model))
+    text_of(model, other, 1, state, eos=[3], ignore_eos=True)
     assert len(captures) == 7
 
 
@@ -1159,18 +1133,17 @@ def equals_reference(op: str, draws: list[tuple], written: tuple, limit: float) 
         if op == "rmsnorm_qkv_rope":
             start = int(arguments[2].device_pos)
             new = slice(start, start + len(ours))
-            for name in written:  # other positions
-                assert torch.equal(mine[name][:, : new.start], before[name][:, : new.start])
-                assert torch.equal(mine[name][:, new.stop :], before[name][:, new.stop :])
-        for name, a, b in [
-            ("y", ours, right),
-            *((name, mine[name][:, new], exact[name][:, new]) for name in written),
-        ]:
+        pairs = {"y": (ours, right)}
+        for name in written:
+            pairs[name] = (mine[name][:, new].clone(), exact[name][:, new])
+            if new.stop:  # other positions
+                mine[name][:, new] = before[name][:, new]
+        for name, (a, b) in pairs.items():
             assert a.shape == b.shape
             errors.setdefault(name, []).append(nmse(a, b))
         for name, was in before.items():
-            if name not in written:
-                assert torch.equal(mine[name], was), (op, name, "changed its input")
+            same = name in written and new.stop is None or torch.equal(mine[name], was)
+            assert same, f"{op} changed {name} where it should not"
     for name, found in errors.items():
         assert sum(found) / len(found) < limit, (op, name, found)
 
@@ -1204,9 +1177,8 @@ def test_op_equals_its_reference(dtype, heads, T, before, op, guarded):
 @pytest.mark.parametrize("dtype, heads", DTYPE_AND_HEADS, ids=str)
 def test_op_equals_its_reference_with_bias_and_norms(dtype, heads, T, before, guarded):
     H, KH, D = heads
-    bias, qk_norm = (
-        randn(*shape, dtype=dtype, scale=30) for shape in (((H + 2 * KH) * D,), (2, D))
-    )
+    bias = randn((H + 2 * KH) * D, dtype=dtype, scale=30)
+    qk_norm = randn(2, D, dtype=dtype, scale=30)
     # in a prompt, norm, matmul, its norm and q are rounded
     limit = ONE_UNIT[dtype] * (1 if T == 1 else 2.5**2)
     extras = dict(qkv_bias=bias), dict(qk_norm=qk_norm), dict(qkv_bias=bias, qk_norm=qk_norm)
@@ -1231,23 +1203,21 @@ def test_qkv_into_caches_of_2_31_values(T):
     assert all(torch.equal(a[:, 5 : 5 + T], b[:, 5 : 5 + T]) for a, b in zip(small, large))
 
 
-@pytest.mark.parametrize("T, sizes", [
-    *((1, sizes) for sizes in ((2, 32, 4), (4, 16, 2), (8, 64, 4))),
-    *((T, sizes) for T in (2, 8, 9, 16) for sizes in ((16, 2, 2, 4, 1), (32, 4, 2, 8, 2), (64, 1, 4, 16, 3))),
-], ids=str)  # fmt: skip
+SIZES_OF_PRODUCTS = [(1, sizes) for sizes in ((2, 32, 4), (4, 16, 2), (8, 64, 4))]
+SIZES_OF_PRODUCTS += itertools.product(
+    (2, 8, 9, 16), ((16, 2, 2, 4, 1), (32, 4, 2, 8, 2), (64, 1, 4, 16, 3))
+)
+
+
+@pytest.mark.parametrize("T, sizes", SIZES_OF_PRODUCTS, ids=str)
 def test_products_do_not_depend_on_launch_sizes(T, sizes, monkeypatch):
     monkeypatch.setattr(kernels, "vector_sizes", lambda *_: launch.VectorSizes(*sizes))
     monkeypatch.setattr(kernels, "few_sizes", lambda *_: launch.FewSizes(*sizes))
     cases = [(op, *op_arguments(op, torch.float16, (4, 1, 8), T, 5)) for op in PRODUCTS]
     half = functools.partial(randn, dtype=torch.float16)
     if T > 1:  # rows of several tiles
-        cases.append(
-            (
-                "linear_add",
-                (half(T, 1048), Matrix(half(40, 1048, scale=0.03)), half(T, 40)),
-                ("2.",),
-            )
-        )
+        arguments = (half(T, 1048), Matrix(half(40, 1048, scale=0.03)), half(T, 40))
+        cases.append(("linear_add", arguments, ("2.",)))
     for (op, arguments, written), format in itertools.product(cases, (None, E4M3)):
         limit = ONE_UNIT[torch.float16] * ROUNDED_TWICE.get(op, 1)
         equals_reference(op, [encoded(arguments, format)], written, limit)
@@ -1271,10 +1241,8 @@ def check_attention(
 
 
 @pytest.mark.parametrize("heads, sizes", [
-    ((2, 2, 16), (4, 16, 4, 1, 0)), ((8, 1, 32), (64, 16, 4, 1, 0)),
-    ((4, 2, 136), (4, 16, 4, 1, 0)),
-    ((2, 2, 16), (64, 16, 4, 1, 0)), ((8, 1, 32), (1, 32, 4, 2, 64)),
-    ((4, 2, 136), (1, 32, 4, 2, 64)),
+    ((2, 2, 16), (4, 16, 4, 1, 0)), ((8, 1, 32), (64, 16, 4, 1, 0)), ((4, 2, 136), (4, 16, 4, 1, 0)),
+    ((2, 2, 16), (64, 16, 4, 1, 0)), ((8, 1, 32), (1, 32, 4, 2, 64)), ((4, 2, 136), (1, 32, 4, 2, 64)),
 ], ids=str)  # fmt: skip
 def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
     monkeypatch.setattr(attention, "split_sizes", lambda *_: launch.SplitSizes(*sizes))
@@ -1283,14 +1251,14 @@ def test_attention_does_not_depend_on_launch_sizes(heads, sizes, monkeypatch):
 
 
 # for launches
-FEW_ROWS_SIZES = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)][: 3 if ON_GPU else 1]
-FEW_ROWS_HEADS = [(2, 1, 24), (3, 1, 64), (14, 2, 64), (2, 2, 128), (4, 1, 64)][
-    : 5 if ON_GPU else 3
-]
 
 
-@pytest.mark.parametrize("sizes", FEW_ROWS_SIZES, ids=str)
-@pytest.mark.parametrize("heads", FEW_ROWS_HEADS, ids=str)
+SIZES = [(1, 64, 4, 1, 64), (4, 32, 2, 1, 128), (64, 64, 4, 1, 0)][: 3 if ON_GPU else 1]
+HEADS = [(2, 1, 24), (3, 1, 64), (14, 2, 64), (2, 2, 128), (4, 1, 64)][: 5 if ON_GPU else 3]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("kv_fp8", [False, True])
 def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
     """hopper.py's kernel on a GPU, in the interpreter those that do the same."""
@@ -1302,15 +1270,20 @@ def test_attention_of_few_rows(kv_fp8, heads, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("kv_fp8", [False, True])
-@pytest.mark.parametrize("start_pos", [0, 1, 77, 127, 5000] if ON_GPU else [0, 77])
-@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128)], ids=str)
+@pytest.mark.parametrize("start_pos", [0, 1, 62, 63, 126, 5000] if ON_GPU else [0, 62, 126])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (4, 1, 24), (4, 2, 128), (2, 1, 136)], ids=str)
 def test_attention_of_a_prompt(heads, start_pos, kv_fp8):
+    """Blocks of 64 keys, or of 32 of the longest heads: at 62 and at 126, the first token sees all
+    but the last key of a block."""
     for T in (65, 127, 512, 513, 640, 700, 2048) if ON_GPU else (65, 127):
         check_attention(heads, T, start_pos, kv_fp8)
 
 
-@pytest.mark.parametrize("limit", ["tokens", "bytes"])
-def test_reference_attention_takes_a_prompt_in_blocks(limit, monkeypatch):
+@pytest.mark.parametrize("limit, value, blocks", [
+    ("MOST_TOKENS", 32, [(64, 62), (64, 94), (12, 100)]),
+    ("MASK_BYTES", 5 * 2 * 100 * 40, [(80, 70), (60, 100)]),
+])  # fmt: skip
+def test_reference_attention_takes_a_prompt_in_blocks(limit, value, blocks, monkeypatch):
     """Whose masks are small however long the context is."""
     q, layer, state = op_arguments("attention", torch.float32, (4, 2, 16), 70, 30)[0]
     whole = attention.attention_ref(q, layer, state)
@@ -1321,14 +1294,9 @@ def test_reference_attention_takes_a_prompt_in_blocks(limit, monkeypatch):
         return attend(*heads, attn_mask=attn_mask)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    if limit == "tokens":
-        monkeypatch.setattr(attention, "MOST_TOKENS", 32)
-        expected = [(64, 62), (64, 94), (12, 100)]
-    else:
-        monkeypatch.setattr(attention, "MASK_BYTES", 5 * 2 * 100 * 40)
-        expected = [(80, 70), (60, 100)]
+    monkeypatch.setattr(attention, limit, value)
     assert nmse(attention.attention_ref(q, layer, state), whole) < 1e-10
-    assert masks == expected
+    assert masks == blocks
 
 
 @pytest.mark.parametrize("dtype, format, small", [
@@ -1365,8 +1333,7 @@ def test_prompts_need_few_onednn_kernels(format, monkeypatch):
     sizes = set()
     (w,) = encoded([Matrix(torch.randn(8, 32, dtype=torch.bfloat16))], format)
     exact = w.dense().float().t()
-    if not format:
-        w = Matrix(w.data.to_mkldnn())
+    w = w if format else Matrix(w.data.to_mkldnn())
 
     def product(x, weights, *rest):
         sizes.add(len(x))
@@ -1379,7 +1346,8 @@ def test_prompts_need_few_onednn_kernels(format, monkeypatch):
     for T in range(1, PROMPT_CHUNK["cpu"] + 1):
         x = torch.randn(T, 32, dtype=torch.bfloat16)
         assert nmse(kernels.linear_ref(x, w), x.float() @ exact) < 2 * ONE_UNIT[torch.bfloat16]
-    assert len(sizes) <= 20 and max(sizes) == PROMPT_CHUNK["cpu"]
+    powers, eighths = {1, 2, 4, 8, 16, 32}, {48, 64, 80, 96, 112, 128}
+    assert sizes - {1} == (powers | eighths | {*range(160, 257, 32), *range(320, 513, 64)}) - {1}
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -1391,33 +1359,22 @@ def test_half_sums_saturate_and_do_not_hide_nan():
     q, k, v = full((T, H, D), 200.0), full((H, 128, D), 100.0), full((H, 128, D), 100.0)
     k[:, :5], v[:, 5:] = -100.0, 900.0
     ops = kernels.ops("triton", "fp16")
-    state = SimpleNamespace(
-        k=[k],
-        v=[v],
-        device_pos=torch.zeros(1, dtype=torch.int32, device=DEVICE),
-        rope=torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE),
-        norm_eps=0.0,
-        scratch=launch.Scratch(DEVICE),
-    )
-    x = full((T, 64), 1.0)
-    layer = SimpleNamespace(
-        index=0,
-        attention_norm=x[0].clone(),
-        wqkv=Matrix(full((3 * H * D, 64), 65504 / 64)),
-        qkv_bias=full((3 * H * D,), 65504.0),
-        qk_norm=None,
-    )
+    x, pos = full((T, 64), 1.0), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    rope = torch.full((T, D // 2, 2), 0.5**0.5, device=DEVICE)
+    state = SimpleNamespace(k=[k], v=[v], device_pos=pos, rope=rope, norm_eps=0.0)
+    state.scratch = launch.Scratch(DEVICE)
+    wqkv, bias = Matrix(full((3 * H * D, 64), 65504 / 64)), full((3 * H * D,), 65504.0)
+    layer = SimpleNamespace(index=0, attention_norm=x[0].clone(), wqkv=wqkv, qkv_bias=bias)
+    layer.qk_norm = None
     y = ops.attention(q, layer, state)
     assert torch.isfinite(y).all() and (y[8:] > 890).all()
     ops.rmsnorm_qkv_rope(x, layer, state)
-    assert all(
-        torch.isfinite(cache[:, :T]).all() and cache[:, :T].max() == 65504 for cache in (k, v)
-    )
+    for cache in (k, v):
+        assert torch.isfinite(cache[:, :T]).all() and cache[:, :T].max() == 65504
+    sizes = dict(BLOCK=1024, FP16_SUMS=True)
     for value, expected in ((60000.0, 65504.0), (NAN, NAN)):
         ab, out = full((T, 128), value), full((T, 64), 0.0)
-        launch.launch(
-            kernels._swiglu_kernel, (T, 1), out.device, ab, out, 64, BLOCK=1024, FP16_SUMS=True
-        )
+        launch.launch(kernels._swiglu_kernel, (T, 1), out.device, ab, out, 64, **sizes)
         assert out.allclose(full((T, 64), expected), rtol=0, atol=0, equal_nan=True)
     assert ops.linear_add(ab, Matrix(full((64, 128), 1.0)), full((T, 64), 0.0)).isnan().all()
 
@@ -1435,10 +1392,8 @@ def test_prompt_beyond_65504_with_half_sums():
     for op in PRODUCTS:
         arguments = mapped(op_arguments(op, torch.float16, (4, 2, 16), 70, 5)[0], positive)
         y = getattr(ops, op)(*arguments)
-        finite = [y]
-        if op == "rmsnorm_qkv_rope":
-            finite = [arguments[2].k[1], arguments[2].v[1]]
-        assert all(torch.isfinite(t).all() for t in finite), op
+        written = (arguments[2].k[1], arguments[2].v[1]) if op == "rmsnorm_qkv_rope" else (y,)
+        assert all(torch.isfinite(t).all() for t in written), op
         assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
@@ -1448,20 +1403,21 @@ def test_prompt_beyond_65504_with_half_sums():
 NOTHING = torch.zeros(9, dtype=torch.int32)  # tokens before
 
 
-def choose(
-    logits: torch.Tensor, tokens: torch.Tensor, position: int, ops=kernels.reference, **settings
-) -> list[int]:
+@functools.cache
+def sampler_of(ops) -> Sampler:
+    """One for all choices: what kernels leave in its memory must not change the next."""
+    return Sampler(DEVICE if ops == "fused" else torch.device("cpu"))
+
+
+def choose(logits: torch.Tensor, tokens: torch.Tensor, position: int, ops="reference", **settings):
     """The tokens with the one that is chosen for the position or, for several rows of logits, those
     that end there."""
-    device = DEVICE if ops is kernels.fused else torch.device("cpu")
-    tokens, pos = (
-        tokens.to(device, copy=True),
-        torch.tensor([position], dtype=torch.int32, device=device),
-    )
-    host_tokens, sampler = tokens.clone(), Sampler(device, Sampling(**settings))
-    ops.sample(
-        logits.view(-1, logits.shape[-1]).to(device, copy=True), tokens, host_tokens, pos, sampler
-    )
+    sampler = sampler_of(ops)
+    sampler.set(Sampling(**settings))
+    device = sampler.seed.device
+    tokens, pos = tokens.to(device, copy=True), torch.tensor([position]).int().to(device)
+    host_tokens, rows = tokens.clone(), logits.view(-1, logits.shape[-1]).to(device, copy=True)
+    getattr(kernels, ops).sample(rows, tokens, host_tokens, pos, sampler)
     assert logits.dim() > 1 or tokens[position] == host_tokens[position].clamp(min=0)
     return host_tokens.tolist()
 
@@ -1469,50 +1425,50 @@ def choose(
 def choose_alike(logits: torch.Tensor, tokens: torch.Tensor, position: int, **settings) -> int:
     """What the reference chooses for the position, and the kernel, too."""
     expected = choose(logits, tokens, position, **settings)
-    assert choose(logits, tokens, position, ops=kernels.fused, **settings) == expected, settings
+    assert choose(logits, tokens, position, ops="fused", **settings) == expected, settings
     return expected[position]
-
-
-def draw(logits: torch.Tensor, count: int = 4000, **settings) -> torch.Tensor:
-    """How often each token is chosen, over many seeds."""
-    drawn = [choose(logits, NOTHING, 0, **settings, seed=SEED + i)[0] for i in range(count)]
-    return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / count
 
 
 OFF = dict(temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def test_sampling_distribution_and_filters():
+    def draw(logits: torch.Tensor, count: int, **settings) -> torch.Tensor:
+        """How often each token is chosen, over many seeds."""
+        seeds = range(SEED, SEED + count)
+        drawn = [choose(logits, NOTHING, 0, **settings, seed=seed)[0] for seed in seeds]
+        return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / count
+
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 2 + 2**-22])
     for temp in (1e-50, 1e-9, 0.5, 2.0, 1e9, INF):
         expected = ((logits.double() - logits.max()) / temp).softmax(0)
-        # 5 sigma of 4000 draws
-        assert (draw(logits, **(OFF | dict(temp=temp))) - expected).abs().max() < 0.04
+        drawn = draw(logits, 1600, **OFF | dict(temp=temp))
+        assert (drawn - expected).abs().max() < 0.063, "5 sigma of so many draws"
     logits = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).log()
-    kept = lambda logits=logits, **s: draw(logits, 600, **(OFF | s)).gt(0).tolist()
-    assert kept() == [True] * 5
-    assert kept(top_k=2) == [True, True, False, False, False]
-    assert kept(top_p=0.76) == kept(min_p=0.2) == [True, True, True, False, False]
-    assert kept(top_p=0.0) == kept(temp=0.0) == [True, False, False, False, False]
-    assert kept(top_p=0.6, temp=100.0) == [True, True, False, False, False], (
-        "filters act before the temperature"
-    )
+    kept = lambda logits=logits, **s: draw(logits, 600, **OFF | s).gt(0).tolist()
+    first = lambda n: [i < n for i in range(5)]
+    assert kept() == first(5)
+    assert kept(top_k=2) == kept(top_p=0.6, temp=100.0) == first(2), "before the temperature"
+    assert kept(top_p=0.76) == kept(min_p=0.2) == first(3)
+    assert kept(top_p=0.0) == kept(temp=0.0) == first(1)
     # equals at the edge are all kept
     assert kept(torch.tensor([1.0] * 6 + [0.0] * 2), top_k=2, top_p=0.3) == [True] * 6 + [False] * 2
     assert all(kept(torch.zeros(20), top_k=2))
 
 
-@pytest.mark.parametrize("wrong", [
-    dict(temp=-1), dict(temp=NAN), dict(top_k=-1), dict(top_p=7), dict(min_p=1.1),
-    dict(repeat_penalty=0),
-    dict(repeat_last_n=-2), dict(seed=-1), dict(seed=1 << 63),
-], ids=str)  # fmt: skip
-def test_settings_out_of_range(wrong):
-    ((name, value),) = wrong.items()
-    with pytest.raises(
-        ValueError, match=f"^{name} is {value}; it must be (from .* to .*|.* or more)$"
-    ):
-        Sampling(**wrong)
+@pytest.mark.parametrize("name, taken, refused", [
+    ("temp", (0, INF), (-1e-9, NAN)), ("top_k", (0, 1 << 62), (-1,)), ("top_p", (0, 1), (-1e-9, 1.1, NAN)),
+    ("min_p", (0, 1), (-1e-9, 1.1)), ("repeat_penalty", (0.01, 100), (0, 100.1)),
+    ("repeat_last_n", (-1, 0, 1 << 62), (-2,)), ("seed", (0, (1 << 63) - 1), (-1, 1 << 63)),
+])  # fmt: skip
+def test_settings_at_their_edges(name, taken, refused):
+    for value in taken:
+        assert getattr(Sampling(**{name: value}), name) == value
+        choose_alike(torch.randn(90), NOTHING, 5, **{name: value})
+    for value in refused:
+        said = f"^{name} is {value}; it must be (from .* to .*|.* or more)$"
+        with pytest.raises(ValueError, match=said):
+            Sampling(**{name: value})
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 8, -1, 1 << 40])
@@ -1571,31 +1527,24 @@ def test_sampling_equals_the_reference(kind):
     cases = [(V, dict(top_k=k, top_p=1.0, min_p=0, temp=1e6)) for V, k in ((1100, 5), (3000, 12))]
     cases += [(V, dict(top_k=40, top_p=0.5, min_p=0, temp=1.5)) for V in (100, 300, 3000, 5000)]
     # from several parts: the largest; any
-    cases += [(5000, OFF | dict(temp=temp)) for temp in (0, 0, 1)]
-    for _ in range(13):
+    cases += [(5000, OFF | dict(temp=temp)) for temp in (0, 1)]
+    for _ in range(8):
         settings = {name: random.choice(values) for name, values in choices.items()}
         cases.append((random.choice((17, 300, 1100, 3000, 5000)), settings))
     for V, settings in cases:
         logits, tokens = KINDS_OF_LOGITS[kind](V), torch.randint(0, V, (64,), dtype=torch.int32)
-        choose_alike(
-            logits,
-            tokens,
-            random.choice((0, 1, 20, 50)),
-            **settings,
-            seed=random.randrange(1 << 63),
-        )
+        position, seed = random.choice((0, 1, 20, 50)), random.randrange(1 << 63)
+        choose_alike(logits, tokens, position, **settings, seed=seed)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.999999, 1.0])
 @pytest.mark.parametrize("top_k", [0, 129, 1099, 1100])
-def test_thresholds_found_by_sorting(top_k, top_p, rows):
+def test_thresholds_found_by_sorting(top_k, top_p):
     V, settings = 1100, dict(top_k=top_k, top_p=top_p, min_p=0, temp=3, seed=SEED)
     sorts = Sampler(DEVICE, Sampling(**settings)).switches(V).sorts
     assert sorts == (top_p < 1 or 0 < top_k < V)
-    for kind in ("normal", "equal", "rounded", "few above equals"):
-        logits = torch.stack([KINDS_OF_LOGITS[kind](V) for _ in range(rows)])
-        choose_alike(logits if rows > 1 else logits[0], NOTHING, 4, **settings)
+    kinds = ("normal", "equal", "rounded", "few above equals")
+    choose_alike(torch.stack([KINDS_OF_LOGITS[kind](V) for kind in kinds]), NOTHING, 4, **settings)
 
 
 def test_the_lowest_logit_that_sorting_keeps():
@@ -1614,28 +1563,23 @@ def test_the_lowest_logit_that_sorting_keeps():
 
 def test_rows_are_sampled_as_single_tokens_are():
     tokens, penalty = torch.randint(0, 2000, (40,), dtype=torch.int32), dict(repeat_penalty=1.3)
-    for settings in (
-        dict(seed=3),
-        dict(temp=0),
-        dict(top_k=0, **penalty),
-        dict(top_k=0, top_p=1),
-        penalty,
-    ):
+    others = dict(temp=0), dict(top_k=0, **penalty), dict(top_k=0, top_p=1), penalty
+    for settings in (dict(seed=3), *others):
         logits = 3 * torch.randn(5, 2000)
         logits[3, 7] = torch.nan
         choose_alike(logits, tokens, 30, **settings)
-        assert choose(logits, tokens, 30, **settings)[29] == -1
+        chosen = choose(logits, tokens, 30, **settings)
+        assert chosen[29] == -1
+        assert chosen[28] == choose(logits[2], tokens, 28, **settings)[28]
 
 
 # ---- formats.py and fp8.py: a format of one's own, the 8-bit floats, products in half precision, 8-bit caches
 
 
 @launch.jit
-def _own_load(
-    w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr
-):
+def _own_load(w, start, k, left, COLUMNS: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr):
     scales = formats.load_groups(w[1], start, k, left, COLUMNS, 1, GROUP)
-    return formats.load_elements(w, start, k, left, COLUMNS, NEIGHBOURS), scales
+    return formats.load_elements(w, start, k, left, COLUMNS, SIDE), scales
 
 
 @launch.jit
@@ -1694,14 +1638,12 @@ def test_model_in_a_format(grouped_folder, tmp_path, format, dtype, backend, mon
     # the interpreter is slow to decode a matrix, as for a prompt, and for several tokens in fp32
     parts = (20, 1, 8) if backend == "torch" else (20, 1) if dtype == "fp32" else (8, 1)
     prompts = torch.randint(3, 300, (1 if dtype == "fp32" else 8, sum(parts)))
-    right, by_torch, by_ours = (
-        logits_of_prompts(model, prompts, *parts) for model in (exact, plain, ours)
-    )
+    models = (exact, plain, ours)
+    right, by_torch, by_ours = (logits_of_prompts(model, prompts, *parts) for model in models)
     # on a CPU, a single token's activations are rounded to fp16
     rounding = 1e-7 if format == "int4" else 1e-9
-    assert nmse(by_ours, right) < 2 * nmse(by_torch, right) + rounding, (
-        "less exact than torch with the same weights"
-    )
+    limit = 2 * nmse(by_torch, right) + rounding
+    assert nmse(by_ours, right) < limit, "less exact than torch with the same weights"
     save(grouped_folder, tmp_path / "saved", format=format, device=DEVICE.type, quiet=True)
     again = load(tmp_path / "saved", dtype=dtype, device=DEVICE.type, backend=backend)
     assert again.checkpoint.format is FORMATS[format]
@@ -1714,23 +1656,17 @@ def test_cpu_without_bf16_products(grouped_folder, monkeypatch):
     torch's own product. A model that fits into its caches runs in fp32."""
     types, product, cpu = set(), kernels.functional.linear, torch.device("cpu")
     monkeypatch.setattr(kernels, "multiplies_bf16", lambda: False)
-    assert pick_dtype("auto", torch.bfloat16, cpu, 8e6) == torch.float32
-    assert (
-        pick_dtype("auto", torch.float16, cpu, 9e6)
-        == pick_dtype("auto", torch.bfloat16, cpu)
-        == torch.bfloat16
-    )
-    monkeypatch.setattr(
-        kernels.functional, "linear", lambda x, w: types.add(x.dtype) or product(x, w)
-    )
+    fp16, bf16 = torch.float16, torch.bfloat16
+    assert pick_dtype("auto", bf16, cpu, 8e6) == torch.float32
+    assert pick_dtype("auto", fp16, cpu, 9e6) == pick_dtype("auto", bf16, cpu) == bf16
+    typed = lambda x, w: types.add(x.dtype) or product(x, w)
+    monkeypatch.setattr(kernels.functional, "linear", typed)
     options = dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", format="int4")
-    exact, plain, in_4_bits = (load(grouped_folder, device="cpu", **given) for given in options)
-    assert {m.data.dtype for m in plain.weights.matrices} == {torch.float16}
-    assert all(bool(m.cpu_layout) == (m.format is INT4) for m in in_4_bits.weights.matrices)
+    models = [load(grouped_folder, device="cpu", **given) for given in options]
+    assert {m.data.dtype for m in models[1].weights.matrices} == {fp16}
+    assert all(bool(m.cpu_layout) == (m.format is INT4) for m in models[2].weights.matrices)
     prompts = torch.randint(3, 300, (8, 59))
-    right, ours, _ = (
-        logits_of_prompts(model, prompts, 57, 1, 1) for model in (exact, plain, in_4_bits)
-    )
+    right, ours, _ = (logits_of_prompts(model, prompts, 57, 1, 1) for model in models)
     assert_close(ours, right, 0.05)
     assert types == {torch.float32}
 
@@ -1753,9 +1689,8 @@ def test_8_bit_codes_decode_and_encode(form):
     assert format.floats(EVERY_CODE)[finite].equal(values[finite])
     assert format.floats(EVERY_CODE)[~finite].isnan().all()
     assert format.round(values[finite]).equal(EVERY_CODE[finite])
-    assert (
-        format.floats(format.round(torch.tensor([1e30, -INF]))).abs().eq(values[finite].max()).all()
-    )
+    largest = format.floats(format.round(torch.tensor([1e30, -INF])))
+    assert largest.abs().tolist() == [{"e4m3": 448, "e5m2": 57344}[form]] * 2
     for code in EVERY_CODE[~finite]:
         with pytest.raises(ValueError, match="codes of NaN"):
             format.check((torch.tensor([[0, code]], dtype=torch.int8), torch.ones(1, 1)))
@@ -1811,11 +1746,9 @@ def test_ops_read_8_bit_matrices(dtype, form, T):
             # the reference in fp32, since rounding in other types is not what is tested
             in_fp32 = as_fp32(arguments, decode=False)
             exact = getattr(kernels.reference, op)(*cloned(as_fp32(arguments)))
-            outputs = (
-                getattr(kernels.fused, op)(*cloned(arguments)),
-                getattr(kernels.reference, op)(*cloned(in_fp32)),
-            )
-            errors.append([nmse(output, exact) for output in outputs])
+            fused = getattr(kernels.fused, op)(*cloned(arguments))
+            by_reference = getattr(kernels.reference, op)(*cloned(in_fp32))
+            errors.append([nmse(output, exact) for output in (fused, by_reference)])
         ours, theirs = torch.tensor(errors).mean(0)
         assert ours < ONE_UNIT[dtype] and theirs < ONE_UNIT[torch.float16], (op, ours, theirs)
 
@@ -1840,11 +1773,10 @@ def test_products_in_half_precision_with_large_norms(peak):
 def test_kernels_encode_as_torch_does():
     """All finite fp16 numbers, numbers between the codes and far beyond them, infinities and
     NaN."""
+    halves = EVERY_HALF[torch.isfinite(EVERY_HALF)].float()
     between = torch.rand(1 << 16) * 2.0 ** torch.randint(-14, 12, (1 << 16,))
     beyond = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan])
-    x = torch.cat([EVERY_HALF[torch.isfinite(EVERY_HALF)].float(), between, -between, beyond]).to(
-        DEVICE
-    )
+    x = torch.cat([halves, between, -between, beyond]).to(DEVICE)
     codes = torch.empty(len(x), dtype=torch.int8, device=DEVICE)
 
     @launch.jit
@@ -1875,9 +1807,8 @@ def test_ops_on_an_8_bit_cache(dtype, heads, T):
     floats = attention.cached_ref
     for mine, theirs, nearest, before in zip(ours, exact, unrounded, caches):
         assert torch.equal(theirs, E4M3.round(nearest))
-        assert torch.equal(mine[:, :40], before[:, :40]) and torch.equal(
-            mine[:, 40 + T :], before[:, 40 + T :]
-        )
+        for others in (slice(40), slice(40 + T, None)):
+            assert torch.equal(mine[:, others], before[:, others]), "other positions changed"
         off, size = (floats(mine) - floats(theirs)).abs(), floats(theirs).abs()
         # before rope, where terms may cancel
         rounded = 2 * torch.finfo(dtype).eps * size[:, 40 : 40 + T].max()
@@ -1930,19 +1861,12 @@ def test_int4_recoded_as_e4m3(K):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_decoded_caches(dtype):
-    caches = (
-        torch.arange(-128, 128, device=DEVICE)
-        .to(torch.int8)
-        .repeat(2, 2, 500, 1)
-        .view(2, 2, 4000, 32)
-        .unbind()
-    )
+    codes = torch.arange(-128, 128, device=DEVICE).to(torch.int8)
+    caches = codes.repeat(2, 2, 500, 1).view(2, 2, 4000, 32).unbind()
     pos = torch.tensor([1000], dtype=torch.int32, device=DEVICE)
     for codes, values in zip(caches, attention.decode_caches(*caches, pos, 17, dtype)):
-        exact = attention.cached_ref(codes)[:, :1017].to(dtype)
-        assert exact.isnan().any() and torch.equal(
-            values[:, :1017].nan_to_num(7.0), exact.nan_to_num(7.0)
-        )
+        exact, values = attention.cached_ref(codes)[:, :1017].to(dtype), values[:, :1017]
+        assert exact.isnan().any() and values.nan_to_num(7.0).equal(exact.nan_to_num(7.0))
 
 
 # ---- extra/int4.py
@@ -1981,14 +1905,13 @@ def test_4_bits_lose_little(spread, bound):
     """As little as Q4_K with a search for the scale, for a normal matrix 5.2e-3 of its mean
     square."""
     w = torch.rand(64, 1024) - 0.5 if spread == "uniform" else torch.randn(64, 1024)
-    w = {"far from zero": w + 3, "close together": 1 + 0.01 * w}.get(spread, w) * torch.logspace(
-        -20, 20, 64
-    )[:, None]
+    w = {"far from zero": w + 3, "close together": 1 + 0.01 * w}.get(spread, w)
+    w = w * torch.logspace(-20, 20, 64)[:, None]
     tensors = INT4.encode(w)
     INT4.check(tensors)
     with pytest.raises(ValueError, match="scales that are not positive and finite"):
         INT4.check((tensors[0], tensors[1] | 0xF0 << 8, tensors[2]))
-    assert 8 * sum(t.nbytes for t in tensors) / w.numel() < 4.55
+    assert 8 * sum(t.nbytes for t in tensors) == (4.5 * 1024 + 32) * 64, "bits"
     lost = (INT4.decoded(tensors) - w).double().square().mean(1) / w.double().square().mean(1)
     assert lost.mean() < bound, lost.mean()
     for rows in (torch.zeros(2, 64), torch.full((2, 64), 3.0)):
@@ -2005,33 +1928,19 @@ def test_products_with_4_bit_matrices(dtype, T, monkeypatch):
     columns, of several, of one that ends early, and of an odd number of groups."""
     monkeypatch.setattr(kernels, "stream_sizes", lambda *_: launch.StreamSizes(4, 2048, 1, 3))
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
+    state = SimpleNamespace(norm_eps=1e-5)
+    # weights are decoded to halves; a token's sums are halves, and its norm is not as large as
+    # fit_norm has it
+    limit = 1e-6 + ONE_UNIT[dtype] * 8
+    if T == 1:
+        limit = 2e-4 if dtype == torch.bfloat16 else 5e-5
     for N, K in ((48, 96), (42, 1216), (20, 4096), (26, 4160)):
-        w, x, norm = (
-            int4_matrix(N, K),
-            randn(T, K, dtype=dtype),
-            torch.rand(K, device=DEVICE).to(dtype) + 0.5,
-        )
-        # rows count alike
-        rows = dense(w).data / dense(w).data.square().mean(1, keepdim=True).sqrt()
-        size = dense(w).data.square().mean(1).sqrt()
-        out = (
-            kernels.rmsnorm_linear(
-                x,
-                norm,
-                w,
-                SimpleNamespace(norm_eps=1e-5),
-                torch.empty(T, N, device=DEVICE),
-                accumulate="fp32",
-            )
-            / size
-        )
+        w, x = int4_matrix(N, K), randn(T, K, dtype=dtype)
+        norm, out = torch.rand(K, device=DEVICE).to(dtype) + 0.5, torch.empty(T, N, device=DEVICE)
+        size = dense(w).data.square().mean(1).sqrt()  # rows count alike
+        kernels.rmsnorm_linear(x, norm, w, state, out, accumulate="fp32")
         normed = kernels.rmsnorm_ref(x.float(), norm.float(), 1e-5)
-        # weights are decoded to halves; a token's sums are halves, and its norm is not as large as
-        # fit_norm has it
-        limit = (
-            (2e-4 if dtype == torch.bfloat16 else 5e-5) if T == 1 else 1e-6 + ONE_UNIT[dtype] * 8
-        )
-        assert nmse(out, normed @ rows.t()) < limit, (N, K)
+        assert nmse(out / size, normed @ (dense(w).data / size[:, None]).t()) < limit, (N, K)
 
 
 def test_heads_of_a_4_bit_matrix(monkeypatch):
@@ -2151,22 +2060,65 @@ def test_experts_that_tie_or_are_not_finite(ops, T):
 # ---- run.py: the command line
 
 
+GREEDY = ("--temp", 0, "--ignore-eos")
+
+
 def test_stdout_has_only_the_text(cli, tiny):
-    flags = ("-m", tiny, "-p", "Once upon", "-n", 8, "--temp", 0, "--device", "auto")
-    code, out, err = cli(*flags)
+    flags = ("-m", tiny, "-p", "Once upon", "-n", 8, "--device", "auto")
+    code, out, err = cli(*flags, "--temp", 0)
     assert code == 0 and out.startswith("Once upon") and out.endswith("\n") and len(out) > 10
     for word in ("load", "prompt", "generated 8 tokens", "memory", f"fp32 on {DEVICE}"):
         assert word in err
     assert "seed" not in err, "with --temp 0 it means nothing"
-    code, bare, err = cli(*flags, "--no-display-prompt", "--quiet")
-    assert code == 0 and "Once upon" + bare == out and err == ""
-    code, out, err = cli(*flags[:4], "-n", 0)
-    assert (
-        code == 0
-        and out == "Once upon\n"
-        and "generated 0 tokens\n" in err
-        and "tokens/s" not in err
+    assert cli(*flags, "--temp", 0, "--no-display-prompt", "--quiet") == (
+        0,
+        out[len("Once upon") :],
+        "",
     )
+    code, out, err = cli(*flags[:4], "-n", 0)
+    assert (code, out) == (0, "Once upon\n")
+    assert "generated 0 tokens\n" in err and "tokens/s" not in err
+    _, out, err = cli(*flags)
+    seed = int(err.split("seed ")[1].split()[0])
+    assert cli(*flags, "--seed", seed)[1] == out != cli(*flags, "--seed", seed + 1)[1]
+
+
+def test_what_is_said_of_a_run(tiny_session, tiny, monkeypatch):
+    """Its numbers, which others compare. Two layers of 33,920 weights, a norm, and two matrices of
+    64 columns for each token."""
+    tokens = tiny_session.model.config.vocab_size
+    assert tiny_session.model.checkpoint.elements == 2 * 33_920 + 64 + 2 * 64 * tokens
+    args = run.parse_args(["-m", str(tiny), "-s", "7", "-p", ""])
+    model, running = run.summary(args, tiny_session).splitlines()
+    assert (
+        model
+        == f"model     {tiny}: 0.1M parameters, 2 layers, dim 64, 4 heads (2 of keys and values)"
+    )
+    assert running == "running   fp32 on cpu, torch ops, context 256, seed 7"
+    usage = SimpleNamespace(ru_maxrss=1_500_000)
+    monkeypatch.setattr(run.resource, "getrusage", lambda who: usage)
+    timings = Timings(
+        prompt_tokens=100, prompt_seconds=0.5, new_tokens=21, steps=20, step_seconds=4.0
+    )
+    session = SimpleNamespace(
+        timings=timings, load_seconds=1.254, speculation=None, types=lambda: "fp32",
+        model=SimpleNamespace(device=torch.device("cpu")),
+    )  # fmt: skip
+    assert run.closing(session).splitlines() == [
+        "load      1.25 s",
+        "prompt    100 tokens in 500.0 ms, 200.0 tokens/s",
+        "generated 21 tokens, 200.00 ms per token, 5.0 tokens/s",
+        "memory    peak 1.54 GB; fp32",
+    ]
+    generation = SimpleNamespace(text="a", ended_by="eos", prompt_tokens=120, timings=timings)
+    assert chat_module.record(generation) == dict(
+        text="a", ended_by="eos", prompt_tokens=120, evaluated_tokens=100, new_tokens=21,
+        prompt_seconds=0.5, generation_seconds=4.0, tokens_per_s=5.0,
+    )  # fmt: skip
+    assert chat_module.speed(generation) == (
+        "21 tokens, 5.0 tokens/s; prompt: 100 of 120 tokens evaluated in 0.50 s"
+    )
+    assert timings + timings == Timings(200, 1.0, 42, 40, 8.0)
 
 
 def test_prompt_from_file_stdin_and_escapes(cli, tiny, tmp_path):
@@ -2181,69 +2133,66 @@ def test_prompt_from_file_stdin_and_escapes(cli, tiny, tmp_path):
     assert_refused(cli(*flags, "-p", r"a\xff", "--quiet"), "the text is not UTF-8")
 
 
-def test_seed_repeats_the_text(cli, tiny):
-    flags = ("-m", tiny, "-n", 12, "--ignore-eos")
-    _, out, err = cli(*flags)
-    seed = int(err.split("seed ")[1].split()[0])
-    assert cli(*flags, "--seed", seed)[1] == out != cli(*flags, "--seed", seed + 1)[1]
-
-
 def test_sampling_of_the_checkpoint(cli, copy):
     """It is used where no flag is given."""
+    file = copy / "generation_config.json"
     fields = dict(temperature=0.0, top_p=0.5, top_k=None, repetition_penalty=1.5, do_sample=True)
-    (copy / "generation_config.json").write_text(json.dumps(fields))
+    file.write_text(json.dumps(fields))
     run = lambda *flags: cli("-m", copy, "-p", "Once", "-n", 8, "-s", 1, *flags)
     _, own, err = run()
     assert "sampling  temp 0, top-p 0.5, repeat-penalty 1.5 (the checkpoint's own" in err
     _, same, err = run("--temp", 0, "--top-p", 0.5, "--repeat-penalty", 1.5)
     assert own == same and "sampling  " not in err
     assert "sampling  top-p 0.5 (" in run("--repeat-penalty", 1, "--temp", 0)[2]
-    edit(copy / "generation_config.json", top_p=2)
+    edit(file, top_p=2)
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
     assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
-    edit(copy / "generation_config.json", temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
-    assert config_module.read_sampling(copy) == dict(
-        temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5
-    )
-    edit(copy / "generation_config.json", do_sample=False)
+    edit(file, temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
+    expected = dict(temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5)
+    assert config_module.read_sampling(copy) == expected
+    edit(file, do_sample=False)
     assert config_module.read_sampling(copy)["temp"] == 0, "as transformers generates"
 
 
-def test_context_full_or_beyond_the_trained(cli, tiny):
-    for size, n, full, beyond in (
-        (16, 15, True, False),
-        (256, 1, False, False),
-        (257, 1, False, True),
-    ):
-        code, _, err = cli("-m", tiny, "-p", "Once", "-n", n, "-c", size, "--ignore-eos")
-        assert code == 0 and ("context of 16 tokens is full" in err) == full
-        assert ("(beyond the model's 256: expect nonsense there)" in err) == beyond
+@pytest.mark.parametrize("trained, size, context", [
+    (256, None, "256,"), (256, 0, "256,"), (256, 16, "16,"),
+    (256, 257, "257 (beyond the model's 256: expect nonsense there),"),
+    (5000, None, "4096,"), (5000, 0, "5000,"),
+])  # fmt: skip
+def test_size_of_the_context(cli, copy, trained, size, context):
+    edit(copy / "config.json", max_position_embeddings=trained)
+    flags = [] if size is None else ["-c", size]
+    code, _, err = cli("-m", copy, "-p", "Once", "-n", 1, *flags)
+    assert code == 0 and f", context {context} seed" in err
 
 
 def test_jsonl_says_why_a_text_ended(cli, tiny):
-    flags = ("-m", tiny, "-p", "Once", "--temp", 0, "--ignore-eos", "--quiet")
-    code, out, err = cli(*flags, "-n", 12, "-o", "jsonl")
+    flags = ("-m", tiny, "-p", "Once", *GREEDY, "--quiet", "-o", "jsonl")
+    text_of = lambda *more: objects(cli(*flags, *more)[1])[0]
+    code, out, err = cli(*flags, "-n", 12)
     (whole,) = objects(out)
+    length = len(Tokenizer(tiny).encode("Once"))
     assert code == 0 and err == "" and whole["ended_by"] == "length" and whole["new_tokens"] == 12
-    assert whole["prompt"] == "Once" and whole["prompt_tokens"] == whole["evaluated_tokens"] > 1
-    assert (
-        whole["prompt_seconds"] > 0
-        and whole["generation_seconds"] > 0
-        and whole["tokens_per_s"] > 0
+    assert (whole["prompt"], whole["prompt_tokens"], whole["evaluated_tokens"]) == (
+        "Once",
+        length,
+        length,
     )
-    assert whole["text"] + "\n" == cli(*flags, "-n", 12, "--no-display-prompt")[1]
-    (stopped,) = objects(
-        cli(*flags, "-n", 12, "--stop", whole["text"][4:7], "--stop", "\0", "-o", "jsonl")[1]
-    )
-    assert (
-        stopped["ended_by"] == "stop"
-        and stopped["text"] == whole["text"][: whole["text"].find(whole["text"][4:7])]
-    )
-    (full,) = objects(cli(*flags, "-n", -2, "-c", 16, "-o", "jsonl")[1])
+    assert whole["tokens_per_s"] == 11 / whole["generation_seconds"]
+    assert whole["text"] + "\n" == cli(*flags, "-n", 12, "-o", "text", "--no-display-prompt")[1]
+    stop = whole["text"][4:7]
+    stopped = text_of("-n", 12, "--stop", stop, "--stop", "\0")
+    assert stopped["ended_by"] == "stop"
+    assert stopped["text"] == whole["text"][: whole["text"].find(stop)]
+    full = text_of("-n", -2, "-c", 16)
     assert full["ended_by"] == "context" and full["prompt_tokens"] + full["new_tokens"] == 16
-    (none,) = objects(cli(*flags, "-n", 0, "-o", "jsonl")[1])
+    none = text_of("-n", 0)
     assert none["text"] == "" and none["ended_by"] == "length"
     assert none["tokens_per_s"] is none["prompt_seconds"] is None
+    noted = cli(*flags, "-n", -1, "-c", 16, "-o", "text")[2] + cli("-m", tiny, *GREEDY, "-c", 16)[2]
+    assert noted.count("note: the context of 16 tokens is full (see -c)\n") == 1, (
+        "--quiet says nothing"
+    )
 
 
 def test_what_ends_a_text(cli, copy):
@@ -2254,82 +2203,115 @@ def test_what_ends_a_text(cli, copy):
     end = max(set(ids), key=ids.index)  # the last to appear for the first time
     edit(copy / "generation_config.json", eos_token_id=[2, end])
     assert tokenizer.bytes_of(end) and ids.index(end) > 0
-    (text,) = objects(
-        cli("-m", copy, "-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")[1]
-    )
-    assert text["text"] == b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)])).decode(
-        errors="replace"
-    )
+    flags = ("-p", "Once", "-n", 12, "--temp", 0, "-o", "jsonl", "--quiet")
+    (text,) = objects(cli("-m", copy, *flags)[1])
+    before = b"".join(map(tokenizer.bytes_of, ids[: ids.index(end)]))
+    assert text["text"] == before.decode(errors="replace")
     assert text["ended_by"] == "eos" and text["new_tokens"] == ids.index(end) + 1
 
 
 def test_progress_of_a_long_prompt(cli, tiny, monkeypatch):
-    shown, original = io.StringIO(), tqdm
+    shown, original, ends = io.StringIO(), tqdm, []
     at_once = dict(delay=0, disable=False, mininterval=0, file=shown)
     monkeypatch.setattr("chat.tqdm", lambda **options: original(**options | at_once))
+    monkeypatch.setattr("chat.show", lambda text: ends.append(shown.getvalue()[-1]))
     monkeypatch.setitem(PROMPT_CHUNK, "cpu", 16)
     assert cli("-m", tiny, "-p", "fox " * 40, "-n", 1, "-c", 300)[0] == 0
-    done, total = map(int, re.findall(r"(\d+)/(\d+) \[", shown.getvalue())[-1])
-    assert shown.getvalue().count("\rprompt") > 3 and 64 < total <= done + 16
+    length = len(Tokenizer(tiny).encode("fox " * 40))
+    bars = [int(done) for done in re.findall(rf"\rprompt: .*?(\d+)/{length} \[", shown.getvalue())]
+    assert [*dict.fromkeys(bars)] == [*range(16, length, 16)] and bars[-1] + 16 >= length > 64
+    assert {*ends} == {"\r"}, "a bar is cleared before text comes"
 
 
 def test_flags_of_llama_cpp(cli, tiny, tmp_path):
-    flags = (
-        "-hf",
-        tiny,
-        "--predict",
-        8,
-        "--temperature",
-        0,
-        "--repeat-last-n",
-        3,
-        "-t",
-        1,
-        "-dev",
-        "none",
-        "-s",
-        3,
-    )
+    flags = "--predict 8 --temperature 0 --repeat-last-n 3 -t 1 -dev none -s 3".split()
+    flags = ("-hf", tiny, *flags, "-p", "Once upon")
     expected = cli("-m", tiny, "-n", 8, "--temp", 0, "-p", "Once upon")[1]
-    code, out, err = cli(
-        *flags, "-p", "Once upon", "-ngl", 99, "-fa", "on", "-b", 512, "--mmap", "-no-cnv"
-    )
-    assert (code, out) == (0, expected) and err.startswith(
-        "note: -ngl, -fa, -b, --mmap: no effect here, ignored\n"
-    )
+    code, out, err = cli(*flags, *"-ngl 99 -fa on -b 512 --mmap -no-cnv".split())
+    assert (code, out) == (0, expected)
+    assert err.startswith("note: -ngl, -fa, -b, --mmap: no effect here, ignored\n")
     stop = expected[12:14]
-    assert (
-        cli(*flags, "-p", "Once upon", "-r", stop)[1] == expected[: expected.index(stop, 9)] + "\n"
-    )
+    assert cli(*flags, "-r", stop)[1] == expected[: expected.index(stop, 9)] + "\n"
     (tmp_path / "system").write_text("Be kind.\n")
-    talk = (
-        "-m",
-        tiny,
-        "-n",
-        6,
-        "--temp",
-        0,
-        "--ignore-eos",
-        "--chat-template",
-        "llama2",
-        "-p",
-        "hello",
-        "-cnv",
-    )
-    systems = (
-        ["-sys", "Be kind."],
-        ["--system-prompt", "Be kind."],
-        ["-sysf", tmp_path / "system"],
-    )
+    talk = ("-m", tiny, "-n", 6, *GREEDY, "--chat-template", "llama2", "-p", "hello", "-cnv")
+    systems = ("-sys", "Be kind."), ("--system-prompt", "Be kind."), ("-sysf", tmp_path / "system")
     answers = {cli(*talk, *system)[1] for system in systems}
     assert len(answers) == 1 and answers != {cli(*talk)[1]}
     code, out, _ = cli("--version")
-    assert code == 0 and re.match(
-        rf"fused-llama with Python 3.*torch {torch.__version__.split('+')[0]}", out
-    )
+    torch_version = torch.__version__.split("+")[0]
+    assert code == 0 and re.match(rf"fused-llama with Python 3.*torch {torch_version}", out)
+
+
+def test_a_model_without_a_template_completes(cli, copy, monkeypatch):
+    """Bare `run.py` at a terminal chats with a model that has one."""
+    monkeypatch.setattr(run, "mode_of", lambda args: "bare")
+    flags = ("-m", copy, "-n", 4, "--temp", 0)
+    code, out, err = cli(*flags, stdin=b"hello")
+    assert code == 0 and out.startswith("hello") and "chatting" not in err
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (copy / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=template)))
+    code, out, err = cli(*flags, stdin=b"hello\n")
+    assert code == 0 and not out.startswith("hello") and "chatting, since there is no prompt" in err
 
 
 # usage and errors
+
+
+FLAGS_AT_THEIR_EDGES = {  # its name in the program, the values that it takes, those that it refuses
+    "-c": ("ctx_size", [0, 1, 1 << 24], [-1, (1 << 24) + 1, "", 1.5]),
+    "-n": ("n_predict", [-2, -1, 0, 1 << 62], [-3, "", "x"]),
+    "--temp": ("temp", [0, 1e300], [-1, "", "nan"]),
+    "--top-k": ("top_k", [0, 1 << 62], [-1, "", 0.5]),
+    "--top-p": ("top_p", [0, 1], [-0.01, 1.01, "", "nan"]),
+    "--min-p": ("min_p", [0, 1], [-0.01, 1.01, ""]),
+    "--repeat-penalty": ("repeat_penalty", [0.01, 100], [0, -1, 100.1, ""]),
+    "--repeat-last-n": ("repeat_last_n", [-1, 0, 1 << 62], [-2, ""]),
+    "-s": ("seed", [0, (1 << 63) - 1], [-2, 1 << 63, ""]),
+    "-t": ("threads", [1, 4096], [0, -1, 4097, ""]),
+    "--lookup": ("lookup", [1, 15], [0, -1, 16, ""]),
+    "--draft-max": ("draft_max", [1, 15], [0, -1, 16, ""]),
+    "-p": ("prompt", ["", "-", "a\tb\\ \\d"], []),
+    "-sys": ("system", ["", "a\nb"], []),
+    "--stop": ("stop", ["", "\n", '"'], []),
+    "-o": ("output", ["text", "jsonl"], ["", "json"]),
+    "--dtype": ("dtype", ["auto", "fp32", "fp16", "bf16"], ["", "fp64"]),
+    "--fp8": ("format", ["e4m3", "e5m2"], ["", "e3m4"]),
+    "--backend": ("backend", ["auto", "torch", "triton"], ["", "cuda"]),
+    "--accumulate": ("accumulate", ["auto", "fp32", "fp16"], ["", "bf16"]),
+    "--device": ("device", ["cpu", "cuda:1"], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", FLAGS_AT_THEIR_EDGES)
+def test_flags_at_their_edges(flag, capfd, monkeypatch):
+    name, taken, refused = FLAGS_AT_THEIR_EDGES[flag]
+    needed = {"--draft-max": ["--draft", str(cli_module.DEFAULT_MODEL)], "-sys": ["--chat"]}
+    others = needed.get(flag, [])
+    parse = lambda argv: getattr(run.parse_args([*others, *argv]), name)
+    for value in taken:
+        written = str(value).replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+        expected = [value] if name == "stop" else value
+        assert parse([flag, written]) == expected, f"{flag} {written!r} means something else"
+    for value in refused:
+        result = caller(parse, monkeypatch, capfd)(flag, value)
+        assert_refused(result, flag, code=2)
+
+
+def test_flags_that_are_not_given():
+    args = vars(run.parse_args([]))
+    expected = dict(
+        n_predict=-1, stop=[], ignore_eos=False, escape=True, min_p=0.05, repeat_last_n=64,
+        temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
+        format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4,
+        mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
+    )  # fmt: skip
+    assert {name: args[name] for name in expected} == expected
+    seeds = {run.parse_args(flags).seed for flags in ([], [], ["-s", "-1"], ["-s", "-1"])}
+    assert len(seeds) == 4 and min(seeds) >= 0, "a random seed is another one each time"
+    assert run.parse_args(["--fp8"]).format == "e4m3"
+    assert run.parse_args(["--int4"]).format == "int4"
+    literal = run.parse_args(["--no-escape", "-p", r"\n", "--stop", r"\n"])
+    assert (literal.prompt, literal.stop) == (r"\n", [r"\n"])
 
 
 @pytest.mark.parametrize("main, flags, said", [
@@ -2338,17 +2320,18 @@ def test_flags_of_llama_cpp(cli, tiny, tmp_path):
     (run.main, "--save d --fp8 --prompt=a", "--prompt cannot be used with --save"),
     (run.main, "--save d", "--save writes matrices in 8 or 4 bits: add --fp8"),
     (run.main, "--int4 --fp8", "both say"),
+    (run.main, "--lookup 2 --draft x", "--lookup and --draft both propose tokens; use one"),
+    (run.main, "--chat -sys a -sysf b", "both give a system prompt; use one"),
     (run.main, "-p a -f b", "--prompt and --file both give a prompt; use one"),
     (run.main, "--draft-max 8 -p a", "--draft-max is for --draft"),
-    (run.main, "-c 99999999", "-c/--ctx-size: 99999999: must be from 0 to 16,777,216 "),
     (run.main, "--seed 1e99", "-s/--seed: 1e99: must be a whole number "),
     (run.main, "-n -7", "--predict: -7: must be -2 or more "),
     (run.main, "-p", "-p/--prompt: expected one argument "),
     (run.main, "--tmep 0", "unknown flag --tmep: did you mean --temp?"),
     (run.main, "--top_k 4", "unknown flag --top_k: did you mean --top-k?"),
     (run.main, "-ctk q8_0", "unknown flag -ctk: --kv-fp8 keeps keys and values in 8 bits"),
-    (run.main, "--presence-penalty 1", "unknown flag --presence-penalty (see"),
     (run.main, "--fp8 --save=", "-m or --save is empty"),
+    (run.main, "-m=", "-m or --save is empty"),
     (run.main, "-n5", "unknown flag -n5: did you mean -n? "),  # to argparse, -n with the value 5
     (bench.main, "text", "unexpected argument 'text' "),
     (run.main, "--mod x", "unknown flag --mod"),  # an abbreviation of --model
@@ -2356,9 +2339,8 @@ def test_flags_of_llama_cpp(cli, tiny, tmp_path):
     (run.main, "-\x1b", "unknown flag -?"),
 ])  # fmt: skip
 def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
-    assert_refused(
-        caller(main, monkeypatch, capfd)(*flags.split()), said, " (see --help)\n", code=2
-    )
+    result = caller(main, monkeypatch, capfd)(*flags.split())
+    assert_refused(result, said, " (see --help)\n", code=2)
 
 
 @pytest.mark.parametrize("arguments, stdin, expected", [
@@ -2366,6 +2348,7 @@ def test_wrong_usage_exits_2_in_one_line(monkeypatch, capfd, main, flags, said):
     (["-m", "./nowhere"], b"", "no file or folder ./nowhere here"),
     (["-m", "models/x.gguf"], b"", "no file or folder models/x.gguf here"),
     (["-f", "nofile"], b"", "nofile"),
+    (["-f", ""], b"", "No such file"),
     (["-p", "-"], b"abc\xff", "standard input is not UTF-8: byte 0xff at offset 3"),
     (["-p", "Once upon a time there was a fox", "-c", "4"], b"", "the context holds 4"),
     (["-p", "a", "--device", "tpu"], b"", "unknown device 'tpu'"),
@@ -2383,17 +2366,10 @@ def test_bad_input_is_one_line_of_error(cli, tiny, arguments, stdin, expected):
     assert_refused(cli("-m", tiny, "--quiet", *alone, *arguments, stdin=stdin), expected)
 
 
-def test_debug_shows_the_traceback(cli, tmp_path):
+def test_errors_with_and_without_their_traceback(cli, tiny, tmp_path, monkeypatch):
     code, out, err = cli("-m", tmp_path, "-p", "a", "--debug")
-    assert (
-        code == 1
-        and out == ""
-        and err.startswith("Traceback")
-        and re.search(r"\nFileNotFoundError: .+\n$", err)
-    )
-
-
-def test_memory_error_comes_before_allocating(cli, tiny, monkeypatch):
+    assert code == 1 and out == "" and err.startswith("Traceback")
+    assert re.search(r"\nFileNotFoundError: .+\n$", err)
     monkeypatch.setattr("extra.hardware.free_memory", lambda device: 1_000_000)
     assert_refused(cli("-m", tiny, "-p", "a"), "weights", "cache of 256 tokens", "(-c)")
 
@@ -2401,26 +2377,15 @@ def test_memory_error_comes_before_allocating(cli, tiny, monkeypatch):
 @pytest.mark.parametrize("script", ["run.py", "bench.py"])
 def test_help_comes_at_once(script):
     """Before anything is imported that takes long; so it has some names from elsewhere."""
+    slow = {"torch", "triton", "numpy", "transformers", "sentencepiece", "tokenizers", "jinja2"}
     for flags, code in (("--help", 0), ("--wrong", 2), ("-m nowhere -p 5", 1)):
         shown = in_shell(f'"$PYTHON" -X importtime "$HERE/{script}" {flags}')
         imported = set(re.findall(r"\| +(\S+)$", shown.stderr, re.MULTILINE))
-        assert shown.returncode == code and "argparse" in imported and len(imported) < 250, (
-            shown.stderr
-        )
-        assert not imported & {
-            "torch",
-            "triton",
-            "numpy",
-            "transformers",
-            "sentencepiece",
-            "tokenizers",
-            "jinja2",
-        }
+        assert shown.returncode == code and "argparse" in imported, shown.stderr
+        assert len(imported) < 250 and not imported & slow, "import these where they are used"
         assert code or "\nmodel:\n" in shown.stdout and "\noutput:\n" in shown.stdout
-    assert (
-        tuple(hardware.DTYPES) == cli_module.DTYPE_NAMES
-        and tuple(kernels.FORMATS) == bench.FORMAT_NAMES
-    )
+    assert tuple(hardware.DTYPES) == cli_module.DTYPE_NAMES
+    assert tuple(kernels.FORMATS) == bench.FORMAT_NAMES
 
 
 def test_a_run_on_a_cpu_imports_no_triton(tiny):
@@ -2432,12 +2397,10 @@ def test_a_run_on_a_cpu_imports_no_triton(tiny):
 
 def test_machine_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch')")
-    shown = in_shell(
-        f'PYTHONPATH="{tmp_path}:$HERE" "$PYTHON" -P "$HERE/run.py"', stdin=subprocess.DEVNULL
-    )
-    assert_refused(
-        (shown.returncode, shown.stdout, shown.stderr), "pip install -r requirements.txt"
-    )
+    command = f'PYTHONPATH="{tmp_path}:$HERE" "$PYTHON" -P "$HERE/run.py"'
+    shown = in_shell(command, stdin=subprocess.DEVNULL)
+    result = (shown.returncode, shown.stdout, shown.stderr)
+    assert_refused(result, "pip install -r requirements.txt")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -2449,18 +2412,11 @@ def test_make_gives_the_prompt_as_it_is(tmp_path):
         file.touch(0o755)
     python.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
     prompt = 'He said "hi" for $5; it\'s `here`, \\n and\n--there'
+    expected = ["run.py", "-m", "a b", "--no-escape", f"--prompt={prompt}", "-n", "300"]
     unset = "unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES GPUS"  # of the make that runs the tests
     for command in (f"PROMPT={shlex.quote(prompt)} make", f"make PROMPT={shlex.quote(prompt)}"):
         done = in_shell(f"{unset}; {command} -s run MODEL='a b' ARGS=", cwd=tmp_path)
-        assert done.stdout.split("\0")[:-1] == [
-            "run.py",
-            "-m",
-            "a b",
-            "--no-escape",
-            f"--prompt={prompt}",
-            "-n",
-            "300",
-        ]
+        assert done.stdout.split("\0")[:-1] == expected
         assert done.stderr.startswith("next: make chat")
     for code, made in ((130, 0), (1, 2)):  # after Ctrl-C; after an error
         python.write_text(f"#!/bin/sh\nexit {code}\n")
@@ -2471,9 +2427,10 @@ def test_make_gives_the_prompt_as_it_is(tmp_path):
 # streams and signals
 
 
-@pytest.mark.parametrize(
-    "flags", [("-p", "Once", "--ignore-eos"), ("--chat", "-n", 20, "--ignore-eos")], ids=str
-)
+CLOSED = [("-p", "Once", "--ignore-eos"), ("--chat", "-n", 20, "--ignore-eos")]
+
+
+@pytest.mark.parametrize("flags", CLOSED, ids=str)
 def test_closed_stdout_ends_quietly(tiny, flags):
     process = program("-m", tiny, *flags, "--quiet", stdin=subprocess.PIPE)
     process.stdin.write(b"hello\n" * 50)
@@ -2488,23 +2445,34 @@ def test_lost_streams(tiny, tmp_path):
     for lost in ("2>&-", "2>/dev/full", "2> >(exit)", "<&- 2>&-"):
         done = in_shell(f'"$PYTHON" -c "{say}" {lost}', cwd=HERE)
         assert (done.returncode, done.stdout, done.stderr) == (0, "text\nFalse\n", ""), lost
-    done = in_shell('"$PYTHON" "$HERE/run.py" -p Once -n 3 --device cpu --quiet >/dev/full')
+    run = f'"$PYTHON" "$HERE/run.py" -m "{tiny}" --device cpu'
+    done = in_shell(f"{run} -p Once -n 3 --quiet >/dev/full")
     assert done.returncode == 1 and done.stderr == "error: No space left on device\n"
-    done = in_shell(
-        f'"$PYTHON" "$HERE/run.py" -m "{tiny}" --save saved --fp8 --device cpu <&- >&- 2>&-',
-        cwd=tmp_path,
-    )
+    done = in_shell(f"{run} --save saved --fp8 <&- >&- 2>&-", cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "saved" / "model.safetensors").is_file(), done
 
 
-def test_ctrl_c_prints_timings_and_exits_130(tiny):
-    process = program(
-        "-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", stdin=subprocess.DEVNULL
-    )
-    process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and b"generated" in err and b"Traceback" not in err
+@pytest.mark.parametrize("call", [0, 1, 4])
+@pytest.mark.parametrize("flags", ["-p Once", "--chat -p Once", "--chat", "-st"])
+def test_ctrl_c_exits_130_after_what_it_has(cli, tiny, monkeypatch, flags, call):
+    """While the prompt is evaluated, or after one or four tokens, in a process whose input is no
+    terminal."""
+    flags = ("-m", tiny, *flags.split(), "-n", 8, *GREEDY, "-o", "jsonl")
+    (whole,) = objects(cli(*flags, stdin=b"Once\n")[1])
+    calls, step = itertools.count(), Llama.step
+
+    def interrupted(self, T, state) -> None:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        step(self, T, state)
+
+    monkeypatch.setattr(Llama, "step", interrupted)
+    code, out, err = cli(*flags, stdin=b"Once\n")
+    (cut,) = objects(out)
+    assert code == 130, "scripts tell by it that the text is cut"
+    assert (cut["ended_by"], cut["new_tokens"]) == ("interrupt", call)
+    assert whole["text"].startswith(cut["text"])
+    assert call == 0 or f"generated {call} tokens" in err
 
 
 @pytest.mark.parametrize("line, flags, expected", [
@@ -2530,22 +2498,60 @@ def tiny_session(tiny):
     return Session(tiny, dtype="fp32", device="cpu")
 
 
-def test_pieces_of_a_text(tiny_session):
-    """They are what model.generate and the tokenizer make of a prompt, token by token."""
-    tokenizer, prompt = tiny_session.tokenizer, "Once upon"
-    ids = greedy(tiny_session.model, tokenizer.encode(prompt), 12)
-    generation = tiny_session.generate(prompt, n=12, temp=0, ignore_eos=True)
-    pieces = list(generation)
-    assert [piece.ids for piece in pieces] == [*([i] for i in ids), []] and generation.ids == ids
-    assert "".join(piece.text for piece in pieces) == generation.text != ""
-    assert generation.prompt_tokens == len(tokenizer.encode(prompt))
-    assert generation.ended_by == "length" and generation.timings.new_tokens == 12
-    same = tiny_session.generate(tokenizer.encode(prompt), n=12, temp=0, ignore_eos=True)
-    assert same.finish().text == generation.text and same.timings.prompt_tokens == 1
-    stop = generation.text[3:6]
-    stopped = tiny_session.generate(prompt, stop=[stop], temp=0, ignore_eos=True).finish()
-    assert stopped.ended_by == "stop"
-    assert stopped.text == generation.text[: generation.text.find(stop)]
+def test_texts_in_any_order(tiny_session, tiny_model):
+    """Of one session, read to the end or not: each is what model.generate and the tokenizer make of
+    its prompt, token by token, up to a stop string; the next text ends an unfinished one, and the
+    timings are the sum of all."""
+    tokenizer = tiny_session.tokenizer
+    call = st.tuples(
+        st.sampled_from(["Once upon", "Once upon a time", "", "fox", "Żółw zjadł"]),
+        st.integers(0, 9), st.integers(0, 10), st.sampled_from([None, (2, 4), (3, 3), (0, 1)]),
+        st.sampled_from([None, 0, 2]),
+    )  # fmt: skip
+
+    @examples(25, calls=st.lists(call, min_size=2, max_size=5))
+    def check(calls):
+        tiny_session.end()
+        before, done = tiny_session.timings, []
+        for prompt, n, taken, stop, logprobs in calls:
+            ids = tokenizer.encode(prompt)
+            chosen = greedy(tiny_model, ids, n)
+            whole = tokenizer.decode(chosen)
+            stops = [whole[slice(*stop)]] if stop else []
+            options = dict(n=n, stop=stops, temp=0, ignore_eos=True, logprobs=logprobs)
+            generation = tiny_session.generate(prompt, at_start=False, **options)
+            assert all(list(earlier) == [] for earlier, _, _ in done), "two texts at once"
+            pieces = list(itertools.islice(generation, taken))
+            done.append((generation, len(generation.ids), generation.text))
+            got = generation.ids
+            assert got == [id for piece in pieces for id in piece.ids] == chosen[: len(got)]
+            assert generation.text == "".join(piece.text for piece in pieces)
+            assert generation.prompt_tokens == len(ids)
+            found = whole.find(stops[0]) if stops and stops[0] else -1
+            end = len(whole) if found < 0 else found
+            if generation.ended_by == "interrupt":
+                assert taken <= len(got) + 1 and whole[:end].startswith(generation.text)
+            else:
+                assert generation.ended_by == ("length" if found < 0 else "stop")
+                assert generation.text == whole[:end]
+            exact = logits_of(tiny_model, [*ids, *chosen])[len(ids) - 1 :].log_softmax(1)
+            for row, score in zip(exact, generation.logprobs):
+                near = lambda id, row=row: pytest.approx(float(row[id]), abs=1e-3)
+                assert score.logprob == near(score.id)
+                assert score.best == [(id, near(id)) for id in row.topk(logprobs).indices.tolist()]
+            if logprobs is not None and generation.ended_by == "length":
+                assert len(generation.logprobs) == n
+        tiny_session.end()
+        for generation, count, text in done:
+            assert (generation.timings.new_tokens, generation.text) == (count, text)
+            assert generation.answered == (count > 0 or generation.ended_by != "interrupt")
+        assert tiny_session.timings == sum((g.timings for g, _, _ in done), before)
+
+    check()
+    every_but_bos = {*range(tiny_model.config.vocab_size)} - {tokenizer.bos}
+    options = dict(n=3, eos=every_but_bos, ignore_eos=True, logprobs=0)
+    silent = tiny_session.generate("fox", **options).finish()
+    assert silent.text == "" and [score.id for score in silent.logprobs] == [tokenizer.bos] * 3
 
 
 @pytest.mark.parametrize("prompt, settings, error, said", [
@@ -2589,50 +2595,34 @@ def test_timings_are_not_the_callers(tiny_model, monkeypatch, decode):
     assert timings.steps == 8 and timings.step_seconds > before
 
 
-def test_a_text_ends_the_one_before(tiny_session):
-    options = dict(n=6, ignore_eos=True)
-    alone = tiny_session.generate("fox", **options).finish()
-    total = tiny_session.timings.new_tokens
-    first = tiny_session.generate("Once", **options)
-    next(first)
-    second = tiny_session.generate("fox", **options)
-    assert list(first) == [] and first.ended_by == "interrupt" and len(first.ids) == 1
-    assert second.finish().text == alone.text
-    assert tiny_session.timings.new_tokens == total + 1 + 6
-    never = tiny_session.generate("Once", **options)
-    never.close()
-    assert list(never) == [] and not never.answered
+@pytest.mark.parametrize("size, expected", [(32 << 20, 1), ((32 << 20) + 1, 2)])
+def test_threads_of_a_session(tiny, monkeypatch, request, size, expected):
+    """One for a model that fits into 32 MB of caches, unless they are given."""
+    request.addfinalizer(lambda: torch.set_num_threads(1))
+    monkeypatch.setattr("model.Weights.matrices", [SimpleNamespace(nbytes=size)])
+    for threads, used in ((None, expected), (2, 2)):
+        torch.set_num_threads(2)
+        Session(tiny, dtype="fp32", device="cpu", threads=threads)
+        assert torch.get_num_threads() == used
 
 
 def test_conversation_with_unfinished_answers(tiny_session):
     """It has what was generated of them."""
     talk, options = Conversation(tiny_session), dict(n=6, ignore_eos=True)
-    for piece in talk.answer("hello", **options):
-        if piece.text:
-            break
-    answer = talk.answer("good day", **options).finish()
-    said = [turn["content"] for turn in talk.turns]
-    assert said == ["hello", piece.text, "good day", answer.text]
-    talk.again(**options)  # of which nothing is generated
-    next(talk.again(**options))
-    talk.session.end()
-    assert [turn["content"] for turn in talk.turns[:3]] == said[:3]
-    assert len(talk.turns) == 4 and len(talk.turns[3]["content"]) < len(answer.text)
+    talk.answer("hello", **options).finish()
+    for begin in (partial(talk.answer, "good day"), talk.again):
+        generation = begin(**options)
+        while not next(generation).text:
+            pass
+        talk.again(**options)  # which ends it, and of which nothing is generated
+        said = [turn["content"] for turn in talk.turns]
+        assert said[0::2] == ["hello", "good day"] and said[3] == generation.text
     next(talk.answer("more", **options))
     talk.clear()
+    talk.session.end()
     assert talk.turns == []
     with pytest.raises(ValueError, match="there is no answer yet"):
         talk.again()
-
-
-def test_chat_of_messages_evaluates_only_what_is_new(tiny):
-    """Whoever sends the whole conversation each time, as clients of a server do."""
-    session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
-    first = session.chat(conversation("tell me a tale"), n=6, ignore_eos=True).finish()
-    messages = conversation("tell me a tale", first.text, "go on")
-    second = session.chat(messages, n=6, ignore_eos=True).finish()
-    new = second.prompt_tokens - first.prompt_tokens - len(first.ids)
-    assert second.timings.prompt_tokens <= new + 1
 
 
 # ---- chat.py: conversations
@@ -2640,36 +2630,121 @@ def test_chat_of_messages_evaluates_only_what_is_new(tiny):
 
 def chat(cli, folder, *lines: str, flags=()):
     text = "".join(line + "\n" for line in lines).encode(errors="surrogateescape")
-    return cli("-m", folder, "--chat", "-n", 6, "--ignore-eos", "--temp", 0, *flags, stdin=text)
+    return cli("-m", folder, "--chat", "-n", 6, *GREEDY, *flags, stdin=text)
 
 
 def chat_objects(cli, folder, *lines: str, flags=()) -> list[dict]:
     return objects(chat(cli, folder, *lines, flags=["-o", "jsonl", *flags])[1])
 
 
-@pytest.fixture
-def fitted(monkeypatch) -> list:
-    """The prompts of the turns of a chat, in the order in which they were made to fit the
-    context."""
-    seen, fit = [], Conversation.fit
+def test_a_chat_in_any_order(tiny, tiny_model, tmp_path, monkeypatch, capsys):
+    """Messages and commands, with Ctrl-C at any time: the prompt is what the template makes of the
+    conversation so far, the answer is the model's, all of it is shown, and what is interrupted
+    before its first token changes nothing."""
+    session = Session(tiny, dtype="fp32", device="cpu", chat_template="llama2")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    (notes, saved), seen = (tmp_path / "notes", tmp_path / "saved"), []
+    notes.write_bytes(b"a\r\nnote\r\n")
+    commands = ["hello", "good \\day", "/regen", "/clear", "/system Be kind.", "/system"]
+    commands += [f"/read {notes}", f"/save {saved}", f"/load {saved}", "/set seed 3", "/set temp 0"]
+    answer = session.chat
 
-    def fit_and_keep(self, message, turns):
-        prompt, kept = fit(self, message, turns)
-        seen.append(prompt)
-        return prompt, kept
+    def recorded(prompt, **options):
+        seen.append((prompt, options["sampling"], answer(prompt, **options)))
+        return seen[-1][2]
 
-    monkeypatch.setattr(Conversation, "fit", fit_and_keep)
-    return seen
+    monkeypatch.setattr(session, "chat", recorded)
+    line = st.tuples(st.sampled_from([*commands, "hello", "/regen"]), st.integers(0, 60))
+
+    @examples(25, lines=st.lists(line, min_size=3, max_size=7))
+    def check(lines):
+        talk = Conversation(session)
+        shown = Chat(talk, Output(session, quiet=True), n=4, ignore_eos=True)
+        shown.stays = True
+        system, turns, to_read, at = [], [], "", dict(temp=0.8, seed=0)
+        saved.write_text("[]")
+        kept = ([], [])
+        for line, stops in lines:
+            capsys.readouterr()
+            seen.clear()
+            with monkeypatch.context() as patch:
+                interrupted_at(patch, session.model.ops, stops)
+                assert shown.turn(line)
+            command, _, rest = line.partition(" ")
+            earlier, message = turns, to_read + line
+            if command == "/regen" and turns:
+                earlier, message = turns[:-2], turns[-2]["content"]
+                at["seed"] += 1
+            if command == "/clear":
+                turns, to_read = [], ""
+            elif command == "/system":
+                system, turns = conversation(system=rest), []
+            elif command == "/read":
+                to_read += "a\nnote\n\n"
+            elif command == "/save":
+                kept = (system, turns)
+            elif command == "/load":
+                system, turns = kept
+            elif command == "/set":
+                at[rest.split()[0]] = int(rest.split()[1])
+            for prompt, settings, generation in seen:
+                asked = [*system, *earlier, {"role": "user", "content": message}]
+                assert prompt.text == session.tokenizer.chat_prompt(asked).text
+                assert settings == Sampling(**at)
+                options = dict(n=4, sampling=settings, eos=session.eos, ignore_eos=True)
+                expected = [*generate(tiny_model, prompt.ids, **options)]
+                got, interrupted = generation.ids, generation.ended_by == "interrupt"
+                assert got == expected[: len(got)] and (interrupted or len(got) == 4)
+                assert capsys.readouterr().out == generation.text + "\n"
+                if got:
+                    turns = [*earlier, *conversation(message, generation.text)]
+                    to_read = to_read if command == "/regen" else ""
+            assert talk.turns == turns and talk.system == system and shown.to_read == to_read
+
+    check()
+
+
+def test_what_fits_into_the_context(tiny):
+    """Where less than a quarter is left for the answer, turns go, the oldest first, and then the
+    beginning of the last answer, until half of it is free, and no more than that."""
+    session = Session(tiny, device="cpu", ctx_size=64, chat_template="llama2")
+    text = st.lists(st.sampled_from("a good fox said Żółw \u4f60".split()), max_size=25).map(
+        " ".join
+    )
+    turn = st.tuples(text, text).map(lambda said: conversation(*said))
+
+    @examples(60, system=st.sampled_from(["", "Be kind."]), turns=st.lists(turn, max_size=6))
+    def check(system, turns):
+        talk, turns = Conversation(session, system), [*itertools.chain(*turns)]
+        asked = lambda turns: [*talk.system, *turns, {"role": "user", "content": "fox"}]
+        length = lambda turns: len(session.render(asked(turns)).ids)
+        prompt, kept = talk.fit("fox", turns)
+        dropped = dropped_part(turns, kept)
+        assert prompt.text == session.tokenizer.chat_prompt(asked(kept)).text
+        if length(turns) <= 48:
+            assert (kept, dropped) == (turns, "")
+            return
+        count = (len(turns) - len(kept)) // 2
+        expected, rest = [f"{count} of {len(turns) // 2} turns"] * bool(count), turns[2 * count :]
+        assert len(prompt.ids) <= max(32, length([])), "half of the context is not free"
+        if kept == rest:
+            assert length(turns[2 * count - 2 :]) > 32, "more than needed is dropped"
+        else:
+            (message, answer), (_, whole) = kept, rest
+            assert message == rest[0] and whole["content"].endswith(answer["content"].strip())
+            assert length(rest) > 32 and 32 - len(prompt.ids) < 8, "more than needed is cut"
+            cut = len(whole["content"]) - len(answer["content"])
+            expected.append(f"{cut} characters of the last answer")
+        assert dropped == " and ".join(expected)
+
+    check()
 
 
 def test_chat_answers_each_line(cli, tiny):
     code, out, err = chat(cli, tiny, "hello", "", "/help", "/regne now", "again")
     assert code == 0 and len(out.splitlines()) >= 2 and "generated 12 tokens" in err
-    assert "no command /regne; /help lists them" in err
-    assert (
-        "this model has no chat template; sending plain text" in err
-        and "/clear        forget" in err
-    )
+    assert "no command /regne; /help lists them" in err and "/clear        forget" in err
+    assert "this model has no chat template; sending plain text" in err
     turns = chat_objects(cli, tiny, "/usr/bin/python says", "one \\", "two", "/bye", "no")
     assert [turn["prompt"] for turn in turns] == ["/usr/bin/python says", "one \ntwo"]
     assert chat_objects(cli, tiny, "one\\")[0]["prompt"] == "one", "the input ended"
@@ -2677,79 +2752,48 @@ def test_chat_answers_each_line(cli, tiny):
 
 
 def test_chat_single_turn(cli, tiny, tmp_path):
-    flags = ("-m", tiny, "-n", 6, "--ignore-eos", "--temp", 0, "--quiet")
+    flags = ("-m", tiny, "-n", 6, *GREEDY, "--quiet")
     expected = chat(cli, tiny, "hello", flags=["--quiet"])[1]
     (tmp_path / "message").write_text("hello\n")
-    for how in (
-        ["--chat", "-p", "hello"],
-        ["-st", "-p", "hello"],
-        ["-cnv", "-f", tmp_path / "message"],
-        ["-st"],
-    ):
+    file = ("-cnv", "-f", tmp_path / "message")
+    for how in (("--chat", "-p", "hello"), ("-st", "-p", "hello"), file, ("-st",)):
         assert cli(*flags, *how, stdin=b"hello\n") == (0, expected, ""), how
-    for how in (["--chat", "-p", "hello\\nyou"], ["-st"]):
+    for how in (("--chat", "-p", "hello\\nyou"), ("-st",)):
         (turn,) = objects(cli(*flags, *how, "-o", "jsonl", stdin=b"hello\nyou\n")[1])
         assert turn["prompt"] == "hello\nyou"
 
 
-def test_chat_clear_and_system(cli, tiny):
+def test_notes_of_a_chat(cli, tiny, tmp_path):
     once = chat(cli, tiny, "hello")[1]
-    code, out, err = chat(cli, tiny, "hello", "/clear", "hello")
-    assert out == once * 2 and "conversation cleared" in err
-    assert chat(cli, tiny, "good day", "hello")[1] != chat(cli, tiny, "good day")[1] + once
-    code, kind, err = chat(cli, tiny, "/system Be kind.", "hello", "/system")
+    code, out, err = chat(cli, tiny, "hello", "/clear", "hello", "/system")
+    assert out == once * 2 and "conversation cleared" in err and "without a system prompt" in err
+    code, kind, err = chat(cli, tiny, "/system Be kind.", "hello")
     assert kind == chat(cli, tiny, "hello", flags=["--system", "Be kind."])[1] != once
-    assert "with this system prompt" in err and "without a system prompt" in err
-
-
-def test_chat_regen(cli, tiny):
-    _, out, err = chat(cli, tiny, "/regen", "hello", "/regen", flags=["-o", "jsonl"])
-    error, first, second = objects(out)
-    assert (
-        error["error"] == "there is no answer yet"
-        and first["text"] == second["text"]
-        and "always the same" in err
-    )
-    first, second, third = chat_objects(
-        cli, tiny, "hello", "/regen", "again", flags=["--temp", 5, "-n", 12]
-    )
-    assert first["prompt"] == second["prompt"] == "hello" and first["text"] != second["text"]
-    assert (
-        second["evaluated_tokens"] == 1
-        and third["prompt_tokens"] < 2 * second["prompt_tokens"] + 12 + 12
-    )
-
-
-def test_chat_read_waits_for_a_message(cli, tiny, tmp_path):
+    assert "with this system prompt" in err
     (tmp_path / "notes").write_bytes(b"good\r\nday,\rcrow!\n")
-    read, notes = f"/read {tmp_path / 'notes'}", "good\nday,\ncrow!\n\n"
-    lines = [
-        "what?",
-        read,
-        "/regen",
-        "fox " * 2000,
-        "and?",
-        read,
-        "/clear",
-        "why?",
-        read,
-        "/system Be kind.",
-        "who?",
-    ]
-    code, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
-    prompts = [turn["prompt"] for turn in objects(out)]
-    expected = ["what?", "what?", "fox fox", f"{notes}and?", "why?", f"{notes}who?"]
-    assert code == 0 and len(prompts) == len(expected) and "15 characters" in err
-    assert all(map(str.startswith, prompts, expected)), prompts
+    lines = ["/regen", f"/read {tmp_path / 'notes'}", "fox " * 2000, "hello", "/regen"]
+    _, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
+    error, long, first, second = objects(out)
+    assert error["error"] == "there is no answer yet" and "always the same" in err
+    assert (
+        "15 characters, goes before your next message" in err and "context holds" in long["error"]
+    )
+    assert first["prompt"] == second["prompt"] == "good\nday,\ncrow!\n\nhello"
+    assert first["text"] == second["text"] and second["evaluated_tokens"] == 1
+    lines = ["hello", "/clear", "/system x", "hello", *["tell me a tale"] * 12]
+    noted = chat(cli, tiny, *lines, flags=["-c", 64])[2]
+    dropped = "context of 64 tokens is full: dropped the oldest part of the conversation, [1-9] of "
+    assert re.search(dropped, noted)
+    assert chat(cli, tiny, *lines, flags=["--quiet", "-c", 64])[2] == "", "--quiet"
 
 
 def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
-    template = (
-        "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
-    )
-    (tmp_path / "t").write_text(template + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    (tmp_path / "bad").write_bytes(b"ab\xff")
-    (tmp_path / "long").write_text("x" * 10_000)
+    refuses = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
+    (tmp_path / "t").write_text(refuses + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    bad, long, other = (tmp_path / name for name in ("bad", "long", "other"))
+    bad.write_bytes(b"ab\xff")
+    long.write_text("x" * 10_000)
+    other.write_text('[{"role": "user", "content": "?"}]')
     said = {
         "tell me a tale " * 60: "context holds 64",
         "\udcff": "not UTF-8",
@@ -2761,21 +2805,26 @@ def test_chat_errors_end_only_their_turn(cli, tiny, tmp_path):
         "/read ~nobody-of-this-name/notes": "No such file",
         "/read /dev/zero": "/dev/zero has more than 64,000,000 bytes",
         "/read .": ".: Is a directory",
-        f"/read {tmp_path / 'bad'}": "not UTF-8: byte 0xff at offset 2",
-        f"/read {tmp_path / 'long'}": f"{tmp_path / 'long'} takes ",
+        f"/read {bad}": "not UTF-8: byte 0xff at offset 2",
+        f"/read {long}": f"{long} takes ",
+        "/set tmp 1": "/set needs one of temp, top_k",
+        "/set top-k many": "many: top_k needs a number",
+        "/set top_p 2": "top_p is 2.0; it must be from 0 to 1",
+        "/set seed nan": "nan: seed needs a number",
+        "/save": "/save needs the name of a file",
+        "/save /no/where": "/no/where: No such file",
+        f"/load {other}": f"{other}: it is not a conversation",
+        f"/load {tiny / 'config.json'}": "it is not a conversation",
+        f"/load {tiny / 'tokenizer.model'}": "not UTF-8",
     }
     flags = ["-o", "jsonl", "-c", 64, "--quiet", "--chat-template", tmp_path / "t"]
     code, out, err = chat(cli, tiny, "hello", *said, "/regen", flags=flags)
     first, *refused, last = objects(out)
-    assert code == 0 and last["prompt"] == first["prompt"] == "hello", (
-        "the conversation is still there"
-    )
-    assert all(text in turn["error"] for turn, text in zip(refused, said.values(), strict=True)), (
-        refused
-    )
-    assert (
-        err.splitlines() == [f"error: {turn['error']}" for turn in refused] and "Errno" not in err
-    )
+    assert code == 0 and last["prompt"] == first["prompt"] == "hello", "the conversation is lost"
+    for turn, text in zip(refused, said.values(), strict=True):
+        assert text in turn["error"], turn
+    errors = [f"error: {turn['error']}" for turn in refused]
+    assert err.splitlines() == errors and "Errno" not in err
 
 
 @pytest.mark.parametrize("template", ["llama2", "zephyr", "plain"])
@@ -2787,43 +2836,17 @@ def test_chat_evaluates_only_what_is_new(cli, tiny, template):
     assert f"template: {template} (given)" in one
 
 
-def test_chat_drops_its_oldest_turns(cli, tiny, fitted):
-    flags = ["--system", "Be kind.", "--chat-template", "llama2", "-c", 128]
-    code, _, err = chat(cli, tiny, *["tell me a tale"] * 8, flags=flags)
-    assert code == 0 and "error" not in err
-    assert re.search(r"full: dropped the oldest part of the conversation, [1-9] of \d turns", err)
-    lengths = [len(prompt.ids) for prompt in fitted]
-    assert 64 < max(lengths) <= 96, "a quarter is left for the answer"
-    assert all(prompt.text.startswith("<s>[INST] <<SYS>>\nBe kind.") for prompt in fitted)
-
-
 def test_chat_settings_stats_and_files(cli, tiny, tmp_path):
-    file, other = tmp_path / "talk", tmp_path / "other"
-    other.write_text('[{"role": "user", "content": "?"}]')
     (hot,) = chat_objects(cli, tiny, "hello", flags=["--temp", 5, "-s", 3])
+    file = tmp_path / "talk"
     lines = ["/HELP", "/?", "/set temp 5", "/set seed 3", "/stats", "hello", f"/save {file}"]
-    lines += ["more", f"/load {file}", "more"]
-    _, out, err = chat(cli, tiny, *lines, flags=["-o", "jsonl"])
+    _, out, err = chat(cli, tiny, *lines, "more", f"/load {file}", "more", flags=["-o", "jsonl"])
     first, second, third = (turn["text"] for turn in objects(out))
     assert first == hot["text"] and second == third and f"{file}: 1 turns" in err
     assert "temp 5.0, top_k 40" in err and err.count("/clear  ") == 2
-    assert (
-        err.count("note: cut after 6 tokens (see -n)") == 3 and err.count(" tokens/s; prompt:") == 3
-    )
+    assert err.count("note: cut after 6 tokens (see -n)") == 3
+    assert err.count(" tokens/s; prompt:") == 3
     assert json.loads(file.read_text())[0] == {"role": "user", "content": "hello"}
-    said = {
-        "/set tmp 1": "/set needs one of temp, top_k",
-        "/set top-k many": "many: top_k needs a number",
-        "/set top_p 2": "top_p is 2.0; it must be from 0 to 1",
-        "/set seed nan": "nan: seed needs a number",
-        "/save": "/save needs the name of a file",
-        "/save /no/where": "/no/where: No such file",
-        f"/load {other}": f"{other}: it is not a conversation",
-        f"/load {tiny / 'config.json'}": "it is not a conversation",
-        f"/load {tiny / 'tokenizer.model'}": "not UTF-8",
-    }
-    refused = chat_objects(cli, tiny, *said)
-    assert all(text in turn["error"] for turn, text in zip(refused, said.values(), strict=True))
 
 
 def test_ctrl_c_while_an_answer_is_rendered_again(tiny, monkeypatch):
@@ -2836,83 +2859,46 @@ def test_ctrl_c_while_an_answer_is_rendered_again(tiny, monkeypatch):
     assert talk.turns == before and len(before) == 2
 
 
-def test_chat_keeps_the_end_of_a_long_answer(cli, fitted):
-    flags = ["--system", "Be kind.", "-c", 100, "-n", -2, "-o", "jsonl", "--dtype", "fp32"]
-    code, out, err = chat(
-        cli, cli_module.DEFAULT_MODEL, "Tell me a tale", *["go on"] * 2, flags=flags
-    )
-    turns = objects(out)
-    assert (
-        code == 0
-        and len(re.findall(r" \d+ characters of the last answer", err)) == 2
-        and all(turn["ended_by"] == "context" for turn in turns)
-    )
-    form = r"(?s)<s>\[INST\] <<SYS>>\nBe kind.\n<</SYS>>\n\n[^[]* \[/INST\] (.*) </s><s>\[INST\] go on \[/INST\]"
-    for before, prompt in zip(turns, fitted[1:]):
-        kept = re.fullmatch(form, prompt.text).group(1).strip()
-        assert len(kept) > 20 and before["text"].strip().endswith(kept) and len(prompt.ids) <= 50
-
-
-def test_chat_shortens_an_answer(tiny):
-    """By more than the space before it."""
-    talk = SimpleNamespace(session=SimpleNamespace(tokenizer=Tokenizer(tiny)))
-    _, answer = Conversation.shortened(talk, [{}, {"content": "\u4f60 good day"}], 1)
-    assert answer["content"].strip() == "good day"
-
-
-def test_quiet_is_quiet(cli, tiny):
-    lines = ["hello", "/clear", "/system x", "hello", *["tell me a tale"] * 12]
-    assert chat(cli, tiny, *lines, flags=["--quiet", "-c", 64])[2] == ""
-    assert cli("-m", tiny, "-p", "Once", "-c", 16, "--ignore-eos", "--quiet", "-ngl", 99)[2] == ""
-
-
 # ---- chat.py: a person at a terminal
 
 
-@pytest.mark.parametrize("width", [8, 20, 80])
-def test_printer_does_not_cut_words(width, capsys, monkeypatch):
-    """And control characters do not reach the terminal."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    words = "fox Żółw good \U0001f422 e\u0301e\u0301".split()
-    words += [
-        "\u4f60\u597d" * 9,
-        "a" * (width // 2),
-        "x" * 2 * width,
-        "\n",
-        "\n\n",
-        "\x1b[2J",
-        "\x9bc",
-        "\r",
-        "\t",
-    ]
-    text = " ".join(random.choices(words, k=200))
-    printer = Printer(text[:3])
-    printer.at_terminal = True
-    for start in range(3, len(text), 3):
-        printer.write(text[start : start + 3])
-    printer.end()
-    shown = capsys.readouterr().out
-    assert all(sum(map(columns_of, line)) < width for line in shown.split("\n"))
-    visible = re.sub("[\x1b\x9b]", "\ufffd", text)
-    assert "".join(shown.split()) == "".join(visible.split()) and "\r" not in shown, (
-        "nothing is lost"
-    )
-    assert all(
-        word in shown.split() for word in visible.split() if word.isascii() and len(word) < width
-    )
+def test_printer_does_not_cut_words(capsys, monkeypatch):
+    """However a text is cut into pieces, and whatever the printer wrote before; control characters
+    do not reach the terminal."""
 
-
-def test_notes_and_cut_texts_at_a_terminal(tiny, capsys, monkeypatch):
-    """A file's name may hold control characters; of a text that Ctrl-C cut, no half word comes
-    after it."""
-    cli_module.note("model  a\x1b]0;b\x07\x9b\nc\td\r")
-    assert capsys.readouterr().err == "model  a\ufffd]0;b\ufffd\ufffd\nc\td \n"
-    for cut, expected in ((True, "Once \n"), (False, "Once up\n")):
-        printer = Printer()
+    def shown(printer: Printer, pieces, cut: bool = False) -> str:
         printer.at_terminal = True
-        printer.write("Once up")
+        for piece in pieces:
+            printer.write(piece)
         printer.end(cut)
-        assert capsys.readouterr().out == expected
+        return capsys.readouterr().out
+
+    words = "fox Żółw good \U0001f422 e\u0301e\u0301 aaaa".split() + ["\u4f60\u597d" * 9, "x" * 30]
+    words += ["\n", "\n\n", "\x1b[2J", "\x9bc", "\r", "\t"]
+    text = st.lists(st.sampled_from(words), max_size=30).map(" ".join)
+    texts = st.lists(st.tuples(text, st.sets(st.integers(0, 80)), st.booleans()), max_size=4)
+
+    @examples(60, width=st.sampled_from([8, 20, 80]), texts=texts)
+    def check(width, texts):
+        monkeypatch.setenv("COLUMNS", str(width))
+        printer = Printer()
+        for text, cuts, cut in texts:
+            ends = [0, *sorted(cuts), len(text) + 81]
+            lines = shown(printer, [text[a:b] for a, b in itertools.pairwise(ends)], cut)
+            assert lines == shown(Printer(), [text], cut), "a column or a word is left over"
+            assert all(sum(map(columns_of, line)) < width for line in lines.split("\n"))
+            if not cut:
+                visible = re.sub("[\x1b\x9b]", "\ufffd", text)
+                assert "".join(lines.split()) == "".join(visible.split()), "something is lost"
+                short = {word for word in visible.split() if word.isascii() and len(word) < width}
+                assert short <= {*lines.split()} and "\r" not in lines
+
+    check()
+    monkeypatch.setenv("COLUMNS", "80")
+    assert shown(Printer("Once "), ["up"], cut=True) == "Once \n", "no half word after Ctrl-C"
+    assert shown(Printer("abc\tx\tabcdefgh"), ["\ty"]) == "abc     x       abcdefgh        y\n"
+    cli_module.note("model  a\x1b]0;b\x07\x9b\nc\td\r")  # a file's name may hold them
+    assert capsys.readouterr().err == "model  a\ufffd]0;b\ufffd\ufffd\nc\td \n"
 
 
 def test_ctrl_c_at_once(tmp_path):
@@ -2928,22 +2914,16 @@ def test_ctrl_c_at_once(tmp_path):
 class Person:
     """Types into a program at a pseudo-terminal and reads what it shows."""
 
-    def __init__(
-        self, *arguments, script: Path = HERE / "run.py", columns: int = 80, **environment
-    ):
-        variables = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("COLUMNS", "LINES", "NO_COLOR")
-        }
-        variables |= dict(
-            TERM="xterm-256color", OMP_NUM_THREADS="1", XDG_STATE_HOME="/none", INPUTRC="/dev/null"
-        )
+    def __init__(self, *arguments, script: Path = HERE / "run.py", columns: int = 80, **variables):
+        own = dict(TERM="xterm-256color", OMP_NUM_THREADS="1", XDG_STATE_HOME="/none")
+        environment = os.environ | own | dict(INPUTRC="/dev/null") | variables
+        for name in {"COLUMNS", "LINES", "NO_COLOR"} - {*variables}:
+            environment.pop(name, None)
         command = [sys.executable, str(script), "--device", "cpu", *map(str, arguments)]
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
             termios.tcsetwinsize(0, (24, columns))
-            os.execve(sys.executable, command, variables | environment)
+            os.execve(sys.executable, command, environment)
         self.unread, self._decoder = "", codecs.getincrementaldecoder("utf-8")("replace")
 
     def types(self, text: str, seen: str = "") -> str:
@@ -2992,14 +2972,12 @@ READY = r"\x1b\[\?2004h(\x1b\[1;32m)?> "
 
 
 def test_chat_at_a_terminal(tiny, tmp_path):
-    flags = ("-m", tiny, "--chat", "-n", 6, "--ignore-eos", "--temp", 0)
-    person = Person(*flags, XDG_STATE_HOME=str(tmp_path / "of a new user"))
+    home = tmp_path / "of a new user"
+    person = Person("-m", tiny, "--chat", "-n", 6, *GREEDY, XDG_STATE_HOME=str(home))
     assert "\x1b[?2004h\x1b[1;32m> " in person.sees(READY)
     turn = person.types("hello\r", READY)
-    answered = (
-        r"(?s)hello\r\n(\x1b\[\?2004l\r)?\x1b\[0m\r\n[^\x1b]+\r\n\r\n\x1b\[\?2004h\x1b\[1;32m> "
-    )
-    assert re.fullmatch(answered, turn), repr(turn)
+    answered = r"(?s)hello\r\n(\x1b\[\?2004l\r)?\x1b\[0m\r\n[^\x1b]+\r\n\r\n"
+    assert re.fullmatch(answered + r"\x1b\[\?2004h\x1b\[1;32m> ", turn), repr(turn)
     person.types("\x1b[200~good\rday\x1b[201~", "day")  # pasted
     person.types("\r", READY)
     person.types("two \\\r", r"\x1b\[1;32m  ")
@@ -3013,17 +2991,12 @@ def test_chat_at_a_terminal(tiny, tmp_path):
     person.interrupts(READY)
     rest = person.interrupts("memory ")
     assert person.leaves()[0] == 130
-    assert (
-        "generated 18 tokens" in rest
-        and "Traceback" not in rest
-        and rest.startswith("\x1b[?2004l\r\x1b[0m")
-    )
-    history = tmp_path / "of a new user" / "fused-llama" / "history"
+    assert rest.startswith("\x1b[?2004l\r\x1b[0m") and "Traceback" not in rest
+    assert "generated 18 tokens" in rest
+    history = home / "fused-llama" / "history"
     messages = [json.loads(line) for line in history.read_text().splitlines()]
-    assert (
-        messages == ["hello", "good\nday", "two \nlines", "/clear"]
-        and history.parent.stat().st_mode & 0o077 == 0
-    )
+    assert messages == ["hello", "good\nday", "two \nlines", "/clear"]
+    assert history.parent.stat().st_mode & 0o077 == 0, "others can read it"
 
 
 def test_chat_at_a_narrow_terminal(tiny, tmp_path):
@@ -3034,19 +3007,16 @@ def test_chat_at_a_narrow_terminal(tiny, tmp_path):
     person = Person(*flags, XDG_STATE_HOME=str(tmp_path), NO_COLOR="1", columns=20)
     status = person.sees(READY).rpartition("\rmodel\r\n")[2]
     assert "\x1b[1" not in status and "\r\n          /help\r\n" in status
-    assert all(len(line) < 20 for line in status.split("\r\n")[:-1] if len(line.split()) > 1), (
-        status
-    )
+    lines = [line for line in status.split("\r\n")[:-1] if len(line.split()) > 1]
+    assert all(len(line) < 20 for line in lines), status
     assert "good\r\n" in person.types(UP + UP, "day")
     person.types("\r", r"\x1b\[\?2004l\r")
     answer = person.sees(r"([^\n]*\n){6}")
     answer += person.interrupts(READY)
-    # the progress bar of a prompt that takes more than two seconds
-    overwritten = re.compile(r".*\r(?!$)")
-    lines = [
-        overwritten.sub("", line).strip("\r").replace("^C", "") for line in answer.split("\n")[:-1]
-    ]
-    assert all(sum(map(columns_of, line)) < 20 for line in lines if "\x1b" not in line), lines
+    # a progress bar, of a prompt that takes more than two seconds, is overwritten
+    lines = [re.sub(r".*\r(?!$)", "", line).strip("\r") for line in answer.split("\n")[:-1]]
+    lines = [line.replace("^C", "") for line in lines if "\x1b" not in line]
+    assert all(sum(map(columns_of, line)) < 20 for line in lines), lines
     person.types(CTRL_D)
     code, rest = person.leaves()
     assert code == 0 and "generated" in rest
@@ -3073,16 +3043,10 @@ def test_terminal_after_sigterm(tiny):
 
 
 def test_mode_of_a_run(monkeypatch):
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    modes = {
-        "": "bare",
-        "-no-cnv": "text",
-        "-p x": "text",
-        "-f /dev/null": "text",
-        "-st": "chat",
-        "-sys x": "bare",
-    }
+    modes = {"": "bare", "-no-cnv": "text", "-p x": "text", "-p=": "text", "-f /dev/null": "text"}
+    modes |= {"-st": "chat", "-sys x": "bare", "--chat -p x": "chat", "--fp8 --save x": "save"}
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     assert {flags: run.parse_args(flags.split()).mode for flags in modes} == modes
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert run.parse_args([]).mode == "text"
@@ -3093,16 +3057,17 @@ def test_mode_of_a_run(monkeypatch):
 
 TALES = HERE / "models" / "tales"
 FOX = [{"role": "user", "content": "Tell me a tale of a fox"}]
+CHATS, TEXTS_AT = "/v1/chat/completions", "/v1/completions"
 
 
 class Server:
     """A server in a process of its own, which has no client but the tests."""
 
-    def __init__(self, *flags, launcher=()):
-        command = [*(launcher or [sys.executable]), str(HERE / "serve.py"), *map(str, flags)]
+    def __init__(self, *flags, launcher=(sys.executable,)):
+        command = [*launcher, HERE / "serve.py", *flags, "--port", 0, "--device", "cpu"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-        command += ["--port", "0", "--device", "cpu"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        options = dict(stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen([*map(str, command)], **options)
         self.lines = []
         while not self.lines or not self.lines[-1].startswith("serving"):
             self.lines.append(self.process.stderr.readline())
@@ -3121,32 +3086,29 @@ class Server:
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
 
-    def begin(self, path: str = "/v1/completions", body=None, method="POST", **headers):
+    def begin(self, path: str = TEXTS_AT, body=None, method="POST", **headers):
         """A connection over which a request has been sent, and the rest is up to the caller."""
-        if isinstance(body, dict):
-            body = json.dumps(body)
         connection = self.connect()
+        body = json.dumps(body) if isinstance(body, dict) else body
         connection.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
         return connection
 
     def ask(self, path: str, body=None, method="POST", **headers):
         """-> status, headers, the object that is answered (None if it is not one)."""
         answer = self.begin(path, body, method, **headers).getresponse()
-        with contextlib.suppress(ValueError):
-            return answer.status, answer.headers, json.loads(answer.read())
-        return answer.status, answer.headers, None
+        raw = answer.read()
+        return answer.status, answer.headers, json.loads(raw) if raw[:1] == b"{" else None
+
+    def text(self, path: str, **fields) -> dict:
+        status, _, answer = self.ask(path, dict(max_tokens=12, temperature=0) | fields)
+        assert status == 200, answer
+        return answer["choices"][0] | answer
 
     def chat(self, messages=FOX, **fields) -> dict:
-        body = dict(messages=messages, max_tokens=12, temperature=0) | fields
-        status, _, answer = self.ask("/v1/chat/completions", body)
-        assert status == 200, answer
-        return answer["choices"][0] | answer
+        return self.text(CHATS, messages=messages, **fields)
 
     def complete(self, prompt="Once upon a time", **fields) -> dict:
-        body = dict(prompt=prompt, max_tokens=12, temperature=0) | fields
-        status, _, answer = self.ask("/v1/completions", body)
-        assert status == 200, answer
-        return answer["choices"][0] | answer
+        return self.text(TEXTS_AT, prompt=prompt, **fields)
 
     def stream(self, path: str, **fields) -> list[dict]:
         body = dict(max_tokens=12, temperature=0, stream=True) | fields
@@ -3163,7 +3125,7 @@ def server():
         yield served
         accessed = re.compile(r"127\.0\.0\.1 [A-Z]+ \S+ (\d{3}|client left) \d+\.\d{3} s\n")
         strange = [line for line in served.lines[3:] if not accessed.fullmatch(line)]
-        assert not strange
+        assert not strange, "the server's log has lines that are no request: mend what wrote them"
 
 
 def test_serve_writes_what_run_py_writes(server, cli):
@@ -3175,80 +3137,77 @@ def test_serve_writes_what_run_py_writes(server, cli):
     message = server.chat(**sampled)["message"]
     said = cli(*flags, "--chat", "-p", FOX[0]["content"], "--temp", 0.8)[1]
     assert said == message["content"] + "\n" and message["role"] == "assistant"
-    texts = {server.complete(temperature=1.5, seed=seed)["text"] for seed in (None, -1, 1, 2)}
-    assert len(texts) > 2, "a seed is random unless it is given"
+    texts = [server.complete(temperature=1.5, seed=seed)["text"] for seed in (0, 0, None, -1, 1)]
+    assert texts[0] == texts[1] and len({*texts}) == 4, "a seed, also 0, is random unless given"
 
 
 def test_serve_counts_and_reuses(server):
-    turns = [*FOX]
+    """After an answer all but its last token is in the cache; a prompt's last is never reused."""
+    turns, cached = [*FOX], None
     for _ in range(3):
         answer = server.chat(turns)
         usage = answer["usage"]
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        new = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 12
         assert usage["completion_tokens"] == 12 and answer["finish_reason"] == "length"
+        assert cached in (None, usage["prompt_tokens_details"]["cached_tokens"])
+        cached = usage["total_tokens"] - 1
         turns += [answer["message"], {"role": "user", "content": "And then?"}]
-    assert new < 25, "only the new turn is evaluated"
+    ids = Tokenizer(TALES).encode("Once upon a time")
     assert server.complete(max_tokens=0)["text"] == ""
-    assert server.complete(echo=True)["text"].startswith("Once upon a time there")
-    assert server.complete([1, 300], echo=True)["text"]
-    assert server.complete([[1, 300]])["text"] == server.complete([1, 300])["text"]
+    usage = server.complete()["usage"]
+    assert (usage["prompt_tokens"], usage["total_tokens"]) == (len(ids), len(ids) + 12)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": len(ids) - 1}
+    text = server.complete()["text"]
+    assert server.complete(echo=True)["text"] == "Once upon a time" + text
+    assert server.complete(ids, echo=True)["text"] == "Once upon a time" + text
+    assert server.complete([ids])["text"] == text
+    full = server.complete([1] * 1020, max_tokens=-1, ignore_eos=True)
+    assert (full["usage"]["completion_tokens"], full["finish_reason"]) == (4, "length")
 
 
 def test_serve_streams_the_same_text(server):
-    chunks = server.stream("/v1/chat/completions", messages=FOX)
+    chunks = server.stream(CHATS, messages=FOX)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
-    assert (
-        "".join(choice["delta"].get("content", "") for choice in choices)
-        == (server.chat()["message"]["content"])
-    )
-    assert {(chunk["id"], chunk["object"], chunk["model"]) for chunk in chunks} == {
-        (chunks[0]["id"], "chat.completion.chunk", "tales")
-    }
+    said = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert said == server.chat()["message"]["content"]
+    heads = {(chunk["id"], chunk["object"], chunk["model"]) for chunk in chunks}
+    assert heads == {(chunks[0]["id"], "chat.completion.chunk", "tales")}
     assert [choice["finish_reason"] for choice in choices] == [None] * 13 + ["length"]
-    *_, end, usage = server.stream(
-        "/v1/completions", prompt="Once", stream_options={"include_usage": True}
-    )
+    counting = dict(prompt="Once", stream_options={"include_usage": True})
+    *_, end, usage = server.stream(TEXTS_AT, **counting)
     assert end["usage"] is None and usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 12
     # what may begin a stop string is held back until the end of the text
     whole = server.complete()["text"]
-    stop = f"{whole[-4:]}@"
-    chunks = server.stream("/v1/completions", prompt="Once upon a time", stop=stop)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+    chunks = server.stream(TEXTS_AT, prompt="Once upon a time", stop=f"{whole[-4:]}@", echo=True)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "Once upon a time" + whole
     word = whole.split()[3]
     for stop in word, ["@", word]:
         answer = server.complete(stop=stop)
         assert answer["text"] == whole[: whole.index(word)] and answer["finish_reason"] == "stop"
-
-
-def test_serve_streams_while_it_writes(server):
     answer = server.begin(body=dict(prompt="Once", stream=True, max_tokens=200)).getresponse()
     times = [time.monotonic() for line in answer if line.startswith(b"data")]
-    assert times[100] - times[0] > 0.2 * (times[-1] - times[0]) > 0
+    late = "parts of a stream come together at its end: send each when it is written"
+    assert times[100] - times[0] > 0.2 * (times[-1] - times[0]) > 0, late
 
 
 def test_serve_logprobs(server):
     plain = dict(repeat_penalty=1)  # so that the most probable token is chosen
     content = server.chat(**plain, logprobs=True, top_logprobs=2)["logprobs"]["content"]
-    assert (
-        "".join(entry["token"] for entry in content)
-        == " " + server.chat(**plain)["message"]["content"]
-    )
+    tokens = "".join(entry["token"] for entry in content)
+    assert tokens == " " + server.chat(**plain)["message"]["content"]
     for entry in content:
-        assert bytes(entry["bytes"]).decode() == entry["token"]
-        assert [entry[k] for k in ("token", "logprob")] == [
-            entry["top_logprobs"][0][k] for k in ("token", "logprob")
-        ], "greedy"
+        first = entry["top_logprobs"][0]
+        assert bytes(entry["bytes"]).decode() == entry["token"] == first["token"], "greedy"
+        assert entry["logprob"] == first["logprob"] and len(entry["top_logprobs"]) == 2
     told = server.complete(**plain, logprobs=1)["logprobs"]
     text = server.complete(**plain)["text"]
     assert len(told["tokens"]) == 12 and list(map(max, told["top_logprobs"])) == told["tokens"]
     for token, offset in zip(told["tokens"], told["text_offset"]):
         assert text[offset:].startswith(token)
-    streamed = server.stream("/v1/completions", prompt="Once upon a time", logprobs=1, **plain)
-    scores = [chunk["choices"][0]["logprobs"] for chunk in streamed]
-    seen = [score["token_logprobs"][0] for score in scores[:-1]]
+    streamed = server.stream(TEXTS_AT, prompt="Once upon a time", logprobs=1, **plain)
+    seen = [chunk["choices"][0]["logprobs"]["token_logprobs"][0] for chunk in streamed[:-1]]
     assert seen == pytest.approx(told["token_logprobs"], abs=0.1), "in bf16"
     told = server.complete(**plain, logprobs=0, stop=text.split()[2])["logprobs"]
     assert told["top_logprobs"] is None and len(told["tokens"]) < 5, "without the stop string's"
@@ -3258,56 +3217,64 @@ def test_serve_messages(server):
     parts = [{"type": "text", "text": FOX[0]["content"]}]
     same = server.chat()["message"]
     assert server.chat([{"role": "user", "content": parts}])["message"] == same
-    empty = {"role": "assistant", "content": ""}
-    assert server.chat([*FOX, empty])["message"] == same
+    assert server.chat([*FOX, {"role": "assistant", "content": ""}])["message"] == same
     begun = {"role": "assistant", "content": same["content"][:30]}
     rest = server.chat([*FOX, begun], max_tokens=4)["message"]["content"]
     assert (begun["content"] + rest).startswith(same["content"][:33])
+    brief = "Be brief."
     for role in "system", "developer":
-        with_system = server.chat([{"role": role, "content": "Be brief."}, *FOX])
-        assert with_system["usage"]["prompt_tokens"] > 20, "and not 15"
-    body = dict(messages=[*FOX, {"role": "system", "content": "Be brief."}])
-    status, _, answer = server.ask("/v1/chat/completions", body)
+        asked = server.chat([{"role": role, "content": brief}, *FOX])["usage"]["prompt_tokens"]
+        assert asked > server.chat()["usage"]["prompt_tokens"] + 3
+    body = dict(messages=[*FOX, {"role": "system", "content": brief}])
+    status, _, answer = server.ask(CHATS, body)
     assert status == 400 and "no place for this system message" in answer["error"]["message"]
 
 
 SAYS_NOTHING = dict(
     n=1, best_of=1, tools=[], functions=[], tool_choice="none", logit_bias={}, suffix="",
     presence_penalty=0, frequency_penalty=0.0, response_format={"type": "text"}, stop=None,
-    temperature=None, max_tokens=None, stream=None, logprobs=None, user="me", unknown=[1], model="any",
+    max_tokens=None, stream=None, logprobs=None, user="me", unknown=[1], model="any",
+)  # fmt: skip
+AT_ITS_END = dict(  # the least and the most that a field may be
+    max_tokens=[-1, 0, (1 << 31) - 1], temperature=[0, 1e9], top_p=[0, 1], min_p=[0, 1],
+    top_k=[0, (1 << 31) - 1], repeat_penalty=[0.01, 100], repeat_last_n=[-1, 0, (1 << 31) - 1],
+    seed=[-1, 0, (1 << 63) - 1], stop=["", [], ["a"] * 32, "x" * 1000], ignore_eos=[True, False],
 )  # fmt: skip
 WRONG_FIELDS = dict(
     model=[5], max_tokens=["5", 1.5, True, -2, 1 << 31], max_completion_tokens=[[]],
-    temperature=["hot", -1, True, {}, 10**400], top_p=[2, "x"], top_k=[-1, 0.5], min_p=[2],
-    repeat_penalty=[0, "x"], repeat_last_n=[-2], seed=["x", 1 << 63, 0.5], stop=[5, [5], {}, ["a"] * 33],
-    stream=[1, "yes"], stream_options=[5], n=[2, True, "1"], best_of=[2], presence_penalty=[1],
+    temperature=["hot", -1, True, {}, 1.1e9, 10**400], top_p=[1.01, -0.01, "x"],
+    top_k=[-1, 0.5, 1 << 31], min_p=[1.01, -0.01], repeat_penalty=[0.009, 100.1, "x"],
+    repeat_last_n=[-2, 1 << 31], seed=["x", -2, 1 << 63, 0.5],
+    stop=[5, [5], {}, ["a"] * 33, "x" * 1001], stream=[1, "yes"], stream_options=[5],
+    n=[2, True, "1"], best_of=[2], presence_penalty=[1],
     frequency_penalty=[0.5], logit_bias=[{"5": 1}], tools=[[{}], {}], tool_choice=["required"],
     functions=[[{}]], response_format=[{"type": "json_object"}], suffix=["x"], grammar=["x"],
 )  # fmt: skip
+WRONG_OF = {  # of one kind of request only
+    CHATS: dict(logprobs=[1, "x"], top_logprobs=[21, -1, True], messages=[[], "x", {}]),
+    TEXTS_AT: dict(
+        logprobs=[True, 21, -1], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]
+    ),
+}
 
 
-def test_serve_accepts_what_says_nothing(server):
-    stop = dict(max_completion_tokens=12, temperature=0)
-    same = server.chat(stop=None)["message"]
-    assert server.chat(**SAYS_NOTHING | stop | dict(max_tokens=None))["message"] == same
+def test_serve_accepts_what_says_nothing_and_the_ends_of_ranges(server):
+    same = server.chat()["message"]
+    assert server.chat(**SAYS_NOTHING | dict(max_completion_tokens=12))["message"] == same
+    texts = [(name, value) for name, values in AT_ITS_END.items() for value in values]
+    for name, value in [*texts, ("logprobs", 0), ("logprobs", 20)]:
+        fields = dict(max_tokens=2) if name != "max_tokens" else dict(stop=[" "])
+        assert server.complete(**fields | {name: value})["usage"]["completion_tokens"] < 9, name
 
 
 def test_serve_refuses_wrong_fields(server):
-    wrong = {
-        "/v1/chat/completions": WRONG_FIELDS
-        | dict(
-            logprobs=[1, "x"], top_logprobs=[21, True], messages=[[], "x", {}],
-        ),
-        "/v1/completions": WRONG_FIELDS
-        | dict(logprobs=[True, 21], echo=[1], prompt=[5, [], ["a", "b"], [[]], [1.5], {}, [True]]),
-    }  # fmt: skip
     good = dict(prompt="a", messages=FOX, max_tokens=1)
-    for path, table in wrong.items():
-        for name, values in table.items():
-            for value in values:
-                status, _, answer = server.ask(path, good | {name: value})
-                assert status == 400 and answer["error"]["param"] == name, (path, name, value)
-                assert name in answer["error"]["message"] and answer["error"]["code"] == "invalid"
+    for path, more in WRONG_OF.items():
+        wrong = [(name, v) for name, values in (WRONG_FIELDS | more).items() for v in values]
+        for name, value in wrong:
+            status, _, answer = server.ask(path, good | {name: value})
+            assert status == 400 and answer["error"]["param"] == name, (path, name, value)
+            assert name in answer["error"]["message"] and answer["error"]["code"] == "invalid"
     user = FOX[0]
     for message in (
         "x", {}, {"role": "user"}, {"content": "x"}, {"role": 5, "content": "x"},
@@ -3315,48 +3282,45 @@ def test_serve_refuses_wrong_fields(server):
         user | {"content": [{"type": "image_url", "image_url": {}}]}, user | {"tool_calls": [1]},
         user | {"content": [{"type": "text"}]}, user | {"content": ["x"]},
     ):  # fmt: skip
-        status, _, answer = server.ask("/v1/chat/completions", dict(messages=[user, message]))
+        status, _, answer = server.ask(CHATS, dict(messages=[user, message]))
         assert status == 400 and answer["error"]["param"].startswith("messages[1]")
 
 
 def test_serve_refuses_wrong_bodies(server):
+    """A body may have 8 MiB, and not a byte more."""
     surrogate = b'{"prompt": "a\\ud800"}'
     deep = b'{"prompt": ' + b"[" * 200_000
     for body in b"", b"{", b"[]", b"5", b"\xff\xfe{}", b"{}", surrogate, deep, b"9" * 5000:
-        status, _, answer = server.ask("/v1/completions", body)
+        status, _, answer = server.ask(TEXTS_AT, body)
         assert status == 400 and answer["error"]["message"], body[:30]
     for prompt in "tale " * 2000, [1] * 2000:
-        status, _, answer = server.ask("/v1/completions", dict(prompt=prompt))
+        status, _, answer = server.ask(TEXTS_AT, dict(prompt=prompt))
         error = answer["error"]
         assert status == 400 and error["code"] == "context_length_exceeded"
         assert "200" in error["message"] and "the context holds 1024" in error["message"]
-    assert server.ask("/v1/completions", dict(prompt=[1, 99999]))[0] == 400
-    status, _, answer = server.ask("/v1/completions", b" " * (9 << 20))
+    assert server.ask(TEXTS_AT, dict(prompt=[1, 99999]))[0] == 400
+    largest = b'{"prompt": "a", "max_tokens": 1}'.ljust(8 << 20)
+    assert server.ask(TEXTS_AT, largest)[0] == 200
+    in_chunks = (largest[i : i + 65536] for i in range(0, len(largest), 65536))
+    assert server.begin(TEXTS_AT, in_chunks).getresponse().status == 200
+    status, _, answer = server.ask(TEXTS_AT, largest + b" ")
     assert status == 413 and answer["error"]["code"] == "too_large"
-    chunks = iter([b'{"prompt": "a", ', b'"max_tokens": 1}'])
-    assert server.begin("/v1/completions", chunks).getresponse().status == 200
-    assert (
-        server.begin("/v1/completions", (b" " * 65536 for _ in range(140))).getresponse().status
-        == 413
-    )
+    endless = (b" " * 65536 for _ in range(140))
+    assert server.begin(TEXTS_AT, endless).getresponse().status == 413
 
 
 def test_serve_paths(server):
-    model = {"id": "tales", "object": "model", "context_length": 1024}
+    model = {"id": "tales", "object": "model", "context_length": 1024, "max_model_len": 1024}
+    origin = "http://localhost:3000"
     for method, path, status, expected in (
-        ("GET", "/health", 200, {"status": "ok"}),
-        ("GET", "/v1/models", 200, {"object": "list"}),
-        ("GET", "/v1/models/tales", 200, model),
-        ("GET", "/v1/models/owner/other", 404, {}),
-        ("GET", "/nothing", 404, {}),
-        ("GET", "/v1/completions", 405, {}),
-        ("DELETE", "/v1/models", 405, {}),
-        ("HEAD", "/v1/models", 200, None),
+        ("GET", "/health", 200, {"status": "ok"}), ("GET", "/v1/models", 200, {"object": "list"}),
+        ("GET", "/v1/models/tales", 200, model), ("GET", "/v1/models/owner/other", 404, {}),
+        ("GET", "/nothing", 404, {}), ("GET", "/v1/completions", 405, {}),
+        ("DELETE", "/v1/models", 405, {}), ("HEAD", "/v1/models", 200, None),
         ("HEAD", "/v1/completions", 405, None),
-    ):
-        got, headers, answer = server.ask(path, method=method, Origin="http://localhost:3000")
-        assert got == status, path
-        assert headers["access-control-allow-origin"] == "http://localhost:3000"
+    ):  # fmt: skip
+        got, headers, answer = server.ask(path, method=method, Origin=origin)
+        assert (got, headers["access-control-allow-origin"]) == (status, origin), path
         if status >= 400 and answer:
             assert answer["error"].keys() >= {"message", "type", "code"}
         elif expected:
@@ -3379,21 +3343,26 @@ def test_serve_origins_and_keys(server, tiny):
     for origin, is_allowed in allowed.items():
         status, headers, _ = server.ask("/v1/models", method="OPTIONS", Origin=origin, **asks)
         assert (status == 200) == is_allowed
-        status, headers, _ = server.ask("/v1/completions", b"{", Origin=origin)
+        status, headers, _ = server.ask(TEXTS_AT, b"{", Origin=origin)
         assert headers["access-control-allow-origin"] == (origin if is_allowed else None)
+    local = dict(method="GET", Origin="http://localhost")
     with Server("-m", tiny, "--api-key", "żaba", "--queue", 0) as keyed:
-        key = "Bearer żaba".encode()
         for path in "/v1/models", "/nothing":
             for wrong in {}, {"Authorization": "Bearer x"}, {"Authorization": "żaba".encode()}:
-                status, headers, answer = keyed.ask(
-                    path, method="GET", Origin="http://localhost", **wrong
-                )
+                status, headers, answer = keyed.ask(path, **local, **wrong)
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key"
-                assert headers["access-control-allow-origin"] == "http://localhost"
-        assert keyed.ask("/v1/models", method="GET", Authorization=key)[0] == 200
+                assert headers["access-control-allow-origin"] == local["Origin"]
+                assert headers["www-authenticate"] == "Bearer"
+        key = dict(Authorization="Bearer żaba".encode())
+        assert keyed.ask("/v1/models", method="GET", **key)[0] == 200
         assert keyed.ask("/health", method="GET")[0] == 200
-        asks["Origin"] = "http://localhost"
-        assert keyed.ask("/v1/models", method="OPTIONS", **asks)[0] == 200
+        preflight = asks | dict(Origin="http://localhost")
+        assert keyed.ask("/v1/models", method="OPTIONS", **preflight)[0] == 200
+        # of a queue of 0, one text is written and none waits
+        busy = keyed.begin(body=LONG | dict(stream=True), **key)
+        assert busy.getresponse().readline().startswith(b"data")
+        assert keyed.ask(TEXTS_AT, LONG, **key)[0] == 503
+        busy.close()
         keyed.process.send_signal(signal.SIGINT)
         assert keyed.process.wait(PATIENCE) == 130
 
@@ -3413,17 +3382,19 @@ def test_serve_clients_that_leave_and_wait(server):
     said = server.complete()["text"]
     running = server.begin(body=LONG | dict(stream=True))
     assert running.getresponse().readline().startswith(b"data")
+    left = lambda: sum("client left" in line for line in server.lines)
+    before = left()
     waiting = server.begin(body=LONG)
     time.sleep(0.2)
-    status, headers, answer = server.ask("/v1/completions", LONG)
-    assert status == 503 and headers["retry-after"] and answer["error"]["code"] == "queue_full"
+    status, headers, answer = server.ask(TEXTS_AT, LONG)
+    assert (status, headers["retry-after"]) == (503, "2")
+    assert answer["error"]["code"] == "queue_full"
+    assert "1 requests wait already" in answer["error"]["message"]
     assert server.ask("/health", method="GET")[0] == 200, "while a text is written"
     waiting.close()
-    left = lambda count: sum("client left" in line for line in server.lines) >= count
-    assert eventually(lambda: left(1))
+    assert eventually(lambda: left() > before)
     second = server.begin(body=dict(prompt="Once upon a time", max_tokens=12, temperature=0))
     start = time.monotonic()
-    running.sock and running.sock.close()
     running.close()
     assert json.loads(second.getresponse().read())["choices"][0]["text"] == said
     whole = server.begin(body=LONG)  # without a stream
@@ -3431,41 +3402,34 @@ def test_serve_clients_that_leave_and_wait(server):
     whole.close()
     truncated = server.connect()
     truncated.connect()
-    truncated.sock.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    truncated.sock.sendall(head)
     assert server.complete()["text"] == said
     assert time.monotonic() - start < 5, "and not the long texts"
     truncated.close()
 
 
 def test_serve_many_at_once(server):
-    """A third leaves midway, a third sends nonsense; the others get their text, or 503."""
+    """Half of them leave midway; the others get their text, or 503."""
     said = [server.complete()["text"], server.chat()["message"]]
     rss = lambda: int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
 
     def one(i: int):
-        kind = random.choice(["leaves", "asks", "raves"])
-        if kind == "leaves":
-            client = server.begin(body=LONG | dict(stream=i % 2 == 0))
+        if i % 2:
+            client = server.begin(body=LONG | dict(stream=i % 4 == 1))
             time.sleep(random.random() / 5)
             client.close()
-        elif kind == "raves":
-            with socket.create_connection(("127.0.0.1", server.port)) as client:
-                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 60\r\n\r\n"
-                client.sendall(random.choice([b"", head]) + random.randbytes(60))
         else:
-            fields = dict(prompt="The fox", max_tokens=5, stream=i % 2 == 0)
-            assert server.ask("/v1/completions", fields)[0] in (200, 503)
+            fields = dict(prompt="The fox", max_tokens=5, stream=i % 4 == 0)
+            assert server.ask(TEXTS_AT, fields)[0] in (200, 503)
 
     before = rss()
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, range(100)))
-    assert eventually(
-        lambda: server.ask("/v1/completions", dict(prompt="a", max_tokens=1))[0] == 200
-    )
+        list(pool.map(one, range(60)))
+    one_token = dict(prompt="a", max_tokens=1)
+    assert eventually(lambda: server.ask(TEXTS_AT, one_token)[0] == 200), "no text after 20 s"
     assert [server.complete()["text"], server.chat()["message"]] == said
-    assert rss() < before + 100e6
+    assert rss() < before + 100e6, "100 MB more than before: what keeps requests that have ended?"
 
 
 def test_serve_ends_at_once():
@@ -3499,13 +3463,15 @@ def test_serve_refuses_to_start(monkeypatch, capfd, tmp_path):
         port = taken.getsockname()[1]
         call = caller(serve.main, monkeypatch, capfd, "--device", "cpu")
         assert_refused(call("--port", port), f"cannot listen on 127.0.0.1, port {port}: ")
+    empty = "-m, --host or --api-key is empty"
     for flags, said in (
-        (["--api-key="], "--api-key is empty"),
-        (["--port", 99999], "99999: must be from 0 to 65,535"),
-        (["--fp8", "--int4"], "both say how"),
-        (["--temp", 0], "unknown flag --temp"),
-    ):
+        (["--api-key="], empty), (["--host="], empty), (["-m", ""], empty),
+        (["--port", 65536], "65536: must be from 0 to 65,535"), (["--port", -1], "--port"),
+        (["--queue", -1], "--queue"), (["--queue", 10_001], "must be from 0 to 10,000"),
+        (["--fp8", "--int4"], "both say how"), (["--temp", 0], "unknown flag --temp"),
+    ):  # fmt: skip
         assert_refused(call(*flags), said, code=2)
+    assert serve.parse_args(["--queue", "10000", "--port", "65535"]).queue == 10_000
 
 
 def test_serve_on_several_ranks(server):
@@ -3516,9 +3482,9 @@ def test_serve_on_several_ranks(server):
         leaving.getresponse().readline()
         leaving.close()
         assert ranks.complete()["text"] == text, "both stopped at the same token"
-        assert ranks.ask("/v1/completions", dict(prompt="tale " * 2000))[0] == 400
+        assert ranks.ask(TEXTS_AT, dict(prompt="tale " * 2000))[0] == 400
         assert ranks.chat(temperature=1)["message"]["content"]
-        ranks.process.send_signal(signal.SIGINT)
+        ranks.process.send_signal(signal.SIGINT)  # torchrun ends its ranks, where a kill would not
         ranks.process.wait(PATIENCE)
 
 
@@ -3532,11 +3498,6 @@ def test_serve_as_the_openai_package_asks(server):
     chunks = client.chat.completions.create(**asks, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.message.content
-    seeded = [
-        client.completions.create(model="tales", prompt="Once", seed=5, max_tokens=12, stop="@")
-        for _ in range(2)
-    ]
-    assert seeded[0].choices[0].text == seeded[1].choices[0].text
     with pytest.raises(openai.BadRequestError, match="n must be absent or 1"):
         client.chat.completions.create(**asks, n=2)
 
@@ -3546,27 +3507,23 @@ def test_serve_as_the_openai_package_asks(server):
 
 def test_session_logprobs_are_the_models(tiny, tiny_model):
     session = Session(tiny, dtype=torch.float32, device="cpu")
+    options = dict(n=6, ignore_eos=True)
     for settings in dict(temp=0), dict(temp=2, repeat_penalty=1.5, top_k=3):
-        text = session.generate("Once", n=6, ignore_eos=True, logprobs=3, **settings).finish()
+        text = session.generate("Once", **options, logprobs=3, **settings).finish()
         prompt = session.tokenizer.encode("Once")
         rows = logits_of(tiny_model, prompt + text.ids)[len(prompt) - 1 : -1].log_softmax(-1)
         assert [score.id for score in text.logprobs] == text.ids and len(text.ids) == 6
+        begins = [score.begins for score in text.logprobs]
+        assert begins == sorted(begins) and begins[0] == 0
         for row, score in zip(rows, text.logprobs):
             assert score.logprob == pytest.approx(row[score.id].item(), abs=1e-4)
             best = row.topk(3)
             assert [id for id, _ in score.best] == best.indices.tolist()
-            assert [value for _, value in score.best] == pytest.approx(
-                best.values.tolist(), abs=1e-4
-            )
-        assert [score.begins for score in text.logprobs] == sorted(
-            score.begins for score in text.logprobs
-        )
-    plain = session.generate("Once", n=6, ignore_eos=True, temp=0).finish()
-    assert (
-        plain.logprobs == []
-        and plain.ids
-        == session.generate("Once", n=6, ignore_eos=True, temp=0, logprobs=0).finish().ids
-    )
+            values = [value for _, value in score.best]
+            assert values == pytest.approx(best.values.tolist(), abs=1e-4)
+    plain = session.generate("Once", temp=0, **options).finish()
+    assert plain.logprobs == []
+    assert plain.ids == session.generate("Once", temp=0, logprobs=0, **options).finish().ids
 
 
 def test_session_names_of_dtypes_and_paths(tiny, monkeypatch, tmp_path):
@@ -3621,20 +3578,22 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
     prompt = torch.randint(5, 300, (T,))
     device = DEVICE.type if backend == "triton" else "cpu"
     ours = load(tmp_path, dtype="fp32", device=device, backend=backend, format=fp8)
-    if fp8:
-        theirs = load(tmp_path, dtype="fp32", device="cpu", format=fp8)
-        with_dense_weights(theirs)
-    expected = logits_of(theirs, prompt) if fp8 else oracle(theirs, prompt.tolist())
     pieces = logits_of(ours, prompt, T - 12, 1, 10, 1)
-    assert_close(pieces, expected, 0.02 if fp8 else 1e-4)  # with an activation in fp16 on a CPU
-    if backend == "torch":
+    if fp8:
+        decoded = load(tmp_path, dtype="fp32", device="cpu", format=fp8)
+        with_dense_weights(decoded)
+        expected = logits_of(decoded, prompt)
+        assert_close(pieces, expected, 0.02)  # with an activation in fp16 on a CPU
         assert_close(logits_of(ours, prompt), expected, 1e-4)
-    if backend == "torch" and not fp8:
+        return
+    assert_close(pieces, oracle(theirs, prompt.tolist()), 1e-4)
+    if backend == "torch":
         text = prompt.tolist() + greedy(ours, prompt.tolist(), 12)
-        logits, tokens = oracle(theirs, text)[T - 1 : -1], torch.tensor(text[T:])
-        # the best two may be tied to within rounding
+        exact = oracle(theirs, text)
+        assert_close(logits_of(ours, text), exact, 1e-4)
+        logits, tokens = exact[T - 1 : -1], torch.tensor(text[T:])
         behind = logits.amax(1) - logits[range(12), tokens]
-        # ours are up to 2.3e-5 of their spread off
+        # the best two may be tied to within rounding; ours are up to 2.3e-5 of their spread off
         assert (behind < 1e-4 * logits.std(1)).all(), behind
 
 
@@ -3652,57 +3611,42 @@ def to_bin(folder: Path) -> None:
 
 
 def to_shards(folder: Path, suffix: str) -> None:
+    """In two files, of which the one that comes first in the index is the last by its name."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     # or a little more, since tensors stay whole
     half = sum(t.nbytes for t in tensors.values()) * 2 // 3
-    save_torch_state_dict(
-        tensors, folder, max_shard_size=half, safe_serialization=suffix == "safetensors"
-    )
+    in_library = dict(max_shard_size=half, safe_serialization=suffix == "safetensors")
+    save_torch_state_dict(tensors, folder, **in_library)
+    with changed_json(next(folder.glob("*.index.json"))) as index:
+        index["weight_map"] = dict(reversed(index["weight_map"].items()))
+
+
+META_NAMES = {  # how Meta calls what is named so in Hugging Face's layout, and how it cuts it
+    "q_proj": ("wq", 0), "k_proj": ("wk", 0), "v_proj": ("wv", 0), "o_proj": ("wo", 1),
+    "gate_proj": ("w1", 0), "up_proj": ("w3", 0), "down_proj": ("w2", 1),
+    "input_layernorm": ("attention_norm", None), "post_attention_layernorm": ("ffn_norm", None),
+    "norm": ("norm", None), "embed_tokens": ("tok_embeddings", 1), "lm_head": ("output", 0),
+}  # fmt: skip
 
 
 def to_meta(folder: Path, shards: int) -> None:
     """Meta's own layout, written from its description: interleaved q and k, tensors split by column
     or by row."""
-    raw, config = load_file(folder / "model.safetensors"), read_config(folder)
-    names = {f"{x}_proj": f"w{x}" for x in "qkvo"} | {
-        "gate_proj": "w1",
-        "up_proj": "w3",
-        "down_proj": "w2",
-    }
-    names |= {
-        "model.": "",
-        "self_attn": "attention",
-        "mlp": "feed_forward",
-        "input_layernorm": "attention_norm",
-    }
-    names |= {
-        "post_attention_layernorm": "ffn_norm",
-        "embed_tokens": "tok_embeddings",
-        "lm_head": "output",
-    }
-    split_axis = {
-        "wq": 0,
-        "wk": 0,
-        "wv": 0,
-        "wo": 1,
-        "w1": 0,
-        "w3": 0,
-        "w2": 1,
-        "tok_embeddings": 1,
-        "output": 0,
-    }
+    config = read_config(folder)
+    half = config.head_dim // 2
     parts: list[dict] = [{} for _ in range(shards)]
-    for name, tensor in raw.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        *place, theirs, _ = name.split(".")
+        if theirs in ("q_proj", "k_proj"):
             heads = tensor.unflatten(0, (-1, config.head_dim))
-            half = config.head_dim // 2
             tensor = torch.stack((heads[:, :half], heads[:, half:]), 2).reshape(tensor.shape)
-        for theirs, metas in names.items():
-            name = name.replace(theirs, metas)
-        axis = split_axis.get(name.split(".")[-2])
+        metas, axis = META_NAMES[theirs]
+        blocks = {"model": "", "self_attn": "attention.", "mlp": "feed_forward."}
+        prefix = "".join(blocks.get(word, f"{word}.") for word in place)
         for i, part in enumerate(parts):
-            part[name] = (tensor if axis is None else tensor.chunk(shards, axis)[i]).clone()
+            cut = tensor if axis is None else tensor.chunk(shards, axis)[i]
+            part[f"{prefix}{metas}.weight"] = cut.clone()
     for i, part in enumerate(parts):
         torch.save(part, folder / f"consolidated.{i:02}.pth")
     fields = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
@@ -3715,21 +3659,11 @@ def to_meta(folder: Path, shards: int) -> None:
 
 LAYOUTS = {
     "bin": to_bin,
-    "safetensors shards": lambda folder: to_shards(folder, "safetensors"),
-    "bin shards": lambda folder: to_shards(folder, "bin"),
-    "meta": lambda folder: to_meta(folder, 1),
-    "meta, 2 shards": lambda folder: to_meta(folder, 2),
+    "safetensors shards": partial(to_shards, suffix="safetensors"),
+    "bin shards": partial(to_shards, suffix="bin"),
+    "meta": partial(to_meta, shards=1),
+    "meta, 2 shards": partial(to_meta, shards=2),
 }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_equal_transformers(tmp_path, layout):
-    theirs = hugging_face_model(**FAMILIES["gqa"])
-    theirs.save_pretrained(tmp_path)
-    LAYOUTS[layout](tmp_path)
-    assert_equals_transformers(tmp_path, theirs)
-
-
 SHARD = "model-00001-of-00002.safetensors"
 
 
@@ -3761,7 +3695,30 @@ def with_tensors(**values):
     return spoil_tensors(lambda tensors: tensors.update(more))
 
 
-FILES = {  # what transformers reads as the same model
+def as_links(folder: Path) -> None:
+    """To another folder, which holds the files by other names, as the hub's cache does."""
+    to_shards(folder, "bin")
+    blobs = folder.with_name(f"{folder.name}-blobs")
+    blobs.mkdir()
+    for i, file in enumerate([*folder.glob("*.*")]):
+        file.rename(blobs / str(i))
+        file.symlink_to(blobs / str(i))
+
+
+def config_beside_params(folder: Path) -> None:
+    """The weights say which of the two is meant."""
+    config = (folder / "config.json").read_bytes()
+    to_meta(folder, 1)
+    (folder / "config.json").write_bytes(config)
+
+
+def params_beside_config(folder: Path) -> None:
+    original = shutil.copy(folder / "model.safetensors", folder / "x")
+    config_beside_params(folder)
+    Path(original).rename(folder / "model.safetensors")
+
+
+FILES = LAYOUTS | {  # what transformers reads as the same model, or Meta's programs
     "a left-over index and a .bin": other_weights,
     "an index whose shards are gone": both(other_weights, lambda f: (f / SHARD).unlink()),
     "a tensor twice": twice,
@@ -3772,40 +3729,17 @@ FILES = {  # what transformers reads as the same model
     "biases of zeros": both(
         with_tensors(o_proj__bias=torch.zeros(64)), spoil_config(mlp_bias=True)
     ),
+    "links": as_links,
+    "config.json beside Meta's": config_beside_params,
+    "params.json beside Hugging Face's": params_beside_config,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", FILES)
-def test_files_beside_or_within_others(tmp_path, how):
+def test_layouts_and_files_beside_others_equal_transformers(tmp_path, how):
     theirs = hugging_face_model(**FAMILIES["gqa"])
     theirs.save_pretrained(tmp_path)
     FILES[how](tmp_path)
-    assert_equals_transformers(tmp_path, theirs)
-
-
-def test_hub_takes_what_a_folder_means(hub, copy):
-    """Nothing of what else lies there is downloaded."""
-    other_weights(copy)
-    hub.files = of_hub_files(copy)
-    load("someone/tiny", device="cpu")
-    fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")}
-    assert "model.safetensors" in fetched and not fetched & {INDEX, SHARD, "pytorch_model.bin"}
-
-
-def of_hub_files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-
-
-def test_config_beside_params(tmp_path):
-    """The weights say which of the two is meant."""
-    theirs = hugging_face_model(**FAMILIES["gqa"])
-    theirs.save_pretrained(tmp_path)
-    config = (tmp_path / "config.json").read_bytes()
-    original = shutil.copy(tmp_path / "model.safetensors", tmp_path / "x")
-    to_meta(tmp_path, 1)
-    (tmp_path / "config.json").write_bytes(config)
-    assert_equals_transformers(tmp_path, theirs)
-    Path(original).rename(tmp_path / "model.safetensors")
     assert_equals_transformers(tmp_path, theirs)
 
 
@@ -3843,49 +3777,94 @@ def test_weights_that_change_while_they_are_read(copy, layout, how):
         load(opened, device="cpu")
 
 
-YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
-OLDER = dict(type="yarn", factor=4.0, original_max_position_embeddings=64)
-
-
-@pytest.mark.parametrize("fields", [
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+NEWER, OLDER = YARN | {"rope_theta": 1e4}, {"type": "yarn"} | YARN
+OLDER.pop("rope_type")
+ROPES = [  # fields of a config.json, in all places where they have been
     dict(rope_scaling=OLDER, rope_theta=1e4),
-    dict(rope_scaling=OLDER, rope_theta=1e4, rope_parameters=YARN),
-    dict(rope_parameters=YARN, rope_scaling=OLDER | {"beta_fast": None}),
-    dict(rope_parameters=YARN, rope_theta=5e5),
+    dict(rope_scaling=OLDER, rope_theta=1e4, rope_parameters=NEWER),
+    dict(rope_parameters=NEWER, rope_scaling=OLDER | {"beta_fast": None}),
+    dict(rope_parameters=NEWER, rope_theta=5e5),
     dict(rope_scaling=dict(type="yarn", factor=4.0), rope_theta=1e4,
          original_max_position_embeddings=64),
     dict(rope_scaling=OLDER | {"original_max_position_embeddings": 9}, rope_theta=1e4,
          original_max_position_embeddings=64),
-], ids=str)  # fmt: skip
-def test_config_places_of_rope_fields(copy, fields):
-    """As transformers reads them."""
-    edit(copy / "config.json", **{"rope_parameters": None} | fields)
+    dict(rope_scaling=dict(type="linear", factor=4.0), rope_theta=1e4),
+    dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4)),
+    dict(rope_parameters=RAMP),
+    dict(rope_theta=5e5), {},
+    # ramps within the frequencies (that of 2000 starts elsewhere with 31 turns as beta_fast) and
+    # beyond them; scales
+    *(dict(rope_parameters=NEWER | {"original_max_position_embeddings": length})
+      for length in (2000, 1 << 17)),
+    *(dict(rope_parameters=NEWER | more) for more in (
+        dict(original_max_position_embeddings=32, factor=8.0, beta_fast=16.0, beta_slow=2.0),
+        dict(factor=2.0, rope_theta=100.0, attention_factor=1.3), dict(mscale=0.7),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ROPES, ids=str)
+def test_yarn_and_config_places_of_rope_equal_transformers(copy, fields):
+    edit(copy / "config.json", **dict(rope_parameters=None) | fields)
     theirs = transformers.AutoConfig.from_pretrained(copy)
-    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    kind = theirs.rope_parameters["rope_type"]
+    freqs = theirs.rope_parameters["rope_theta"] ** -(torch.arange(8.0) / 8)
+    gain = 1.0
+    if kind != "default":
+        freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
     angles = torch.outer(torch.arange(50.0), freqs)
     expected = gain * torch.stack((angles.cos(), angles.sin()), -1)
     assert_close(rope_table(read_config(copy), 50), expected, 1e-5)
 
 
-@pytest.mark.parametrize("fields", [
-    dict(max_window_layers=2), dict(max_window_layers=1), {},
-    dict(layer_types=["full_attention"] * 2, max_window_layers=0),
-    dict(layer_types=["full_attention", "sliding_attention"]),
+GIVEN = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=300, num_key_value_heads=4, max_position_embeddings=999,
+)  # fmt: skip
+SLIDING = dict(use_sliding_window=True, sliding_window=64)
+
+
+WINDOWS = [
+    SLIDING, SLIDING | dict(max_window_layers=2), SLIDING | dict(max_window_layers=1),
+    SLIDING | dict(layer_types=["full_attention"] * 2, max_window_layers=0),
+    SLIDING | dict(layer_types=["full_attention", "sliding_attention"]),
+]  # fmt: skip
+SAID = [
+    {}, dict(sliding_window=8), dict(use_sliding_window=False, sliding_window=8),
+    dict(rms_norm_eps=1e-3, tie_word_embeddings=True, head_dim=24, num_key_value_heads=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, fields", [
+    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3"), SAID),
+    *itertools.product(("Qwen2", "Qwen3"), WINDOWS),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_config_windows_of_layers(copy, family, fields):
-    fields = fields | dict(model_type=family, use_sliding_window=True, sliding_window=64)
-    edit(copy / "config.json", **fields)
-    theirs = transformers.AutoConfig.from_pretrained(copy)
-    windows = "sliding_attention" in theirs.layer_types
-    assert read_config(copy).sliding_window == (64 if windows else None)
+def test_config_fields_and_defaults(tmp_path, family, fields):
+    """Absent fields have transformers' defaults. A window counts where a layer has it."""
+    said = GIVEN | fields | {"model_type": family.lower()}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    ours = read_config(tmp_path)
+    theirs = getattr(transformers, f"{family}Config")(**GIVEN | fields)
+    windows = {"sliding_attention"} & set(getattr(theirs, "layer_types", None) or [])
+    window = None if family == "Llama" else theirs.sliding_window
+    if family.startswith("Qwen") and not windows:
+        window = None
+    expected = dict(
+        dim=64, hidden_dim=96, n_layers=2, n_heads=4, vocab_size=300, sliding_window=window,
+        n_kv_heads=theirs.num_key_value_heads, norm_eps=theirs.rms_norm_eps,
+        rope_theta=theirs.rope_parameters["rope_theta"], max_seq_len=theirs.max_position_embeddings,
+        tie_embeddings=theirs.tie_word_embeddings,
+        head_dim=getattr(theirs, "head_dim", None) or 16,
+        qkv_bias=family == "Qwen2", qk_norm=family == "Qwen3",
+    )  # fmt: skip
+    assert {name: getattr(ours, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_biases_of_attention(tmp_path, cli, family):
-    theirs = hugging_face_model(
-        model=family, num_key_value_heads=2, head_dim=16, attention_bias=True
-    )
+    shape = dict(num_key_value_heads=2, head_dim=16, attention_bias=True)
+    theirs = hugging_face_model(model=family, **shape)
     for layer in theirs.model.layers:
         layer.self_attn.o_proj.bias.data.zero_()
     theirs.save_pretrained(tmp_path)
@@ -3895,50 +3874,33 @@ def test_biases_of_attention(tmp_path, cli, family):
     assert_refused(cli("-m", tmp_path, "-p", "a"), said)
 
 
-def test_config_sliding_window(copy):
-    edit(copy / "config.json", model_type="mistral", max_position_embeddings=8192)
-    assert load(copy, device="cpu").ctx_size == 4096
-    edit(copy / "config.json", sliding_window=None)
-    assert load(copy, device="cpu", ctx_size=5000).ctx_size == 5000
-
-
-def test_config_older_rope_fields(tiny, copy):
-    edit(copy / "config.json", rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))
-    newer = read_config(copy)
-    edit(
-        copy / "config.json",
-        rope_parameters=None,
-        rope_theta=1e4,
-        rope_scaling={"type": "linear", "factor": 4.0},
-    )
-    assert read_config(copy) == newer != read_config(tiny)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_config_defaults(tmp_path, family):
-    """Absent fields have transformers' defaults."""
-    given = dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        vocab_size=300,
-    )
-    (tmp_path / "config.json").write_text(json.dumps(given | {"model_type": family.lower()}))
-    ours, theirs = read_config(tmp_path), getattr(transformers, f"{family}Config")(**given)
-    assert (
-        ours.norm_eps == theirs.rms_norm_eps
-        and ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    )
-    assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
+@pytest.mark.parametrize("fields, asked, size", [
+    (dict(), None, 256), (dict(), 0, 256), (dict(), 1, 1), (dict(), 300, 300),
+    (dict(max_position_embeddings=8192), None, 4096), (dict(max_position_embeddings=8192), 0, 8192),
+    (dict(model_type="mistral", max_position_embeddings=8192), None, 4096),
+    (dict(model_type="mistral", sliding_window=None), 5000, 5000),
+    (dict(model_type="mistral", sliding_window=99), 99, 99),
+])  # fmt: skip
+def test_sizes_of_the_context(copy, fields, asked, size):
+    """None: the model's own, but at most 4096; 0: the model's own, however large."""
+    edit(copy / "config.json", **fields)
+    assert load(copy, device="cpu", ctx_size=asked).ctx_size == size
+    with pytest.raises(ValueError, match="ctx_size is -1"):
+        load(copy, device="cpu", ctx_size=-1)
 
 
 def test_config_eos_of_both_files(copy):
-    edit(copy / "config.json", eos_token_id=[7, 2])
+    edit(copy / "config.json", eos_token_id=[7, 2], bos_token_id=5)
     edit(copy / "generation_config.json", eos_token_id=[2, 9])
-    assert read_config(copy).eos_ids == (2, 9, 7)
+    assert read_config(copy).eos_ids == (2, 9, 7) and read_config(copy).bos_id == 1
+    edit(copy / "generation_config.json", bos_token_id=None, eos_token_id=0)
+    assert read_config(copy).eos_ids == (0, 7, 2) and read_config(copy).bos_id == 5
+
+
+# ---- extra/hub.py
+
+
+HASH = "a" * 40
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -3968,36 +3930,32 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def response(self, path: str) -> tuple[int, bytes, dict[str, str]]:
         if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
             return 401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "accept the licence"}
-        tree = [
-            {"type": "file", "path": n, "size": len(data), "oid": "0" * 40}
-            for n, data in self.files.items()
-        ]
-        about = {
-            "id": "someone/tiny",
-            "sha": "a" * 40,
-            "siblings": [{"rfilename": name} for name in self.files],
-        }
         if found := re.fullmatch("/api/models/someone/tiny(/revision/.*|/tree/.*|)", path):
-            is_tree = found[1].startswith("/tree")
-            return (
-                200,
-                json.dumps(tree if is_tree else about).encode(),
-                {"Content-Type": "application/json"},
-            )
-        data = self.files.get(path.removeprefix(f"/someone/tiny/resolve/{'a' * 40}/"))
+            said = {"id": "someone/tiny", "sha": HASH}
+            said["siblings"] = [{"rfilename": name} for name in self.files]
+            if found[1].startswith("/tree"):
+                row = lambda n, data: dict(type="file", path=n, size=len(data), oid="0" * 40)
+                said = [row(*file) for file in self.files.items()]
+            return 200, json.dumps(said).encode(), {"Content-Type": "application/json"}
+        data = self.files.get(path.removeprefix(f"/someone/tiny/resolve/{HASH}/"))
         if data is None:
             return 404, b"", {"X-Error-Code": "RepoNotFound"}
-        return (
-            200,
-            data,
-            {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "a" * 40},
-        )
+        digest = hashlib.sha256(data).hexdigest()
+        return 200, data, {"ETag": f'"{digest}"', "X-Repo-Commit": HASH}
+
+    @classmethod
+    def fetched(cls) -> list[str]:
+        """The names of the files that were downloaded, since it was last asked."""
+        names = [line for line in cls.asked if line.startswith("GET /someone")]
+        cls.asked.clear()
+        return sorted(line.rpartition("/")[2] for line in names)
 
 
 def of_hub(folder: Path) -> dict[str, bytes]:
     """A checkpoint as a repository, which has other files, too."""
     others = ("README.md", "original/model.safetensors", "tf_model.h5")
-    return {file.name: file.read_bytes() for file in folder.iterdir()} | dict.fromkeys(others, b"x")
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    return files | dict.fromkeys(others, b"x")
 
 
 @pytest.fixture
@@ -4005,7 +3963,8 @@ def hub(tiny, tmp_path, monkeypatch):
     """A hub on the loopback address with the tiny checkpoint, and an empty cache."""
     Hub.files, Hub.asked, Hub.token = of_hub(tiny) | {"pytorch_model.bin": b"x" * 999}, [], None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        serve_forever = partial(server.serve_forever, poll_interval=0.01)
+        threading.Thread(target=serve_forever, daemon=True).start()
         set_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}", tmp_path / "cache")
         yield Hub
         server.shutdown()
@@ -4027,41 +3986,39 @@ def set_hub(monkeypatch, endpoint: str, cache: Path, offline: bool = False) -> N
         monkeypatch.setattr(huggingface_hub.constants, name, value)
 
 
-def test_hub_downloads_once_what_is_needed(hub, tiny, cli, monkeypatch, tmp_path):
+NEEDED = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.model"]
+
+
+def test_hub_downloads_once_what_is_needed(hub, tiny, copy, cli, monkeypatch, tmp_path):
     """First by a process of its own, in which no test has imported or set anything."""
     flags = ("someone/tiny", "-p", "Once", "-n", 4, "--temp", 0, "--quiet")
     expected = cli("-m", tiny, *flags[1:])
     process = program("-hf", *flags)
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out.decode(), err.decode()) == expected
-    fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")}
-    assert fetched == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.model",
-    }
-    before = len(hub.asked)
-    assert cli("-m", *flags) == expected and len(hub.asked) == before, (
-        "the second time is without the network"
-    )
+    assert hub.fetched() == NEEDED
+    again = "the second time is without the network"
+    assert cli("-m", *flags) == expected and not hub.asked, again
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
     next((tmp_path / "cache").rglob("snapshots/*/generation_config.json")).unlink()
     assert cli("-m", *flags) == expected, "offline, what is there has to do"
 
 
-@pytest.mark.parametrize(
-    "layout, listed", [(None, True), ("safetensors shards", False), ("meta, 2 shards", False)]
-)
-def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, listed):
+@pytest.mark.parametrize("layout, listed", [
+    ("a left-over index and a .bin", True), ("safetensors shards", False), ("meta, 2 shards", False)
+])  # fmt: skip
+def test_hub_takes_what_a_folder_means_and_finishes_a_download(
+    hub, copy, monkeypatch, tmp_path, layout, listed
+):
     """One of the files is not there yet, and the disk has room for that one only. listed: whether
     the cache remembers what the repository holds; if another program made it, it does not."""
-    LAYOUTS.get(layout, lambda folder: None)(copy)
+    FILES[layout](copy)
     hub.files = of_hub(copy)
     whole = load("someone/tiny", dtype="fp32", device="cpu")
-    *_, last = sorted(
-        path for path in (tmp_path / "cache").rglob("snapshots/*/*") if path.stat().st_size > 9999
-    )
+    if listed:
+        assert hub.fetched() == NEEDED, "nothing else that lies there"
+    files = (tmp_path / "cache").rglob("snapshots/*/*")
+    *_, last = sorted(path for path in files if path.stat().st_size > 9999)
     size = last.stat().st_size
     last.resolve().unlink()
     last.unlink()
@@ -4069,129 +4026,64 @@ def test_hub_finishes_a_download(hub, copy, monkeypatch, tmp_path, layout, liste
         shutil.rmtree(tmp_path / "cache" / "models--someone--tiny" / "trees")
     disk = SimpleNamespace(free=size - 1)
     monkeypatch.setattr("extra.hub.shutil.disk_usage", lambda _: disk)
-    with pytest.raises(
-        ValueError, match=r"someone/tiny takes .* GB, but .* GB free \(see HF_HOME\)"
-    ):
+    needs = f"takes {size / 1e9:.2f} GB, but .* has {size / 1e9:.2f} GB free \\(see HF_HOME\\)"
+    with pytest.raises(ValueError, match=f"someone/tiny {needs}"):
         load("someone/tiny", device="cpu")
     disk.free = size
-    hub.asked.clear()
+    hub.fetched()
     again = load("someone/tiny", dtype="fp32", device="cpu")
     assert torch.equal(whole.weights.layers[1].w2.data, again.weights.layers[1].w2.data)
-    assert [line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /someone")] == [
-        last.name
-    ]
-
-
-def test_folders_of_links(tiny, tmp_path, hub):
-    """As the hub's cache has them, and elsewhere: to a folder that holds the files by other names."""
-    snapshot = load("someone/tiny", device="cpu").checkpoint.folder
-    assert (snapshot / "config.json").resolve().parent.name == "blobs"
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    for i, file in enumerate(tiny.iterdir()):
-        (linked / file.name).symlink_to(shutil.copy(file, tmp_path / f"blob-{i}"))
-    models = [load(folder, device="cpu") for folder in (tiny, snapshot, linked)]
-    whole, *others = (logits_of(model, [1, 5, 9]) for model in models)
-    assert all(torch.equal(whole, other) for other in others)
-    assert Tokenizer(linked).encode(TEXT) == Tokenizer(tiny).encode(TEXT)
-    to_bin(linked)
-    (linked / "pytorch_model.bin").rename(tmp_path / "blob")
-    (linked / "pytorch_model.bin").symlink_to("../blob")
-    assert torch.equal(logits_of(load(linked, device="cpu"), [1, 5, 9]), whole)
+    assert hub.fetched() == [last.name]
 
 
 HUB_REFUSALS = {  # the hub, whether it is there, the repository: what the line says
     "gated": (
-        dict(token="secret"),
-        "",
-        "tiny",
+        dict(token="secret"), "", "tiny",
         "it is gated: accept its licence on its page, and set HF_TOKEN",
     ),
     "gguf": (
-        dict(files={"a.IQ2_M.gguf": b"x"}),
-        "",
-        "tiny",
-        "holds no weights that this program reads",
+        dict(files={"a.IQ2_M.gguf": b"x"}), "", "tiny", "holds no weights that this program reads"
     ),
     "another family": (
         dict(files={"config.json": b'{"model_type": "gemma2"}', "model.safetensors": b"x"}),
-        "",
-        "tiny",
-        "config.json: model_type is 'gemma2', which is not supported",
+        "", "tiny", "config.json: model_type is 'gemma2', which is not supported",
     ),
     "another kind": (
-        dict(files={"a.Q4_0.gguf": b"x"}),
-        "",
-        "tiny:Q4_K_M",
+        dict(files={"a.Q4_0.gguf": b"x"}), "", "tiny:Q4_K_M",
         "holds no GGUF file of the kind Q4_K_M",
     ),
     "unknown": (
-        {},
-        "",
-        "other",
-        "no folder someone/other here, and no such repository on http://127.0.0.1:",
+        {}, "", "other", "no folder someone/other here, and no such repository on http://127.0.0.1:"
     ),
     "offline": (
-        {},
-        "offline",
-        "tiny",
+        {}, "offline", "tiny",
         "offline mode is enabled. To disable it, please unset the `HF_HUB_OFFLINE`",
     ),
     "not there": ({}, "not there", "tiny", "and the download from http://127.0.0.1:9 failed (Conn"),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("settings, state, name, expected", HUB_REFUSALS.values(), ids=HUB_REFUSALS)
-def test_hub_refusals_are_one_line(
-    hub, cli, monkeypatch, tmp_path, settings, state, name, expected
-):
+@pytest.mark.parametrize("how", HUB_REFUSALS)
+def test_hub_refusals_are_one_line(hub, cli, monkeypatch, tmp_path, how):
+    settings, state, name, expected = HUB_REFUSALS[how]
     for field, value in settings.items():
         setattr(hub, field, value)
     if state:
         set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=state == "offline")
     assert_refused(cli("-m", f"someone/{name}", "-p", "Once", "-n", 2), expected)
-    assert not [
-        line
-        for line in hub.asked
-        if line.startswith("GET") and line.endswith(("safetensors", "gguf"))
-    ]
+    weights = [name for name in hub.fetched() if name.endswith(("safetensors", "gguf"))]
+    assert not weights, "refused only after gigabytes were fetched"
     if hub.token:
         monkeypatch.setenv("HF_TOKEN", "secret")
         assert cli("-m", "someone/tiny", "-p", "Once", "-n", 2)[0] == 0
-
-
-@pytest.mark.parametrize("fields", [
-    # ramps within the frequencies (that of 2000 starts elsewhere with 31 turns as beta_fast) and
-    # beyond them; a scale
-    *(dict(trained=trained) for trained in (64, 2000, 1 << 17)),
-    dict(trained=32, factor=8.0, beta_fast=16.0, beta_slow=2.0),
-    dict(trained=1000, factor=2.0, rope_theta=100.0, attention_factor=1.3),
-    dict(trained=64, mscale=0.7),
-], ids=str)  # fmt: skip
-def test_yarn_angles_equal_transformers(tmp_path, fields):
-    rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0) | fields
-    trained = rope["original_max_position_embeddings"] = rope.pop("trained")
-    config = dict(
-        hidden_size=64, num_attention_heads=4, max_position_embeddings=int(rope["factor"] * trained)
-    )
-    theirs = transformers.LlamaConfig(**config, rope_parameters=rope)
-    theirs.save_pretrained(tmp_path)
-    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
-    angles = torch.outer(torch.arange(50.0), freqs)
-    assert_close(
-        rope_table(read_config(tmp_path), 50),
-        gain * torch.stack((angles.cos(), angles.sin()), -1),
-        1e-5,
-    )
 
 
 # ---- checkpoint.py: untrusted files
 
 
 def write(name: str, content: str | bytes):
-    return lambda folder: (folder / name).write_bytes(
-        content.encode() if isinstance(content, str) else content
-    )
+    raw = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(raw)
 
 
 def remove(name: str):
@@ -4220,22 +4112,15 @@ class Bomb:
 
 
 UNSAFE = "pytorch_model.bin is damaged, or cannot be read safely"
-INDEX, SHARDS = (
-    "model.safetensors.index.json",
-    [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)],
-)
+INDEX = "model.safetensors.index.json"
+SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 999\n"
 W13, PTH = "layers.1.w13", "consolidated.01.pth"
 index_of = lambda names: both(
     remove("model.safetensors"), write(INDEX, json.dumps({"weight_map": names}))
 )
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0] * 8,
-    "attention_factor": 1.0,
-}
+ONES = [1.0] * 8
+LONGROPE = dict(rope_type="longrope", short_factor=ONES, long_factor=ONES, attention_factor=1.0)
 
 # how a checkpoint, or one saved in a format, is corrupted: what the one-line error must contain
 SPOILED = {
@@ -4346,32 +4231,23 @@ def tiny_saved(tiny, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("how", SPOILED)
 def test_spoiled_checkpoint_is_one_line(cli, tiny, tiny_saved, how, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    folder = Path(
-        shutil.copytree(
-            tiny_saved if how.startswith("saved") else tiny, tmp_path / "folder" / "copy"
-        )
-    )
+    original = tiny_saved if how.startswith("saved") else tiny
+    folder = Path(shutil.copytree(original, tmp_path / "folder" / "copy"))
     spoil, *expected = SPOILED[how]
     spoil(folder)
-    assert_refused(
-        cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt"), *expected
-    )
-    assert not (tmp_path / "PICKLE_HAS_RUN").exists()
+    said = cli("-m", folder, "-p", "Once", "-n", 2, "--quiet", "--no-display-prompt")
+    assert_refused(said, *expected)
+    assert not (tmp_path / "PICKLE_HAS_RUN").exists(), "opening a checkpoint ran its code"
 
 
 def test_head_dim_that_the_kernels_cannot_run(cli, copy):
-    hugging_face_model(Tokenizer(copy).vocabulary.sp.vocab_size(), head_dim=20).save_pretrained(
-        copy
-    )
-    code, _, err = cli(
-        "-m", copy, "-p", "Once", "-n", 2, "--backend", "triton", "--device", DEVICE.type
-    )
-    assert (
-        code == 1
-        and "head_dim is 20; the kernels need a multiple of 8: use --backend torch"
-        in err.splitlines()[-1]
-    )
-    assert cli("-m", copy, "-p", "Once", "-n", 2, "--device", "cpu")[0] == 0
+    size = Tokenizer(copy).vocabulary.sp.vocab_size()
+    hugging_face_model(size, head_dim=20).save_pretrained(copy)
+    flags = ("-m", copy, "-p", "Once", "-n", 2, "--device")
+    code, _, err = cli(*flags, DEVICE.type, "--backend", "triton")
+    said = "head_dim is 20; the kernels need a multiple of 8: use --backend torch"
+    assert code == 1 and said in err.splitlines()[-1]
+    assert cli(*flags, "cpu")[0] == 0
 
 
 def test_safetensors_cut_short_while_read(tmp_path):
@@ -4394,20 +4270,16 @@ def test_messages_are_one_line(copy):
     folder = copy.rename(copy.parent / "a\n\x1b[31mb")
     spoil_tensors(lambda t: t[NORM].fill_(torch.nan))(folder)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('a\nb\x1b[31m' * 999) }}")
-    sampling = json.dumps({"temperature": "x\ny\x1b" * 999})
     model, tokenizer = load(folder, device="cpu"), Tokenizer(folder)
+    sampling = write("generation_config.json", json.dumps({"temperature": "x\ny\x1b" * 999}))
+    more_tensors = spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))
     for act in (
         lambda: list(generate(model, [1, 5])),
         lambda: tokenizer.apply_chat_template(conversation("hello")),
-        lambda: (
-            spoil_tensors(lambda t: t.update({"\n" * 9: torch.ones(1)}))(folder) or load(folder)
-        ),
+        lambda: more_tensors(folder) or load(folder),
         lambda: spoil_config(hidden_act="x\ny" * 100_000)(folder) or load(folder),
         lambda: save(folder, folder / "new"),
-        lambda: (
-            (folder / "generation_config.json").write_text(sampling)
-            and config_module.read_sampling(folder)
-        ),
+        lambda: sampling(folder) and config_module.read_sampling(folder),
     ):
         with pytest.raises((RuntimeError, ValueError)) as raised:
             act()
@@ -4420,15 +4292,11 @@ def test_messages_are_one_line(copy):
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
 def test_loading_bar_ends_full(copy, monkeypatch, shape):
     bars, original, shown = [], checkpoint.tqdm, dict(disable=False, file=io.StringIO())
-    monkeypatch.setattr(
-        checkpoint, "tqdm", lambda **options: bars.append(original(**options | shown)) or bars[-1]
-    )
+    made = lambda **options: bars.append(original(**options | shown)) or bars[-1]
+    monkeypatch.setattr(checkpoint, "tqdm", made)
     hugging_face_model(read_config(copy).vocab_size, **FAMILIES[shape]).save_pretrained(copy)
-    for folder, form in (
-        (copy, None),
-        (copy, "e4m3"),
-        (save(copy, copy.parent / "saved", format="e4m3").parent, None),
-    ):
+    saved = save(copy, copy.parent / "saved", format="e4m3").parent
+    for folder, form in ((copy, None), (copy, "e4m3"), (saved, None)):
         load(folder, format=form)
         assert bars[-1].n == bars[-1].total > 0, (folder, form)
 
@@ -4446,59 +4314,57 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
         (copy / "tokenizer.model").rename(copy.parent / "tokenizer.model")
         (copy / "tokenizer.json").touch()  # the other comes first
     code, out, err = cli("-m", copy, "--save", saved, "--fp8", form)
-    assert (
-        code == 0 and out == "" and f"{saved}: {form} matrices" in err and err.count("\n") == 1
-    ), err
+    assert (code, out, err.count("\n")) == (0, "", 1) and f"{saved}: {form} matrices" in err, err
     assert sorted(f for f in copy.parent.iterdir() if f.is_dir()) == [copy, saved]
     assert find_template(copy, {})[0] == find_template(saved, {})[0] == TEMPLATES["llama2"]
     tensors = load_file(saved / "model.safetensors")
     assert tensors["norm.weight"].dtype == torch.float16
-    for name, shape in {
-        "layers.1.w13": (224, 64),
-        "layers.1.w13.scale": (224,),
-        "norm.weight": (64,),
-    }.items():
-        assert tensors[name].shape == shape, "folders that were saved earlier stay readable"
+    written = {"layers.1.w13": (224, 64), "layers.1.w13.scale": (224,), "norm.weight": (64,)}
+    found = {name: tuple(tensors[name].shape) for name in written}
+    assert found == written, "folders that were saved earlier stay readable"
     for dtype in ("fp32", "bf16"):
         # where it was encoded: a GPU may round an error the other way
         options = dict(dtype=dtype, device="cpu")
-        original, again = (
-            load(f, format=fp8, **options) for f, fp8 in ((copy, form), (saved, None))
-        )
-        for one, other in zip(original.weights.matrices, again.weights.matrices):
-            assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors)), (
-                "codes depend on the dtype"
-            )
-        ours, theirs = (
-            logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in (original, again)
-        )
+        models = load(copy, format=form, **options), load(saved, **options)
+        for one, other in zip(*(model.weights.matrices for model in models)):
+            same = all(map(torch.equal, one.tensors, other.tensors))
+            assert same, "codes depend on the dtype"
+        ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in models)
         assert torch.equal(ours, theirs), "a saved model says something else"
     flags, other = ("-p", "Once", "-n", 8, "--temp", 0), "e4m3" if form == "e5m2" else "e5m2"
-    (_, text, _), (code, same, err) = (
-        cli("-m", copy, "--fp8", form, *flags),
-        cli("-m", saved, "--fp8", form, *flags),
-    )
-    assert code == 0 and same == text and f"with {form} matrices" in err
-    for wanted, refused in (
-        (other, ("--fp8", other, *flags)),
-        ("e4m3", ("--save", copy.parent / "again", "--fp8")),
-    ):
-        why = f"its matrices are {form}, and {wanted} would lose precision a second time: run it as it is, or encode"
+    text = cli("-m", copy, "--fp8", form, *flags)[1]
+    code, same, err = cli("-m", saved, "--fp8", form, *flags)
+    assert (code, same) == (0, text) and f"with {form} matrices" in err
+    lossy = "would lose precision a second time: run it as it is, or encode"
+    again = ("--save", copy.parent / "again", "--fp8")
+    for wanted, refused in ((other, ("--fp8", other, *flags)), ("e4m3", again)):
+        why = f"its matrices are {form}, and {wanted} {lossy}"
         assert_refused(cli("-m", saved, *refused), why)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16"])
+def test_what_is_saved_is_encoded_from_the_original(tiny, cli, tmp_path, dtype):
+    """Codes are those of the weights in the file, in fp32; the dtype is that of all else."""
+    code, *_ = cli("-m", tiny, "--save", tmp_path / "saved", "--fp8", "--dtype", dtype)
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    codes, scale = E4M3.encode(load_file(tiny / "model.safetensors")[DOWN])
+    assert code == 0 and torch.equal(tensors["layers.1.w2"], codes)
+    assert torch.equal(tensors["layers.1.w2.scale"], scale.flatten())
+    types = {tensors[f"{name}.weight"].dtype for name in ("norm", "tok_embeddings")}
+    assert types == {hardware.DTYPES.get(dtype, torch.float32)}
 
 
 def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_signals):
     (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
+    empty = tmp_path / "empty"
+    empty.mkdir()
     (copy / "special_tokens_map.json").write_text("{")
     before = sorted(tmp_path.rglob("*"))
 
     def refused(to: str, expected: str, code: int = 1) -> None:
         seen, out, err = cli("-m", copy, "--save", tmp_path / to, "--fp8")
-        assert seen == code and out == "" and expected in err and err.count("\n") == (code == 1), (
-            err
-        )
-        assert sorted(tmp_path.rglob("*")) == before
+        assert (seen, out, err.count("\n")) == (code, "", code == 1) and expected in err, err
+        assert sorted(tmp_path.rglob("*")) == before, "something is left of a save that failed"
 
     refused("new", "special_tokens_map.json is not JSON")
     before.remove(copy / "special_tokens_map.json")
@@ -4512,27 +4378,21 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         refused("new", "File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    steps = [("extra.hardware.free_memory", lambda _: 100_000, "try a smaller", 1)]
-    steps.append(
-        (
-            "extra.save.shutil.disk_usage",
-            lambda _: SimpleNamespace(free=0),
-            "has 0.00 GB free: save elsewhere",
-            1,
-        )
-    )
+    full = lambda _: SimpleNamespace(free=0)
+    steps = [
+        ("extra.hardware.free_memory", lambda _: 100_000, "try a smaller", 1),
+        ("extra.save.shutil.disk_usage", full, "has 0.00 GB free: save elsewhere", 1),
+    ]
     for step in ("checkpoint.Loader.load", "extra.save.save_file"):
         steps.append((step, fails(OSError("No space left")), "No space left", 1))
         steps.append((step, fails(KeyboardInterrupt()), "", 130))
-        steps += [
-            (step, lambda *_, n=n: signal.raise_signal(n), "", 128 + n) for n in hears_signals
-        ]
+        for number in hears_signals:
+            steps.append((step, lambda *_, n=number: signal.raise_signal(n), "", 128 + number))
     for step, end, expected, code in steps:
         with monkeypatch.context() as patch:
             patch.setattr(step, end)
             refused("new", expected, code)
     rename = lambda file, to: os.rename(file, to) if file.name != "model.safetensors" else 1 / 0
-    empty = tmp_path / "empty"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)  # its last step
         refused("new", "division by zero")
@@ -4543,62 +4403,64 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
     assert cli("-m", copy, "--save", empty, "--fp8", "--quiet") == (0, "", "")
     assert (place.st_ino, place.st_mode) == (empty.stat().st_ino, empty.stat().st_mode)
     assert all(f.is_file() for f in empty.iterdir())
-    modes = {
-        f.stat().st_mode & 0o777
-        for f in (tmp_path / "empty" / "model.safetensors", copy / "config.json")
-    }
+    modes = {f.stat().st_mode & 0o777 for f in (*empty.iterdir(), copy / "config.json")}
     assert len(modes) == 1
 
 
 # ---- checkpoint.py: memory
 
 
-def memory_needed(
-    config: Config, dtype=torch.float32, device="cpu", ctx_size: int = 64, format=None, *options
-) -> list[float]:
-    """GB that check_memory counts: weights, cache, workspace."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError) as error:
-        patch.setattr("extra.hardware.free_memory", lambda device: 0)
-        check_memory(
-            config, dtype, torch.device(device), ctx_size, formats_of(config, format), *options
-        )
-    return [
-        float(number)
-        for number in re.findall(r"(?:weights|tokens|workspace) ([\d.]+) GB", str(error.value))
-    ]
+LLAMA_7B = read_config_like(
+    dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, hidden_dim=11008,
+    vocab_size=32000,
+)  # fmt: skip
 
 
-def test_memory_of_a_format():
-    """In place of the matrices what the format stores. The output matrix of INT4 is in 8 bits. On a
-    CPU, codes of 4 bits are stored twice for bf16."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    config = read_config_like(dim=4096, n_layers=8, hidden_dim=16384, vocab_size=1 << 15)
-    plain, encoded, in_4_bits = (
-        memory_needed(config, fp32, "cuda", 64, format)[0] for format in (None, E4M3, INT4)
-    )
-    *layers, output = names.matrix_shapes(config).values()
-    less = sum(4 * N * K - E4M3.nbytes(N, K) for N, K in [*layers, output])
-    assert plain - encoded == pytest.approx(less / 1e9, abs=0.02)
-    less = sum(4 * N * K - INT4.nbytes(N, K) for N, K in layers)
-    less += 4 * output[0] * output[1] - E4M3.nbytes(*output)
-    assert plain - in_4_bits == pytest.approx(less / 1e9, abs=0.02)
-    once, twice = (memory_needed(config, bf16, on, 64, INT4)[0] for on in ("cuda", "cpu"))
-    copies = sum(N * K for N, K in layers) * 5 / 8
-    assert twice - once == pytest.approx(copies / 1e9, abs=0.02)
+@pytest.mark.parametrize("dtype, device, options, weights, cache, room", [
+    # 32 layers of 202,375,168 weights and an output matrix of 131,072,000, as many in the
+    # embedding, and 65 norms of 4096: 6,738,415,616 in all. A token's keys and values are
+    # 2 * 32 * 4096 numbers. The output matrix, the largest, counts five times
+    ("fp16", "cuda", {}, 13.48, 2.15, 1.31),
+    ("fp32", "cpu", {}, 26.95, 4.29, 2.62),
+    ("fp16", "cuda", dict(ctx_size=1), 13.48, 0.00, 1.31),
+    # half the cache, and room for a layer's 2 * 4096 * 4096, decoded
+    ("fp16", "cuda", dict(kv_fp8=True), 13.48, 1.07, 1.44),
+    # 6,607,077,376 codes, a scale for each of 1,391,872 rows, the embedding
+    ("fp16", "cuda", dict(format=E4M3), 6.88, 2.15, 1.31),
+    # 9 bits for two of 6,476,005,376 codes, a scale for each of 1,359,872 rows; the output matrix
+    # in 8 bits, and the embedding. A CPU keeps 5/8 of a byte more for each code, for bf16
+    ("fp16", "cuda", dict(format=INT4), 4.04, 2.15, 1.31),
+    ("fp32", "cpu", dict(format=INT4), 4.30, 4.29, 2.62),
+    ("bf16", "cpu", dict(format=INT4), 8.09, 2.15, 1.31),
+    # half of the matrices and of the cache; the output matrix has 16,000 rows
+    ("fp16", "cuda", dict(ranks=Ranks(1, 2)), 6.87, 1.07, 0.66),
+])  # fmt: skip
+def test_memory_of_7b(monkeypatch, dtype, device, options, weights, cache, room):
+    """In GB, worked out by hand: if these change, so must what users are told that they need."""
+    ranks = options.get("ranks", Ranks())
+    asked = LLAMA_7B.cut(ranks.size), hardware.DTYPES[dtype], torch.device(device)
+    options = dict(ctx_size=4096) | options
+    options["formats"] = formats_of(asked[0], options.pop("format", None))
+    monkeypatch.setattr("extra.hardware.free_memory", lambda device: 1e6)
+    with pytest.raises(MemoryError) as error:
+        check_memory(*asked, **options)
+    said = re.findall(r"(?:weights|tokens|workspace|=|has) ([\d.]+) GB", str(error.value))
+    total = float(said.pop(3))
+    assert said == [f"{weights:.2f}", f"{cache:.2f}", f"{room:.2f}", "0.00"]
+    assert total == pytest.approx(weights + cache + room, abs=0.016)
+    where = f"{device} for rank 1 of 2 has" if ranks.size > 1 else f"but {device} has"
+    assert where in str(error.value)
 
 
-def test_memory_of_cache_and_workspace():
-    """Keys and values in 16 or 8 bits; the workspace grows with the largest matrix and, for keys and
-    values in 8 bits, with a layer's, decoded."""
-    c = read_config_like(n_kv_heads=32, n_heads=32, head_dim=128)
-    needed = lambda kv_fp8: memory_needed(c, torch.float16, "cuda", 1 << 16, None, kv_fp8)
-    (_, halves, room), (_, codes, larger) = needed(False), needed(True)
-    assert codes == pytest.approx(halves / 2, abs=0.02)
-    assert larger - room == pytest.approx(2 * 2 * 2 * c.kv_dim * 65536 / 1e9, abs=0.02)
-    for dtype in (torch.float16, torch.float32):
-        wide = memory_needed(read_config_like(hidden_dim=1 << 22), dtype)[2]
-        largest = 2 * (1 << 22) * read_config_like().dim
-        assert wide == pytest.approx(hardware.MARGIN * dtype.itemsize * largest / 1e9, abs=0.02)
+def test_memory_that_is_just_enough(monkeypatch):
+    asked = LLAMA_7B, torch.float16, torch.device("cpu"), 4096, {}
+    need = 2 * 6_738_415_616 + 2 * 2 * 32 * 4096 * 4096 + 5 * 2 * 131_072_000
+    for has, ranks in ((need, Ranks()), (4 * need, Ranks(1, 4, 1, 4))):  # which share a host's
+        monkeypatch.setattr("extra.hardware.free_memory", lambda device, has=has: has)
+        assert check_memory(*asked, ranks=ranks) is None
+        monkeypatch.setattr("extra.hardware.free_memory", lambda device, has=has: has - 1)
+        with pytest.raises(MemoryError, match=f"= {need / 1e9:.2f} GB, but cpu.* has .* free: try"):
+            check_memory(*asked, ranks=ranks)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -4626,60 +4488,60 @@ def streamed(tokenizer: Tokenizer, ids: list[int], **options) -> list[str]:
     return [stream.push(i) for i in ids] + [stream.finish()]
 
 
-def test_tokenizer_round_trip(tiny):
+# any text, but for the character that SentencePiece takes for a space
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581\0"))
+FEW_LETTERS = st.text("ab é🐢", max_size=12)
+
+
+def in_parts(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[int]:
+    """The ids of a text that was cut at these characters."""
+    ends = sorted(cut % (len(text) + 1) for cut in cuts) + [len(text)]
+    parts = [text[a:b] for a, b in zip([0, *ends], ends)]
+    return tokenizer.vocabulary.encode_after("x" + parts[0])[1:] + [
+        i for part in parts[1:] for i in tokenizer.vocabulary.encode_after(part)
+    ]
+
+
+@examples(200, text=ANY_TEXT, before=st.sampled_from(["so.", "a", "\n", ""]))
+@hypothesis.example(text="</s><s>", before="so.")
+@hypothesis.example(text=" two spaces  inside ", before="so.")
+def test_tokenizer_round_trip(tiny, text, before):
     tokenizer = Tokenizer(tiny)
-    for text in (
-        "Once upon a time",
-        " two spaces  inside ",
-        "Żółw \U0001f422 \u4f60\u597d\n\n",
-        "",
-        "</s><s>",
-        "a\tb",
-    ):
-        ids = tokenizer.encode(text, bos=False)
-        assert tokenizer.decode(ids) == text == tokenizer.vocabulary.sp.decode(ids)
-        assert tokenizer.bos not in ids and tokenizer.eos not in ids
-        pieces = streamed(tokenizer, ids, at_start=True)
-        assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
-        assert (
-            tokenizer.decode(tokenizer.encode("so.") + tokenizer.vocabulary.encode_after(text))
-            == f"so.{text}"
-        )
-    assert tokenizer.encode("x")[0] == tokenizer.bos
-    assert "".join(streamed(tokenizer, tokenizer.encode("time", bos=False))) == " time", (
-        "text goes on with its space"
-    )
+    ids = tokenizer.encode(text, bos=False)
+    assert tokenizer.decode(ids) == text == tokenizer.vocabulary.sp.decode(ids)
+    assert tokenizer.bos not in ids and tokenizer.eos not in ids
+    assert tokenizer.encode(text) == [tokenizer.bos, *ids]
+    pieces = streamed(tokenizer, ids, at_start=True)
+    assert "".join(pieces) == text, "the stream loses or adds characters"
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces), "a character was cut in two"
+    if before:
+        joined = tokenizer.encode(before) + tokenizer.vocabulary.encode_after(text)
+        assert tokenizer.decode(joined) == before + text
+    words = tokenizer.encode("time", bos=False)
+    assert "".join(streamed(tokenizer, words)) == " time", "text goes on with its space"
 
 
-@pytest.mark.parametrize(
-    "stops", [["fox"], ["x. It", "zzz"], ["time", "there"], [". It said"], ["fox. It says"]]
-)
-def test_stop_strings_across_tokens(tiny, stops):
-    tokenizer, text = Tokenizer(tiny), "Once upon a time there was a fox. It said"
-    stream = TextStream(tokenizer, at_start=True, stops=stops)
-    shown = ""
-    for i in tokenizer.encode(text, bos=False):
+@examples(
+    400, text=FEW_LETTERS, cuts=st.lists(st.integers(0, 12), max_size=4),
+    stops=st.lists(st.text("ab é🐢", min_size=1, max_size=4), max_size=3),
+)  # fmt: skip
+@hypothesis.example(text="ab", cuts=[], stops=["bc"])
+@hypothesis.example(text="aab", cuts=[1, 2], stops=["ab", "aac"])
+def test_stop_strings_across_tokens(tiny, text, cuts, stops):
+    """The one that ends first counts, however the text is cut into tokens; of those that end
+    together, the longest. What only begins like one is shown, at the latest at the end."""
+    tokenizer = Tokenizer(tiny)
+    stream, shown = TextStream(tokenizer, stops=stops), ""
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    expected = text[: min(ends)[1]] if ends else text
+    for i in in_parts(tokenizer, text, cuts):
         shown += stream.push(i)
-        assert text.startswith(shown) and not any(stop in shown for stop in stops)
-    found = [text.find(stop) for stop in stops if stop in text]
-    assert (
-        stream.stopped == bool(found)
-        and shown + stream.finish() == text[: min(found, default=len(text))]
-    )
-
-
-def test_the_stop_string_that_ends_first_counts(tiny):
-    """However the text is cut into tokens; of those that end together, the longest."""
-    tokenizer = Tokenizer(tiny)
-    stops = ["ce upo", "upon a", "e u", "on a", "time th"]
-    for chosen in itertools.combinations(stops, 3):
-        text = "Once upon a time there"
-        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in chosen]
-        whole = tokenizer.encode(text, bos=False)
-        letters = [i for letter in text for i in tokenizer.vocabulary.encode_after(letter)]
-        for ids in (whole, letters):
-            shown = "".join(streamed(tokenizer, ids, at_start=True, stops=chosen))
-            assert shown == text[: min(ends)[1]], (chosen, ids)
+        assert expected.startswith(shown), "what belongs to a stop string was shown"
+        longest = max(map(len, stops), default=1) - 1
+        assert stream.stopped or stream.held_back <= longest, "more is held back than may be one"
+    assert shown + stream.finish() == expected, "characters are lost, or a stop string is shown"
+    assert stream.stopped == bool(ends)
 
 
 def test_continuation_takes_what_does_not_merge():
@@ -4688,23 +4550,22 @@ def test_continuation_takes_what_does_not_merge():
     text."""
     encode = lambda text: [ord(c) for c in "_" + text.replace(".b", "X").replace("\nb", "Y")]
     assert encode_continuation("bc", encode) == [ord("b"), ord("c")]
-    assert encode_continuation("c", lambda text: [hash(text)]) == [hash("c")], (
-        "where all merge, as if alone"
-    )
+    all_merge = lambda text: [hash(text)]
+    assert encode_continuation("c", all_merge) == [hash("c")], "where all merge, as if alone"
 
 
-def test_ids_and_bytes_that_are_no_text(tiny):
+@examples(100, raw=st.binary(max_size=8))
+@hypothesis.example(raw=b"\xf0\x9f\x90")
+@hypothesis.example(raw=b"\xed\xa0\x80\xc3\xa9\xe2\x82")
+def test_ids_and_bytes_that_are_no_text(tiny, raw):
     """Bytes that make no character are decoded as SentencePiece does."""
     tokenizer = Tokenizer(tiny)
     assert tokenizer.decode([-1, 1 << 40, 1 << 20]) == ""
     byte = {int(tokenizer.vocabulary.sp.id_to_piece(i)[3:5], 16): i for i in range(3, 259)}
-    for raw in (b"\xe2\x82a", b"\xf0\x9f\x90", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\xa9\xe2\x82"):
-        ids = [byte[b] for b in raw]
-        assert (
-            tokenizer.decode(ids)
-            == "".join(streamed(tokenizer, ids))
-            == tokenizer.vocabulary.sp.decode(ids)
-        )
+    ids = [byte[b] for b in b"a" + raw]
+    text = tokenizer.vocabulary.sp.decode(ids)
+    assert "".join(streamed(tokenizer, ids)) == text
+    assert tokenizer.decode(ids) == text
 
 
 TEXTS = {  # what our templates write, after bos, of a talk with and one without an answer
@@ -4762,10 +4623,7 @@ REFUSED = {  # templates, and what is said of them
     "includes": ("{% include '/etc/passwd' %}", "the chat template says"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     "is large": ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
-    "writes nothing": (
-        "{% if 0 %}x{% endif %}",
-        "the chat template writes nothing for this conversation",
-    ),
+    "writes nothing": ("{% if 0 %}x{% endif %}", "writes nothing for this conversation"),
 }
 
 
@@ -4778,12 +4636,8 @@ def test_template_errors(cli, tiny, tmp_path, text, expected):
 
 def test_half_typed_control_tokens(tiny):
     t = Tokenizer(tiny)
-    for template, typed in (
-        ("{}/s>", "a <"),
-        ("{}/s>", "</s> <\n"),
-        ("</{}", "s> a"),
-        ("</{}", " s>"),
-    ):
+    halves = (("{}/s>", "a <"), ("{}/s>", "</s> <\n"), ("</{}", "s> a"), ("</{}", " s>"))
+    for template, typed in halves:
         t.chat_template = template.format("{{ messages[0]['content'].strip() }}")
         ids = t.apply_chat_template(conversation(typed))
         assert t.eos not in ids and "</s>" in t.decode(ids), (template, typed)
@@ -4792,16 +4646,14 @@ def test_half_typed_control_tokens(tiny):
 
 def test_added_tokens_and_bos(copy):
     size = Tokenizer(copy).vocabulary.size
+    end = lambda *given: Tokenizer(copy, *given).control.get("<|im_end|>")
     (copy / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
-    assert (
-        Tokenizer(copy).control["<|im_end|>"]
-        == Tokenizer(copy, size + 1).control["<|im_end|>"]
-        == size
-    )
-    assert "<|im_end|>" not in Tokenizer(copy, size).control, "the model has no embedding for it"
+    assert end() == end(size + 1) == size
+    assert end(size) is None, "the model has no embedding for it"
     assert Tokenizer(copy, bos_id=7).bos == 1, "the tokenizer's own comes first"
-    (copy / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
-    assert Tokenizer(copy).encode("x") == Tokenizer(copy).vocabulary.sp.encode("x")
+    for adds_bos, first in ((False, []), (True, [1]), (None, [1])):
+        edit_or_make(copy / "tokenizer_config.json", add_bos_token=adds_bos)
+        assert Tokenizer(copy).encode("x") == first + Tokenizer(copy).vocabulary.sp.encode("x")
     # as transformers 5 saves them, where tokenizer.model has stayed
     added = [
         dict(id=size + 1, content="<tool>", special=False),
@@ -4810,6 +4662,11 @@ def test_added_tokens_and_bos(copy):
     (copy / "tokenizer.json").write_text(json.dumps({"added_tokens": [*added, dict(id="x"), 3]}))
     t = Tokenizer(copy, size + 2)
     assert t.control["<|im_end|>"] == size and t.decode([size + 1, size]) == "<tool>"
+
+
+def edit_or_make(file: Path, **fields) -> None:
+    said = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(said | fields))
 
 
 def test_added_tokens_of_a_tokenizer_model(copy):
@@ -4915,9 +4772,8 @@ def test_control_tokens_of_a_tokenizer_model(tmp_path, legacy):
     """Mistral's v2 and v3 have [INST] as a control token, and no space is added to the text after
     it."""
     train_sentencepiece(tmp_path, control_symbols=["[INST]", "[/INST]"])
-    config = {"chat_template": CHAT_FAMILIES["mistral 7b v0.3"][2]} | (
-        {} if legacy is None else {"legacy": legacy}
-    )
+    config = {"chat_template": CHAT_FAMILIES["mistral 7b v0.3"][2]}
+    config |= {} if legacy is None else {"legacy": legacy}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     t = Tokenizer(tmp_path)
     begin, end = t.control["[INST]"], t.control["[/INST]"]
@@ -4994,24 +4850,18 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
     kind, control, template = CHAT_FAMILIES[family]
     pre, normalizers = tokenizers.pre_tokenizers, tokenizers.normalizers
     if kind == "byte level":
-        raw = train_byte_pairs(
-            pre.ByteLevel(add_prefix_space=False), [TEXT] * 20, pre.ByteLevel.alphabet()
-        )
+        cut = pre.ByteLevel(add_prefix_space=False)
+        raw = train_byte_pairs(cut, [TEXT] * 20, pre.ByteLevel.alphabet())
         t = tokenizers.Tokenizer.from_str(json.dumps(raw))
     else:
         pieces = train_byte_pairs(pre.Metaspace(prepend_scheme="first"), [TEXT] * 20, [])["model"]
         vocab = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *pieces["vocab"]]
-        ids, merges = (
-            {piece: i for i, piece in enumerate(vocab)},
-            [tuple(pair) for pair in pieces["merges"]],
-        )
-        t = transformers.LlamaTokenizer(ids, merges).backend_tokenizer
+        ids = {piece: i for i, piece in enumerate(vocab)}
+        t = transformers.LlamaTokenizer(ids, [*map(tuple, pieces["merges"])]).backend_tokenizer
     # from old tokenizers: a space before the text and after each control token
     if kind == "spaced pieces":
-        t.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        t.pre_tokenizer = None
+        spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        t.normalizer, t.pre_tokenizer = normalizers.Sequence(spaces), None
     for token in control:
         flags = dict(special="hink" not in token and "User" not in token, normalized=False)
         strips = dict(lstrip=token == "<|im_end|>", rstrip=token == "<|end_header_id|>")
@@ -5021,12 +4871,8 @@ def train_tokenizer_json(folder: Path, family: str) -> Path:
         ids = [(bos, t.token_to_id(bos))]
         t.post_processor = tokenizers.processors.TemplateProcessing(f"{bos} $A", special_tokens=ids)
     t.save(str(folder / "tokenizer.json"))
-    config = dict(
-        tokenizer_class="PreTrainedTokenizerFast",
-        bos_token=bos,
-        eos_token=eos,
-        chat_template=template,
-    )
+    config = dict(bos_token=bos, eos_token=eos, chat_template=template)
+    config |= dict(tokenizer_class="PreTrainedTokenizerFast")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -5035,19 +4881,9 @@ def random_text(length: int) -> str:
     """Words, white space, and characters of all planes, except U+2581, which SentencePiece takes
     for a space."""
     planes = [(32, 127), (32, 0x300), (0x300, 0xD800), (0xE000, 0x110000)]
-    words = lambda: [
-        "the",
-        " fox",
-        "  ",
-        "\n",
-        "\n\n",
-        "\t",
-        "12",
-        chr(random.randrange(*random.choice(planes))),
-    ]
-    return "".join(random.choice(words()) for _ in range(random.randrange(length))).replace(
-        "\u2581", " "
-    )
+    words = ["the", " fox", "  ", "\n", "\n\n", "\t", "12"]
+    one = lambda: random.choice([*words, chr(random.randrange(*random.choice(planes)))])
+    return "".join(one() for _ in range(random.randrange(length))).replace("\u2581", " ")
 
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
@@ -5055,7 +4891,7 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
     """Text, whole and in two parts, and conversations."""
     ours = Tokenizer(train_tokenizer_json(tmp_path, family))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for _ in range(200):
+    for _ in range(150):
         text = random_text(30)
         assert ours.encode(text) == theirs(text)["input_ids"], (text,)
         ids = ours.encode(text, bos=False)
@@ -5070,17 +4906,14 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
     long = "a" + random_text(20_000) * 5
     assert ours.decode(ours.encode(long, bos=False)) == long
     cut = ours.encode("a\U00010348", bos=False)  # a character of four tokens
-    assert (
-        all(ours.decode(cut[:n]) == theirs.decode(cut[:n]) for n in range(1, len(cut)))
-        and len(cut) > 4
-    )
+    assert len(cut) > 4
+    assert all(ours.decode(cut[:n]) == theirs.decode(cut[:n]) for n in range(1, len(cut)))
     talks = [[random_text(12) for _ in range(random.choice([1, 3, 5]))] for _ in range(10)]
     talks.append(["hi", "<think>\nhm\n</think>\n\nhello", "again"])
     for texts, system, more in itertools.product(talks, ("", "Be kind."), (True, False)):
         messages = conversation(*texts, system=system)
-        expected = theirs.apply_chat_template(
-            messages, add_generation_prompt=more, return_dict=False
-        )
+        asked = dict(add_generation_prompt=more, return_dict=False)
+        expected = theirs.apply_chat_template(messages, **asked)
         assert ours.apply_chat_template(messages, more) == expected, messages
 
 
@@ -5093,9 +4926,8 @@ def test_template_has_what_transformers_gives(tmp_path):
     theirs.chat_template = source
     (tmp_path / "chat_template.jinja").write_text(source)
     messages = conversation("<a> Ż", "b", "c")
-    assert Tokenizer(tmp_path).chat_prompt(messages).text == theirs.apply_chat_template(
-        messages, tokenize=False
-    )
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    assert Tokenizer(tmp_path).chat_prompt(messages).text == expected
 
 
 @pytest.mark.parametrize("family", CHAT_FAMILIES)
@@ -5104,17 +4936,17 @@ def test_typed_control_tokens_are_text(tmp_path, family):
     character is lost."""
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
     numbers, names = set(t.control.values()), [name for name in t.control if "think" not in name]
-    halves = [
-        *(name[: random.randrange(len(name))] for name in names),
-        *(name[2:] for name in names),
-    ]
+    halves = [name[: random.randrange(len(name))] for name in names] + [n[2:] for n in names]
     parts = [*names, *halves, " ", "\n", "x", "<"]
-    control_of = lambda *texts: [
-        i for i in t.apply_chat_template(conversation(*texts, system="y")) if i in numbers
-    ]
+
+    def control_of(*texts: str) -> list[int]:
+        ids = t.apply_chat_template(conversation(*texts, system="y"))
+        return [i for i in ids if i in numbers]
+
+    harmless = control_of("x", "x", "x")
     for _ in range(50):
         typed, answer = ("".join(random.choices(parts, k=random.randrange(1, 8))) for _ in range(2))
-        assert control_of(typed, answer, typed) == control_of("x", "x", "x"), (typed, answer)
+        assert control_of(typed, answer, typed) == harmless, (typed, answer)
         assert typed.strip() in t.decode(t.apply_chat_template(conversation(typed))), (typed,)
         assert numbers.isdisjoint(t.encode(typed, bos=False)), (typed,)
         assert t.decode(t.encode("x" + typed, bos=False)) == "x" + typed
@@ -5126,38 +4958,32 @@ def test_answers_keep_their_tokens(tmp_path, family):
     ended it."""
     t = Tokenizer(train_tokenizer_json(tmp_path, family))
     ids, stops = t.turn_ends()
-    prompt = t.chat_prompt(conversation("tell me"))
+    asked = conversation("tell me")
+    prompt = t.chat_prompt(asked)
     for answer in (" \n ", "", "a tale"):
         # Not the tokens that the whole text would have
         letters = [i for letter in answer for i in t.vocabulary.encode_after(letter)]
-        past, second = (
-            Prompt(prompt.text, prompt.ids + letters, answer),
-            conversation("tell me", answer, "go on"),
-        )
-        assert t.chat_prompt(conversation("tell me"), past=past) == prompt, (
-            "the answer is continued, not given again"
-        )
+        past = Prompt(prompt.text, prompt.ids + letters, answer)
+        second = conversation("tell me", answer, "go on")
+        assert t.chat_prompt(asked, past=past) == prompt, "it is continued, not given again"
         again = t.chat_prompt(second, past=past)
         if not again.text.startswith(prompt.text):
-            assert "deepseek" in family, (
-                "which writes <think> before an answer, but not before a past one"
-            )
+            # which writes <think> before an answer, but not before a past one
+            assert "deepseek" in family
             return
         assert again.ids[: len(past.ids)] == past.ids, (again.ids, past)
     end = again.ids[len(past.ids)]
     same = lambda ids: t.decode(ids).replace(" ", "")  # but for the space that this answer lacks
-    assert same(again.ids) == same(t.apply_chat_template(second)) and ids == {end} <= set(
-        t.control.values()
-    )
+    assert same(again.ids) == same(t.apply_chat_template(second))
+    assert ids == {end} <= set(t.control.values())
     assert stops == (["<|user|>"] if "zephyr" in family else [])
     other = t.chat_prompt(second, past=replace(past, answer="another"))
-    assert other.ids == t.apply_chat_template(second), (
-        "what was said is not what the conversation holds"
-    )
+    assert other.ids == t.apply_chat_template(second), "not what the conversation holds"
     past = Prompt("ask:", [1], " a tale")
-    assert [
-        t._common_ends(past, "ask:" + then) for then in ("\n a tale.", " so: a tale.", " the crow")
-    ] == [((12, 1),), (), ()]
+    found = [
+        t._common_ends(past, f"ask:{t_}") for t_ in ("\n a tale.", " so: a tale.", " the crow")
+    ]
+    assert found == [((12, 1),), (), ()]
     # the last question again: the answers before it keep their ids
     third = conversation("tell me", answer, "go on", "more", "and?")
     past = replace(again, ids=again.ids + t.encode("more", bos=False), answer="more")
@@ -5170,9 +4996,7 @@ def test_control_token_in_the_vocabulary(tmp_path):
     (Llama 2 as JSON)."""
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         raw["model"]["ignore_merges"] = True
-        raw["pre_tokenizer"] = dict(
-            type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False
-        )
+        raw["pre_tokenizer"] |= dict(use_regex=False)
         raw["model"]["vocab"] |= {token["content"]: token["id"] for token in raw["added_tokens"]}
     t = Tokenizer(tmp_path)
     ids = t.encode("<|eot_id|>", bos=False)
@@ -5185,29 +5009,23 @@ def test_many_control_tokens(tmp_path):
     names = [f"<sound_{i}>" for i in range(10_000)] + ["<" * n + "a" for n in range(2, 99)]
     with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
         start, like = max(token["id"] for token in raw["added_tokens"]) + 1, raw["added_tokens"][0]
-        raw["added_tokens"] += [
-            like | {"id": start + i, "content": name} for i, name in enumerate(names)
-        ]
-    (tmp_path / "chat_template.jinja").write_text(
-        "<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a"
-    )
+        more = [like | {"id": start + i, "content": name} for i, name in enumerate(names)]
+        raw["added_tokens"] += more
+    template = "<sound_77>{{ messages[0]['content'] }}<sound_777><sound_77<<<a"
+    (tmp_path / "chat_template.jinja").write_text(template)
     began, t = time.process_time(), Tokenizer(tmp_path)
     numbers = set(t.control.values())
+    expected = [t.control[name] for name in ("<sound_77>", "<sound_777>", "<<<a")]
     for typed in ("<" * 5_000, "<sound_77><sound_7", "_3>", "x"):
         control = [i for i in t.apply_chat_template(conversation(typed)) if i in numbers]
-        assert control == [t.control[name] for name in ("<sound_77>", "<sound_777>", "<<<a")], (
-            typed[:99]
-        )
+        assert control == expected, typed[:99]
     assert time.process_time() - began < 60
 
 
 SPOILED_JSON = {  # a change to tokenizer.json, and what is said of it
     "of another kind": (lambda raw: raw["model"].update(type="Magic"), "is not a valid tokenizer"),
     "without a decoder": (lambda raw: raw.update(decoder=None), "its decoder is absent"),
-    "with another decoder": (
-        lambda raw: raw.update(decoder={"type": "Fuse"}),
-        "its decoder is Fuse",
-    ),
+    "another decoder": (lambda raw: raw.update(decoder={"type": "Fuse"}), "its decoder is Fuse"),
     "added tokens": (lambda raw: raw.update(added_tokens=[1, 2]), "is not a valid tokenizer"),
     "a panic": (
         lambda raw: raw["model"].update(continuing_subword_prefix="x" * 9),
@@ -5232,15 +5050,11 @@ QUANTS = {number: kind for number, kind in ggml.TYPES.items() if kind.block > 1}
 FILE_FORMATS = (*quants.EXACT, *quants.WITH_ZEROS.values(), quants.E4M3_128)
 # at the start of a block; others have one, Q6_K's is the last
 HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
+ALPHABET = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 BYTES = {  # a vocabulary of one token a byte
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": [
-        *tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        "ab",
-        "<|im_end|>",
-        "</s>",
-    ],
+    "tokenizer.ggml.tokens": [*ALPHABET, "ab", "<|im_end|>", "</s>"],
     "tokenizer.ggml.token_type": [1] * 257 + [3, 3],
     "tokenizer.ggml.merges": ["a b"],
     "tokenizer.ggml.eos_token_id": 258,
@@ -5261,16 +5075,14 @@ def gguf_metadata(config) -> dict:
         "rope.freq_base": floats(rope["rope_theta"]),
     } | ({"attention.key_length": D, "attention.value_length": D} if D else {})
     if rope["rope_type"] in ("linear", "yarn"):
+        original = rope.get("original_max_position_embeddings", 1)
         said |= {
             "rope.scaling.type": rope["rope_type"],
             "rope.scaling.factor": floats(rope["factor"]),
+            "rope.scaling.original_context_length": original,
         }
-        said["rope.scaling.original_context_length"] = rope.get(
-            "original_max_position_embeddings", 1
-        )
-    return {"general.architecture": config.model_type} | {
-        f"{config.model_type}.{k}": v for k, v in said.items()
-    }
+    arch = config.model_type
+    return {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in said.items()}
 
 
 def random_blocks(number: int, N: int, K: int, std: float = 0.1) -> torch.Tensor:
@@ -5334,15 +5146,12 @@ def test_gguf_types_are_decoded(number):
     assert torch.equal(layouts.blocks(kind, raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
-    at = 208 if kind.name == "Q6_K" else 0
-    for bad in (NAN, INF):
-        for half in range(HALVES.get(kind.name, 1)):
-            spoiled = raw.clone()
-            spoiled[1, at + 2 * half : at + 2 * half + 2] = (
-                torch.tensor([bad]).half().view(torch.uint8)
-            )
-            with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
-                layouts.checked(layouts.blocks(kind, spoiled))
+    start = 208 if kind.name == "Q6_K" else 0
+    for bad, half in itertools.product((NAN, INF), range(HALVES.get(kind.name, 1))):
+        spoiled, at = raw.clone(), start + 2 * half
+        spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
+        with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
+            layouts.checked(layouts.blocks(kind, spoiled))
 
 
 def stored_in(format, N: int, K: int):
@@ -5364,9 +5173,8 @@ def stored_in(format, N: int, K: int):
         values = (E4M3.floats(codes).unflatten(1, (-1, 128)) * scale[..., None]).flatten(1)
     else:
         codes, scale, zero, values = codes_of(N, K, format.group)
-    codes, scale, zero = (
-        None if t is None else t.to(DEVICE) for t in (codes.to(torch.int8), scale.float(), zero)
-    )
+    found = (codes.to(torch.int8), scale.float(), zero)
+    codes, scale, zero = (None if t is None else t.to(DEVICE) for t in found)
     yield quants.Blocks(codes, scale, zero=zero), values.to(DEVICE)
 
 
@@ -5376,19 +5184,13 @@ def test_products_with_gguf_and_safetensors_formats(format):
     own on a CPU."""
     N, K, errors = 48, 768, {}
     # a GPU adds up a token's products in half precision, whose error varies
-    draws = 8 if ON_GPU else 1
-    for kind, (blocks, exact) in [
-        drawn for _ in range(draws) for drawn in enumerate(stored_in(format, N, K))
-    ]:
+    drawn = [kind for _ in range(8 if ON_GPU else 1) for kind in enumerate(stored_in(format, N, K))]
+    halves, bf16 = torch.float16, torch.bfloat16
+    for kind, (blocks, exact) in drawn:
         w = Matrix(format.empty(N, K, DEVICE), format)
         format.write(blocks, w.tensors)
         assert torch.equal(w.dense(), exact)
-        for T, dtype in (
-            (1, torch.float16),
-            (1, torch.bfloat16),
-            (3, torch.float16),
-            (20, torch.float16),
-        ):
+        for T, dtype in ((1, halves), (1, bf16), (3, halves), (20, halves)):
             x = randn(T, K, dtype=dtype)
             y = kernels.linear_add(x, w, torch.zeros(T, N, dtype=dtype, device=DEVICE))
             errors.setdefault((kind, T, dtype), []).append(nmse(y, x.float() @ exact.t()))
@@ -5417,14 +5219,13 @@ def test_format_of_joined_matrices(kinds, columns, most_bits, name):
 
 def loaded(model, format="held", ranks: Ranks = Ranks()):
     """A rank's weights of a model's checkpoint, in a format; "held": as the file holds them."""
-    fp32 = torch.float32
     c = model.config.cut(ranks.size)
-    formats = (
-        model.checkpoint.formats_as_stored(c, 8) if format == "held" else formats_of(c, format)
-    )
-    return Loader(
-        model.checkpoint, fp32, fp32, torch.device("cpu"), formats, "torch", ranks, quiet=True
-    ).load()
+    if format == "held":
+        formats = model.checkpoint.formats_as_stored(c, 8)
+    else:
+        formats = formats_of(c, format)
+    types = (torch.float32, torch.float32, torch.device("cpu"))
+    return Loader(model.checkpoint, *types, formats, "torch", ranks, quiet=True).load()
 
 
 def assert_two_ranks_have(model, layer) -> None:
@@ -5434,20 +5235,20 @@ def assert_two_ranks_have(model, layer) -> None:
         assert torch.equal(joined, getattr(layer, name).dense()), name
 
 
+OF_BYTES = dict(eos_token_id=258, bos_token_id=None)
+
+
 @pytest.mark.parametrize("family", ["llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3"])
 def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
     monkeypatch.setattr(layouts, "AT_ONCE", 50 * 256)
-    fields = dict(
-        hidden_size=256, intermediate_size=512, head_dim=64, eos_token_id=258, bos_token_id=None
-    )
+    fields = dict(hidden_size=256, intermediate_size=512, head_dim=64) | OF_BYTES
     theirs = hugging_face_model(259, **FAMILIES[family] | fields)
     kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)
     # Q4_K, of the second layer's wo: of each of its blocks of 256, a rank would have a half
     kinds.insert(3, 12)
-    file = write_gguf(
-        tmp_path / "a.gguf", gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, kinds)
-    )
+    made = gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, kinds)
+    file = write_gguf(tmp_path / "a.gguf", *made)
     read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
     names = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
@@ -5464,176 +5265,128 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_gguf_of_floats_is_as_any_checkpoint(tmp_path, cli, dtype):
     """It may be encoded, and saved so, with its tokenizer and its scaling of RoPE."""
-    theirs = hugging_face_model(
-        259, num_key_value_heads=2, rope_parameters=RAMP, eos_token_id=258, bos_token_id=None
-    )
-    metadata = (
-        gguf_metadata(theirs.config)
-        | BYTES
-        | {"tokenizer.chat_template": "{{ messages[0].content }}</s>"}
-    )
+    theirs = hugging_face_model(259, num_key_value_heads=2, rope_parameters=RAMP, **OF_BYTES)
     for parameter in theirs.parameters():
         parameter.data = parameter.to(dtype).float()
-    tensors = gguf_tensors(theirs)
     # norms and factors are in fp32
-    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in tensors.items()}
+    tensors = {n: t.to(dtype) if t.dim() == 2 else t for n, t in gguf_tensors(theirs).items()}
+    template = {"tokenizer.chat_template": "{{ messages[0].content }}</s>"}
+    metadata = gguf_metadata(theirs.config) | BYTES | template
     file = write_gguf(tmp_path / "a.gguf", metadata, tensors)
     read_gguf(theirs, file)
     theirs.save_pretrained(tmp_path / "original")
-    plain, options, ids = (
-        assert_equals_transformers(file, theirs),
-        dict(dtype="fp32", device="cpu"),
-        [*range(40)],
-    )
+    plain, options = assert_equals_transformers(file, theirs), dict(dtype="fp32", device="cpu")
     assert plain.checkpoint.dtype == dtype and plain.checkpoint.quantised == ""
-    encoded, original = (
-        load(name, format="e4m3", **options) for name in (file, tmp_path / "original")
-    )
-    assert torch.equal(
-        encoded.weights.layers[1].wqkv.tensors[0], original.weights.layers[1].wqkv.tensors[0]
-    )
+    both_files = (file, tmp_path / "original")
+    encoded, original = (load(name, format="e4m3", **options) for name in both_files)
+    codes, same = (model.weights.layers[1].wqkv.tensors[0] for model in (encoded, original))
+    assert torch.equal(codes, same)
     assert cli("-m", file, "--fp8", "--save", tmp_path / "saved", "--quiet")[:2] == (0, "")
     saved = load(tmp_path / "saved", **options)
     assert saved.config.rope_factors and saved.config.eos_ids == (258, 257)
-    assert_close(logits_of(saved, ids), logits_of(encoded, ids), 1e-6)
+    assert_close(logits_of(saved, range(40)), logits_of(encoded, range(40)), 1e-6)
     for chat in (conversation("Größe 🙂"), conversation("ab</s>")):
-        assert Tokenizer(tmp_path / "saved").apply_chat_template(chat) == Tokenizer(
-            file
-        ).apply_chat_template(chat)
+        ids = [Tokenizer(path).apply_chat_template(chat) for path in (tmp_path / "saved", file)]
+        assert ids[0] == ids[1]
 
 
 def test_gguf_from_the_command_line(tmp_path, cli):
     """The same text as with the decoded weights, from a file, a folder and parts; a second loss is
     refused."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(HERE / "models/tales").float()
-    metadata = gguf_metadata(model.config) | sentencepiece_metadata(
-        HERE / "models/tales/tokenizer.model"
-    )
+    tales, one, part = HERE / "models/tales", tmp_path / "one", "parts/t-0000%d-of-00002.gguf"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tales).float()
+    metadata = gguf_metadata(model.config) | sentencepiece_metadata(tales / "tokenizer.model")
     tensors = gguf_tensors(model, (2, 8))
-    folder, part = (
-        Path(shutil.copytree(HERE / "models/tales", tmp_path / "decoded")),
-        "parts/t-0000%d-of-00002.gguf",
-    )
-    for name in ("one", "parts"):
-        (tmp_path / name).mkdir()
-    file = write_gguf(tmp_path / "one/tales.gguf", metadata, tensors)
+    folder = Path(shutil.copytree(tales, tmp_path / "decoded"))
+    one.mkdir()
+    (tmp_path / "parts").mkdir()
+    file = write_gguf(one / "tales.gguf", metadata, tensors)
     read_gguf(model, file)
     model.save_pretrained(folder)
-    for i in range(2):
-        split = {
-            "split.no": numpy.uint16(i),
-            "split.count": numpy.uint16(2),
-            "split.tensors.count": len(tensors),
-        }
-        about = metadata if i == 0 else {"general.architecture": "llama"}
-        write_gguf(tmp_path / (part % (i + 1)), about | split, dict([*tensors.items()][i::2]))
-    flags = ("-p", "The king", "-n", 40, "--temp", 0, "--repeat-penalty", 1, "--dtype", "fp32")
-    code, expected, _ = cli("-m", folder, *flags)
-    assert code == 0
-    for name in (file, tmp_path / "one", tmp_path / "parts", tmp_path / (part % 2)):
-        code, out, err = cli("-m", name, *flags)
-        said = "fp32 with q4_0 matrices (Q4_0 and Q8_0 in the file; others as floats)"
-        assert (
-            (code, out) == (0, expected)
-            and f"running   {said} on cpu" in err
-            and err.endswith(f"GB; {said}\n")
-        ), err
-    for more in (["--fp8"], ["--int4"], ["--int4", "--save", tmp_path / "new"]):
-        result = cli("-m", file, *(() if "--save" in more else flags[:4]), *more)
-        assert_refused(
-            result,
-            "tales.gguf: its matrices are Q4_0 and Q8_0, and",
-            "would lose precision a second time",
-        )
+    split = {"split.count": numpy.uint16(2), "split.tensors.count": len(tensors)}
+    for i, about in enumerate((metadata, {"general.architecture": "llama"})):
+        about = about | split | {"split.no": numpy.uint16(i)}
+        write_gguf(tmp_path / (part % (i + 1)), about, dict([*tensors.items()][i::2]))
+    flags = ("-p", "The king", "-n", 20, "--temp", 0, "--repeat-penalty", 1, "--dtype", "fp32")
+    run_it = lambda name: cli("-m", name, *flags)
+    code, expected, _ = run_it(folder)
+    said = "fp32 with q4_0 matrices (Q4_0 and Q8_0 in the file; others as floats)"
+    for name in (file, one, tmp_path / "parts", tmp_path / (part % 2)):
+        code, out, err = run_it(name)
+        assert (code, out) == (0, expected), err
+        assert f"running   {said} on cpu" in err and err.endswith(f"GB; {said}\n"), err
+    lossy = "would lose precision a second time"
+    for more in (
+        ["-p", "a", "--fp8"],
+        ["-p", "a", "--int4"],
+        ["--int4", "--save", tmp_path / "new"],
+    ):
+        its = "tales.gguf: its matrices are Q4_0 and Q8_0, and"
+        assert_refused(cli("-m", file, *more), its, lossy)
     assert not (tmp_path / "new").exists()
-    shutil.copy(file, tmp_path / "one/other.gguf")
-    assert_refused(
-        cli("-m", tmp_path / "one", *flags),
-        "holds several models: take one of other.gguf, tales.gguf",
-    )
+    shutil.copy(file, one / "other.gguf")
+    assert_refused(run_it(one), "holds several models: take one of other.gguf, tales.gguf")
     (tmp_path / "link.gguf").symlink_to(file)
     file.rename(tmp_path / "sha256-00")  # as Ollama names it
-    (tmp_path / "one/tales.gguf").symlink_to("../sha256-00")
-    for name in ("link.gguf", "sha256-00", "one/tales.gguf"):
-        assert cli("-m", tmp_path / name, *flags)[:2] == (0, expected)
+    (one / "tales.gguf").symlink_to("../sha256-00")
+    (one / "other.gguf").unlink()
+    for name in ("link.gguf", "sha256-00", "one/tales.gguf", "one"):
+        assert run_it(tmp_path / name)[:2] == (0, expected)
     # a template may be chosen by it
     assert local_checkpoint(str(tmp_path / "link.gguf")).name == "link.gguf"
-    (tmp_path / "one/other.gguf").unlink()
-    assert cli("-m", tmp_path / "one", *flags)[:2] == (0, expected)
-    first = (tmp_path / (part % 1)).rename(tmp_path / "first.gguf")
-    assert_refused(cli("-m", tmp_path / "parts", *flags), "No such file", "t-00001-of-00002.gguf")
-    first.rename(tmp_path / (part % 1))
-    second = (tmp_path / (part % 2)).rename(tmp_path / "second.gguf")
-    assert_refused(
-        cli("-m", second, *flags), "is one of 2 parts: its name must end in -00001-of-00002.gguf"
-    )
-    assert_refused(
-        cli("-m", tmp_path / (part % 1), *flags), "No such file", "t-00002-of-00002.gguf"
-    )
+    first, second = (tmp_path / (part % i) for i in (1, 2))
+    kept = first.rename(tmp_path / "first.gguf")
+    assert_refused(run_it(tmp_path / "parts"), "No such file", "t-00001-of-00002.gguf")
+    kept.rename(first)
+    moved = second.rename(tmp_path / "second.gguf")
+    named = "is one of 2 parts: its name must end in -00001-of-00002.gguf"
+    assert_refused(run_it(moved), named)
+    assert_refused(run_it(first), "No such file", "t-00002-of-00002.gguf")
 
 
 def test_gguf_of_the_hub(hub, tmp_path, monkeypatch, small_gguf):
     """As llama.cpp picks it, and nothing else is downloaded."""
     raw = write_gguf(tmp_path / "a.gguf", *small_gguf).read_bytes()
-    names = "a-IQ4_K_M.gguf a-Q2_K.gguf a.Q8_0.gguf q/a-q4_k_m.gguf a-mmproj-Q4_K_M.gguf config.json".split()
+    names = (
+        "a-IQ4_K_M.gguf a-Q2_K.gguf a.Q8_0.gguf q/a-q4_k_m.gguf a-mmproj-Q4_K_M.gguf config.json"
+    )
     # the library knows a file by its hash
-    hub.files = {name: raw + bytes(i) for i, name in enumerate(names)}
-    for kind, wanted in (
-        ("", "q/a-q4_k_m.gguf"),
-        (":q8_0", "a.Q8_0.gguf"),
-        (":Q2_K", "a-Q2_K.gguf"),
-    ):
+    hub.files = {name: raw + bytes(i) for i, name in enumerate(names.split())}
+    place = lambda kind: load(f"someone/tiny{kind}", device="cpu").checkpoint.folder
+    kinds = {"": "q/a-q4_k_m.gguf", ":q8_0": "a.Q8_0.gguf", ":Q2_K": "a-Q2_K.gguf"}
+    for kind, wanted in kinds.items():
         hub.asked.clear()
-        file = load(f"someone/tiny{kind}", device="cpu").checkpoint.folder
+        file = place(kind)
         assert str(file).endswith(wanted) and Tokenizer(file).encode("ab")[-1] == 256
-        fetched = [line for line in hub.asked if line.startswith("GET /someone")]
-        assert len(fetched) == 1 and fetched[0].endswith(wanted)
-        hub.asked.clear()
-        assert load(f"someone/tiny{kind}", device="cpu").checkpoint.folder == file and not hub.asked
+        assert hub.fetched() == [Path(wanted).name]
+        assert place(kind) == file and not hub.asked
     # another program has cached it, too
     (file.parent / "config.json").write_text('{"model_type": "llama"}')
     set_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
-    assert load("someone/tiny:Q8_0", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf"
-    assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a-q4_k_m.gguf"
+    assert place(":Q8_0").name == "a.Q8_0.gguf" and place("").name == "a-q4_k_m.gguf"
     next((tmp_path / "cache").rglob("a-q4_k_m.gguf")).unlink()
-    assert load("someone/tiny", device="cpu").checkpoint.folder.name == "a.Q8_0.gguf", (
-        "what there is"
-    )
+    assert place("").name == "a.Q8_0.gguf", "what there is"
     assert pick_gguf(["b.Q8_0.gguf", "a.IQ2_M.gguf", "b.F16.gguf"], "") == ["b.F16.gguf"]
     parts = [f"m-Q6_K-0000{i}-of-00002.gguf" for i in (1, 2)]
     assert pick_gguf(["n-Q6_K.gguf", *parts], "Q6_K") == parts
 
 
 def test_gguf_header_holds_every_type_of_value(tmp_path):
-    numbers = [
-        numpy.dtype(f"{sign}int{bits}").type(7) for sign in ("", "u") for bits in (8, 16, 32, 64)
-    ]
-    metadata = {"general.architecture": "llama", "general.alignment": 4096} | {
-        n.dtype.name: n for n in numbers
-    }
+    types = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    metadata = {name: numpy.dtype(name).type(7) for name in types}
     metadata |= {
-        "a": numpy.float32(1e-5),
-        "b": numpy.float32(1 / 3),
-        "float64": numpy.float64(0.1),
-        "yes": True,
-    }
-    metadata |= {
-        "text": "Größe 🙂\0",
-        "": "empty",
-        "strings": ["", "a\0b", "ü" * 300, ""],
-        "ints": [-1, 2],
-    }
-    metadata |= {"floats": [0.5, 2.5], "flags": [True, False]}
-    header = ggml.read_header(
-        write_gguf(tmp_path / "a.gguf", metadata, {f"t{i}": torch.ones(i + 1) for i in range(3)})
-    )
+        "general.architecture": "llama", "general.alignment": 4096, "a": numpy.float32(1e-5),
+        "b": numpy.float32(1 / 3), "float64": numpy.float64(0.1), "yes": True,
+        "text": "Größe 🙂\0", "": "empty", "strings": ["", "a\0b", "ü" * 300, ""],
+        "ints": [-1, 2], "floats": [0.5, 2.5], "flags": [True, False],
+    }  # fmt: skip
+    tensors = {f"t{i}": torch.ones(i + 1) for i in range(3)}
+    header = ggml.read_header(write_gguf(tmp_path / "a.gguf", metadata, tensors))
     for key, value in metadata.items():
         got = header.metadata[key]
         assert (got.tolist() if isinstance(got, memoryview) else got) == value, key
-    assert all(
-        info.offset % 4096 == 0 and info.nbytes == 4 * info.shape[0]
-        for info in header.tensors.values()
-    )
+    sizes = [(info.offset % 4096, info.nbytes) for info in header.tensors.values()]
+    assert sizes == [(0, 4), (0, 8), (0, 12)]
 
 
 def by_hand(tensors=(), metadata=(), version=3, counts=None, data=b"\0" * 4096) -> bytes:
@@ -5651,9 +5404,13 @@ def string(text: bytes) -> bytes:
 
 
 HUGE = 1 << 62
+
+
 OTHER_TYPES = {
     kind.value: kind.name for kind in gguf.GGMLQuantizationType if kind not in ggml.TYPES
 }
+
+
 # a file, or what is put into the metadata or among the tensors, None to leave it out: what the line
 # says
 BAD_GGUF = {
@@ -5717,53 +5474,80 @@ def test_bad_gguf_is_one_line(cli, tmp_path, small_gguf, how):
     if isinstance(bad, bytes):
         file.write_bytes(bad)
     else:
-        metadata, tensors = (
-            {
-                k: v
-                for k, v in (part | bad).items()
-                if v is not None and k.endswith(".weight") == of_tensors
-            }
-            for part, of_tensors in zip(small_gguf, (False, True))
-        )
-        write_gguf(file, metadata, tensors)
-    assert_refused(
-        cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt"), "a.gguf", message
-    )
+        parts = [dict(part) for part in small_gguf]
+        for key, value in bad.items():
+            part = parts[key.endswith(".weight")]
+            part[key] = value
+            if value is None:
+                del part[key]
+        write_gguf(file, *parts)
+    said = cli("-m", file, "-p", "a", "-n", 1, "--quiet", "--no-display-prompt")
+    assert_refused(said, "a.gguf", message)
 
 
-def test_gguf_configuration(tmp_path, small_gguf):
-    """What other files say, and what holds if they do not say it."""
+F32, ROPE, LINEAR8 = numpy.float32, "rope.scaling.", (8.0,) * 8
+YARN_GGUF = {f"{ROPE}type": "yarn", f"{ROPE}factor": F32(8), f"{ROPE}original_context_length": 64}
+DIVISORS = torch.linspace(1, 8, 8)
+IDS = "tokenizer.ggml."
+# what llama.cpp's converter writes beside the sizes (the names of the first block follow that of
+# the family; None: it was left out), and what of our Config follows from it
+GGUF_FIELDS = [
+    ({}, dict(rope_theta=5e5, rope_factors=(), rope_gain=1, norm_eps=F32(1e-6), head_dim=16,
+              max_seq_len=256, sliding_window=None, eos_ids=(258, 257), bos_id=None)),
+    ({"rope.freq_base": None}, dict(rope_theta=1e4)),
+    ({"rope.freq_base": F32(1e6)}, dict(rope_theta=1e6)),
+    ({"attention.layer_norm_rms_epsilon": F32(1e-5)}, dict(norm_eps=F32(1e-5))),
+    ({"attention.head_count_kv": None}, dict(n_kv_heads=4)),
+    ({"attention.sliding_window": 64}, dict(sliding_window=64)),
+    ({"attention.sliding_window": 0}, dict(sliding_window=None)),
+    ({"rope.dimension_count": 16, "vocab_size": 259}, dict(head_dim=16, vocab_size=259)),
+    ({f"{ROPE}factor": F32(8)}, dict(rope_factors=LINEAR8, rope_gain=1)),
+    ({"rope.scale_linear": F32(8)}, dict(rope_factors=LINEAR8, rope_gain=1)),
+    ({f"{ROPE}type": "linear", f"{ROPE}factor": F32(1)}, dict(rope_factors=())),
+    ({f"{ROPE}type": "none", f"{ROPE}factor": F32(8)}, dict(rope_factors=())),
+    ({f"{ROPE}attn_factor": F32(0.5)}, dict(rope_factors=(), rope_gain=0.5)),
+    (YARN_GGUF, dict(rope_gain=1 + 0.1 * 2.0794415416798357)),
+    (YARN_GGUF | {f"{ROPE}attn_factor": F32(0.5)}, dict(rope_gain=0.5 + 0.05 * 2.0794415416798357)),
+    ({f"{IDS}bos_token_id": 3, f"{IDS}eot_token_id": 0}, dict(bos_id=3, eos_ids=(258, 0, 257))),
+    ({f"{IDS}eos_token_id": None, f"{IDS}eom_token_id": 5}, dict(eos_ids=(5, 257))),
+    ({f"{IDS}add_bos_token": True, "general.file_type": 1, "general.quantization_version": 2,
+      "general.name": "x", f"{IDS}padding_token_id": 4}, dict(bos_id=None, eos_ids=(258, 257))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said, expected", GGUF_FIELDS, ids=lambda value: str(value)[:60])
+def test_gguf_fields_of_llama_cpps_writer(tmp_path, small_gguf, said, expected):
     metadata, tensors = small_gguf
-    read = lambda more: read_config(write_gguf(tmp_path / "a.gguf", metadata | more, tensors))
-    scaling = "llama.rope.scaling."
-    eight = {f"{scaling}factor": numpy.float32(8)}
-    of_yarn = eight | {f"{scaling}type": "yarn", f"{scaling}original_context_length": 64}
-    factors = {"rope_freqs.weight": torch.linspace(1, 8, 8)}
-    for more in ({}, of_yarn):
-        plain = read(more).rope_factors or (1,) * 8
-        both = read_config(write_gguf(tmp_path / "a.gguf", metadata | more, tensors | factors))
-        expected = torch.tensor(plain) * factors["rope_freqs.weight"]
-        assert torch.tensor(both.rope_factors).equal(expected), "as llama.cpp multiplies"
-    assert read({f"{scaling}attn_factor": numpy.float32(0.5)}).rope_gain == 0.5
-    halved = read(of_yarn | {f"{scaling}attn_factor": numpy.float32(0.5)})
-    assert halved.rope_gain == pytest.approx(0.5 * read(of_yarn).rope_gain)
-    for old in (eight, {"llama.rope.scale_linear": numpy.float32(8)}):
-        assert read(old).rope_factors == (8.0,) * 8 and read(old).rope_gain == 1
-    assert read(eight | {f"{scaling}type": "none"}).rope_factors == ()
-    assert (
-        read({"llama.attention.sliding_window": 64}).sliding_window == 64
-        and read({}).sliding_window is None
-    )
-    metadata = {
-        k: v for k, v in metadata.items() if "head_count_kv" not in k and "freq_base" not in k
-    }
-    config = read({"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.bos_token_id": 3})
-    assert (config.n_kv_heads, config.rope_theta, config.bos_id, config.eos_ids) == (
-        4,
-        1e4,
-        3,
-        (258, 0, 257),
-    )
+    full = lambda key: key if key.startswith(("tokenizer", "general")) else f"llama.{key}"
+    about = metadata | {full(key): value for key, value in said.items()}
+    about = {key: value for key, value in about.items() if value is not None}
+    config = read_config(write_gguf(tmp_path / "a.gguf", about, tensors))
+    for name, value in expected.items():
+        value = value if isinstance(value, tuple) else pytest.approx(value)
+        assert getattr(config, name) == value, f"llama.cpp takes {name} for something else"
+    with_factors = tensors | {"rope_freqs.weight": DIVISORS}
+    both = read_config(write_gguf(tmp_path / "b.gguf", about, with_factors)).rope_factors
+    plain = torch.tensor(config.rope_factors or (1.0,) * 8)
+    assert torch.tensor(both).equal(plain * DIVISORS), "as llama.cpp multiplies"
+
+
+@pytest.mark.parametrize("fast, slow", [(None, None), (16.0, 2.0), (48.0, None)])
+def test_gguf_yarn_equals_transformers(tmp_path, small_gguf, fast, slow):
+    metadata, tensors = small_gguf
+    betas = {"beta_fast": fast, "beta_slow": slow}
+    betas = {name: value for name, value in betas.items() if value}
+    said = YARN_GGUF | {f"{ROPE}yarn_{name}": F32(value) for name, value in betas.items()}
+    said = {f"llama.{key}": value for key, value in said.items()}
+    config = read_config(write_gguf(tmp_path / "a.gguf", metadata | said, tensors))
+    rope = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64, rope_theta=5e5)
+    theirs = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=512,
+        rope_parameters=rope | betas,
+    )  # fmt: skip
+    freqs, gain = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    ours = 5e5 ** -(torch.arange(8.0) / 8) / torch.tensor(config.rope_factors)
+    assert_close(ours, freqs, 1e-6)
+    assert config.rope_gain == pytest.approx(gain)
 
 
 GGUF_TEXTS = [
@@ -5798,12 +5582,9 @@ def test_gguf_sentencepiece(tmp_path):
     chat = conversation("Hello </s>", "Hello </s>", "Hello </s>", system="Hello </s>")
     assert ours.apply_chat_template(chat) == original.apply_chat_template(chat)
     more = {"<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4, "[PAD4099]": 2, "[PAD4100]": 2, "": 5}
-    about = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
-    ours = tokenizer(4102, about, **more)
-    assert (
-        ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
-        and ours.control["<|im_start|>"] == 4096
-    )
+    ours = tokenizer(4102, {f"{IDS}add_bos_token": False, f"{IDS}add_space_prefix": False}, **more)
+    assert ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
+    assert ours.control["<|im_start|>"] == 4096
     assert 4098 in ours.encode("so <think> hm") and 4097 not in ours.encode("<|im_end|>")
     assert ours.decode([4097, *ours.encode("a b")]) == "a b" and not ours.vocabulary.adds_space
 
@@ -5811,9 +5592,8 @@ def test_gguf_sentencepiece(tmp_path):
 WORD, REST = r"[^\r\n\p{L}\p{N}]?", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LLAMA_3 = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{REST}"
-TEKKEN = (
-    rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{REST}"
-)
+WORDS = rf"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*"
+TEKKEN = rf"{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{REST}"
 SPLITS = {
     "llama-bpe": [LLAMA_3], "qwen2": [LLAMA_3.replace("{1,3}", "")], "tekken": [TEKKEN],
     "smollm": None, "gpt-2": None, "smaug-bpe": [LLAMA_3],
@@ -5829,35 +5609,31 @@ def test_gguf_byte_pairs(name, tmp_path):
     always = name in ("llama-bpe", "tekken")
     pre = tokenizers.pre_tokenizers
     byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=SPLITS[name] is None)
-    first = [
-        pre.Split(tokenizers.Regex(pattern), "isolated") for pattern in SPLITS[name] or ()
-    ] or [pre.Digits(True)]
+    patterns = [tokenizers.Regex(pattern) for pattern in SPLITS[name] or ()]
+    first = [pre.Split(pattern, "isolated") for pattern in patterns] or [pre.Digits(True)]
     splits = byte_level if name == "gpt-2" else pre.Sequence([*first, byte_level])
     raw = train_byte_pairs(splits, GGUF_TEXTS * 3, pre.ByteLevel.alphabet(), ignore_merges=always)
-    merges = raw["model"]["merges"] = [
-        pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"
-    ]
+    merges = [pair for pair in raw["model"]["merges"] if "".join(pair) != "Ġupon"]
+    raw["model"]["merges"] = merges
     own = tokenizers.Tokenizer.from_str(json.dumps(raw))
     if name == "qwen2":
         own.normalizer = tokenizers.normalizers.NFC()
     own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
     own.add_tokens(["<think>", "~x~"])
-    kinds, size = (
-        {"<|im_end|>": 3, "<|endoftext|>": 3, "<think>": 4, "~x~": 4},
-        own.get_vocab_size(),
-    )
+    kinds = {"<|im_end|>": 3, "<|endoftext|>": 3, "<think>": 4, "~x~": 4}
+    tokens = [*map(own.id_to_token, range(own.get_vocab_size())), "[PAD]"]
+    size = len(tokens) - 1
     metadata = {"general.architecture": "llama"} | BYTES | {
-        "tokenizer.ggml.pre": name,
-        "tokenizer.ggml.tokens": [*map(own.id_to_token, range(size)), "[PAD]"],
-        "tokenizer.ggml.token_type": [kinds.get(own.id_to_token(i), 1) for i in range(size)] + [5],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
-        "tokenizer.ggml.bos_token_id": own.token_to_id("<|endoftext|>"),
-        "tokenizer.ggml.eos_token_id": own.token_to_id("<|im_end|>"),
+        f"{IDS}pre": name,
+        f"{IDS}tokens": tokens,
+        f"{IDS}token_type": [kinds.get(token, 1) for token in tokens[:-1]] + [5],
+        f"{IDS}merges": [" ".join(pair) for pair in merges],
+        f"{IDS}bos_token_id": own.token_to_id("<|endoftext|>"),
+        f"{IDS}eos_token_id": own.token_to_id("<|im_end|>"),
     }  # fmt: skip
     ours = Tokenizer(write_gguf(tmp_path / "a.gguf", metadata, {}), size + 1)
-    for text in GGUF_TEXTS + [
-        "".join(random.choices("".join(GGUF_TEXTS), k=100)) for _ in range(30)
-    ]:
+    letters = "".join(GGUF_TEXTS)
+    for text in GGUF_TEXTS + ["".join(random.choices(letters, k=100)) for _ in range(30)]:
         ids = own.encode(text, add_special_tokens=False).ids
         assert ours.vocabulary.encode_chat(text, ours._control_in(text), after=False) == ids, text
         assert "<" in text or ours.encode(text, bos=False) == ids
@@ -5865,12 +5641,11 @@ def test_gguf_byte_pairs(name, tmp_path):
     assert ours.control.keys() == {"<|im_end|>", "<|endoftext|>", "<think>"}
     assert ours.bytes_of(own.token_to_id("~x~")) == b"~x~" and ours.bytes_of(size) == b""
     assert (own.token_to_id("Ġupon") in ours.encode("Once upon")) == always
-    assert (ours.encode("ab")[0] == ours.bos) == always
-    for said in (True, False):
-        file = write_gguf(
-            tmp_path / "b.gguf", metadata | {"tokenizer.ggml.add_bos_token": said}, {}
-        )
-        assert (Tokenizer(file).encode("ab")[0] == ours.bos) == said
+    for said in (True, False, None):
+        more = {} if said is None else {f"{IDS}add_bos_token": said}
+        file = write_gguf(tmp_path / "b.gguf", metadata | more, {})
+        adds = always if said is None else said
+        assert (Tokenizer(file).encode("ab")[0] == ours.bos) == adds
 
 
 # ---- extra/quants.py: quantised safetensors, packed as their formats' documents say
@@ -5896,17 +5671,15 @@ def pack_awq(N: int, K: int) -> tuple[dict, torch.Tensor]:
     return dict(qweight=qweight, qzeros=qzeros, scales=scale.t()), values
 
 
-def pack_gptq(
-    N: int, K: int, group: int = 32, less: int = 1, zeros=range(16)
-) -> tuple[dict, torch.Tensor]:
+def pack_gptq(N: int, K: int, group: int = 32, less: int = 1, zeros=range(16)):
     """less: 1 in version 1, subtracted from whole words of zero points. group: 0 for one a row and
     no indices."""
     codes, scale, zero, values = codes_of(N, K, group or K, zeros)
-    found = dict(
-        qweight=words(codes).t(), qzeros=words(zero.t()) - less * 0x11111111, scales=scale.t()
-    )
-    indices = dict(g_idx=torch.arange(K, dtype=torch.int32) // group) if group else {}
-    return found | dict(bias=torch.zeros(N)) | indices, values
+    found = dict(qweight=words(codes).t(), scales=scale.t(), bias=torch.zeros(N))
+    found["qzeros"] = words(zero.t()) - less * 0x11111111
+    if group:
+        found["g_idx"] = torch.arange(K, dtype=torch.int32) // group
+    return found, values
 
 
 def pack_gptq8(N: int, K: int, zeros=(128,)) -> tuple[dict, torch.Tensor]:
@@ -5932,14 +5705,9 @@ def pack_fp8(scale: str, rows: int, columns: int, N: int, K: int) -> tuple[dict,
     weight = (torch.randn(N, K) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     one, (rows, columns) = not rows, (rows or N, columns or K)
     factors = torch.rand(-(-N // rows), -(-K // columns)) * 0.01
-    values = (
-        weight.float() * factors.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
-    )
-    return {
-        "weight": weight,
-        scale: factors[0, 0] if one else factors,
-        "input_scale": torch.ones(1),
-    }, values
+    spread = factors.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
+    stored = {scale: factors[0, 0] if one else factors, "input_scale": torch.ones(1)}
+    return stored | {"weight": weight}, weight.float() * spread
 
 
 def compressed_tensors(form: str, **weights) -> dict:
@@ -5948,10 +5716,16 @@ def compressed_tensors(form: str, **weights) -> dict:
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
+
+
 PACKED = partial(
     compressed_tensors, "pack-quantized", num_bits=4, type="int", strategy="group", group_size=128
 )
+
+
 FLOAT_8 = partial(compressed_tensors, "float-quantized", num_bits=8, type="float", symmetric=True)
+
+
 QUANTISED = {  # quantization_config, how a matrix is packed, the format that holds it
     "AWQ": (dict(quant_method="awq", bits=4, group_size=64, version="gemm"), pack_awq, quants.WITH_ZEROS[64]),
     "GPTQ": (GPTQ, pack_gptq, quants.WITH_ZEROS[32]),
@@ -5981,17 +5755,15 @@ def write_quantised(folder: Path, how: str, **more):
     """A checkpoint in place of the tiny one; returns the model of transformers with the weights
     that it stands for."""
     about, pack, _ = QUANTISED[how]
-    theirs = hugging_face_model(
-        350, num_key_value_heads=2, hidden_size=128, intermediate_size=256, **more
-    ).half()
+    shape = dict(num_key_value_heads=2, hidden_size=128, intermediate_size=256)
+    theirs = hugging_face_model(350, **shape, **more).half()
     theirs.save_pretrained(folder)
     theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
     tensors, weights = load_file(folder / "model.safetensors"), theirs.state_dict()
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         stored, values = pack(*tensors.pop(name).shape)
-        tensors = {
-            name.removesuffix("weight") + key: value.contiguous() for key, value in stored.items()
-        } | tensors
+        stem = name.removesuffix("weight")
+        tensors = {stem + key: value.contiguous() for key, value in stored.items()} | tensors
         weights[name].copy_(values)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit(folder / "config.json", quantization_config=about)
@@ -6002,28 +5774,22 @@ def write_quantised(folder: Path, how: str, **more):
 def test_quantised_safetensors_equal_transformers(copy, cli, how):
     """Matrices bit for bit, also as ranks have them; no second loss."""
     theirs, format = write_quantised(copy, how), QUANTISED[how][2]
-    ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1]
+    ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1].mlp
     weights = loaded(ours)
     # which is slow there
-    decoded = format in (quants.E4M3_128, quants.Q8_0)
-    layer, on_cpu = weights.layers[1], None if decoded else format
-    assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {
-        format
-    } and not weights.output.format
-    assert ours.weights.layers[1].w2.format is on_cpu
-    assert torch.equal(layer.w2.dense(), exact.mlp.down_proj.weight)
-    assert torch.equal(layer.w13.dense()[1::2], exact.mlp.up_proj.weight)
+    on_cpu = None if format in (quants.E4M3_128, quants.Q8_0) else format
+    layer = weights.layers[1]
+    assert {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)} == {format}
+    assert not weights.output.format and ours.weights.layers[1].w2.format is on_cpu
+    assert torch.equal(layer.w2.dense(), exact.down_proj.weight)
+    assert torch.equal(layer.w13.dense()[1::2], exact.up_proj.weight)
     if format.group <= 64:
         assert_two_ranks_have(ours, layer)
     name = how.partition(",")[0].partition(" ")[0]
-    assert_refused(
-        cli("-m", copy, "--int4", "-p", "a"),
-        f"its matrices are {name}, and int4 would lose precision",
-    )
+    lossy = f"its matrices are {name}, and int4 would lose precision"
+    assert_refused(cli("-m", copy, "--int4", "-p", "a"), lossy)
     code, _, err = cli("-m", copy, "-n", 3, "-p", "Once", "--ignore-eos", "--dtype", "fp32")
-    kept = (
-        f" with {format.name} matrices ({name} in the file" if on_cpu else f" (decoded from {name})"
-    )
+    kept = f" with {format.name} matrices ({name} in the file" if on_cpu else " (decoded from "
     assert code == 0 and f"running   fp32{kept}" in err, err
 
 
@@ -6057,6 +5823,8 @@ def config_with(how: str, **fields) -> tuple:
 
 
 PROJ = "model.layers.0.mlp.up_proj."
+
+
 BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
     "3 bits": (*config_with("GPTQ", bits=3), "quantised as gptq with bits 3: take"),
     "modelopt": (*config_with("FP8, modelopt", quant_algo="NVFP4"), "quantised as modelopt with quant_algo 'NVFP4'"),
@@ -6103,9 +5871,9 @@ def test_bad_quantised_safetensors_are_one_line(cli, copy, case):
 class Planted(Speculation):
     """Proposes the text that will follow, with errors here and there."""
 
-    def __init__(self, n: int, text: list[int]):
+    def __init__(self, n: int):
         super().__init__(n)
-        self.text = text
+        self.text: list[int] = []
 
     def propose(self, ids):
         coming = self.text[len(ids) : len(ids) + self.n]
@@ -6138,34 +5906,74 @@ def other_model(model):
     return other
 
 
+@pytest.fixture(scope="session")
+def exact(tiny):
+    """Not to be changed; on a GPU, where there is one."""
+    return exact_model(tiny, 64, DEVICE.type)
+
+
+GREEDY = Sampling(temp=0)
 SETTINGS = {
-    "greedy": dict(sampling=Sampling(temp=0)),
-    "hot, without filters": dict(sampling=Sampling(temp=2, top_k=0, top_p=1, min_p=0)),
-    "penalty": dict(sampling=Sampling(repeat_penalty=1.5, repeat_last_n=6)),
+    "greedy": dict(sampling=GREEDY),
+    "hot, without filters": dict(sampling=Sampling(temp=2, top_k=0, top_p=1, min_p=0, seed=5)),
+    "penalty": dict(sampling=Sampling(repeat_penalty=1.5, repeat_last_n=6, seed=0)),
     "penalty on all": dict(sampling=Sampling(temp=0, repeat_penalty=1.1, repeat_last_n=-1)),
-    "n": dict(n=7),
-    "one": dict(n=1),
-    "none": dict(n=0),
-    "eos": dict(eos=range(3, 40)),
-    "eos ignored": dict(sampling=Sampling(temp=0), eos=range(3, 200), ignore_eos=True),
+    "eos": dict(sampling=GREEDY, eos=range(3, 40)),
+    "eos ignored": dict(sampling=GREEDY, eos=range(3, 200), ignore_eos=True),
 }
+WAYS = {
+    "lookup": lambda model, other: Lookup(3),
+    "lookup of one": lambda model, other: Lookup(1),
+    "draft of itself": lambda model, other: Draft(3, copy_module.copy(model)),
+    "another draft": lambda model, other: Draft(4, other),
+    "planted": lambda model, other: Planted(5),
+    "many planted": lambda model, other: Planted(15),
+}
+CALL = st.tuples(
+    st.lists(st.integers(3, 9) | st.integers(3, 299), min_size=1, max_size=20),  # a prompt
+    st.sampled_from([0, 1, 7, 80]),  # tokens; the last fills the context
+    st.sampled_from([*SETTINGS]),
+    st.none() | st.integers(0, 9),  # after so many the text is interrupted
+)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_proposals_do_not_change_the_text(tiny, settings):
-    model = exact_model(tiny, ctx_size=64)  # which many texts fill
-    other, options = other_model(model), dict(sampling=Sampling()) | SETTINGS[settings]
-    options["sampling"] = replace(options["sampling"], seed=SEED)
-    prompt = random.choices(range(3, 300), k=random.choice([1, 9])) * random.choice([1, 3])
-    expected_cache = State(model)
-    expected = list(generate(model, prompt, expected_cache, **options))
-    planted = [Planted(n, prompt + expected) for n in (5, 15)]
-    for way in map(always, [Lookup(3), Draft(3, model), Draft(4, other), *planted]):
-        cache = State(model)
-        assert list(generate(model, prompt, cache, **options, decode=way.decode)) == expected
-        assert cache.pos == cache.device_pos == expected_cache.pos
-        # an eos ends a pass early
-        assert way.passes + way.accepted <= max(len(expected) - 1, 0) + way.n
+@examples(
+    40, way=st.sampled_from([*WAYS]), in_graphs=st.booleans(), calls=st.lists(CALL, max_size=4)
+)
+@hypothesis.example(way="draft of itself", in_graphs=True, calls=[([5] * 9, 80, "penalty", 3)] * 2)
+@hypothesis.example(way="another draft", in_graphs=False, calls=[([5, 6], 7, "eos", None)] * 3)
+def test_proposals_and_interrupted_speculation_do_not_change_the_text(exact, way, in_graphs, calls):
+    """Several texts on one state with one way to propose: each is what a state of its own gives
+    without proposals, and whoever stops early leaves the state with exactly what came before."""
+    torch.manual_seed(0)
+    state, toss = State(exact), random.Random(0)
+    speculation = WAYS[way](exact, other_model(exact))
+    speculation.pacer.ready = lambda: toss.random() < 0.7
+    with pytest.MonkeyPatch.context() as patch:
+        if in_graphs and not ON_GPU:
+            decode_in_graphs(patch)
+        for prompt, n, settings, taken in calls:
+            options, alone = dict(n=n) | SETTINGS[settings], State(exact)
+            with pytest.MonkeyPatch.context() as plainly:
+                plainly.setattr(Llama, "uses_graphs", ON_GPU)
+                expected = list(generate(exact, prompt, alone, **options))
+            if isinstance(speculation, Planted):
+                speculation.text = prompt + expected
+            passes, accepted = speculation.passes, speculation.accepted
+            tokens = generate(exact, prompt, state, **options, decode=speculation.decode)
+            with contextlib.closing(tokens):
+                got = list(itertools.islice(tokens, taken))
+            assert got == expected[:taken]
+            if got == expected and taken != 0:
+                assert state.pos in (alone.pos, alone.pos - 1)
+            elif got:
+                assert state.pos == len(prompt) + taken - 1
+            assert state.pos == state.device_pos
+            new = speculation.passes - passes + speculation.accepted - accepted
+            assert new <= max(len(expected) - 1, 0) + speculation.n  # an eos ends a pass early
+    if way == "draft of itself":
+        kept = "the draft keeps what was not sampled, or has lost what was"
+        assert speculation.accepted == speculation.proposed, kept
 
 
 def test_draft_of_the_same_model(tiny, monkeypatch):
@@ -6175,7 +5983,9 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     draft, cache = always(Draft(4, copy_module.copy(model))), State(model)
     write = lambda prompt: list(generate(model, prompt, cache, 61, eos=[], decode=draft.decode))
     first, second = (random.choices(range(3, 300), k=50) for _ in range(2))
-    assert len(write(first)) == 61 and draft.accepted == draft.proposed and draft.passes == 12
+    assert len(write(first)) == 61  # one, and 12 times the four of the draft and another
+    said = "proposals 12 passes, 5.00 tokens a pass; 100% of 48 proposals accepted\n"
+    assert draft.summary() == said
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
         patch.setattr(draft.model, "step", fails(KeyboardInterrupt()))
         write(second)
@@ -6183,18 +5993,31 @@ def test_draft_of_the_same_model(tiny, monkeypatch):
     assert draft.accepted == draft.proposed and draft.passes == 24
 
 
-def test_draft_of_a_smaller_vocabulary(tiny):
+@pytest.mark.parametrize("counts, said", [
+    ((0, 0, 0, 0), "0 passes, 0.00 tokens a pass; none of 0 proposals accepted"),
+    ((4, 12, 6, 0), "4 passes, 2.50 tokens a pass; 50% of 12 proposals accepted"),
+    ((8, 3, 0, 7), "8 passes, 1.00 tokens a pass; 0% of 3 proposals accepted; 7 passes had none,"
+                   " since they cost more time than they save"),
+])  # fmt: skip
+def test_proposals_are_counted(exact, counts, said):
+    way = Lookup(3)
+    way.passes, way.proposed, way.accepted, way.held_off = counts
+    assert way.summary() == f"proposals {said}\n"
+    way.pacer = SimpleNamespace(ready=lambda: False, single=1.0, record=lambda *_: None)
+    list(generate(exact, [1, 5, 6], n=12, eos=[], decode=way.decode))
+    assert (way.passes - counts[0], way.held_off - counts[3]) == (11, 11)
+
+
+def test_draft_of_a_smaller_vocabulary(exact):
     """A prompt may have ids that only the model has; the draft reads them as its first."""
-    model = exact_model(tiny, ctx_size=64)
-    small = copy_module.copy(model)
-    V = model.config.vocab_size
-    small.config = replace(model.config, vocab_size=V - 5)
-    embedding = model.weights.embedding[: V - 5]
-    small.weights = replace(model.weights, embedding=embedding, output=Matrix(embedding))
+    small, V = copy_module.copy(exact), exact.config.vocab_size
+    small.config = replace(exact.config, vocab_size=V - 5)
+    embedding = exact.weights.embedding[: V - 5]
+    small.weights = replace(exact.weights, embedding=embedding, output=Matrix(embedding))
     for end in (V - 1, 7):
         prompt = [1, V - 5, 9, end]
         draft = always(Draft(3, small))
-        found = list(generate(model, prompt, n=12, eos=[], decode=draft.decode))
+        found = list(generate(exact, prompt, n=12, eos=[], decode=draft.decode))
         assert len(found) == 12 and max(found) < V - 5 and draft.passes
         seen = draft.state.tokens.tolist()
         assert seen[:4] == [1, 0, 9, end if end == 7 else 0] and seen[4] == found[0]
@@ -6208,53 +6031,6 @@ def test_memory_of_a_draft_is_that_of_the_models_context(tiny, copy, monkeypatch
     assert sizes == [256, 256]
 
 
-def test_a_pacer_that_gives_up_says_so(tiny):
-    model = exact_model(tiny, ctx_size=64)
-    lookup = Lookup(3)
-    lookup.pacer = SimpleNamespace(ready=lambda: False, single=1.0, record=lambda *_: None)
-    list(generate(model, [1, 5, 6], n=12, eos=[], decode=lookup.decode))
-    assert "; 11 passes had none, since they cost more time" in lookup.summary()
-
-
-def test_draft_forgets_what_was_not_sampled(tiny):
-    """What it proposes depends on the text alone, not on what was proposed earlier."""
-    model = exact_model(tiny, ctx_size=64)
-    draft, other = Draft(3, other_model(model)), []
-    toss, propose = random.Random(SEED), draft.propose
-    draft.pacer.ready = lambda: toss.random() < 0.6
-    draft.propose = lambda ids: other.append(([*ids], propose(ids))) or other[-1][1]
-    prompt = random.choices(range(3, 300), k=9)
-    list(generate(model, prompt, n=50, eos=[], sampling=Sampling(seed=SEED), decode=draft.decode))
-    assert draft.accepted < draft.proposed
-    for ids, proposals in other:
-        fresh, state = Draft(3, draft.model), State(model)
-        state.sampler.set(Sampling(seed=SEED))
-        with torch.inference_mode():
-            fresh.begin(model, state, ids[:-1])
-            assert fresh.propose(ids) == proposals
-
-
-@pytest.mark.parametrize("in_graphs", [False, True])
-def test_speculation_ends_within_a_pass(tiny, monkeypatch, in_graphs):
-    model, prompt = exact_model(tiny, ctx_size=128), [1, 5, 6]
-    if in_graphs:
-        decode_in_graphs(monkeypatch)
-    for taken in range(1, 9):
-        cache, draft = State(model), always(Draft(4, model))
-        with contextlib.closing(
-            generate(model, prompt, cache, 40, eos=[], decode=draft.decode)
-        ) as tokens:
-            turn = [*prompt, *itertools.islice(tokens, taken), 9, 10]
-        assert cache.pos == cache.device_pos == len(prompt) + taken - 1
-        timings = Timings()
-        second = list(
-            generate(model, turn, cache, 12, eos=[], timings=timings, decode=draft.decode)
-        )
-        assert timings.prompt_tokens == 3 and second == list(
-            generate(model, turn, State(model), 12, eos=[])
-        )
-
-
 def looked_up(seen: list[int], count: int) -> list[int]:
     """What Lookup proposes, by comparing everything with everything."""
     for length in range(min(4, len(seen) - 1), 1, -1):
@@ -6265,89 +6041,104 @@ def looked_up(seen: list[int], count: int) -> list[int]:
     return []
 
 
-def test_lookup_proposals():
-    """At once, and with a text that grows."""
-
-    def proposed(*seen: int, count: int = 4) -> list[int]:
-        once, growing = Lookup(count), Lookup(count)
-        for size in range(1, len(seen) + 1):
-            expected = looked_up([*seen[:size]], count)
-            assert growing.propose([*seen[:size]]) == expected
-        assert once.propose([*seen]) == expected
-        once.begin(None, None, [9, 8, 7, 6, 5])
-        once.begin(None, None, [*seen[:-1]])  # of the text before, nothing is left
-        assert once.propose([*seen]) == expected
-        return expected
-
-    # one token is not enough
-    assert proposed(5) == proposed(5, 6, 7) == proposed(5, 6, 7, 9, 7) == []
-    assert proposed(5, 6, 7, 8, 9, 5, 6) == [7, 8, 9, 5]
-    assert proposed(1, 5, 6, 7, 2, 5, 6, 8, 3, 1, 5, 6) == [7, 2, 5, 6]  # the longest
-    assert proposed(5, 6, 7, 2, 5, 6, 8, 3, 5, 6, count=1) == [8]  # the latest
-    assert proposed(9, 5, 6, 5, 6) == [5, 6, 5, 6]
-    assert proposed(8, 8, 8) == [8, 8, 8, 8]
-    for _ in range(20):
-        proposed(*random.choices(range(random.choice([2, 3, 9])), k=random.randint(1, 50)), count=6)
+@examples(200, seen=st.lists(st.integers(5, 9), min_size=1, max_size=40), n=st.integers(1, 15))
+def test_lookup_proposals(seen, n):
+    """At once, and with a text that grows; of the text before, nothing is left."""
+    once, growing = Lookup(n), Lookup(n)
+    for size in range(1, len(seen) + 1):
+        assert growing.propose(seen[:size]) == looked_up(seen[:size], n)
+    assert once.propose([*seen]) == looked_up(seen, n)
+    once.begin(None, None, [9, 8, 7, 6, 5])
+    once.begin(None, None, seen[:-1])
+    assert once.propose([*seen]) == looked_up(seen, n)
+    # by hand: one token is not enough, the longest run counts, then the latest; too few repeat
+    assert looked_up([5, 6, 7, 9, 7], 4) == []
+    assert looked_up([1, 5, 6, 7, 2, 5, 6, 8, 3, 1, 5, 6], 4) == [7, 2, 5, 6]
+    assert looked_up([5, 6, 7, 2, 5, 6, 8, 3, 5, 6], 1) == [8]
+    assert looked_up([9, 5, 6, 5, 6], 4) == [5, 6, 5, 6]
 
 
-@pytest.mark.parametrize("cost", [1.02, 1.15, 1.5, 3.0])
-def test_failed_proposals_cost_3_percent(cost):
+# proposed, accepted, seconds, whether the GPU waited; then: seconds of a single token, of several,
+# lost, in total; whether the next pass may propose
+PACES = [
+    ((0, 0, 1.0, False), 1.0, 0.0, 0.0, 1.0, True),
+    ((3, 0, 9.0, False), 1.0, 1.0, 0.0, 2.0, True),  # which compiled: it counts as a single token
+    ((3, 0, 2.0, False), 1.0, 1.2, 1.0, 4.0, False),  # 1 + 0.2 > 1 + 0.02 * 4
+    ((0, 0, 6.0, False), 2.0, 1.2, 1.0, 10.0, True),
+    ((0, 0, 3.0, True), 2.0, 1.2, 2.0, 13.0, True),  # a pass that waited for nothing
+    ((3, 3, 1.2, False), 2.0, 1.2, -2.0, 14.2, True),  # it gains at most a single token
+]
+
+
+def test_pacer_by_hand():
+    pacer = Pacer()
+    assert not pacer.ready(), "the first pass is the baseline"
+    for passed, *expected, may in PACES:
+        pacer.record(*passed)
+        found = [pacer.single, pacer.several, pacer.lost, pacer.total]
+        assert found == pytest.approx(expected) and pacer.ready() == may, passed
+
+
+@pytest.mark.parametrize("cost, found", [
+    (1.02, True), (1.15, True), (1.5, True), (3.0, True), (1.15, False),
+])  # fmt: skip
+def test_looking_for_proposals_costs_3_percent(cost, found):
+    """found: whether there were some to fail. A GPU is idle while the host looks for them."""
     pacer = Pacer()
 
     def spend(accepted: int) -> float:
-        seconds = cost if pacer.ready() else 1.0
-        pacer.record(int(seconds > 1), accepted, seconds, waited=False)
+        ready = pacer.ready()
+        seconds = cost if ready else 1.0
+        pacer.record(int(ready and found), accepted, seconds, waited=ready and not found)
         return seconds
 
     for length in (400, 4000):
         assert sum(spend(0) for _ in range(length)) <= 1.03 * length
-    for _ in range(200):  # the text begins to repeat
-        spend(4)
-    assert all(spend(4) > 1 for _ in range(20))
+    if found:
+        for _ in range(200):  # the text begins to repeat
+            spend(4)
+        assert all(spend(4) > 1 for _ in range(20))
 
 
-def test_looking_for_proposals_costs_3_percent():
-    """A GPU is idle meanwhile, also where nothing is found."""
-    pacer = Pacer()
+def test_capturing_is_no_part_of_a_pass(exact, monkeypatch):
+    """By a clock that moves 9 seconds when a graph is captured and 1 when it is replayed."""
+    decode_in_graphs(monkeypatch)
+    now, charged = [0.0], []
 
-    def spend() -> float:
-        waited = pacer.ready()
-        seconds = 1.15 if waited else 1.0
-        pacer.record(0, 0, seconds, waited)
-        return seconds
+    def work(seconds: float, run) -> None:
+        run()
+        now[0] += seconds
 
-    for length in (400, 4000):
-        assert sum(spend() for _ in range(length)) <= 1.03 * length
+    def captured_slowly(run, device, reset):
+        now[0] += 9
+        return SimpleNamespace(replay=partial(work, 1.0, run))
 
+    class Moment:
+        def __init__(self, device):
+            self.time = now[0]
 
-def test_speculation_in_graphs(tiny, monkeypatch):
-    """Without a GPU, what the graphs do is run directly, with the reference ops; capture and replay
-    are not covered."""
-    model = exact_model(tiny, ctx_size=40, device=DEVICE.type)
-    prompt, other = [1, 5, 6, 7, 5, 6], other_model(model)
-    settings = dict(sampling=Sampling(temp=0.7, seed=3, repeat_penalty=1.2), eos=[])
-    cache, plain = State(model), list(generate(model, prompt, **settings))
-    longer = [*prompt, *plain[:5], 9]
-    plain_longer = list(generate(model, longer, n=9, **settings))
-    if DEVICE.type == "cpu":
-        decode_in_graphs(monkeypatch)
-    for way in (Lookup(3), Draft(3, model), Draft(5, other)):
-        toss = random.Random(SEED)
-        way.pacer.ready = lambda toss=toss: toss.random() < 0.7
-        assert list(generate(model, prompt, cache, **settings, decode=way.decode)) == plain
-        assert cache.pos == cache.device_pos == 39
-        assert (
-            list(generate(model, longer, cache, 9, **settings, decode=way.decode)) == plain_longer
-        )
-        if isinstance(way, Draft) and way.n == 3:
-            assert way.accepted == way.proposed > 0
+        def wait(self) -> None: ...
+
+        def since(self, start) -> float:
+            return self.time - start.time
+
+    monkeypatch.setattr("extra.speculation.captured", captured_slowly)
+    monkeypatch.setattr("extra.speculation.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("extra.speculation.Moment", Moment)
+    lookup, state = Lookup(3), State(exact)
+    record = lookup.pacer.record
+    lookup.pacer.record = lambda *args: charged.append(args[2]) or record(*args)
+    list(generate(exact, [5, 6, 5, 6, 7], state, 9, GREEDY, eos=[], decode=lookup.decode))
+    assert charged == [pytest.approx(1.0)] * lookup.passes, "the pacer takes a graph for a pass"
+    assert state.busy == pytest.approx(lookup.passes)
 
 
 @pytest.mark.parametrize("in_graphs", [False, True])
 @pytest.mark.parametrize("proposing", [False, True])
-def test_speculation_where_logits_are_not_finite(tiny, monkeypatch, in_graphs, proposing):
-    model, prompt = exact_model(tiny, ctx_size=64), [1, 5, 6]
-    text = list(generate(model, prompt, n=20, eos=[], sampling=Sampling(seed=SEED)))
+def test_speculation_where_logits_are_not_finite(exact, monkeypatch, in_graphs, proposing):
+    model, prompt, options = copy_module.copy(exact), [1, 5, 6], dict(n=20, eos=[])
+    options["sampling"] = Sampling(seed=SEED)
+    text = list(generate(model, prompt, **options))
     sample = model.ops.sample
 
     def spoiled(logits, tokens, drawn, pos, sampler) -> None:
@@ -6357,20 +6148,17 @@ def test_speculation_where_logits_are_not_finite(tiny, monkeypatch, in_graphs, p
     model.ops = SimpleNamespace(**vars(model.ops) | dict(sample=spoiled))
     if in_graphs:
         decode_in_graphs(monkeypatch)
-    planted, got = Planted(4, prompt + text), []
+    planted, got = Planted(4), []
+    planted.text = prompt + text
     planted.pacer.ready = lambda: proposing
-    tokens = generate(
-        model, prompt, n=20, eos=[], sampling=Sampling(seed=SEED), decode=planted.decode
-    )
     with pytest.raises(RuntimeError, match="not finite"):
-        got.extend(tokens)
+        got.extend(generate(model, prompt, **options, decode=planted.decode))
     assert got == text[:11]
 
 
-def test_single_tokens_run_ahead(tiny, monkeypatch):
+def test_single_tokens_run_ahead(exact, monkeypatch):
     """Without proposals, two passes are on their way, also while the host looks for some; with
     them, one: tokens are needed first."""
-    model = exact_model(tiny, ctx_size=64)
     decode_in_graphs(monkeypatch)
     ahead = [2, 3, 4, 5, 5, 5]
     never = [299] * 3  # no token of the text
@@ -6382,48 +6170,34 @@ def test_single_tokens_run_ahead(tiny, monkeypatch):
         lookup.propose = lambda ids, found=found: found
         lookup.pacer.ready = lambda p=proposing: p
         settings = dict(n=6, eos=[], sampling=Sampling(seed=SEED))
-        text = generate(model, [1, 5, 6], **settings, decode=lookup.decode)
+        text = generate(exact, [1, 5, 6], **settings, decode=lookup.decode)
         assert [len(counts) for _ in text] == launched
 
 
 def test_speculation_from_the_command_line(cli, tiny, copy, monkeypatch):
-    flags = (
-        "-m",
-        tiny,
-        "-p",
-        "a fox a fox a fox",
-        "-n",
-        40,
-        "-s",
-        5,
-        "--dtype",
-        "fp32",
-        "--stop",
-        "zz",
-    )
-    _, expected, _ = cli(*flags)
+    flags = ("-p", "a fox a fox a fox", "-n", 40, "-s", 5, "--dtype", "fp32", "--stop", "zz")
+    said = partial(cli, "-m", tiny, *flags)
+    expected = said()[1]
     for way in (("--lookup", 3), ("--draft", tiny), ("--draft", tiny, "--draft-max", 2)):
-        code, out, err = cli(*flags, *way)
-        assert code == 0 and out == expected
-        assert re.search(
-            r"proposals \d+ passes, \d\.\d\d tokens a pass; .* proposals accepted", err
-        )
+        code, out, err = said(*way)
+        assert (code, out) == (0, expected)
+        counts = r"proposals \d+ passes, \d\.\d\d tokens a pass; .* proposals accepted"
+        assert re.search(counts, err)
     lines = ("the fox", "the crow", "the fox")
     assert chat(cli, tiny, *lines, flags=("--lookup", 4))[1] == chat(cli, tiny, *lines)[1]
-    assert cli(*flags, "--lookup", 3, "--draft", tiny)[0] == cli(*flags, "--lookup", 0)[0] == 2
-    assert_refused(cli(*flags, "--draft", cli_module.DEFAULT_MODEL), "different vocabulary")
+    edges = ("--lookup", 0), ("--lookup", 16), ("--draft", tiny, "--draft-max", 0)
+    for wrong in (*edges, ("--lookup", 3, "--draft", tiny), ("--draft-max", 3)):
+        assert_refused(said(*wrong), code=2)
+    assert said("--lookup", 15)[:2] == (0, expected)
+    assert_refused(said("--draft", cli_module.DEFAULT_MODEL), "different vocabulary")
     # some models of a family have more rows for no token than others
     hugging_face_model(read_config(copy).vocab_size + 400, **FAMILIES["gqa"]).save_pretrained(copy)
-    assert cli(*flags, "--draft", copy)[:2] == (0, expected)
-    hot, seen, original = (
-        ("--temp", 9, "--top-k", 0, "--min-p", 0, "--top-p", 1, "--ignore-eos"),
-        [],
-        generate,
-    )
-    monkeypatch.setattr(
-        "session.generate", lambda *a, **k: (seen.append(i) or i for i in original(*a, **k))
-    )
-    assert cli("-m", copy, *flags[2:], *hot, "--draft", tiny)[0] == 0
+    assert said("--draft", copy)[:2] == (0, expected)
+    hot = ("--temp", 9, "--top-k", 0, "--min-p", 0, "--top-p", 1, "--ignore-eos")
+    seen, original = [], generate
+    seeing = lambda *a, **k: (seen.append(i) or i for i in original(*a, **k))
+    monkeypatch.setattr("session.generate", seeing)
+    assert cli("-m", copy, *flags, *hot, "--draft", tiny)[0] == 0
     assert len(seen) == 40 and max(seen) < read_config(tiny).vocab_size
 
 
@@ -6445,6 +6219,8 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "a format of one's own": ("grouped", dict(format="own")),
     "saved, in a format of one's own": ("saved groups", {}),
 }
+
+
 # four would cut a group
 ONLY_BY_TWO = {"fused", "a format of one's own", "saved, in a format of one's own"}
 
@@ -6471,17 +6247,14 @@ def free_port() -> str:
 def run_rank(rank: int, folder: Path, size: int, port: str) -> None:
     """Write what one of several processes, forks of one that has only done its imports,
     computes."""
-    of_all = dict(
-        WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-    )
-    of_all["TORCHELASTIC_RUN_ID"] = "as torchrun would"
-    os.environ |= of_all | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ |= dict(
+        WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="as torchrun would",
+    )  # fmt: skip
     ranks = Ranks.of_torchrun()
     cases = [case for case in PARALLEL if size == 2 or case not in ONLY_BY_TWO]
-    torch.save(
-        {case: parallel_result(folder, case, ranks=ranks) for case in cases},
-        folder / f"{size}.{rank}",
-    )
+    found = {case: parallel_result(folder, case, ranks=ranks) for case in cases}
+    torch.save(found, folder / f"{size}.{rank}")
     ranks.finish()
 
 
@@ -6506,14 +6279,11 @@ def parallel_folder(tiny, grouped_folder, tmp_path_factory) -> Path:
 
 def test_ranks_equal_one_process(parallel_folder):
     """2 and 4 processes, all forks of a single one, since every start takes seconds."""
-    done = in_shell(
-        f"CUDA_VISIBLE_DEVICES= $PYTHON $HERE/test_all.py {shlex.quote(str(parallel_folder))} forks"
-    )
+    folder = shlex.quote(str(parallel_folder))
+    done = in_shell(f"CUDA_VISIBLE_DEVICES= $PYTHON $HERE/test_all.py {folder} forks")
     assert done.returncode == 0, done.stderr[-3000:]
-    of_several = {
-        size: [torch.load(parallel_folder / f"{size}.{rank}") for rank in range(size)]
-        for size in (2, 4)
-    }
+    found = lambda size: [torch.load(parallel_folder / f"{size}.{rank}") for rank in range(size)]
+    of_several = {size: found(size) for size in (2, 4)}
     assert of_several[2][0].keys() == PARALLEL.keys() == of_several[4][0].keys() | ONLY_BY_TWO
     for case, (name, options) in PARALLEL.items():
         exact, expected = parallel_result(parallel_folder, case, backend="torch")
@@ -6521,11 +6291,8 @@ def test_ranks_equal_one_process(parallel_folder):
         for size in (2,) if case in ONLY_BY_TWO else (2, 4):
             (logits, tokens), *others = (rank[case] for rank in of_several[size])
             for other in others:
-                assert torch.equal(logits, other[0]) and tokens == other[1], (
-                    case,
-                    size,
-                    "ranks differ",
-                )
+                same = torch.equal(logits, other[0]) and tokens == other[1]
+                assert same, (case, size, "ranks differ")
             # A code may be rounded the other way: of a cached key, or of a single token's
             # activations
             assert_close(logits[:10], exact[:10], 1e-2 if case == "8-bit cache" else 1e-4)
@@ -6534,16 +6301,14 @@ def test_ranks_equal_one_process(parallel_folder):
 
 
 def test_ranks_that_do_not_divide_a_model(tiny):
-    with pytest.raises(
-        ValueError, match="4 query heads cannot be divided evenly among 3 processes"
-    ):
+    uneven = "4 query heads cannot be divided evenly among 3 processes"
+    with pytest.raises(ValueError, match=uneven):
         load(tiny, device="cpu", ranks=Ranks(0, 3))
     too_many = "3 key/value heads can be neither divided nor repeated evenly among 2 processes"
     with pytest.raises(ValueError, match=too_many):
         read_config_like(n_heads=6, n_kv_heads=3).cut(2)
-    with pytest.raises(
-        ValueError, match="layers.0.wo has 16 columns on each of 2 processes; own needs"
-    ):
+    too_few = "layers.0.wo has 16 columns on each of 2 processes; own needs"
+    with pytest.raises(ValueError, match=too_few):
         c = read_config_like().cut(2)
         check_groups(c, formats_of(c, OWN))
 
@@ -6555,28 +6320,10 @@ def test_ranks_that_divide_256_columns_of_int4(copy):
     for rank, columns in enumerate(model.weights.layers[0].w2.data.split(160, 1)):
         w2 = loaded(model, INT4, Ranks(rank, 2)).layers[0].w2
         assert torch.equal(w2.dense(), INT4.decoded(INT4.encode(columns)))
-    saved = load(
-        save(copy, copy.parent / "saved", format="int4", device="cpu").parent, device="cpu"
-    )
-    error = (
-        "layers.0.w2 was saved in int4, where its 320 columns cannot be divided among 2 processes"
-    )
-    with pytest.raises(ValueError, match=error):
-        loaded(saved, INT4, Ranks(0, 2))
-
-
-def test_memory_of_each_rank(monkeypatch):
-    whole, cpu = (
-        read_config_like(dim=512, n_layers=8, hidden_dim=4096, vocab_size=4096),
-        torch.device("cpu"),
-    )
-    monkeypatch.setattr("extra.hardware.free_memory", lambda device: 100_000_000)
-    assert check_memory(whole.cut(4), torch.float32, cpu, 64, {}) is None
-    with pytest.raises(MemoryError):
-        check_memory(whole, torch.float32, cpu, 64, {})
-    # which share a host's memory
-    with pytest.raises(MemoryError, match="cpu for rank 1 of 4 has 0.03 GB free"):
-        check_memory(whole.cut(4), torch.float32, cpu, 64, {}, ranks=Ranks(1, 4, 1, 4))
+    folder = save(copy, copy.parent / "saved", format="int4", device="cpu").parent
+    error = "saved in int4, where its 320 columns cannot be divided among 2 processes"
+    with pytest.raises(ValueError, match=f"layers.0.w2 was {error}"):
+        loaded(load(folder, device="cpu"), INT4, Ranks(0, 2))
 
 
 @pytest.mark.parametrize("format", [None, fp8.E4M3])
@@ -6589,36 +6336,29 @@ def test_exchange_adds_and_gathers(format):
     cuts = [parallel.share(V, rank, 3) for rank in range(3)]
     part = lambda rows: tuple(t[rows].contiguous() for t in whole.tensors)
     outputs = [Matrix(part(rows), format) for rows in cuts]
-    memory = [
-        torch.zeros(3 * (2 * C + outputs[0].rows), dtype=torch.int64, device=DEVICE)
-        for _ in range(3)
-    ]
+    sizes = dict(dtype=torch.int64, device=DEVICE)
+    memory = [torch.zeros(3 * (2 * C + outputs[0].rows), **sizes) for _ in range(3)]
     addresses = [m.data_ptr() for m in memory]
-    exchanges = [
-        parallel.Exchange([sums[0][r], sums[1][r], outputs[r]], r, addresses, memory[r])
-        for r in range(3)
-    ]
+    of_rank = lambda r: [sums[0][r], sums[1][r], outputs[r]]
+    exchanges = [parallel.Exchange(of_rank(r), r, addresses, memory[r]) for r in range(3)]
+    close = lambda ours, exact: nmse(ours, exact) < ONE_UNIT[torch.float16]
     for _ in range(2):
         for matrices in sums:
             x, residual = [halves(1, k) for k in columns], halves(1, C)
-            exact = residual.float() + sum(
-                kernels.linear_ref(a.float(), dense(m)) for a, m in zip(x, matrices)
-            )
+            terms = [kernels.linear_ref(a.float(), dense(m)) for a, m in zip(x, matrices)]
+            exact = residual.float() + sum(terms)
             for exchange, a, m in zip(exchanges, x, matrices):
                 exchange.send("linear_add", a, None, m, 0.0)
             for exchange, m in zip(exchanges, matrices):
-                assert (
-                    nmse(exchange.add_received(m, residual.clone()), exact)
-                    < ONE_UNIT[torch.float16]
-                )
+                assert close(exchange.add_received(m, residual.clone()), exact)
         x, norm, logits = halves(1, C), halves(C), torch.empty(1, V, device=DEVICE)
         eps = SimpleNamespace(norm_eps=1e-5)
         exact = kernels.rmsnorm_linear_ref(x.float(), norm.float(), dense(whole), eps, logits)
         for exchange, m in zip(exchanges, outputs):
             exchange.send("rmsnorm_linear", x, norm, m, 1e-5)
         for exchange, m in zip(exchanges, outputs):
-            ours = exchange.gather_received(m, torch.full((1, V), NAN, device=DEVICE))
-            assert nmse(ours, exact) < ONE_UNIT[torch.float16]
+            blank = torch.full((1, V), NAN, device=DEVICE)
+            assert close(exchange.gather_received(m, blank), exact)
             exchange.round_number += 1
 
 
@@ -6644,16 +6384,9 @@ def check_gpus(folder: Path) -> None:
     logits = lambda model: logits_of(model, torch.arange(5, 47) * 7 % 290, 40, 1, 1)
     for case in ("grouped queries", "one key/value head, bias, tied", "e4m3", "8-bit cache"):
         name, options = PARALLEL[case]
+        plain = dict(dtype="fp32", device=own, backend="torch", format=options.get("format"))
         for dtype in ("fp16", "bf16"):
-            exact = logits(
-                load(
-                    folder / name,
-                    dtype="fp32",
-                    device=own,
-                    backend="torch",
-                    format=options.get("format"),
-                )
-            )
+            exact = logits(load(folder / name, **plain))
             one = logits(load(folder / name, dtype=dtype, device=own, **options))
             model = load(folder / name, dtype=dtype, device="cuda", ranks=ranks, **options)
             for exchange in (model.exchange, None):
@@ -6687,16 +6420,13 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
     """Rounds as graphs: chains of sums whose terms are different whole numbers in each round. In
     all graphs but the first, the rank is late at random places."""
     late, total = random.Random(SEED + ranks.rank), SLOTS * ranks.size * (ranks.size + 1) // 2
-    matrices = [
-        Matrix(torch.zeros(SUMMED, 64, dtype=torch.float16, device=cuda)) for _ in range(SLOTS)
-    ]
+    blank = partial(torch.zeros, device=cuda)
+    matrices = [Matrix(blank(SUMMED, 64, dtype=torch.float16)) for _ in range(SLOTS)]
     for m in matrices:
         m.data[:, 0] = ranks.rank + 1
     exchange = parallel.make_exchange(ranks, matrices, "triton", cuda)
-    number, wrong = (
-        torch.zeros(1, dtype=dtype, device=cuda) for dtype in (torch.float32, torch.int64)
-    )
-    x, y = torch.zeros(1, 64, dtype=torch.float16, device=cuda), torch.zeros(1, SUMMED, device=cuda)
+    number, wrong = blank(1), blank(1, dtype=torch.int64)
+    x, y = blank(1, 64, dtype=torch.float16), blank(1, SUMMED)
 
     def chain(is_late: bool) -> None:
         number.copy_((number + 1) % 1009)
@@ -6733,78 +6463,53 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
 
 
 def torchrun(*arguments, size: int = 2, **options) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        *f"-m torch.distributed.run --nproc-per-node {size} --master-port {free_port()}".split(),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    pipes = dict(
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
-    return subprocess.Popen([*command, *map(str, arguments)], **pipes | options)
+    flags = f"-m torch.distributed.run --nproc-per-node {size} --master-port {free_port()}"
+    command = [sys.executable, *flags.split(), *map(str, arguments)]
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, **pipes | options)
 
 
 def torchrun_bash(script: str, *arguments, **options) -> subprocess.Popen:
     """Each rank runs a bash script; $RUN in it is our program with these arguments."""
-    words = shlex.join(
-        [sys.executable, str(HERE / "run.py"), *map(str, arguments), "--device", "cpu"]
-    )
-    return torchrun("--no-python", "bash", "-c", script.replace("$RUN", words), **options)
+    command = [sys.executable, HERE / "run.py", *arguments, "--device", "cpu"]
+    script = script.replace("$RUN", shlex.join(map(str, command)))
+    return torchrun("--no-python", "bash", "-c", script, **options)
 
 
 def errors_in(err: bytes) -> list[str]:
     return re.findall(r"^error: .*", err.decode(), re.MULTILINE)
 
 
-def test_torchrun_writes_what_one_process_writes(tiny, cli):
-    flags = ("-m", tiny, "-n", 6, "--temp", 0, "--dtype", "fp32", "--device", "cpu")
-    process = torchrun(
-        HERE / "run.py",
-        "--chat",
-        *flags,
-        stdin=subprocess.PIPE,
+def test_torchrun_writes_what_one_process_writes(tiny, cli, tmp_path):
+    """The template asks for the time, which is another for the second rank."""
+    template = (
+        "{{ 'day' if strftime_now('%p') == 'PM' else 'good night' }} {{ messages[-1].content }}"
     )
-    out, err = process.communicate(b"One\n/clear\nTwo\n\xff\n", timeout=PATIENCE)
+    template += "{% if messages[-1].content == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
+    (tmp_path / "t").write_text(template)
+    flags = ("-m", tiny, "--chat", "--chat-template", tmp_path / "t", "-n", 6, "--temp", 0)
+    flags += ("--dtype", "fp32", "--ignore-eos")
+    script = "[ $RANK = 0 ] || export TZ=XXX12; exec $RUN"
+    process = torchrun_bash(script, *flags, stdin=subprocess.PIPE)
+    lines = b"One\n/clear\nbad\nTwo\n"
+    out, err = process.communicate(lines + b"\xff\n", timeout=PATIENCE)
     assert process.returncode == 0, err
-    assert out.decode() == cli("--chat", *flags, stdin=b"One\n/clear\nTwo\n")[1]
+    assert out.decode() == cli(*flags, stdin=lines)[1]
     assert err.count(b"generated 12 tokens") == 1 and err.count(b"not UTF-8") == 1
     assert b"cpu in 2 processes, sums through gloo" in err
-
-
-def test_torchrun_chat(tiny, tmp_path):
-    """The template asks for the time, which is another for each rank."""
-    template = "{{ 'good day ' * (strftime_now('%H') | int + 1) }}{{ messages[-1]['content'] }}"
-    template += (
-        "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('too bad') }}{% endif %}"
-    )
-    (tmp_path / "t").write_text(template)
-    script = "if [ $RANK = 0 ]; then export TZ=UTC0; else export TZ=XXX12; fi; exec $RUN"
-    flags = (
-        "--chat",
-        "--chat-template",
-        tmp_path / "t",
-        "-n",
-        4,
-        "--ignore-eos",
-    )
-    process = torchrun_bash(script, "-m", tiny, *flags, stdin=subprocess.PIPE)
-    _, err = process.communicate(b"hello\nhello\nbad\nhello\n", timeout=PATIENCE)
-    assert process.returncode == 0 and b"generated 12 tokens" in err, err
-    (error,) = errors_in(err)
-    assert "too bad" in error
+    assert "too bad" in errors_in(err)[0]
 
 
 def test_torchrun_interrupted_at_the_prompt(tiny):
-    process = torchrun(
-        HERE / "run.py", "--chat", "-m", tiny, "--device", "cpu", stdin=subprocess.PIPE
-    )
+    flags = (HERE / "run.py", "--chat", "-m", tiny, "--device", "cpu")
+    process = torchrun(*flags, stdin=subprocess.PIPE)
     while not process.stderr.readline().startswith(b"chat "):
         pass
     process.send_signal(signal.SIGINT)
     err = process.stderr.read()
-    assert process.wait(PATIENCE) != 0 and not errors_in(err) and b"terminate called" not in err, (
-        err
-    )
+    assert process.wait(PATIENCE) != 0
+    assert not errors_in(err) and b"terminate called" not in err, err
 
 
 def is_running(pid: int) -> bool:
@@ -6818,9 +6523,8 @@ def is_running(pid: int) -> bool:
 def test_torchrun_ends_all_ranks(tiny, how, tmp_path):
     # torchrun ends whoever is left when the first has gone, but not before it has said why
     script = 'trap "" TERM; $RUN & echo $! >$RANK; wait $!'
-    process = torchrun_bash(
-        script, "-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos", cwd=tmp_path
-    )
+    flags = ("-m", tiny, "-p", "Once", "-c", 100_000, "--ignore-eos")
+    process = torchrun_bash(script, *flags, cwd=tmp_path)
     process.stdout.read(20)
     first, second = (int((tmp_path / rank).read_text()) for rank in "01")
     if how == "stdout closed":
@@ -6831,22 +6535,17 @@ def test_torchrun_ends_all_ranks(tiny, how, tmp_path):
         process.send_signal(signal.SIGINT)
     err = process.stderr.read()
     assert process.wait(PATIENCE) != 0 and not is_running(first) and not is_running(second)
-    assert errors_in(err) == (
-        [] if how == "interrupted" else ["error: another process has ended"]
-    ), err
+    said = [] if how == "interrupted" else ["error: another process has ended"]
+    assert errors_in(err) == said, err
 
 
 def test_torchrun_reports_one_error(tiny):
     folder = f"./{tiny.parent.name}/{tiny.name}"  # which the second rank looks for elsewhere
-    process = torchrun_bash(
-        "[ $RANK = 0 ] || cd /; exec $RUN", "-p", "Once", "-m", folder, cwd=tiny.parent.parent
-    )
+    script = "[ $RANK = 0 ] || cd /; exec $RUN"
+    process = torchrun_bash(script, "-p", "Once", "-m", folder, cwd=tiny.parent.parent)
     _, err = process.communicate(timeout=PATIENCE)
-    assert (
-        process.returncode != 0
-        and len(errors_in(err)) == 1
-        and "no file or folder" in errors_in(err)[0]
-    ), err
+    (error,) = errors_in(err)
+    assert process.returncode != 0 and "no file or folder" in error
 
 
 # ---- launch.py
@@ -6885,13 +6584,18 @@ def test_launchers_refuse_strides():
         attention.attention(torch.stack((q, q), -1)[..., 0], *rest)
 
 
-def test_launch_sizes_of_the_nearest_card(monkeypatch):
+def test_launch_sizes_of_the_nearest_card(monkeypatch, tmp_path):
+    """Cards take the sizes of the nearest one below, and its tiles have to fit into the shared
+    memory of each. Scales take up to a fifth as much as codes."""
     found = [launch.nearest({0: "a", 80: "b", 90: "c"}, key) for key in (0, 79, 80, 89, 120)]
     assert found == ["a", "a", "b", "b", "c"]
-    products = itertools.product(
-        (4, 6, 8, 16, 32), (*PRODUCTS, "an op of one's own"), (64, 4096, 11008)
-    )
-    for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), products):
+    monkeypatch.setattr(launch, "TABLES_FILE", tmp_path / "launch.json")
+    launch.save_tables()
+    unchanged = (tmp_path / "launch.json").read_text() == (HERE / "launch.json").read_text()
+    assert unchanged, "launch.json is not as the tuner writes it: what was not tuned would change"
+    ops = (*PRODUCTS, "an op of one's own")
+    every = itertools.product((4, 6, 8, 16, 32), ops, (64, 4096, 11008))
+    for arch, (bits, op, columns) in itertools.product((0, 80, 86, 89, 90, 100, 120), every):
         monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
         for sizes in (launch.vector_sizes, launch.stream_sizes):
             rows = sizes(DEVICE, bits, op, columns).rows
@@ -6900,13 +6604,9 @@ def test_launch_sizes_of_the_nearest_card(monkeypatch):
         for tokens in (8, 16):
             few = launch.few_sizes(DEVICE, bits, op, columns, tokens)
             assert few is None or few.lanes <= 4 * few.steps and few.rows % 8 == 0 and few.ahead > 0
-
-
-def test_tiles_fit_shared_memory(monkeypatch):
-    """Cards take the sizes of the nearest one below. Scales take up to a fifth as much as codes."""
     for arch, kilobytes in ARCHITECTURES.items():
         monkeypatch.setattr(launch, "capability", lambda device, arch=arch: arch)
-        for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 64)):
+        for bits, op, columns in itertools.product((4, 6, 8), PRODUCTS, range(64, 30_000, 192)):
             sizes = launch.stream_sizes(DEVICE, bits, op, columns)
             block = kernels.stream_block(sizes.block, columns)
             held = (sizes.stages - 1) * sizes.rows * -(-columns // block) * block * 1.2 * bits / 8
@@ -6917,44 +6617,102 @@ def test_tiles_fit_shared_memory(monkeypatch):
 
 
 def tiny_llama(dtype: torch.dtype, format=None) -> Llama:
-    """With random weights, for what is counted by hand."""
-    c = read_config_like(
-        dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12, vocab_size=10
-    )
+    """With random weights, for what is counted by hand: a layer's matrices have 16 * 8 (4 heads and
+    2 * 2 of keys and values, of 2), 8 * 8, 24 * 8 and 8 * 12 weights, 480 in all; two layers."""
+    sizes = dict(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, hidden_dim=12)
+    c = read_config_like(**sizes, vocab_size=10)
     cpu = torch.device("cpu")
     weights = bench.random_weights(c, dtype, cpu, formats_of(c, format), "torch")
     return Llama(c, weights, "torch", cpu, dtype, 16)
 
 
-def test_bench_bytes_and_operations(tiny_model):
-    # Wqkv has (4 + 2 * 2) * 2 = 16 rows of 8
-    layer = 2 * 16 * 8 + 4 * 8 * 1 + 2 * 8 * 8 + 2 * 24 * 8 + 2 * 8 * 12
-    assert bench.prefill_operations(tiny_llama(torch.float16), 1) == 2 * layer + 2 * 10 * 8
-    # a decode step reads all matrices, and keys and values of 2 layers, 2 heads of 16
-    matrices = sum(matrix.nbytes for matrix in tiny_model.weights.matrices)
-    assert bench.decode_bytes(tiny_model, 0) == matrices
-    assert bench.decode_bytes(tiny_model, 10) == matrices + 4 * 2 * 2 * 10 * 2 * 16
+def flags_of_bench(*flags) -> SimpleNamespace:
+    args = bench.parse_args(["--device", "cpu", "-r", "1", *map(str, flags)])
+    return SimpleNamespace(**vars(args) | dict(ranks=Ranks(), cores=1))
+
+
+def test_bench_rows_by_hand(monkeypatch, capsys):
+    """A token takes 2 * 960 operations in the layers and 2 * 80 for the logits, and 2 * 4 * 8 for
+    each key that it sees: 4 tokens 8480, after 5 others 9760. A step reads 1040 weights and
+    2 * 2 * 4 numbers for each position: 4224 bytes with one, 4544 with six."""
+    for name in ("read_ceiling", "product_ceiling"):
+        monkeypatch.setattr(bench, name, lambda *_: 1e3)
+    monkeypatch.setattr(bench, "open_model", lambda *_: tiny_llama(torch.float32))
+    monkeypatch.setattr(bench, "prompt_speeds", lambda *_: [100.0, 300.0])
+    monkeypatch.setattr(bench, "generation_speeds", lambda *_: [50.0])
+    args = flags_of_bench("-p", 4, "-n", 2, "-d", "0,5")
+    rows = [*bench.throughput(args, "fp32", "none")]
+    found = [(r.test, r.tokens_per_s, r.std, r.percent_of_ceiling) for r in rows]
+    spread = 2**0.5 * 100
+    assert found == [
+        ("pp4", 200, pytest.approx(spread), pytest.approx(100 * 200 * 8.48 / 4)),
+        ("pp4 @ d5", 200, pytest.approx(spread), pytest.approx(100 * 200 * 9.76 / 4)),
+        ("tg2", 50, 0, pytest.approx(100 * 50 * 4.224)),
+        ("tg2 @ d5", 50, 0, pytest.approx(100 * 50 * 4.544)),
+    ]
+    assert {r.size_gb for r in rows} == {4160 / 1e9}
+    err = capsys.readouterr().err
+    # a warm-up and a run: 8.48 + 9.76 + 2 * 4.224 + 2 * 4.544 seconds each
+    assert "this takes at least 72 s, at the speed of memory and arithmetic" in err
+    assert "ceilings: read 0.0 GB/s, float32 product 0.00 TFLOP/s" in err
+    in_8_bits = tiny_llama(torch.float16, E4M3)  # a byte a weight, and 4 for each of 60 rows
+    assert bench.decode_bytes(in_8_bits, 0) == 2 * (480 + 4 * 56) + 80 + 4 * 10
+
+
+def test_bench_speeds_by_hand(tiny_model, monkeypatch):
+    """By a clock: a prompt in half a second, each step in 9, but 90 while it is warmed up. Only the
+    new tokens count, and no more are evaluated."""
+    seen, prefill, speeds = [], tiny_model.prefill, bench.prompt_speeds
+    measured = lambda ids, *to: seen.append(len(ids)) or prefill(ids, *to)
+    monkeypatch.setattr(bench, "wall_times", lambda run, *_: [run() or 0.5, run() or 0.25])
+    monkeypatch.setattr(tiny_model, "prefill", measured)
+    state = State(tiny_model)
+    assert speeds(tiny_model, state, bench.Test("pp", 12, 48), 2) == [24.0, 48.0]
+    assert seen == [48, 12, 12] and state.pos == 60
+    assert speeds(tiny_model, state, bench.Test("pp", 12, 0), 2) == [24.0, 48.0]
+    assert seen[3:] == [12, 12] and state.pos == 12
+    decode_in_graphs(monkeypatch)
+    event = SimpleNamespace(record=lambda _: 0, synchronize=lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    for depth in (0, 7):
+        ms = itertools.chain([90_000.0] * 5, itertools.repeat(9000.0))
+        event.elapsed_time = lambda _, ms=ms: next(ms)
+        found = bench.generation_speeds(tiny_model, state, bench.Test("tg", 5, depth), 3)
+        assert found == [pytest.approx(1 / 9)] * 3 and state.pos == max(depth, 1) + 5
+
+
+def test_bench_quality_by_hand():
+    ln2 = 0.6931471805599453
+    values = dict(loss=[ln2, 3 * ln2], other_loss=[ln2, ln2], kl=[0.5, 0.1], same_top=[1.0, 0.0])
+    parts = [{name: torch.tensor([both[i]]) for name, both in values.items()} for i in (0, 1)]
+    assert bench.quality(parts, text_bytes=4) == pytest.approx({
+        "tokens": 2, "perplexity": 4, "standard_error": 4 * ln2, "bits_per_byte": 1,
+        "perplexity_ratio": 2, "mean_kl": 0.3, "kl_99": 0.496, "same_top_%": 50,
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("stride", [24, 10, 1])
 def test_bench_perplexity_equals_transformers(tiny, tiny_model, stride):
+    """Beside another model, from which this one diverges: KL(other || this)."""
     theirs = transformers.LlamaForCausalLM.from_pretrained(tiny)
-    ids, ctx, losses = torch.randint(3, 300, (70,)).tolist(), 24, []
-    report = bench.quality(
-        [*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=tiny_model)], text_bytes=200
-    )
+    other = other_model(tiny_model)
+    ids, ctx = torch.randint(3, 300, (70,)).tolist(), 24
+    found = [*bench.perplexity(tiny_model, ids, 1, ctx, stride, against=other)]
+    values = {name: torch.cat([part[name] for part in found]).double() for name in found[0]}
+    expected = {name: [] for name in values}
     for first in range(70):  # each counts in the first window that has it
         start = next(start for start in range(0, 70, stride) if first < start + ctx)
-        log_p = oracle(theirs, [1, *ids[start:first]]).log_softmax(-1)
-        losses.append(-log_p[-1, ids[first]].item())
-    assert report["tokens"] == 70
-    assert abs(report["perplexity"] / torch.tensor(losses).double().mean().exp().item() - 1) < 1e-4
-    assert abs(report["bits_per_byte"] - sum(losses) / 0.6931471805599453 / 200) < 1e-4
-    assert (
-        report["mean_kl"] < 1e-9
-        and report["same_top_%"] == 100
-        and abs(report["perplexity_ratio"] - 1) < 1e-9
-    )
+        window = [1, *ids[start:first]]
+        q, p = (
+            row[-1].log_softmax(-1) for row in (oracle(theirs, window), logits_of(other, window))
+        )
+        kl = torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
+        same = float(q.argmax() == p.argmax())
+        for name, value in zip(expected, (-q[ids[first]], -p[ids[first]], kl, same)):
+            expected[name].append(float(value))
+    for name, theirs in expected.items():
+        assert values[name].tolist() == pytest.approx(theirs, abs=1e-3), name
+    assert values.keys() == {"loss", "other_loss", "kl", "same_top"}
 
 
 @pytest.fixture
@@ -6983,41 +6741,14 @@ def test_bench_speed_rows(bench_cli, tiny, tiny_saved):
     axes = ["-d", "0,5", "--dtype", "fp32,bf16", "--format", "none,e4m3", "--kv-fp8"]
     rows = rows_of(bench_cli("-m", tiny, *QUICK, *axes, "-o", "json"))
     tests = ("pp4", "pp4 @ d5", "tg2", "tg2 @ d5")
-    expected = [
-        (dtype, form, "e4m3", t)
-        for dtype in ("fp32", "bf16")
-        for form in ("none", "e4m3")
-        for t in tests
-    ]
-    assert [(r["dtype"], r["format"], r["kv"], r["test"]) for r in rows] == expected
+    expected = itertools.product(("fp32", "bf16"), ("none", "e4m3"), ("e4m3",), tests)
+    assert [(r["dtype"], r["format"], r["kv"], r["test"]) for r in rows] == [*expected]
     assert all(r["tokens_per_s"] > 0 and r["percent_of_ceiling"] > 0 for r in rows)
-    given = [
-        "-m",
-        tiny,
-        "-m",
-        tiny_saved,
-        "-p",
-        "4",
-        "-p",
-        "8,9",
-        "-n",
-        "0",
-        "-r",
-        "1",
-        "--device",
-        "cpu",
-        "-ngl",
-        "9",
-    ]
-    code, out, err = bench_cli(*given, "-o", "jsonl")
-    rows = objects(out)
-    expected = [
-        (str(m), form, f"pp{n}")
-        for m, form in ((tiny, "none"), (tiny_saved, "e4m3"))
-        for n in (4, 8, 9)
-    ]
+    given = ["-m", tiny, "-m", tiny_saved, "-p", "4", "-p", "8,9", "-n", "0", *QUICK[4:]]
+    code, out, err = bench_cli(*given, "-ngl", "9", "-o", "jsonl")
+    expected = itertools.product((f"{tiny} none", f"{tiny_saved} e4m3"), ("pp4", "pp8", "pp9"))
     assert code == 0 and "-ngl: no effect here" in err
-    assert [(r["model"], r["format"], r["test"]) for r in rows] == expected
+    assert [(f"{r['model']} {r['format']}", r["test"]) for r in objects(out)] == [*expected]
 
 
 def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
@@ -7026,41 +6757,13 @@ def test_bench_prints_rows_at_once(bench_cli, tiny, capfd, monkeypatch):
     def rows(*args):
         for row in original(*args):
             yield row
-            shown.append(capfd.readouterr())
+            shown.append(capfd.readouterr().out)
 
     monkeypatch.setattr(bench, "throughput", rows)
-    monkeypatch.setattr(bench, "read_ceiling", lambda device: 1e5)  # a slow machine
     assert bench_cli("-m", tiny, *QUICK)[:2] == (0, "")
-    (first, notes), (second, _) = shown
-    assert (
-        "pp4" in first
-        and "tg2" not in first
-        and len(first.splitlines()) == 3
-        and second.count("tg2") == 1
-    )
-    assert re.search(r"tiny\S*: this takes at least \d+ (s|minutes)", notes), notes
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_bench_random_config(qwen_config, family):
-    args = bench.parse_args(["--device", "cpu", "-t", "1"])
-    args.model, args.ranks = f"random:{qwen_config}:2", parallel.Ranks()
-    model = bench.open_model(args, "fp32", 16, "none")
-    layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
-    assert len(model.weights.layers) == 2
-    assert layer - {"index"} == {tensor.field for tensor in names.layer_tensors(model.config)}
-    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
-
-
-@pytest.fixture
-def qwen_config(family, tmp_path) -> Path:
-    """The config.json of a tiny model of a family."""
-    sizes = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, vocab_size=70,
-    )  # fmt: skip
-    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
-    return tmp_path / "config.json"
+    first, second = shown
+    assert "pp4" in first and "tg2" not in first and len(first.splitlines()) == 3
+    assert second.count("tg2") == 1
 
 
 def test_bench_shapes_as_published():
@@ -7069,13 +6772,11 @@ def test_bench_shapes_as_published():
         "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Qwen2.5-0.5B": 494_032_768,
         "Qwen2.5-1.5B": 1_543_714_304, "SmolLM2-135M": 134_515_008, "SmolLM2-360M": 361_821_120,
     }  # fmt: skip
-    published = {
-        "1.1b": 1_100_048_384,
-        "7b": 6_738_415_616,
-        "8b": 8_030_261_248,
-        "13b": 13_015_864_320,
-    } | tied
-    for name, weights in (published | {"70b": 68_976_648_192}).items():
+    published = tied | {
+        "1.1b": 1_100_048_384, "7b": 6_738_415_616, "8b": 8_030_261_248, "13b": 13_015_864_320,
+        "70b": 68_976_648_192,
+    }  # fmt: skip
+    for name, weights in published.items():
         c = replace(bench.random_config(f"random:{name}"), tie_embeddings=name in tied)
         assert names.weight_bytes(c, torch.float16, {}) == 2 * weights, name
 
@@ -7094,15 +6795,13 @@ def test_bench_perplexity_from_the_command_line(bench_cli, tiny, tiny_saved, tmp
     (tmp_path / "text").write_text(TEXT * 3)
     flags = ("--device", "cpu", "--perplexity", tmp_path / "text", "-o", "json")
     (row,) = rows_of(bench_cli("-m", tiny, *flags, "--against", "bf16"))
-    assert (
-        row["perplexity"] > 1
-        and row["mean_kl"] > 0
-        and 0 < row["standard_error"] < row["perplexity"]
-    )
+    (same,) = rows_of(bench_cli("-m", tiny, *flags, "--dtype", "bf16", "--against", "bf16"))
+    assert row["mean_kl"] > 0 and 0 < row["standard_error"] < row["perplexity"]
+    assert (row["ctx"], row["stride"], row["against"]) == (512, 512, "bf16")
+    assert (same["mean_kl"], same["perplexity_ratio"], same["same_top_%"]) == (0, 1, 100)
     assert rows_of(bench_cli("-m", tiny_saved, *flags))[0]["format"] == "e4m3"
-    assert_refused(
-        bench_cli("-m", tiny_saved, *flags, "--against", "fp32"), "--against needs the original"
-    )
+    refused = bench_cli("-m", tiny_saved, *flags, "--against", "fp32")
+    assert_refused(refused, "--against needs the original")
 
 
 def test_bench_threads(bench_cli, tiny, request):
@@ -7115,18 +6814,14 @@ def test_bench_threads(bench_cli, tiny, request):
 
 def test_bench_cells_and_percents(capsys):
     shown = {
-        1.0: "1.00",
-        0.0: "0.00",
-        1.00071: "1.00071",
-        0.00037: "0.00037",
-        1.07: "1.070",
-        5.4712: "5.47",
-    }
-    shown |= {0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50", 1e-30: "0.000000000"}
-    for value, text in (shown | {7: "7", None: ""}).items():
+        1.0: "1.00", 0.0: "0.00", 1.00071: "1.00071", 0.00037: "0.00037", 1.07: "1.070",
+        5.4712: "5.47", 0.9998: "0.99980", 12345.6: "12,346", NAN: "nan", -0.5: "-0.50",
+        1e-30: "0.000000000", 99.996: "100.00", 100.0: "100", 7: "7", None: "",
+    }  # fmt: skip
+    for value, text in shown.items():
         assert bench.cell(value) == text, value
     bench.note_once.cache_clear()
-    assert [bench.percent(x, 2) for x in (1, 3, 3)] == [50, 150, 150]
+    assert [bench.percent(x, 2) for x in (1, 2, 3, 3)] == [50, 100, 150, 150]
     assert capsys.readouterr().err.count("more than 100% of a ceiling") == 1
 
 
@@ -7140,27 +6835,28 @@ def test_bench_draws_the_same_lengths():
 def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
     (tmp_path / "bad").write_bytes(b"ab\xff")
     (tmp_path / "one").write_text("a")
+    few = "has 1 tokens; a mean with its error needs 2 or more"
     for arguments, text in (
         (["-m", "random:9b"], "the shapes are 1.1b, 7b"),
         (["-m", "random:7b:0"], "'0' is not a number of layers"),
         (["-m", "nowhere"], "no file or folder nowhere here"),
         (["-m", tiny, "--perplexity", tmp_path / "bad"], "not UTF-8: byte 0xff at offset 2"),
         (["-m", tiny, "--perplexity", tmp_path / "none"], "none"),
-        (["-m", tiny, "--perplexity", tmp_path / "one"], "has 1 tokens; a mean with its error"),
+        (["-m", tiny, "--perplexity", tmp_path / "one"], few),
+        (["-m", "random:tales", "--perplexity", tmp_path / "one"], "needs a checkpoint"),
     ):
         assert_refused(bench_cli(*arguments), text)
-    for arguments, text in (
-        ("-p x", "-p/--n-prompt: x: must be a whole number"),
-        ("-p 0 -n 0", "nothing to measure"),
-        ("-p 5-7:4", "5-7:4: so many counts are not in the range"),
-        ("--perplexity x --stride 600", "skips text"),
-    ):
-        assert_refused(bench_cli(*arguments.split()), text, code=2)
-    for of_the_other_mode in (
-        "--stride 4", "--against fp32", "--perplexity x -p 4", "--perplexity x --dtype fp32,bf16",
-        "--perplexity x -m a -m b", "--perplexity x --format none,e4m3",
+    for flags, text in (
+        ("-p x", "-p/--n-prompt: x: must be a whole number"), ("-p -1", "-1: must be"),
+        ("-p 0 -n 0", "nothing to measure"), ("-r 0", "must be from 1 to 1,000"),
+        ("-p 5-7:4", "5-7:4: so many counts are not in the range"), ("-c 0", "must be from 1"),
+        ("-t 0", "must be from 1 to 4,096"), ("--dtype fp8", "'fp8' is not one of auto, fp32"),
+        ("--format ,", "'' is not one of none"), ("--perplexity x --stride 600", "skips text"),
+        ("--perplexity x --stride 513", "skips text"), ("--stride 4", ""), ("--against fp32", ""),
+        ("--perplexity x -p 4", ""), ("--perplexity x --dtype fp32,bf16", "takes one --dtype"),
+        ("--perplexity x -m a -m b", "one -m"), ("--perplexity x --format none,e4m3", "--format"),
     ):  # fmt: skip
-        assert_refused(bench_cli(*of_the_other_mode.split()), code=2)
+        assert_refused(bench_cli(*flags.split()), text, code=2)
 
 
 # ---- dev/: what a developer measures
@@ -7169,11 +6865,7 @@ def test_bench_errors_are_one_line(bench_cli, tiny, tmp_path):
 @pytest.fixture
 def dev_cli(capfd, monkeypatch, quick_ceilings):
     """A script of dev/ in this process, on a CPU: run(script, *arguments)."""
-
-    def run(script, *arguments) -> tuple[int, str, str]:
-        return caller(script.main, monkeypatch, capfd, "--device", "cpu")(*arguments)
-
-    return run
+    return lambda script, *given: caller(script.main, monkeypatch, capfd, "--device", "cpu")(*given)
 
 
 def test_kernels_cost():
@@ -7193,9 +6885,20 @@ def test_kernels_cost():
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_kernels_of_a_family(dev_cli, qwen_config, family):
-    """Every op runs, and transformers gets the same shapes."""
-    args = SimpleNamespace(model=f"random:{qwen_config}:2")
+def test_kernels_of_a_family(dev_cli, tmp_path, family):
+    """Of a config.json: it has the tensors of its family, every op runs, and transformers gets the
+    same shapes."""
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=70,
+    )  # fmt: skip
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
+    args = flags_of_bench("-t", 1, "-m", f"random:{tmp_path}/config.json:2")
+    model = bench.open_model(args, "fp32", 16, "none")
+    layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
+    assert len(model.weights.layers) == 2
+    assert layer - {"index"} == {tensor.field for tensor in names.layer_tensors(model.config)}
+    assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
     theirs = compare.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
     flags = "-p 4 -d 0,7 -o jsonl -t 1".split()
@@ -7226,187 +6929,101 @@ def test_kernels_equal_plain_pytorch(tiny_model):
 
 
 def test_compare_with_transformers(dev_cli, tiny, tiny_saved, hub, monkeypatch):
-    seconds = (0.9**i for i in itertools.count())  # each measurement is shorter than the one before
+    """Beside each of our rows, in the same dtype, theirs. A prompt takes a second, each of our
+    steps a quarter of one, and what transformers generates a second for each token there is."""
 
     def wall_times(run, *_) -> list[float]:
-        run()
-        return [next(seconds)]
-
-    def rows_of_both(model, *flags) -> tuple[list[dict], str]:
-        quick = ["-p", "4", "-n", "2", "-r", "1", "-o", "json"]
-        result = dev_cli(compare, "-m", model, *quick, *flags)
-        return rows_of(result), result[2]
+        ids = run()
+        return [1.0 if ids is None else float(ids.shape[1])]
 
     monkeypatch.setattr(bench, "wall_times", wall_times)
-    axes = ["-d", "0,9", "--dtype", "fp32,bf16", "--format", "none,e4m3"]
-    rows, _ = rows_of_both(f"random:{tiny / 'config.json'}", *axes)
-    theirs = [row for row in rows if "transformers" in row["backend"]]
-    ours = [row for row in rows if row not in theirs]
-    assert len(ours) == 2 * 2 * 4 and all(r["ratio"] > 0 and r["format"] == "none" for r in theirs)
+    monkeypatch.setattr(bench, "generation_speeds", lambda *_: [4.0])
     names = {"pp4": ["transformers"], "tg2": ["transformers, eager", "transformers, static cache"]}
+
+    def rows_of_both(model, *flags) -> tuple[list[tuple], str]:
+        quick = ["-p", "4", "-n", "2", "-r", "1", "-o", "json"]
+        result = dev_cli(compare, "-m", model, *quick, *flags)
+        keys = ("dtype", "format", "test", "backend", "tokens_per_s", "ratio")
+        return [tuple(row[key] for key in keys) for row in rows_of(result)], result[2]
+
+    axes = ["--dtype", "fp32,bf16", "--format", "none,e4m3", "-d", "0,9"]
+    rows, _ = rows_of_both(f"random:{tiny / 'config.json'}", *axes)
+    ours = [row for row in rows if row[3] == "torch"]
+    assert len(ours) == 2 * 2 * 4 and {row[4:] for row in ours} == {(4.0, None)}
     expected = []
-    for row in ours:
-        if row["format"] == "none":
-            expected += [(row["dtype"], row["test"], name) for name in names[row["test"][:3]]]
-    found = [(row["dtype"], row["test"], row["backend"]) for row in theirs]
-    assert found == expected, "beside what it did not run"
+    for dtype, format, test, *_ in ours:
+        speed, ratio = (4.0, 1.0) if test[:2] == "pp" else (1.0, 4.0)
+        for name in names[test[:3]] if format == "none" else ():
+            expected.append((dtype, format, test, name, speed, ratio))
+    assert [row for row in rows if row[3] != "torch"] == expected
     rows, said = rows_of_both(tiny_saved)
     assert "transformers is not measured: it needs --format none" in said
-    found = [(row["format"], row["backend"]) for row in rows]
-    assert found == [("e4m3", "torch")] * 2, "it cannot read this model"
-    asked = []
-    for _ in range(2):
-        rows, _ = rows_of_both("someone/tiny")
-        asked.append(len(hub.asked))
-    assert [r["backend"] for r in rows[2:]] == ["transformers", *names["tg2"]]
-    assert asked[0] == asked[1] > 0, "downloaded, and then the hub is not asked again"
+    assert [row[3] for row in rows] == ["torch"] * 2, "it cannot read this model"
+    rows, _ = rows_of_both("someone/tiny")
+    assert [row[3] for row in rows[2:]] == ["transformers", *names["tg2"]]
+    hub.asked.clear()
+    rows_of_both("someone/tiny")
+    assert not hub.asked, "downloaded, and then the hub is not asked again"
 
 
-def test_steps(dev_cli, tiny):
+def test_steps_rows(dev_cli, tiny, tiny_model, monkeypatch):
     code, out, err = dev_cli(steps, "-m", tiny, "-p", 4)
     assert "the Triton kernels need a GPU" in err and "| rmsnorm_swiglu: " in out
     assert code == 0 and out.count("overall efficiency") == 2 and "gaps between kernels" in out
-
-
-def test_steps_rows(tiny_model, monkeypatch):
     monkeypatch.setattr(bench, "read_ceiling", lambda _: 1e9)
     monkeypatch.setattr(bench, "product_ceiling", lambda *_: 1e12)
     layer = ["_vector_kernel", "_attention_kernel", *["_vector_kernel"] * 3]
     step = ["_embedding_kernel", *layer * 2, "_vector_kernel", "_sample_best_kernel"]
-    # each starts a second before the one before it ends, but for the last, which starts a second
-    # later
+    # each starts a second before the one before it ends, but for the last, a second later
     events = [steps.Event(name, 2.0 * i, 2.0 * i + 3) for i, name in enumerate(step[:-1])]
     events.append(steps.Event(step[-1], events[-1].end + 1, events[-1].end + 2))
     rows, ms, gaps, _ = steps.profile_rows(events, tiny_model, 1, 100)
-    counts = {row["kernel"]: row["count"] for row in rows}
     products = {f"{op}: _vector_kernel": 1 + (op != "rmsnorm_linear") for op in op_table.PRODUCTS}
-    assert counts == products | {
-        "_embedding_kernel": 1,
-        "_attention_kernel": 2,
-        "_sample_best_kernel": 1,
-    }
+    others = {"_embedding_kernel": 1, "_attention_kernel": 2, "_sample_best_kernel": 1}
+    assert {row["kernel"]: row["count"] for row in rows} == products | others
     assert gaps == 1e3 and ms == pytest.approx(sum(r["ms"] for r in rows) + 1e3)
     w2 = next(row for row in rows if row["kernel"].startswith("w2"))
     moved = 2 * op_table.cost("w2", tiny_model, 1)[0]
     assert w2["% of read"] == pytest.approx(100 * moved / 1e9 / (1e-3 * w2["ms"]))
-
-
-def test_passes(dev_cli, tiny):
     flags = ("-T", "2,5", "--dtype", "fp32", "-d", 7, "-o", "json")
-    rows = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
-    assert [row["tokens"] for row in rows] == [1, 2, 5] and rows[0]["ratio"] == 1
+    passes = rows_of(dev_cli(dev_passes, "-m", tiny, *flags))
+    assert [row["tokens"] for row in passes] == [1, 2, 5] and passes[0]["ratio"] == 1
 
 
-@pytest.mark.parametrize("card", [90, 120])
-def test_tune(tiny, tmp_path, monkeypatch, card):
-    """On a card that has entries, and on one that has used another's. A matrix in another format
-    has other tables."""
-    model = load(tiny, dtype="fp16", device="cpu")
-    layer = model.weights.layers[0]
-    (layer.w2,) = encoded([layer.w2], E4M3)
-    file = Path(shutil.copy(HERE / "launch.json", tmp_path))
-    monkeypatch.setattr(launch, "TABLES_FILE", file)
-    monkeypatch.setattr(launch, "tables", functools.cache(launch.tables.__wrapped__))
-    monkeypatch.setattr(tuner, "tables", launch.tables)
-    launch.save_tables()
-    assert file.read_text() == (HERE / "launch.json").read_text(), (
-        "what was not changed is saved as it was"
-    )
-    best = {"vector": [4, 1024, 2], "few": [32, 4, 2, 8, 1]}
-    nearest = lambda kind: launch.nearest(launch.nearest(launch.tables()[kind], card), 16)
-
-    # the more ops have the best sizes, the faster
-    def pass_seconds(model, cache, T, depth) -> float:
-        kind, ops = ("vector", nearest("vector")) if T == 1 else ("few", nearest("few")[T])
-        return 1.0 / (1 + str(ops).count(str(best[kind])))
-
-    monkeypatch.setattr(tuner, "capability", lambda _: card)
-    monkeypatch.setattr(tuner, "pass_seconds", pass_seconds)
-    monkeypatch.setattr(bench, "open_model", lambda *_: model)
-    monkeypatch.setattr(type(model), "uses_graphs", True)
-    before = nearest("few")[8]["default"][0]
-    tuner.tune(SimpleNamespace(dtype=["auto"], format=["none"]))
-    launch.tables.cache_clear()  # what it wrote
-    vector, few = (launch.tables()[kind][card][16] for kind in best)
-    for matrix, op in (
-        ("wqkv", "rmsnorm_qkv_rope"),
-        ("wo", "linear_add"),
-        ("w13", "rmsnorm_swiglu"),
-    ):
-        columns = getattr(layer, matrix).columns
-        assert (
-            vector[op][columns] == best["vector"]
-            and few[8][op][columns] == few[16][op][columns] == best["few"]
-        )
-    assert layer.w2.columns not in vector["linear_add"]
-    assert few[8]["default"][0] == before and 16 in launch.tables()["vector"][80], (
-        "other cards keep theirs"
-    )
-
-
-@pytest.fixture
-def draw_picture(capfd, monkeypatch):
-    return caller(plot.main, monkeypatch, capfd)
-
-
-def test_plot(bench_cli, draw_picture, tiny, tmp_path):
-    record, picture = tmp_path / "record", tmp_path / "speed.svg"
-    code, out, err = bench_cli("-m", tiny, *QUICK, "--format", "none,e4m3", "-o", "jsonl")
-    assert code == 0, err
-    record.write_text(out)
-    rows = plot.read_rows(record)
-    rows += [replace(row, dtype="bf16") for row in rows]
-    labels = {plot.label(row, rows) for row in rows if row.test == "tg2"}
-    assert len(labels) == 4, "bars of the same name"
-    assert draw_picture(record, picture) == (0, "", "")
-    whole = picture.read_bytes()
-    assert b"fused-llama, fp32" in whole and b"fused-llama, e4m3" in whole
-    assert draw_picture(record, picture)[0] == 0 and picture.read_bytes() == whole, (
-        "a record gives one picture"
-    )
-    for text in ("{", "[]", "null", '{"test": "tg2"}', out.replace("tokens_per_s", "x")):
-        record.write_text(text)
-        assert_refused(draw_picture(record, picture), "not a row printed by bench.py -o jsonl")
-    record.write_text(out)
-    assert_refused(draw_picture(record, tmp_path / "none" / "x.png"), "No such file", "x.png")
-    assert_refused(draw_picture(record, tmp_path / "x.xyz"), "Format 'xyz' is not supported")
-    assert_refused(draw_picture(tmp_path / "none", picture), "No such file", "none")
-    record.write_text("")
-    assert_refused(draw_picture(record, picture), "there is nothing to draw")
-
-
-def test_picture_of_the_readme(draw_picture, tmp_path):
-    assert draw_picture(HERE / "figures/h200.jsonl", tmp_path / "h200.svg") == (0, "", "")
+def test_picture_of_the_readme(capfd, monkeypatch, tmp_path):
+    draw = caller(plot.main, monkeypatch, capfd)
+    record = HERE / "figures/h200.jsonl"
+    assert draw(record, tmp_path / "h200.svg") == (0, "", "")
     drawn, kept = ((folder / "h200.svg").read_text() for folder in (tmp_path, HERE / "figures"))
     texts = [re.findall(r">([^<>\n]+)</text>", picture) for picture in (drawn, kept)]
-    assert texts[0] == texts[1] and "fused-llama, e4m3" in texts[0]
+    assert texts[0] == texts[1], "the README's picture is not that of its record: draw it again"
+    assert draw(record, tmp_path / "x.xyz")[2].count("Format 'xyz' is not supported") == 1
+    for text, said in (("{", "not a row printed by bench.py"), ("", "there is nothing to draw")):
+        (tmp_path / "record").write_text(text)
+        assert_refused(draw(tmp_path / "record", tmp_path / "y.svg"), said)
 
 
-def test_dev_errors_are_one_line(dev_cli, tiny, monkeypatch):
+def test_dev_errors_are_one_line(dev_cli, monkeypatch):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
-    for script, text in (
-        (compare, "a package is not installed: transformers"),
-        (tuner, "on a GPU"),
-    ):
-        assert_refused(dev_cli(script, "-m", tiny), text)
-    for script, flags in (
-        (op_table, "--format none,e4m3"), (op_table, "-n 4"), (op_table, "-r 4"),
-        (op_table, "-m a -m b"), (steps, "-p 0"), (steps, "-p 4,5"), (steps, "-o json"),
-        (tuner, "-p 4"), (dev_passes, "-T 0"), (dev_passes, "-d 4,5"), (compare, "-p 0 -n 0"),
-        (compare, "--perplexity x"),
+    assert_refused(dev_cli(compare, "-m", TALES), "a package is not installed: transformers")
+    assert_refused(dev_cli(tuner, "-m", TALES), "on a GPU")
+    for script, *wrong in (
+        (op_table, "--format none,e4m3", "-n 4", "-r 4", "-m a -m b"),
+        (steps, "-p 0", "-p 4,5", "-o json"), (tuner, "-p 4"), (dev_passes, "-T 0", "-d 4,5"),
+        (compare, "-p 0 -n 0", "--perplexity x"),
     ):  # fmt: skip
-        assert_refused(dev_cli(script, *flags.split()), code=2)
+        for flags in wrong:
+            assert_refused(dev_cli(script, *flags.split()), code=2)
 
 
 # ---- dev/: fuzzing and mutants
 
 
 def test_fuzz_finds_nothing():
-    flags = f"--seed {SEED} --cases 150 --seconds {PATIENCE} --limit {PATIENCE}"
+    flags = f"--seed {SEED} --cases 100 --seconds {PATIENCE} --limit {PATIENCE}"
     done = in_shell(f"TRITON_INTERPRET=0 $PYTHON $HERE/dev/fuzz.py {flags}")
-    assert done.returncode == 0 and f"150 cases from seed {SEED}" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and f"100 cases from seed {SEED}" in done.stdout, said
 
 
 WRONG = {  # a case that goes wrong: what the fuzzer says of it
@@ -7494,15 +7111,11 @@ GOLDENS = {  # greedy text of models/tales in fp32
 
 def test_tales_says_what_it_said():
     """Greedy text in fp32. A change here means that the weights or the arithmetic have changed."""
-    model, tokenizer = (
-        load(cli_module.DEFAULT_MODEL, dtype="fp32", device="cpu"),
-        Tokenizer(cli_module.DEFAULT_MODEL),
-    )
+    tales = cli_module.DEFAULT_MODEL
+    model, tokenizer = load(tales, dtype="fp32", device="cpu"), Tokenizer(tales)
     for prompt, text in GOLDENS.items():
-        ids = tokenizer.encode(prompt)
-        assert tokenizer.decode(generate(model, ids, n=24, sampling=Sampling(temp=0))) == text, (
-            prompt
-        )
+        ids = generate(model, tokenizer.encode(prompt), n=24, sampling=GREEDY)
+        assert tokenizer.decode([*ids]) == text, prompt
 
 
 # ---- models/smollm2
@@ -7519,18 +7132,16 @@ def test_smollm2_says_what_transformers_says():
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     read_gguf(theirs, SMOLLM2)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM2.parent, **file)
-    model = load(SMOLLM2, dtype="fp32", device="cpu")
-    tokenizer = Tokenizer(SMOLLM2)
+    model, tokenizer = load(SMOLLM2, dtype="fp32", device="cpu"), Tokenizer(SMOLLM2)
     for question in ("What is the capital of France?", "Größe 🙂: who wrote Faust, and why?"):
         chat = conversation(question)
         ids = tokenizer.apply_chat_template(chat)
         text = their_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         assert ids == their_tokenizer(text, add_special_tokens=False)["input_ids"]
-        with torch.inference_mode():
-            expected = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0]
-            assert_close(logits_of(model, ids), theirs(torch.tensor([ids])).logits[0], 1e-4)
-        answer = [*generate(model, ids, n=24, sampling=Sampling(temp=0))]
-        assert answer == expected[len(ids) :].tolist(), question
+        answer = [*generate(model, ids, n=16, sampling=GREEDY)]
+        theirs_of_all = oracle(theirs, ids + answer)  # and the best of each is the next
+        assert theirs_of_all.argmax(-1)[len(ids) - 1 : -1].tolist() == answer, question
+        assert_close(logits_of(model, ids), theirs_of_all[: len(ids)], 1e-4)
 
 
 if __name__ == "__main__":  # started by the tests of several ranks: "forks" or "gpus"

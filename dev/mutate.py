@@ -42,20 +42,8 @@ MUTANTS = [
     ),
     Mutant(
         "kernels.py",
-        "mask_v = mask & (head >= SIZES.H + SIZES.KH)",
-        "mask_v = mask & (head > 9)",
-        "op_equals",
-    ),
-    Mutant(
-        "kernels.py",
         "normed = x if norm is None else rmsnorm(x, norm, eps)",
         "normed = x",
-        "products_do_not_depend",
-    ),
-    Mutant(
-        "kernels.py",
-        "if k + FEW.ahead * BLOCK < K:",
-        "if k + FEW.ahead * BLOCK < 0:",
         "products_do_not_depend",
     ),
     Mutant(
@@ -95,6 +83,12 @@ MUTANTS = [
         "attention_does_not_depend",
     ),
     Mutant(
+        "attention.py",
+        "(start_pos + pid_m * BLOCK_M + 1) // BLOCK_N",
+        "(start_pos + pid_m * BLOCK_M + 2) // BLOCK_N",
+        "attention_of_a_prompt",
+    ),
+    Mutant(
         "launch.py", "        tl.store(arrived, 0)\n", "        pass\n", "attention_does_not_depend"
     ),
     Mutant(
@@ -103,20 +97,6 @@ MUTANTS = [
         "min(table)",
         "nearest",
     ),
-    Mutant(
-        "fp8.py",
-        "for step in (0.0, 0.25, 0.5, 0.75):",
-        "for step in (0.0, 0.25, 0.5):",
-        "encoded_rows",
-    ),
-    Mutant(
-        "extra/int4.py",
-        'return E4M3 if name == "output" else self',
-        "return self",
-        "model_in_a_format",
-    ),
-    Mutant("extra/int4.py", "for step in (-1, 0, 1):", "for step in (1,):", "4_bits_lose"),
-    Mutant("extra/int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
     Mutant("fp8.py", ".clamp(-largest, largest)", ".clamp(-largest, 2 * largest)", "encode"),
     Mutant(
         "fp8.py",
@@ -124,21 +104,25 @@ MUTANTS = [
         "magnitudes.amax() > self.not_finite",
         "finite",
     ),
+    Mutant(
+        "extra/int4.py",
+        'return E4M3 if name == "output" else self',
+        "return self",
+        "model_in_a_format",
+    ),
+    Mutant("extra/int4.py", "by_4 * -zero", "by_4 * zero", "products_with_4_bit"),
+    Mutant(
+        "extra/int4.py",
+        "load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)",
+        "load_groups(w[1], start, k, left, COLUMNS, 32, 32)",
+        "safetensors_formats",
+    ),
     Mutant("sampling.py", "(back < window)", "(back <= window)", "penalty"),
     Mutant("sampling.py", '(l != l) | (tl.abs(l) == float("inf"))', "(l != l)", "not_finite"),
     Mutant("sampling.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "sampling_equals"),
-    Mutant("sampling.py", "tl.where(reach >= k,", "tl.where(2 * reach >= k,", "sampling_equals"),
     Mutant("sampling.py", "2.0 ** (53 - V.bit_length())", "8.0", "sampling_equals"),
-    Mutant(
-        "sampling.py",
-        "_split(chunk, listed, count, threshold, best, UNIT)",
-        "_split(chunk, listed, count, lowest, best, UNIT)",
-        "sampling_equals",
-    ),
-    Mutant("sampling.py", "ids.to(tl.uint64) + 1", "ids.to(tl.uint64)", "sampling_equals"),
     Mutant("sampling.py", "top_k.long() - 1)", "top_k.long())", "lowest_logit"),
     Mutant("sampling.py", ".masked_fill(ranked < floor, -math.inf)", "", "lowest_logit"),
-    Mutant("sampling.py", "(sums < target)", "(sums <= target)", "found_by_sorting"),
     Mutant(
         "sampling.py",
         "if count > CHUNK:\n            l =",
@@ -154,13 +138,6 @@ MUTANTS = [
         "_draw(chunk, chunk_ids, *args)",
         "sampling_equals",
     ),
-    Mutant("sampling.py", "tl.load(floors + row)", "tl.load(floors)", "found_by_sorting"),
-    Mutant(
-        "sampling.py",
-        "(self.min_p) if self.min_p > 0 else -math.inf",
-        "(self.min_p + 1)",
-        "sampling_equals",
-    ),
     Mutant(
         "sampling.py",
         "tl.where(seen > 0, seen / penalty, seen * penalty)",
@@ -168,6 +145,25 @@ MUTANTS = [
         "penalty",
     ),
     Mutant("model.py", "min(self.pos, len(tokens) - 1)", "min(self.pos, len(tokens))", "reuses"),
+    Mutant(
+        "model.py",
+        "start = min(begin, state.size - length)",
+        "start = min(begin, state.size - T)",
+        "padded_prompts",
+    ),
+    Mutant(
+        "model.py",
+        "        finally:\n            state.seek(begin)\n",
+        "        finally:\n            state.seek(end)\n",
+        "padded_prompts",
+    ),
+    Mutant(
+        "model.py",
+        "        state.seek(first + read)\n",
+        "        state.seek(first + read + 1)\n",
+        "one_state",
+    ),
+    Mutant("model.py", "+= len(prompt) - reused", "+= len(prompt)", "one_state"),
     Mutant(
         "extra/config.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"
     ),
@@ -177,39 +173,12 @@ MUTANTS = [
         "min(math.ceil(pair(slow)), D // 2 - 1)",
         "yarn",
     ),
-    Mutant(
-        "extra/config.py",
-        'rope.number("beta_fast", 1e-3, 1e6, 32',
-        'rope.number("beta_fast", 1e-3, 1e6, 31',
-        "yarn",
-    ),
     Mutant("extra/config.py", ' + f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
     Mutant(
         "checkpoint.py", "elif not all(map(equal, outputs,", "elif all(map(equal, outputs,", "tied"
     ),
     Mutant("checkpoint.py", "if named.get(t.name, t.file) == t.file", "", "files_beside"),
-    Mutant("extra/tensors.py", "if version != self.version:", "if False:", "that_change"),
-    Mutant(
-        "extra/tensors.py",
-        "(-1, 2, self.head_dim // 2,",
-        "(-1, self.head_dim // 2, 2,",
-        "transformers",
-    ),
-    Mutant(
-        "extra/layouts.py",
-        "[0, 4, 1, 5, 2, 6, 3, 7]",
-        "[0, 2, 4, 6, 1, 3, 5, 7]",
-        "safetensors_equal",
-    ),
-    Mutant("extra/layouts.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
-    Mutant(
-        "extra/int4.py",
-        "load_groups(w[1], start, k, left, COLUMNS, 32, GROUP)",
-        "load_groups(w[1], start, k, left, COLUMNS, 32, 32)",
-        "safetensors_formats",
-    ),
-    Mutant("extra/layouts.py", "if columns % format.group:", "if columns % 32:", "gguf_models"),
     Mutant(
         "extra/hardware.py",
         "workspace += 2 * layer * dtype.itemsize",
@@ -223,11 +192,32 @@ MUTANTS = [
         "default",
     ),
     Mutant(
+        "checkpoint.py",
+        "    ctx_size = ctx_size or config.max_seq_len",
+        "    ctx_size = ctx_size or min(config.max_seq_len, 4096)",
+        "size_of_the_context",
+    ),
+    Mutant("extra/tensors.py", "if version != self.version:", "if False:", "that_change"),
+    Mutant(
+        "extra/tensors.py",
+        "(-1, 2, self.head_dim // 2,",
+        "(-1, self.head_dim // 2, 2,",
+        "transformers",
+    ),
+    Mutant(
         "extra/tensors.py",
         "count = 1 if len(self.shape) == 1 else len(files)",
         "count = len(files)",
         "layout",
     ),
+    Mutant(
+        "extra/layouts.py",
+        "[0, 4, 1, 5, 2, 6, 3, 7]",
+        "[0, 2, 4, 6, 1, 3, 5, 7]",
+        "safetensors_equal",
+    ),
+    Mutant("extra/layouts.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
+    Mutant("extra/layouts.py", "if columns % format.group:", "if columns % 32:", "gguf_models"),
     Mutant("tokenizer.py", "self.strip_space = at_start and", "self.strip_space =", "round_trip"),
     Mutant(
         "tokenizer.py",
@@ -250,25 +240,37 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizer.py",
-        "        if ids[: len(start)] == start:\n",
-        "        if start:\n",
-        "continuation_takes",
-    ),
-    Mutant(
-        "tokenizer.py",
         "isdisjoint(range(*span))",
         "isdisjoint(range(span[0] + 1, span[1]))",
         "typed_control",
     ),
     Mutant("tokenizer.py", "trim_blocks=True, ", "", "template_has"),
     Mutant("session.py", "    if token in eos:", "    if False:", "what_ends"),
-    Mutant("session.py", "min(size // 4, 256)", "min(size // 2, 256)", "drops_its_oldest"),
-    Mutant("session.py", "excess + 1 :]", "excess:]", "shortens_an_answer"),
+    Mutant("session.py", "min(size // 4, 256)", "min(size // 2, 256)", "fits_into"),
+    Mutant("session.py", "excess + 1 :]", "excess:]", "fits_into"),
     Mutant(
-        "extra/speculation.py",
-        "if proposal != token:",
-        "if proposal > token:",
-        "propos",
+        "session.py",
+        "self.scores.append((token, float(logprobs[token]), pairs))",
+        "self.scores.append((token, float(logprobs.exp()[token]), pairs))",
+        "texts_in_any",
+    ),
+    Mutant(
+        "session.py",
+        "        if answer.answered:\n            said",
+        "        if True:\n            said",
+        "chat_in_any",
+    ),
+    Mutant(
+        "session.py",
+        "        *turns, message, _ = self.turns\n",
+        "        *turns, message, _ = self.turns\n        self.turns = turns\n",
+        "chat_in_any",
+    ),
+    Mutant(
+        "session.py",
+        "(self.sampling.seed + 1) % SEEDS",
+        "(self.sampling.seed + 2) % SEEDS",
+        "chat_in_any",
     ),
     Mutant(
         "extra/speculation.py",
@@ -278,7 +280,43 @@ MUTANTS = [
     ),
     Mutant("extra/speculation.py", "read = position", "read = len(ids) - 1", "speculation"),
     Mutant("extra/speculation.py", "if proposed or waited:", "if proposed:", "costs_3_percent"),
-    Mutant("extra/speculation.py", "max(id, 0)", "id", "speculation"),
+    Mutant(
+        "chat.py",
+        '        show(self._release() + "\\n")\n        self._column = 0\n',
+        '        show(self._release() + "\\n")\n',
+        "printer",
+    ),
+    Mutant(
+        "chat.py",
+        "        tokens_per_s = timings.steps / timings.step_seconds",
+        "        tokens_per_s = timings.new_tokens / timings.step_seconds",
+        "said_of_a_run",
+    ),
+    Mutant(
+        "chat.py",
+        '        if generation.ended_by == "interrupt" and not self.stays:\n',
+        "        if False:\n",
+        "ctrl_c_exits",
+    ),
+    Mutant(
+        "run.py",
+        "1e3 * t.step_seconds / t.steps:.2f",
+        "1e3 * t.step_seconds / t.new_tokens:.2f",
+        "said_of_a_run",
+    ),
+    Mutant("run.py", "    if args.seed < 0:", "    if args.seed <= 0:", "flags_at"),
+    Mutant(
+        "run.py", "        args.stop = [unescaped(stop) for stop in args.stop]\n", "", "flags_at"
+    ),
+    Mutant(
+        "run.py",
+        "made_for_chat = args.chat_template is not None or has_template",
+        "made_for_chat = True",
+        "without_a_template",
+    ),
+    Mutant(
+        "extra/cli.py", "if not low <= value <= high:", "if not low <= value < high:", "flags_at"
+    ),
 ]
 
 

@@ -187,9 +187,8 @@ Formats = dict[str, Format]
 
 def formats_of(c: Config, format: Format | None) -> Formats:
     """What a format stores each matrix in."""
-    if not format:
-        return {}
-    return {name: format.at(name) for name in matrix_shapes(c)}
+    formats = {name: format and format.at(name) for name in matrix_shapes(c)}
+    return {name: of_matrix for name, of_matrix in formats.items() if of_matrix}
 
 
 def weight_bytes(c: Config, dtype: torch.dtype, formats: Formats) -> int:

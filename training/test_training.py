@@ -176,15 +176,11 @@ def test_dropout_forward_and_backward():
         branch.grad = None
         total, y = training.rmsnorm(x, branch, weight, 1e-5, torch.float32, p)
         (total.sum() + 0 * y.sum()).backward()
-        assert (
-            torch.equal(branch.grad, total.detach())
-            and ((total == 0) | (total == 1 / (1 - p))).all()
-        )
+        assert torch.equal(branch.grad, total.detach())
+        assert ((total == 0) | (total == 1 / (1 - p))).all()
         masks.append(total.detach() != 0)
-        assert (
-            abs(masks[-1].double().mean().item() - (1 - p))
-            < 6 * (p * (1 - p) / total.numel()) ** 0.5
-        )
+        deviation = (p * (1 - p) / total.numel()) ** 0.5
+        assert abs(masks[-1].double().mean().item() - (1 - p)) < 6 * deviation
     kept = masks[0].sum().item()
     in_both = (masks[0] & masks[1]).sum().item()
     assert abs(in_both / kept - 0.7) < 6 * (0.7 * 0.3 / kept) ** 0.5, "two calls share a mask"
@@ -196,40 +192,37 @@ def test_swiglu_of_more_than_2_31_elements(tmp_path, monkeypatch):
     that wraps lands."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    T = (1 << 18) + 1
-    F = 8192
-    BLOCK = training.ELEMENTS
-    half = torch.float16
-    last = (T * F // BLOCK - 1, 0, 0)
-    monkeypatch.setattr(
-        InterpreterBuilder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", last)
-    )
+    T, F, half = (1 << 18) + 1, 8192, torch.float16
+    sizes = dict(F=F, BLOCK=training.ELEMENTS)
+    last = (T * F // training.ELEMENTS - 1, 0, 0)
+    set_idx = lambda self, *_: setattr(self, "grid_idx", last)
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_idx)
+
+    def sparse(name: str, N: int) -> torch.Tensor:
+        whole = torch.from_file(str(tmp_path / name), True, 2 * T * N, dtype=half)
+        return whole[T * N :].view(T, N)
+
     files = {"ab": 2 * F, "dout": F, "out": F, "dab": 2 * F}
-    ab, dout, out, dab = (
-        torch.from_file(str(tmp_path / name), True, 2 * T * N, dtype=half)[T * N :].view(T, N)
-        for name, N in files.items()
-    )
-    ab[-1].normal_(), dout[-1].normal_()
-    launch.launch(training._swiglu_forward_kernel, (1,), DEVICE, ab, out, T * F, F=F, BLOCK=BLOCK)
-    launch.launch(
-        training._swiglu_backward_kernel, (1,), DEVICE, ab, dout, dab, T * F, F=F, BLOCK=BLOCK
-    )
+    ab, dout, out, dab = itertools.starmap(sparse, files.items())
+    ab[-1].normal_()
+    dout[-1].normal_()
+    launch.launch(training._swiglu_forward_kernel, (1,), DEVICE, ab, out, T * F, **sizes)
+    backward = training._swiglu_backward_kernel
+    launch.launch(backward, (1,), DEVICE, ab, dout, dab, T * F, **sizes)
     exact = ab[-1].double().requires_grad_()
     right = training.swiglu_ref(exact)
     right.backward(dout[-1].double())
-    for found, expected in (
-        (out[-1], right.detach()),
-        *zip(dab[-1].view(2, F), exact.grad.view(2, F)),
-    ):
-        assert distance(found[-BLOCK:], expected[-BLOCK:]) < 2 * HALF_PLACE[half]
+    pairs = [(out[-1], right.detach()), *zip(dab[-1].view(2, F), exact.grad.view(2, F))]
+    for found, expected in pairs:
+        end = slice(-training.ELEMENTS, None)
+        assert distance(found[end], expected[end]) < 2 * HALF_PLACE[half]
 
 
 def test_cross_entropy_gradient_in_place(guarded):
     logits = torch.empty_like(torch.zeros(5, 201, device=DEVICE)).normal_().requires_grad_()
     loss = training.cross_entropy(logits, torch.randint(0, 201, (5,), device=DEVICE))
-    (gradient,) = torch.autograd.grad(
-        loss, logits, torch.tensor(2.0, device=DEVICE), retain_graph=True
-    )
+    two = torch.tensor(2.0, device=DEVICE)
+    (gradient,) = torch.autograd.grad(loss, logits, two, retain_graph=True)
     assert gradient.data_ptr() == logits.data_ptr()
     guarded()
     with pytest.raises(AssertionError, match="once"):
@@ -238,9 +231,8 @@ def test_cross_entropy_gradient_in_place(guarded):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_loss_without_a_gradient(mode, monkeypatch):
-    monkeypatch.setattr(
-        training, "_accumulate", lambda *arguments: pytest.fail("a gradient was computed")
-    )
+    never = lambda *arguments: pytest.fail("a gradient was computed")
+    monkeypatch.setattr(training, "_accumulate", never)
     wanted = mode is not torch.enable_grad  # by the tensors, though not there
     logits = torch.randn(5, 201, device=DEVICE)
     targets = torch.randint(0, 201, (5,), device=DEVICE)
@@ -269,35 +261,28 @@ def test_linear_cross_entropy_of_two_types():
 
 
 def test_cross_entropy_not_finite_or_ignored():
-    V = 201
-    rows = training.cross_entropy_rows
+    V, rows = 201, training.cross_entropy_rows
+    ids = lambda *values: torch.tensor(values, device=DEVICE)
     for bad in (INF, NAN):
         logits = torch.randn(4, V, device=DEVICE)
-        targets = torch.tensor([3, 7, training.IGNORE, 9], device=DEVICE)
+        targets = ids(3, 7, training.IGNORE, 9)
         logits[1, 50] = bad
         assert rows(logits, targets).isfinite().tolist() == [True, False, True, True]
         assert not training.cross_entropy(logits.clone().requires_grad_(), targets).isfinite()
         targets[1] = training.IGNORE
         assert training.cross_entropy(logits, targets).isfinite()
     low = torch.randn(2, V, device=DEVICE)
-    targets = torch.tensor([3, 8], device=DEVICE)
     low[:, 5:] = -INF
-    assert torch.allclose(
-        rows(low, targets), torch.nn.functional.cross_entropy(low, targets, reduction="none")
-    )
+    exact = torch.nn.functional.cross_entropy(low, ids(3, 8), reduction="none")
+    assert torch.allclose(rows(low, ids(3, 8)), exact)
     for outside in (-1, V):
-        assert (
-            rows(torch.randn(1, V, device=DEVICE), torch.tensor([outside], device=DEVICE))
-            .isnan()
-            .all()
-        )
+        assert rows(torch.randn(1, V, device=DEVICE), ids(outside)).isnan().all()
 
 
 def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
     """Into blocks kept in registers, blocks that are read twice, and a tail; rows of 643 start at
     any alignment."""
-    cut = training._cross_entropy_launch
-    dtype = torch.bfloat16
+    cut, dtype = training._cross_entropy_launch, torch.bfloat16
     for V, (kept, at_once) in itertools.product((65, 640, 643), ((0, 4), (3, 1), (3, 4), (99, 1))):
         start = randn(3, V, dtype=dtype, scale=3)
         targets = torch.randint(0, V, (3,), device=DEVICE)
@@ -306,18 +291,13 @@ def test_cross_entropy_of_cut_rows(monkeypatch, guarded):
         losses = torch.nn.functional.cross_entropy(exact, targets, reduction="none")
         losses.mean().backward()
         sizes = dict(BLOCK=64, KEPT=kept, AT_ONCE=at_once, warps=1)
-        monkeypatch.setattr(
-            training,
-            "_cross_entropy_launch",
-            lambda *arguments, sizes=sizes: cut(*arguments) | sizes,
-        )
+        in_blocks = lambda *arguments, sizes=sizes: cut(*arguments) | sizes
+        monkeypatch.setattr(training, "_cross_entropy_launch", in_blocks)
         alone = training.cross_entropy_rows(logits, targets)
         found = training.cross_entropy_rows(logits, targets, torch.tensor(3, device=DEVICE))
         where = (V, kept, at_once)
-        assert (
-            distance(found, losses.detach()) < 4 * HALF_PLACE[torch.float32]
-            and nmse(alone, found) < 1e-12
-        ), where
+        assert distance(found, losses.detach()) < 4 * HALF_PLACE[torch.float32], where
+        assert nmse(alone, found) < 1e-12, where
         assert distance(logits, exact.grad) <= 2 * HALF_PLACE[dtype], where
     guarded()
 
@@ -343,9 +323,8 @@ def test_training_with_either_table(train):
         model = train.Llama(config, ops).to(DEVICE)
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        found.append(
-            {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
-        )
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append(gradients | {"loss": loss.detach()})
     for name, exact in found[0].items():
         assert nmse(found[1][name], exact) < (1e-12 if name == "loss" else 1e-9), name
 
@@ -356,19 +335,19 @@ def test_training_profile(train, monkeypatch, capsys):
     x = torch.randn(6, 8, device=DEVICE)
     w = torch.randn(5, 8, device=DEVICE)
     one = torch.ones(6, 1, device=DEVICE)
+    ids = lambda *values: torch.tensor(values, device=DEVICE)
     with profile_step.Counting() as counted:
         torch.mm(x, w.t())
         training.fused.swiglu(x)
         training.fused.rope(x[None], one, one, 2, 1)
-        training.cross_entropy_rows(
-            x, torch.zeros(6, dtype=torch.int64, device=DEVICE), torch.tensor(6, device=DEVICE)
-        )
-    assert counted.operations["aten::mm"] == 2 * 6 * 8 * 5 and counted.bytes["aten::mm"] == 4 * (
-        6 * 8 + 5 * 8 + 6 * 5
-    )
-    assert counted.bytes["_swiglu_forward_kernel"] == 4 * (48 + 24)
-    assert counted.bytes["_rope_forward_kernel"] == 4 * (2 * 36 + 2 * 6)  # q and k are 3 of 4 heads
-    assert counted.bytes["_cross_entropy_kernel"] == 4 * 2 * 48 + 8 * 6 + 8 + 4 * 6
+        training.cross_entropy_rows(x, ids(*[0] * 6), ids(6)[0])
+    assert counted.operations["aten::mm"] == 2 * 6 * 8 * 5
+    expected = {
+        "aten::mm": 4 * (6 * 8 + 5 * 8 + 6 * 5), "_swiglu_forward_kernel": 4 * (48 + 24),
+        "_rope_forward_kernel": 4 * (2 * 36 + 2 * 6),  # q and k are 3 of 4 heads
+        "_cross_entropy_kernel": 4 * 2 * 48 + 8 * 6 + 8 + 4 * 6,
+    }  # fmt: skip
+    assert {name: counted.bytes[name] for name in expected} == expected
     monkeypatch.setattr(bench, "copy_ceiling", lambda device: 1e10)
     monkeypatch.setattr(bench, "product_ceiling", lambda device, dtype: 1e11)
     shape = dict(vocab=300, teacher_dim=64, teacher_layers=1, context=16, batch=2)
@@ -382,16 +361,13 @@ def test_joined_matrices_one_by_one(train):
     config = train.Config(vocab=30, dim=128, layers=1, kv_heads=1, hidden=192, context=16)
     state = train.Llama(config).state_dict()
     apart = train.split(state, config)
-    assert (
-        apart["layers.0.self_attn.k_proj.weight"].shape == (64, 128)
-        and "layers.0.mlp.up_proj.weight" in apart
-    )
+    assert apart["layers.0.self_attn.k_proj.weight"].shape == (64, 128)
+    assert "layers.0.mlp.up_proj.weight" in apart
     for whole, parts in train.JOINED.items():
         values = [apart.pop(f"layers.0.{part}.weight") for part in parts]
         assert torch.equal(torch.cat(values), state.pop(f"layers.0.{whole}.weight"))
-    assert apart.keys() == state.keys() and all(
-        torch.equal(apart[name], value) for name, value in state.items()
-    )
+    assert apart.keys() == state.keys()
+    assert all(torch.equal(apart[name], value) for name, value in state.items())
     joined = torch.nn.Parameter(torch.randn(24, 8))
     parts = [torch.nn.Parameter(part.clone()) for part in joined.detach().split((16, 8))]
     joined.grad = torch.randn(24, 8)
@@ -403,21 +379,16 @@ def test_joined_matrices_one_by_one(train):
 
 
 def test_tales_train_makes_a_model_that_runs(tmp_path, cli):
-    tale = (
-        "Once upon a time there was a fox who lived in a wood. He met a crow, and the crow sang.\n"
-        * 6
-    )
+    tale = "Once upon a time there was a fox who lived in a wood. He met a crow, and it sang.\n" * 6
+    text = f"The Fox and the Crow\n{tale}The King of the Wood\n{tale.replace('fox', 'king')}"
     for part in ("train", "held_out"):
         (tmp_path / part).mkdir()
-        text = f"The Fox and the Crow\n{tale}The King of the Wood\n{tale.replace('fox', 'king')}"
         (tmp_path / part / "book.txt").write_text(text)
     flags = "--vocab 320 --dim 128 --layers 1 --context 64 --batch 2 --epochs 2 --device cpu"
     flags += " --teachers 1 --teacher-dim 64 --teacher-layers 1 --teacher-epochs 1"
-    trained = in_shell(
-        f"$PYTHON $HERE/training/train.py --corpus . --out out {flags}", cwd=tmp_path
-    )
+    command = f"$PYTHON $HERE/training/train.py --corpus . --out out {flags}"
+    trained = in_shell(command, cwd=tmp_path)
     assert trained.returncode == 0 and "bits per byte" in trained.stdout, trained.stderr
-    code, text, _ = cli(
-        "-m", tmp_path / "out", "--prompt", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos"
-    )
+    flags = ("-m", tmp_path / "out", "-p", "Once", "-n", 8, "--dtype", "fp32", "--ignore-eos")
+    code, text, _ = cli(*flags)
     assert code == 0 and text.startswith("Once") and len(text) > 8
