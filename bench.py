@@ -285,7 +285,7 @@ def random_weights(
     def normal(rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(rows, columns, dtype=dtype, device=device).mul_(0.02)
 
-    def matrix(name: str, shape: tuple[int, int], of_experts: bool = False) -> Matrix:
+    def matrix(name: str, shape: tuple[int, int], experts: int = 0) -> Matrix:
         rows, columns = shape
         format = formats.get(name)
         if format is None:
@@ -294,7 +294,9 @@ def random_weights(
             block = format.encode(normal(min(rows, 64), columns))
             repeated = [t.repeat(-(-rows // len(t)), *[1] * (t.dim() - 1))[:rows] for t in block]
             w = Matrix(tuple(repeated), format)
-        return w if of_experts else in_cpu_layout(w, backend, dtype, formats.values())
+        if experts:
+            return w  # products take some of its rows
+        return in_cpu_layout(w, backend, dtype, formats.values())
 
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
@@ -305,7 +307,7 @@ def random_weights(
         for tensor in layer_tensors(c, i):
             shape = tensor.shape(c)
             if tensor.is_matrix:
-                values[tensor.field] = matrix(tensor.name, shape, tensor.of_experts)
+                values[tensor.field] = matrix(tensor.name, shape, tensor.experts)
             elif tensor.field == "router":
                 values[tensor.field] = Matrix(normal(*shape, dtype))
             else:

@@ -4,6 +4,7 @@ over ranks."""
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -114,9 +115,9 @@ class ModelTensor:
         return self.parts[0].is_matrix
 
     @property
-    def of_experts(self) -> bool:
-        """Whether it has the rows of all experts of a layer."""
-        return self.parts[0].expert is not None
+    def experts(self) -> int:
+        """How many experts have their rows in it; 0 if it is none of theirs."""
+        return len({part.expert for part in self.parts} - {None})
 
     def shape(self, c: Config) -> tuple[int, ...]:
         if self.field == "qk_norm":
@@ -163,12 +164,13 @@ def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
     return [ModelTensor(f"layers.{layer}.{field}", tuple(parts)) for field, parts in fields]
 
 
-def model_tensors(c: Config) -> list[ModelTensor]:
+@lru_cache(maxsize=8)  # with experts there are tens of thousands of parts
+def model_tensors(c: Config) -> tuple[ModelTensor, ...]:
     """The tensors of a model, always in the same order."""
     layers = [tensor for layer in range(c.n_layers) for tensor in layer_tensors(c, layer)]
     output = TIED_OUTPUT if c.tie_embeddings else OUTPUT
     embedding = ModelTensor("tok_embeddings", (EMBEDDING,))
-    return [embedding, *layers, ModelTensor("norm", (NORM,)), ModelTensor("output", (output,))]
+    return embedding, *layers, ModelTensor("norm", (NORM,)), ModelTensor("output", (output,))
 
 
 def model_parts(c: Config) -> dict[str, Part]:
