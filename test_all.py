@@ -208,6 +208,11 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
         rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64),
     ),
     "qwen 3": dict(model="Qwen3", num_key_value_heads=2, head_dim=24),
+    "qwen 3 moe": dict(
+        model="Qwen3Moe", num_key_value_heads=2, head_dim=24, moe_intermediate_size=64,
+        num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
+    ),
+    "mixtral": dict(model="Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
 
 
@@ -3566,7 +3571,8 @@ def test_stop_strings_with_control_tokens():
 @pytest.mark.parametrize("family, fp8, backend", [
     *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e5m2", "torch"),
     # for Triton's kernels, the others are as the model of most tests
-    ("qwen 2.5", None, "triton"), ("qwen 3", None, "triton"),
+    ("qwen 2.5", None, "triton"), ("qwen 3", None, "triton"), ("qwen 3 moe", None, "triton"),
+    ("mixtral", "e4m3", "torch"), ("qwen 3 moe", "int4", "torch"),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch):
     """Logits of a prompt, whole and in parts, and greedy tokens after one that is evaluated in
