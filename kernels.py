@@ -1470,7 +1470,7 @@ def linear_add(
         launch_single("experts_linear_add", x[0], None, w, 0.0, epilogue, stack)
         return residual
     if routes is not None:
-        return linear_add_ref(x, w, residual, routes)
+        return experts.linear_add(x, w, residual, routes)
     if launch_product("linear_add", x, None, w, 0.0, epilogue):
         return residual
     return library_product(x, None, w, 0.0, accumulate, residual)
@@ -1590,7 +1590,7 @@ def rmsnorm_swiglu(
     if routes is not None and T == 1:
         return _experts_swiglu(x, norm, layer.w13, eps, routes, F // layer.router.rows)
     if routes is not None:
-        return rmsnorm_swiglu_ref(x, layer, state, routes)
+        return experts.swiglu(rmsnorm(x, norm, eps), layer.w13, routes)
     out = x.new_empty(T, F)
     epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))
     if not launch_product("rmsnorm_swiglu", x, norm, layer.w13, eps, epilogue):
