@@ -1453,6 +1453,11 @@ def _store_linear(
     tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
 
 
+def slots_added(routes: Routes, residual: Tensor) -> Stack:
+    """One token: the matrices in w2 whose products are added to the residual [1, C]."""
+    return Stack(routes.ids[0], residual.shape[1], routes.ids.shape[1])
+
+
 def linear_add(
     x: Tensor,
     w: Matrix,
@@ -1466,7 +1471,7 @@ def linear_add(
     assert fits, (residual.shape, x.shape, w.shape)
     epilogue = Epilogue(_prepare_rows, _store_linear, (residual,), added=0)
     if routes is not None and len(x) == 1:
-        stack = Stack(routes.ids[0], rows, routes.ids.shape[1])
+        stack = slots_added(routes, residual)
         launch_single("experts_linear_add", x[0], None, w, 0.0, epilogue, stack)
         return residual
     if routes is not None:

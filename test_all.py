@@ -549,7 +549,9 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     C, F, V = 1024, 5504, 600
     for form in (None, E4M3) if half else (None,):
         w, output = blank(C, F, form), blank(V, C, form)
-        exchange = parallel.Exchange([w, output], 0, [0, 0], new(2 * (C + V), dtype=torch.int64))
+        exchange = parallel.Exchange(
+            {w: C, output: V}, 0, [0, 0], new(2 * (C + V), dtype=torch.int64)
+        )
         exchange.linear_add(new(1, F), w, new(1, C))
         exchange.rmsnorm_linear(
             new(1, C), new(C), output, 1e-5, new(1, 2 * V - 1, dtype=torch.float32)
@@ -6596,8 +6598,8 @@ def test_exchange_adds_and_gathers(format):
     ]
     addresses = [m.data_ptr() for m in memory]
     exchanges = [
-        parallel.Exchange([sums[0][r], sums[1][r], outputs[r]], r, addresses, memory[r])
-        for r in range(3)
+        parallel.Exchange({m: m.rows for m in matrices}, r, addresses, memory[r])
+        for r, matrices in enumerate(zip(*sums, outputs))
     ]
     for _ in range(2):
         for matrices in sums:
@@ -6693,7 +6695,7 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
     ]
     for m in matrices:
         m.data[:, 0] = ranks.rank + 1
-    exchange = parallel.make_exchange(ranks, matrices, "triton", cuda)
+    exchange = parallel.make_exchange(ranks, {m: SUMMED for m in matrices}, "triton", cuda)
     number, wrong = (
         torch.zeros(1, dtype=dtype, device=cuda) for dtype in (torch.float32, torch.int64)
     )
