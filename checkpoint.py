@@ -73,7 +73,8 @@ NOT_NEEDED = re.compile(  # the end of a name
     r"|self_attn\.(masked_)?bias|(^|\.)(position_ids|attention_mask|causal_mask)"  # masks
     r"|\.(input|output|q|k|v|kv|activation)_scale(_ub)?)$"  # of activations, not rounded here
 )
-BIAS = re.compile(r"(_proj|\.gate|attn_output|ffn_\w+)\.bias$")  # which may be there if it is 0
+# Which may be there if it is 0
+BIAS = re.compile(r"(_proj|\.w[123]|\.gate|attn_output|ffn_\w+)\.bias$")
 MOST_BIASES = 1 << 20  # numbers in one of them
 
 

@@ -1454,6 +1454,11 @@ def _store_linear(
     tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
 
 
+def slots_added(routes: Routes, residual: Tensor) -> Stack:
+    """One token: the matrices in w2 whose products are added to the residual [1, C]."""
+    return Stack(routes.ids[0], residual.shape[1], routes.ids.shape[1])
+
+
 def linear_add(
     x: Tensor,
     w: Matrix,
@@ -1467,11 +1472,11 @@ def linear_add(
     assert fits, (residual.shape, x.shape, w.shape)
     epilogue = Epilogue(_prepare_rows, _store_linear, (residual,), added=0)
     if routes is not None and len(x) == 1:
-        stack = Stack(routes.ids[0], rows, routes.ids.shape[1])
+        stack = slots_added(routes, residual)
         launch_single("experts_linear_add", x[0], None, w, 0.0, epilogue, stack)
         return residual
     if routes is not None:
-        return linear_add_ref(x, w, residual, routes)
+        return experts.linear_add(x, w, residual, routes)
     if launch_product("linear_add", x, None, w, 0.0, epilogue):
         return residual
     return library_product(x, None, w, 0.0, accumulate, residual)
@@ -1591,7 +1596,7 @@ def rmsnorm_swiglu(
     if routes is not None and T == 1:
         return _experts_swiglu(x, norm, layer.w13, eps, routes, F // layer.router.rows)
     if routes is not None:
-        return rmsnorm_swiglu_ref(x, layer, state, routes)
+        return experts.swiglu(rmsnorm(x, norm, eps), layer.w13, routes)
     out = x.new_empty(T, F)
     epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))
     if not launch_product("rmsnorm_swiglu", x, norm, layer.w13, eps, epilogue):

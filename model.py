@@ -124,6 +124,12 @@ class LayerWeights:
     router_gain: float = 1.0  # a power of two that fit_norm took out of ffn_norm
     index: int = 0  # of the layer, from 0 on: its keys and values are State.k[index], v[index]
 
+    @property
+    def dense_matrices(self) -> tuple[Matrix, ...]:
+        """Those that a prompt needs decoded as a whole: not those of experts."""
+        attention = (self.wqkv, self.wo)
+        return attention if self.router else (*attention, self.w13, self.w2)
+
 
 @dataclass
 class Weights:
@@ -186,8 +192,9 @@ class Llama:
         w = self.weights
         self.ops = kernels.ops(self.backend, self.accumulate)
         if self.ranks.size > 1:
-            matrices = [m for layer in w.layers for m in (layer.wo, layer.w2)] + [w.output]
-            self.exchange = make_exchange(self.ranks, matrices, self.backend, self.device)
+            rows = {m: self.config.dim for layer in w.layers for m in (layer.wo, layer.w2)}
+            rows[w.output] = w.output.rows
+            self.exchange = make_exchange(self.ranks, rows, self.backend, self.device)
             fp16_sums = self.accumulate == "fp16"
             self.ops = self.ranks.cut_ops(self.ops, self.exchange, fp16_sums)
         if self.backend == "triton":
@@ -305,7 +312,9 @@ class Llama:
         on top."""
         c = self.config
         widest = 2 * c.dim + max(3 * c.hidden_dim, 2 * c.q_dim + 2 * c.kv_dim)
-        encoded = [m.rows * m.columns for m in self.weights.matrices[:-1] if m.format]
+        widest += c.experts_per_token * (c.hidden_dim + c.dim)
+        matrices = [m for layer in self.weights.layers for m in layer.dense_matrices]
+        encoded = [m.rows * m.columns for m in matrices if m.format]
         return (T * widest + max(encoded, default=0)) * self.dtype.itemsize
 
     @property

@@ -535,7 +535,9 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     C, F, V = 1024, 5504, 600
     for form in (None, E4M3) if half else (None,):
         w, output = blank(C, F, form), blank(V, C, form)
-        exchange = parallel.Exchange([w, output], 0, [0, 0], new(2 * (C + V), dtype=torch.int64))
+        exchange = parallel.Exchange(
+            {w: C, output: V}, 0, [0, 0], new(2 * (C + V), dtype=torch.int64)
+        )
         exchange.linear_add(new(1, F), w, new(1, C))
         logits = new(1, 2 * V - 1, dtype=torch.float32)
         exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, logits)
@@ -3603,6 +3605,60 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
         assert (behind < 1e-4 * logits.std(1)).all(), behind
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_experts_of_no_token_and_of_all(tmp_path, backend):
+    """Column 0 of the hidden states is the same large number everywhere, so that a router can have
+    a bias."""
+    theirs = hugging_face_model(**FAMILIES["mixtral"])
+    chosen = []
+    theirs.model.embed_tokens.weight.data[:, 0] = 4
+    for layer in theirs.model.layers:
+        layer.self_attn.o_proj.weight.data[0] = 0
+        layer.mlp.experts.down_proj.data[:, 0] = 0
+        layer.mlp.gate.weight.data[:2, 0] = torch.tensor([2.0, -2.0])
+        layer.mlp.gate.register_forward_hook(lambda module, x, y: chosen.append(y[2]))
+    theirs.save_pretrained(tmp_path)
+    T = 50 if backend == "torch" else 12
+    prompt = torch.randint(5, 300, (T,))
+    device = DEVICE.type if backend == "triton" else "cpu"
+    ours = load(tmp_path, dtype="fp32", device=device, backend=backend)
+    assert_close(logits_of(ours, prompt, T - 2, 1, 1), oracle(theirs, prompt.tolist()), 1e-4)
+    chosen = torch.stack(chosen)
+    assert (chosen == 0).any(-1).all() and not (chosen == 1).any()
+
+
+BAD_EXPERTS = {  # family, fields of its config.json, what the line says
+    "fewer in the file": ("mixtral", dict(num_local_experts=5), "experts.4.w1.weight is missing; "),
+    "more in the file": ("mixtral", dict(num_local_experts=3), "experts.3.w1.weight is unexpected; "),
+    "more a token": (
+        "mixtral", dict(num_experts_per_tok=5), "num_experts_per_tok is 5; it must be a whole number from 1 to 4",
+    ),
+    "too many": ("qwen 3 moe", dict(num_local_experts=1 << 16), "num_local_experts is 65536; it must be"),
+    **{name: ("qwen 3 moe", {name: value}, f"{name} is {value}, which is not supported") for name, value in dict(
+        mlp_only_layers=[0], decoder_sparse_step=2, shared_expert_intermediate_size=8, routed_scaling_factor=2.5,
+    ).items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BAD_EXPERTS)
+def test_bad_experts_are_one_line(copy, cli, how):
+    family, fields, said = BAD_EXPERTS[how]
+    hugging_face_model(350, **FAMILIES[family]).save_pretrained(copy)
+    edit(copy / "config.json", **fields)
+    assert_refused(cli("-m", copy, "-p", "a"), said)
+
+
+def test_biases_of_routers(copy, cli):
+    """They are refused unless they are zeros."""
+    theirs = hugging_face_model(350, **FAMILIES["qwen 3 moe"])
+    theirs.save_pretrained(copy)
+    gate = "model.layers.1.mlp.gate"
+    spoil_tensors(lambda t: t.update({f"{gate}.bias": torch.zeros(6)}))(copy)
+    assert_equals_transformers(copy, theirs)
+    spoil_tensors(lambda t: t.update({f"{gate}.bias": torch.ones(6)}))(copy)
+    assert_refused(cli("-m", copy, "-p", "a"), f"{gate}.weight has a bias")
+
+
 def to_bin(folder: Path) -> None:
     """With gaps in the strides, a tensor turned and one that is a parameter, all of which
     torch.save keeps."""
@@ -3843,26 +3899,33 @@ SAID = [
 
 
 @pytest.mark.parametrize("family, fields", [
-    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3"), SAID),
-    *itertools.product(("Qwen2", "Qwen3"), WINDOWS),
+    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"), SAID),
+    *itertools.product(("Qwen2", "Qwen3"), WINDOWS), ("Qwen3Moe", SLIDING),
+    ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True)),
+    ("Qwen3Moe", dict(num_local_experts=6)), ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=1)),
 ], ids=str)  # fmt: skip
 def test_config_fields_and_defaults(tmp_path, family, fields):
     """Absent fields have transformers' defaults. A window counts where a layer has it."""
-    said = GIVEN | fields | {"model_type": family.lower()}
+    said = GIVEN | fields | {"model_type": family.lower().replace("3moe", "3_moe")}
     (tmp_path / "config.json").write_text(json.dumps(said))
     ours = read_config(tmp_path)
     theirs = getattr(transformers, f"{family}Config")(**GIVEN | fields)
     windows = {"sliding_attention"} & set(getattr(theirs, "layer_types", None) or [])
     window = None if family == "Llama" else theirs.sliding_window
-    if family.startswith("Qwen") and not windows:
+    if family in ("Qwen2", "Qwen3") and not windows:
         window = None
-    expected = dict(
-        dim=64, hidden_dim=96, n_layers=2, n_heads=4, vocab_size=300, sliding_window=window,
+    experts = {}
+    if family in ("Mixtral", "Qwen3Moe"):
+        experts = dict(n_experts=theirs.num_experts, experts_per_token=theirs.num_experts_per_tok)
+        experts["norm_topk"] = getattr(theirs, "norm_topk_prob", True)
+    expected = experts | dict(
+        dim=64, hidden_dim=getattr(theirs, "moe_intermediate_size", 96), n_layers=2, n_heads=4,
+        vocab_size=300, sliding_window=window,
         n_kv_heads=theirs.num_key_value_heads, norm_eps=theirs.rms_norm_eps,
         rope_theta=theirs.rope_parameters["rope_theta"], max_seq_len=theirs.max_position_embeddings,
         tie_embeddings=theirs.tie_word_embeddings,
         head_dim=getattr(theirs, "head_dim", None) or 16,
-        qkv_bias=family == "Qwen2", qk_norm=family == "Qwen3",
+        qkv_bias=family == "Qwen2", qk_norm=family.startswith("Qwen3"),
     )  # fmt: skip
     assert {name: getattr(ours, name) for name in expected} == expected
 
@@ -4309,6 +4372,7 @@ def test_loading_bar_ends_full(copy, monkeypatch, shape):
 
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
+    ("mixtral", None, "e4m3"),
 ])  # fmt: skip
 def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     """Also its chat template, which the name of the original's folder says."""
@@ -4325,7 +4389,8 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     assert find_template(copy, {})[0] == find_template(saved, {})[0] == TEMPLATES["llama2"]
     tensors = load_file(saved / "model.safetensors")
     assert tensors["norm.weight"].dtype == torch.float16
-    written = {"layers.1.w13": (224, 64), "layers.1.w13.scale": (224,), "norm.weight": (64,)}
+    rows = 224 * max(1, read_config(copy).n_experts)
+    written = {"layers.1.w13": (rows, 64), "layers.1.w13.scale": (rows,), "norm.weight": (64,)}
     found = {name: tuple(tensors[name].shape) for name in written}
     assert found == written, "folders that were saved earlier stay readable"
     for dtype in ("fp32", "bf16"):
@@ -4337,6 +4402,7 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
             assert same, "codes depend on the dtype"
         ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in models)
         assert torch.equal(ours, theirs), "a saved model says something else"
+    assert_two_ranks_have(models[1], models[1].weights.layers[1], FORMATS[form])
     flags, other = ("-p", "Once", "-n", 8, "--temp", 0), "e4m3" if form == "e5m2" else "e5m2"
     text = cli("-m", copy, "--fp8", form, *flags)[1]
     code, same, err = cli("-m", saved, "--fp8", form, *flags)
@@ -5087,7 +5153,12 @@ def gguf_metadata(config) -> dict:
             "rope.scaling.factor": floats(rope["factor"]),
             "rope.scaling.original_context_length": original,
         }
-    arch = config.model_type
+    if getattr(config, "num_experts", None):
+        said["expert_count"] = config.num_experts
+        said["expert_used_count"] = config.num_experts_per_tok
+        if config.model_type == "qwen3_moe":
+            said["expert_feed_forward_length"] = config.moe_intermediate_size
+    arch = gguf_arch(config)
     return {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in said.items()}
 
 
@@ -5107,18 +5178,41 @@ def dequantised(number: int, raw: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType(number)))
 
 
+def expert_by_expert(model) -> dict:
+    """The parameters of a model of transformers by name; w1 and w3 of experts are two of them, as
+    in files."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if name.endswith("gate_up_proj"):
+            for part, of_part in zip(("gate", "up"), value.chunk(2, 1)):
+                found[name.replace("gate_up", part) + ".weight"] = of_part
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = value
+        else:
+            found[name] = value
+    return found
+
+
+def gguf_arch(config) -> str:
+    return {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+
+
 def gguf_tensors(model, kinds=()) -> dict:
     """A file's tensors: those of a model, but random blocks of the types with these numbers for
     matrices, in turn."""
     c, found, kinds = model.config, {}, itertools.cycle(kinds)
     names = gguf.get_tensor_name_map(
-        {arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[c.model_type], 99
+        {arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[gguf_arch(c)], 99
     )
-    for name, value in model.state_dict().items():
+    for name, value in expert_by_expert(model).items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        number = next(kinds, None) if value.dim() == 2 else None
-        stored = value if number is None else (number, random_blocks(number, *value.shape))
+        stored = value
+        if value.dim() > 1 and not name.endswith("mlp.gate.weight"):
+            number = next(kinds, None)
+            if number is not None:
+                raw = random_blocks(number, value.shape[:-1].numel(), value.shape[-1])
+                stored = number, raw.view(*value.shape[:-1], -1)
         found[names.get_name(name, (".weight", ".bias"))] = stored
     # the plain frequencies over those of transformers
     if c.rope_parameters["rope_type"] == "llama3":
@@ -5234,11 +5328,13 @@ def loaded(model, format="held", ranks: Ranks = Ranks()):
     return Loader(model.checkpoint, *types, formats, "torch", ranks, quiet=True).load()
 
 
-def assert_two_ranks_have(model, layer) -> None:
-    parts = [loaded(model, ranks=Ranks(rank, 2)).layers[1] for rank in (0, 1)]
-    for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
-        joined = torch.cat([getattr(part, name).dense() for part in parts], axis)
-        assert torch.equal(joined, getattr(layer, name).dense()), name
+def assert_two_ranks_have(model, layer, format="held") -> None:
+    """Each its share of every expert."""
+    parts = [loaded(model, format, Ranks(rank, 2)).layers[1] for rank in (0, 1)]
+    experts = max(1, model.config.n_experts)
+    for name, count, axis in (("w2", experts, 2), ("w13", experts, 1), ("wo", 1, 2)):
+        dense = [getattr(part, name).dense().unflatten(0, (count, -1)) for part in (*parts, layer)]
+        assert torch.equal(torch.cat(dense[:2], axis), dense[2]), name
 
 
 OF_BYTES = dict(eos_token_id=258, bos_token_id=None)
@@ -5266,6 +5362,34 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     assert all(layer.wo.format and layer.w2.format for layer in whole.layers)
     if ours.config.n_kv_heads > 1:
         assert_two_ranks_have(ours, whole.layers[1])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen 3 moe"])
+def test_gguf_of_experts_equals_transformers(tmp_path, cli, family):
+    """Of several types; whole and by ranks."""
+    fields = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=512, head_dim=64)
+    theirs = hugging_face_model(259, **FAMILIES[family] | fields | OF_BYTES)
+    made = gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, (2, 8, 12, 14, 20))
+    file = write_gguf(tmp_path / "a.gguf", *made)
+    pairs = made[0]["general.architecture"] == "llama"
+    for stored, parameters in zip(made[1].values(), expert_by_expert(theirs).values(), strict=True):
+        if isinstance(stored, tuple):
+            parameters.copy_(dequantised(*stored).view(parameters.shape))
+    for layer in theirs.model.layers if pairs else ():
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            heads = linear.weight.data.unflatten(0, (-1, 32, 2))
+            linear.weight.data = heads.transpose(1, 2).flatten(0, 2)
+    ours = assert_equals_transformers(file, theirs)
+    assert ours.checkpoint.quantised == "IQ4_NL, Q4_0, Q4_K, Q6_K and Q8_0"
+    whole, decoded = loaded(ours), loaded(ours, None)
+    for one, other in zip(whole.matrices, decoded.matrices, strict=True):
+        assert torch.equal(one.dense(), other.dense())
+    assert_two_ranks_have(ours, whole.layers[1])
+    name = "blk.1.ffn_down_exps.weight"
+    count, (number, raw) = ours.config.n_experts, made[1][name]
+    write_gguf(file, made[0], made[1] | {name: (number, raw[:-1])})
+    few = f"{name} is [{count - 1}, 256, 512], but there must be {count} experts"
+    assert_refused(cli("-m", file, "-p", "a"), few)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -5445,7 +5569,11 @@ BAD_GGUF = {
         by_hand([(b"w", (256,), number, 0)]), f"w is {name}, which is not supported: take a file of F32",
     ) for number, name in OTHER_TYPES.items()},
     "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
-    "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
+    "experts without their number a token": ({"llama.expert_count": 8}, "lacks the field num_experts_per_tok"),
+    "no experts": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 2}, "config: blk.0.ffn_gate_inp.weight is missing",
+    ),
+    "experts of others": ({"general.architecture": "mistral", "mistral.expert_count": 8}, "experts of 'mistral' are"),
     "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
     "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
     "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
@@ -5762,15 +5890,17 @@ def write_quantised(folder: Path, how: str, **more):
     that it stands for."""
     about, pack, _ = QUANTISED[how]
     shape = dict(num_key_value_heads=2, hidden_size=128, intermediate_size=256)
-    theirs = hugging_face_model(350, **shape, **more).half()
+    theirs = hugging_face_model(350, **shape | more).half()
     theirs.save_pretrained(folder)
-    theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
-    tensors, weights = load_file(folder / "model.safetensors"), theirs.state_dict()
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        stored, values = pack(*tensors.pop(name).shape)
+    tensors = load_file(folder / "model.safetensors")
+    decoded = {name: tensor.float() for name, tensor in tensors.items()}
+    for name in [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]:
+        stored, decoded[name] = pack(*tensors.pop(name).shape)
         stem = name.removesuffix("weight")
         tensors = {stem + key: value.contiguous() for key, value in stored.items()} | tensors
-        weights[name].copy_(values)
+    save_file(decoded, folder / "model.safetensors", {"format": "pt"})
+    theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
+    (folder / "model.safetensors").unlink()  # not overwritten, since it may be mapped
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit(folder / "config.json", quantization_config=about)
     return theirs
@@ -5797,6 +5927,24 @@ def test_quantised_safetensors_equal_transformers(copy, cli, how):
     code, _, err = cli("-m", copy, "-n", 3, "-p", "Once", "--ignore-eos", "--dtype", "fp32")
     kept = f" with {format.name} matrices ({name} in the file" if on_cpu else " (decoded from "
     assert code == 0 and f"running   fp32{kept}" in err, err
+
+
+@pytest.mark.parametrize("family, how", [
+    ("mixtral", "AWQ"), ("qwen 3 moe", "GPTQ"), ("mixtral", "W4A16"), ("qwen 3 moe", "FP8, blocks"),
+])  # fmt: skip
+def test_quantised_experts_equal_transformers(copy, family, how):
+    """Matrices bit for bit, also as ranks have them. The router is not quantised."""
+    fields = FAMILIES[family] | dict(moe_intermediate_size=256, head_dim=32)
+    theirs = write_quantised(copy, how, **fields)
+    ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1].mlp
+    layer = loaded(ours).layers[1]
+    formats = {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)}
+    assert formats == {QUANTISED[how][2]} and layer.router.format is None
+    assert torch.equal(layer.router.data, exact.gate.weight)
+    assert torch.equal(layer.w2.dense(), exact.experts.down_proj.flatten(0, 1))
+    in_turn = exact.experts.gate_up_proj.unflatten(1, (2, -1)).transpose(1, 2)
+    assert torch.equal(layer.w13.dense(), in_turn.flatten(0, 2))
+    assert_two_ranks_have(ours, layer)
 
 
 def test_gptq_of_a_model_with_biases(copy):
@@ -6214,6 +6362,7 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "grouped queries": ("tiny", {}),
     "one key/value head, bias, tied": ("qwen 2.5, tied, longer", {}),
     "norms of q and k": ("qwen 3", {}),
+    "experts": ("qwen 3 moe", {}),
     "bin": ("bin", {}),
     "meta, 2 shards": ("meta", {}),
     "e4m3": ("tiny", dict(format="e4m3")),
@@ -6271,7 +6420,7 @@ def parallel_folder(tiny, grouped_folder, tmp_path_factory) -> Path:
     for name in ("tiny", "bin", "meta"):
         shutil.copytree(tiny, folder / name)
     torch.manual_seed(1)
-    for name in ("qwen 2.5, tied, longer", "qwen 3"):
+    for name in ("qwen 2.5, tied, longer", "qwen 3", "qwen 3 moe"):
         hugging_face_model(301, **FAMILIES[name]).save_pretrained(folder / name)
         shutil.copy(tiny / "tokenizer.model", folder / name)
     to_bin(folder / "bin")
@@ -6345,8 +6494,10 @@ def test_exchange_adds_and_gathers(format):
     sizes = dict(dtype=torch.int64, device=DEVICE)
     memory = [torch.zeros(3 * (2 * C + outputs[0].rows), **sizes) for _ in range(3)]
     addresses = [m.data_ptr() for m in memory]
-    of_rank = lambda r: [sums[0][r], sums[1][r], outputs[r]]
-    exchanges = [parallel.Exchange(of_rank(r), r, addresses, memory[r]) for r in range(3)]
+    exchanges = [
+        parallel.Exchange({m: m.rows for m in matrices}, r, addresses, memory[r])
+        for r, matrices in enumerate(zip(*sums, outputs))
+    ]
     close = lambda ours, exact: nmse(ours, exact) < ONE_UNIT[torch.float16]
     for _ in range(2):
         for matrices in sums:
@@ -6430,7 +6581,7 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
     matrices = [Matrix(blank(SUMMED, 64, dtype=torch.float16)) for _ in range(SLOTS)]
     for m in matrices:
         m.data[:, 0] = ranks.rank + 1
-    exchange = parallel.make_exchange(ranks, matrices, "triton", cuda)
+    exchange = parallel.make_exchange(ranks, {m: SUMMED for m in matrices}, "triton", cuda)
     number, wrong = blank(1), blank(1, dtype=torch.int64)
     x, y = blank(1, 64, dtype=torch.float16), blank(1, SUMMED)
 
