@@ -3607,11 +3607,11 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_experts_of_no_token_and_of_all(tmp_path, backend):
-    """Column 0 of the hidden states is the same large number everywhere, so that a router can have
-    a bias."""
+    """Column 0 of the hidden states is the same large number everywhere, so that routers can have
+    biases."""
     theirs = hugging_face_model(**FAMILIES["mixtral"])
     chosen = []
-    theirs.model.embed_tokens.weight.data[:, 0] = 4
+    theirs.model.embed_tokens.weight.data[:, 0] = 40
     for layer in theirs.model.layers:
         layer.self_attn.o_proj.weight.data[0] = 0
         layer.mlp.experts.down_proj.data[:, 0] = 0
@@ -3902,7 +3902,7 @@ SAID = [
     *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"), SAID),
     *itertools.product(("Qwen2", "Qwen3"), WINDOWS), ("Qwen3Moe", SLIDING),
     ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True)),
-    ("Qwen3Moe", dict(num_local_experts=6)), ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=1)),
+    ("Qwen3Moe", dict(num_local_experts=16)), ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=1)),
 ], ids=str)  # fmt: skip
 def test_config_fields_and_defaults(tmp_path, family, fields):
     """Absent fields have transformers' defaults. A window counts where a layer has it."""
