@@ -5353,8 +5353,8 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     file = write_gguf(tmp_path / "a.gguf", *made)
     read_gguf(theirs, file)
     ours = assert_equals_transformers(file, theirs)
-    names = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
-    assert ours.checkpoint.quantised == names
+    quantised = "IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0"
+    assert ours.checkpoint.quantised == quantised
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
     for name, one, other in zip(names.matrix_shapes(ours.config), whole.matrices, decoded.matrices):
