@@ -89,11 +89,11 @@ from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
 from extra import config as config_module
 from extra import gguf as ggml
-from extra import hardware, hopper, int4, layouts, names, parallel, quants
+from extra import hardware, hopper, int4, layouts, parallel, quants
 from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
-from extra.names import formats_of
+from extra.names import formats_of, layer_tensors, matrix_shapes, weight_bytes
 from extra.parallel import Ranks
 from extra.save import save
 from extra.speculation import Draft, Lookup, Pacer, Speculation
@@ -5357,7 +5357,7 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     assert ours.checkpoint.quantised == quantised
     assert (ours.config.dtype, ours.config.eos_ids) == (torch.bfloat16, (258, 257))
     whole, decoded = loaded(ours), loaded(ours, None)
-    for name, one, other in zip(names.matrix_shapes(ours.config), whole.matrices, decoded.matrices):
+    for name, one, other in zip(matrix_shapes(ours.config), whole.matrices, decoded.matrices):
         assert torch.equal(one.dense(), other.dense()) and not other.format, (name, one.format)
     assert all(layer.wo.format and layer.w2.format for layer in whole.layers)
     if ours.config.n_kv_heads > 1:
@@ -6066,14 +6066,14 @@ def exact(tiny):
     return exact_model(tiny, 64, DEVICE.type)
 
 
-GREEDY = Sampling(temp=0)
+MOST_PROBABLE = Sampling(temp=0)
 SETTINGS = {
-    "greedy": dict(sampling=GREEDY),
+    "greedy": dict(sampling=MOST_PROBABLE),
     "hot, without filters": dict(sampling=Sampling(temp=2, top_k=0, top_p=1, min_p=0, seed=5)),
     "penalty": dict(sampling=Sampling(repeat_penalty=1.5, repeat_last_n=6, seed=0)),
     "penalty on all": dict(sampling=Sampling(temp=0, repeat_penalty=1.1, repeat_last_n=-1)),
-    "eos": dict(sampling=GREEDY, eos=range(3, 40)),
-    "eos ignored": dict(sampling=GREEDY, eos=range(3, 200), ignore_eos=True),
+    "eos": dict(sampling=MOST_PROBABLE, eos=range(3, 40)),
+    "eos ignored": dict(sampling=MOST_PROBABLE, eos=range(3, 200), ignore_eos=True),
 }
 WAYS = {
     "lookup": lambda model, other: Lookup(3),
@@ -6282,7 +6282,7 @@ def test_capturing_is_no_part_of_a_pass(exact, monkeypatch):
     lookup, state = Lookup(3), State(exact)
     record = lookup.pacer.record
     lookup.pacer.record = lambda *args: charged.append(args[2]) or record(*args)
-    list(generate(exact, [5, 6, 5, 6, 7], state, 9, GREEDY, eos=[], decode=lookup.decode))
+    list(generate(exact, [5, 6, 5, 6, 7], state, 9, MOST_PROBABLE, eos=[], decode=lookup.decode))
     assert charged == [pytest.approx(1.0)] * lookup.passes, "the pacer takes a graph for a pass"
     assert state.busy == pytest.approx(lookup.passes)
 
@@ -6935,7 +6935,7 @@ def test_bench_shapes_as_published():
     }  # fmt: skip
     for name, weights in published.items():
         c = replace(bench.random_config(f"random:{name}"), tie_embeddings=name in tied)
-        assert names.weight_bytes(c, torch.float16, {}) == 2 * weights, name
+        assert weight_bytes(c, torch.float16, {}) == 2 * weights, name
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -7054,7 +7054,7 @@ def test_kernels_of_a_family(dev_cli, tmp_path, family):
     model = bench.open_model(args, "fp32", 16, "none")
     layer = {name for name, value in vars(model.weights.layers[0]).items() if value is not None}
     assert len(model.weights.layers) == 2
-    assert layer - {"index"} == {tensor.field for tensor in names.layer_tensors(model.config)}
+    assert layer - {"index"} == {tensor.field for tensor in layer_tensors(model.config)}
     assert layer & {"qkv_bias", "qk_norm"} == {"qkv_bias" if family == "Qwen2" else "qk_norm"}
     theirs = compare.transformers_model(args, torch.float32, torch.device("cpu"))
     assert theirs.config.model_type == family.lower() and theirs.config.num_hidden_layers == 2
@@ -7271,7 +7271,7 @@ def test_tales_says_what_it_said():
     tales = cli_module.DEFAULT_MODEL
     model, tokenizer = load(tales, dtype="fp32", device="cpu"), Tokenizer(tales)
     for prompt, text in GOLDENS.items():
-        ids = generate(model, tokenizer.encode(prompt), n=24, sampling=GREEDY)
+        ids = generate(model, tokenizer.encode(prompt), n=24, sampling=MOST_PROBABLE)
         assert tokenizer.decode([*ids]) == text, prompt
 
 
@@ -7295,7 +7295,7 @@ def test_smollm2_says_what_transformers_says():
         ids = tokenizer.apply_chat_template(chat)
         text = their_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         assert ids == their_tokenizer(text, add_special_tokens=False)["input_ids"]
-        answer = [*generate(model, ids, n=16, sampling=GREEDY)]
+        answer = [*generate(model, ids, n=16, sampling=MOST_PROBABLE)]
         theirs_of_all = oracle(theirs, ids + answer)  # and the best of each is the next
         assert theirs_of_all.argmax(-1)[len(ids) - 1 : -1].tolist() == answer, question
         assert_close(logits_of(model, ids), theirs_of_all[: len(ids)], 1e-4)
