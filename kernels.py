@@ -367,10 +367,11 @@ def _first_rows(ids, N, SLOTS: tl.constexpr):
 
 
 # Where W is a stack of matrices, `ids` says which of them a product takes; N and K are the rows and
-# columns of one. Either each has a product of its own, and a column of programs. Or x has SLOTS
-# parts, one for each matrix, whose products are added up. The ids are written by the kernel before
-# in the first case. So the programs wait for it at once, and only then let the next kernel start:
-# there the ids are old, and W can be loaded before the wait, as always.
+# columns of one. Either each has a product of its own, and a row of the grid. Or x has SLOTS parts,
+# one for each matrix, whose products are added up. In the first case the kernel before has written
+# the ids: the programs wait for it at once, and only then let the next kernel start. In the second
+# case the ids are therefore old enough to be read before the wait (launch.py), and W is loaded
+# ahead, as always.
 
 
 @jit

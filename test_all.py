@@ -88,8 +88,8 @@ from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
 from extra import config as config_module
+from extra import experts, hardware, hopper, int4, layouts, parallel, quants
 from extra import gguf as ggml
-from extra import hardware, hopper, int4, layouts, parallel, quants
 from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
@@ -108,9 +108,11 @@ from model import (
     LENGTHS,
     PROMPT_CHUNK,
     Config,
+    LayerWeights,
     Llama,
     State,
     Timings,
+    Weights,
     captured,
     generate,
     rope_table,
@@ -485,7 +487,8 @@ def as_if_on(arch: int) -> None:
     current = dict(device=0, stream=0, target=target)
     functions = {f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}
     driver.set_active(SimpleNamespace(**functions))
-    for module in (launch, kernels, attention, hopper, sampling, fp8, int4, training, parallel):
+    ours = (launch, kernels, attention, hopper, sampling, fp8, int4, experts, training, parallel)
+    for module in ours:
         module.capability, module.processors = lambda device: arch, lambda device: 132
 
 
@@ -541,6 +544,13 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
         exchange.linear_add(new(1, F), w, new(1, C))
         logits = new(1, 2 * V - 1, dtype=torch.float32)
         exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, logits)
+    for T, form in itertools.product((1, 3), forms[:1] + (E4M3, None) if half else (None,)):
+        E, k = 6, 2
+        layer = SimpleNamespace(ffn_norm=new(512), router=Matrix(new(E, 512)), router_gain=1.0)
+        layer.w13, layer.w2 = blank(E * 512, 512, form), blank(E * 512, 256, form)
+        state = SimpleNamespace(norm_eps=1e-5, experts_per_token=k, norm_topk=True)
+        state.scratch = launch.Scratch(DEVICE)
+        feed_forward(kernels.fused, new(T, 512), layer, state)
     for norm in (None, new(512)):
         kernels.encode_rows(new(3, 512), norm, 1e-5)
     for T, D in ((1, 128), (100, 128 if half else 64)):
@@ -605,7 +615,7 @@ def compile_kernels(arch: int) -> None:
     if arch == 89:
         assert "_vector_kernel" in compiled
         return
-    modules = (kernels, attention, sampling, parallel, training)
+    modules = (kernels, attention, experts, sampling, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every | {"few_attention_kernel"}, "launch_all has to launch these as well"
@@ -1012,7 +1022,8 @@ def guarded(monkeypatch):
             return original(self, *shape, **options)
         count = torch.Size(shape).numel()
         buffers.append(original(self, count + 2 * MARGIN, **options).fill_(GUARD))
-        return buffers[-1][MARGIN : MARGIN + count].fill_(NAN).view(shape)
+        poison = NAN if buffers[-1].is_floating_point() else -1
+        return buffers[-1][MARGIN : MARGIN + count].fill_(poison).view(shape)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     monkeypatch.setattr(torch, "empty_like", lambda x: new_empty(x, *x.shape))
@@ -2013,6 +2024,154 @@ def test_experts_as_their_definition(form, norm_topk):
             expected[t] += weight * (w2[expert] @ (torch.nn.functional.silu(a) * b))
     # with a format, a CPU multiplies a single token in halves
     assert_close(feed_forward(kernels.reference, x, layer, state), expected, 1e-3)
+
+
+def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
+    """The fused ops do what their references do in fp32."""
+    x, layer, state = arguments
+    exact, exact_layer = as_fp32((x, layer))
+    routes = kernels.fused.route(x, layer, state)
+    chosen = kernels.reference.route(exact, exact_layer, state)
+    assert torch.equal(routes.ids, chosen.ids)
+    T, k = chosen.ids.shape
+    assert torch.allclose(routes.weights, chosen.weights, atol=1e-2 if T > 1 else 1e-5)
+    h = kernels.fused.rmsnorm_swiglu(x, layer, state, routes)
+    right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, state, chosen)
+    residual = randn(T, x.shape[1], dtype=dtype, scale=0.1)
+    added = kernels.reference.linear_add(h.float(), exact_layer.w2, residual.float(), chosen)
+    y = kernels.fused.linear_add(h, layer.w2, residual, routes)
+    # norm, h and what a slot adds are rounded; with 4 bits also the decoded weights or, in a single
+    # token, the sums
+    limit = ONE_UNIT[dtype] * 1.5**2
+    if form is INT4:
+        limit = 5e-5 + ONE_UNIT[dtype]
+    assert nmse(h, right) < limit and nmse(y, added) < limit, (T, form)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 17, 40])
+@pytest.mark.parametrize("dtype, form", [
+    (torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (torch.float16, E4M3),
+    (torch.float16, E5M2), (torch.float16, INT4), (torch.float32, INT4),
+], ids=str)  # fmt: skip
+def test_experts_equal_their_reference(dtype, form, T, guarded):
+    """Among them an expert that every token chooses, and one that none does; hidden sizes that
+    tiles do not divide."""
+    shapes = [(7, 3, 96, 64), (5, 2, 256, 320)]
+    shapes += [(4, 3, 64, 1024)] if form is INT4 and T == 1 else []  # blocks of several experts
+    shapes += [(6, 1, 40, 52)] if form is None else []
+    for E, k, C, F in shapes:
+        x, layer, state = expert_arguments(T, E, k, C, F, dtype, form)
+        x[:, 0] = 3.0
+        layer.router.data[1, 0] = 30.0
+        layer.router.data[2, 0] = -30.0
+        check_experts((x, layer, state), dtype, form)
+    guarded()
+
+
+@pytest.mark.parametrize("T", [2, 40])
+def test_grouped_products_do_not_depend_on_launch_sizes(T, monkeypatch):
+    for sizes in ((16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)):
+        monkeypatch.setattr(
+            experts, "grouped_sizes", lambda *_, sizes=sizes: experts.GroupedSizes(*sizes)
+        )
+        arguments = expert_arguments(T, 5, 2, 72, 88, torch.float16)
+        check_experts(arguments, torch.float16, None)
+
+
+def test_many_slots_are_sorted():
+    """More than a program takes at once."""
+    T, E, k = 300, 20, 8
+    x, layer, state = expert_arguments(T, E, k, 16, 16)
+    routes = kernels.fused.route(x, layer, state)
+    ids = routes.ids.flatten()
+    assert torch.equal(routes.order, ids.sort(stable=True).indices.int())
+    assert torch.equal(routes.counts, ids.bincount(minlength=E).int())
+
+
+def model_with_experts(dtype: str, backend: str, format=None, **options) -> Llama:
+    """A random model, the same for every backend; the second of its layers is dense."""
+    E, C, F, V = 6, 64, 128, 97
+    config = read_config_like(
+        dim=C, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=F, vocab_size=V,
+        n_experts=E, experts_per_token=2,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(SEED)
+    as_type = checkpoint.DTYPES[dtype]
+
+    def tensor(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, as_type)
+
+    def matrix(N: int, K: int, form=format) -> Matrix:
+        if form is None:
+            return Matrix(tensor(N, K, scale=2 * K**-0.5))
+        weights = torch.randn(N, K, generator=generator) * (2 * K**-0.5)
+        return Matrix(form.encode(weights.to(DEVICE)), form)
+
+    def layer(experts: int) -> LayerWeights:
+        norms = [tensor(C).abs() + 0.5 for _ in range(2)]
+        attention = matrix(2 * C, C), matrix(C, C)
+        router = matrix(experts, C, None) if experts > 1 else None
+        feed_forward = matrix(experts * 2 * F, C), matrix(experts * C, F)
+        return LayerWeights(norms[0], *attention, norms[1], *feed_forward, router=router)
+
+    weights = Weights(tensor(V, C), [layer(E), layer(1)], tensor(C).abs(), matrix(V, C, None))
+    return Llama(config, weights, backend, DEVICE, as_type, 64, **options)
+
+
+@pytest.mark.parametrize("dtype, format, kv_fp8, limit", [
+    ("fp32", None, False, 1e-4), ("fp32", None, True, 0.02), ("fp16", E4M3, False, 0.02),
+])  # fmt: skip
+def test_fused_model_with_experts_is_the_reference_model(dtype, format, kv_fp8, limit):
+    exact, fused = (
+        model_with_experts(d, backend, format, kv_fp8=kv_fp8)
+        for d, backend in (("fp32", "torch"), (dtype, "triton"))
+    )
+    prompt = torch.randint(97, (21,)).tolist()
+    theirs, ours = (logits_of(m, prompt, 17, 1, 2, 1) for m in (exact, fused))
+    # a token whose experts nearly tie may get others
+    errors = (ours - theirs).square().sum(1) / theirs.square().sum(1)
+    assert errors.median() < limit**2, errors
+    if limit == 1e-4:
+        assert errors.max() < limit**2
+        texts = [list(generate(m, prompt[:5], n=4, eos=[])) for m in (exact, fused)]
+        assert texts[0] == texts[1]
+
+
+def test_norm_that_a_format_moves_and_the_router(monkeypatch):
+    """What fit_norm takes out of ffn_norm for w13, the router's logits get back."""
+    x, layer, state = expert_arguments(3, 5, 2, 64, 64, format=E4M3)
+    before = kernels.reference.route(x, layer, state)
+    layer.router_gain = kernels.fit_norm(layer.ffn_norm, layer.w13)
+    assert layer.router_gain < 1
+    for ops, rows in itertools.product((kernels.reference, kernels.fused), (3, 1)):
+        after = ops.route(x[:rows].contiguous(), layer, state)
+        assert torch.equal(after.ids, before.ids[:rows])
+        assert torch.allclose(after.weights, before.weights[:rows], rtol=1e-3)
+
+
+def test_exchange_of_experts():
+    """Two ranks in one process, with a share of each expert's hidden_dim."""
+    E, k, C, F, dtype = 5, 2, 72, 48, torch.float16
+    routes = experts.Routes(
+        torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE), torch.ones(1, k, device=DEVICE)
+    )
+    parts = [Matrix(randn(E * C, F, dtype=dtype, scale=0.1)) for _ in range(2)]
+    memory = [torch.zeros(2 * C, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    addresses = [m.data_ptr() for m in memory]
+    h = [randn(1, k, F, dtype=dtype) for _ in range(2)]
+    residual = randn(1, C, dtype=dtype)
+    exact = residual.float()
+    for part, mine in zip(parts, h):
+        kernels.linear_add_ref(mine.float(), dense(part), exact, routes)
+    exchanges = [
+        parallel.Exchange({part: C}, r, addresses, memory[r]) for r, part in enumerate(parts)
+    ]
+    stack = kernels.slots_added(routes, residual)
+    for exchange, part, mine in zip(exchanges, parts, h):
+        exchange.send("experts_linear_add", mine[0], None, part, 0.0, stack)
+    for exchange, part in zip(exchanges, parts):
+        ours = exchange.add_received(part, residual.clone())
+        assert nmse(ours, exact) < ONE_UNIT[dtype]
 
 
 def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
