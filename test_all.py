@@ -2096,7 +2096,7 @@ def model_with_experts(dtype: str, backend: str, format=None, **options) -> Llam
         n_experts=E, experts_per_token=2,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(SEED)
-    as_type = checkpoint.DTYPES[dtype]
+    as_type = hardware.DTYPES[dtype]
 
     def tensor(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(DEVICE, as_type)
