@@ -54,6 +54,8 @@ class LayerView(Protocol):
     qk_norm: Tensor | None
     ffn_norm: Tensor
     w13: Matrix
+    router: Matrix | None
+    router_gain: float
 
 
 class StateView(Protocol):
@@ -65,6 +67,8 @@ class StateView(Protocol):
     v: tuple[Tensor, ...]
     rope: Tensor
     norm_eps: float
+    experts_per_token: int
+    norm_topk: bool
     scratch: Scratch
 
 

@@ -52,7 +52,10 @@ SHAPES = {
     "Qwen2.5-1.5B": (1536, 28, 12, 2, 128, 8960, 151936),
     "SmolLM2-135M": (576, 30, 9, 3, 64, 1536, 49152),
     "SmolLM2-360M": (960, 32, 15, 5, 64, 2560, 49152),
+    "Qwen3-30B-A3B": (2048, 48, 32, 4, 128, 768, 151936),
+    "Mixtral-8x7B": (4096, 32, 32, 8, 128, 14336, 32000),
 }
+EXPERTS = {"Qwen3-30B-A3B": (128, 8), "Mixtral-8x7B": (8, 2)}  # and how many a token goes through
 # Flags that may have several values, and the attributes that store these
 LISTS = {
     "-m": "models",
@@ -257,7 +260,10 @@ def random_config(spec: str) -> Config:
         raise ValueError(f"{spec}: {layers!r} is not a number of layers")
     if name in SHAPES:
         fields = dict(norm_eps=1e-5, max_seq_len=1 << 15, dtype=torch.float16)
-        config = Config(*SHAPES[name], qkv_bias=name.startswith("Qwen2"), **fields)
+        fields["n_experts"], fields["experts_per_token"] = EXPERTS.get(name, (0, 0))
+        fields["qkv_bias"] = name.startswith("Qwen2")
+        fields["qk_norm"] = name.startswith("Qwen3")
+        config = Config(*SHAPES[name], **fields)
     elif name == "tales":
         config = read_config(DEFAULT_MODEL)
     elif name.endswith(".json"):
@@ -279,7 +285,7 @@ def random_weights(
     def normal(rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(rows, columns, dtype=dtype, device=device).mul_(0.02)
 
-    def matrix(name: str, shape: tuple[int, int]) -> Matrix:
+    def matrix(name: str, shape: tuple[int, int], experts: int = 0) -> Matrix:
         rows, columns = shape
         format = formats.get(name)
         if format is None:
@@ -288,6 +294,8 @@ def random_weights(
             block = format.encode(normal(min(rows, 64), columns))
             repeated = [t.repeat(-(-rows // len(t)), *[1] * (t.dim() - 1))[:rows] for t in block]
             w = Matrix(tuple(repeated), format)
+        if experts:
+            return w  # products take some of its rows
         return in_cpu_layout(w, backend, dtype, formats.values())
 
     def ones(*shape: int) -> Tensor:
@@ -299,7 +307,9 @@ def random_weights(
         for tensor in layer_tensors(c, i):
             shape = tensor.shape(c)
             if tensor.is_matrix:
-                values[tensor.field] = matrix(tensor.name, shape)
+                values[tensor.field] = matrix(tensor.name, shape, tensor.experts)
+            elif tensor.field == "router":
+                values[tensor.field] = Matrix(normal(*shape, dtype))
             else:
                 values[tensor.field] = ones(*shape)
         layers.append(LayerWeights(**values))

@@ -73,7 +73,8 @@ NOT_NEEDED = re.compile(  # the end of a name
     r"|self_attn\.(masked_)?bias|(^|\.)(position_ids|attention_mask|causal_mask)"  # masks
     r"|\.(input|output|q|k|v|kv|activation)_scale(_ub)?)$"  # of activations, not rounded here
 )
-BIAS = re.compile(r"(_proj|attn_output|ffn_\w+)\.bias$")  # which may be there if it is 0
+# Which may be there if it is 0
+BIAS = re.compile(r"(_proj|\.w[123]|\.gate|attn_output|ffn_\w+)\.bias$")
 MOST_BIASES = 1 << 20  # numbers in one of them
 
 
@@ -224,24 +225,27 @@ class GgufFile(Source):
             return info.type
         return None
 
+    def file_tensor(self, info: gguf.TensorInfo) -> FileTensor:
+        dtype = torch.float32 if self.kind(info) else TYPES.get(info.type.name)
+        return FileTensor(info.file, info.name, dtype, info.shape, info.offset, info.version)
+
     def file_tensors(self) -> list[FileTensor]:
-        tensors = []
-        for info in self.header.tensors.values():
-            dtype = torch.float32 if self.kind(info) else TYPES.get(info.type.name)
-            where = info.offset, info.version
-            tensors.append(FileTensor(info.file, info.name, dtype, info.shape, *where))
-        return tensors
+        return [self.file_tensor(info) for info in self.header.tensors.values()]
 
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
-        return {name: self.tensor(part, c, found) for name, part in model_parts(c).items()}
+        header = self.header
+        return {name: self.tensor(part, c, found, header) for name, part in model_parts(c).items()}
 
-    def tensor(self, part: Part, c: Config, found: Found) -> SourceTensor:
+    def tensor(self, part: Part, c: Config, found: Found, header: gguf.GGUF) -> SourceTensor:
         name = part.name_in(self.names)
         head_dim = None
         # llama.cpp stores the rows of q and k in pairs, but only in this family
-        if part.rotated and self.header.metadata["general.architecture"] != "llama":
+        if part.rotated and header.metadata["general.architecture"] != "llama":
             head_dim = c.head_dim
-        info = self.header.tensors.get(name)
+        info = header.tensors.get(name)
+        if info and part.expert is not None:
+            info = info.of_expert(part.expert, c.n_experts)
+            found = {name: [self.file_tensor(info)]}
         if info and self.kind(info):
             return GgufMatrix(name, part.shape(c), found, head_dim, self.kind(info))
         return Floats(name, part.shape(c), found, head_dim)
@@ -304,13 +308,17 @@ class HuggingFaceFolder(Folder):
         return hugging_face_config(Fields(self.path / "config.json"), generation_of(self.path))
 
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
-        layout = layout_of(Fields(self.path / "config.json"))
+        config = Fields(self.path / "config.json")
+        layout = layout_of(config)
+        names = "mixtral" if config["model_type"] == "mixtral" else self.names
         tensors = {}
         for name, part in model_parts(c).items():
-            in_file = part.name_in(self.names)
+            in_file = part.name_in(names)
             shape = part.shape(c)
             head_dim = c.head_dim if part.rotated else None
-            wanted = self.layout_tensors(part, c, found, layout)
+            wanted = {}
+            if layout and (part.is_matrix or part.field == "router"):
+                wanted = self.layout_tensors(in_file, shape, found, layout)
             if wanted:
                 tensors[name] = LayoutMatrix(in_file, shape, found, head_dim, layout, wanted)
             else:
@@ -318,13 +326,11 @@ class HuggingFaceFolder(Folder):
         return tensors
 
     def layout_tensors(
-        self, part: Part, c: Config, found: Found, layout: layouts.Layout | None
+        self, name: str, shape: tuple[int, int], found: Found, layout: layouts.Layout
     ) -> dict[str, Wanted]:
-        """What the layout stores for a part, by name. Empty if the part is not quantised."""
-        if not layout or not part.is_matrix:
-            return {}
-        stem = part.name_in(self.names).removesuffix("weight")
-        words = layout.shapes(*part.shape(c))
+        """What the layout stores for a matrix, by name. Empty if this one is not quantised."""
+        stem = name.removesuffix("weight")
+        words = layout.shapes(*shape)
         codes = next(iter(words))
         if stem + codes not in found:
             return {}
@@ -617,6 +623,8 @@ class Loader:
         made = {}
         for t in tensors:
             made[t.field] = self.matrix(t) if t.is_matrix else self.vector(t)
+            if t.field == "router":
+                made[t.field] = Matrix(made[t.field])
         return LayerWeights(**made)
 
     def share(self, dim: str) -> slice:
@@ -633,13 +641,13 @@ class Loader:
         them."""
         tensors = self.checkpoint.tensors
         shares = [self.share(part.dims[0]) for part in t.parts]
-        places = t.places(self.config)
         if t.name not in tensors:
             parts = [tensors[part.name] for part in t.parts]
-            return list(map(Piece, places, parts, shares))
+            return list(map(Piece, t.places(self.config), parts, shares))
         rows = t.joined_rows(self.whole, shares)
-        if len(rows) == 1:
-            places = [ALL]
+        # Its own rows, of which it has all
+        of_parts = [slice(0, part.shape(self.config)[0]) for part in t.parts]
+        places = t.joined_rows(self.config, of_parts)
         return [Piece(place, tensors[t.name], taken) for place, taken in zip(places, rows)]
 
     def fill(self, data: Tensor, t: ModelTensor, columns: slice = ALL) -> None:
@@ -648,7 +656,7 @@ class Loader:
             data[place].copy_(tensor.read(self.device, rows, columns), non_blocking=True)
 
     def vector(self, t: ModelTensor) -> Tensor:
-        """A norm, a bias or the embedding."""
+        """A norm, a bias, a router or the embedding."""
         made = torch.empty(t.shape(self.config), dtype=self.dtype, device=self.device)
         self.fill(made, t)
         self.bar.update(made.nbytes)
@@ -670,6 +678,8 @@ class Loader:
                 tensor.write(format, out, self.device, rows, columns)
             made = Matrix(tensors, format)
         self.bar.update(made.nbytes)
+        if t.experts:
+            return made  # products take some of its rows
         return kernels.in_cpu_layout(made, self.backend, self.dtype, self.formats.values())
 
     def encode(self, format: Format, t: ModelTensor, columns: slice) -> Tensors:

@@ -40,6 +40,21 @@ def load_once(pointers, offs_k, left):
 
 
 @jit
+def begin_of(start, k, offs_k, COLUMNS: tl.constexpr, EACH: tl.constexpr):
+    """Where rows begin, for columns k + offs_k of them: `start` of Format.load, counted in elements
+    of EACH weights."""
+    if isinstance(start, tl.tensor):
+        return start // EACH
+    else:
+        rows, _, offsets = start
+        begin = offsets[0] // EACH + offs_k * 0
+        for part in tl.static_range(1, len(offsets)):
+            if part * start[1] < k + COLUMNS:
+                begin = tl.where(k + offs_k >= part * start[1], offsets[part] // EACH, begin)
+        return rows // EACH + begin
+
+
+@jit
 def load_elements(
     w, start, k, left, COLUMNS: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUP: tl.constexpr = 1
 ):
@@ -54,7 +69,8 @@ def load_words(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, COU
     """Load a tensor of W as int32 words, each of which belongs to EACH columns: [R, COLUMNS /
     EACH]. A thread gets COUNT neighbouring words."""
     word = tl.arange(0, COLUMNS // EACH)[None, :]
-    words = w.to(tl.pointer_type(tl.int32)) + start // EACH + (k // EACH + word)
+    begin = begin_of(start, k, word * EACH, COLUMNS, EACH)
+    words = w.to(tl.pointer_type(tl.int32)) + begin + (k // EACH + word)
     # Either all neighbours of a thread are loaded or none, so that one instruction can load them
     offs_k = word // COUNT * (COUNT * EACH)
     return load_once(tl.max_contiguous(words, [1, COUNT]), offs_k, left)
@@ -65,7 +81,7 @@ def load_codes(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr):
     """Load words that hold EACH codes each: [R, COLUMNS / (4 EACH), 4]. A thread gets four
     neighbouring words."""
     words = load_words(w, start, k, left, COLUMNS, EACH, 4)
-    return words.reshape(start.shape[0], COLUMNS // (4 * EACH), 4)
+    return words.reshape(words.shape[0], COLUMNS // (4 * EACH), 4)
 
 
 @jit
@@ -74,7 +90,8 @@ def load_groups(w, start, k, left, COLUMNS: tl.constexpr, EACH: tl.constexpr, GR
     EACH columns, the element that belongs to them: [R, COLUMNS / EACH], one for each thread, as the
     codes are divided among threads. `start` must be a multiple of GROUP, k a multiple of EACH."""
     offs_k = tl.arange(0, COLUMNS // EACH)[None, :] * EACH
-    pointers = w + start // GROUP + tl.max_contiguous((k + offs_k) // GROUP, [1, 1])
+    begin = begin_of(start, k, offs_k, COLUMNS, GROUP)
+    pointers = w + begin + tl.max_contiguous((k + offs_k) // GROUP, [1, 1])
     return load_once(pointers, offs_k, left)
 
 
@@ -248,7 +265,9 @@ class Format:
     With these, one token runs in kernels._stream_kernel:
 
     stream_load(w, start, k, left, COLUMNS, GROUP)
-        A tile, of which each thread gets all that the products of 64 weights need.
+        A tile, of which each thread gets all that the products of 64 weights need. start may also
+        be a tuple (rows, width, offsets): every `width` columns of a row lie elsewhere, those of
+        part p at rows + offsets[p], where `rows` is [R, 1].
     stream_sums(tile, x, sum_x, SCALES)
         The tile's products with x, added up: float32 [R, COLUMNS / 64]. x: half2 [COLUMNS / 2], or
         floats [COLUMNS] in the interpreter; sum_x: the sums of each `sum_x` of them.

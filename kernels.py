@@ -45,11 +45,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from attention import LayerView, StateView, attention, attention_ref, to_cache, to_cache_ref
+from extra import experts
+from extra.experts import Routes, route, route_ref
 from extra.int4 import INT4
 from formats import (
     Format,
     Matrix,
     as_floats,
+    begin_of,
     columns_of,
     format_of,
     half2_of,
@@ -265,17 +268,19 @@ def _load_vector(x, k, offs_k, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl
 NORM_LIMIT = 30.0
 
 
-def fit_norm(norm: Tensor, w: Matrix) -> None:
+def fit_norm(norm: Tensor, w: Matrix) -> float:
     """Move a power of two from norm weights into the matrix, which is exact, so that the largest
     weight is between half the limit and the limit: products in half precision then neither overflow
-    nor lose small numbers. Does nothing if the matrix has no such products."""
+    nor lose small numbers. Does nothing if the matrix has no such products. Returns that power."""
     if not w.format or not (w.format.half2 or w.format.stream_sums):
-        return
+        return 1.0
     peak = norm.abs().max().item()
-    if 0.0 < peak < math.inf:
-        factor = 2.0 ** math.ceil(math.log2(peak / NORM_LIMIT))
-        norm.div_(factor)
-        w.format.multiply(w.tensors, factor)
+    if not 0.0 < peak < math.inf:
+        return 1.0
+    factor = 2.0 ** math.ceil(math.log2(peak / NORM_LIMIT))
+    norm.div_(factor)
+    w.format.multiply(w.tensors, factor)
+    return factor
 
 
 @cache
@@ -347,8 +352,32 @@ def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @jit
+def _first_rows(ids, N, SLOTS: tl.constexpr):
+    """A tuple: the row at which the matrix of N rows begins in W, for each of SLOTS matrices whose
+    products are added up, or for this program's. Past the L1, which may hold older ids."""
+    first = ()
+    if ids is None:
+        first += (0,)
+    elif SLOTS == 1:
+        first += (tl.load(ids + tl.program_id(1), cache_modifier=".cg").to(tl.int64) * N,)
+    else:
+        for slot in tl.static_range(SLOTS):
+            first += (tl.load(ids + slot, cache_modifier=".cg").to(tl.int64) * N,)
+    return first
+
+
+# Where W is a stack of matrices, `ids` says which of them a product takes; N and K are the rows and
+# columns of one. Either each has a product of its own, and a row of the grid. Or x has SLOTS parts,
+# one for each matrix, whose products are added up. In the first case the kernel before has written
+# the ids: the programs wait for it at once, and only then let the next kernel start. In the second
+# case the ids are therefore old enough to be read before the wait (launch.py), and W is loaded
+# ahead, as always.
+
+
+@jit
 def _vector_kernel(
-    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, norm, w, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
     GAIN: tl.constexpr, HALF2_ASM: tl.constexpr, PEAK: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
@@ -357,15 +386,22 @@ def _vector_kernel(
     columns at a time. The norm's factor 1 / rms(x) is one number for all of x, so it is applied to
     the sums. For products in half precision, x is read twice, first for its range. args and SIZES
     are the epilogue's own: PREPARE loads before the wait what STORE will use."""
+    if ids is not None and SLOTS == 1:
+        gdc_wait(PDL)
     gdc_launch_dependents(PDL)
     row = tl.program_id(0) * ROWS
     ready = PREPARE(args, row, 1, N, ROWS, 1, SIZES)
     rows = row + tl.arange(0, ROWS)
+    first = _first_rows(ids, N, SLOTS)
+    start, scales = (), ()
+    for slot in tl.static_range(SLOTS):
+        start += ((tl.minimum(rows, N - 1).to(tl.int64) + first[slot])[:, None] * K,)
+        if GAIN is not None and SLOTS > 1:
+            scales += (row_scale(w, first[slot] + rows, rows < N, GAIN),)
     # Before the wait: fetch the first tiles of what no kernel writes. A thread gets eight
     # neighbours of W, as many as of a 16-bit x: otherwise 8-bit tiles would go through shared
     # memory to meet x
-    start = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
-    w_tile = LOAD(w, start, 0, None if K % BLOCK == 0 else K, BLOCK, 8, GROUP)
+    w_tile = LOAD(w, start[0], 0, None if K % BLOCK == 0 else K, BLOCK, 8, GROUP)
     offs_k = tl.arange(0, BLOCK)[None, :]
     if norm is not None:
         norm_tile = _load_vector(norm, 0, offs_k, K, BLOCK, COLUMNS)
@@ -374,38 +410,47 @@ def _vector_kernel(
         added = tl.load(args[ADDED] + rows, mask=rows < N, other=0.0).to(tl.float32)
     x_tile = _load_vector(x, 0, offs_k, K, BLOCK, COLUMNS)
     if HALF2_ASM is not None:
-        power, inv_rms = _range_of(x, x_tile, norm, eps, offs_k, K, BLOCK, COLUMNS, PEAK)
+        x_all = x_tile if SLOTS == 1 else _load_vector(x, 0, offs_k, SLOTS * K, BLOCK, COLUMNS)
+        power, inv_rms = _range_of(x, x_all, norm, eps, offs_k, SLOTS * K, BLOCK, COLUMNS, PEAK)
     elif norm is not None:
         squares = x_tile.to(tl.float32) * x_tile.to(tl.float32)
-    for k in tl.static_range(0, K, BLOCK):
-        # The next tile of W is in flight while this one is multiplied
-        w_now = w_tile
-        if k + BLOCK < K:
-            left = None if K % BLOCK == 0 else K - k - BLOCK
-            w_tile = LOAD(w, start, k + BLOCK, left, BLOCK, 8, GROUP)
-        x_now = x_tile if k == 0 else _load_vector(x, k, offs_k, K, BLOCK, COLUMNS)
-        if k > 0 and HALF2_ASM is None and norm is not None:
-            squares += x_now.to(tl.float32) * x_now.to(tl.float32)
-        x_now = x_now.to(tl.float32) if HALF2_ASM is None else x_now * power.to(x_now.dtype)
-        if norm is not None:
-            x_now *= norm_tile.to(x_now.dtype)
+    for slot in tl.static_range(SLOTS):
+        for k in tl.static_range(0, K, BLOCK):
+            # The next tile of W is in flight while this one is multiplied
+            w_now = w_tile
             if k + BLOCK < K:
-                norm_tile = _load_vector(norm, k + BLOCK, offs_k, K, BLOCK, COLUMNS)
-        if HALF2_ASM is None:
-            sums = VALUES(w_now, SCALES).to(tl.float32) * x_now
-        else:
-            sums = _half2_sums(w_now, x_now.to(tl.float16), VALUES, HALF2_ASM)
-        if k == 0:
-            acc = sums
-        else:
-            acc += sums
+                left = None if K % BLOCK == 0 else K - k - BLOCK
+                w_tile = LOAD(w, start[slot], k + BLOCK, left, BLOCK, 8, GROUP)
+            elif slot + 1 < SLOTS:
+                left = None if K % BLOCK == 0 else K
+                w_tile = LOAD(w, start[slot + 1], 0, left, BLOCK, 8, GROUP)
+            x_now = x_tile
+            if slot + k > 0:
+                x_now = _load_vector(x + slot * K, k, offs_k, K, BLOCK, COLUMNS)
+            if k > 0 and HALF2_ASM is None and norm is not None:
+                squares += x_now.to(tl.float32) * x_now.to(tl.float32)
+            x_now = x_now.to(tl.float32) if HALF2_ASM is None else x_now * power.to(x_now.dtype)
+            if norm is not None:
+                x_now *= norm_tile.to(x_now.dtype)
+                if k + BLOCK < K:
+                    norm_tile = _load_vector(norm, k + BLOCK, offs_k, K, BLOCK, COLUMNS)
+            if HALF2_ASM is None:
+                sums = VALUES(w_now, SCALES).to(tl.float32) * x_now
+            else:
+                sums = _half2_sums(w_now, x_now.to(tl.float16), VALUES, HALF2_ASM)
+            if GAIN is not None and SLOTS > 1:
+                sums *= scales[slot][:, None]
+            if slot + k == 0:
+                acc = sums
+            else:
+                acc += sums
     y = tl.sum(acc, 1)
     if HALF2_ASM is not None:
         y *= inv_rms / power
     elif norm is not None:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if GAIN is not None:
-        y *= row_scale(w, rows, rows < N, GAIN)
+    if GAIN is not None and SLOTS == 1:
+        y *= row_scale(w, first[0] + rows, rows < N, GAIN)
     if ADDED is not None:
         y = added + y
     STORE(args, y, ready, row, 1, N, ROWS, 1, SIZES)
@@ -528,8 +573,18 @@ def _stream_x(
 
 
 @jit
+def _slot_scales(w, first, rows, k, N, K: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr):
+    """The factors of sums over rows of several matrices side by side, for each 64 columns from k
+    on: [R, COLUMNS / 64]. rows [R, 1]"""
+    offs_k = tl.arange(0, COLUMNS // 64)[None, :] * 64
+    places = begin_of((rows, K, first), k, offs_k, COLUMNS, 1)
+    return row_scale(w, places, places >= 0, GAIN)
+
+
+@jit
 def _stream_kernel(
-    x, norm, w, eps, args, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    x, norm, w, eps, args, ids, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, LOAD: tl.constexpr, SUMS: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr, SUM_X: tl.constexpr, PEAK: tl.constexpr,
     PREPARE: tl.constexpr, STORE: tl.constexpr, ADDED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr,
@@ -538,18 +593,24 @@ def _stream_kernel(
     SUMS here. A program loops over TILES tiles of ROWS rows. Triton's pipelining turns the loads of
     W in this loop into asynchronous copies to shared memory, STAGES - 1 tiles ahead, the first of
     them before the wait."""
+    if ids is not None and SLOTS == 1:
+        gdc_wait(PDL)
     gdc_launch_dependents(PDL)
+    WIDTH: tl.constexpr = SLOTS * K  # columns of all matrices side by side
     row = tl.program_id(0) * (ROWS * TILES)
     end = tl.minimum(row + ROWS * TILES, N)
     COUNT: tl.constexpr = max(32, triton.next_power_of_2(ROWS * TILES))
     offs = tl.arange(0, COUNT)
     ready = PREPARE(args, row, 1, end, COUNT, 1, SIZES)
-    if GAIN is not None:
-        scales = row_scale(w, row + offs, row + offs < end, GAIN)
+    first, offsets = _first_rows(ids, N, SLOTS), ()
+    for slot in tl.static_range(SLOTS):
+        offsets += ((first[slot] - slot) * K,)
+    if GAIN is not None and SLOTS == 1:
+        scales = row_scale(w, first[0] + row + offs, row + offs < end, GAIN)
     # x in parts of BLOCK columns, each a tuple as _stream_x returns it. They are zeros until the
     # wait
     norm_tiles, x_parts = (), ()
-    for k in tl.static_range(0, K, BLOCK):
+    for k in tl.static_range(0, WIDTH, BLOCK):
         if norm is not None:
             norm_tiles += (_load_eighths(norm, k, K, BLOCK, COLUMNS),)
         half2 = tl.zeros([BLOCK], tl.float32) if EMULATED else tl.zeros([BLOCK // 2], tl.uint32)
@@ -561,12 +622,18 @@ def _stream_kernel(
     squares, added = tl.zeros([BLOCK // 64], tl.float32), tl.zeros([COUNT], tl.float32)
     sums = tl.zeros([WARPS, COUNT], tl.float32)
     for i in tl.range(0, TILES, num_stages=STAGES):
-        w_tiles = ()
+        w_tiles, slot_scales = (), ()
         for r in tl.static_range(0, ROWS, EACH):
-            rows = row + i * ROWS + r + tl.arange(0, EACH)
-            start = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
-            for k in tl.static_range(0, K, BLOCK):
-                w_tiles += (LOAD(w, start, k, None if K % BLOCK == 0 else K - k, BLOCK, GROUP),)
+            rows = tl.minimum(row + i * ROWS + r + tl.arange(0, EACH), N - 1).to(tl.int64)[:, None]
+            start = (rows + first[0]) * K
+            for k in tl.static_range(0, WIDTH, BLOCK):
+                left = None if WIDTH % BLOCK == 0 else WIDTH - k
+                if SLOTS == 1:
+                    w_tiles += (LOAD(w, start, k, left, BLOCK, GROUP),)
+                else:
+                    w_tiles += (LOAD(w, (rows * K, K, offsets), k, left, BLOCK, GROUP),)
+                if GAIN is not None and SLOTS > 1:
+                    slot_scales += (_slot_scales(w, first, rows, k, N, K, BLOCK, GAIN),)
         if i == 0:
             gdc_wait(PDL)
             if ADDED is not None:
@@ -575,7 +642,7 @@ def _stream_kernel(
             fresh = ()
             for j in tl.static_range(0, PARTS):
                 norm_tile = norm_tiles[j] if norm is not None else None
-                part, more = _stream_x(x, norm_tile, j * BLOCK, K, BLOCK, COLUMNS, SUM_X, PEAK)
+                part, more = _stream_x(x, norm_tile, j * BLOCK, WIDTH, BLOCK, COLUMNS, SUM_X, PEAK)
                 fresh += (part,)
                 squares += more
             x_parts = fresh
@@ -584,14 +651,17 @@ def _stream_kernel(
             for j in tl.static_range(0, PARTS):
                 w_tile = w_tiles[r // EACH * PARTS + j]
                 x_part = x_parts[j]
-                acc += SUMS(w_tile, x_part[0], x_part[1], SCALES) * x_part[2]
+                sums_of_tile = SUMS(w_tile, x_part[0], x_part[1], SCALES) * x_part[2]
+                if GAIN is not None and SLOTS > 1:
+                    sums_of_tile *= slot_scales[r // EACH * PARTS + j]
+                acc += sums_of_tile
             by_warp = tl.sum(acc.reshape(EACH, WARPS, 32), 2, keep_dims=True)
             place = (i * ROWS + r + tl.arange(0, EACH))[:, None, None]
             sums += tl.sum(tl.where(offs[None, None, :] == place, by_warp, 0.0), 0)
     y = tl.sum(sums, 0)
     if norm is not None:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    if GAIN is not None:
+    if GAIN is not None and SLOTS == 1:
         y *= scales
     if ADDED is not None:
         y += added
@@ -771,6 +841,18 @@ class Plan(NamedTuple):
     constants: dict[str, Any]  # what it is compiled for, besides N, K and the epilogue
 
 
+class Stack(NamedTuple):
+    """Matrices of equal shape in one Matrix, one after the other, and which of them a product of
+    one token takes."""
+
+    ids: Tensor  # int32 [k]
+    rows: int  # of each matrix
+    # How many parts x has, [SLOTS, K], one for each matrix; their products are added up. With 1, x
+    # [1, K] is multiplied by each of k matrices. The epilogue then finds the matrix's slot in
+    # program_id(1)
+    slots: int
+
+
 def launch_product(
     op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float, epilogue: Epilogue
 ) -> bool:
@@ -779,24 +861,47 @@ def launch_product(
     in fp32, and where launch.json says so."""
     T, K = x.shape
     if T == 1:
-        plan = _vector_or_stream_plan(op, x, w)
-    else:
-        plan = _few_plan(op, x, w)
+        launch_single(op, x, norm, w, eps, epilogue)
+        return True
+    plan = _few_plan(op, x, w)
     if plan is None:
         return False
-    assert w.columns == K and x.is_contiguous(), (x.shape, w.shape)
-    if T == 1:
-        args = (x, norm, w.tensors, eps, epilogue.args)
-    else:
-        normed = x if norm is None else rmsnorm(x, norm, eps)
-        args = (normed, w.tensors, T, epilogue.args)
+    normed = x if norm is None else rmsnorm(x, norm, eps)
+    _launch_plan(plan, (plan.programs,), (normed, w.tensors, T, epilogue.args), w, w.rows, epilogue)
+    return True
+
+
+def launch_single(
+    op: str,
+    x: Tensor,
+    norm: Tensor | None,
+    w: Matrix,
+    eps: float,
+    epilogue: Epilogue,
+    stack: Stack | None = None,
+) -> None:
+    """launch_product of one token; with a stack, of some of its matrices."""
+    ids, rows, slots = stack or (None, w.rows, 1)
+    products = 1 if stack is None or slots > 1 else len(ids)
+    plan = _vector_or_stream_plan(op, x, w, rows, slots, products)
+    grid = (plan.programs,) if products == 1 else (plan.programs, products)
+    args = (x, norm, w.tensors, eps, epilogue.args, ids)
+    _launch_plan(plan, grid, args, w, rows, epilogue, SLOTS=slots)
+
+
+def _launch_plan(
+    plan: Plan, grid: tuple[int, ...], args: tuple, w: Matrix, rows: int, epilogue: Epilogue, **constants
+) -> None:  # fmt: skip
+    x = args[0]
+    assert x.shape[-1] == w.columns and x.is_contiguous(), (x.shape, w.shape)
     launch(
         plan.kernel,
-        (plan.programs,),
+        grid,
         x.device,
         *args,
-        N=w.rows,
-        K=K,
+        N=rows,
+        K=w.columns,
+        **constants,
         **plan.constants,
         PREPARE=epilogue.prepare,
         STORE=epilogue.store,
@@ -804,20 +909,23 @@ def launch_product(
         SIZES=epilogue.sizes,
         warps=plan.warps,
     )
-    return True
 
 
-def _vector_or_stream_plan(op: str, x: Tensor, w: Matrix) -> Plan:
-    """One token."""
+def _vector_or_stream_plan(
+    op: str, x: Tensor, w: Matrix, rows: int, slots: int, products: int
+) -> Plan:
+    """One token. rows: of W, or of each matrix in it. slots: see Stack. products: how many there
+    are, with different matrices."""
     format = format_of(w)
     aligned = x.element_size() == 2 and x.data_ptr() % 16 == 0
     in_half2 = aligned and w.columns % format.neighbours == 0
-    if in_half2 and format.stream_load:
-        return _stream_plan(op, w, format)
-    return _vector_plan(op, w, format, in_half2)
+    side_by_side = slots == 1 or w.columns % format.whole == 0  # COLUMNS says where columns are
+    if in_half2 and format.stream_load and side_by_side:
+        return _stream_plan(op, w, format, rows, slots, products)
+    return _vector_plan(op, w, format, in_half2, rows)
 
 
-def _vector_plan(op: str, w: Matrix, format: Format, in_half2: bool) -> Plan:
+def _vector_plan(op: str, w: Matrix, format: Format, in_half2: bool, rows: int) -> Plan:
     """in_half2: whether x allows products in half precision."""
     K = w.columns
     sizes = vector_sizes(w.data.device, w.bits, op, K)
@@ -830,15 +938,15 @@ def _vector_plan(op: str, w: Matrix, format: Format, in_half2: bool) -> Plan:
     constants = dict(
         ROWS=sizes.rows, BLOCK=block, HALF2_ASM=asm, PEAK=format.peak, **format.decoding()
     )
-    return Plan(_vector_kernel, triton.cdiv(w.rows, sizes.rows), warps, constants)
+    return Plan(_vector_kernel, triton.cdiv(rows, sizes.rows), warps, constants)
 
 
-def _stream_plan(op: str, w: Matrix, format: Format) -> Plan:
-    device, K = w.data.device, w.columns
+def _stream_plan(op: str, w: Matrix, format: Format, rows: int, slots: int, products: int) -> Plan:
+    device, K = w.data.device, w.columns * slots
     sizes = stream_sizes(device, w.bits, op, K)
     block = stream_block(sizes.block, K)
     programs = processors(device) * sizes.programs
-    tiles = min(32, triton.cdiv(w.rows, sizes.rows * programs))
+    tiles = min(32, triton.cdiv(rows * products, sizes.rows * programs))
     constants = dict(
         ROWS=sizes.rows,
         TILES=tiles,
@@ -853,7 +961,7 @@ def _stream_plan(op: str, w: Matrix, format: Format) -> Plan:
         SUM_X=format.sum_x,
         PEAK=format.peak,
     )
-    return Plan(_stream_kernel, triton.cdiv(w.rows, sizes.rows * tiles), block // 2048, constants)
+    return Plan(_stream_kernel, triton.cdiv(rows, sizes.rows * tiles), block // 2048, constants)
 
 
 def stream_block(block: int, columns: int) -> int:
@@ -1320,10 +1428,15 @@ def _launch_rope(
 
 
 # ---- linear_add: residual += x W^T, in place. x [T, K], W [C, K], residual [T, C] -> residual
+#
+#      With experts: residual += the sum over a token's slots. x [T, k, K], W [E C, K]
 
 
-def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
-    return residual.add_(linear_ref(x, w))
+def linear_add_ref(x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None) -> Tensor:
+    if routes is None:
+        return residual.add_(linear_ref(x, w))
+    slots = experts.linear_ref(x, w, residual.shape[1], routes, linear_ref)
+    return residual.copy_(residual.float() + slots.sum(1, dtype=torch.float32))
 
 
 @jit
@@ -1342,10 +1455,29 @@ def _store_linear(
     tl.store(args[0] + t * N + rows, y.to(args[0].dtype.element_ty), mask=(rows < N) & (t < T))
 
 
-def linear_add(x: Tensor, w: Matrix, residual: Tensor, *, accumulate: str = "auto") -> Tensor:
-    fits = residual.shape == (len(x), w.rows) and residual.is_contiguous()
+def slots_added(routes: Routes, residual: Tensor) -> Stack:
+    """One token: the matrices in w2 whose products are added to the residual [1, C]."""
+    return Stack(routes.ids[0], residual.shape[1], routes.ids.shape[1])
+
+
+def linear_add(
+    x: Tensor,
+    w: Matrix,
+    residual: Tensor,
+    routes: Routes | None = None,
+    *,
+    accumulate: str = "auto",
+) -> Tensor:
+    rows = w.rows if routes is None else residual.shape[1]
+    fits = residual.shape == (len(x), rows) and residual.is_contiguous()
     assert fits, (residual.shape, x.shape, w.shape)
     epilogue = Epilogue(_prepare_rows, _store_linear, (residual,), added=0)
+    if routes is not None and len(x) == 1:
+        stack = slots_added(routes, residual)
+        launch_single("experts_linear_add", x[0], None, w, 0.0, epilogue, stack)
+        return residual
+    if routes is not None:
+        return experts.linear_add(x, w, residual, routes)
     if launch_product("linear_add", x, None, w, 0.0, epilogue):
         return residual
     return library_product(x, None, w, 0.0, accumulate, residual)
@@ -1354,12 +1486,25 @@ def linear_add(x: Tensor, w: Matrix, residual: Tensor, *, accumulate: str = "aut
 # ---- rmsnorm_swiglu: silu(a) * b with a, b = rmsnorm(x) W1^T, rmsnorm(x) W3^T  (Shazeer, 2020)
 #      x [T, C], w13 [2 F, C] -> [T, F]. The rows of w1 and w3 alternate in w13, so that a and b of
 #      one output are neighbours
+#
+#      With experts: the same for each of a token's slots, times the slot's weight.
+#      w13 [E 2 F, C] -> [T, k, F]
 
 
-def rmsnorm_swiglu_ref(x: Tensor, layer: LayerView, state: StateView) -> Tensor:
-    ab = linear_ref(rmsnorm_ref(x, layer.ffn_norm, state.norm_eps), layer.w13)
-    a, b = ab.view(len(x), -1, 2).unbind(-1)
-    return functional.silu(a).mul_(b)
+def rmsnorm_swiglu_ref(
+    x: Tensor, layer: LayerView, state: StateView, routes: Routes | None = None
+) -> Tensor:
+    normed = rmsnorm_ref(x, layer.ffn_norm, state.norm_eps)
+    if routes is None:
+        ab = linear_ref(normed, layer.w13)
+    else:
+        rows = layer.w13.rows // layer.router.rows
+        ab = experts.linear_ref(normed, layer.w13, rows, routes, linear_ref)
+    a, b = ab.unflatten(-1, (-1, 2)).unbind(-1)
+    h = functional.silu(a).mul_(b)
+    if routes is None:
+        return h
+    return (h * routes.weights[..., None]).to(h.dtype)
 
 
 @jit
@@ -1401,11 +1546,58 @@ def _swiglu_kernel(ab, out, F, BLOCK: tl.constexpr, FP16_SUMS: tl.constexpr, PDL
     tl.store(pointers, y.to(out.dtype.element_ty), mask=mask)
 
 
+@jit
+def _prepare_slot(args, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr):
+    """The places in h [k, F], and the slot's weight; the router has ended by now (see
+    _first_rows)."""
+    slot = tl.program_id(1)
+    return row // 2 + tl.arange(0, ROWS // 2), slot, tl.load(args[1] + slot, cache_modifier=".cg")
+
+
+@jit
+def _store_slot(
+    args, y, ready, row, T, N, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIZES: tl.constexpr
+):
+    """Store silu(a) * b of neighbouring rows a and b, times the slot's weight, in args[0] [k, F].
+    N is where this program's rows end."""
+    offs_f, slot, weight = ready
+    a, b = _even_and_odd(y, ROWS, TOKENS)
+    h = (_silu_mul(a, b) * weight).to(args[0].dtype.element_ty)
+    tl.store(args[0] + slot * SIZES.F + offs_f, h, mask=offs_f < N // 2)
+
+
+class Hidden(NamedTuple):
+    """The size that _store_slot needs."""
+
+    F: int
+
+
+def _experts_swiglu(
+    x: Tensor, norm: Tensor, w13: Matrix, eps: float, routes: Routes, F: int
+) -> Tensor:
+    """One token: h [1, k, F], times the weights."""
+    k = routes.ids.shape[1]
+    out = x.new_empty(1, k, F)
+    epilogue = Epilogue(_prepare_slot, _store_slot, (out, routes.weights), Hidden(F))
+    stack = Stack(routes.ids[0], 2 * F, 1)
+    launch_single("experts_swiglu", x, norm, w13, eps, epilogue, stack)
+    return out
+
+
 def rmsnorm_swiglu(
-    x: Tensor, layer: LayerView, state: StateView, *, accumulate: str = "auto"
+    x: Tensor,
+    layer: LayerView,
+    state: StateView,
+    routes: Routes | None = None,
+    *,
+    accumulate: str = "auto",
 ) -> Tensor:
     T, F = len(x), layer.w13.rows // 2
     norm, eps = layer.ffn_norm, state.norm_eps
+    if routes is not None and T == 1:
+        return _experts_swiglu(x, norm, layer.w13, eps, routes, F // layer.router.rows)
+    if routes is not None:
+        return experts.swiglu(rmsnorm(x, norm, eps), layer.w13, routes)
     out = x.new_empty(T, F)
     epilogue = Epilogue(_prepare_halves, _store_swiglu, (out,))
     if not launch_product("rmsnorm_swiglu", x, norm, layer.w13, eps, epilogue):
@@ -1440,6 +1632,7 @@ OPS = {
     "rmsnorm": (rmsnorm_ref, rmsnorm),
     "rmsnorm_qkv_rope": (rmsnorm_qkv_rope_ref, rmsnorm_qkv_rope),
     "attention": (attention_ref, attention),
+    "route": (route_ref, route),
     "linear_add": (linear_add_ref, linear_add),
     "rmsnorm_swiglu": (rmsnorm_swiglu_ref, rmsnorm_swiglu),
     "rmsnorm_linear": (rmsnorm_linear_ref, rmsnorm_linear),

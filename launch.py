@@ -14,6 +14,11 @@ correct:
 - before the wait a kernel reads only what no kernel launched this way writes in the same step
   (weights, tables, sampling settings, `pos`, the keys and values of earlier steps), and it writes
   nothing; extra/parallel.py explains its exceptions;
+- one more exception: a kernel that lets the next one start only after its own wait has all earlier
+  kernels' writes visible to it, even before its wait. So the product of experts' w2 finds its rows
+  before it waits (kernels._first_rows): the router wrote the ids, and the product of w1 and w3,
+  which must stand between the two, waits first. They are read past the L1 cache, which may hold
+  older ones;
 - `pos` is moved by torch's own operations (State.advance and State.seek), which are launched
   without the attribute. Each starts when all earlier kernels have ended, including those that read
   the old value, and later kernels start when it has ended. test_no_step_sees_an_old_position runs

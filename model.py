@@ -61,6 +61,10 @@ class Config:
     tie_embeddings: bool = False
     qkv_bias: bool = False  # q, k and v have a bias
     qk_norm: bool = False  # q and k are normalised head by head before RoPE
+    # E and k of extra/experts.py; 0 in a dense model. With experts, hidden_dim is that of one
+    n_experts: int = 0
+    experts_per_token: int = 0
+    norm_topk: bool = True  # the weights of a token's experts are divided by their sum
     dtype: torch.dtype | None = None  # of the tensors; None if the file does not say
     bos_id: int | None = None  # for a tokenizer that names none
     eos_ids: tuple[int, ...] = ()  # empty if only the tokenizer knows
@@ -112,11 +116,19 @@ class LayerWeights:
     wqkv: Matrix  # [(H + 2 KH) D, C]: wq, wk, wv stacked
     wo: Matrix  # [C, H D]
     ffn_norm: Tensor  # [C]
-    w13: Matrix  # [2 F, C]: the rows of w1 and w3 interleaved
-    w2: Matrix  # [C, F]
+    w13: Matrix  # [2 F, C]: the rows of w1 and w3 interleaved; experts one after the other
+    w2: Matrix  # [C, F]; experts one after the other
     qkv_bias: Tensor | None = None  # [(H + 2 KH) D]
     qk_norm: Tensor | None = None  # [2, D]: the weights of q's norm, then of k's
+    router: Matrix | None = None  # [E, C], never in a format; None in a layer without experts
+    router_gain: float = 1.0  # a power of two that fit_norm took out of ffn_norm
     index: int = 0  # of the layer, from 0 on: its keys and values are State.k[index], v[index]
+
+    @property
+    def dense_matrices(self) -> tuple[Matrix, ...]:
+        """Those that a prompt needs decoded as a whole: not those of experts."""
+        attention = (self.wqkv, self.wo)
+        return attention if self.router else (*attention, self.w13, self.w2)
 
 
 @dataclass
@@ -180,14 +192,15 @@ class Llama:
         w = self.weights
         self.ops = kernels.ops(self.backend, self.accumulate)
         if self.ranks.size > 1:
-            matrices = [m for layer in w.layers for m in (layer.wo, layer.w2)] + [w.output]
-            self.exchange = make_exchange(self.ranks, matrices, self.backend, self.device)
+            rows = {m: self.config.dim for layer in w.layers for m in (layer.wo, layer.w2)}
+            rows[w.output] = w.output.rows
+            self.exchange = make_exchange(self.ranks, rows, self.backend, self.device)
             fp16_sums = self.accumulate == "fp16"
             self.ops = self.ranks.cut_ops(self.ops, self.exchange, fp16_sums)
         if self.backend == "triton":
             for layer in w.layers:
                 kernels.fit_norm(layer.attention_norm, layer.wqkv)
-                kernels.fit_norm(layer.ffn_norm, layer.w13)
+                layer.router_gain = kernels.fit_norm(layer.ffn_norm, layer.w13)
             kernels.fit_norm(w.norm, w.output)
 
     def check(self, prompt: list[int]) -> None:
@@ -226,8 +239,9 @@ class Llama:
         for layer in w.layers:
             q = ops.rmsnorm_qkv_rope(x, layer, state)
             x = ops.linear_add(ops.attention(q, layer, state), layer.wo, x)
-            h = ops.rmsnorm_swiglu(x, layer, state)
-            x = ops.linear_add(h, layer.w2, x)
+            routes = ops.route(x, layer, state)
+            h = ops.rmsnorm_swiglu(x, layer, state, routes)
+            x = ops.linear_add(h, layer.w2, x, routes)
         x = x[T - len(logits) :] if row is None else x.index_select(0, row)
         ops.rmsnorm_linear(x, w.norm, w.output, state, logits)
         state.advance(T)
@@ -298,7 +312,9 @@ class Llama:
         on top."""
         c = self.config
         widest = 2 * c.dim + max(3 * c.hidden_dim, 2 * c.q_dim + 2 * c.kv_dim)
-        encoded = [m.rows * m.columns for m in self.weights.matrices[:-1] if m.format]
+        widest += c.experts_per_token * (c.hidden_dim + c.dim)
+        matrices = [m for layer in self.weights.layers for m in layer.dense_matrices]
+        encoded = [m.rows * m.columns for m in matrices if m.format]
         return (T * widest + max(encoded, default=0)) * self.dtype.itemsize
 
     @property
@@ -426,6 +442,8 @@ class State:
         self.v = torch.zeros(shape, dtype=model.kv_dtype, device=device).unbind()  # L x [KH, S, D]
         self.rope = rope_table(c, self.size).to(device)  # [S, D/2, 2]
         self.norm_eps = c.norm_eps
+        self.experts_per_token = c.experts_per_token
+        self.norm_topk = c.norm_topk
 
         # How the next token is chosen
         self.logits = torch.zeros(c.vocab_size, device=device)  # of the last token evaluated

@@ -18,6 +18,7 @@ import inspect
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import pty
@@ -88,8 +89,8 @@ from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
 from extra import config as config_module
+from extra import experts, hardware, hopper, int4, layouts, parallel, quants
 from extra import gguf as ggml
-from extra import hardware, hopper, int4, layouts, parallel, quants
 from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
 from extra.int4 import INT4
@@ -108,9 +109,11 @@ from model import (
     LENGTHS,
     PROMPT_CHUNK,
     Config,
+    LayerWeights,
     Llama,
     State,
     Timings,
+    Weights,
     captured,
     generate,
     rope_table,
@@ -208,6 +211,11 @@ FAMILIES = {  # what each adds to Llama 2, as its config.json has it, but small
         rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64),
     ),
     "qwen 3": dict(model="Qwen3", num_key_value_heads=2, head_dim=24),
+    "qwen 3 moe": dict(
+        model="Qwen3Moe", num_key_value_heads=2, head_dim=24, moe_intermediate_size=64,
+        num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
+    ),
+    "mixtral": dict(model="Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
 
 
@@ -476,7 +484,8 @@ def as_if_on(arch: int) -> None:
     current = dict(device=0, stream=0, target=target)
     functions = {f"get_current_{k}": lambda *_, value=v: value for k, v in current.items()}
     driver.set_active(SimpleNamespace(**functions))
-    for module in (launch, kernels, attention, hopper, sampling, fp8, int4, training, parallel):
+    ours = (launch, kernels, attention, hopper, sampling, fp8, int4, experts, training, parallel)
+    for module in ours:
         module.capability, module.processors = lambda device: arch, lambda device: 132
 
 
@@ -526,10 +535,19 @@ def launch_all(dtype: torch.dtype, arch: int) -> None:
     C, F, V = 1024, 5504, 600
     for form in (None, E4M3) if half else (None,):
         w, output = blank(C, F, form), blank(V, C, form)
-        exchange = parallel.Exchange([w, output], 0, [0, 0], new(2 * (C + V), dtype=torch.int64))
+        exchange = parallel.Exchange(
+            {w: C, output: V}, 0, [0, 0], new(2 * (C + V), dtype=torch.int64)
+        )
         exchange.linear_add(new(1, F), w, new(1, C))
         logits = new(1, 2 * V - 1, dtype=torch.float32)
         exchange.rmsnorm_linear(new(1, C), new(C), output, 1e-5, logits)
+    for T, form in itertools.product((1, 3), forms[:1] + (E4M3, None) if half else (None,)):
+        E, k = 6, 2
+        layer = SimpleNamespace(ffn_norm=new(512), router=Matrix(new(E, 512)), router_gain=1.0)
+        layer.w13, layer.w2 = blank(E * 512, 512, form), blank(E * 512, 256, form)
+        state = SimpleNamespace(norm_eps=1e-5, experts_per_token=k, norm_topk=True)
+        state.scratch = launch.Scratch(DEVICE)
+        feed_forward(kernels.fused, new(T, 512), layer, state)
     for norm in (None, new(512)):
         kernels.encode_rows(new(3, 512), norm, 1e-5)
     for T, D in ((1, 128), (100, 128 if half else 64)):
@@ -594,7 +612,7 @@ def compile_kernels(arch: int) -> None:
     if arch == 89:
         assert "_vector_kernel" in compiled
         return
-    modules = (kernels, attention, sampling, parallel, training)
+    modules = (kernels, attention, experts, sampling, parallel, training)
     modules += (hopper,) if arch == 90 else ()
     every = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert compiled == every | {"few_attention_kernel"}, "launch_all has to launch these as well"
@@ -1003,7 +1021,8 @@ def guarded(monkeypatch):
             return original(self, *shape, **options)
         count = torch.Size(shape).numel()
         buffers.append(original(self, count + 2 * MARGIN, **options).fill_(GUARD))
-        return buffers[-1][MARGIN : MARGIN + count].fill_(NAN).view(shape)
+        poison = NAN if buffers[-1].is_floating_point() else -1
+        return buffers[-1][MARGIN : MARGIN + count].fill_(poison).view(shape)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     monkeypatch.setattr(torch, "empty_like", lambda x: new_empty(x, *x.shape))
@@ -1090,7 +1109,9 @@ def op_arguments(
     x, norm = randn(T, C, dtype=dtype, scale=3000 if before else 0.003), randn(C, dtype=dtype)
 
     def of_layer(**weights) -> SimpleNamespace:
-        return SimpleNamespace(**dict(index=1, qkv_bias=None, qk_norm=None) | weights | layer)
+        return SimpleNamespace(
+            **dict(index=1, qkv_bias=None, qk_norm=None, router=None) | weights | layer
+        )
 
     qkv = lambda: of_layer(attention_norm=norm, wqkv=matrix((H + 2 * KH) * D, C))
     ffn = lambda: of_layer(ffn_norm=norm, w13=matrix(2 * F, C))
@@ -1107,8 +1128,8 @@ def op_arguments(
     }[op]()
 
 
-# sampling is tested below, by what it chooses
-OPS = [name for name in vars(kernels.fused) if "sample" not in name]
+# sampling and routing are tested below, by what they choose
+OPS = [name for name in vars(kernels.fused) if name not in ("sample", "route")]
 # for several tokens: norm, the library's matmul, output; half a place each
 ROUNDED_TWICE = {"rmsnorm_swiglu": 1.5**2}
 DTYPE_AND_HEADS = [
@@ -1956,6 +1977,249 @@ def test_heads_of_a_4_bit_matrix(monkeypatch):
     for extra in (dict(), dict(qkv_bias=(N,)), dict(qk_norm=(2, D))):
         draws = [draw(**extra) for _ in range(64 if ON_GPU else 1)]
         equals_reference("rmsnorm_qkv_rope", draws, ("2.k", "2.v"), 4 * ONE_UNIT[dtype])
+
+
+# ---- extra/experts.py
+
+
+def expert_arguments(
+    T: int, E: int, k: int, C: int, F: int, dtype=torch.float32, format=None, norm_topk=True
+) -> tuple:
+    """x, a layer with experts, and a state."""
+    matrix = lambda N, K: Matrix(randn(N, K, dtype=dtype, scale=K**-0.5))
+    layer = SimpleNamespace(
+        ffn_norm=(torch.rand(C, device=DEVICE) + 0.5).to(dtype),
+        router=matrix(E, C),
+        router_gain=1.0,
+        w13=encoded(matrix(E * 2 * F, C), format),
+        w2=encoded(matrix(E * C, F), format),
+    )
+    state = SimpleNamespace(
+        norm_eps=1e-5, experts_per_token=k, norm_topk=norm_topk, scratch=launch.Scratch(DEVICE)
+    )
+    return randn(T, C, dtype=dtype), layer, state
+
+
+def feed_forward(ops, x: torch.Tensor, layer, state) -> torch.Tensor:
+    routes = ops.route(x, layer, state)
+    h = ops.rmsnorm_swiglu(x, layer, state, routes)
+    return ops.linear_add(h, layer.w2, x.clone(), routes)
+
+
+@pytest.mark.parametrize("norm_topk", [True, False])
+@pytest.mark.parametrize("form", [None, E4M3, INT4], ids=str)
+def test_experts_as_their_definition(form, norm_topk):
+    """Each token by itself, each of its experts as a layer of its own."""
+    T, E, k, C, F = 5, 6, 2, 64, 96
+    x, layer, state = expert_arguments(T, E, k, C, F, format=form, norm_topk=norm_topk)
+    w13, w2 = dense(layer.w13).data.view(E, 2 * F, C), dense(layer.w2).data.view(E, C, F)
+    expected = x.clone()
+    for t in range(T):
+        row = kernels.rmsnorm_ref(x[t : t + 1], layer.ffn_norm, state.norm_eps)[0]
+        chances, ids = (layer.router.data @ row).softmax(0).topk(k)
+        weights = chances / chances.sum() if norm_topk else chances
+        for expert, weight in zip(ids, weights):
+            a, b = (w13[expert] @ row).view(F, 2).unbind(1)
+            expected[t] += weight * (w2[expert] @ (torch.nn.functional.silu(a) * b))
+    # with a format, a CPU multiplies a single token in halves
+    assert_close(feed_forward(kernels.reference, x, layer, state), expected, 1e-3)
+
+
+def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
+    """The fused ops do what their references do in fp32."""
+    x, layer, state = arguments
+    exact, exact_layer = as_fp32((x, layer))
+    routes = kernels.fused.route(x, layer, state)
+    chosen = kernels.reference.route(exact, exact_layer, state)
+    assert torch.equal(routes.ids, chosen.ids)
+    T, k = chosen.ids.shape
+    assert torch.allclose(routes.weights, chosen.weights, atol=1e-2 if T > 1 else 1e-5)
+    h = kernels.fused.rmsnorm_swiglu(x, layer, state, routes)
+    right = kernels.reference.rmsnorm_swiglu(exact, exact_layer, state, chosen)
+    residual = randn(T, x.shape[1], dtype=dtype, scale=0.1)
+    added = kernels.reference.linear_add(h.float(), exact_layer.w2, residual.float(), chosen)
+    y = kernels.fused.linear_add(h, layer.w2, residual, routes)
+    # norm, h and what a slot adds are rounded; with 4 bits also the decoded weights or, in a single
+    # token, the sums
+    limit = ONE_UNIT[dtype] * 1.5**2
+    if form is INT4:
+        limit = 5e-5 + ONE_UNIT[dtype]
+    assert nmse(h, right) < limit and nmse(y, added) < limit, (T, form)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 17, 40])
+@pytest.mark.parametrize("dtype, form", [
+    (torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (torch.float16, E4M3),
+    (torch.float16, E5M2), (torch.float16, INT4), (torch.float32, INT4),
+], ids=str)  # fmt: skip
+def test_experts_equal_their_reference(dtype, form, T, guarded):
+    """Among them an expert that every token chooses, and one that none does; hidden sizes that
+    tiles do not divide."""
+    shapes = [(7, 3, 96, 64), (5, 2, 256, 320)]
+    shapes += [(4, 3, 64, 1024)] if form is INT4 and T == 1 else []  # blocks of several experts
+    shapes += [(6, 1, 40, 52)] if form is None else []
+    for E, k, C, F in shapes:
+        x, layer, state = expert_arguments(T, E, k, C, F, dtype, form)
+        x[:, 0] = 3.0
+        layer.router.data[1, 0] = 30.0
+        layer.router.data[2, 0] = -30.0
+        check_experts((x, layer, state), dtype, form)
+    guarded()
+
+
+@pytest.mark.parametrize("T", [2, 40])
+def test_grouped_products_do_not_depend_on_launch_sizes(T, monkeypatch):
+    for sizes in ((16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)):
+        monkeypatch.setattr(
+            experts, "grouped_sizes", lambda *_, sizes=sizes: experts.GroupedSizes(*sizes)
+        )
+        arguments = expert_arguments(T, 5, 2, 72, 88, torch.float16)
+        check_experts(arguments, torch.float16, None)
+
+
+def test_many_slots_are_sorted():
+    """More than a program takes at once."""
+    T, E, k = 300, 20, 8
+    x, layer, state = expert_arguments(T, E, k, 16, 16)
+    routes = kernels.fused.route(x, layer, state)
+    ids = routes.ids.flatten()
+    assert torch.equal(routes.order, ids.sort(stable=True).indices.int())
+    assert torch.equal(routes.counts, ids.bincount(minlength=E).int())
+
+
+def model_with_experts(dtype: str, backend: str, format=None, **options) -> Llama:
+    """A random model, the same for every backend; the second of its layers is dense."""
+    E, C, F, V = 6, 64, 128, 97
+    config = read_config_like(
+        dim=C, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=F, vocab_size=V,
+        n_experts=E, experts_per_token=2,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(SEED)
+    as_type = hardware.DTYPES[dtype]
+
+    def tensor(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, as_type)
+
+    def matrix(N: int, K: int, form=format) -> Matrix:
+        if form is None:
+            return Matrix(tensor(N, K, scale=2 * K**-0.5))
+        weights = torch.randn(N, K, generator=generator) * (2 * K**-0.5)
+        return Matrix(form.encode(weights.to(DEVICE)), form)
+
+    def layer(experts: int) -> LayerWeights:
+        norms = [tensor(C).abs() + 0.5 for _ in range(2)]
+        attention = matrix(2 * C, C), matrix(C, C)
+        router = matrix(experts, C, None) if experts > 1 else None
+        feed_forward = matrix(experts * 2 * F, C), matrix(experts * C, F)
+        return LayerWeights(norms[0], *attention, norms[1], *feed_forward, router=router)
+
+    weights = Weights(tensor(V, C), [layer(E), layer(1)], tensor(C).abs(), matrix(V, C, None))
+    return Llama(config, weights, backend, DEVICE, as_type, 64, **options)
+
+
+@pytest.mark.parametrize("dtype, format, kv_fp8, limit", [
+    ("fp32", None, False, 1e-4), ("fp32", None, True, 0.02), ("fp16", E4M3, False, 0.02),
+])  # fmt: skip
+def test_fused_model_with_experts_is_the_reference_model(dtype, format, kv_fp8, limit):
+    exact, fused = (
+        model_with_experts(d, backend, format, kv_fp8=kv_fp8)
+        for d, backend in (("fp32", "torch"), (dtype, "triton"))
+    )
+    prompt = torch.randint(97, (21,)).tolist()
+    theirs, ours = (logits_of(m, prompt, 17, 1, 2, 1) for m in (exact, fused))
+    # a token whose experts nearly tie may get others
+    errors = (ours - theirs).square().sum(1) / theirs.square().sum(1)
+    assert errors.median() < limit**2, errors
+    if limit == 1e-4:
+        assert errors.max() < limit**2
+        texts = [list(generate(m, prompt[:5], n=4, eos=[])) for m in (exact, fused)]
+        assert texts[0] == texts[1]
+
+
+def test_norm_that_a_format_moves_and_the_router(monkeypatch):
+    """What fit_norm takes out of ffn_norm for w13, the router's logits get back."""
+    x, layer, state = expert_arguments(3, 5, 2, 64, 64, format=E4M3)
+    before = kernels.reference.route(x, layer, state)
+    layer.router_gain = kernels.fit_norm(layer.ffn_norm, layer.w13)
+    assert layer.router_gain < 1
+    for ops, rows in itertools.product((kernels.reference, kernels.fused), (3, 1)):
+        after = ops.route(x[:rows].contiguous(), layer, state)
+        assert torch.equal(after.ids, before.ids[:rows])
+        assert torch.allclose(after.weights, before.weights[:rows], rtol=1e-3)
+
+
+def test_exchange_of_experts():
+    """Two ranks in one process, with a share of each expert's hidden_dim."""
+    E, k, C, F, dtype = 5, 2, 72, 48, torch.float16
+    routes = experts.Routes(
+        torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE), torch.ones(1, k, device=DEVICE)
+    )
+    parts = [Matrix(randn(E * C, F, dtype=dtype, scale=0.1)) for _ in range(2)]
+    memory = [torch.zeros(2 * C, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    addresses = [m.data_ptr() for m in memory]
+    h = [randn(1, k, F, dtype=dtype) for _ in range(2)]
+    residual = randn(1, C, dtype=dtype)
+    exact = residual.float()
+    for part, mine in zip(parts, h):
+        kernels.linear_add_ref(mine.float(), dense(part), exact, routes)
+    exchanges = [
+        parallel.Exchange({part: C}, r, addresses, memory[r]) for r, part in enumerate(parts)
+    ]
+    stack = kernels.slots_added(routes, residual)
+    for exchange, part, mine in zip(exchanges, parts, h):
+        exchange.send("experts_linear_add", mine[0], None, part, 0.0, stack)
+    for exchange, part in zip(exchanges, parts):
+        ours = exchange.add_received(part, residual.clone())
+        assert nmse(ours, exact) < ONE_UNIT[dtype]
+
+
+def routes_of(logits: torch.Tensor, k: int, ops=kernels.fused, norm_topk=True):
+    """What a router picks whose logits, for T tokens, are these up to a factor: the token that has
+    a 1 in its place, by a router whose columns are the logits."""
+    T, E = logits.shape
+    layer = SimpleNamespace(
+        ffn_norm=torch.ones(T, device=DEVICE),
+        router=Matrix((logits.t() / T**0.5).contiguous().to(DEVICE)),
+        router_gain=1.0,
+    )
+    state = SimpleNamespace(
+        norm_eps=0.0, experts_per_token=k, norm_topk=norm_topk, scratch=launch.Scratch(DEVICE)
+    )
+    return ops.route(torch.eye(T, device=DEVICE), layer, state)
+
+
+@pytest.mark.parametrize("ops", [kernels.reference, kernels.fused], ids=["torch", "triton"])
+@pytest.mark.parametrize("T", [1, 3, 20])
+def test_experts_that_tie_or_are_not_finite(ops, T):
+    """One of the tokens meets these logits, the others random ones."""
+    cases = {
+        (1, 1, 1, 1, 1): (0, 1, 2),
+        (0, 2, 1, 2, 2): (1, 3, 4),
+        (0, 2, 1, 2, 1): (1, 3, 2),
+        (-1, NAN, -2, NAN, -3): (0, 2, 4),
+        (NAN, NAN, NAN, 5, NAN): (3, 0, 1),
+        (NAN,) * 5: (0, 1, 2),
+    }
+    for logits, expected in cases.items():
+        rows = torch.randn(T, 5)
+        # 0 * NaN would be NaN for the other tokens, too
+        rows = rows if T == 1 or NAN not in logits else rows * NAN
+        rows[T // 2] = torch.tensor(logits)
+        for norm_topk in (True, False):
+            routes = routes_of(rows, 3, ops, norm_topk)
+            if T > 1 and any(map(math.isnan, logits)):
+                expected = tuple(range(3))  # all are NaN
+            assert tuple(routes.ids[T // 2].tolist()) == expected
+            weights = routes.weights[T // 2]
+            if all(map(math.isnan, logits)) or T > 1 and any(map(math.isnan, logits)):
+                assert weights.isnan().all()
+                continue
+            assert weights.isfinite().all() and (weights >= 0).all()
+            if norm_topk:
+                assert abs(weights.sum() - 1) < 1e-5
+            else:
+                shares = torch.tensor(logits).nan_to_num(-INF).float().softmax(0)
+                assert torch.allclose(weights.cpu(), shares[list(expected)], rtol=1e-3)
 
 
 # ---- run.py: the command line
@@ -3498,7 +3762,8 @@ def test_stop_strings_with_control_tokens():
 @pytest.mark.parametrize("family, fp8, backend", [
     *((name, None, "torch") for name in FAMILIES), ("qwen 2.5", "e4m3", "torch"), ("qwen 3", "e5m2", "torch"),
     # for Triton's kernels, the others are as the model of most tests
-    ("qwen 2.5", None, "triton"), ("qwen 3", None, "triton"),
+    ("qwen 2.5", None, "triton"), ("qwen 3", None, "triton"), ("qwen 3 moe", None, "triton"),
+    ("mixtral", "e4m3", "torch"), ("qwen 3 moe", "int4", "torch"),
 ])  # fmt: skip
 def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch):
     """Logits of a prompt, whole and in parts, and greedy tokens after one that is evaluated in
@@ -3527,6 +3792,60 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
         behind = logits.amax(1) - logits[range(12), tokens]
         # the best two may be tied to within rounding; ours are up to 2.3e-5 of their spread off
         assert (behind < 1e-4 * logits.std(1)).all(), behind
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_experts_of_no_token_and_of_all(tmp_path, backend):
+    """Column 0 of the hidden states is the same large number everywhere, so that routers can have
+    biases."""
+    theirs = hugging_face_model(**FAMILIES["mixtral"])
+    chosen = []
+    theirs.model.embed_tokens.weight.data[:, 0] = 40
+    for layer in theirs.model.layers:
+        layer.self_attn.o_proj.weight.data[0] = 0
+        layer.mlp.experts.down_proj.data[:, 0] = 0
+        layer.mlp.gate.weight.data[:2, 0] = torch.tensor([2.0, -2.0])
+        layer.mlp.gate.register_forward_hook(lambda module, x, y: chosen.append(y[2]))
+    theirs.save_pretrained(tmp_path)
+    T = 50 if backend == "torch" else 12
+    prompt = torch.randint(5, 300, (T,))
+    device = DEVICE.type if backend == "triton" else "cpu"
+    ours = load(tmp_path, dtype="fp32", device=device, backend=backend)
+    assert_close(logits_of(ours, prompt, T - 2, 1, 1), oracle(theirs, prompt.tolist()), 1e-4)
+    chosen = torch.stack(chosen)
+    assert (chosen == 0).any(-1).all() and not (chosen == 1).any()
+
+
+BAD_EXPERTS = {  # family, fields of its config.json, what the line says
+    "fewer in the file": ("mixtral", dict(num_local_experts=5), "experts.4.w1.weight is missing; "),
+    "more in the file": ("mixtral", dict(num_local_experts=3), "experts.3.w1.weight is unexpected; "),
+    "more a token": (
+        "mixtral", dict(num_experts_per_tok=5), "num_experts_per_tok is 5; it must be a whole number from 1 to 4",
+    ),
+    "too many": ("qwen 3 moe", dict(num_local_experts=1 << 16), "num_local_experts is 65536; it must be"),
+    **{name: ("qwen 3 moe", {name: value}, f"{name} is {value}, which is not supported") for name, value in dict(
+        mlp_only_layers=[0], decoder_sparse_step=2, shared_expert_intermediate_size=8, routed_scaling_factor=2.5,
+    ).items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BAD_EXPERTS)
+def test_bad_experts_are_one_line(copy, cli, how):
+    family, fields, said = BAD_EXPERTS[how]
+    hugging_face_model(350, **FAMILIES[family]).save_pretrained(copy)
+    edit(copy / "config.json", **fields)
+    assert_refused(cli("-m", copy, "-p", "a"), said)
+
+
+def test_biases_of_routers(copy, cli):
+    """They are refused unless they are zeros."""
+    theirs = hugging_face_model(350, **FAMILIES["qwen 3 moe"])
+    theirs.save_pretrained(copy)
+    gate = "model.layers.1.mlp.gate"
+    spoil_tensors(lambda t: t.update({f"{gate}.bias": torch.zeros(6)}))(copy)
+    assert_equals_transformers(copy, theirs)
+    spoil_tensors(lambda t: t.update({f"{gate}.bias": torch.ones(6)}))(copy)
+    assert_refused(cli("-m", copy, "-p", "a"), f"{gate}.weight has a bias")
 
 
 def to_bin(folder: Path) -> None:
@@ -3773,26 +4092,33 @@ SAID = [
 
 
 @pytest.mark.parametrize("family, fields", [
-    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3"), SAID),
-    *itertools.product(("Qwen2", "Qwen3"), WINDOWS),
+    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"), SAID),
+    *itertools.product(("Qwen2", "Qwen3"), WINDOWS), ("Qwen3Moe", SLIDING),
+    ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True)),
+    ("Qwen3Moe", dict(num_local_experts=16)), ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=1)),
 ], ids=str)  # fmt: skip
 def test_config_fields_and_defaults(tmp_path, family, fields):
     """Absent fields have transformers' defaults. A window counts where a layer has it."""
-    said = GIVEN | fields | {"model_type": family.lower()}
+    said = GIVEN | fields | {"model_type": family.lower().replace("3moe", "3_moe")}
     (tmp_path / "config.json").write_text(json.dumps(said))
     ours = read_config(tmp_path)
     theirs = getattr(transformers, f"{family}Config")(**GIVEN | fields)
     windows = {"sliding_attention"} & set(getattr(theirs, "layer_types", None) or [])
     window = None if family == "Llama" else theirs.sliding_window
-    if family.startswith("Qwen") and not windows:
+    if family in ("Qwen2", "Qwen3") and not windows:
         window = None
-    expected = dict(
-        dim=64, hidden_dim=96, n_layers=2, n_heads=4, vocab_size=300, sliding_window=window,
+    experts = {}
+    if family in ("Mixtral", "Qwen3Moe"):
+        experts = dict(n_experts=theirs.num_experts, experts_per_token=theirs.num_experts_per_tok)
+        experts["norm_topk"] = getattr(theirs, "norm_topk_prob", True)
+    expected = experts | dict(
+        dim=64, hidden_dim=getattr(theirs, "moe_intermediate_size", 96), n_layers=2, n_heads=4,
+        vocab_size=300, sliding_window=window,
         n_kv_heads=theirs.num_key_value_heads, norm_eps=theirs.rms_norm_eps,
         rope_theta=theirs.rope_parameters["rope_theta"], max_seq_len=theirs.max_position_embeddings,
         tie_embeddings=theirs.tie_word_embeddings,
         head_dim=getattr(theirs, "head_dim", None) or 16,
-        qkv_bias=family == "Qwen2", qk_norm=family == "Qwen3",
+        qkv_bias=family == "Qwen2", qk_norm=family.startswith("Qwen3"),
     )  # fmt: skip
     assert {name: getattr(ours, name) for name in expected} == expected
 
@@ -4225,6 +4551,7 @@ def test_loading_bar_ends_full(copy, monkeypatch, shape):
 
 @pytest.mark.parametrize("shape, layout, form", [
     ("gqa", None, "e4m3"), ("mqa, tied", None, "e5m2"), ("gqa", "meta, 2 shards", "e4m3"),
+    ("mixtral", None, "e4m3"),
 ])  # fmt: skip
 def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     """Also its chat template, which the name of the original's folder says."""
@@ -4241,7 +4568,8 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
     assert find_template(copy, {})[0] == find_template(saved, {})[0] == TEMPLATES["llama2"]
     tensors = load_file(saved / "model.safetensors")
     assert tensors["norm.weight"].dtype == torch.float16
-    written = {"layers.1.w13": (224, 64), "layers.1.w13.scale": (224,), "norm.weight": (64,)}
+    rows = 224 * max(1, read_config(copy).n_experts)
+    written = {"layers.1.w13": (rows, 64), "layers.1.w13.scale": (rows,), "norm.weight": (64,)}
     found = {name: tuple(tensors[name].shape) for name in written}
     assert found == written, "folders that were saved earlier stay readable"
     for dtype in ("fp32", "bf16"):
@@ -4253,6 +4581,7 @@ def test_saved_model_is_the_model(cli, copy, shape, layout, form):
             assert same, "codes depend on the dtype"
         ours, theirs = (logits_of(model, torch.arange(5, 25) * 7, 19, 1) for model in models)
         assert torch.equal(ours, theirs), "a saved model says something else"
+    assert_two_ranks_have(models[1], models[1].weights.layers[1], FORMATS[form])
     flags, other = ("-p", "Once", "-n", 8, "--temp", 0), "e4m3" if form == "e5m2" else "e5m2"
     text = cli("-m", copy, "--fp8", form, *flags)[1]
     code, same, err = cli("-m", saved, "--fp8", form, *flags)
@@ -5008,7 +5337,12 @@ def gguf_metadata(config) -> dict:
             "rope.scaling.factor": floats(rope["factor"]),
             "rope.scaling.original_context_length": original,
         }
-    arch = config.model_type
+    if getattr(config, "num_experts", None):
+        said["expert_count"] = config.num_experts
+        said["expert_used_count"] = config.num_experts_per_tok
+        if config.model_type == "qwen3_moe":
+            said["expert_feed_forward_length"] = config.moe_intermediate_size
+    arch = gguf_arch(config)
     return {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in said.items()}
 
 
@@ -5028,18 +5362,41 @@ def dequantised(number: int, raw: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType(number)))
 
 
+def expert_by_expert(model) -> dict:
+    """The parameters of a model of transformers by name; w1 and w3 of experts are two of them, as
+    in files."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if name.endswith("gate_up_proj"):
+            for part, of_part in zip(("gate", "up"), value.chunk(2, 1)):
+                found[name.replace("gate_up", part) + ".weight"] = of_part
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = value
+        else:
+            found[name] = value
+    return found
+
+
+def gguf_arch(config) -> str:
+    return {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+
+
 def gguf_tensors(model, kinds=()) -> dict:
     """A file's tensors: those of a model, but random blocks of the types with these numbers for
     matrices, in turn."""
     c, found, kinds = model.config, {}, itertools.cycle(kinds)
     names = gguf.get_tensor_name_map(
-        {arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[c.model_type], 99
+        {arch: n for n, arch in gguf.MODEL_ARCH_NAMES.items()}[gguf_arch(c)], 99
     )
-    for name, value in model.state_dict().items():
+    for name, value in expert_by_expert(model).items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        number = next(kinds, None) if value.dim() == 2 else None
-        stored = value if number is None else (number, random_blocks(number, *value.shape))
+        stored = value
+        if value.dim() > 1 and not name.endswith("mlp.gate.weight"):
+            number = next(kinds, None)
+            if number is not None:
+                raw = random_blocks(number, value.shape[:-1].numel(), value.shape[-1])
+                stored = number, raw.view(*value.shape[:-1], -1)
         found[names.get_name(name, (".weight", ".bias"))] = stored
     # the plain frequencies over those of transformers
     if c.rope_parameters["rope_type"] == "llama3":
@@ -5150,11 +5507,13 @@ def loaded(model, format="held", ranks: Ranks = Ranks()):
     return Loader(model.checkpoint, *types, formats, "torch", ranks, quiet=True).load()
 
 
-def assert_two_ranks_have(model, layer) -> None:
-    parts = [loaded(model, ranks=Ranks(rank, 2)).layers[1] for rank in (0, 1)]
-    for name, axis in (("w2", 1), ("w13", 0), ("wo", 1)):
-        joined = torch.cat([getattr(part, name).dense() for part in parts], axis)
-        assert torch.equal(joined, getattr(layer, name).dense()), name
+def assert_two_ranks_have(model, layer, format="held") -> None:
+    """Each its share of every expert."""
+    parts = [loaded(model, format, Ranks(rank, 2)).layers[1] for rank in (0, 1)]
+    experts = max(1, model.config.n_experts)
+    for name, count, axis in (("w2", experts, 2), ("w13", experts, 1), ("wo", 1, 2)):
+        dense = [getattr(part, name).dense().unflatten(0, (count, -1)) for part in (*parts, layer)]
+        assert torch.equal(torch.cat(dense[:2], axis), dense[2]), name
 
 
 OF_BYTES = dict(eos_token_id=258, bos_token_id=None)
@@ -5182,6 +5541,34 @@ def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     assert all(layer.wo.format and layer.w2.format for layer in whole.layers)
     if ours.config.n_kv_heads > 1:
         assert_two_ranks_have(ours, whole.layers[1])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen 3 moe"])
+def test_gguf_of_experts_equals_transformers(tmp_path, cli, family):
+    """Of several types; whole and by ranks."""
+    fields = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=512, head_dim=64)
+    theirs = hugging_face_model(259, **FAMILIES[family] | fields | OF_BYTES)
+    made = gguf_metadata(theirs.config) | BYTES, gguf_tensors(theirs, (2, 8, 12, 14, 20))
+    file = write_gguf(tmp_path / "a.gguf", *made)
+    pairs = made[0]["general.architecture"] == "llama"
+    for stored, parameters in zip(made[1].values(), expert_by_expert(theirs).values(), strict=True):
+        if isinstance(stored, tuple):
+            parameters.copy_(dequantised(*stored).view(parameters.shape))
+    for layer in theirs.model.layers if pairs else ():
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            heads = linear.weight.data.unflatten(0, (-1, 32, 2))
+            linear.weight.data = heads.transpose(1, 2).flatten(0, 2)
+    ours = assert_equals_transformers(file, theirs)
+    assert ours.checkpoint.quantised == "IQ4_NL, Q4_0, Q4_K, Q6_K and Q8_0"
+    whole, decoded = loaded(ours), loaded(ours, None)
+    for one, other in zip(whole.matrices, decoded.matrices, strict=True):
+        assert torch.equal(one.dense(), other.dense())
+    assert_two_ranks_have(ours, whole.layers[1])
+    name = "blk.1.ffn_down_exps.weight"
+    count, (number, raw) = ours.config.n_experts, made[1][name]
+    write_gguf(file, made[0], made[1] | {name: (number, raw[:-1])})
+    few = f"{name} is [{count - 1}, 256, 512], but there must be {count} experts"
+    assert_refused(cli("-m", file, "-p", "a"), few)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -5361,7 +5748,11 @@ BAD_GGUF = {
         by_hand([(b"w", (256,), number, 0)]), f"w is {name}, which is not supported: take a file of F32",
     ) for number, name in OTHER_TYPES.items()},
     "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
-    "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
+    "experts without their number a token": ({"llama.expert_count": 8}, "lacks the field num_experts_per_tok"),
+    "no experts": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 2}, "config: blk.0.ffn_gate_inp.weight is missing",
+    ),
+    "experts of others": ({"general.architecture": "mistral", "mistral.expert_count": 8}, "experts of 'mistral' are"),
     "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
     "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
     "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
@@ -5699,15 +6090,17 @@ def write_quantised(folder: Path, how: str, **more):
     that it stands for."""
     about, pack, _ = QUANTISED[how]
     shape = dict(num_key_value_heads=2, hidden_size=128, intermediate_size=256)
-    theirs = hugging_face_model(350, **shape, **more).half()
+    theirs = hugging_face_model(350, **shape | more).half()
     theirs.save_pretrained(folder)
-    theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
-    tensors, weights = load_file(folder / "model.safetensors"), theirs.state_dict()
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        stored, values = pack(*tensors.pop(name).shape)
+    tensors = load_file(folder / "model.safetensors")
+    decoded = {name: tensor.float() for name, tensor in tensors.items()}
+    for name in [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]:
+        stored, decoded[name] = pack(*tensors.pop(name).shape)
         stem = name.removesuffix("weight")
         tensors = {stem + key: value.contiguous() for key, value in stored.items()} | tensors
-        weights[name].copy_(values)
+    save_file(decoded, folder / "model.safetensors", {"format": "pt"})
+    theirs = type(theirs).from_pretrained(folder, dtype=torch.float32)
+    (folder / "model.safetensors").unlink()  # not overwritten, since it may be mapped
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     said = ALSO_SAID[about["quant_method"]] | about
     edit(folder / "config.json", quantization_config=said)
@@ -5735,6 +6128,24 @@ def test_quantised_safetensors_equal_transformers(copy, cli, how):
     code, _, err = cli("-m", copy, "-n", 3, "-p", "Once", "--ignore-eos", "--dtype", "fp32")
     kept = f" with {format.name} matrices ({name} in the file" if on_cpu else " (decoded from "
     assert code == 0 and f"running   fp32{kept}" in err, err
+
+
+@pytest.mark.parametrize("family, how", [
+    ("mixtral", "AWQ"), ("qwen 3 moe", "GPTQ"), ("mixtral", "W4A16"), ("qwen 3 moe", "FP8, blocks"),
+])  # fmt: skip
+def test_quantised_experts_equal_transformers(copy, family, how):
+    """Matrices bit for bit, also as ranks have them. The router is not quantised."""
+    fields = FAMILIES[family] | dict(moe_intermediate_size=256, head_dim=32)
+    theirs = write_quantised(copy, how, **fields)
+    ours, exact = assert_equals_transformers(copy, theirs), theirs.model.layers[1].mlp
+    layer = loaded(ours).layers[1]
+    formats = {m.format for m in (layer.wqkv, layer.wo, layer.w13, layer.w2)}
+    assert formats == {QUANTISED[how][2]} and layer.router.format is None
+    assert torch.equal(layer.router.data, exact.gate.weight)
+    assert torch.equal(layer.w2.dense(), exact.experts.down_proj.flatten(0, 1))
+    in_turn = exact.experts.gate_up_proj.unflatten(1, (2, -1)).transpose(1, 2)
+    assert torch.equal(layer.w13.dense(), in_turn.flatten(0, 2))
+    assert_two_ranks_have(ours, layer)
 
 
 def test_gptq_of_a_model_with_biases(copy):
@@ -6147,6 +6558,7 @@ PARALLEL = {  # cases, with checkpoints made below: a folder, and options of loa
     "grouped queries": ("tiny", {}),
     "one key/value head, bias, tied": ("qwen 2.5, tied, longer", {}),
     "norms of q and k": ("qwen 3", {}),
+    "experts": ("qwen 3 moe", {}),
     "bin": ("bin", {}),
     "meta, 2 shards": ("meta", {}),
     "e4m3": ("tiny", dict(format="e4m3")),
@@ -6204,7 +6616,7 @@ def parallel_folder(tiny, grouped_folder, tmp_path_factory) -> Path:
     for name in ("tiny", "bin", "meta"):
         shutil.copytree(tiny, folder / name)
     torch.manual_seed(1)
-    for name in ("qwen 2.5, tied, longer", "qwen 3"):
+    for name in ("qwen 2.5, tied, longer", "qwen 3", "qwen 3 moe"):
         hugging_face_model(301, **FAMILIES[name]).save_pretrained(folder / name)
         shutil.copy(tiny / "tokenizer.model", folder / name)
     to_bin(folder / "bin")
@@ -6278,8 +6690,10 @@ def test_exchange_adds_and_gathers(format):
     sizes = dict(dtype=torch.int64, device=DEVICE)
     memory = [torch.zeros(3 * (2 * C + outputs[0].rows), **sizes) for _ in range(3)]
     addresses = [m.data_ptr() for m in memory]
-    of_rank = lambda r: [sums[0][r], sums[1][r], outputs[r]]
-    exchanges = [parallel.Exchange(of_rank(r), r, addresses, memory[r]) for r in range(3)]
+    exchanges = [
+        parallel.Exchange({m: m.rows for m in matrices}, r, addresses, memory[r])
+        for r, matrices in enumerate(zip(*sums, outputs))
+    ]
     close = lambda ours, exact: nmse(ours, exact) < ONE_UNIT[torch.float16]
     for _ in range(2):
         for matrices in sums:
@@ -6363,7 +6777,7 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
     matrices = [Matrix(blank(SUMMED, 64, dtype=torch.float16)) for _ in range(SLOTS)]
     for m in matrices:
         m.data[:, 0] = ranks.rank + 1
-    exchange = parallel.make_exchange(ranks, matrices, "triton", cuda)
+    exchange = parallel.make_exchange(ranks, {m: SUMMED for m in matrices}, "triton", cuda)
     number, wrong = blank(1), blank(1, dtype=torch.int64)
     x, y = blank(1, 64, dtype=torch.float16), blank(1, SUMMED)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from extra import gguf, layouts
+from extra import layouts
 from extra.files import Fields, one_line_errors
 from model import Config
 
@@ -51,10 +51,29 @@ def read_sampling(folder: Path, overridden: Collection[str] = ()) -> dict[str, f
     return said
 
 
+MOST_EXPERTS = 1 << 16  # of all layers
+# Values of model_type, and what transformers takes for the fields that a config.json leaves out
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}
+
+
 def hugging_face_config(f: Fields, generation: Fields) -> Config:
     """The configuration in a config.json. Raises ValueError for what is not implemented."""
-    f.refuse_unless("model_type", *gguf.ARCHITECTURES)
+    f.refuse_unless("model_type", *FAMILIES)
     family = f.get("model_type")
+    for name, value in FAMILIES[family].items():
+        f.setdefault(name, value)
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         f.refuse_unless(name, False, True, None)
@@ -66,28 +85,27 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     n_heads = f.number("num_attention_heads", 1, 1024)
     dim = f.number("hidden_size", 1, 1 << 17)
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
-    if family == "mistral":
-        f.setdefault("sliding_window", 4096)  # transformers' defaults, here and below
-    elif not _slides(f):
+    of_mistral = family in ("mistral", "mixtral")
+    if not of_mistral and not _slides(f):
         f["sliding_window"] = None
     window = None
     if f.get("sliding_window") is not None:
         window = f.number("sliding_window", 1, 1 << 24)
-    if family == "qwen3":
-        f.setdefault("head_dim", 128)
     head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
     rope = rope_of(f, head_dim, max_seq_len)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
     bos_ids = generation.ids("bos_token_id", vocab_size) + f.ids("bos_token_id", vocab_size)
     eos_ids = generation.ids("eos_token_id", vocab_size) + f.ids("eos_token_id", vocab_size)
     dtype = f["torch_dtype"]
+    hidden = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+    experts = experts_of(f) if family in ("mixtral", "qwen3_moe") else {}
     return Config(
         dim=dim,
         n_layers=f.number("num_hidden_layers", 1, 1024),
         n_heads=n_heads,
         n_kv_heads=f.number("num_key_value_heads", 1, 1024, n_heads),
         head_dim=head_dim,
-        hidden_dim=f.number("intermediate_size", 1, 1 << 20),
+        hidden_dim=f.number(hidden, 1, 1 << 20),
         vocab_size=vocab_size,
         norm_eps=f.number("rms_norm_eps", 0, 1, 1e-6, float),
         rope_theta=rope.theta,
@@ -97,18 +115,39 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         sliding_window=window,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
         # other biases are refused unless they are 0, see Source.check
-        qkv_bias=family == "qwen2" or family != "mistral" and bool(f.get("attention_bias")),
-        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2" or not of_mistral and bool(f.get("attention_bias")),
+        qk_norm=family.startswith("qwen3"),
+        **experts,
         dtype=getattr(torch, dtype) if dtype else None,
         bos_id=next(iter(bos_ids), None),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
 
 
+def experts_of(f: Fields) -> dict[str, int | bool]:
+    """What a config.json says about experts, by the names of Config. Raises ValueError."""
+    f.refuse_unless("mlp_only_layers", None, [])
+    f.refuse_unless("decoder_sparse_step", None, 1)
+    f.refuse_unless("n_shared_experts", None, 0)
+    f.refuse_unless("shared_expert_intermediate_size", None, 0)
+    f.refuse_unless("routed_scaling_factor", None, 1, 1.0)
+    # transformers writes either for Qwen3
+    name = "num_experts" if f.get("num_local_experts") is None else "num_local_experts"
+    count = f.number(name, 1, MOST_EXPERTS // f.number("num_hidden_layers", 1, 1024))
+    norm_topk = True
+    if f["model_type"] == "qwen3_moe":
+        f.refuse_unless("norm_topk_prob", False, True, None)
+        norm_topk = bool(f.get("norm_topk_prob"))
+    per_token = f.number("num_experts_per_tok", 1, count)
+    return {"n_experts": count, "experts_per_token": per_token, "norm_topk": norm_topk}
+
+
 def _slides(f: Fields) -> bool:
-    """Whether any layer of a family other than Mistral has a window."""
+    """Whether any layer of a family other than Mistral's has a window."""
     if not f.get("use_sliding_window"):
         return False
+    if f["model_type"] == "qwen3_moe":
+        return True
     types = f.get("layer_types")
     if isinstance(types, list):
         return any(kind != "full_attention" for kind in types)

@@ -76,6 +76,15 @@ class TensorInfo:
     def nbytes(self) -> int:
         return math.prod(self.shape) // self.type.block * self.type.nbytes
 
+    def of_expert(self, expert: int, count: int) -> "TensorInfo":
+        """One of the `count` matrices that lie one after the other in this tensor. Raises
+        ValueError if there are not as many."""
+        if self.shape[0] != count:
+            what = f"{self.name} is {list(self.shape)}, but there must be {count} experts"
+            raise ValueError(f"{self.file}: the tensors do not fit the config: {what}")
+        offset = self.offset + expert * (self.nbytes // count)
+        return replace(self, shape=self.shape[1:], offset=offset)
+
 
 @dataclass(frozen=True)
 class GGUF:
@@ -269,7 +278,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 MOST_FACTORS = 512  # half of the largest head_dim
 # Control tokens, whatever their type, that end an answer whatever eos_token_id says, as in llama.cpp
 ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>")
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of GGUF, and config.json's model_type
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3moe")
+WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # as config.json's model_type has them
 
 
 def config_json(gguf: GGUF) -> dict[str, Any]:
@@ -281,10 +291,11 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         value = gguf.metadata.get(f"{arch}.{name}")
         return "an array" if isinstance(value, list | memoryview) else value
 
-    if said("expert_count"):
-        raise ValueError(
-            f"{gguf.file} is a mixture of experts, which is not supported: take a dense model"
-        )
+    family = arch
+    if said("expert_count") or arch == "qwen3moe":
+        if arch not in WITH_EXPERTS:
+            raise ValueError(f"{gguf.file}: experts of {arch!r} are not supported")
+        family = WITH_EXPERTS[arch]
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
     rows = gguf.tensors["token_embd.weight"].shape[0]
@@ -300,7 +311,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
             f"{gguf.file}: {', '.join(names)} differ: {head_dims}, which is not supported"
         )
     return {
-        "model_type": arch,
+        "model_type": family,
         "hidden_act": "silu",
         "hidden_size": said("embedding_length"),
         "num_hidden_layers": said("block_count"),
@@ -308,6 +319,11 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "num_key_value_heads": said("attention.head_count_kv"),
         "head_dim": next(iter(head_dims), None),
         "intermediate_size": said("feed_forward_length"),
+        "moe_intermediate_size": said("expert_feed_forward_length"),
+        "num_local_experts": said("expert_count"),
+        "num_experts_per_tok": said("expert_used_count"),
+        "norm_topk_prob": True,  # as llama.cpp does for Qwen3
+        "routed_scaling_factor": said("expert_weights_scale") or None,
         "vocab_size": rows,
         "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": said("context_length"),

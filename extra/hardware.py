@@ -10,7 +10,7 @@ import torch
 
 import kernels
 import launch
-from extra.names import Formats, matrix_shapes, weight_bytes
+from extra.names import Formats, model_tensors, weight_bytes
 from extra.parallel import Ranks
 from model import CACHES, Config
 
@@ -124,7 +124,8 @@ def free_memory(device: torch.device) -> float:
 # decoded copies of it (the graphs of prompts have memory of their own) and two workspaces for the
 # activations of the longest of model.LENGTHS, each 1.2 times as large (7B); the rest is for the
 # graphs themselves. On a CPU: one of each for a chunk, and a second copy of the output matrix where
-# it is the embedding.
+# it is the embedding. An expert counts as a matrix of its own; but all of a layer are in memory
+# once more while they are encoded.
 MARGIN = 5
 
 
@@ -140,9 +141,11 @@ def check_memory(
     """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will
     not fit, before any of them is allocated."""
     on_cpu = device.type == "cpu"
-    shapes = matrix_shapes(c)
     weights = weight_bytes(c, dtype, formats)
-    workspace = MARGIN * dtype.itemsize * max(map(math.prod, shapes.values()))
+    matrices = [t for t in model_tensors(c) if t.is_matrix]
+    sizes = [math.prod(t.shape(c)) for t in matrices]
+    of_one = [size // max(1, t.experts) for size, t in zip(sizes, matrices)]
+    workspace = dtype.itemsize * max(MARGIN * max(of_one), *sizes)
     layer = 2 * c.kv_dim * ctx_size  # keys and values of one layer
     cache = c.n_layers * layer
     if kv_fp8:
@@ -150,9 +153,9 @@ def check_memory(
     else:
         cache *= dtype.itemsize
     if on_cpu and dtype == torch.bfloat16:
-        for name, format in formats.items():
-            if format.bits == 4:
-                weights += math.prod(shapes[name]) * 5 // 8  # a copy for torch's own product
+        for t in matrices:
+            if not t.experts and t.name in formats and formats[t.name].bits == 4:
+                weights += math.prod(t.shape(c)) * 5 // 8  # a copy for torch's own product
     need = weights + cache + workspace
     free = free_memory(device)
     where = str(device)

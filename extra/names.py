@@ -4,6 +4,7 @@ over ranks."""
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -23,7 +24,9 @@ class Part:
     hugging_face: str  # its name in Hugging Face's
     gguf: str  # its name in GGUF's
     rotated: bool = False  # RoPE rotates its rows, which layouts store in different orders
+    mixtral: str = ""  # its name in Mixtral's folders of Hugging Face, if it is another one there
     layer: int | None = None  # the layer that it belongs to, if any
+    expert: int | None = None  # the expert that it belongs to, whose number is the {} of a name
 
     @property
     def name(self) -> str:
@@ -33,20 +36,21 @@ class Part:
     @property
     def is_matrix(self) -> bool:
         """Whether it is applied as y = x W^T, so that a format may be chosen for it."""
-        return len(self.dims) == 2 and self.field != "embedding"
+        return len(self.dims) == 2 and self.field not in ("embedding", "router")
 
     def shape(self, c: Config) -> tuple[int, ...]:
         return tuple(getattr(c, dim) for dim in self.dims)
 
     def name_in(self, layout: str) -> str:
-        """Its name in a layout: "meta", "hugging_face" or "gguf"."""
-        name = getattr(self, layout)
+        """Its name in a layout: "meta", "hugging_face", "mixtral" or "gguf"."""
+        name = getattr(self, layout) or self.hugging_face
         if self.layer is not None:
             name = f"{LAYERS[layout]}.{self.layer}.{name}"
-        return name
+        return name.format(self.expert)
 
 
-LAYERS = {"meta": "layers", "hugging_face": "model.layers", "gguf": "blk"}
+# fmt: off
+LAYERS = {"meta": "layers", "hugging_face": "model.layers", "mixtral": "model.layers", "gguf": "blk"}
 LAYER = (
     Part("attention_norm", ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
     Part("wqkv", ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight", True),
@@ -59,11 +63,23 @@ LAYER = (
     Part("qk_norm", ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight", True),
     Part("wo", ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
     Part("ffn_norm", ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
+)
+FEED_FORWARD = (
     Part("w13", ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight", "ffn_gate.weight"),
     Part("w13", ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight", "ffn_up.weight"),
     Part("w2", ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
-)  # fmt: skip
-# fmt: off
+)
+# Instead of it, in a model with experts; GGUF stacks theirs in one tensor
+ROUTER = Part("router", ("n_experts", "dim"), "feed_forward.gate.weight", "mlp.gate.weight", "ffn_gate_inp.weight",
+              mixtral="block_sparse_moe.gate.weight")
+EXPERT = (
+    Part("w13", ("hidden_dim", "dim"), "feed_forward.experts.{}.w1.weight", "mlp.experts.{}.gate_proj.weight",
+         "ffn_gate_exps.weight", mixtral="block_sparse_moe.experts.{}.w1.weight"),
+    Part("w13", ("hidden_dim", "dim"), "feed_forward.experts.{}.w3.weight", "mlp.experts.{}.up_proj.weight",
+         "ffn_up_exps.weight", mixtral="block_sparse_moe.experts.{}.w3.weight"),
+    Part("w2", ("dim", "hidden_dim"), "feed_forward.experts.{}.w2.weight", "mlp.experts.{}.down_proj.weight",
+         "ffn_down_exps.weight", mixtral="block_sparse_moe.experts.{}.w2.weight"),
+)
 EMBEDDING = Part("embedding", ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight",
                  "token_embd.weight")
 NORM = Part("norm", ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
@@ -81,7 +97,7 @@ CUT = {  # sizes of which each rank has a share, and what is shared out
 @dataclass(frozen=True)
 class ModelTensor:
     """A tensor of the model: a part, or several joined. The rows of w1 and w3 are interleaved, the
-    norms of q and k are two rows, the parts of others stand one below the other."""
+    norms of q and k are two rows, the parts of others stand one below the other, as do experts."""
 
     name: str  # as --save writes it, such as layers.3.wqkv
     parts: tuple[Part, ...]
@@ -98,6 +114,11 @@ class ModelTensor:
     def is_matrix(self) -> bool:
         return self.parts[0].is_matrix
 
+    @property
+    def experts(self) -> int:
+        """How many experts have their rows in it; 0 if it is none of theirs."""
+        return len({part.expert for part in self.parts} - {None})
+
     def shape(self, c: Config) -> tuple[int, ...]:
         if self.field == "qk_norm":
             return 2, c.head_dim
@@ -107,37 +128,49 @@ class ModelTensor:
     def places(self, c: Config) -> list[slice]:
         """The rows of this tensor that each part takes up."""
         if self.field == "w13":
-            return [slice(0, None, 2), slice(1, None, 2)]
+            size = 2 * self.parts[0].shape(c)[0]  # of one expert
+            starts = range(0, self.shape(c)[0], size)
+            return [slice(at + i, at + size, 2) for at in starts for i in (0, 1)]
         if self.field == "qk_norm":
             return [slice(0, 1), slice(1, 2)]
         ends = [*itertools.accumulate(part.shape(c)[0] for part in self.parts)]
         return [slice(start, end) for start, end in zip([0, *ends], ends)]
 
     def joined_rows(self, c: Config, shares: list[slice]) -> list[slice]:
-        """The rows of this tensor, in the whole model c, that belong to a rank whose rows of each
-        part are `shares`: one slice if they are contiguous, otherwise a slice for each part."""
-        if self.field == "w13":
-            return [slice(2 * shares[0].start, 2 * shares[0].stop)]
+        """The rows of this tensor that belong to a rank whose rows of each part are `shares`: a
+        slice for each part, or for the parts that are interleaved."""
         if self.field == "qk_norm":
             return [ALL]
         starts = [place.start for place in self.places(c)]
+        if self.field == "w13":
+            starts = starts[::2]
+            shares = [slice(2 * rows.start, 2 * rows.stop) for rows in shares[::2]]
         return [slice(at + rows.start, at + rows.stop) for at, rows in zip(starts, shares)]
 
 
 def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
     """The tensors of a layer. For those that only some models have, such as qkv_bias, the config
     has a flag of the same name."""
-    rows = [replace(row, layer=layer) for row in LAYER if getattr(c, row.field, True)]
+    rows = [row for row in LAYER if getattr(c, row.field, True)]
+    if c.n_experts:
+        rows.append(ROUTER)
+        for _, of_field in itertools.groupby(EXPERT, lambda row: row.field):
+            of_field = list(of_field)
+            rows += [replace(row, expert=e) for e in range(c.n_experts) for row in of_field]
+    else:
+        rows += FEED_FORWARD
+    rows = [replace(row, layer=layer) for row in rows]
     fields = itertools.groupby(rows, lambda row: row.field)
     return [ModelTensor(f"layers.{layer}.{field}", tuple(parts)) for field, parts in fields]
 
 
-def model_tensors(c: Config) -> list[ModelTensor]:
+@lru_cache(maxsize=8)  # with experts there are tens of thousands of parts
+def model_tensors(c: Config) -> tuple[ModelTensor, ...]:
     """The tensors of a model, always in the same order."""
     layers = [tensor for layer in range(c.n_layers) for tensor in layer_tensors(c, layer)]
     output = TIED_OUTPUT if c.tie_embeddings else OUTPUT
     embedding = ModelTensor("tok_embeddings", (EMBEDDING,))
-    return [embedding, *layers, ModelTensor("norm", (NORM,)), ModelTensor("output", (output,))]
+    return embedding, *layers, ModelTensor("norm", (NORM,)), ModelTensor("output", (output,))
 
 
 def model_parts(c: Config) -> dict[str, Part]:

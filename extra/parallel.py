@@ -35,6 +35,7 @@ from torch import Tensor
 
 import kernels
 from attention import StateView
+from extra.experts import Routes
 from formats import Matrix
 from launch import gdc_launch_dependents, gdc_wait, jit, launch, tl, triton
 
@@ -155,11 +156,13 @@ class Ranks:
         """The ops of a model that is cut: `ops`, except for the two that involve all ranks.
         fp16_sums: whether sums are kept within the range of fp16."""
 
-        def linear_add(x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
+        def linear_add(
+            x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
+        ) -> Tensor:
             if exchange and len(x) == 1:
-                return exchange.linear_add(x, w, residual)
+                return exchange.linear_add(x, w, residual, routes)
             # The residual is one more term of the sum, which rank 0 adds
-            ops.linear_add(x, w, residual if self.rank == 0 else residual.zero_())
+            ops.linear_add(x, w, residual if self.rank == 0 else residual.zero_(), routes)
             dist.all_reduce(residual)
             return residual.clamp_(-65504.0, 65504.0) if fp16_sums else residual
 
@@ -306,24 +309,32 @@ def _gather_received_kernel(
 class Exchange:
     """The entries of all slots in this rank's memory, and where to write on the other ranks."""
 
-    def __init__(self, matrices: list[Matrix], rank: int, buffers: list[int], entries: Tensor):
-        """matrices: those whose products are exchanged, in the same order on all ranks. buffers:
-        the address of each rank's entries, int64 [ranks * rows of all matrices] and zero; `entries`
-        are this rank's."""
+    def __init__(self, rows: dict[Matrix, int], rank: int, buffers: list[int], entries: Tensor):
+        """rows: of the products that are exchanged, each by its matrix, in the same order on all
+        ranks. buffers: the address of each rank's entries, int64 [ranks * rows of all products] and
+        zero; `entries` are this rank's."""
         self.ranks = len(buffers)
         self.slots: dict[Matrix, tuple[Tensor, Tensor]] = {}  # addresses, and this rank's entries
         start = 0
         self.round_number = torch.ones(1, dtype=torch.int32, device=entries.device)
-        for w in matrices:
-            addresses = [buffer + 8 * (start + rank * w.rows) for buffer in buffers]
-            slot = entries[start : start + self.ranks * w.rows].view(self.ranks, w.rows)
+        for w, count in rows.items():
+            addresses = [buffer + 8 * (start + rank * count) for buffer in buffers]
+            slot = entries[start : start + self.ranks * count].view(self.ranks, count)
             self.slots[w] = (torch.tensor(addresses, device=entries.device), slot)
             start += slot.numel()
 
-    def linear_add(self, x: Tensor, w: Matrix, residual: Tensor) -> Tensor:
-        """residual += x W^T over all ranks, in place. x [1, K], W [C, K], residual [1, C]"""
-        assert residual.shape == (1, w.rows) and residual.is_contiguous(), (residual.shape, w.shape)
-        self.send("linear_add", x, None, w, 0.0)
+    def linear_add(
+        self, x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
+    ) -> Tensor:
+        """residual += x W^T over all ranks, in place, as kernels.linear_add does. x [1, K], W [C,
+        K], residual [1, C]"""
+        _, entries = self.slots[w]
+        assert residual.shape == (1, entries.shape[1]) and residual.is_contiguous(), residual.shape
+        if routes is None:
+            self.send("linear_add", x, None, w, 0.0)
+        else:
+            stack = kernels.slots_added(routes, residual)
+            self.send("experts_linear_add", x[0], None, w, 0.0, stack)
         return self.add_received(w, residual)
 
     def rmsnorm_linear(self, x: Tensor, norm: Tensor, w: Matrix, eps: float, out: Tensor) -> Tensor:
@@ -337,18 +348,27 @@ class Exchange:
         self.round_number += 1
         return out
 
-    def send(self, op: str, x: Tensor, norm: Tensor | None, w: Matrix, eps: float) -> None:
+    def send(
+        self,
+        op: str,
+        x: Tensor,
+        norm: Tensor | None,
+        w: Matrix,
+        eps: float,
+        stack: kernels.Stack | None = None,
+    ) -> None:
         addresses, _ = self.slots[w]
         args = (addresses, self.round_number)
         epilogue = kernels.Epilogue(_prepare_entries, _store_entries, args, Peers(self.ranks))
-        kernels.launch_product(op, x, norm, w, eps, epilogue)
+        kernels.launch_single(op, x, norm, w, eps, epilogue, stack)
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps
         _, entries = self.slots[w]
         args = (entries, self.round_number, residual)
-        sizes = dict(N=w.rows, RANKS=self.ranks, BLOCK=block, warps=1)
-        grid = (triton.cdiv(w.rows, block),)
+        rows = entries.shape[1]
+        sizes = dict(N=rows, RANKS=self.ranks, BLOCK=block, warps=1)
+        grid = (triton.cdiv(rows, block),)
         launch(_add_received_kernel, grid, residual.device, *args, **sizes)
         return residual
 
@@ -363,10 +383,11 @@ class Exchange:
 
 
 def make_exchange(
-    ranks: Ranks, matrices: list[Matrix], backend: str, device: torch.device
+    ranks: Ranks, rows: dict[Matrix, int], backend: str, device: torch.device
 ) -> Exchange | None:
     """Set up the exchange of the ranks. Returns None unless every GPU can write to the others'
-    memory. All ranks call this together, and either all get an exchange or none."""
+    memory. All ranks call this together, and either all get an exchange or none. rows: see
+    Exchange."""
     on_one_host = backend == "triton" and device.type == "cuda" and ranks.local_size == ranks.size
     others = [i for i in range(ranks.size) if i != ranks.local_rank]
     reach = lambda other: torch.cuda.can_device_access_peer(device.index, other)
@@ -375,10 +396,10 @@ def make_exchange(
         return None
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    count = ranks.size * sum(w.rows for w in matrices)
+    count = ranks.size * sum(rows.values())
     entries = symmetric_memory.empty(count, dtype=torch.int64, device=device)
     buffers = symmetric_memory.rendezvous(entries, group=dist.group.WORLD).buffer_ptrs
-    exchange = Exchange(matrices, ranks.rank, list(buffers), entries.zero_())
+    exchange = Exchange(rows, ranks.rank, list(buffers), entries.zero_())
     torch.cuda.synchronize()
     ranks.gather(lambda: None)  # all are zero before anyone writes
     return exchange

@@ -455,7 +455,8 @@ def _q6_k_load(
 
 @jit
 def _q6_k_stream_load(w, start, k, left, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    low = load_codes(w[0], start, k, left, COLUMNS, 8).reshape(start.shape[0], COLUMNS // 16, 2)
+    low = load_codes(w[0], start, k, left, COLUMNS, 8)
+    low = low.reshape(low.shape[0], COLUMNS // 16, 2)
     high = load_words(w[1], start, k, left, COLUMNS, 16, 4)
     parts = load_two_groups(w[2], start, k, left, COLUMNS, 32, 16)
     halves = load_two_groups(w[3], start, k, left, COLUMNS, GROUP, 32)

@@ -120,7 +120,7 @@ def tensors_to_save(c: Config, weights: Weights, format: Format) -> dict[str, Te
         owner = weights if t.layer is None else weights.layers[t.layer]
         value = getattr(owner, t.field)
         if not t.is_matrix:
-            tensors[f"{t.name}.weight"] = value.cpu()
+            tensors[f"{t.name}.weight"] = value.data.cpu()
             continue
         names = saved_matrix(t, c, format).items()
         for (name, wanted), codes in zip(names, value.tensors, strict=True):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,13 @@ TYPES = {  # by their names in safetensors, which for floats are GGUF's as well
     "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
+
+
+@cache
+def readers(process: int) -> ThreadPoolExecutor:
+    """The threads of a process that read. A forked one does not have those of its parent; they are
+    not started for each tensor, of which models with experts have tens of thousands."""
+    return ThreadPoolExecutor(READERS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +79,10 @@ class FileTensor:
         for line, start in zip(lines, starts):
             for at in range(0, length, READ_BYTES):
                 jobs.append((line[at : at + READ_BYTES], self.offset + start + at))
-        with open_regular(self.file) as f, ThreadPoolExecutor(READERS) as pool:
+        with open_regular(self.file) as f:
             read = lambda some: sum(os.preadv(f.fileno(), [to], offset) for to, offset in some)
-            count = sum(pool.map(read, [jobs[i::READERS] for i in range(READERS)]))
+            shares = [jobs[i::READERS] for i in range(READERS)]
+            count = sum(readers(os.getpid()).map(read, shares))
             version = version_of(os.fstat(f.fileno()))
         if count < values.nbytes:
             raise OSError(f"{self.file} was cut short while it was being read")

@@ -1,0 +1,430 @@
+"""Experts: a feed-forward layer of E small ones, of which each token takes k (Shazeer et al., 2017;
+Mixtral, Qwen3-MoE).
+
+A router, one more matrix, gives each token a logit for every expert. The token goes through the k
+with the highest ones, and the results are added up, each times its expert's weight: the softmax
+over all logits, divided by the sum of the k weights if the model says so (norm_topk). Equal logits:
+the lower id wins. A logit that is NaN counts as -inf, so that it beats no number; if all of them
+are NaN, the weights are too, and the logits of the model say so.
+
+The experts' matrices lie one after the other in one Matrix: w13 [E 2 F, C], w2 [E C, F], where F is
+the hidden_dim of one expert. A slot is one of the k places of a token. Weights are applied to the
+hidden values, so that what follows is a plain sum over the slots."""
+
+from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attention import LayerView, StateView
+from formats import Matrix, columns_of, format_of, row_scale
+from launch import (
+    EMULATED,
+    capability,
+    gdc_launch_dependents,
+    gdc_wait,
+    is_last,
+    jit,
+    launch,
+    tl,
+    triton,
+)
+
+ROUTER_ROWS = 4  # of a program
+
+
+class Routes(NamedTuple):
+    """What the router chose for T tokens."""
+
+    ids: Tensor  # int32 [T, k]: the experts of each token, the highest logit first
+    weights: Tensor  # float32 [T, k]
+    # For several tokens on a GPU: the slots t k + i, sorted by expert, int32 [T k], and how many
+    # each expert has, int32 [E]
+    order: Tensor | None = None
+    counts: Tensor | None = None
+
+
+def route_ref(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
+    """x [T, C]. Returns None for a layer without experts."""
+    if layer.router is None:
+        return None
+    normed = functional.rms_norm(x.float(), x.shape[1:], layer.ffn_norm.float(), state.norm_eps)
+    logits = functional.linear(normed, layer.router.dense().float()) * layer.router_gain
+    logits = torch.where(logits.isnan(), -torch.inf, logits)
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, : state.experts_per_token]
+    weights = logits.softmax(1).gather(1, ids)
+    if state.norm_topk:
+        weights = weights / weights.sum(1, keepdim=True)
+    return Routes(ids.int(), weights)
+
+
+# One token's logits are shared out among programs, and the last one to finish picks the experts.
+# Like all kernels, this one waits for the kernel before it; but only then does it let the next one
+# start, and so does the product of w1 and w3 (kernels._first_rows). So when the product of w2
+# starts, what the router wrote is there, and W can be loaded before the wait.
+
+
+@jit
+def _pick(
+    logits, ids, weights, t, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The experts of token t, and their weights. An expert's place is the number of those that
+    come before it."""
+    offs = tl.arange(0, BLOCK)
+    mask = offs < E
+    logit = tl.load(logits + t * E + offs, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    logit = tl.where(logit == logit, logit, float("-inf"))  # NaN beats no number
+    other = tl.expand_dims(logit, 0)
+    higher = other > logit[:, None]
+    earlier = (other == logit[:, None]) & (offs[None, :] < offs[:, None])
+    place = tl.sum((higher | earlier).to(tl.int32), 1)
+    chosen = mask & (place < SLOTS)
+    share = tl.exp(logit - tl.max(logit, 0))
+    total = tl.sum(tl.where(chosen if NORM_TOPK else mask, share, 0.0), 0)
+    tl.store(ids + t * SLOTS + place, offs, mask=chosen)
+    tl.store(weights + t * SLOTS + place, share / total, mask=chosen)
+
+
+@jit
+def _route_kernel(
+    x, norm, w, eps, gain, logits, arrived, ids, weights,
+    E: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: ROWS logits, and by the last program the choice."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offs_c = tl.arange(0, BLOCK)
+    mask_c = offs_c < C
+    offs = rows[:, None] * C + offs_c[None, :]
+    tile = tl.load(w + offs, mask=(rows[:, None] < E) & mask_c[None, :], other=0.0)
+    factors = tl.load(norm + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)
+    values = tl.load(x + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    inv_rms = tl.rsqrt(tl.sum(values * values) / C + eps)
+    sums = tl.sum(tile.to(tl.float32) * (values * factors)[None, :], 1)
+    tl.store(logits + rows, sums * (inv_rms * gain), mask=rows < E)
+    if is_last(arrived, tl.num_programs(0)):
+        _pick(logits, ids, weights, 0, E, SLOTS, NORM_TOPK, BLOCK_E)
+
+
+# Several tokens: their logits by tensor cores, then a program for each token and one for each
+# expert.
+
+
+@jit
+def _logits_kernel(
+    x, norm, w, eps, gain, logits, T,
+    E: tl.constexpr, C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_E logits of 16 tokens."""
+    gdc_launch_dependents(PDL)
+    t = tl.program_id(0) * 16 + tl.arange(0, 16)
+    rows = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    offs_c = tl.arange(0, BLOCK)
+    x_rows = x + tl.minimum(t, T - 1).to(tl.int64)[:, None] * C
+    w_rows = w + tl.minimum(rows, E - 1)[:, None] * C
+    gdc_wait(PDL)
+    squares = tl.zeros([16, BLOCK], tl.float32)
+    for c in range(0, C, BLOCK):
+        mask = c + offs_c[None, :] < C
+        values = tl.load(x_rows + c + offs_c[None, :], mask=mask, other=0.0).to(tl.float32)
+        squares += values * values
+    inv_rms = tl.rsqrt(tl.sum(squares, 1) / C + eps)[:, None]
+    acc = tl.zeros([16, BLOCK_E], tl.float32)
+    for c in range(0, C, BLOCK):
+        mask = c + offs_c[None, :] < C
+        values = tl.load(x_rows + c + offs_c[None, :], mask=mask, other=0.0).to(tl.float32)
+        factors = tl.load(norm + c + offs_c, mask=c + offs_c < C, other=0.0).to(tl.float32)
+        tile = tl.load(w_rows + c + offs_c[None, :], mask=mask, other=0.0)
+        normed = values * inv_rms * factors[None, :]
+        if EMULATED:  # the interpreter's own bf16 products are wrong
+            tile = tile.to(tl.float32)
+        acc = tl.dot(normed.to(tile.dtype), tl.trans(tile), acc, input_precision="ieee")
+    offs = t[:, None] * E + rows[None, :]
+    tl.store(logits + offs, acc * gain, mask=(t[:, None] < T) & (rows[None, :] < E))
+
+
+@jit
+def _pick_kernel(
+    logits, ids, weights, E: tl.constexpr, SLOTS: tl.constexpr, NORM_TOPK: tl.constexpr,
+    BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
+    _pick(logits, ids, weights, tl.program_id(0), E, SLOTS, NORM_TOPK, BLOCK_E)
+
+
+@jit
+def _sort_kernel(ids, order, counts, COUNT, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The slots of one expert, in the order of tokens, behind those of lower experts."""
+    gdc_launch_dependents(PDL)
+    expert = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    gdc_wait(PDL)
+    lower = tl.zeros([BLOCK], tl.int32)
+    for i in range(0, COUNT, BLOCK):
+        chosen = tl.load(ids + i + offs, mask=i + offs < COUNT, other=expert)
+        lower += (chosen < expert).to(tl.int32)
+    first = tl.sum(lower, 0)
+    count = 0
+    for i in range(0, COUNT, BLOCK):
+        chosen = tl.load(ids + i + offs, mask=i + offs < COUNT, other=-1)
+        mine = (chosen == expert).to(tl.int32)
+        places = first + count + tl.cumsum(mine, 0) - 1
+        tl.store(order + places, i + offs, mask=mine > 0)
+        count += tl.sum(mine, 0)
+    tl.store(counts + expert, count)
+
+
+def _route_several(x: Tensor, layer: LayerView, state: StateView, routes: Routes) -> Routes:
+    T, C = x.shape
+    E, k = layer.router.rows, state.experts_per_token
+    logits = x.new_empty(T, E, dtype=torch.float32)
+    args = (x, layer.ffn_norm, layer.router.data, state.norm_eps, layer.router_gain, logits, T)
+    sizes = dict(E=E, C=C, BLOCK_E=16, BLOCK=min(128, max(16, triton.next_power_of_2(C))))
+    launch(_logits_kernel, (triton.cdiv(T, 16), triton.cdiv(E, 16)), x.device, *args, **sizes)
+    sizes = dict(E=E, SLOTS=k, NORM_TOPK=state.norm_topk, BLOCK_E=triton.next_power_of_2(E))
+    launch(_pick_kernel, (T,), x.device, logits, routes.ids, routes.weights, **sizes)
+    order = x.new_empty(T * k, dtype=torch.int32)
+    counts = x.new_empty(E, dtype=torch.int32)
+    block = min(2048, triton.next_power_of_2(T * k))
+    launch(_sort_kernel, (E,), x.device, routes.ids, order, counts, T * k, BLOCK=block)
+    return routes._replace(order=order, counts=counts)
+
+
+def route(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
+    if layer.router is None:
+        return None
+    T, C = x.shape
+    E, k = layer.router.rows, state.experts_per_token
+    ids = x.new_empty(T, k, dtype=torch.int32)
+    weights = x.new_empty(T, k, dtype=torch.float32)
+    if T > 1:
+        return _route_several(x, layer, state, Routes(ids, weights))
+    logits = state.scratch.zeros("router logits", E)
+    arrived = state.scratch.zeros("router arrived", 1, dtype=torch.int32)
+    args = (x, layer.ffn_norm, layer.router.data, state.norm_eps, layer.router_gain)
+    block = triton.next_power_of_2(C)
+    launch(
+        _route_kernel,
+        (triton.cdiv(E, ROUTER_ROWS),),
+        x.device,
+        *args,
+        logits,
+        arrived,
+        ids,
+        weights,
+        E=E,
+        C=C,
+        SLOTS=k,
+        NORM_TOPK=state.norm_topk,
+        ROWS=ROUTER_ROWS,
+        BLOCK=block,
+        BLOCK_E=triton.next_power_of_2(E),
+        warps=max(1, min(8, block // 512)),
+    )
+    return Routes(ids, weights)
+
+
+def linear_ref(
+    x: Tensor, w: Matrix, N: int, routes: Routes, linear: Callable[[Tensor, Matrix], Tensor]
+) -> Tensor:
+    """The product of each slot with its expert's N rows of w. x [T, K], the same for all slots, or
+    [T, k, K] -> [T, k, N]. linear: the product with one matrix."""
+    T, k = routes.ids.shape
+    each = x if x.ndim == 3 else x[:, None].expand(T, k, x.shape[1])
+    y = x.new_empty(T, k, N)
+    for expert in routes.ids.unique().tolist():
+        chose = routes.ids == expert
+        rows = slice(expert * N, expert * N + N)
+        part = Matrix(tuple(t[rows] for t in w.tensors), w.format)
+        y[chose] = linear(each[chose], part)
+    return y
+
+
+# ---- several tokens: one product for all experts
+#
+#      The slots are sorted by expert. A program multiplies BLOCK_N rows of an expert's matrix by
+#      BLOCK_M of the slots that chose it: which expert and which slots follows from how many each
+#      expert has. So the grid depends on numbers of tokens only, and can be captured: the programs
+#      beyond the last block end at once. Matrices are decoded tile by tile, in any format.
+
+
+@jit
+def _tile_of_x(x, rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of x in columns k to k + BLOCK_K as W has them: [ROWS, BLOCK_K]."""
+    if COLUMNS is None:
+        offs_k = k + tl.arange(0, BLOCK_K)
+        pointers = x + rows[:, None] * K + offs_k[None, :]
+        if K % BLOCK_K == 0:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
+    else:
+        runs = tl.arange(0, BLOCK_K // 8)[:, None] * 8
+        places = k + runs + tl.arange(0, 8)[None, :]
+        columns = columns_of(places, K, COLUMNS)
+        pointers = x + rows[:, None, None] * K + columns[None, :, :]
+        tile = tl.load(pointers, mask=(places < K)[None, :, :], other=0.0)
+        return tile.reshape(rows.shape[0], BLOCK_K)
+
+
+@jit
+def _grouped_kernel(
+    x, w, order, counts, args, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, BLOCK_E: tl.constexpr,
+    LOAD: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, COLUMNS: tl.constexpr,
+    GAIN: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SHARED: how many slots have the same row of x."""
+    gdc_launch_dependents(PDL)
+    block = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_e = tl.arange(0, BLOCK_E)
+    gdc_wait(PDL)
+    count = tl.load(counts + offs_e, mask=offs_e < E, other=0)
+    blocks = (count + BLOCK_M - 1) // BLOCK_M
+    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
+    if expert >= E:
+        return
+    before = offs_e < expert
+    place = (block - tl.sum(tl.where(before, blocks, 0), 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = place < tl.sum(tl.where(offs_e == expert, count, 0), 0)
+    slots = tl.load(order + tl.sum(tl.where(before, count, 0), 0) + place, mask=mask, other=0)
+    x_rows = (slots // SHARED).to(tl.int64)
+    w_rows = expert.to(tl.int64) * N + tl.minimum(rows, N - 1)
+    start = w_rows[:, None] * K
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        w_tile = LOAD(w, start, k, None if K % BLOCK_K == 0 else K - k, BLOCK_K, 8, GROUP)
+        x_tile = _tile_of_x(x, x_rows, k, K, BLOCK_K, COLUMNS)
+        if EMULATED:  # the interpreter's own bf16 products are wrong
+            x_tile = x_tile.to(tl.float32)
+        values = VALUES(w_tile, SCALES).to(x_tile.dtype)
+        acc = tl.dot(values, tl.trans(x_tile), acc, input_precision="ieee")
+    if GAIN is not None:
+        acc *= row_scale(w, w_rows, rows < N, GAIN)[:, None]
+    STORE(args, acc, rows, slots.to(tl.int64), mask, N)
+
+
+@jit
+def _store_hidden(args, acc, rows, slots, mask, N: tl.constexpr):
+    """silu(a) * b of neighbouring rows a and b, times the slots' weights, in args[0] [T k, F].
+    args[1]: the weights."""
+    HALF: tl.constexpr = acc.shape[0] // 2
+    a, b = tl.split(acc.reshape(HALF, 2, acc.shape[1]).permute(0, 2, 1))
+    weights = tl.load(args[1] + slots, mask=mask, other=0.0)
+    h = a / (1.0 + tl.exp(-a)) * b * weights[None, :]
+    offs_f = tl.min(rows, 0) // 2 + tl.arange(0, HALF)
+    pointers = args[0] + slots[None, :] * (N // 2) + offs_f[:, None]
+    tl.store(
+        pointers, h.to(args[0].dtype.element_ty), mask=mask[None, :] & (offs_f[:, None] < N // 2)
+    )
+
+
+@jit
+def _store_slots(args, acc, rows, slots, mask, N: tl.constexpr):
+    """The products in args[0] [T k, N]."""
+    pointers = args[0] + slots[None, :] * N + rows[:, None]
+    tl.store(pointers, acc.to(args[0].dtype.element_ty), mask=mask[None, :] & (rows[:, None] < N))
+
+
+@jit
+def _add_slots_kernel(
+    y, residual, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """residual += the sum over a token's slots. y [T, SLOTS, N], residual [T, N]"""
+    gdc_launch_dependents(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.arange(0, BLOCK_S)
+    gdc_wait(PDL)
+    mask = (slots[:, None] < SLOTS) & (offs_n[None, :] < N)
+    pointers = y + (t * SLOTS + slots[:, None]) * N + offs_n[None, :]
+    terms = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    pointers = residual + t * N + offs_n
+    old = tl.load(pointers, mask=offs_n < N, other=0.0).to(tl.float32)
+    new = old + tl.sum(terms, 0)
+    tl.store(pointers, new.to(residual.dtype.element_ty), mask=offs_n < N)
+
+
+class GroupedSizes(NamedTuple):
+    """How a grouped product is divided: tiles of `slots` slots by `rows` rows of W, `columns`
+    columns at a time."""
+
+    slots: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def grouped_sizes(device: torch.device, bytes_each: int, slots: int, experts: int) -> GroupedSizes:
+    """For so many slots in all, and activations of so many bytes each."""
+    each = slots / experts
+    if each <= 8:
+        tile = 16
+    elif each <= 24:
+        tile = 32
+    else:
+        tile = 64
+    columns = 128 // bytes_each
+    return GroupedSizes(tile, 128, columns, 4, 4 if capability(device) == 90 else 3)
+
+
+def _grouped(x: Tensor, w: Matrix, N: int, routes: Routes, shared: int, store, args: tuple) -> None:
+    """The products of all slots with N rows of their experts. x [T k / shared, K]"""
+    slots, E, K = routes.ids.numel(), len(routes.counts), w.columns
+    assert x.shape == (slots // shared, K) and w.rows == E * N, (x.shape, w.shape, N)
+    sizes = grouped_sizes(x.device, x.element_size(), slots, E)
+    blocks = min(slots, triton.cdiv(slots, sizes.slots) + E - 1)
+    launch(
+        _grouped_kernel,
+        (triton.cdiv(N, sizes.rows), blocks),
+        x.device,
+        x,
+        w.tensors,
+        routes.order,
+        routes.counts,
+        args,
+        E=E,
+        N=N,
+        K=K,
+        SHARED=shared,
+        BLOCK_M=sizes.slots,
+        BLOCK_N=sizes.rows,
+        BLOCK_K=sizes.columns,
+        STAGES=sizes.stages,
+        BLOCK_E=triton.next_power_of_2(E),
+        STORE=store,
+        warps=sizes.warps,
+        **format_of(w).decoding(),
+    )
+
+
+def swiglu(normed: Tensor, w13: Matrix, routes: Routes) -> Tensor:
+    """Several tokens. normed [T, C] -> h [T, k, F], times the weights."""
+    T, k = routes.ids.shape
+    N = w13.rows // len(routes.counts)
+    h = normed.new_empty(T, k, N // 2)
+    _grouped(normed, w13, N, routes, k, _store_hidden, (h, routes.weights))
+    return h
+
+
+def linear_add(h: Tensor, w2: Matrix, residual: Tensor, routes: Routes) -> Tensor:
+    """Several tokens. h [T, k, F], residual [T, C]"""
+    T, k = routes.ids.shape
+    C = residual.shape[1]
+    y = h.new_empty(T, k, C)
+    _grouped(h.view(T * k, -1), w2, C, routes, 1, _store_slots, (y,))
+    block = min(1024, triton.next_power_of_2(C))
+    sizes = dict(N=C, SLOTS=k, BLOCK_S=triton.next_power_of_2(k), BLOCK=block)
+    launch(_add_slots_kernel, (T, triton.cdiv(C, block)), h.device, y, residual, **sizes)
+    return residual
