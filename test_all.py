@@ -4839,6 +4839,46 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         assert ours.apply_chat_template(messages, more) == expected, messages
 
 
+def in_vocabulary(raw: dict, config: dict, name: str) -> None:
+    added = raw.pop("added_tokens")
+    raw["added_tokens"] = []
+    raw["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
+    contents = [token["content"] for token in added]
+    config[name] = dict(zip("abcde", contents)) if name == "extra_special_tokens" else contents
+
+
+def with_gaps(raw: dict, config: dict) -> None:
+    for i, token in enumerate(raw["added_tokens"]):
+        token["id"] += 7 * i
+
+
+UNUSUAL = {
+    "special tokens named only": partial(in_vocabulary, name="additional_special_tokens"),
+    "special tokens named by a dict": partial(in_vocabulary, name="extra_special_tokens"),
+    "gaps between ids": with_gaps,
+    "ids in another order": lambda raw, config: raw["added_tokens"].reverse(),
+    "bos, says the configuration": lambda raw, config: config.update(add_bos_token=True),
+    "no bos, says the configuration": lambda raw, config: config.update(add_bos_token=False),
+    "special tokens are text": lambda raw, config: config.update(split_special_tokens=True),
+}
+
+
+@pytest.mark.parametrize("family", ["llama 3", "qwen 3"])
+@pytest.mark.parametrize("how", UNUSUAL)
+def test_unusual_tokenizer_json_equals_transformers(tmp_path, family, how):
+    folder = train_tokenizer_json(tmp_path, family)
+    config = folder / "tokenizer_config.json"
+    with changed_json(folder / "tokenizer.json") as raw, changed_json(config) as said:
+        UNUSUAL[how](raw, said)
+    ours, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("Once upon", " a  b"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    messages = conversation("hi", "hello", "again")
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours.apply_chat_template(messages) == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
 def test_template_has_what_transformers_gives(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(train_tokenizer_json(tmp_path, "llama 3"))
     source = (
@@ -5368,7 +5408,7 @@ BAD_GGUF = {
     "no pre-tokenizer": ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
     "another pre-tokenizer": ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking', which is not supported"),
     "another tokenizer": ({"tokenizer.ggml.model": "bert"}, "model is 'bert', which is not supported"),
-    "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 259}, "eos_token_id is [259, 257]; it must hold ids"),
+    "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 259}, "eos_token_id is [259, 257, 258]; it must"),
     "no merges": ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
     "no embedding": ({"token_embd.weight": None}, "lacks the tensor token_embd.weight"),
     "quantised norm": ({"output_norm.weight": (8, torch.zeros(68, dtype=torch.uint8))}, "is [64] in another type"),
@@ -5383,6 +5423,26 @@ BAD_GGUF = {
     **{f"factors of {x}": ({"rope_freqs.weight": torch.tensor([1.0] * 7 + [x])}, "must be finite and above 0")
        for x in (0.0, -1.0, NAN, INF)},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_gguf_tokens_that_end_an_answer(tmp_path, small_gguf, kind):
+    """Control tokens by their text, whatever their type, as measured in llama.cpp's server."""
+    ends = ["<|end|>", "<end_of_turn>", "<eos>", "[EOS]", "[EOT]", "<|fim_pad|>", "<|file_sep|>"]
+    others = ["<|EOT|>", "<|end_of_turn|>", "<file_sep>"]
+    metadata, tensors = small_gguf
+    tokens = ["a", "b", "ab", *ends, *others, *map(str, range(246))]
+    about = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 3 + [kind] * 10 + [1] * 246,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.fim_rep_token_id": 1,
+    }
+    file = write_gguf(tmp_path / "a.gguf", metadata | about, tensors)
+    config = read_config(file)
+    assert config.eos_ids == (0, 1, *range(3, 10))
+    tokenizer = Tokenizer(file, config.vocab_size)
+    assert {*ends} <= tokenizer.control.keys() and tokenizer.decode([*range(3, 10)]) == ""
 
 
 @pytest.mark.parametrize("how", BAD_GGUF)
@@ -5500,7 +5560,7 @@ def test_gguf_sentencepiece(tmp_path):
     assert ours.apply_chat_template(chat) == original.apply_chat_template(chat)
     more = {"<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4, "[PAD4099]": 2, "[PAD4100]": 2, "": 5}
     ours = tokenizer(4102, {f"{IDS}add_bos_token": False, f"{IDS}add_space_prefix": False}, **more)
-    assert ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
+    assert ours.control.keys() == {"<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"}
     assert ours.control["<|im_start|>"] == 4096
     assert 4098 in ours.encode("so <think> hm") and 4097 not in ours.encode("<|im_end|>")
     assert ours.decode([4097, *ours.encode("a b")]) == "a b" and not ours.vocabulary.adds_space
@@ -5538,7 +5598,7 @@ def test_gguf_byte_pairs(name, tmp_path):
     own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
     own.add_tokens(["<think>", "~x~"])
     kinds = {"<|im_end|>": 3, "<|endoftext|>": 3, "<think>": 4, "~x~": 4}
-    tokens = [*map(own.id_to_token, range(own.get_vocab_size())), "[PAD]"]
+    tokens = [*map(own.id_to_token, range(own.get_vocab_size())), "[PAD9]"]
     size = len(tokens) - 1
     metadata = {"general.architecture": "llama"} | BYTES | {
         f"{IDS}pre": name,

@@ -156,24 +156,17 @@ class Vocabulary:
     # "<think>": a control token, special or not
     MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)
 
-    def _describe(self, added: dict[int, dict], config: dict, pieces: dict[str, int]) -> None:
+    def _describe(self, added: dict[int, dict]) -> None:
         """Take what is known of the added tokens, by id, which both kinds of vocabulary treat
-        alike, even where they replace a piece of the vocabulary. Pieces that the configuration
-        names as bos or eos are added tokens as well."""
-        texts = {token["content"] for token in added.values()}
-        for name in ("bos_token", "eos_token"):
-            text = text_of(config.get(name))
-            i = pieces.get(text, -1)
-            if text not in texts and i >= 0 and i not in added:
-                added[i] = ADDED | {"id": i, "content": text}
+        alike, even where they replace a piece of the vocabulary."""
         self._added = added
         self.lstrip = {token["content"] for token in added.values() if token["lstrip"]}
         self.rstrip = {token["content"] for token in added.values() if token["rstrip"]}
-        self.control = {}
-        for i, token in added.items():
-            marked = self.MARK.fullmatch(token["content"])
-            if token.get("control", token["special"] or marked):
-                self.control[token["content"]] = i
+        self.control = {t["content"]: i for i, t in added.items() if self._is_control(t)}
+
+    def _is_control(self, token: dict) -> bool:
+        marked = self.MARK.fullmatch(token["content"]) is not None
+        return token.get("control", token["special"] or marked)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for, none for a control token or one beyond the
@@ -259,7 +252,8 @@ class SentencePiece(Vocabulary):
         except (RuntimeError, ValueError, IndexError):
             instead = "of Llama 3, take the folder in Hugging Face's layout"
             raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
-        self._describe(added, config, {piece: i for i, piece in enumerate(pieces)})
+        add_named(added, config, {piece: i for i, piece in enumerate(pieces)})
+        self._describe(added)
         self.size_with_added = max([self.size - 1, *added]) + 1
         for i, piece in enumerate(pieces):
             # of the turn marks only user-defined symbols are always found
@@ -361,6 +355,23 @@ def added_tokens(
     return added
 
 
+def add_named(added: dict[int, dict], config: dict, pieces: dict[str, int]) -> None:
+    """Add the pieces of the vocabulary that the configuration names: as in transformers, they are
+    added tokens as well."""
+    named = [config.get(name) for name in NAMES]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name)
+        if isinstance(more, dict):
+            more = [*more.values()]
+        if isinstance(more, list):
+            named += more
+    texts = {token["content"] for token in added.values()}
+    for text in map(text_of, named):
+        i = pieces.get(text, -1)
+        if text not in texts and i >= 0 and i not in added:
+            added[i] = ADDED | {"id": i, "content": text}
+
+
 class TokenizerJson(Vocabulary):
     """A tokenizer.json, run by the library that defines it (tokenizers)."""
 
@@ -373,10 +384,8 @@ class TokenizerJson(Vocabulary):
             vocab = raw["model"]["vocab"]
             if isinstance(vocab, list):  # of Unigram: pieces and their scores
                 vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-            self._describe(added, config, vocab)
-            as_text = [
-                token | {"special": token["content"] in self.control} for token in added.values()
-            ]
+            add_named(added, config, vocab)
+            as_text = [token | {"special": self._is_control(token)} for token in added.values()]
             # A decoder may be composed of several
             kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))
             whole = raw | {"truncation": None, "padding": None, "added_tokens": as_text}
@@ -385,6 +394,10 @@ class TokenizerJson(Vocabulary):
             raise
         except BaseException as error:  # the library's PanicException is not an Exception
             raise ValueError(f"{file} is not a valid tokenizer: {error}") from None
+        # The library counts on from the vocabulary, whatever ids the files say
+        ids = [self._library.token_to_id(token["content"]) for token in added.values()]
+        added = dict(zip(ids, added.values()))
+        self._describe(added)
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
             said = ", ".join(sorted(kinds)) or "absent"
             raise ValueError(f"{file}: its decoder is {said}, which is not supported")
@@ -418,10 +431,8 @@ class TokenizerJson(Vocabulary):
         return piece.replace("\u2581", " ").encode()
 
     def starts(self, bos: int, config: dict) -> list[int]:
-        """What the configuration says or, if it says nothing, the file's post-processor."""
-        adds_bos = config.get("add_bos_token")
-        if adds_bos is not None:
-            return [bos] if adds_bos and bos >= 0 else []
+        """What the file's post-processor adds. As in transformers, the configuration does not
+        matter."""
         text, _ = self._encode("a")
         whole = self._library.encode("a").ids
         for i in range(len(whole)):
@@ -540,7 +551,8 @@ class Tokenizer:
                 f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}"
             )
         self.control = self.vocabulary.control
-        self.control_pattern = any_of(self.control)
+        as_text = self.config.get("split_special_tokens") is True
+        self.control_pattern = any_of(() if as_text else self.control)
         self._longest = max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
