@@ -2043,18 +2043,55 @@ def test_sampling_of_the_checkpoint(cli, copy):
     file.write_text(json.dumps(fields))
     run = lambda *flags: cli("-m", copy, "-p", "Once", "-n", 8, "-s", 1, *flags)
     _, own, err = run()
-    assert "sampling  temp 0, top-p 0.5, repeat-penalty 1.5 (the checkpoint's own" in err
-    _, same, err = run("--temp", 0, "--top-p", 0.5, "--repeat-penalty", 1.5)
+    assert (
+        "sampling  temp 0, top-p 0.5, repeat-penalty 1.5, repeat-last-n -1 (the checkpoint's" in err
+    )
+    same_flags = ("--temp", 0, "--top-p", 0.5, "--repeat-penalty", 1.5, "--repeat-last-n", -1)
+    _, same, err = run(*same_flags)
     assert own == same and "sampling  " not in err
     assert "sampling  top-p 0.5 (" in run("--repeat-penalty", 1, "--temp", 0)[2]
+    edit(file, min_p=0.3)
+    assert (
+        "min-p 0.3, " in run()[2] and "min-p" not in run("--min-p", 0)[2].partition("sampling")[2]
+    )
     edit(file, top_p=2)
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
     assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
     edit(file, temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
-    expected = dict(temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5)
+    expected = dict(temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5, repeat_last_n=-1)
     assert config_module.read_sampling(copy) == expected
     edit(file, do_sample=False)
     assert config_module.read_sampling(copy)["temp"] == 0, "as transformers generates"
+
+
+def test_penalty_of_the_checkpoint_equals_transformers(tmp_path):
+    """It looks back on all tokens, the prompt's too."""
+    theirs = hugging_face_model(350)
+    theirs.save_pretrained(tmp_path)
+    train_sentencepiece(tmp_path)
+    said = dict(do_sample=False, eos_token_id=2, repetition_penalty=1.4)
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    prompt = [random.randrange(3, 300) for _ in range(90)]
+    ours = Session(tmp_path, device="cpu", dtype="fp32", quiet=True).generate(prompt, n=60).finish()
+    theirs.generation_config = transformers.GenerationConfig.from_pretrained(tmp_path)
+    ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=60, pad_token_id=0)[
+        0, 90:
+    ].tolist()
+    assert ours.ids == [i for i in ids if i != 2] and len(ids) > 10
+
+
+def test_settings_that_are_not_supported(cli, copy):
+    """One line says so, where they would have an effect."""
+    file = copy / "generation_config.json"
+    run = lambda *flags: cli("-m", copy, "-p", "Once", "-n", 1, "--temp", 0, *flags)[2]
+    off = dict(num_beams=1, typical_p=1.0, no_repeat_ngram_size=0, bad_words_ids=None, min_length=0)
+    file.write_text(json.dumps(off))
+    assert "note" not in run()
+    edit(file, num_beams=4, typical_p=0.9, no_repeat_ngram_size=3)
+    expected = "note: generation_config.json: num_beams, no_repeat_ngram_size, typical_p: not supported, ignored\n"
+    assert run().count(expected) == 1 and run("--quiet") == ""
+    edit(file, do_sample=False, num_beams=1)
+    assert "note: generation_config.json: no_repeat_ngram_size: not supported, ignored\n" in run()
 
 
 @pytest.mark.parametrize("trained, size, context", [
@@ -2203,7 +2240,7 @@ def test_flags_at_their_edges(flag, capfd, monkeypatch):
 def test_flags_that_are_not_given():
     args = vars(run.parse_args([]))
     expected = dict(
-        n_predict=-1, stop=[], ignore_eos=False, escape=True, min_p=0.05, repeat_last_n=64,
+        n_predict=-1, stop=[], ignore_eos=False, escape=True, min_p=None, repeat_last_n=None,
         temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
         format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4,
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
@@ -3766,27 +3803,32 @@ SAID = [
     ),
 ]  # fmt: skip
 
+LEFT_OUT = dict(num_attention_heads=32, max_position_embeddings=None, num_key_value_heads=None)
+
 
 @pytest.mark.parametrize("family, fields", [
     *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3"), SAID),
     *itertools.product(("Qwen2", "Qwen3"), WINDOWS),
+    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3"), [LEFT_OUT]),
 ], ids=str)  # fmt: skip
 def test_config_fields_and_defaults(tmp_path, family, fields):
     """Absent fields have transformers' defaults. A window counts where a layer has it."""
-    said = GIVEN | fields | {"model_type": family.lower()}
+    given = {name: value for name, value in (GIVEN | fields).items() if value is not None}
+    said = given | {"model_type": family.lower()}
     (tmp_path / "config.json").write_text(json.dumps(said))
     ours = read_config(tmp_path)
-    theirs = getattr(transformers, f"{family}Config")(**GIVEN | fields)
+    theirs = getattr(transformers, f"{family}Config")(**given)
     windows = {"sliding_attention"} & set(getattr(theirs, "layer_types", None) or [])
     window = None if family == "Llama" else theirs.sliding_window
     if family.startswith("Qwen") and not windows:
         window = None
     expected = dict(
-        dim=64, hidden_dim=96, n_layers=2, n_heads=4, vocab_size=300, sliding_window=window,
+        dim=64, hidden_dim=96, n_layers=2, vocab_size=300, sliding_window=window,
+        n_heads=theirs.num_attention_heads,
         n_kv_heads=theirs.num_key_value_heads, norm_eps=theirs.rms_norm_eps,
         rope_theta=theirs.rope_parameters["rope_theta"], max_seq_len=theirs.max_position_embeddings,
         tie_embeddings=theirs.tie_word_embeddings,
-        head_dim=getattr(theirs, "head_dim", None) or 16,
+        head_dim=getattr(theirs, "head_dim", None) or 64 // theirs.num_attention_heads,
         qkv_bias=family == "Qwen2", qk_norm=family == "Qwen3",
     )  # fmt: skip
     assert {name: getattr(ours, name) for name in expected} == expected
@@ -3823,9 +3865,12 @@ def test_sizes_of_the_context(copy, fields, asked, size):
 def test_config_eos_of_both_files(copy):
     edit(copy / "config.json", eos_token_id=[7, 2], bos_token_id=5)
     edit(copy / "generation_config.json", eos_token_id=[2, 9])
-    assert read_config(copy).eos_ids == (2, 9, 7) and read_config(copy).bos_id == 1
+    # as in transformers, an id that only config.json names does not end a text
+    assert read_config(copy).eos_ids == (2, 9) and read_config(copy).bos_id == 1
     edit(copy / "generation_config.json", bos_token_id=None, eos_token_id=0)
-    assert read_config(copy).eos_ids == (0, 7, 2) and read_config(copy).bos_id == 5
+    assert read_config(copy).eos_ids == (0,) and read_config(copy).bos_id == 5
+    edit(copy / "generation_config.json", eos_token_id=None)
+    assert read_config(copy).eos_ids == (7, 2)
 
 
 # ---- extra/hub.py
@@ -4054,12 +4099,22 @@ SPOILED = {
         spoil_config(model_type="mistral", sliding_window=64), "sliding_window is 64: a context of 256"
     ),
     "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
+    "both directions": (spoil_config(is_causal=False), "is_causal is False"),
+    "rope by layers": (
+        spoil_config(rope_parameters={"full_attention": {"rope_theta": 1e6}}), "RoPE of their own (full_attention)",
+    ),
+    "params.json with yarn": (
+        lambda f: [to_meta(f, 1), edit(f / "params.json", yarn={"factor": 4})], "params.json: yarn is {'factor': 4}",
+    ),
     "another rope": (spoil_config(rope_parameters={"rope_type": "dynamic"}), "rope_type is 'dynamic'"),
     **{f"yarn, {name}": (spoil_config(rope_parameters={"rope_type": "yarn", name: value}), f"{name} is {value}")
        for name, value in (("truncate", False), ("mscale_all_dim", 1.0))},
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
        for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
-    "eos beyond the vocabulary": (spoil_config(eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]"),
+    "eos beyond the vocabulary": (
+        both(remove("generation_config.json"), spoil_config(eos_token_id=[2, 9999])),
+        "config.json: eos_token_id is [2, 9999]",
+    ),
     "eos beyond it in generation_config.json": (
         lambda f: edit(f / "generation_config.json", eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]",
     ),
@@ -5397,6 +5452,7 @@ BAD_GGUF = {
     ) for number, name in OTHER_TYPES.items()},
     "another architecture": ({"general.architecture": "gemma3"}, "architecture is 'gemma3', which is not supported"),
     "experts": ({"llama.expert_count": 8}, "is a mixture of experts"),
+    "both directions": ({"llama.attention.causal": False}, "is_causal is False, which is not supported"),
     "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
     "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
     "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
@@ -5828,6 +5884,10 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
         "W4A16", spoil_config(quantization_config=PACKED() | {"config_groups": {
             "a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}),
         "several kinds of config_groups: take",
+    ),
+    "transforms": (
+        "W4A16", spoil_config(quantization_config=PACKED() | {"transform_config": {"config_groups": {"R4": {}}}}),
+        "as pack-quantized with transforms: take",
     ),
     "gemv": (*config_with("AWQ", version="gemv"), "awq with version 'gemv'"),
     "act-order": ("GPTQ", put(f"{PROJ}g_idx", lambda t: t.flip(0)), f"{PROJ}weight has columns in act-order"),

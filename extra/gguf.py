@@ -310,6 +310,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
     return {
         "model_type": arch,
         "hidden_act": "silu",
+        "is_causal": said("attention.causal"),
         "hidden_size": said("embedding_length"),
         "num_hidden_layers": said("block_count"),
         "num_attention_heads": said("attention.head_count"),
