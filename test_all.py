@@ -4371,9 +4371,11 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         refused("empty", "division by zero")
     # inside the folder, which may be a mount point, with its own mode
     empty.chmod(0o2750)
+    (empty / "lost+found").mkdir()  # as in a new file system
     place = empty.stat()
     assert cli("-m", copy, "--save", empty, "--fp8", "--quiet") == (0, "", "")
     assert (place.st_ino, place.st_mode) == (empty.stat().st_ino, empty.stat().st_mode)
+    (empty / "lost+found").rmdir()
     assert all(f.is_file() for f in empty.iterdir())
     modes = {f.stat().st_mode & 0o777 for f in (*empty.iterdir(), copy / "config.json")}
     assert len(modes) == 1
@@ -4562,6 +4564,14 @@ def test_template_texts(tiny, name):
         [t.control[part]] if part in t.control else t.vocabulary.sp.encode(part) for part in parts
     ]
     assert prompt.ids == [t.bos, *itertools.chain.from_iterable(ids)]
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral"])
+def test_a_system_prompt_within_a_talk_is_no_answer(tiny, name):
+    t = Tokenizer(tiny, chat_template=name)
+    late = {"role": "system", "content": "S"}
+    with pytest.raises(ValueError, match="the chat template says: a system prompt comes first"):
+        t.chat_prompt([*conversation("U", "A"), late, *conversation("V")])
 
 
 def test_find_template(tmp_path):
@@ -5542,7 +5552,7 @@ GGUF_FIELDS = [
     (YARN_GGUF, dict(rope_gain=1 + 0.1 * 2.0794415416798357)),
     (YARN_GGUF | {f"{ROPE}attn_factor": F32(0.5)}, dict(rope_gain=0.5 + 0.05 * 2.0794415416798357)),
     ({f"{IDS}bos_token_id": 3, f"{IDS}eot_token_id": 0}, dict(bos_id=3, eos_ids=(258, 0, 257))),
-    ({f"{IDS}eos_token_id": None, f"{IDS}eom_token_id": 5}, dict(eos_ids=(5, 257))),
+    ({f"{IDS}eos_token_id": None, f"{IDS}eom_token_id": 5}, dict(eos_ids=(5, 257, 258))),
     ({f"{IDS}add_bos_token": True, "general.file_type": 1, "general.quantization_version": 2,
       "general.name": "x", f"{IDS}padding_token_id": 4}, dict(bos_id=None, eos_ids=(258, 257))),
 ]  # fmt: skip

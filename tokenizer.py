@@ -34,7 +34,8 @@ TEMPLATES = {
 {% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}\
 {% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
 {{ bos_token ~ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
-{% else %}{{ ' ' ~ message['content'].strip() ~ ' ' ~ eos_token }}{% endif %}{% endfor %}""",
+{% elif message['role'] == 'assistant' %}{{ ' ' ~ message['content'].strip() ~ ' ' ~ eos_token }}\
+{% else %}{{ raise_exception('a system prompt comes first') }}{% endif %}{% endfor %}""",
     "zephyr": """\
 {{ bos_token }}{% for message in messages %}\
 {{ '<|' ~ message['role'] ~ '|>\\n' ~ message['content'] ~ eos_token ~ '\\n' }}{% endfor %}\
@@ -51,7 +52,8 @@ TEMPLATES = {
 {{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\\n\\n' %}\
 {% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
 {{ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
-{% else %}{{ ' ' ~ message['content'].strip() ~ eos_token }}{% endif %}{% endfor %}""",
+{% elif message['role'] == 'assistant' %}{{ ' ' ~ message['content'].strip() ~ eos_token }}\
+{% else %}{{ raise_exception('a system prompt comes first') }}{% endif %}{% endfor %}""",
     "plain": """\
 {{ bos_token }}{% for message in messages %}\
 {{ message['content'] + ('' if message['role'] == 'user' else '\\n') }}{% endfor %}""",
