@@ -4692,6 +4692,26 @@ def test_added_tokens_of_a_tokenizer_model(copy):
         assert not {unused, size} & set(t.encode(typed)) and t.decode(t.encode(typed)) == typed
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_added_tokens_that_are_whole_words(copy, as_json):
+    """Beside a letter they are not found, in a text or in what the template writes."""
+    folder = copy
+    if as_json:
+        (copy / "tokenizer.model").unlink()
+        train_tokenizer_json(copy, "llama 3")
+    first = Tokenizer(folder).vocabulary.size_with_added
+    flags = dict(single_word=True, lstrip=False, rstrip=False, normalized=False)
+    word, mark = (dict(content=c, special=c != "zqzq", **flags) for c in ("zqzq", "<q>"))
+    template = "x<q>y <q> {{ messages[0].content }}"
+    config = dict(added_tokens_decoder={first: word, first + 1: mark}, chat_template=template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    t = Tokenizer(folder)
+    for text, count in ("zqzq", 1), ("a zqzq, b zqzq", 2), ("azqzq zqzqs _zqzq zqzq1", 0):
+        assert t.encode(text).count(first) == count, text
+    ids = t.apply_chat_template(conversation("zqzq zqzqs"))
+    assert ids.count(first) == 1 and ids.count(first + 1) == 1
+
+
 def test_candidates_for_a_vocabulary(tmp_path):
     """A whole tokenizer.json comes before a tokenizer.model, of whatever kind, and before that of
     the parent. Where LlamaTokenizer is named, its flags decide about spaces, as in transformers."""

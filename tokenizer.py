@@ -126,10 +126,14 @@ def compiled(template: str):
 # ---- vocabularies
 
 
-def any_of(texts: Collection[str]) -> re.Pattern:
-    """A pattern that matches these texts, preferring the longest."""
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+def any_of(texts: Collection[str], words: Collection[str] = ()) -> re.Pattern:
+    """A pattern that matches these texts, preferring the longest; those that are among the words,
+    where no letter is beside them."""
+    patterns = []
+    for text in sorted(filter(None, texts), key=len, reverse=True):
+        escaped = re.escape(text)
+        patterns.append(rf"(?<!\w){escaped}(?!\w)" if text in words else escaped)
+    return re.compile("|".join(patterns) or "(?!)")
 
 
 def encode_continuation(text: str, encode: Callable[[str], list[int]]) -> list[int]:
@@ -164,6 +168,7 @@ class Vocabulary:
         self._added = added
         self.lstrip = {token["content"] for token in added.values() if token["lstrip"]}
         self.rstrip = {token["content"] for token in added.values() if token["rstrip"]}
+        self.single = {token["content"] for token in added.values() if token["single_word"]}
         self.control = {t["content"]: i for i, t in added.items() if self._is_control(t)}
 
     def _is_control(self, token: dict) -> bool:
@@ -272,7 +277,7 @@ class SentencePiece(Vocabulary):
             if i < self.size and pieces[i] != token["content"]:
                 text = pieces[i].replace("\u2581", " ").encode()
                 self._instead[i] = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in text]
-        self._word = any_of(self._words)
+        self._word = any_of(self._words, self.single)
         ids = {
             "bos_token": self.sp.bos_id(),
             "eos_token": self.sp.eos_id(),
@@ -554,7 +559,7 @@ class Tokenizer:
             )
         self.control = self.vocabulary.control
         as_text = self.config.get("split_special_tokens") is True
-        self.control_pattern = any_of(() if as_text else self.control)
+        self.control_pattern = any_of(() if as_text else self.control, self.vocabulary.single)
         self._longest = max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}
