@@ -4587,6 +4587,7 @@ def test_find_template(tmp_path):
     assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
     assert find_template(folder, own)[0] == "own"
     assert find_template(folder, {"chat_template": several})[0] == "x"
+    assert find_template(folder, {"chat_template": {"rag": "y", "default": "x"}})[0] == "x"
     (folder / "chat_template.jinja").write_text("from the file")
     assert find_template(folder, own)[0] == "from the file"
     assert find_template(folder, own, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")
@@ -4948,6 +4949,31 @@ UNUSUAL = {
 }
 
 
+def test_spaces_of_another_sign(tmp_path):
+    """What the decoder says stands for a space, or for anything else."""
+    with changed_json(train_tokenizer_json(tmp_path, "mistral 7b v0.3") / "tokenizer.json") as raw:
+        text = json.dumps(raw["model"]).replace("\\u2581", "|")
+        replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "A"}
+        raw["model"] = json.loads(text)
+        raw["pre_tokenizer"] |= {"replacement": "|"}
+        raw["decoder"]["decoders"][0]["pattern"]["String"] = "|"
+        raw["decoder"]["decoders"].insert(0, replace)
+    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Once upon a time", "\u00e9  a"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert "A" in ours.decode(ids) and "|" not in ours.decode(ids)
+
+
+def test_no_merges_are_left_out(tmp_path):
+    """A dropout is for training."""
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        raw["model"]["dropout"] = 0.9
+    t = Tokenizer(tmp_path)
+    assert len({tuple(t.encode("Once upon a time")) for _ in range(9)}) == 1
+
+
 @pytest.mark.parametrize("family", ["llama 3", "qwen 3"])
 @pytest.mark.parametrize("how", UNUSUAL)
 def test_unusual_tokenizer_json_equals_transformers(tmp_path, family, how):
@@ -5072,6 +5098,18 @@ def test_many_control_tokens(tmp_path):
 SPOILED_JSON = {  # a change to tokenizer.json, and what is said of it
     "of another kind": (lambda raw: raw["model"].update(type="Magic"), "is not a valid tokenizer"),
     "without a decoder": (lambda raw: raw.update(decoder=None), "its decoder is absent"),
+    "a decoder that lengthens": (
+        lambda raw: raw.update(
+            decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+        ),
+        "its decoder replaces {'String': 'a'} by 'aa', which is not supported",
+    ),
+    "a pattern in the decoder": (
+        lambda raw: raw.update(
+            decoder={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}
+        ),
+        "its decoder replaces {'Regex': '.'} by '', which is not supported",
+    ),
     "another decoder": (lambda raw: raw.update(decoder={"type": "Fuse"}), "its decoder is Fuse"),
     "added tokens": (lambda raw: raw.update(added_tokens=[1, 2]), "is not a valid tokenizer"),
     "a panic": (

@@ -78,8 +78,9 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
         return read_text(file), f"the checkpoint's own ({file.name})"
     own = config.get("chat_template")
     if isinstance(own, list):  # several, by name
-        named = [t for t in own if isinstance(t, dict) and t.get("name") == "default"]
-        own = named[0].get("template") if named else None
+        own = {str(t.get("name")): t.get("template") for t in own if isinstance(t, dict)}
+    if isinstance(own, dict):
+        own = own.get("default")
     if isinstance(own, str):
         return own, "the checkpoint's own"
     path = str(folder.absolute()).lower()
@@ -392,11 +393,14 @@ class TokenizerJson(Vocabulary):
             if isinstance(vocab, list):  # of Unigram: pieces and their scores
                 vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
             add_named(added, config, vocab)
+            if "dropout" in raw["model"]:
+                raw["model"]["dropout"] = None  # merges left out at random are for training
             as_text = [token | {"special": self._is_control(token)} for token in added.values()]
             # A decoder may be composed of several
             kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))
             whole = raw | {"truncation": None, "padding": None, "added_tokens": as_text}
             self._library = tokenizers.Tokenizer.from_str(json.dumps(whole))
+            self._replaced = replacements(raw.get("decoder"))
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library's PanicException is not an Exception
@@ -435,7 +439,9 @@ class TokenizerJson(Vocabulary):
             return bytes(BYTE_LEVEL[c] for c in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
-        return piece.replace("\u2581", " ").encode()
+        for text, instead in self._replaced:
+            piece = piece.replace(text, instead)
+        return piece.encode()
 
     def starts(self, bos: int, config: dict) -> list[int]:
         """What the file's post-processor adds. As in transformers, the configuration does not
@@ -454,6 +460,22 @@ class TokenizerJson(Vocabulary):
             if i in self._control_ids and i != self._unknown and end - begin > 1:
                 begins.append(begin)
         return encoding.ids, begins
+
+
+def replacements(decoder: dict | None) -> list[tuple[str, str]]:
+    """What a valid decoder of a tokenizer.json replaces in a token, and with what. Raises
+    ValueError for a regular expression, and for what would make a token longer and longer."""
+    if decoder is None:
+        return []
+    if decoder["type"] == "Metaspace":
+        return [(decoder["replacement"], " ")]
+    if decoder["type"] == "Replace":
+        text, instead = decoder["pattern"].get("String", ""), decoder["content"]
+        if not len(text) >= max(1, len(instead)):
+            said = f"its decoder replaces {decoder['pattern']} by {instead!r}"
+            raise ValueError(f"{said}, which is not supported")
+        return [(text, instead)]
+    return [pair for inner in decoder.get("decoders", []) for pair in replacements(inner)]
 
 
 # GPT-2's alphabet has a character for each byte. Visible bytes of Latin-1 stand for themselves, the
