@@ -83,12 +83,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--top-p", type=within(float, 0, 1), metavar="X",
         help="keep the best tokens that together have this probability; 1 is off"
         " [the checkpoint's, or 0.95]")
-    add("--min-p", type=within(float, 0, 1), default=0.05, metavar="X",
-        help="drop tokens less probable than X times the best; 0 is off")
+    add("--min-p", type=within(float, 0, 1), metavar="X",
+        help="drop tokens less probable than X times the best; 0 is off [the checkpoint's, or 0.05]")
     add("--repeat-penalty", type=within(float, 0.01, 100), metavar="X",
         help="divide the logits of recent tokens; 1 is off [the checkpoint's, or 1]")
-    add("--repeat-last-n", type=within(int, -1), default=64, metavar="N",
-        help="how many tokens are recent; -1: the whole context")
+    add("--repeat-last-n", type=within(int, -1), metavar="N",
+        help="how many tokens are recent; -1: all [-1 with the checkpoint's penalty, or 64]")
     add("-s", "--seed", type=within(int, -1, (1 << 63) - 1), default=-1, metavar="N",
         help="-1: random, and printed")
 
@@ -234,9 +234,10 @@ def read_prompt(args: argparse.Namespace) -> str | None:
 
 def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
     """A session for the model that flags describe, here and in serve.py."""
+    from extra.config import unsupported_settings
     from session import Session
 
-    return Session(
+    session = Session(
         args.model,
         dtype=args.dtype,
         device=args.device,
@@ -254,6 +255,10 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
         ranks=ranks,
         sampling=sampling_flags(args),
     )
+    ignored = unsupported_settings(session.model.checkpoint.folder)
+    if ignored and not args.quiet:
+        note(f"note: generation_config.json: {', '.join(ignored)}: not supported, ignored")
+    return session
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, float]:

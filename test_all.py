@@ -2314,18 +2314,55 @@ def test_sampling_of_the_checkpoint(cli, copy):
     file.write_text(json.dumps(fields))
     run = lambda *flags: cli("-m", copy, "-p", "Once", "-n", 8, "-s", 1, *flags)
     _, own, err = run()
-    assert "sampling  temp 0, top-p 0.5, repeat-penalty 1.5 (the checkpoint's own" in err
-    _, same, err = run("--temp", 0, "--top-p", 0.5, "--repeat-penalty", 1.5)
+    assert (
+        "sampling  temp 0, top-p 0.5, repeat-penalty 1.5, repeat-last-n -1 (the checkpoint's" in err
+    )
+    same_flags = ("--temp", 0, "--top-p", 0.5, "--repeat-penalty", 1.5, "--repeat-last-n", -1)
+    _, same, err = run(*same_flags)
     assert own == same and "sampling  " not in err
     assert "sampling  top-p 0.5 (" in run("--repeat-penalty", 1, "--temp", 0)[2]
+    edit(file, min_p=0.3)
+    assert (
+        "min-p 0.3, " in run()[2] and "min-p" not in run("--min-p", 0)[2].partition("sampling")[2]
+    )
     edit(file, top_p=2)
     assert_refused(run(), "generation_config.json: top_p is 2; it must be a number from 0 to 1")
     assert run("--top-p", 0.5)[0] == 0, "what a flag overrides is not judged"
     edit(file, temperature=0.6, top_p=0.9, top_k=-1, min_p=0.2)
-    expected = dict(temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5)
+    expected = dict(temp=0.6, top_k=0, top_p=0.9, min_p=0.2, repeat_penalty=1.5, repeat_last_n=-1)
     assert config_module.read_sampling(copy) == expected
     edit(file, do_sample=False)
     assert config_module.read_sampling(copy)["temp"] == 0, "as transformers generates"
+
+
+def test_penalty_of_the_checkpoint_equals_transformers(tmp_path):
+    """It looks back on all tokens, the prompt's too."""
+    theirs = hugging_face_model(350)
+    theirs.save_pretrained(tmp_path)
+    train_sentencepiece(tmp_path)
+    said = dict(do_sample=False, eos_token_id=2, repetition_penalty=1.4)
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    prompt = [random.randrange(3, 300) for _ in range(90)]
+    ours = Session(tmp_path, device="cpu", dtype="fp32", quiet=True).generate(prompt, n=60).finish()
+    theirs.generation_config = transformers.GenerationConfig.from_pretrained(tmp_path)
+    ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=60, pad_token_id=0)[
+        0, 90:
+    ].tolist()
+    assert ours.ids == [i for i in ids if i != 2] and len(ids) > 10
+
+
+def test_settings_that_are_not_supported(cli, copy):
+    """One line says so, where they would have an effect."""
+    file = copy / "generation_config.json"
+    run = lambda *flags: cli("-m", copy, "-p", "Once", "-n", 1, "--temp", 0, *flags)[2]
+    off = dict(num_beams=1, typical_p=1.0, no_repeat_ngram_size=0, bad_words_ids=None, min_length=0)
+    file.write_text(json.dumps(off))
+    assert "note" not in run()
+    edit(file, num_beams=4, typical_p=0.9, no_repeat_ngram_size=3)
+    expected = "note: generation_config.json: num_beams, no_repeat_ngram_size, typical_p: not supported, ignored\n"
+    assert run().count(expected) == 1 and run("--quiet") == ""
+    edit(file, do_sample=False, num_beams=1)
+    assert "note: generation_config.json: no_repeat_ngram_size: not supported, ignored\n" in run()
 
 
 @pytest.mark.parametrize("trained, size, context", [
@@ -2472,7 +2509,7 @@ def test_flags_at_their_edges(flag, capfd, monkeypatch):
 def test_flags_that_are_not_given():
     args = vars(run.parse_args([]))
     expected = dict(
-        n_predict=-1, stop=[], ignore_eos=False, escape=True, min_p=0.05, repeat_last_n=64,
+        n_predict=-1, stop=[], ignore_eos=False, escape=True, min_p=None, repeat_last_n=None,
         temp=None, top_k=None, top_p=None, repeat_penalty=None, ctx_size=None, dtype="auto",
         format=None, kv_fp8=False, device="auto", threads=None, lookup=None, draft_max=4,
         mode="text", output="text", quiet=False, model=str(cli_module.DEFAULT_MODEL),
@@ -4090,19 +4127,23 @@ SAID = [
     ),
 ]  # fmt: skip
 
+LEFT_OUT = dict(num_attention_heads=32, max_position_embeddings=None, num_key_value_heads=None)
+
 
 @pytest.mark.parametrize("family, fields", [
     *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"), SAID),
     *itertools.product(("Qwen2", "Qwen3"), WINDOWS), ("Qwen3Moe", SLIDING),
+    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3"), [LEFT_OUT]),
     ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True)),
     ("Qwen3Moe", dict(num_local_experts=16)), ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=1)),
 ], ids=str)  # fmt: skip
 def test_config_fields_and_defaults(tmp_path, family, fields):
     """Absent fields have transformers' defaults. A window counts where a layer has it."""
-    said = GIVEN | fields | {"model_type": family.lower().replace("3moe", "3_moe")}
+    given = {name: value for name, value in (GIVEN | fields).items() if value is not None}
+    said = given | {"model_type": family.lower().replace("3moe", "3_moe")}
     (tmp_path / "config.json").write_text(json.dumps(said))
     ours = read_config(tmp_path)
-    theirs = getattr(transformers, f"{family}Config")(**GIVEN | fields)
+    theirs = getattr(transformers, f"{family}Config")(**given)
     windows = {"sliding_attention"} & set(getattr(theirs, "layer_types", None) or [])
     window = None if family == "Llama" else theirs.sliding_window
     if family in ("Qwen2", "Qwen3") and not windows:
@@ -4112,12 +4153,13 @@ def test_config_fields_and_defaults(tmp_path, family, fields):
         experts = dict(n_experts=theirs.num_experts, experts_per_token=theirs.num_experts_per_tok)
         experts["norm_topk"] = getattr(theirs, "norm_topk_prob", True)
     expected = experts | dict(
-        dim=64, hidden_dim=getattr(theirs, "moe_intermediate_size", 96), n_layers=2, n_heads=4,
+        dim=64, hidden_dim=getattr(theirs, "moe_intermediate_size", 96), n_layers=2,
+        n_heads=theirs.num_attention_heads,
         vocab_size=300, sliding_window=window,
         n_kv_heads=theirs.num_key_value_heads, norm_eps=theirs.rms_norm_eps,
         rope_theta=theirs.rope_parameters["rope_theta"], max_seq_len=theirs.max_position_embeddings,
         tie_embeddings=theirs.tie_word_embeddings,
-        head_dim=getattr(theirs, "head_dim", None) or 16,
+        head_dim=getattr(theirs, "head_dim", None) or 64 // theirs.num_attention_heads,
         qkv_bias=family == "Qwen2", qk_norm=family.startswith("Qwen3"),
     )  # fmt: skip
     assert {name: getattr(ours, name) for name in expected} == expected
@@ -4154,9 +4196,12 @@ def test_sizes_of_the_context(copy, fields, asked, size):
 def test_config_eos_of_both_files(copy):
     edit(copy / "config.json", eos_token_id=[7, 2], bos_token_id=5)
     edit(copy / "generation_config.json", eos_token_id=[2, 9])
-    assert read_config(copy).eos_ids == (2, 9, 7) and read_config(copy).bos_id == 1
+    # as in transformers, an id that only config.json names does not end a text
+    assert read_config(copy).eos_ids == (2, 9) and read_config(copy).bos_id == 1
     edit(copy / "generation_config.json", bos_token_id=None, eos_token_id=0)
-    assert read_config(copy).eos_ids == (0, 7, 2) and read_config(copy).bos_id == 5
+    assert read_config(copy).eos_ids == (0,) and read_config(copy).bos_id == 5
+    edit(copy / "generation_config.json", eos_token_id=None)
+    assert read_config(copy).eos_ids == (7, 2)
 
 
 # ---- extra/hub.py
@@ -4385,12 +4430,22 @@ SPOILED = {
         spoil_config(model_type="mistral", sliding_window=64), "sliding_window is 64: a context of 256"
     ),
     "listed dtype": (spoil_config(dtype=["float32"]), "torch_dtype is ['float32']"),
+    "both directions": (spoil_config(is_causal=False), "is_causal is False"),
+    "rope by layers": (
+        spoil_config(rope_parameters={"full_attention": {"rope_theta": 1e6}}), "RoPE of their own (full_attention)",
+    ),
+    "params.json with yarn": (
+        lambda f: [to_meta(f, 1), edit(f / "params.json", yarn={"factor": 4})], "params.json: yarn is {'factor': 4}",
+    ),
     "another rope": (spoil_config(rope_parameters={"rope_type": "dynamic"}), "rope_type is 'dynamic'"),
     **{f"yarn, {name}": (spoil_config(rope_parameters={"rope_type": "yarn", name: value}), f"{name} is {value}")
        for name, value in (("truncate", False), ("mscale_all_dim", 1.0))},
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
        for name, value in (("long_factor", [2.0] * 8), ("attention_factor", 1.5))},
-    "eos beyond the vocabulary": (spoil_config(eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]"),
+    "eos beyond the vocabulary": (
+        both(remove("generation_config.json"), spoil_config(eos_token_id=[2, 9999])),
+        "config.json: eos_token_id is [2, 9999]",
+    ),
     "eos beyond it in generation_config.json": (
         lambda f: edit(f / "generation_config.json", eos_token_id=[2, 9999]), "config.json: eos_token_id is [2, 9999]",
     ),
@@ -4650,9 +4705,11 @@ def test_save_is_whole_or_not_at_all(cli, copy, monkeypatch, tmp_path, hears_sig
         refused("empty", "division by zero")
     # inside the folder, which may be a mount point, with its own mode
     empty.chmod(0o2750)
+    (empty / "lost+found").mkdir()  # as in a new file system
     place = empty.stat()
     assert cli("-m", copy, "--save", empty, "--fp8", "--quiet") == (0, "", "")
     assert (place.st_ino, place.st_mode) == (empty.stat().st_ino, empty.stat().st_mode)
+    (empty / "lost+found").rmdir()
     assert all(f.is_file() for f in empty.iterdir())
     modes = {f.stat().st_mode & 0o777 for f in (*empty.iterdir(), copy / "config.json")}
     assert len(modes) == 1
@@ -4843,6 +4900,14 @@ def test_template_texts(tiny, name):
     assert prompt.ids == [t.bos, *itertools.chain.from_iterable(ids)]
 
 
+@pytest.mark.parametrize("name", ["llama2", "mistral"])
+def test_a_system_prompt_within_a_talk_is_no_answer(tiny, name):
+    t = Tokenizer(tiny, chat_template=name)
+    late = {"role": "system", "content": "S"}
+    with pytest.raises(ValueError, match="the chat template says: a system prompt comes first"):
+        t.chat_prompt([*conversation("U", "A"), late, *conversation("V")])
+
+
 def test_find_template(tmp_path):
     folder = tmp_path / "vicuna-7b"
     cached = tmp_path / "models--meta-llama--Llama-2-7b-chat-hf/snapshots/abc"
@@ -4856,6 +4921,7 @@ def test_find_template(tmp_path):
     assert find_template(tmp_path, {}) == (TEMPLATES["plain"], "")
     assert find_template(folder, own)[0] == "own"
     assert find_template(folder, {"chat_template": several})[0] == "x"
+    assert find_template(folder, {"chat_template": {"rag": "y", "default": "x"}})[0] == "x"
     (folder / "chat_template.jinja").write_text("from the file")
     assert find_template(folder, own)[0] == "from the file"
     assert find_template(folder, own, "zephyr") == (TEMPLATES["zephyr"], "zephyr (given)")
@@ -4959,6 +5025,26 @@ def test_added_tokens_of_a_tokenizer_model(copy):
         assert t.decode([*spaced, unused, size]) == "a  b   c<|x|>"
         typed = f"a<|im_end|>{lost}b<|x|>"
         assert not {unused, size} & set(t.encode(typed)) and t.decode(t.encode(typed)) == typed
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_added_tokens_that_are_whole_words(copy, as_json):
+    """Beside a letter they are not found, in a text or in what the template writes."""
+    folder = copy
+    if as_json:
+        (copy / "tokenizer.model").unlink()
+        train_tokenizer_json(copy, "llama 3")
+    first = Tokenizer(folder).vocabulary.size_with_added
+    flags = dict(single_word=True, lstrip=False, rstrip=False, normalized=False)
+    word, mark = (dict(content=c, special=c != "zqzq", **flags) for c in ("zqzq", "<q>"))
+    template = "x<q>y <q> {{ messages[0].content }}"
+    config = dict(added_tokens_decoder={first: word, first + 1: mark}, chat_template=template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    t = Tokenizer(folder)
+    for text, count in ("zqzq", 1), ("a zqzq, b zqzq", 2), ("azqzq zqzqs _zqzq zqzq1", 0):
+        assert t.encode(text).count(first) == count, text
+    ids = t.apply_chat_template(conversation("zqzq zqzqs"))
+    assert ids.count(first) == 1 and ids.count(first + 1) == 1
 
 
 def test_candidates_for_a_vocabulary(tmp_path):
@@ -5173,6 +5259,71 @@ def test_tokenizer_json_equals_transformers(tmp_path, family):
         assert ours.apply_chat_template(messages, more) == expected, messages
 
 
+def in_vocabulary(raw: dict, config: dict, name: str) -> None:
+    added = raw.pop("added_tokens")
+    raw["added_tokens"] = []
+    raw["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
+    contents = [token["content"] for token in added]
+    config[name] = dict(zip("abcde", contents)) if name == "extra_special_tokens" else contents
+
+
+def with_gaps(raw: dict, config: dict) -> None:
+    for i, token in enumerate(raw["added_tokens"]):
+        token["id"] += 7 * i
+
+
+UNUSUAL = {
+    "special tokens named only": partial(in_vocabulary, name="additional_special_tokens"),
+    "special tokens named by a dict": partial(in_vocabulary, name="extra_special_tokens"),
+    "gaps between ids": with_gaps,
+    "ids in another order": lambda raw, config: raw["added_tokens"].reverse(),
+    "bos, says the configuration": lambda raw, config: config.update(add_bos_token=True),
+    "no bos, says the configuration": lambda raw, config: config.update(add_bos_token=False),
+    "special tokens are text": lambda raw, config: config.update(split_special_tokens=True),
+}
+
+
+def test_spaces_of_another_sign(tmp_path):
+    """What the decoder says stands for a space, or for anything else."""
+    with changed_json(train_tokenizer_json(tmp_path, "mistral 7b v0.3") / "tokenizer.json") as raw:
+        text = json.dumps(raw["model"]).replace("\\u2581", "|")
+        replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "A"}
+        raw["model"] = json.loads(text)
+        raw["pre_tokenizer"] |= {"replacement": "|"}
+        raw["decoder"]["decoders"][0]["pattern"]["String"] = "|"
+        raw["decoder"]["decoders"].insert(0, replace)
+    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Once upon a time", "\u00e9  a"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert "A" in ours.decode(ids) and "|" not in ours.decode(ids)
+
+
+def test_no_merges_are_left_out(tmp_path):
+    """A dropout is for training."""
+    with changed_json(train_tokenizer_json(tmp_path, "llama 3") / "tokenizer.json") as raw:
+        raw["model"]["dropout"] = 0.9
+    t = Tokenizer(tmp_path)
+    assert len({tuple(t.encode("Once upon a time")) for _ in range(9)}) == 1
+
+
+@pytest.mark.parametrize("family", ["llama 3", "qwen 3"])
+@pytest.mark.parametrize("how", UNUSUAL)
+def test_unusual_tokenizer_json_equals_transformers(tmp_path, family, how):
+    folder = train_tokenizer_json(tmp_path, family)
+    config = folder / "tokenizer_config.json"
+    with changed_json(folder / "tokenizer.json") as raw, changed_json(config) as said:
+        UNUSUAL[how](raw, said)
+    ours, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("Once upon", " a  b"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    messages = conversation("hi", "hello", "again")
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours.apply_chat_template(messages) == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
 def test_template_has_what_transformers_gives(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(train_tokenizer_json(tmp_path, "llama 3"))
     source = (
@@ -5281,6 +5432,18 @@ def test_many_control_tokens(tmp_path):
 SPOILED_JSON = {  # a change to tokenizer.json, and what is said of it
     "of another kind": (lambda raw: raw["model"].update(type="Magic"), "is not a valid tokenizer"),
     "without a decoder": (lambda raw: raw.update(decoder=None), "its decoder is absent"),
+    "a decoder that lengthens": (
+        lambda raw: raw.update(
+            decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+        ),
+        "its decoder replaces {'String': 'a'} by 'aa', which is not supported",
+    ),
+    "a pattern in the decoder": (
+        lambda raw: raw.update(
+            decoder={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}
+        ),
+        "its decoder replaces {'Regex': '.'} by '', which is not supported",
+    ),
     "another decoder": (lambda raw: raw.update(decoder={"type": "Fuse"}), "its decoder is Fuse"),
     "added tokens": (lambda raw: raw.update(added_tokens=[1, 2]), "is not a valid tokenizer"),
     "a panic": (
@@ -5753,6 +5916,7 @@ BAD_GGUF = {
         {"llama.expert_count": 8, "llama.expert_used_count": 2}, "config: blk.0.ffn_gate_inp.weight is missing",
     ),
     "experts of others": ({"general.architecture": "mistral", "mistral.expert_count": 8}, "experts of 'mistral' are"),
+    "both directions": ({"llama.attention.causal": False}, "is_causal is False, which is not supported"),
     "no block_count": ({"llama.block_count": None}, "lacks the field num_hidden_layers"),
     "size in words": ({"llama.block_count": "two"}, "num_hidden_layers is 'two'; it must be a whole number"),
     "sizes": ({"llama.feed_forward_length": [9, 9]}, "; it must be a whole number"),
@@ -5764,7 +5928,7 @@ BAD_GGUF = {
     "no pre-tokenizer": ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
     "another pre-tokenizer": ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking', which is not supported"),
     "another tokenizer": ({"tokenizer.ggml.model": "bert"}, "model is 'bert', which is not supported"),
-    "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 259}, "eos_token_id is [259, 257]; it must hold ids"),
+    "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 259}, "eos_token_id is [259, 257, 258]; it must"),
     "no merges": ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
     "no embedding": ({"token_embd.weight": None}, "lacks the tensor token_embd.weight"),
     "quantised norm": ({"output_norm.weight": (8, torch.zeros(68, dtype=torch.uint8))}, "is [64] in another type"),
@@ -5779,6 +5943,26 @@ BAD_GGUF = {
     **{f"factors of {x}": ({"rope_freqs.weight": torch.tensor([1.0] * 7 + [x])}, "must be finite and above 0")
        for x in (0.0, -1.0, NAN, INF)},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_gguf_tokens_that_end_an_answer(tmp_path, small_gguf, kind):
+    """Control tokens by their text, whatever their type, as measured in llama.cpp's server."""
+    ends = ["<|end|>", "<end_of_turn>", "<eos>", "[EOS]", "[EOT]", "<|fim_pad|>", "<|file_sep|>"]
+    others = ["<|EOT|>", "<|end_of_turn|>", "<file_sep>"]
+    metadata, tensors = small_gguf
+    tokens = ["a", "b", "ab", *ends, *others, *map(str, range(246))]
+    about = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 3 + [kind] * 10 + [1] * 246,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.fim_rep_token_id": 1,
+    }
+    file = write_gguf(tmp_path / "a.gguf", metadata | about, tensors)
+    config = read_config(file)
+    assert config.eos_ids == (0, 1, *range(3, 10))
+    tokenizer = Tokenizer(file, config.vocab_size)
+    assert {*ends} <= tokenizer.control.keys() and tokenizer.decode([*range(3, 10)]) == ""
 
 
 @pytest.mark.parametrize("how", BAD_GGUF)
@@ -5822,7 +6006,7 @@ GGUF_FIELDS = [
     (YARN_GGUF, dict(rope_gain=1 + 0.1 * 2.0794415416798357)),
     (YARN_GGUF | {f"{ROPE}attn_factor": F32(0.5)}, dict(rope_gain=0.5 + 0.05 * 2.0794415416798357)),
     ({f"{IDS}bos_token_id": 3, f"{IDS}eot_token_id": 0}, dict(bos_id=3, eos_ids=(258, 0, 257))),
-    ({f"{IDS}eos_token_id": None, f"{IDS}eom_token_id": 5}, dict(eos_ids=(5, 257))),
+    ({f"{IDS}eos_token_id": None, f"{IDS}eom_token_id": 5}, dict(eos_ids=(5, 257, 258))),
     ({f"{IDS}add_bos_token": True, "general.file_type": 1, "general.quantization_version": 2,
       "general.name": "x", f"{IDS}padding_token_id": 4}, dict(bos_id=None, eos_ids=(258, 257))),
 ]  # fmt: skip
@@ -5896,7 +6080,7 @@ def test_gguf_sentencepiece(tmp_path):
     assert ours.apply_chat_template(chat) == original.apply_chat_template(chat)
     more = {"<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4, "[PAD4099]": 2, "[PAD4100]": 2, "": 5}
     ours = tokenizer(4102, {f"{IDS}add_bos_token": False, f"{IDS}add_space_prefix": False}, **more)
-    assert ours.control.keys() == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
+    assert ours.control.keys() == {"<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"}
     assert ours.control["<|im_start|>"] == 4096
     assert 4098 in ours.encode("so <think> hm") and 4097 not in ours.encode("<|im_end|>")
     assert ours.decode([4097, *ours.encode("a b")]) == "a b" and not ours.vocabulary.adds_space
@@ -5934,7 +6118,7 @@ def test_gguf_byte_pairs(name, tmp_path):
     own.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
     own.add_tokens(["<think>", "~x~"])
     kinds = {"<|im_end|>": 3, "<|endoftext|>": 3, "<think>": 4, "~x~": 4}
-    tokens = [*map(own.id_to_token, range(own.get_vocab_size())), "[PAD]"]
+    tokens = [*map(own.id_to_token, range(own.get_vocab_size())), "[PAD9]"]
     size = len(tokens) - 1
     metadata = {"general.architecture": "llama"} | BYTES | {
         f"{IDS}pre": name,
@@ -6184,6 +6368,10 @@ BAD_QUANTISED = {  # a checkpoint, how it is changed, what the line says
         "W4A16", spoil_config(quantization_config=PACKED() | {"config_groups": {
             "a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}),
         "several kinds of config_groups: take",
+    ),
+    "transforms": (
+        "W4A16", spoil_config(quantization_config=PACKED() | {"transform_config": {"config_groups": {"R4": {}}}}),
+        "as pack-quantized with transforms: take",
     ),
     "gemv": (*config_with("AWQ", version="gemv"), "awq with version 'gemv'"),
     "act-order": ("GPTQ", put(f"{PROJ}g_idx", lambda t: t.flip(0)), f"{PROJ}weight has columns in act-order"),

@@ -34,7 +34,8 @@ TEMPLATES = {
 {% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}\
 {% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
 {{ bos_token ~ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
-{% else %}{{ ' ' ~ message['content'].strip() ~ ' ' ~ eos_token }}{% endif %}{% endfor %}""",
+{% elif message['role'] == 'assistant' %}{{ ' ' ~ message['content'].strip() ~ ' ' ~ eos_token }}\
+{% else %}{{ raise_exception('a system prompt comes first') }}{% endif %}{% endfor %}""",
     "zephyr": """\
 {{ bos_token }}{% for message in messages %}\
 {{ '<|' ~ message['role'] ~ '|>\\n' ~ message['content'] ~ eos_token ~ '\\n' }}{% endfor %}\
@@ -51,7 +52,8 @@ TEMPLATES = {
 {{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\\n\\n' %}\
 {% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message['role'] == 'user' %}\
 {{ '[INST] ' ~ ((system if loop.first else '') ~ message['content']).strip() ~ ' [/INST]' }}\
-{% else %}{{ ' ' ~ message['content'].strip() ~ eos_token }}{% endif %}{% endfor %}""",
+{% elif message['role'] == 'assistant' %}{{ ' ' ~ message['content'].strip() ~ eos_token }}\
+{% else %}{{ raise_exception('a system prompt comes first') }}{% endif %}{% endfor %}""",
     "plain": """\
 {{ bos_token }}{% for message in messages %}\
 {{ message['content'] + ('' if message['role'] == 'user' else '\\n') }}{% endfor %}""",
@@ -76,8 +78,9 @@ def find_template(folder: Path, config: dict, choice: str | None = None) -> tupl
         return read_text(file), f"the checkpoint's own ({file.name})"
     own = config.get("chat_template")
     if isinstance(own, list):  # several, by name
-        named = [t for t in own if isinstance(t, dict) and t.get("name") == "default"]
-        own = named[0].get("template") if named else None
+        own = {str(t.get("name")): t.get("template") for t in own if isinstance(t, dict)}
+    if isinstance(own, dict):
+        own = own.get("default")
     if isinstance(own, str):
         return own, "the checkpoint's own"
     path = str(folder.absolute()).lower()
@@ -124,10 +127,14 @@ def compiled(template: str):
 # ---- vocabularies
 
 
-def any_of(texts: Collection[str]) -> re.Pattern:
-    """A pattern that matches these texts, preferring the longest."""
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+def any_of(texts: Collection[str], words: Collection[str] = ()) -> re.Pattern:
+    """A pattern that matches these texts, preferring the longest; those that are among the words,
+    where no letter is beside them."""
+    patterns = []
+    for text in sorted(filter(None, texts), key=len, reverse=True):
+        escaped = re.escape(text)
+        patterns.append(rf"(?<!\w){escaped}(?!\w)" if text in words else escaped)
+    return re.compile("|".join(patterns) or "(?!)")
 
 
 def encode_continuation(text: str, encode: Callable[[str], list[int]]) -> list[int]:
@@ -156,24 +163,18 @@ class Vocabulary:
     # "<think>": a control token, special or not
     MARK = re.compile(r"\s*[<\[{].*[>\]}]\s*", re.DOTALL)
 
-    def _describe(self, added: dict[int, dict], config: dict, pieces: dict[str, int]) -> None:
+    def _describe(self, added: dict[int, dict]) -> None:
         """Take what is known of the added tokens, by id, which both kinds of vocabulary treat
-        alike, even where they replace a piece of the vocabulary. Pieces that the configuration
-        names as bos or eos are added tokens as well."""
-        texts = {token["content"] for token in added.values()}
-        for name in ("bos_token", "eos_token"):
-            text = text_of(config.get(name))
-            i = pieces.get(text, -1)
-            if text not in texts and i >= 0 and i not in added:
-                added[i] = ADDED | {"id": i, "content": text}
+        alike, even where they replace a piece of the vocabulary."""
         self._added = added
         self.lstrip = {token["content"] for token in added.values() if token["lstrip"]}
         self.rstrip = {token["content"] for token in added.values() if token["rstrip"]}
-        self.control = {}
-        for i, token in added.items():
-            marked = self.MARK.fullmatch(token["content"])
-            if token.get("control", token["special"] or marked):
-                self.control[token["content"]] = i
+        self.single = {token["content"] for token in added.values() if token["single_word"]}
+        self.control = {t["content"]: i for i, t in added.items() if self._is_control(t)}
+
+    def _is_control(self, token: dict) -> bool:
+        marked = self.MARK.fullmatch(token["content"]) is not None
+        return token.get("control", token["special"] or marked)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for, none for a control token or one beyond the
@@ -259,7 +260,8 @@ class SentencePiece(Vocabulary):
         except (RuntimeError, ValueError, IndexError):
             instead = "of Llama 3, take the folder in Hugging Face's layout"
             raise ValueError(f"{file} is not a SentencePiece model ({instead})") from None
-        self._describe(added, config, {piece: i for i, piece in enumerate(pieces)})
+        add_named(added, config, {piece: i for i, piece in enumerate(pieces)})
+        self._describe(added)
         self.size_with_added = max([self.size - 1, *added]) + 1
         for i, piece in enumerate(pieces):
             # of the turn marks only user-defined symbols are always found
@@ -276,7 +278,7 @@ class SentencePiece(Vocabulary):
             if i < self.size and pieces[i] != token["content"]:
                 text = pieces[i].replace("\u2581", " ").encode()
                 self._instead[i] = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in text]
-        self._word = any_of(self._words)
+        self._word = any_of(self._words, self.single)
         ids = {
             "bos_token": self.sp.bos_id(),
             "eos_token": self.sp.eos_id(),
@@ -361,6 +363,23 @@ def added_tokens(
     return added
 
 
+def add_named(added: dict[int, dict], config: dict, pieces: dict[str, int]) -> None:
+    """Add the pieces of the vocabulary that the configuration names: as in transformers, they are
+    added tokens as well."""
+    named = [config.get(name) for name in NAMES]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name)
+        if isinstance(more, dict):
+            more = [*more.values()]
+        if isinstance(more, list):
+            named += more
+    texts = {token["content"] for token in added.values()}
+    for text in map(text_of, named):
+        i = pieces.get(text, -1)
+        if text not in texts and i >= 0 and i not in added:
+            added[i] = ADDED | {"id": i, "content": text}
+
+
 class TokenizerJson(Vocabulary):
     """A tokenizer.json, run by the library that defines it (tokenizers)."""
 
@@ -373,18 +392,23 @@ class TokenizerJson(Vocabulary):
             vocab = raw["model"]["vocab"]
             if isinstance(vocab, list):  # of Unigram: pieces and their scores
                 vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-            self._describe(added, config, vocab)
-            as_text = [
-                token | {"special": token["content"] in self.control} for token in added.values()
-            ]
+            add_named(added, config, vocab)
+            if "dropout" in raw["model"]:
+                raw["model"]["dropout"] = None  # merges left out at random are for training
+            as_text = [token | {"special": self._is_control(token)} for token in added.values()]
             # A decoder may be composed of several
             kinds = set(re.findall('"type": "(.*?)"', json.dumps(raw.get("decoder"))))
             whole = raw | {"truncation": None, "padding": None, "added_tokens": as_text}
             self._library = tokenizers.Tokenizer.from_str(json.dumps(whole))
+            self._replaced = replacements(raw.get("decoder"))
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library's PanicException is not an Exception
             raise ValueError(f"{file} is not a valid tokenizer: {error}") from None
+        # The library counts on from the vocabulary, whatever ids the files say
+        ids = [self._library.token_to_id(token["content"]) for token in added.values()]
+        added = dict(zip(ids, added.values()))
+        self._describe(added)
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
             said = ", ".join(sorted(kinds)) or "absent"
             raise ValueError(f"{file}: its decoder is {said}, which is not supported")
@@ -415,13 +439,13 @@ class TokenizerJson(Vocabulary):
             return bytes(BYTE_LEVEL[c] for c in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
-        return piece.replace("\u2581", " ").encode()
+        for text, instead in self._replaced:
+            piece = piece.replace(text, instead)
+        return piece.encode()
 
     def starts(self, bos: int, config: dict) -> list[int]:
-        """What the configuration says or, if it says nothing, the file's post-processor."""
-        adds_bos = config.get("add_bos_token")
-        if adds_bos is not None:
-            return [bos] if adds_bos and bos >= 0 else []
+        """What the file's post-processor adds. As in transformers, the configuration does not
+        matter."""
         text, _ = self._encode("a")
         whole = self._library.encode("a").ids
         for i in range(len(whole)):
@@ -436,6 +460,22 @@ class TokenizerJson(Vocabulary):
             if i in self._control_ids and i != self._unknown and end - begin > 1:
                 begins.append(begin)
         return encoding.ids, begins
+
+
+def replacements(decoder: dict | None) -> list[tuple[str, str]]:
+    """What a valid decoder of a tokenizer.json replaces in a token, and with what. Raises
+    ValueError for a regular expression, and for what would make a token longer and longer."""
+    if decoder is None:
+        return []
+    if decoder["type"] == "Metaspace":
+        return [(decoder["replacement"], " ")]
+    if decoder["type"] == "Replace":
+        text, instead = decoder["pattern"].get("String", ""), decoder["content"]
+        if not len(text) >= max(1, len(instead)):
+            said = f"its decoder replaces {decoder['pattern']} by {instead!r}"
+            raise ValueError(f"{said}, which is not supported")
+        return [(text, instead)]
+    return [pair for inner in decoder.get("decoders", []) for pair in replacements(inner)]
 
 
 # GPT-2's alphabet has a character for each byte. Visible bytes of Latin-1 stand for themselves, the
@@ -540,7 +580,8 @@ class Tokenizer:
                 f"{file} has {size} tokens, but the model has a vocabulary of {vocab_size}"
             )
         self.control = self.vocabulary.control
-        self.control_pattern = any_of(self.control)
+        as_text = self.config.get("split_special_tokens") is True
+        self.control_pattern = any_of(() if as_text else self.control, self.vocabulary.single)
         self._longest = max(map(len, self.control), default=0)
         self._beginnings = {name[:n] for name in self.control for n in range(1, len(name))}
         self._endings = {name[n:] for name in self.control for n in range(1, len(name))}

@@ -15,6 +15,13 @@ from extra import layouts
 from extra.files import Fields, one_line_errors
 from model import Config
 
+# What transformers takes for fields that a config.json leaves out, where it is not what Llama has
+DEFAULTS = {
+    "mistral": {"max_position_embeddings": 1 << 17, "num_key_value_heads": 8},
+    "qwen2": {"max_position_embeddings": 1 << 15, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 1 << 15, "num_key_value_heads": 32},
+}
+
 
 def generation_of(folder: Path) -> Fields:
     """The fields of a folder's generation_config.json; none if there is no such file."""
@@ -48,7 +55,32 @@ def read_sampling(folder: Path, overridden: Collection[str] = ()) -> dict[str, f
             said[ours] = f.number(name, low, high, kind=kind)
     if said.get("top_k") == -1:  # as vLLM and llama.cpp say that it is off
         said["top_k"] = 0
+    if said.get("repeat_penalty", 1) != 1 and "repeat_last_n" not in overridden:
+        said["repeat_last_n"] = -1  # transformers penalises all tokens
     return said
+
+
+# Further settings that change the text, which are not implemented, and their value that is off
+UNSUPPORTED = {
+    "num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "dola_layers": None,
+    "guidance_scale": 1, "watermarking_config": None, "token_healing": False,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1,
+    "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "sequence_bias": None, "force_words_ids": None, "constraints": None,
+    "min_length": 0, "min_new_tokens": 0, "exponential_decay_length_penalty": None,
+    "stop_strings": None,
+}  # fmt: skip
+UNSUPPORTED_SAMPLING = {"typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
+
+
+def unsupported_settings(folder: Path) -> list[str]:
+    """The names of settings in a checkpoint's generation_config.json that would change its text in
+    transformers, but not here. Raises ValueError."""
+    f = generation_of(folder)
+    off = UNSUPPORTED
+    if f.get("do_sample") is not False:
+        off = off | UNSUPPORTED_SAMPLING
+    return [name for name, value in off.items() if f.get(name) and f[name] != value]
 
 
 MOST_EXPERTS = 1 << 16  # of all layers
@@ -81,7 +113,10 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
     f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
+    f.refuse_unless("is_causal", None, True)
     f.refuse_unless("tie_word_embeddings", False, True, None)
+    for name, value in DEFAULTS.get(family, {}).items():
+        f.setdefault(name, value)
     n_heads = f.number("num_attention_heads", 1, 1024)
     dim = f.number("hidden_size", 1, 1 << 17)
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
@@ -94,8 +129,8 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
     rope = rope_of(f, head_dim, max_seq_len)
     vocab_size = f.number("vocab_size", 1, 1 << 22)
-    bos_ids = generation.ids("bos_token_id", vocab_size) + f.ids("bos_token_id", vocab_size)
-    eos_ids = generation.ids("eos_token_id", vocab_size) + f.ids("eos_token_id", vocab_size)
+    bos_ids = generation.ids("bos_token_id", vocab_size) or f.ids("bos_token_id", vocab_size)
+    eos_ids = generation.ids("eos_token_id", vocab_size) or f.ids("eos_token_id", vocab_size)
     dtype = f["torch_dtype"]
     hidden = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
     experts = experts_of(f) if family in ("mixtral", "qwen3_moe") else {}
@@ -158,21 +193,27 @@ def meta_config(f: Fields) -> Config:
     """The configuration in a params.json. A vocab_size below 1 means that only the tokenizer knows
     it. Raises ValueError for what is not implemented."""
     f.refuse_unless("use_scaled_rope", False, None)
+    f.refuse_unless("yarn", None)
     dim = f.number("dim", 1, 1 << 17)
     n_heads = f.number("n_heads", 1, 1024)
     multiple_of = f.number("multiple_of", 1, 1 << 17, 256)
     # Meta's llama/model.py: two thirds of 4 dim, times a multiplier, rounded up to a multiple
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
+    hidden = multiple_of * -(-hidden // multiple_of)
+    window = None
+    if f.get("sliding_window") is not None:  # as Mistral writes, and hidden_dim
+        window = f.number("sliding_window", 1, 1 << 24)
     return Config(
         dim=dim,
         n_layers=f.number("n_layers", 1, 1024),
         n_heads=n_heads,
         n_kv_heads=f.number("n_kv_heads", 1, 1024, n_heads),
         head_dim=f.number("head_dim", 2, 1024, dim // n_heads),
-        hidden_dim=multiple_of * -(-hidden // multiple_of),
+        hidden_dim=f.number("hidden_dim", 1, 1 << 20, hidden),
         vocab_size=f.number("vocab_size", -1, 1 << 22, -1),
         norm_eps=f.number("norm_eps", 0, 1, 1e-5, float),
         rope_theta=f.number("rope_theta", 2, 1e12, 10000.0, float),
+        sliding_window=window,
     )
 
 
@@ -190,6 +231,10 @@ def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
     Raises ValueError."""
     newer = _renamed(f.sub("rope_parameters"))
     older = _renamed(f.sub("rope_scaling"))
+    by_layer = [name for name, value in (newer | older).items() if isinstance(value, dict)]
+    if by_layer:
+        what = f"layers with RoPE of their own ({', '.join(by_layer)}), which are not supported"
+        raise ValueError(f"{f.file}: {what}")
     beside = {"rope_theta": f.get("rope_theta")}
     last = {"original_max_position_embeddings": f.get("original_max_position_embeddings")}
     # each with what only the other says; what stands beside them is the default, but for the last
@@ -321,6 +366,8 @@ def layout_of(f: Fields) -> layouts.Layout | None:
         if any(of_group != weights[0] for of_group in weights):
             raise ValueError(f"{f.file}: quantised with several kinds of config_groups: {INSTEAD}")
         q.update(weights[0] if weights else {})
+    if q.sub("transform_config"):
+        raise ValueError(f"{f.file}: quantised as {method} with transforms: {INSTEAD}")
     # what "-:" names is not quantised
     if any(not pattern.startswith("-:") for pattern in q.sub("dynamic")):
         raise ValueError(f"{f.file}: quantised as {method} with dynamic settings: {INSTEAD}")

@@ -277,7 +277,15 @@ def read_header(file: Path) -> GGUF:
 ROPE_FACTORS = "rope_freqs.weight"
 MOST_FACTORS = 512  # half of the largest head_dim
 # Control tokens, whatever their type, that end an answer whatever eos_token_id says, as in llama.cpp
-ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>")
+ENDS = (
+    "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>", "<|end|>",
+    "<end_of_turn>", "<end_of_utterance>", "</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]",
+    "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>", "<|calls|>",
+    "<|flush|>", "<turn|>", "<|tool_response>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",  # of models that fill in the middle
+    "<|fim_repo|>", "<fim-repo>", "<|repo_name|>", "<REPO>", "<reponame>", "<|file_sep|>",
+)  # fmt: skip
+NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3moe")
 WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # as config.json's model_type has them
 
@@ -313,6 +321,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
     return {
         "model_type": family,
         "hidden_act": "silu",
+        "is_causal": said("attention.causal"),
         "hidden_size": said("embedding_length"),
         "num_hidden_layers": said("block_count"),
         "num_attention_heads": said("attention.head_count"),
@@ -382,7 +391,7 @@ def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
 
 def _eos_ids(gguf: GGUF) -> list[int]:
     """The ids of tokens that end an answer: those that the file names, then those of ENDS."""
-    named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in NAMED_ENDS]
     tokens, _ = _tokens(gguf)
     ends = [i for i, token in enumerate(tokens) if token in ENDS]
     return [i for i in named if i is not None] + ends
@@ -479,7 +488,7 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
             config[f"{name}_token"] = tokens[i]
     if kind == "llama":
         file = _sentencepiece(gguf, tokens, types)
-        add_bos = True
+        config["add_bos_token"] = gguf.get("tokenizer.ggml.add_bos_token", bool, True)
         config["legacy"] = True  # text after a control token begins with a space, as in llama.cpp
         config["added_tokens_decoder"] = {
             str(i): dict.fromkeys(("special", "control"), token in TURN_MARKS) | {"content": token}
@@ -489,11 +498,24 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
     else:
         pre = PRE_TOKENIZERS[gguf.choice("tokenizer.ggml.pre", PRE_TOKENIZERS)]
         file = _byte_pairs(gguf, tokens, types, pre)
-        add_bos = pre.add_bos
-    config["add_bos_token"] = gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
+        if gguf.get("tokenizer.ggml.add_bos_token", bool, pre.add_bos) and "bos_token" in config:
+            bos = config["bos_token"]
+            file["post_processor"] = _adds_first(bos, tokens.index(bos))
     if template := gguf.get("tokenizer.chat_template", str):
         config["chat_template"] = template
     return file, config
+
+
+def _adds_first(token: str, i: int) -> dict[str, Any]:
+    """A post-processor that puts this token before each text."""
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text],
+        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]}},
+    }
 
 
 def _byte_pairs(

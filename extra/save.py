@@ -50,7 +50,7 @@ def save(
     check_choice("dtype", dtype, ("auto", *DTYPES))
     folder = find_checkpoint(name)
     to = Path(os.path.expanduser(target)).resolve()
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+    if to.exists() and (not to.is_dir() or not is_empty(to)):
         raise FileExistsError(f"{to} is not an empty folder: save to a new one")
     checkpoint = Checkpoint(folder)
     config = checkpoint.config
@@ -77,6 +77,11 @@ def save(
         save_file(tensors_to_save(config, weights, FORMATS[format]), made / SAVED, metadata)
         (made / SAVED).chmod(mode)  # the library makes it readable for the owner alone
     return to / SAVED
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder holds nothing but what ext4 puts into each new file system."""
+    return all(file.name == "lost+found" for file in folder.iterdir())
 
 
 @contextmanager
