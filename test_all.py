@@ -3156,6 +3156,25 @@ def test_serve_logprobs(server):
     scores = [chunk["choices"][0]["logprobs"] for chunk in streamed]
     seen = [score["token_logprobs"][0] for score in scores[:-1]]
     assert seen == pytest.approx(told["token_logprobs"], abs=0.1), "in bf16"
+    echoed = server.complete(**plain, logprobs=1, echo=True)
+    scores = echoed["logprobs"]
+    assert echoed["text"] == "Once upon a time" + text and scores["tokens"][-12:] == told["tokens"]
+    assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+    assert scores["token_logprobs"][-12:] == pytest.approx(told["token_logprobs"], abs=0.1)
+    for token, offset in list(zip(scores["tokens"], scores["text_offset"]))[2:]:
+        assert echoed["text"][offset:].startswith(token)
+    assert echoed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    ids = [1, 300, 400, 500]
+    scored = server.complete(ids, logprobs=0, echo=True, max_tokens=0)["logprobs"]
+    assert len(scored["tokens"]) == len(ids) and scored["top_logprobs"] is None
+    first, *streamed = server.stream("/v1/completions", prompt=ids, logprobs=1, echo=True)
+    assert first["choices"][0]["logprobs"]["token_logprobs"] == scored["token_logprobs"]
+    assert len(streamed) == 13
+    # as a prompt's, tokens have the scores that they had when they were generated
+    again = server.complete("Once upon a time" + text, logprobs=0, echo=True, max_tokens=0)
+    assert again["logprobs"]["tokens"] == scores["tokens"]
+    seen = again["logprobs"]["token_logprobs"][1:]
+    assert seen == pytest.approx(scores["token_logprobs"][1:], abs=0.1), "in bf16"
     told = server.complete(**plain, logprobs=0, stop=text.split()[2])["logprobs"]
     assert told["top_logprobs"] is None and len(told["tokens"]) < 5, "without the stop string's"
 
