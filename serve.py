@@ -357,12 +357,23 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def start_web_thread(app: App, listener: socket.socket) -> None:
-    """Serve the app in a thread that ends with the process."""
+    """Serve the app in a thread that ends with the process; if it ends by itself, so does the
+    process."""
     options = dict(http="h11", loop="asyncio", ws="none", lifespan="off", proxy_headers=False)
     options |= dict(log_config=None, log_level="critical", access_log=False)
     options |= dict(server_header=False, timeout_keep_alive=75)
     server = uvicorn.Server(uvicorn.Config(app.app, **options))
-    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+
+    def run() -> None:
+        try:
+            server.run([listener])
+            reason = "uvicorn has ended"
+        except BaseException as error:
+            reason = cli.error_line(error)
+        cli.note(f"error: clients cannot be answered any more: {reason}")
+        os._exit(1)
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 # ---- the program

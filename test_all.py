@@ -3407,6 +3407,18 @@ def test_serve_ends_at_once():
         assert len(served.lines) == 3
 
 
+def test_serve_ends_if_nobody_can_be_answered(monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(serve.os, "_exit", lambda code: code == 1 and ended.set())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setattr(serve.uvicorn.Server, "run", lambda *_: 1 / 0)
+        serve.start_web_thread(SimpleNamespace(app=None), listener)
+        assert ended.wait(PATIENCE)
+    assert (
+        capfd.readouterr().err == "error: clients cannot be answered any more: division by zero\n"
+    )
+
+
 def test_serve_tells_an_error_in_a_stream():
     async def heard() -> list[bytes]:
         client = serve.Client(None)
