@@ -4354,6 +4354,14 @@ def test_messages_are_one_line(copy):
 # ---- extra/save.py: saved models
 
 
+def test_a_model_is_named(tiny, tmp_path):
+    for wrong in 5, None, torch.nn.Identity():
+        with pytest.raises(TypeError, match=f"hub, not as a {type(wrong).__name__}"):
+            save(wrong, str(tmp_path / "saved"))
+        with pytest.raises(TypeError, match=f"hub, not as a {type(wrong).__name__}"):
+            Session(wrong)
+
+
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
 def test_loading_bar_ends_full(copy, monkeypatch, shape):
     bars, original, shown = [], checkpoint.tqdm, dict(disable=False, file=io.StringIO())
