@@ -513,7 +513,11 @@ def find_checkpoint(name: str | Path) -> Path:
     """The path of a checkpoint: a folder or a GGUF file. It is given as such a path or as a
     repository of the Hugging Face hub, "owner/name", or "owner/name:Q4_K_M" for one of its GGUF
     files. A repository is looked up in the hub's cache, and downloaded if it is not there. Raises
-    OSError or ValueError, in one line that says what to do."""
+    OSError or ValueError, in one line that says what to do, and TypeError for what is neither a
+    text nor a path."""
+    if not isinstance(name, str | Path):
+        kinds = 'a folder, a GGUF file or "owner/name" on the hub'
+        raise TypeError(f"a model is given as {kinds}, not as a {type(name).__name__}")
     return hub.find_checkpoint(str(name), read_config, is_whole)
 
 

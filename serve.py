@@ -190,36 +190,30 @@ class Writer:
 
     def _write(self, ask: Ask) -> None:
         self._go_on()
-        generation, before = self._begin(ask)
+        generation = self._begin(ask)
         form = Form(ask, self.model, self.session)
         if ask.stream:
-            self._tell(form.begin(before))
+            self._tell(form.begin())
         with closing(generation):
             for piece in generation:
                 if ask.stream and (piece.text or piece.logprobs):
                     self._tell(form.piece(piece.text, piece.logprobs))
                 self._go_on()
-        answer = form.end(generation) if ask.stream else form.whole(generation, before)
+        answer = form.end(generation) if ask.stream else form.whole(generation)
         self._tell(answer, last=True)
 
-    def _begin(self, ask: Ask) -> tuple[Generation, str]:
-        """The text that is asked for, of which nothing is evaluated yet, and what comes before it.
-        Raises Refused or ValueError."""
-        session = self.session
+    def _begin(self, ask: Ask) -> Generation:
+        """The text that is asked for, of which nothing is evaluated yet. Raises Refused or
+        ValueError."""
         options = ask.options() | {"progress": self._go_on}
-        if isinstance(ask, ChatAsk):
-            prompt = session.render([message.plain() for message in ask.messages])
-            for message in ask.messages:
-                text = message.plain()["content"].strip()
-                if message.role in ("system", "developer") and text not in prompt.text:
-                    raise Refused("the chat template has no place for this system message")
-            return session.chat(prompt, **options), ""
-        before = ""
-        if ask.echo:
-            before = ask.prompt
-        if ask.echo and not isinstance(before, str):
-            before = session.tokenizer.decode(before)
-        return session.generate(ask.prompt, **options), before
+        if isinstance(ask, TextAsk):
+            return self.session.generate(ask.prompt, **options)
+        prompt = self.session.render([message.plain() for message in ask.messages])
+        for message in ask.messages:
+            text = message.plain()["content"].strip()
+            if message.role in ("system", "developer") and text not in prompt.text:
+                raise Refused("the chat template has no place for this system message")
+        return self.session.chat(prompt, **options)
 
 
 # ---- the thread that talks with clients
@@ -363,12 +357,23 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def start_web_thread(app: App, listener: socket.socket) -> None:
-    """Serve the app in a thread that ends with the process."""
+    """Serve the app in a thread that ends with the process; if it ends by itself, so does the
+    process."""
     options = dict(http="h11", loop="asyncio", ws="none", lifespan="off", proxy_headers=False)
     options |= dict(log_config=None, log_level="critical", access_log=False)
     options |= dict(server_header=False, timeout_keep_alive=75)
     server = uvicorn.Server(uvicorn.Config(app.app, **options))
-    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+
+    def run() -> None:
+        try:
+            server.run([listener])
+            reason = "uvicorn has ended"
+        except BaseException as error:
+            reason = cli.error_line(error)
+        cli.note(f"error: clients cannot be answered any more: {reason}")
+        os._exit(1)
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 # ---- the program

@@ -27,6 +27,7 @@ from sampling import Sampling
 from tokenizer import Prompt, TextStream, Tokenizer
 
 SEEDS = 1 << 63
+SCORED_AT_ONCE = 1 << 22  # logits
 
 Message = dict[str, str]  # its "role" and its "content"
 
@@ -38,7 +39,7 @@ class Logprob(NamedTuple):
     it."""
 
     id: int
-    logprob: float
+    logprob: float | None  # None for a prompt's first token, which follows nothing
     best: list[tuple[int, float]]  # the most probable tokens at this place, and theirs
     begins: int  # the character of the text at which the token begins
 
@@ -87,10 +88,11 @@ class Generation:
         eos: Collection[int],
         stream: TextStream,
         scorer: Scorer | None = None,
+        echo: Callable[[], tuple[str, list[Logprob]]] | None = None,
     ):
         """tokens: what follows the prompt, up to and including an id in eos, or until there are
         `limit` tokens; timings is filled in by it. scorer: what decodes them, if log-probabilities
-        are asked for."""
+        are asked for. echo: what the text begins with, before these tokens."""
         self.prompt_tokens = prompt_tokens
         self.ids: list[int] = []  # without an eos
         self.text = ""
@@ -102,7 +104,7 @@ class Generation:
         self._at_end: list[Callable[[], None]] = []
         self._scorer = scorer
         self._scored: list[Logprob] = []  # of tokens whose text is still held back
-        self._pieces = self._run(tokens, limit, eos, stream)
+        self._pieces = self._run(tokens, limit, eos, stream, echo)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -135,10 +137,18 @@ class Generation:
         self._at_end.append(do)
 
     def _run(
-        self, tokens: Iterator[int], limit: int, eos: Collection[int], stream: TextStream
+        self,
+        tokens: Iterator[int],
+        limit: int,
+        eos: Collection[int],
+        stream: TextStream,
+        echo: Callable[[], tuple[str, list[Logprob]]] | None,
     ) -> Iterator[Piece]:
         token = None
         try:
+            if echo:
+                self.text, self.logprobs = echo()
+                yield Piece(self.text, [], [*self.logprobs])
             with closing(tokens):
                 for token in tokens:
                     # The last token is not part of the text, although it has one where a file does
@@ -261,6 +271,7 @@ class Session:
         eos: Collection[int] | None = None,
         at_start: bool | None = None,
         logprobs: int | None = None,
+        echo: bool = False,
         progress: Callable[[int, int], None] | None = None,
         **settings,
     ) -> Generation:
@@ -274,7 +285,8 @@ class Session:
         tokenizer puts first is left out; by default if the prompt is an empty text. progress:
         called with the number of the prompt's tokens that are evaluated, and of all that have to
         be. logprobs: note the log-probability of each token, and of so many of the most probable ones
-        at its place; tokens are then decoded one by one.
+        at its place; tokens are then decoded one by one. echo: the text begins with the prompt, which
+        is the first piece; log-probabilities are then those of the prompt's tokens, too.
 
         Raises TypeError for an unknown setting, ValueError for one out of range, and of its kinds
         model.ContextFull for a prompt that is longer than the context. The iterator raises
@@ -282,8 +294,11 @@ class Session:
         sampling = replace_settings(sampling or self.sampling, settings)
         if at_start is None:
             at_start = prompt == ""
+        text = prompt
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
+        elif echo:
+            text = self.tokenizer.decode(prompt)
         if eos is None:
             eos = self.eos
         self.model.check(prompt)
@@ -296,6 +311,9 @@ class Session:
             scorer = Scorer(logprobs)
             decode = scorer.decode
         timings = Timings()
+        echoed = None
+        if echo:
+            echoed = lambda: (text, self._prompt_scores(prompt, logprobs, timings, progress))
         tokens = generate(
             self.model,
             prompt,
@@ -309,7 +327,7 @@ class Session:
             decode=decode,
         )
         stream = TextStream(self.tokenizer, at_start, stop)
-        self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer)
+        self._generation = Generation(len(prompt), tokens, timings, n, eos, stream, scorer, echoed)
         self._generation.at_end(lambda: self._count(timings))
         return self._generation
 
@@ -384,6 +402,41 @@ class Session:
         if model.accumulate == "fp16" or model.accumulate == "fp32" and formats:
             text += f", {model.accumulate} sums for prompts"
         return text
+
+    @torch.inference_mode()
+    def _prompt_scores(
+        self,
+        prompt: list[int],
+        k: int | None,
+        timings: Timings,
+        progress: Callable[[int, int], None] | None,
+    ) -> list[Logprob]:
+        """The log-probabilities of a prompt's tokens; none if k is None. All but the last one are
+        evaluated here, a few at a time, since a large vocabulary makes the logits of many too
+        large."""
+        if k is None:
+            return []
+        start = time.perf_counter()
+        state = self.state
+        state.truncate(0)
+        stream = TextStream(self.tokenizer, at_start=True)
+        at_once = max(1, SCORED_AT_ONCE // self.model.config.vocab_size)
+        scores = [Logprob(prompt[0], None, [], 0)]
+        end = len(stream.push(prompt[0]))
+        for first in range(0, len(prompt) - 1, at_once):
+            part = prompt[first : min(first + at_once, len(prompt) - 1)]
+            logprobs = self.model.forward(part, state).log_softmax(-1)
+            best = logprobs.topk(min(k, logprobs.shape[1]))
+            best = zip(best.indices.tolist(), best.values.tolist())
+            for token, row, pairs in zip(prompt[first + 1 :], logprobs, best):
+                begins = end + stream.held_back
+                scores.append(Logprob(token, float(row[token]), list(zip(*pairs)), begins))
+                end += len(stream.push(token))
+            if progress:
+                progress(state.pos, len(prompt))
+        timings.prompt_tokens += state.pos
+        timings.prompt_seconds += time.perf_counter() - start
+        return scores
 
     def _count(self, timings: Timings) -> None:
         self.timings += timings

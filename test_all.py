@@ -3418,6 +3418,25 @@ def test_serve_logprobs(server):
     streamed = server.stream(TEXTS_AT, prompt="Once upon a time", logprobs=1, **plain)
     seen = [chunk["choices"][0]["logprobs"]["token_logprobs"][0] for chunk in streamed[:-1]]
     assert seen == pytest.approx(told["token_logprobs"], abs=0.1), "in bf16"
+    echoed = server.complete(**plain, logprobs=1, echo=True)
+    scores = echoed["logprobs"]
+    assert echoed["text"] == "Once upon a time" + text and scores["tokens"][-12:] == told["tokens"]
+    assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+    assert scores["token_logprobs"][-12:] == pytest.approx(told["token_logprobs"], abs=0.1)
+    for token, offset in list(zip(scores["tokens"], scores["text_offset"]))[2:]:
+        assert echoed["text"][offset:].startswith(token)
+    assert echoed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    ids = [1, 300, 400, 500]
+    scored = server.complete(ids, logprobs=0, echo=True, max_tokens=0)["logprobs"]
+    assert len(scored["tokens"]) == len(ids) and scored["top_logprobs"] is None
+    first, *streamed = server.stream("/v1/completions", prompt=ids, logprobs=1, echo=True)
+    assert first["choices"][0]["logprobs"]["token_logprobs"] == scored["token_logprobs"]
+    assert len(streamed) == 13
+    # as a prompt's, tokens have the scores that they had when they were generated
+    again = server.complete("Once upon a time" + text, logprobs=0, echo=True, max_tokens=0)
+    assert again["logprobs"]["tokens"] == scores["tokens"]
+    seen = again["logprobs"]["token_logprobs"][1:]
+    assert seen == pytest.approx(scores["token_logprobs"][1:], abs=0.1), "in bf16"
     told = server.complete(**plain, logprobs=0, stop=text.split()[2])["logprobs"]
     assert told["top_logprobs"] is None and len(told["tokens"]) < 5, "without the stop string's"
 
@@ -3653,6 +3672,18 @@ def test_serve_ends_at_once():
             answer.read()
         assert eventually(lambda: not served.reader.is_alive()), "no other process has its stderr"
         assert len(served.lines) == 3
+
+
+def test_serve_ends_if_nobody_can_be_answered(monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(serve.os, "_exit", lambda code: code == 1 and ended.set())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setattr(serve.uvicorn.Server, "run", lambda *_: 1 / 0)
+        serve.start_web_thread(SimpleNamespace(app=None), listener)
+        assert ended.wait(PATIENCE)
+    assert (
+        capfd.readouterr().err == "error: clients cannot be answered any more: division by zero\n"
+    )
 
 
 def test_serve_tells_an_error_in_a_stream():
@@ -4590,6 +4621,14 @@ def test_messages_are_one_line(copy):
 
 
 # ---- extra/save.py: saved models
+
+
+def test_a_model_is_named(tiny, tmp_path):
+    for wrong in 5, None, torch.nn.Identity():
+        with pytest.raises(TypeError, match=f"hub, not as a {type(wrong).__name__}"):
+            save(wrong, str(tmp_path / "saved"))
+        with pytest.raises(TypeError, match=f"hub, not as a {type(wrong).__name__}"):
+            Session(wrong)
 
 
 @pytest.mark.parametrize("shape", ["gqa", "mqa, tied"])
@@ -7004,8 +7043,9 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
 
 
 def torchrun(*arguments, size: int = 2, **options) -> subprocess.Popen:
-    flags = f"-m torch.distributed.run --nproc-per-node {size} --master-port {free_port()}"
-    command = [sys.executable, *flags.split(), *map(str, arguments)]
+    flags = f"--nproc-per-node {size} --master-port {free_port()}"
+    starter = str(HERE / "extra" / "torchrun.py")
+    command = [sys.executable, starter, *flags.split(), *map(str, arguments)]
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, **pipes | options)
@@ -7049,8 +7089,8 @@ def test_torchrun_interrupted_at_the_prompt(tiny):
         pass
     process.send_signal(signal.SIGINT)
     err = process.stderr.read()
-    assert process.wait(PATIENCE) != 0
-    assert not errors_in(err) and b"terminate called" not in err, err
+    assert process.wait(PATIENCE) == 130 and not errors_in(err), err
+    assert b"terminate called" not in err and b"Traceback" not in err, err
 
 
 def is_running(pid: int) -> bool:
@@ -7086,7 +7126,8 @@ def test_torchrun_reports_one_error(tiny):
     process = torchrun_bash(script, "-p", "Once", "-m", folder, cwd=tiny.parent.parent)
     _, err = process.communicate(timeout=PATIENCE)
     (error,) = errors_in(err)
-    assert process.returncode != 0 and "no file or folder" in error
+    assert process.returncode == 1 and "no file or folder" in error
+    assert b"Traceback" not in err and b"FAILED" not in err, err
 
 
 # ---- launch.py

@@ -47,7 +47,7 @@ UNSUPPORTED = dict(
     response_format=[{"type": "text"}], suffix=[""], grammar=[""], json_schema=[{}],
 )  # fmt: skip
 OPTIONS = {"n", "ignore_eos", "temp", "top_p", "top_k", "min_p"}  # of Session.generate
-OPTIONS |= {"repeat_penalty", "repeat_last_n", "seed"}
+OPTIONS |= {"repeat_penalty", "repeat_last_n", "seed", "echo"}
 
 INT_END = 1 << 31
 Length = Annotated[int, Field(ge=-1, lt=INT_END)]
@@ -146,8 +146,6 @@ def read_ask(body: bytes, kind: type[Ask]) -> Ask:
         raise refusal(error) from None
     if isinstance(ask, ChatAsk) and ask.top_logprobs and not ask.logprobs:
         raise Refused("top_logprobs needs logprobs: true", param="top_logprobs")
-    if isinstance(ask, TextAsk) and ask.echo and ask.logprobs is not None:
-        raise Refused("echo must be absent if there are logprobs: a prompt has none", param="echo")
     if ask.seed < 0:
         ask.seed = random.SystemRandom().randrange(1 << 32)
     return ask
@@ -175,6 +173,7 @@ class Form:
         """model: its name."""
         self.session = session
         self.is_chat = isinstance(ask, ChatAsk)
+        self.best = ask.options()["logprobs"]  # how many are told beside each token
         self.counts = bool(ask.stream_options.get("include_usage"))
         kind = "chat.completion" if self.is_chat else "text_completion"
         if self.is_chat and ask.stream:
@@ -185,20 +184,19 @@ class Form:
         # of a chunk: made once, since each token takes time from the model's thread
         self.begins = "data: " + json.dumps(self.head).removesuffix("}")
 
-    def whole(self, generation: Generation, before: str) -> bytes:
-        """before: a prompt that is echoed."""
-        said = {"text": before + generation.text}
+    def whole(self, generation: Generation) -> bytes:
+        said = {"text": generation.text}
         if self.is_chat:
             said = {"message": {"role": "assistant", "content": generation.text}}
         choice = self._choice(said, generation.logprobs, ENDS[generation.ended_by])
         answer = self.head | {"choices": [choice], "usage": usage(generation)}
         return json.dumps(answer).encode()
 
-    def begin(self, before: str) -> bytes:
+    def begin(self) -> bytes:
         """The beginning of a stream."""
         if self.is_chat:
             return self._chunk({"delta": {"role": "assistant", "content": ""}}, [])
-        return self.piece(before, []) if before else b""
+        return b""
 
     def piece(self, text: str, logprobs: list[Logprob]) -> bytes:
         """A part of a stream."""
@@ -237,12 +235,16 @@ class Form:
 
     def _text_scores(self, logprobs: list[Logprob]) -> dict:
         text_of = self.session.text_of
-        pairs = [[*score.best, (score.id, score.logprob)] for score in logprobs]
-        best = [{text_of(id): value for id, value in place} for place in pairs]
+
+        def best_of(score: Logprob) -> dict[str, float] | None:
+            if score.logprob is None:
+                return None
+            return {text_of(id): p for id, p in [*score.best, (score.id, score.logprob)]}
+
         return {
             "tokens": [text_of(score.id) for score in logprobs],
             "token_logprobs": [score.logprob for score in logprobs],
-            "top_logprobs": best if any(score.best for score in logprobs) else None,
+            "top_logprobs": [*map(best_of, logprobs)] if self.best else None,
             "text_offset": [score.begins for score in logprobs],
         }
 
