@@ -240,6 +240,17 @@ class FewSizes(NamedTuple):
     ahead: int
 
 
+class GroupedSizes(NamedTuple):
+    """How extra/experts.py divides the product of several tokens with their experts: tiles of
+    `slots` slots by `rows` rows of W, `columns` columns at a time, half as many in fp32."""
+
+    slots: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
 class SplitSizes(NamedTuple):
     """How attention divides the positions: into at most `programs` splits per SM, read in tiles of
     `block` positions."""
@@ -265,6 +276,7 @@ def tables() -> dict[str, Any]:
     few       bits per weight, tokens (padded to 8 or 16), op, exact columns of W (0 for any other):
               FewSizes. null stands for the library, where that was faster, and for 16-bit weights
               on cards that were not measured
+    grouped   bits per weight, slots for each expert, on average: GroupedSizes
     split     query rows per key/value head: SplitSizes
     few_rows  exact capability: SplitSizes of extra/hopper.py's kernel for a few rows, whose tiles
               are 16 positions a warp
@@ -315,6 +327,11 @@ def few_sizes(
     sizes = ops.get(op, ops["default"])
     found = sizes.get(columns, sizes[0])
     return FewSizes(*found) if found else None
+
+
+def grouped_sizes(device: torch.device, bits: int, each: int) -> GroupedSizes:
+    table = nearest(nearest(tables()["grouped"], capability(device)), bits)
+    return GroupedSizes(*nearest(table, each))
 
 
 def split_sizes(device: torch.device, rows: int) -> SplitSizes:

@@ -2071,7 +2071,7 @@ def test_experts_equal_their_reference(dtype, form, T, guarded):
 def test_grouped_products_do_not_depend_on_launch_sizes(T, monkeypatch):
     for sizes in ((16, 32, 16, 4, 1), (32, 64, 128, 2, 3), (128, 16, 32, 4, 2)):
         monkeypatch.setattr(
-            experts, "grouped_sizes", lambda *_, sizes=sizes: experts.GroupedSizes(*sizes)
+            experts, "grouped_sizes", lambda *_, sizes=sizes: launch.GroupedSizes(*sizes)
         )
         arguments = expert_arguments(T, 5, 2, 72, 88, torch.float16)
         check_experts(arguments, torch.float16, None)

@@ -24,9 +24,9 @@ from attention import LayerView, StateView
 from formats import Matrix, columns_of, format_of, row_scale
 from launch import (
     EMULATED,
-    capability,
     gdc_launch_dependents,
     gdc_wait,
+    grouped_sizes,
     is_last,
     jit,
     launch,
@@ -355,35 +355,11 @@ def _add_slots_kernel(
     tl.store(pointers, new.to(residual.dtype.element_ty), mask=offs_n < N)
 
 
-class GroupedSizes(NamedTuple):
-    """How a grouped product is divided: tiles of `slots` slots by `rows` rows of W, `columns`
-    columns at a time."""
-
-    slots: int
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-def grouped_sizes(device: torch.device, bytes_each: int, slots: int, experts: int) -> GroupedSizes:
-    """For so many slots in all, and activations of so many bytes each."""
-    each = slots / experts
-    if each <= 8:
-        tile = 16
-    elif each <= 24:
-        tile = 32
-    else:
-        tile = 64
-    columns = 128 // bytes_each
-    return GroupedSizes(tile, 128, columns, 4, 4 if capability(device) == 90 else 3)
-
-
 def _grouped(x: Tensor, w: Matrix, N: int, routes: Routes, shared: int, store, args: tuple) -> None:
     """The products of all slots with N rows of their experts. x [T k / shared, K]"""
     slots, E, K = routes.ids.numel(), len(routes.counts), w.columns
     assert x.shape == (slots // shared, K) and w.rows == E * N, (x.shape, w.shape, N)
-    sizes = grouped_sizes(x.device, x.element_size(), slots, E)
+    sizes = grouped_sizes(x.device, w.bits, slots // E)
     blocks = min(slots, triton.cdiv(slots, sizes.slots) + E - 1)
     launch(
         _grouped_kernel,
@@ -400,7 +376,7 @@ def _grouped(x: Tensor, w: Matrix, N: int, routes: Routes, shared: int, store, a
         SHARED=shared,
         BLOCK_M=sizes.slots,
         BLOCK_N=sizes.rows,
-        BLOCK_K=sizes.columns,
+        BLOCK_K=sizes.columns * 2 // x.element_size(),
         STAGES=sizes.stages,
         BLOCK_E=triton.next_power_of_2(E),
         STORE=store,
