@@ -729,7 +729,9 @@ def test_an_ignored_eos_is_never_sampled(tiny_model):
         assert [*generate(tiny_model, [1, 5], sampling=settings, **options)] == [7] * 5
     state = State(tiny_model)
     greedy(tiny_model, [1, 5], 1, state, eos=every_but_7, ignore_eos=True)
-    assert greedy(tiny_model, [1, 5], 5, state) == greedy(tiny_model, [1, 5], 5), "bans are lifted"
+    of_7 = dict(eos=[7], ignore_eos=True)
+    alone = greedy(tiny_model, [1, 5], 5, **of_7)
+    assert greedy(tiny_model, [1, 5], 5, state, **of_7) == alone, "earlier bans are lifted"
     greedy(tiny_model, [1, 5], 1, state, eos=[-1], ignore_eos=True)
     assert not state.never, "no eos is not the last id"
 
@@ -2302,6 +2304,7 @@ def test_prompt_from_file_stdin_and_escapes(cli, tiny, tmp_path):
     for text, kept in (("a\n\n", "a\n"), (" a\r\n", " a"), ("\ta ", "\ta ")):
         file.write_text(text, newline="")
         assert run.read_prompt(SimpleNamespace(prompt=None, file=file)) == kept, "one newline goes"
+    assert cli(*flags, "-p", " a ")[1].startswith(" a ")
     assert not cli(*flags, "-p", "", stdin=b"hello")[1].startswith("hello"), (
         "an empty prompt is one"
     )
