@@ -166,7 +166,7 @@ MUTANTS = [
     Mutant(
         "extra/config.py", "(1 - part + part / factor)", "(0 * part + 1 / factor)", "transformers"
     ),
-    Mutant("extra/config.py", ' + f.ids("eos_token_id", vocab_size)', "", "config_eos"),
+    Mutant("extra/config.py", ' or f.ids("eos_token_id", vocab_size)', "", "config_eos"),
     Mutant("extra/config.py", "fields | _said(last)", "_said(last) | fields", "places_of_rope"),
     Mutant(
         "checkpoint.py", "elif not all(map(equal, outputs,", "elif all(map(equal, outputs,", "tied"
