@@ -4165,9 +4165,8 @@ LEFT_OUT = dict(num_attention_heads=32, max_position_embeddings=None, num_key_va
 
 
 @pytest.mark.parametrize("family, fields", [
-    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"), SAID),
+    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"), [*SAID, LEFT_OUT]),
     *itertools.product(("Qwen2", "Qwen3"), WINDOWS), ("Qwen3Moe", SLIDING),
-    *itertools.product(("Llama", "Mistral", "Qwen2", "Qwen3"), [LEFT_OUT]),
     ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True)),
     ("Qwen3Moe", dict(num_local_experts=16)), ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=1)),
 ], ids=str)  # fmt: skip
@@ -4472,6 +4471,9 @@ SPOILED = {
         lambda f: [to_meta(f, 1), edit(f / "params.json", yarn={"factor": 4})], "params.json: yarn is {'factor': 4}",
     ),
     "another rope": (spoil_config(rope_parameters={"rope_type": "dynamic"}), "rope_type is 'dynamic'"),
+    "params.json with experts": (
+        lambda f: [to_meta(f, 1), edit(f / "params.json", moe={"num_experts": 8})], "params.json: moe is {",
+    ),
     **{f"yarn, {name}": (spoil_config(rope_parameters={"rope_type": "yarn", name: value}), f"{name} is {value}")
        for name, value in (("truncate", False), ("mscale_all_dim", 1.0))},
     **{f"longrope with {name}": (spoil_config(rope_parameters=LONGROPE | {name: value}), "rope_type is 'longrope'")
