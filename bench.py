@@ -463,18 +463,32 @@ def product_dtype(model: Llama) -> torch.dtype:
 # ---- what must be read and computed
 
 
-def decode_bytes(model: Llama, length: float) -> float:
-    """Bytes read for one token when `length` positions are cached: every matrix once, and the keys
-    and values."""
+def matrices_of_token(model: Llama) -> list[tuple[Matrix, float]]:
+    """The matrices, the output last, and the part of each that one token is multiplied by: of the
+    experts, those that it goes through."""
     c = model.config
-    matrices = sum(matrix.nbytes for matrix in model.weights.matrices)
+    found = []
+    for layer in model.weights.layers:
+        part = 1.0
+        if layer.router:
+            part = c.experts_per_token / c.n_experts
+            found.append((layer.router, 1.0))
+        found += [(layer.wqkv, 1.0), (layer.wo, 1.0), (layer.w13, part), (layer.w2, part)]
+    return [*found, (model.weights.output, 1.0)]
+
+
+def decode_bytes(model: Llama, length: float) -> float:
+    """Bytes read for one token when `length` positions are cached: every matrix that it is
+    multiplied by once, and the keys and values."""
+    c = model.config
+    matrices = sum(w.nbytes * part for w, part in matrices_of_token(model))
     return matrices + 2.0 * c.n_layers * c.kv_dim * length * model.kv_dtype.itemsize
 
 
 def prefill_operations(model: Llama, T: int, start_pos: int = 0) -> float:
     """Operations for T tokens after start_pos others, with the logits of the last one only. A
     multiply-add counts as two."""
-    *of_layers, output = [N * K for N, K in (w.shape for w in model.weights.matrices)]
+    *of_layers, output = [math.prod(w.shape) * part for w, part in matrices_of_token(model)]
     seen = T * start_pos + T * (T + 1) / 2  # keys seen by all tokens together
     attention = model.config.n_layers * 4.0 * model.config.q_dim * seen
     return 2.0 * T * sum(of_layers) + attention + 2.0 * output
@@ -632,7 +646,7 @@ def throughput(args: argparse.Namespace, dtype: str, form: str) -> Iterator[Row]
     dtype_name = next(name for name, value in DTYPES.items() if value == model.dtype)
     about = dict(
         model=args.model,
-        size_gb=model.config.ranks * decode_bytes(model, 0) / 1e9,
+        size_gb=model.config.ranks * sum(w.nbytes for w in model.weights.matrices) / 1e9,
         backend=model.backend,
         device=device_name(device, args.ranks),
         dtype=dtype_name,

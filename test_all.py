@@ -7247,6 +7247,21 @@ def test_bench_rows_by_hand(monkeypatch, capsys):
     assert bench.decode_bytes(in_8_bits, 0) == 2 * (480 + 4 * 56) + 80 + 4 * 10
 
 
+def test_bench_counts_the_experts_of_a_token():
+    """Of 4, the 2 that it goes through; and the router."""
+    shape = dict(
+        dim=8, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=4, hidden_dim=6, vocab_size=16
+    )
+    experts = dict(n_experts=4, experts_per_token=2)
+    c = read_config_like(**shape | experts)
+    weights = bench.random_weights(c, torch.float32, torch.device("cpu"), {}, "torch")
+    model = Llama(c, weights, "torch", torch.device("cpu"), torch.float32, 64)
+    each = 4 * 8 * 8 + 4 * 8 + 2 * 3 * 6 * 8  # attention, router, experts
+    assert bench.decode_bytes(model, 0) == 4 * (each + 16 * 8)
+    assert bench.prefill_operations(model, 10) == 2 * (10 * each + 16 * 8) + 4 * 8 * 55
+    assert sum(w.nbytes for w in weights.matrices) == 4 * (each + 2 * 3 * 6 * 8 + 16 * 8)
+
+
 def test_bench_speeds_by_hand(tiny_model, monkeypatch):
     """By a clock: a prompt in half a second, each step in 9, but 90 while it is warmed up. Only the
     new tokens count, and no more are evaluated."""
