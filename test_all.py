@@ -3867,15 +3867,20 @@ def test_families_equal_transformers(tmp_path, family, fp8, backend, monkeypatch
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_experts_of_no_token_and_of_all(tmp_path, backend):
-    """Column 0 of the hidden states is the same large number everywhere, so that routers can have
-    biases."""
+    """Column 0 of the hidden states is 4 everywhere and read by the routers alone, so that these
+    have biases; the others stay small beside it."""
     theirs = hugging_face_model(**FAMILIES["mixtral"])
     chosen = []
-    theirs.model.embed_tokens.weight.data[:, 0] = 40
+    theirs.model.embed_tokens.weight.data[:, 0] = 4
     for layer in theirs.model.layers:
-        layer.self_attn.o_proj.weight.data[0] = 0
-        layer.mlp.experts.down_proj.data[:, 0] = 0
-        layer.mlp.gate.weight.data[:2, 0] = torch.tensor([2.0, -2.0])
+        attention, experts_of_layer = layer.self_attn, layer.mlp.experts
+        for w in (attention.q_proj, attention.k_proj, attention.v_proj):
+            w.weight.data[:, 0] = 0
+        experts_of_layer.gate_up_proj.data[:, :, 0] = 0
+        for w in (attention.o_proj.weight.data, experts_of_layer.down_proj.data):
+            w *= 0.1
+            w[..., 0, :] = 0
+        layer.mlp.gate.weight.data[:2, 0] = torch.tensor([4.0, -4.0])
         layer.mlp.gate.register_forward_hook(lambda module, x, y: chosen.append(y[2]))
     theirs.save_pretrained(tmp_path)
     T = 50 if backend == "torch" else 12
