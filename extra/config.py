@@ -15,13 +15,6 @@ from extra import layouts
 from extra.files import Fields, one_line_errors
 from model import Config
 
-# What transformers takes for fields that a config.json leaves out, where it is not what Llama has
-DEFAULTS = {
-    "mistral": {"max_position_embeddings": 1 << 17, "num_key_value_heads": 8},
-    "qwen2": {"max_position_embeddings": 1 << 15, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 1 << 15, "num_key_value_heads": 32},
-}
-
 
 def generation_of(folder: Path) -> Fields:
     """The fields of a folder's generation_config.json; none if there is no such file."""
@@ -87,16 +80,28 @@ MOST_EXPERTS = 1 << 16  # of all layers
 # Values of model_type, and what transformers takes for the fields that a config.json leaves out
 FAMILIES = {
     "llama": {},
-    "mistral": {"sliding_window": 4096},
+    "mistral": {
+        "max_position_embeddings": 1 << 17,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
     "mixtral": {
+        "max_position_embeddings": 1 << 17,
+        "num_key_value_heads": 8,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
     },
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen2": {"max_position_embeddings": 1 << 15, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 1 << 15, "num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {
+        "max_position_embeddings": 1 << 15,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
 
 
@@ -115,8 +120,6 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
     f.refuse_unless("is_causal", None, True)
     f.refuse_unless("tie_word_embeddings", False, True, None)
-    for name, value in DEFAULTS.get(family, {}).items():
-        f.setdefault(name, value)
     n_heads = f.number("num_attention_heads", 1, 1024)
     dim = f.number("hidden_size", 1, 1 << 17)
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
