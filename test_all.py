@@ -3258,6 +3258,11 @@ def test_serve_refuses_wrong_bodies(server):
     assert server.ask("/v1/completions", dict(prompt=[1, 99999]))[0] == 400
     status, _, answer = server.ask("/v1/completions", b" " * (9 << 20))
     assert status == 413 and answer["error"]["code"] == "too_large"
+    announced = server.connect()
+    announced.putrequest("POST", "/v1/completions")
+    announced.putheader("Content-Length", 1 << 40)
+    announced.endheaders()
+    assert announced.getresponse().status == 413, "before it comes"
     chunks = iter([b'{"prompt": "a", ', b'"max_tokens": 1}'])
     assert server.begin("/v1/completions", chunks).getresponse().status == 200
     assert (
