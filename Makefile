@@ -2,7 +2,7 @@
 .PHONY: help model run chat serve bench kernels profile test fuzz mutate lint clean
 
 MODEL ?=
-PROMPT ?= Once upon a time
+PROMPT ?= The little fox looked up at the moon and said, "
 ARGS ?=
 GPUS ?= 1
 PYTHON ?= python3

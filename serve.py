@@ -328,12 +328,15 @@ class App:
 
 
 async def body_of(request: Request) -> bytes:
-    """Raises Refused if it is too large."""
+    """Raises Refused if it is too large: at once if its length is announced."""
+    too_large = Refused(f"the body has more than {BODY_BYTES} bytes", 413, "too_large")
+    if int(request.headers.get("content-length", 0)) > BODY_BYTES:
+        raise too_large
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > BODY_BYTES:
-            raise Refused(f"the body has more than {BODY_BYTES} bytes", 413, "too_large")
+            raise too_large
     return bytes(body)
 
 

@@ -122,11 +122,11 @@ def free_memory(device: torch.device) -> float:
 
 # What a model needs beside weights and cache, in multiples of its largest matrix in dtype: two
 # decoded copies of it (the graphs of prompts have memory of their own) and two workspaces for the
-# activations of the longest of model.LENGTHS, each 1.2 times as large (7B); the rest is for the
+# activations of the longest of model.LENGTHS, each 1.3 times as large (7B); the rest is for the
 # graphs themselves. On a CPU: one of each for a chunk, and a second copy of the output matrix where
 # it is the embedding. An expert counts as a matrix of its own; but all of a layer are in memory
 # once more while they are encoded.
-MARGIN = 5
+MARGIN = 6
 
 
 def check_memory(

@@ -84,7 +84,8 @@ class Codes4(Grouped):
         if order:
             x = x.index_select(1, order[0])
         group = x.shape[1] // len(pairs)
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, pairs)
+        # named with its overload, which torch would otherwise look for at each call, for a microsecond
+        return torch.ops.aten._weight_int4pack_mm_for_cpu.default(x, codes, group, pairs)
 
 
 @dataclass(frozen=True, eq=False)
