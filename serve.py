@@ -192,14 +192,14 @@ class Writer:
         self._go_on()
         generation = self._begin(ask)
         form = Form(ask, self.model, self.session)
-        if ask.stream:
-            self._tell(form.begin())
+        begin = form.begin()  # comes with the first piece, which would otherwise wait for PAUSE
         with closing(generation):
             for piece in generation:
                 if ask.stream and (piece.text or piece.logprobs):
-                    self._tell(form.piece(piece.text, piece.logprobs))
+                    self._tell(begin + form.piece(piece.text, piece.logprobs))
+                    begin = b""
                 self._go_on()
-        answer = form.end(generation) if ask.stream else form.whole(generation)
+        answer = begin + form.end(generation) if ask.stream else form.whole(generation)
         self._tell(answer, last=True)
 
     def _begin(self, ask: Ask) -> Generation:
