@@ -2053,7 +2053,7 @@ def check_experts(arguments: tuple, dtype: torch.dtype, form) -> None:
 @pytest.mark.parametrize("dtype, form", [
     (torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (torch.float16, E4M3),
     (torch.float16, E5M2), (torch.float16, INT4), (torch.float32, INT4),
-], ids=str)  # fmt: skip
+], ids=lambda value: getattr(value, "name", str(value)))  # fmt: skip
 def test_experts_equal_their_reference(dtype, form, T, guarded):
     """Among them an expert that every token chooses, and one that none does; hidden sizes that
     tiles do not divide."""
