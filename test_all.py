@@ -2128,7 +2128,9 @@ def test_fused_model_with_experts_is_the_reference_model(dtype, format, kv_fp8, 
         for d, backend in (("fp32", "torch"), (dtype, "triton"))
     )
     prompt = torch.randint(97, (21,)).tolist()
-    theirs, ours = (logits_of(m, prompt, 17, 1, 2, 1) for m in (exact, fused))
+    # with a format, a GPU rounds the activations of more than 16 tokens to 8 bits
+    parts = (16, 2, 2, 1) if format else (17, 1, 2, 1)
+    theirs, ours = (logits_of(m, prompt, *parts) for m in (exact, fused))
     # a token whose experts nearly tie may get others
     errors = (ours - theirs).square().sum(1) / theirs.square().sum(1)
     assert errors.median() < limit**2, errors
