@@ -73,7 +73,7 @@ NOT_NEEDED = re.compile(  # the end of a name
     r"|self_attn\.(masked_)?bias|(^|\.)(position_ids|attention_mask|causal_mask)"  # masks
     r"|\.(input|output|q|k|v|kv|activation)_scale(_ub)?)$"  # of activations, not rounded here
 )
-# Which may be there if it is 0
+# Biases that a file may contain only if they are all zero
 BIAS = re.compile(r"(_proj|\.w[123]|\.gate|attn_output|ffn_\w+)\.bias$")
 MOST_BIASES = 1 << 20  # numbers in one of them
 
@@ -540,8 +540,8 @@ def is_whole(path: Path) -> bool:
 
 
 def largest_read(c: Config) -> int:
-    """How many elements the largest matrix has that is read to be encoded. Rows are read whole,
-    even where a rank has only some of their columns."""
+    """Elements of the largest matrix that is read to be encoded. Rows are read whole, even where a
+    rank has only some of their columns."""
     sizes = []
     for t in model_tensors(c):
         if t.is_matrix:
@@ -649,7 +649,7 @@ class Loader:
             parts = [tensors[part.name] for part in t.parts]
             return list(map(Piece, t.places(self.config), parts, shares))
         rows = t.joined_rows(self.whole, shares)
-        # Its own rows, of which it has all
+        # In the rank's own tensor, the share of each part is the whole part
         of_parts = [slice(0, part.shape(self.config)[0]) for part in t.parts]
         places = t.joined_rows(self.config, of_parts)
         return [Piece(place, tensors[t.name], taken) for place, taken in zip(places, rows)]

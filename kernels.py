@@ -353,8 +353,8 @@ def places(row, COUNT: tl.constexpr, TOKENS: tl.constexpr):
 
 @jit
 def _first_rows(ids, N, SLOTS: tl.constexpr):
-    """A tuple: the row at which the matrix of N rows begins in W, for each of SLOTS matrices whose
-    products are added up, or for this program's. Past the L1, which may hold older ids."""
+    """A tuple: the first row in W of each of SLOTS matrices whose products are added up, or of this
+    program's one. N: rows of a matrix. The loads bypass the L1 cache, where ids may be stale."""
     first = ()
     if ids is None:
         first += (0,)
@@ -366,12 +366,11 @@ def _first_rows(ids, N, SLOTS: tl.constexpr):
     return first
 
 
-# Where W is a stack of matrices, `ids` says which of them a product takes; N and K are the rows and
-# columns of one. Either each has a product of its own, and a row of the grid. Or x has SLOTS parts,
-# one for each matrix, whose products are added up. In the first case the kernel before has written
-# the ids: the programs wait for it at once, and only then let the next kernel start. In the second
-# case the ids are therefore old enough to be read before the wait (launch.py), and W is loaded
-# ahead, as always.
+# W may be a stack of equal matrices (experts), of N rows and K columns each; `ids` picks some. With
+# SLOTS = 1, each of them multiplies the same x, in a row of the grid of its own. The previous
+# kernel wrote the ids, so the programs wait for it at once, and only then let the next kernel
+# start. With more SLOTS, x has a part for each matrix, and the products are added up. The ids are
+# then older than the previous kernel (launch.py), so they are read, and W is loaded, before the wait.
 
 
 @jit

@@ -144,8 +144,12 @@ class Weights:
 
     @property
     def matrices(self) -> list[Matrix]:
-        of_layers = (value for layer in self.layers for value in vars(layer).values())
-        return [*(value for value in of_layers if isinstance(value, Matrix)), self.output]
+        """All for which a format can be chosen; routers stay as they are."""
+        found = []
+        for layer in self.layers:
+            fields = vars(layer).items()
+            found += [m for name, m in fields if isinstance(m, Matrix) and name != "router"]
+        return [*found, self.output]
 
     @property
     def held(self) -> str:

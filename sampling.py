@@ -12,15 +12,16 @@ writes the token chosen to follow each of them to `drawn` (int32, up to drawn[po
 the logits are not finite. `tokens`, int32 [S], holds what comes before each position. The token of
 a single row is also written there, as 0 if it is -1. The settings come as a Sampler.
 
-To add a setting, touch four places:
+To add a setting, touch five places:
 
 1. Sampling: its field with its range, and its number in `numbers`;
 2. _choose_ref, which says what it does;
 3. the kernels: _sample_best_kernel if it changes logits, otherwise _draw and the two kernels that
    call it. They load the number by its place. If it costs time when it is off, it gets a switch;
-4. its flag in run.py, of the same name, and its values in test_sampling_equals_the_reference.
+4. its flag in run.py, of the same name, and its values in test_sampling_equals_the_reference;
+5. its field in openai.Ask, for the server.
 
-If generation_config.json may set it, its name there goes into checkpoint.SAMPLING. Banned
+If generation_config.json may set it, its name there goes into SAMPLING in extra/config.py. Banned
 tokens have the logit model.BANNED, which is finite."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton

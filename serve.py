@@ -86,13 +86,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 # ---- between the two threads
 
 
-class Left(Exception):
+class ClientGone(Exception):
     """The client has gone."""
 
 
 class Client:
-    """Who asks for a text, and what there is of the answer: the model's thread tells its parts, the
-    other one hears them."""
+    """A request, and its answer so far. The thread that generates appends to it with `tell`; the one
+    that talks with clients waits for what is new, and takes it, with `hear`."""
 
     def __init__(self, ask: Ask):
         self.ask = ask
@@ -156,7 +156,7 @@ class Writer:
         ask = ranks.broadcast(self._next)
         try:
             self._write(ask)
-        except Left:
+        except ClientGone:
             pass
         except ContextFull as error:
             self._fail(Refused(str(error), code="context_length_exceeded"))
@@ -183,13 +183,13 @@ class Writer:
         if self.client:
             self.client.fail(error)
 
-    def _go_on(self, *_) -> None:
-        """Raise Left on all ranks if the client has gone."""
+    def _stop_if_gone(self, *_) -> None:
+        """Raise ClientGone on all ranks if the client has."""
         if self.session.ranks.agree(bool(self.client and self.client.ended.is_set())):
-            raise Left
+            raise ClientGone
 
     def _write(self, ask: Ask) -> None:
-        self._go_on()
+        self._stop_if_gone()
         generation = self._begin(ask)
         form = Form(ask, self.model, self.session)
         begin = form.begin()  # comes with the first piece, which would otherwise wait for PAUSE
@@ -198,14 +198,14 @@ class Writer:
                 if ask.stream and (piece.text or piece.logprobs):
                     self._tell(begin + form.piece(piece.text, piece.logprobs))
                     begin = b""
-                self._go_on()
+                self._stop_if_gone()
         answer = begin + form.end(generation) if ask.stream else form.whole(generation)
         self._tell(answer, last=True)
 
     def _begin(self, ask: Ask) -> Generation:
         """The text that is asked for, of which nothing is evaluated yet. Raises Refused or
         ValueError."""
-        options = ask.options() | {"progress": self._go_on}
+        options = ask.options() | {"progress": self._stop_if_gone}
         if isinstance(ask, TextAsk):
             return self.session.generate(ask.prompt, **options)
         prompt = self.session.render([message.plain() for message in ask.messages])
@@ -268,7 +268,7 @@ class App:
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            client.fail(Left())
+            client.fail(ClientGone())
 
         watching = asyncio.create_task(watch())
         kind = "text/event-stream" if client.ask.stream else "application/json"
@@ -276,7 +276,7 @@ class App:
             parts = client.stream(await client.hear())
             headers = NO_WAITING | {"Content-Type": kind}
             await StreamingResponse(parts, headers=headers).stream_response(send)
-        except Left:
+        except ClientGone:
             pass
         finally:
             watching.cancel()

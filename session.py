@@ -279,14 +279,15 @@ class Session:
         There are at most n tokens; below 0 there is no limit but the context. The text ends before
         the first of the strings in `stop`. If an earlier text is unfinished, it ends here.
 
-        sampling: by default the session's, in which settings, such as temp=0.5, replace single
-        values. eos: the ids that end the text, by default the model's; with ignore_eos they are
-        never chosen. at_start: whether a text begins after the prompt, so that a space that the
-        tokenizer puts first is left out; by default if the prompt is an empty text. progress:
-        called with the number of the prompt's tokens that are evaluated, and of all that have to
-        be. logprobs: note the log-probability of each token, and of so many of the most probable ones
-        at its place; tokens are then decoded one by one. echo: the text begins with the prompt, which
-        is the first piece; log-probabilities are then those of the prompt's tokens, too.
+        sampling: by default the session's, in which settings, such as temp=0.5, replace
+        single values. eos: the ids that end the text, by default the model's; with
+        ignore_eos they are never chosen. at_start: whether a text begins after the prompt,
+        so that a space that the tokenizer puts first is left out; by default if the prompt
+        is an empty text. progress: called with the number of tokens of the prompt that are
+        done, and the total. logprobs: note the log-probability of each token, and of so
+        many of the most probable ones at its place; tokens are then decoded one by one.
+        echo: the text begins with the prompt, which is the first piece; log-probabilities
+        are then those of the prompt's tokens, too.
 
         Raises TypeError for an unknown setting, ValueError for one out of range, and of its kinds
         model.ContextFull for a prompt that is longer than the context. The iterator raises

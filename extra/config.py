@@ -77,8 +77,8 @@ def unsupported_settings(folder: Path) -> list[str]:
 
 
 MOST_EXPERTS = 1 << 16  # of all layers
-# Values of model_type; what transformers takes for fields that a config.json leaves out, where it
-# is not what Llama has
+# By model_type: transformers' defaults for fields that a config.json leaves out, where they differ
+# from Llama's
 FAMILIES = {
     "llama": {},
     "mistral": {
@@ -234,7 +234,8 @@ def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
         raise ValueError(f"{f.file}: {what}")
     beside = {"rope_theta": f.get("rope_theta")}
     last = {"original_max_position_embeddings": f.get("original_max_position_embeddings")}
-    # each with what only the other says; what stands beside them is the default, but for the last
+    # Merged twice, with either winning, which must give the same. The rope_theta beside them is only
+    # a default; an original_max_position_embeddings beside them overrides both
     merged = []
     for fields in (older | newer, newer | older):
         fields = _said(beside) | fields | _said(last)

@@ -1,7 +1,7 @@
-"""Experts: a feed-forward layer of E small ones, of which each token takes k (Shazeer et al., 2017;
-Mixtral, Qwen3-MoE).
+"""Mixture of experts: the feed-forward layer is E small ones, and a router sends each token through
+k of them (Shazeer et al., 2017; Mixtral, Qwen3-MoE).
 
-A router, one more matrix, gives each token a logit for every expert. The token goes through the k
+The router, one more matrix, gives each token a logit for every expert. The token goes through the k
 with the highest ones, and the results are added up, each times its expert's weight: the softmax
 over all logits, divided by the sum of the k weights if the model says so (norm_topk). Equal logits:
 the lower id wins. A logit that is NaN counts as -inf, so that it beats no number; if all of them
@@ -62,10 +62,10 @@ def route_ref(x: Tensor, layer: LayerView, state: StateView) -> Routes | None:
     return Routes(ids.int(), weights)
 
 
-# One token's logits are shared out among programs, and the last one to finish picks the experts.
-# Like all kernels, this one waits for the kernel before it; but only then does it let the next one
-# start, and so does the product of w1 and w3 (kernels._first_rows). So when the product of w2
-# starts, what the router wrote is there, and W can be loaded before the wait.
+# One token: the programs share its logits, and the last one to finish picks the experts. Unlike
+# other kernels, this one and the product with w13 let the next kernel start only after their own
+# wait. So when the product with w2 starts, ids and weights are already written, and it can load W
+# at once.
 
 
 @jit

@@ -137,8 +137,9 @@ class ModelTensor:
         return [slice(start, end) for start, end in zip([0, *ends], ends)]
 
     def joined_rows(self, c: Config, shares: list[slice]) -> list[slice]:
-        """The rows of this tensor that belong to a rank whose rows of each part are `shares`: a
-        slice for each part, or for the parts that are interleaved."""
+        """Where a rank's rows lie in this tensor: one slice for each part, or for each pair of w1
+        and w3, whose rows are interleaved. shares: the rank's rows of each part; it has the same of
+        w1 as of w3."""
         if self.field == "qk_norm":
             return [ALL]
         starts = [place.start for place in self.places(c)]

@@ -341,8 +341,7 @@ class QuantisedMatrix(SourceTensor):
     def blocks(
         self, device: torch.device, rows: slice, columns: slice = ALL
     ) -> Iterator[tuple[slice, Blocks]]:
-        """Yields these rows and columns, some rows at a time, and which of the requested rows they
-        are."""
+        """Yields pairs: a slice of the requested rows, and these rows in the requested columns."""
         raise NotImplementedError
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
