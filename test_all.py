@@ -1545,6 +1545,10 @@ def test_sampling_equals_the_reference(kind):
     # count for top-p
     cases = [(V, dict(top_k=k, top_p=1.0, min_p=0, temp=1e6)) for V, k in ((1100, 5), (3000, 12))]
     cases += [(V, dict(top_k=40, top_p=0.5, min_p=0, temp=1.5)) for V in (100, 300, 3000, 5000)]
+    # top-p with more equals than a chunk holds, which it takes or leaves; all are then as likely
+    cases += [
+        (5000, dict(top_k=40, top_p=p, min_p=0, temp=1e6)) for p in (0.05, 0.08, 0.11, 0.14, 0.17)
+    ]
     # from several parts: the largest; any
     cases += [(5000, OFF | dict(temp=temp)) for temp in (0, 1)]
     for _ in range(8):
