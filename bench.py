@@ -240,7 +240,7 @@ from extra.hardware import (
     pick_device,
     pick_dtype,
 )
-from extra.names import Formats, formats_of, layer_tensors
+from extra.names import Formats, Kind, formats_of, layer_tensors
 from extra.parallel import Ranks
 from formats import Matrix
 from kernels import FORMATS, cpu_product_dtype, in_cpu_layout, on_tensor_cores, storage_dtype
@@ -308,7 +308,7 @@ def random_weights(
             shape = tensor.shape(c)
             if tensor.is_matrix:
                 values[tensor.field] = matrix(tensor.name, shape, tensor.experts)
-            elif tensor.field == "router":
+            elif tensor.kind is Kind.PLAIN:
                 values[tensor.field] = Matrix(normal(*shape, dtype))
             else:
                 values[tensor.field] = ones(*shape)

@@ -37,6 +37,7 @@ from extra.names import (
     EMBEDDING,
     OUTPUT,
     Formats,
+    Kind,
     ModelTensor,
     Part,
     formats_of,
@@ -84,7 +85,7 @@ MOST_BIASES = 1 << 20  # numbers in one of them
 class Source(ABC):
     """One layout on disk: where the configuration, the tokenizer and the tensors are."""
 
-    names: str  # which of a Part's names its tensors have: see Part.name_in
+    naming: str  # which of a Part's names its tensors have: see Part.name_in
     format: Format | None = None  # of the matrices, where --save encoded them
 
     def __init__(self, path: Path):
@@ -139,8 +140,8 @@ class Source(ABC):
     def untied(self, c: Config, found: Found) -> Config:
         """The configuration as the tensors have it: a tied model may be saved under either name,
         and if both are there, they may differ."""
-        embedding = EMBEDDING.name_in(self.names)
-        outputs = found.pop(OUTPUT.name_in(self.names), [])
+        embedding = EMBEDDING.name_in(self.naming)
+        outputs = found.pop(OUTPUT.name_in(self.naming), [])
         if not outputs:
             return c
         if embedding not in found:
@@ -194,7 +195,7 @@ def is_zero(bias: FileTensor) -> bool:
 class GgufFile(Source):
     """A file of llama.cpp's, or the first part of a split one."""
 
-    names = "gguf"
+    naming = "gguf"
 
     @property
     def header(self) -> gguf.GGUF:
@@ -237,7 +238,7 @@ class GgufFile(Source):
         return {name: self.tensor(part, c, found, header) for name, part in model_parts(c).items()}
 
     def tensor(self, part: Part, c: Config, found: Found, header: gguf.GGUF) -> SourceTensor:
-        name = part.name_in(self.names)
+        name = part.name_in(self.naming)
         head_dim = None
         # llama.cpp stores the rows of q and k in pairs, but only in this family
         if part.rotated and header.metadata["general.architecture"] != "llama":
@@ -302,7 +303,7 @@ class Folder(Source):
 class HuggingFaceFolder(Folder):
     """A folder with a config.json."""
 
-    names = "hugging_face"
+    naming = "hugging_face"
 
     def unchecked_config(self) -> Config:
         return hugging_face_config(Fields(self.path / "config.json"), generation_of(self.path))
@@ -310,14 +311,14 @@ class HuggingFaceFolder(Folder):
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
         config = Fields(self.path / "config.json")
         layout = layout_of(config)
-        names = "mixtral" if config["model_type"] == "mixtral" else self.names
+        naming = "mixtral" if config["model_type"] == "mixtral" else self.naming
         tensors = {}
         for name, part in model_parts(c).items():
-            in_file = part.name_in(names)
+            in_file = part.name_in(naming)
             shape = part.shape(c)
             head_dim = c.head_dim if part.rotated else None
             wanted = {}
-            if layout and (part.is_matrix or part.field == "router"):
+            if layout and part.kind in (Kind.MATRIX, Kind.PLAIN):
                 wanted = self.layout_tensors(in_file, shape, found, layout)
             if wanted:
                 tensors[name] = LayoutMatrix(in_file, shape, found, head_dim, layout, wanted)
@@ -344,7 +345,7 @@ class MetaFolder(Folder):
     """A folder with a params.json, whose tensors may be divided among several files. The tokenizer
     may be in its parent."""
 
-    names = "meta"
+    naming = "meta"
 
     def small_files(self) -> dict[str, bytes]:
         files = super().small_files()
@@ -376,7 +377,7 @@ class SavedFolder(Folder):
     matrices, with the original's other small files. It stores the tensors of the model, whose parts
     are joined."""
 
-    names = "meta"
+    naming = "meta"
 
     def __init__(self, path: Path, format: Format):
         super().__init__(path)
@@ -626,9 +627,12 @@ class Loader:
     def layer(self, tensors: Iterable[ModelTensor]) -> LayerWeights:
         made = {}
         for t in tensors:
-            made[t.field] = self.matrix(t) if t.is_matrix else self.vector(t)
-            if t.field == "router":
-                made[t.field] = Matrix(made[t.field])
+            if t.is_matrix:
+                made[t.field] = self.matrix(t)
+            elif t.kind is Kind.PLAIN:
+                made[t.field] = Matrix(self.vector(t))
+            else:
+                made[t.field] = self.vector(t)
         return LayerWeights(**made)
 
     def share(self, dim: str) -> slice:

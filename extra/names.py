@@ -4,6 +4,7 @@ over ranks."""
 import itertools
 import math
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 
 import torch
@@ -13,18 +14,30 @@ from formats import Format
 from model import Config
 
 
+class Kind(Enum):
+    """What becomes of a part."""
+
+    VECTOR = "a norm or a bias"
+    ROW = "a vector that becomes a row of a matrix"
+    TABLE = "the embedding, whose rows are looked up"
+    PLAIN = "a matrix that stays in 16 or 32 bits: a router"
+    MATRIX = "a matrix for which a format may be chosen"
+
+
 @dataclass(frozen=True)
 class Part:
     """A tensor as checkpoints store it: a row of the table below. One or several parts make up a
     tensor of the model."""
 
     field: str  # of LayerWeights or Weights; parts of one field are joined in the table's order
+    kind: Kind
     dims: tuple[str, ...]  # its shape, by names in Config; each rank has a share of those in CUT
     meta: str  # its name in Meta's layout
     hugging_face: str  # its name in Hugging Face's
     gguf: str  # its name in GGUF's
     rotated: bool = False  # RoPE rotates its rows, which layouts store in different orders
     mixtral: str = ""  # its name in Mixtral's folders of Hugging Face, if it is another one there
+    in_turn: int = 1  # how many parts are joined row by row in turn; 1: one is below the other
     layer: int | None = None  # the layer that it belongs to, if any
     expert: int | None = None  # the expert that it belongs to, whose number is the {} of a name
 
@@ -33,59 +46,64 @@ class Part:
         """Our own name for it, which is Meta's."""
         return self.name_in("meta")
 
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is applied as y = x W^T, so that a format may be chosen for it."""
-        return len(self.dims) == 2 and self.field not in ("embedding", "router")
-
     def shape(self, c: Config) -> tuple[int, ...]:
         return tuple(getattr(c, dim) for dim in self.dims)
 
-    def name_in(self, layout: str) -> str:
-        """Its name in a layout: "meta", "hugging_face", "mixtral" or "gguf"."""
-        name = getattr(self, layout) or self.hugging_face
+    def joined_shape(self, c: Config) -> tuple[int, ...]:
+        """Its shape within the tensor of the model."""
+        shape = self.shape(c)
+        return (1, *shape) if self.kind is Kind.ROW else shape
+
+    def name_in(self, naming: str) -> str:
+        """What it is called by "meta", "hugging_face", "mixtral" or "gguf"."""
+        name = getattr(self, naming) or self.hugging_face
         if self.layer is not None:
-            name = f"{LAYERS[layout]}.{self.layer}.{name}"
+            name = f"{LAYERS[naming]}.{self.layer}.{name}"
         return name.format(self.expert)
 
 
 # fmt: off
+VECTOR, ROW, TABLE, PLAIN, MATRIX = Kind
 LAYERS = {"meta": "layers", "hugging_face": "model.layers", "mixtral": "model.layers", "gguf": "blk"}
 LAYER = (
-    Part("attention_norm", ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
-    Part("wqkv", ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight", True),
-    Part("wqkv", ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", "attn_k.weight", True),
-    Part("wqkv", ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight", "attn_v.weight"),
-    Part("qkv_bias", ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", "attn_q.bias", True),
-    Part("qkv_bias", ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias", True),
-    Part("qkv_bias", ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias", "attn_v.bias"),
-    Part("qk_norm", ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight", "attn_q_norm.weight", True),
-    Part("qk_norm", ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight", True),
-    Part("wo", ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
-    Part("ffn_norm", ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
+    Part("attention_norm", VECTOR, ("dim",), "attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
+    Part("wqkv", MATRIX, ("q_dim", "dim"), "attention.wq.weight", "self_attn.q_proj.weight", "attn_q.weight", True),
+    Part("wqkv", MATRIX, ("kv_dim", "dim"), "attention.wk.weight", "self_attn.k_proj.weight", "attn_k.weight", True),
+    Part("wqkv", MATRIX, ("kv_dim", "dim"), "attention.wv.weight", "self_attn.v_proj.weight", "attn_v.weight"),
+    Part("qkv_bias", VECTOR, ("q_dim",), "attention.wq.bias", "self_attn.q_proj.bias", "attn_q.bias", True),
+    Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wk.bias", "self_attn.k_proj.bias", "attn_k.bias", True),
+    Part("qkv_bias", VECTOR, ("kv_dim",), "attention.wv.bias", "self_attn.v_proj.bias", "attn_v.bias"),
+    Part("qk_norm", ROW, ("head_dim",), "attention.q_norm.weight", "self_attn.q_norm.weight",
+         "attn_q_norm.weight", True),
+    Part("qk_norm", ROW, ("head_dim",), "attention.k_norm.weight", "self_attn.k_norm.weight",
+         "attn_k_norm.weight", True),
+    Part("wo", MATRIX, ("dim", "q_dim"), "attention.wo.weight", "self_attn.o_proj.weight", "attn_output.weight"),
+    Part("ffn_norm", VECTOR, ("dim",), "ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
 )
 FEED_FORWARD = (
-    Part("w13", ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight", "ffn_gate.weight"),
-    Part("w13", ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight", "ffn_up.weight"),
-    Part("w2", ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
+    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.w1.weight", "mlp.gate_proj.weight", "ffn_gate.weight",
+         in_turn=2),
+    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.w3.weight", "mlp.up_proj.weight", "ffn_up.weight",
+         in_turn=2),
+    Part("w2", MATRIX, ("dim", "hidden_dim"), "feed_forward.w2.weight", "mlp.down_proj.weight", "ffn_down.weight"),
 )
 # Instead of it, in a model with experts; GGUF stacks theirs in one tensor
-ROUTER = Part("router", ("n_experts", "dim"), "feed_forward.gate.weight", "mlp.gate.weight", "ffn_gate_inp.weight",
-              mixtral="block_sparse_moe.gate.weight")
+ROUTER = Part("router", PLAIN, ("n_experts", "dim"), "feed_forward.gate.weight", "mlp.gate.weight",
+              "ffn_gate_inp.weight", mixtral="block_sparse_moe.gate.weight")
 EXPERT = (
-    Part("w13", ("hidden_dim", "dim"), "feed_forward.experts.{}.w1.weight", "mlp.experts.{}.gate_proj.weight",
-         "ffn_gate_exps.weight", mixtral="block_sparse_moe.experts.{}.w1.weight"),
-    Part("w13", ("hidden_dim", "dim"), "feed_forward.experts.{}.w3.weight", "mlp.experts.{}.up_proj.weight",
-         "ffn_up_exps.weight", mixtral="block_sparse_moe.experts.{}.w3.weight"),
-    Part("w2", ("dim", "hidden_dim"), "feed_forward.experts.{}.w2.weight", "mlp.experts.{}.down_proj.weight",
+    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.experts.{}.w1.weight", "mlp.experts.{}.gate_proj.weight",
+         "ffn_gate_exps.weight", mixtral="block_sparse_moe.experts.{}.w1.weight", in_turn=2),
+    Part("w13", MATRIX, ("hidden_dim", "dim"), "feed_forward.experts.{}.w3.weight", "mlp.experts.{}.up_proj.weight",
+         "ffn_up_exps.weight", mixtral="block_sparse_moe.experts.{}.w3.weight", in_turn=2),
+    Part("w2", MATRIX, ("dim", "hidden_dim"), "feed_forward.experts.{}.w2.weight", "mlp.experts.{}.down_proj.weight",
          "ffn_down_exps.weight", mixtral="block_sparse_moe.experts.{}.w2.weight"),
 )
-EMBEDDING = Part("embedding", ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight",
+EMBEDDING = Part("embedding", TABLE, ("vocab_size", "dim"), "tok_embeddings.weight", "model.embed_tokens.weight",
                  "token_embd.weight")
-NORM = Part("norm", ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
-OUTPUT = Part("output", ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")
+NORM = Part("norm", VECTOR, ("dim",), "norm.weight", "model.norm.weight", "output_norm.weight")
+OUTPUT = Part("output", MATRIX, ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")
 # fmt: on
-TIED_OUTPUT = replace(EMBEDDING, field="output", dims=OUTPUT.dims)
+TIED_OUTPUT = replace(EMBEDDING, field="output", kind=MATRIX, dims=OUTPUT.dims)
 CUT = {  # sizes of which each rank has a share, and what is shared out
     "q_dim": "n_heads",
     "kv_dim": "n_kv_heads",
@@ -96,8 +114,8 @@ CUT = {  # sizes of which each rank has a share, and what is shared out
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor of the model: a part, or several joined. The rows of w1 and w3 are interleaved, the
-    norms of q and k are two rows, the parts of others stand one below the other, as do experts."""
+    """A tensor of the model: a part, or several joined. One stands below the other, or their rows
+    take turns, as those of w1 and w3 do. So do the tensors of experts."""
 
     name: str  # as --save writes it, such as layers.3.wqkv
     parts: tuple[Part, ...]
@@ -107,12 +125,17 @@ class ModelTensor:
         return self.parts[0].field
 
     @property
+    def kind(self) -> Kind:
+        return self.parts[0].kind
+
+    @property
     def layer(self) -> int | None:
         return self.parts[0].layer
 
     @property
     def is_matrix(self) -> bool:
-        return self.parts[0].is_matrix
+        """Whether it is applied as y = x W^T, so that a format may be chosen for it."""
+        return self.kind is Kind.MATRIX
 
     @property
     def experts(self) -> int:
@@ -120,33 +143,31 @@ class ModelTensor:
         return len({part.expert for part in self.parts} - {None})
 
     def shape(self, c: Config) -> tuple[int, ...]:
-        if self.field == "qk_norm":
-            return 2, c.head_dim
-        rows = sum(part.shape(c)[0] for part in self.parts)
-        return rows, *self.parts[0].shape(c)[1:]
+        rows = sum(part.joined_shape(c)[0] for part in self.parts)
+        return rows, *self.parts[0].joined_shape(c)[1:]
 
     def places(self, c: Config) -> list[slice]:
         """The rows of this tensor that each part takes up."""
-        if self.field == "w13":
-            size = 2 * self.parts[0].shape(c)[0]  # of one expert
-            starts = range(0, self.shape(c)[0], size)
-            return [slice(at + i, at + size, 2) for at in starts for i in (0, 1)]
-        if self.field == "qk_norm":
-            return [slice(0, 1), slice(1, 2)]
-        ends = [*itertools.accumulate(part.shape(c)[0] for part in self.parts)]
-        return [slice(start, end) for start, end in zip([0, *ends], ends)]
+        turns = self.parts[0].in_turn
+        found = []
+        start = 0
+        for part in self.parts[::turns]:
+            end = start + turns * part.joined_shape(c)[0]
+            found += [slice(start + i, end, turns) for i in range(turns)]
+            start = end
+        return found
 
     def joined_rows(self, c: Config, shares: list[slice]) -> list[slice]:
-        """Where a rank's rows lie in this tensor: one slice for each part, or for each pair of w1
-        and w3, whose rows are interleaved. shares: the rank's rows of each part; it has the same of
-        w1 as of w3."""
-        if self.field == "qk_norm":
+        """Where a rank's rows lie in this tensor: one slice for all parts that take turns. shares:
+        the rank's rows of each part, which are the same of parts that take turns."""
+        if self.kind is Kind.ROW:  # no rank has less than a row
             return [ALL]
-        starts = [place.start for place in self.places(c)]
-        if self.field == "w13":
-            starts = starts[::2]
-            shares = [slice(2 * rows.start, 2 * rows.stop) for rows in shares[::2]]
-        return [slice(at + rows.start, at + rows.stop) for at, rows in zip(starts, shares)]
+        turns = self.parts[0].in_turn
+        pairs = zip(self.places(c)[::turns], shares[::turns])
+        return [
+            slice(place.start + turns * rows.start, place.start + turns * rows.stop)
+            for place, rows in pairs
+        ]
 
 
 def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
