@@ -23,6 +23,7 @@ from tqdm import tqdm
 import kernels
 from extra import gguf, hub, layouts
 from extra.config import generation_of, hugging_face_config, layout_of, meta_config, read_sampling
+from extra.families import FAMILIES
 from extra.files import Fields, one_line_errors, read_bytes
 from extra.hardware import (
     check_accumulate,
@@ -235,14 +236,17 @@ class GgufFile(Source):
 
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
         header = self.header
-        return {name: self.tensor(part, c, found, header) for name, part in model_parts(c).items()}
+        in_pairs = FAMILIES[gguf.family_of(header)].in_pairs
+        tensors = {}
+        for name, part in model_parts(c).items():
+            head_dim = c.head_dim if part.rotated and not in_pairs else None
+            tensors[name] = self.tensor(part, c, found, header, head_dim)
+        return tensors
 
-    def tensor(self, part: Part, c: Config, found: Found, header: gguf.GGUF) -> SourceTensor:
+    def tensor(
+        self, part: Part, c: Config, found: Found, header: gguf.GGUF, head_dim: int | None
+    ) -> SourceTensor:
         name = part.name_in(self.naming)
-        head_dim = None
-        # llama.cpp stores the rows of q and k in pairs, but only in this family
-        if part.rotated and header.metadata["general.architecture"] != "llama":
-            head_dim = c.head_dim
         info = header.tensors.get(name)
         if info and part.expert is not None:
             info = info.of_expert(part.expert, c.n_experts)
@@ -311,7 +315,7 @@ class HuggingFaceFolder(Folder):
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
         config = Fields(self.path / "config.json")
         layout = layout_of(config)
-        naming = "mixtral" if config["model_type"] == "mixtral" else self.naming
+        naming = FAMILIES[config["model_type"]].naming
         tensors = {}
         for name, part in model_parts(c).items():
             in_file = part.name_in(naming)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from extra import layouts
+from extra.families import FAMILIES
 from extra.files import Fields, one_line_errors
 from model import Config
 
@@ -77,32 +78,13 @@ def unsupported_settings(folder: Path) -> list[str]:
 
 
 MOST_EXPERTS = 1 << 16  # of all layers
-# By model_type: transformers' defaults for fields that a config.json leaves out, where they differ
-# from Llama's
-FAMILIES = {
-    "llama": {},
-    "mistral": {
-        "max_position_embeddings": 1 << 17, "num_key_value_heads": 8, "sliding_window": 4096,
-    },
-    "mixtral": {
-        "max_position_embeddings": 1 << 17, "num_key_value_heads": 8,
-        "num_local_experts": 8, "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-    },
-    "qwen2": {"max_position_embeddings": 1 << 15, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 1 << 15, "num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {
-        "max_position_embeddings": 1 << 15, "num_key_value_heads": 4,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-    },
-}  # fmt: skip
 
 
 def hugging_face_config(f: Fields, generation: Fields) -> Config:
     """The configuration in a config.json. Raises ValueError for what is not implemented."""
     f.refuse_unless("model_type", *FAMILIES)
-    family = f.get("model_type")
-    for name, value in FAMILIES[family].items():
+    family = FAMILIES[f.get("model_type")]
+    for name, value in family.defaults.items():
         f.setdefault(name, value)
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
@@ -116,11 +98,8 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     n_heads = f.number("num_attention_heads", 1, 1024)
     dim = f.number("hidden_size", 1, 1 << 17)
     max_seq_len = f.number("max_position_embeddings", 1, 1 << 24, 2048)
-    of_mistral = family in ("mistral", "mixtral")
-    if not of_mistral and not _slides(f):
-        f["sliding_window"] = None
     window = None
-    if f.get("sliding_window") is not None:
+    if family.has_window(f) and f.get("sliding_window") is not None:
         window = f.number("sliding_window", 1, 1 << 24)
     head_dim = f.number("head_dim", 2, 1024, dim // n_heads)
     rope = rope_of(f, head_dim, max_seq_len)
@@ -128,15 +107,17 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     bos_ids = generation.ids("bos_token_id", vocab_size) or f.ids("bos_token_id", vocab_size)
     eos_ids = generation.ids("eos_token_id", vocab_size) or f.ids("eos_token_id", vocab_size)
     dtype = f["torch_dtype"]
-    hidden = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
-    experts = experts_of(f) if family in ("mixtral", "qwen3_moe") else {}
+    qkv_bias = family.qkv_bias
+    if qkv_bias is None:
+        qkv_bias = bool(f.get("attention_bias"))
+    experts = experts_of(f, family.norm_topk) if family.experts else {}
     return Config(
         dim=dim,
         n_layers=f.number("num_hidden_layers", 1, 1024),
         n_heads=n_heads,
         n_kv_heads=f.number("num_key_value_heads", 1, 1024, n_heads),
         head_dim=head_dim,
-        hidden_dim=f.number(hidden, 1, 1 << 20),
+        hidden_dim=f.number(family.hidden_dim, 1, 1 << 20),
         vocab_size=vocab_size,
         norm_eps=f.number("rms_norm_eps", 0, 1, 1e-6, float),
         rope_theta=rope.theta,
@@ -145,9 +126,8 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
         max_seq_len=max_seq_len,
         sliding_window=window,
         tie_embeddings=bool(f.get("tie_word_embeddings", False)),
-        # other biases are refused unless they are 0, see Source.check
-        qkv_bias=family == "qwen2" or not of_mistral and bool(f.get("attention_bias")),
-        qk_norm=family.startswith("qwen3"),
+        qkv_bias=qkv_bias,  # other biases are refused unless they are 0, see Source.check
+        qk_norm=family.qk_norm,
         **experts,
         dtype=getattr(torch, dtype) if dtype else None,
         bos_id=next(iter(bos_ids), None),
@@ -155,8 +135,9 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     )
 
 
-def experts_of(f: Fields) -> dict[str, int | bool]:
-    """What a config.json says about experts, by the names of Config. Raises ValueError."""
+def experts_of(f: Fields, norm_topk: bool | None) -> dict[str, int | bool]:
+    """What a config.json says about experts, by the names of Config. norm_topk: of the family.
+    Raises ValueError."""
     f.refuse_unless("mlp_only_layers", None, [])
     f.refuse_unless("decoder_sparse_step", None, 1)
     f.refuse_unless("n_shared_experts", None, 0)
@@ -165,24 +146,11 @@ def experts_of(f: Fields) -> dict[str, int | bool]:
     # transformers writes either for Qwen3
     name = "num_experts" if f.get("num_local_experts") is None else "num_local_experts"
     count = f.number(name, 1, MOST_EXPERTS // f.number("num_hidden_layers", 1, 1024))
-    norm_topk = True
-    if f["model_type"] == "qwen3_moe":
+    if norm_topk is None:
         f.refuse_unless("norm_topk_prob", False, True, None)
         norm_topk = bool(f.get("norm_topk_prob"))
     per_token = f.number("num_experts_per_tok", 1, count)
     return {"n_experts": count, "experts_per_token": per_token, "norm_topk": norm_topk}
-
-
-def _slides(f: Fields) -> bool:
-    """Whether any layer of a family other than Mistral's has a window."""
-    if not f.get("use_sliding_window"):
-        return False
-    if f["model_type"] == "qwen3_moe":
-        return True
-    types = f.get("layer_types")
-    if isinstance(types, list):
-        return any(kind != "full_attention" for kind in types)
-    return f.number("max_window_layers", 0, 1 << 24, 28) < f.number("num_hidden_layers", 1, 1024)
 
 
 def meta_config(f: Fields) -> Config:

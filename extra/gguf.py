@@ -20,6 +20,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
+from extra.families import FAMILIES
 from extra.files import FILE_BYTES, open_regular, version_of
 
 # ---- types of tensors
@@ -286,24 +287,32 @@ ENDS = (
     "<|fim_repo|>", "<fim-repo>", "<|repo_name|>", "<REPO>", "<reponame>", "<|file_sep|>",
 )  # fmt: skip
 NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3moe")
-WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # as config.json's model_type has them
+
+
+def family_of(gguf: GGUF) -> str:
+    """A name in FAMILIES. Raises ValueError."""
+    names = dict.fromkeys(family.gguf for family in FAMILIES.values())
+    arch = gguf.choice("general.architecture", names)
+    of_arch = {name: family for name, family in FAMILIES.items() if family.gguf == arch}
+    dense = [name for name, family in of_arch.items() if not family.experts]
+    with_experts = [name for name, family in of_arch.items() if family.experts]
+    if dense and not gguf.metadata.get(f"{arch}.expert_count"):
+        return dense[0]
+    if not with_experts:
+        raise ValueError(f"{gguf.file}: experts of {arch!r} are not supported")
+    return with_experts[0]
 
 
 def config_json(gguf: GGUF) -> dict[str, Any]:
     """The model's configuration as a config.json would have it, whose reader checks the values.
     Raises ValueError for what a config.json could not say."""
-    arch = gguf.choice("general.architecture", ARCHITECTURES)  # Mistral's files say llama
+    family = family_of(gguf)
+    arch = FAMILIES[family].gguf
 
     def said(name: str) -> Any:
         value = gguf.metadata.get(f"{arch}.{name}")
         return "an array" if isinstance(value, list | memoryview) else value
 
-    family = arch
-    if said("expert_count") or arch == "qwen3moe":
-        if arch not in WITH_EXPERTS:
-            raise ValueError(f"{gguf.file}: experts of {arch!r} are not supported")
-        family = WITH_EXPERTS[arch]
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.file} lacks the tensor token_embd.weight: it holds no model")
     rows = gguf.tensors["token_embd.weight"].shape[0]

@@ -1,0 +1,108 @@
+"""The families of models: all that tells them apart, a row each.
+
+This needs no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from extra.files import Fields
+
+# ---- whether any layer sees only a window of positions, by the fields of a config.json
+
+
+def always(f: Fields) -> bool:
+    return True
+
+
+def if_used(f: Fields) -> bool:
+    return bool(f.get("use_sliding_window"))
+
+
+def in_some_layers(f: Fields) -> bool:
+    """layer_types says which layers have a window, or else max_window_layers how many have none."""
+    if not if_used(f):
+        return False
+    types = f.get("layer_types")
+    if isinstance(types, list):
+        return any(kind != "full_attention" for kind in types)
+    return f.number("max_window_layers", 0, 1 << 24, 28) < f.number("num_hidden_layers", 1, 1024)
+
+
+# ---- the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    gguf: str  # its general.architecture in a GGUF file, which families may share
+    # transformers' defaults for fields that a config.json leaves out, where they differ from Llama's
+    defaults: dict[str, Any] = field(default_factory=dict)
+    naming: str = "hugging_face"  # the names of its tensors in a folder, see Part.name_in
+    has_window: Callable[[Fields], bool] = in_some_layers
+    qkv_bias: bool | None = None  # None: as attention_bias says
+    qk_norm: bool = False
+    hidden_dim: str = "intermediate_size"  # the field that says it
+    experts: bool = False
+    norm_topk: bool | None = None  # None: as norm_topk_prob says
+    in_pairs: bool = False  # rows of q and k that RoPE rotates together are neighbours in GGUF
+
+
+# By model_type in a config.json
+FAMILIES = {
+    "llama": Family(gguf="llama", in_pairs=True),
+    "mistral": Family(
+        gguf="mistral",  # rarely: most files say llama
+        defaults={
+            "max_position_embeddings": 1 << 17,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        has_window=always,
+        qkv_bias=False,
+    ),
+    "mixtral": Family(
+        gguf="llama",
+        defaults={
+            "max_position_embeddings": 1 << 17,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        naming="mixtral",
+        has_window=always,
+        qkv_bias=False,
+        experts=True,
+        norm_topk=True,
+        in_pairs=True,
+    ),
+    "qwen2": Family(
+        gguf="qwen2",
+        defaults={"max_position_embeddings": 1 << 15, "num_key_value_heads": 32},
+        qkv_bias=True,
+    ),
+    "qwen3": Family(
+        gguf="qwen3",
+        defaults={
+            "max_position_embeddings": 1 << 15,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+        },
+        qk_norm=True,
+    ),
+    "qwen3_moe": Family(
+        gguf="qwen3moe",
+        defaults={
+            "max_position_embeddings": 1 << 15,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        has_window=if_used,
+        qk_norm=True,
+        hidden_dim="moe_intermediate_size",
+        experts=True,
+    ),
+}
