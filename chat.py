@@ -21,7 +21,7 @@ from extra.cli import (
     screen_width,
     show,
 )
-from sampling import Sampling
+from extra.settings import SETTINGS
 from session import Conversation, Generation, Session, replace_settings
 
 try:
@@ -378,11 +378,10 @@ class Chat:
         sampling = self.conversation.sampling
         if words:
             name = words[0].replace("-", "_")
-            defaults = vars(Sampling())
-            if name not in defaults or len(words) != 2:
-                raise ValueError(f"/set needs one of {', '.join(defaults)}, and a number")
+            if name not in SETTINGS or len(words) != 2:
+                raise ValueError(f"/set needs one of {', '.join(SETTINGS)}, and a number")
             try:
-                value = type(defaults[name])(words[1])
+                value = SETTINGS[name].kind(words[1])
             except ValueError:
                 raise ValueError(f"{words[1]}: {name} needs a number") from None
             self.conversation.sampling = replace_settings(sampling, {name: value})

@@ -35,6 +35,7 @@ from extra.cli import (
     use_safe_streams,
     within,
 )
+from extra.settings import FILTERS, RANDOM, SETTINGS, Sampling
 from tokenizer import TEMPLATES
 
 # What imports torch, which takes seconds, is imported where it is used, once the command line is
@@ -76,21 +77,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--ignore-eos", action="store_true", help="never choose the end-of-sequence token")
 
     add = parser.group("sampling", writes)
-    add("--temp", "--temperature", type=within(float, 0), metavar="X",
-        help="temperature; 0 is greedy [the checkpoint's, or 0.8]")
-    add("--top-k", type=within(int, 0), metavar="N",
-        help="keep the N best tokens; 0 is off [the checkpoint's, or 40]")
-    add("--top-p", type=within(float, 0, 1), metavar="X",
-        help="keep the best tokens that together have this probability; 1 is off"
-        " [the checkpoint's, or 0.95]")
-    add("--min-p", type=within(float, 0, 1), metavar="X",
-        help="drop tokens less probable than X times the best; 0 is off [the checkpoint's, or 0.05]")
-    add("--repeat-penalty", type=within(float, 0.01, 100), metavar="X",
-        help="divide the logits of recent tokens; 1 is off [the checkpoint's, or 1]")
-    add("--repeat-last-n", type=within(int, -1), metavar="N",
-        help="how many tokens are recent; -1: all [-1 with the checkpoint's penalty, or 64]")
-    add("-s", "--seed", type=within(int, -1, (1 << 63) - 1), default=-1, metavar="N",
-        help="-1: random, and printed")
+    for name, setting in FILTERS.items():
+        flags = [f"--{word.replace('_', '-')}" for word in (name, setting.full) if word]
+        default = getattr(Sampling, name)
+        add(*flags, type=within(setting.kind, setting.low, setting.high),
+            metavar="N" if setting.kind is int else "X",
+            help=f"{setting.help} [the checkpoint's, or {default:g}]")
+    add("-s", "--seed", type=within(int, RANDOM, SETTINGS["seed"].high), default=RANDOM,
+        metavar="N", help="-1: random, and printed")
 
     add = parser.group("chat", "chat bare")
     add("-cnv", "--conversation", "--chat", action="store_true", dest="chat", only="chat",
@@ -263,11 +257,8 @@ def open_session(args: argparse.Namespace, ranks: Ranks) -> Session:
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, float]:
     """The settings that flags give, or that are not the checkpoint's to give."""
-    from sampling import Sampling
-
     flags = vars(args)  # serve.py has no such flags: each request says how it samples
-    names = [field.name for field in dataclasses.fields(Sampling)]
-    return {name: flags[name] for name in names if flags.get(name) is not None}
+    return {name: flags[name] for name in SETTINGS if flags.get(name) is not None}
 
 
 def text_options(args: argparse.Namespace) -> dict:

@@ -12,27 +12,27 @@ writes the token chosen to follow each of them to `drawn` (int32, up to drawn[po
 the logits are not finite. `tokens`, int32 [S], holds what comes before each position. The token of
 a single row is also written there, as 0 if it is -1. The settings come as a Sampler.
 
-To add a setting, touch five places:
+To add a setting, touch four places:
 
-1. Sampling: its field with its range, and its number in `numbers`;
+1. extra/settings.py: its row, from which flags, requests and the reader of generation_config.json
+   are made;
 2. _choose_ref, which says what it does;
 3. the kernels: _sample_best_kernel if it changes logits, otherwise _draw and the two kernels that
-   call it. They load the number by its place. If it costs time when it is off, it gets a switch;
-4. its flag in run.py, of the same name, and its values in test_sampling_equals_the_reference;
-5. its field in openai.Ask, for the server.
+   call it. They load its number by its place in `numbers`. If it costs time when it is off, it gets
+   a switch;
+4. its values in test_sampling_equals_the_reference.
 
-If generation_config.json may set it, its name there goes into SAMPLING in extra/config.py. Banned
-tokens have the logit model.BANNED, which is finite."""
+Banned tokens have the logit model.BANNED, which is finite."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
 import math
-from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from extra.settings import Sampling
 from launch import (
     Scratch,
     constexpr,
@@ -50,49 +50,23 @@ HOTTEST = 1e30  # beyond it, a logit of model.BANNED could be drawn
 EVERY = 1 << 30  # more tokens than any context or vocabulary has
 
 
-def _setting(default: float, low: float, high: float = math.inf):
-    return field(default=default, metadata={"range": (low, high)})
+def temperature(s: Sampling) -> float:
+    """What logits are divided by: temp, kept between COLDEST and HOTTEST."""
+    return min(max(s.temp, COLDEST), HOTTEST)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen. temp 0 is greedy; top_k 0, top_p 1, min_p 0 and repeat_penalty
-    1 are off. Another seed gives another text. Raises ValueError for a value out of range."""
+def window(s: Sampling) -> int:
+    """How many of the last tokens are penalised."""
+    if s.repeat_last_n < 0:
+        return EVERY
+    return min(s.repeat_last_n, EVERY)
 
-    temp: float = _setting(0.8, 0)
-    top_k: int = _setting(40, 0)
-    top_p: float = _setting(0.95, 0, 1)
-    min_p: float = _setting(0.05, 0, 1)
-    repeat_penalty: float = _setting(1.0, 0.01, 100)
-    repeat_last_n: int = _setting(64, -1)  # tokens that the penalty looks back on; -1 is all
-    seed: int = _setting(0, 0, (1 << 63) - 1)
 
-    def __post_init__(self) -> None:
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            low, high = setting.metadata["range"]
-            if not low <= value <= high:
-                limit = f"{low} or more" if high == math.inf else f"from {low} to {high}"
-                raise ValueError(f"{setting.name} is {value}; it must be {limit}")
-
-    @property
-    def temperature(self) -> float:
-        """What logits are divided by: temp, kept between COLDEST and HOTTEST."""
-        return min(max(self.temp, COLDEST), HOTTEST)
-
-    @property
-    def window(self) -> int:
-        """How many of the last tokens are penalised."""
-        if self.repeat_last_n < 0:
-            return EVERY
-        return min(self.repeat_last_n, EVERY)
-
-    def numbers(self) -> list[float]:
-        """The numbers that kernels load, in the order of TEMP to WINDOW below."""
-        log_min_p = math.log(self.min_p) if self.min_p > 0 else -math.inf
-        penalty = self.repeat_penalty
-        top_k = min(self.top_k, EVERY)
-        return [self.temperature, top_k, self.top_p, log_min_p, penalty, self.window]
+def numbers(s: Sampling) -> list[float]:
+    """The numbers that kernels load, in the order of TEMP to WINDOW below."""
+    log_min_p = math.log(s.min_p) if s.min_p > 0 else -math.inf
+    top_k = min(s.top_k, EVERY)
+    return [temperature(s), top_k, s.top_p, log_min_p, s.repeat_penalty, window(s)]
 
 
 TEMP, TOP_K, TOP_P, LOG_MIN_P, PENALTY, WINDOW = map(constexpr, range(6))
@@ -115,13 +89,13 @@ class Sampler:
     def __init__(self, device: torch.device, s: Sampling = Sampling()):
         self.scratch = Scratch(device)
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self.numbers = torch.zeros(len(s.numbers()), device=device)
+        self.numbers = torch.zeros(len(numbers(s)), device=device)
         self.set(s)
 
     def set(self, s: Sampling) -> None:
         self.s = s
         self.seed.fill_(s.seed)
-        self.numbers.copy_(torch.tensor(s.numbers(), dtype=torch.float32))
+        self.numbers.copy_(torch.tensor(numbers(s), dtype=torch.float32))
 
     def switches(self, V: int) -> Switches:
         """What is on, given V logits."""
@@ -160,7 +134,7 @@ def sample_ref(
 def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> int:
     """The token for a position, -1 where the logits are not finite."""
     if s.repeat_penalty != 1:
-        recent = tokens[max(0, position - s.window) : position].long()
+        recent = tokens[max(0, position - window(s)) : position].long()
         seen = logits.gather(0, recent)
         penalised = torch.where(seen > 0, seen / s.repeat_penalty, seen * s.repeat_penalty)
         logits.scatter_(0, recent, penalised)
@@ -178,7 +152,7 @@ def _choose_ref(logits: Tensor, tokens: Tensor, position: int, s: Sampling) -> i
     if s.min_p > 0:
         floor = max(floor, best + math.log(s.min_p))
     kept = (logits >= floor).nonzero()[:, 0]
-    scores = (logits[kept] - best) / s.temperature + gumbel(s.seed, position, kept)
+    scores = (logits[kept] - best) / temperature(s) + gumbel(s.seed, position, kept)
     return int(kept[scores.argmax()])
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 from checkpoint import Checkpoint, find_checkpoint, load, read_config
 from extra.hardware import DTYPES
 from extra.parallel import Ranks
+from extra.settings import SETTINGS
 from extra.speculation import Draft, Lookup
 from model import Llama, State, Timings, generate, sample_next
 from sampling import Sampling
@@ -462,10 +463,9 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 def replace_settings(sampling: Sampling, settings: dict[str, float]) -> Sampling:
     """The sampling with some settings replaced. Raises TypeError for a name that is no setting,
     ValueError for a value out of range."""
-    names = [field.name for field in fields(Sampling)]
     for name in settings:
-        if name not in names:
-            raise TypeError(f"there is no setting {name!r}; sampling has {', '.join(names)}")
+        if name not in SETTINGS:
+            raise TypeError(f"there is no setting {name!r}; sampling has {', '.join(SETTINGS)}")
     return replace(sampling, **settings)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from extra import layouts
 from extra.families import FAMILIES
 from extra.files import Fields, one_line_errors
+from extra.settings import SETTINGS
 from model import Config
 
 
@@ -25,30 +26,22 @@ def generation_of(folder: Path) -> Fields:
     return Fields(file, {})
 
 
-SAMPLING = {  # our name: its name in generation_config.json, low, high, type
-    "temp": ("temperature", 0, 1e6, float),
-    "top_k": ("top_k", -1, 1 << 31, int),
-    "top_p": ("top_p", 0, 1, float),
-    "min_p": ("min_p", 0, 1, float),
-    "repeat_penalty": ("repetition_penalty", 0.01, 100, float),
-}
-
-
 @one_line_errors()
 def read_sampling(folder: Path, overridden: Collection[str] = ()) -> dict[str, float]:
     """What a checkpoint's generation_config.json says about sampling, by the names of Sampling,
     without those that are overridden. Raises ValueError."""
     f = generation_of(folder)
-    said = {}
+    if f.get("top_k") == -1:  # as vLLM and llama.cpp say that it is off
+        f["top_k"] = 0
     if "temp" not in overridden:
         f.refuse_unless("do_sample", None, True, False)
         if f.get("do_sample") is False:
             f["temperature"] = 0
-    for ours, (name, low, high, kind) in SAMPLING.items():
-        if f.get(name) is not None and ours not in overridden:
-            said[ours] = f.number(name, low, high, kind=kind)
-    if said.get("top_k") == -1:  # as vLLM and llama.cpp say that it is off
-        said["top_k"] = 0
+    said = {}
+    for name, setting in SETTINGS.items():
+        field = setting.checkpoint
+        if field and f.get(field) is not None and name not in overridden:
+            said[name] = f.number(field, setting.low, setting.largest, kind=setting.kind)
     if said.get("repeat_penalty", 1) != 1 and "repeat_last_n" not in overridden:
         said["repeat_last_n"] = -1  # transformers penalises all tokens
     return said

@@ -8,11 +8,12 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from extra.files import one_line
+from extra.settings import FILTERS, RANDOM, SETTINGS, Setting
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from session import Generation, Logprob, Session
@@ -46,13 +47,11 @@ UNSUPPORTED = dict(
     tool_choice=["none", "auto"], functions=[[]], function_call=["none", "auto"],
     response_format=[{"type": "text"}], suffix=[""], grammar=[""], json_schema=[{}],
 )  # fmt: skip
-OPTIONS = {"n", "ignore_eos", "temp", "top_p", "top_k", "min_p"}  # of Session.generate
-OPTIONS |= {"repeat_penalty", "repeat_last_n", "seed", "echo"}
+OPTIONS = {"n", "ignore_eos", "echo", *SETTINGS}  # of Session.generate
 
 INT_END = 1 << 31
 Length = Annotated[int, Field(ge=-1, lt=INT_END)]
 Best = Annotated[int, Field(ge=0, le=20)]
-Share = Annotated[float, Field(ge=0, le=1)]
 StopString = Annotated[str, Field(max_length=1000)]
 
 
@@ -81,18 +80,23 @@ class Message(Strict):
         return {"role": role, "content": content}
 
 
-class Ask(Strict):
+def _field(setting: Setting):
+    """A field of a request, and its default."""
+    limits = Field(None, ge=setting.low, le=setting.largest, alias=setting.full or None)
+    return setting.kind | None, limits
+
+
+Filters = create_model(
+    "Filters", __base__=Strict, **{name: _field(setting) for name, setting in FILTERS.items()}
+)
+
+
+class Ask(Filters):
     """The text that a client asks for: what both kinds of requests have in common."""
 
     model: str = ""  # there is one, whatever its name
     n: Length = Field(-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
-    temp: float | None = Field(None, ge=0, le=1e9, alias="temperature")
-    top_p: Share | None = None
-    top_k: int | None = Field(None, ge=0, lt=INT_END)
-    min_p: Share | None = None
-    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
-    repeat_last_n: Length | None = None
-    seed: int = Field(-1, ge=-1, lt=1 << 63)
+    seed: int = Field(RANDOM, ge=RANDOM, le=SETTINGS["seed"].high)
     stop: StopString | Annotated[list[StopString], Field(max_length=32)] = []
     ignore_eos: bool = False
     stream: bool = False
