@@ -21,8 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kernels
-from extra import gguf, hub, layouts
-from extra.config import generation_of, hugging_face_config, layout_of, meta_config, read_sampling
+from extra import gguf, hub, schemes
+from extra.config import generation_of, hugging_face_config, meta_config, read_sampling
 from extra.families import FAMILIES
 from extra.files import Fields, one_line_errors, read_bytes
 from extra.hardware import (
@@ -55,7 +55,7 @@ from extra.tensors import (
     Floats,
     Found,
     GgufMatrix,
-    LayoutMatrix,
+    SafetensorsMatrix,
     SavedMatrix,
     ShardedFloats,
     SourceTensor,
@@ -173,12 +173,12 @@ class Source(ABC):
 
 def equal(one: FileTensor, other: FileTensor) -> bool:
     """Whether two tensors of floats have the same values."""
-    if one.shape != other.shape or not {one.dtype, other.dtype} <= set(layouts.FLOATS):
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= set(schemes.FLOATS):
         return False
     if (one.file, one.offset) == (other.file, other.offset):  # a torch file has shared ones once
         return True
     columns = [range(size) for size in one.shape[1:]]
-    at_once = max(1, layouts.AT_ONCE // math.prod(one.shape[1:]))
+    at_once = max(1, schemes.AT_ONCE // math.prod(one.shape[1:]))
     for first in range(0, one.shape[0], at_once):
         spans = [range(first, min(first + at_once, one.shape[0])), *columns]
         if not torch.equal(one.read(spans=spans).float(), other.read(spans=spans).float()):
@@ -188,7 +188,7 @@ def equal(one: FileTensor, other: FileTensor) -> bool:
 
 def is_zero(bias: FileTensor) -> bool:
     """Whether a bias makes no difference."""
-    if bias.dtype not in layouts.FLOATS or math.prod(bias.shape) > MOST_BIASES:
+    if bias.dtype not in schemes.FLOATS or math.prod(bias.shape) > MOST_BIASES:
         return False
     return not bias.read().any()
 
@@ -220,7 +220,7 @@ class GgufFile(Source):
             return files | {"tokenizer.model": vocabulary}
         return files | {"tokenizer.json": as_json(vocabulary)}
 
-    def kind(self, info: gguf.TensorInfo) -> gguf.Type | None:
+    def scheme(self, info: gguf.TensorInfo) -> gguf.Type | None:
         """The ggml type in which a tensor is quantised. Returns None if it is not quantised, which
         those of one dimension never are."""
         if info.type.block > 1 and len(info.shape) == 2:
@@ -228,7 +228,7 @@ class GgufFile(Source):
         return None
 
     def file_tensor(self, info: gguf.TensorInfo) -> FileTensor:
-        dtype = torch.float32 if self.kind(info) else TYPES.get(info.type.name)
+        dtype = torch.float32 if self.scheme(info) else TYPES.get(info.type.name)
         return FileTensor(info.file, info.name, dtype, info.shape, info.offset, info.version)
 
     def file_tensors(self) -> list[FileTensor]:
@@ -251,8 +251,8 @@ class GgufFile(Source):
         if info and part.expert is not None:
             info = info.of_expert(part.expert, c.n_experts)
             found = {name: [self.file_tensor(info)]}
-        if info and self.kind(info):
-            return GgufMatrix(name, part.shape(c), found, head_dim, self.kind(info))
+        if info and self.scheme(info):
+            return GgufMatrix(name, part.shape(c), found, head_dim, self.scheme(info))
         return Floats(name, part.shape(c), found, head_dim)
 
 
@@ -314,7 +314,7 @@ class HuggingFaceFolder(Folder):
 
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
         config = Fields(self.path / "config.json")
-        layout = layout_of(config)
+        scheme = schemes.scheme_of(config)
         naming = FAMILIES[config["model_type"]].naming
         tensors = {}
         for name, part in model_parts(c).items():
@@ -322,26 +322,26 @@ class HuggingFaceFolder(Folder):
             shape = part.shape(c)
             head_dim = c.head_dim if part.rotated else None
             wanted = {}
-            if layout and part.kind in (Kind.MATRIX, Kind.PLAIN):
-                wanted = self.layout_tensors(in_file, shape, found, layout)
+            if scheme and part.kind in (Kind.MATRIX, Kind.PLAIN):
+                wanted = self.scheme_tensors(in_file, shape, found, scheme)
             if wanted:
-                tensors[name] = LayoutMatrix(in_file, shape, found, head_dim, layout, wanted)
+                tensors[name] = SafetensorsMatrix(in_file, shape, found, head_dim, scheme, wanted)
             else:
                 tensors[name] = Floats(in_file, shape, found, head_dim)
         return tensors
 
-    def layout_tensors(
-        self, name: str, shape: tuple[int, int], found: Found, layout: layouts.Layout
+    def scheme_tensors(
+        self, name: str, shape: tuple[int, int], found: Found, scheme: schemes.Scheme
     ) -> dict[str, Wanted]:
-        """What the layout stores for a matrix, by name. Empty if this one is not quantised."""
+        """What the scheme stores for a matrix, by name. Empty if this one is not quantised."""
         stem = name.removesuffix("weight")
-        words = layout.shapes(*shape)
+        words = scheme.shapes(*shape)
         codes = next(iter(words))
         if stem + codes not in found:
             return {}
-        if codes == "weight" and found[f"{stem}weight"][0].dtype in layouts.FLOATS:
+        if codes == "weight" and found[f"{stem}weight"][0].dtype in schemes.FLOATS:
             return {}
-        absent = {word for word in layout.optional if stem + word not in found}
+        absent = {word for word in scheme.optional if stem + word not in found}
         return {stem + word: Wanted(*words[word]) for word in words if word not in absent}
 
 
@@ -481,7 +481,7 @@ class Checkpoint:
     @property
     def quantised(self) -> str:
         """How others have quantised matrices, in words; empty if they are floats."""
-        names = sorted({tensor.kind.name for tensor in self.tensors.values() if tensor.kind})
+        names = sorted({tensor.scheme.name for tensor in self.tensors.values() if tensor.scheme})
         return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
     @property
@@ -500,8 +500,8 @@ class Checkpoint:
         formats = {}
         for t in model_tensors(c):
             if t.is_matrix:
-                kinds = {self.tensors[part.name].kind for part in t.parts}
-                format = layouts.format_for(kinds, t.shape(c)[1], most_bits)
+                of_parts = {self.tensors[part.name].scheme for part in t.parts}
+                format = schemes.format_for(of_parts, t.shape(c)[1], most_bits)
                 if format:
                     formats[t.name] = format
         return formats

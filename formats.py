@@ -200,7 +200,7 @@ def half2_products(
 # ---- formats
 
 
-class Blocks(NamedTuple):
+class Quantised(NamedTuple):
     """A matrix W [N, K] that others have quantised, as codes and, for groups of neighbouring
     columns, numbers that are halves in the file. In float32 their products are exact (a half times
     6 or 8 bits, times 4 to 8), so that W is what ggml decodes, bit for bit:
@@ -216,7 +216,7 @@ class Blocks(NamedTuple):
     zero: Tensor | None = None  # whole numbers [N, groups]; None stands for 0
 
     def decoded(self) -> Tensor:
-        """float32 [N, K]. Only for blocks without zero points."""
+        """float32 [N, K]. Only without zero points."""
         scale = self.scale
         minimum = self.minimum
         if self.parts:
@@ -321,8 +321,8 @@ class Format:
         or inf."""
         raise NotImplementedError
 
-    def write(self, blocks: Blocks, out: Tensors) -> None:
-        """Store blocks that others have quantised, without changing a weight."""
+    def write(self, rows: Quantised, out: Tensors) -> None:
+        """Store rows that others have quantised, without changing a weight."""
         raise NotImplementedError
 
     def stored_weights(self, tensors: Tensors) -> Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from formats import Blocks, Format, Shapes, Tensors, load_elements, some_rows
+from formats import Format, Quantised, Shapes, Tensors, load_elements, some_rows
 from launch import EMULATED, capability, jit, tl
 
 
@@ -90,10 +90,10 @@ class Float8(Format):
         codes, scales = tensors
         return self.halves(codes).float().mul_(self.gain * scales)
 
-    def write(self, blocks: Blocks, out: Tensors) -> None:
+    def write(self, rows: Quantised, out: Tensors) -> None:
         codes, scales = out
-        codes.copy_(blocks.codes)
-        scales.copy_(blocks.scale)
+        codes.copy_(rows.codes)
+        scales.copy_(rows.scale)
 
     def check(self, tensors: Tensors) -> None:
         super().check(tensors)

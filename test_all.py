@@ -89,7 +89,7 @@ from dev import tune as tuner
 from dev.checkpoints import sentencepiece_metadata, write_gguf
 from extra import cli as cli_module
 from extra import config as config_module
-from extra import experts, hardware, hopper, int4, layouts, parallel, quants
+from extra import experts, hardware, hopper, int4, parallel, quants, schemes
 from extra import gguf as ggml
 from extra.hardware import check_memory, pick_dtype
 from extra.hub import local_checkpoint, pick_gguf
@@ -5650,7 +5650,7 @@ def test_gguf_types_are_decoded(number):
     """Every bit. Scales that are not finite are refused."""
     kind, raw = QUANTS[number], random_blocks(number, 5, 768, std=1.0)
     assert kind.name == gguf.GGMLQuantizationType(number).name and OTHER_TYPES == ggml.OTHER_TYPES
-    assert torch.equal(layouts.blocks(kind, raw).decoded(), dequantised(number, raw))
+    assert torch.equal(schemes.from_blocks(kind, raw).decoded(), dequantised(number, raw))
     if kind.name.endswith("K"):
         raw[1, 4:16] = raw[1, 192:208] = 255  # scales of groups
     start = 208 if kind.name == "Q6_K" else 0
@@ -5658,7 +5658,7 @@ def test_gguf_types_are_decoded(number):
         spoiled, at = raw.clone(), start + 2 * half
         spoiled[1, at : at + 2] = torch.tensor([bad]).half().view(torch.uint8)
         with pytest.raises(ValueError, match="a scale that is NaN or infinite"):
-            layouts.checked(layouts.blocks(kind, spoiled))
+            schemes.checked(schemes.from_blocks(kind, spoiled))
 
 
 def stored_in(format, N: int, K: int):
@@ -5667,7 +5667,7 @@ def stored_in(format, N: int, K: int):
         for number in (n for n, kind in QUANTS.items() if kind.name in quants.EXACT[format]):
             raw = random_blocks(number, N, K)
             exact = dequantised(number, raw).to(DEVICE)
-            yield layouts.blocks(QUANTS[number], raw.to(DEVICE)), exact
+            yield schemes.from_blocks(QUANTS[number], raw.to(DEVICE)), exact
         return
     if format is quants.E4M3_128:
         codes, zero = E4M3.round(torch.randn(N, K) * 100), None
@@ -5677,7 +5677,7 @@ def stored_in(format, N: int, K: int):
         codes, scale, zero, values = codes_of(N, K, format.group)
     found = (codes.to(torch.int8), scale.float(), zero)
     codes, scale, zero = (None if t is None else t.to(DEVICE) for t in found)
-    yield quants.Blocks(codes, scale, zero=zero), values.to(DEVICE)
+    yield quants.Quantised(codes, scale, zero=zero), values.to(DEVICE)
 
 
 @pytest.mark.parametrize("format", FILE_FORMATS, ids=lambda format: format.name)
@@ -5715,7 +5715,7 @@ def test_format_of_joined_matrices(kinds, columns, most_bits, name):
     """None: they are decoded, as those of more bits are on a CPU, and those cut in the middle of a
     block."""
     types = {kind.name: kind for kind in QUANTS.values()}
-    found = layouts.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
+    found = schemes.format_for({types.get(kind) for kind in kinds.split()}, columns, most_bits)
     assert (found and found.name) == name
 
 
@@ -5745,7 +5745,7 @@ OF_BYTES = dict(eos_token_id=258, bos_token_id=None)
 @pytest.mark.parametrize("family", ["llama 3.2", "linear", "qwen 2.5, tied, longer", "qwen 3"])
 def test_gguf_models_equal_transformers(tmp_path, family, monkeypatch):
     """Of all types, mixed also among wq, wk and wv; whole and by ranks, a few rows at a time."""
-    monkeypatch.setattr(layouts, "AT_ONCE", 50 * 256)
+    monkeypatch.setattr(schemes, "AT_ONCE", 50 * 256)
     fields = dict(hidden_size=256, intermediate_size=512, head_dim=64) | OF_BYTES
     theirs = hugging_face_model(259, **FAMILIES[family] | fields)
     kinds = random.sample([number for number in QUANTS if number != 12], len(QUANTS) - 1)

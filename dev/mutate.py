@@ -204,12 +204,12 @@ MUTANTS = [
         "layout",
     ),
     Mutant(
-        "extra/layouts.py",
+        "extra/schemes.py",
         "[0, 4, 1, 5, 2, 6, 3, 7]",
         "[0, 2, 4, 6, 1, 3, 5, 7]",
         "safetensors_equal",
     ),
-    Mutant("extra/layouts.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
+    Mutant("extra/schemes.py", "elif not version_2:", "elif version_2:", "safetensors_equal"),
     Mutant("tokenizer.py", "self.strip_space = at_start and", "self.strip_space =", "round_trip"),
     Mutant(
         "tokenizer.py",

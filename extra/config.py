@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from extra import layouts
 from extra.families import FAMILIES
 from extra.files import Fields, one_line_errors
+from extra.schemes import scheme_of
 from extra.settings import SETTINGS
 from model import Config
 
@@ -82,7 +82,7 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
     f.refuse_unless("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         f.refuse_unless(name, False, True, None)
-    layout_of(f)
+    scheme_of(f)
     f["torch_dtype"] = f.get("dtype") or f.get("torch_dtype")
     f.refuse_unless("torch_dtype", None, "float32", "float16", "bfloat16")
     f.refuse_unless("partial_rotary_factor", None, 1, 1.0)
@@ -300,70 +300,3 @@ def _listed_factors(rope: Fields, name: str, D: int) -> tuple[float, ...]:
             f"{rope.file}: {len(factors)} factors of RoPE; a head_dim of {D} needs half as many"
         )
     return tuple(factors)
-
-
-INSTEAD = "take the original model, with --fp8 or --int4 if you like, or a GGUF file"
-
-
-def layout_of(f: Fields) -> layouts.Layout | None:
-    """How others have quantised the matrices of a folder, according to its config.json. Returns
-    None if they are floats. Raises ValueError for a layout that is not supported."""
-    if f.get("quantization"):
-        raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
-    q = f.sub("quantization_config")
-    alone = f.file.with_name("hf_quant_config.json")
-    if not q and f.file.suffix == ".json" and alone.is_file():  # as nvidia wrote it at first
-        q = Fields(alone).sub("quantization")
-        q["quant_method"] = "modelopt"
-    if not q:
-        return None
-    method = q.get("quant_method")
-    if method == "compressed-tensors":
-        method = q.get("format")
-        groups = q.sub("config_groups")
-        weights = [groups.sub(name).sub("weights") for name in groups]
-        if any(of_group != weights[0] for of_group in weights):
-            raise ValueError(f"{f.file}: quantised with several kinds of config_groups: {INSTEAD}")
-        q.update(weights[0] if weights else {})
-    if q.sub("transform_config"):
-        raise ValueError(f"{f.file}: quantised as {method} with transforms: {INSTEAD}")
-    # what "-:" names is not quantised
-    if any(not pattern.startswith("-:") for pattern in q.sub("dynamic")):
-        raise ValueError(f"{f.file}: quantised as {method} with dynamic settings: {INSTEAD}")
-
-    def only(**fields) -> None:
-        for name, allowed in fields.items():
-            if q.get(name) not in allowed:
-                raise ValueError(
-                    f"{f.file}: quantised as {method} with {name} {q.get(name)!r}: {INSTEAD}"
-                )
-
-    group = q.number("group_size", -1, 1 << 20, -1)
-    if group == 0 or group > 0 and group % 32:
-        raise ValueError(
-            f"{f.file}: group_size is {group}; it must be -1 or a multiple of 32: {INSTEAD}"
-        )
-    if method == "awq":
-        only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
-        return layouts.awq(group)
-    if method == "gptq":
-        only(bits=(4, 8), checkpoint_format=(None, "", "gptq", "gptq_v2"))
-        return layouts.gptq(group, q.get("checkpoint_format") == "gptq_v2", q["bits"])
-    if method == "modelopt":
-        only(quant_algo=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
-        return layouts.fp8_scaled("weight_scale", in_blocks=False)
-    if method == "fbgemm_fp8":
-        return layouts.fp8_scaled("weight_scale", in_blocks=False)
-    if method == "fp8":
-        only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
-        if q.get("weight_block_size"):
-            return layouts.fp8_scaled("weight_scale_inv", in_blocks=True)
-        return layouts.fp8_scaled("weight_scale", in_blocks=False)
-    if method == "pack-quantized":
-        only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
-        return layouts.w4a16(group, q.get("symmetric") is not False)
-    if method == "float-quantized":
-        only(num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"))
-        only(block_structure=(None, [128, 128]))
-        return layouts.fp8_scaled("weight_scale", q.get("strategy") == "block")
-    raise ValueError(f"{f.file}: quantised as {method}, which is not supported: {INSTEAD}")

@@ -1,5 +1,5 @@
-"""The formats that keep matrices exactly as other programs have quantised them: see formats.Blocks.
-How files store such matrices is in extra/layouts.py."""
+"""The formats that keep matrices exactly as other programs have quantised them: see formats.Quantised.
+How files store such matrices is in extra/schemes.py."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -12,9 +12,9 @@ from torch import Tensor
 import fp8
 from extra import int4
 from formats import (
-    Blocks,
     Format,
     Grouped,
+    Quantised,
     Shapes,
     Tensors,
     as_floats,
@@ -73,8 +73,8 @@ class Form:
         """Type and shape of each tensor, see Format.shapes."""
         return {"scale": (torch.float16, (N, K // group))}
 
-    def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
-        """The tensors to store. scale, minimum: those of the blocks, scaled so that they fit
+    def encode(self, rows: Quantised, scale: Tensor, minimum: Tensor) -> Tensors:
+        """The tensors to store. scale, minimum: those of the rows, scaled so that they fit
         halves."""
         return (scale,)
 
@@ -91,7 +91,7 @@ class Minimum(Form):
         halves = torch.float16, (N, K // group)
         return {"scale": halves, "minimum": halves}
 
-    def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
+    def encode(self, rows: Quantised, scale: Tensor, minimum: Tensor) -> Tensors:
         return scale, minimum
 
     def scales(self, tensors: Tensors, row: Tensor, middle: int) -> Tensors:
@@ -105,8 +105,8 @@ class Zero(Form):
     def shapes(self, N: int, K: int, group: int) -> Shapes:
         return {"scale": (torch.int32, (N, K // group))}
 
-    def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
-        sixteenths = blocks.zero.to(torch.int16) * 16
+    def encode(self, rows: Quantised, scale: Tensor, minimum: Tensor) -> Tensors:
+        sixteenths = rows.zero.to(torch.int16) * 16
         return (_joined(sixteenths.view(torch.float16), scale).view(torch.int32),)
 
     def scales(self, tensors: Tensors, row: Tensor, middle: int) -> Tensors:
@@ -123,9 +123,9 @@ class Parts(Form):
     def shapes(self, N: int, K: int, group: int) -> Shapes:
         return {"parts": (torch.int16, (N, K // 32)), "scale": (torch.int32, (N, K // group))}
 
-    def encode(self, blocks: Blocks, scale: Tensor, minimum: Tensor) -> Tensors:
-        first, second = (part.to(torch.int8) for part in blocks.parts)
-        if blocks.minimum is None:  # `first` is for each 16 columns, two in a row
+    def encode(self, rows: Quantised, scale: Tensor, minimum: Tensor) -> Tensors:
+        first, second = (part.to(torch.int8) for part in rows.parts)
+        if rows.minimum is None:  # `first` is for each 16 columns, two in a row
             parts = first.contiguous()
         else:
             no_minimum = spread(minimum == 0, first.shape[1])
@@ -169,21 +169,21 @@ class FileGroups(Grouped):
         _, *groups, row = tensors
         return self.form.scales(tuple(groups), row * self.unit, self.middle)
 
-    def write(self, blocks: Blocks, out: Tensors) -> None:
-        minimum = blocks.minimum
+    def write(self, rows: Quantised, out: Tensors) -> None:
+        minimum = rows.minimum
         if minimum is None:
-            minimum = torch.zeros_like(blocks.scale)
-        peak = torch.maximum(blocks.scale.abs(), minimum.abs()).amax(1, keepdim=True)
+            minimum = torch.zeros_like(rows.scale)
+        peak = torch.maximum(rows.scale.abs(), minimum.abs()).amax(1, keepdim=True)
         peak = peak.clamp(min=1e-30)
         up = 2.0**14 / (peak.view(torch.int32) & 0x7F800000).view(torch.float32)  # a power of two
-        scale = (blocks.scale * up).half()
+        scale = (rows.scale * up).half()
         minimum = (minimum * up).half()
-        codes = blocks.codes
+        codes = rows.codes
         if self.middle:
             codes = codes + self.middle * spread(minimum == 0, codes.shape[1])
         values = (
             *self.encode_codes(self.in_runs(codes)),
-            *self.form.encode(blocks, scale, minimum),
+            *self.form.encode(rows, scale, minimum),
             1 / (up * self.unit),
         )
         for place, value in zip(out, values, strict=True):
@@ -769,10 +769,10 @@ class Float8Groups(Grouped):
     def scales(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         return tensors[1], torch.zeros_like(tensors[1])
 
-    def write(self, blocks: Blocks, out: Tensors) -> None:
+    def write(self, rows: Quantised, out: Tensors) -> None:
         codes, scales = out
-        codes.copy_(self.in_runs(blocks.codes))
-        scales.copy_(blocks.scale)
+        codes.copy_(self.in_runs(rows.codes))
+        scales.copy_(rows.scale)
 
 
 @jit

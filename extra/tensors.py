@@ -24,9 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from extra import gguf, layouts
+from extra import gguf, schemes
 from extra.files import one_line, open_regular, version_of
-from formats import Blocks, Format, Tensors
+from formats import Format, Quantised, Tensors
 
 ALL = slice(None)
 
@@ -204,18 +204,18 @@ class SourceTensor:
         shape: tuple[int, ...],
         found: Found,
         head_dim: int | None = None,
-        kind: gguf.Type | layouts.Layout | None = None,
+        scheme: gguf.Type | schemes.Scheme | None = None,
         wanted: dict[str, Wanted] | None = None,
     ):
         """name: in the file. found: all tensors of the files. head_dim: given for q and k where
         their rows are in halves (RoPE rotates rows i and i + D/2 of a head, not neighbours); they
-        are put into pairs as they are read. kind: how it is quantised, if it is. wanted: what the
+        are put into pairs as they are read. scheme: how others have quantised it, if they have. wanted: what the
         files must have for it, by name; by default floats of its own name and shape."""
         self.name = name
         self.shape = shape
         self.head_dim = head_dim
-        self.kind = kind
-        self.wanted = wanted or {name: Wanted(layouts.FLOATS, [shape])}
+        self.scheme = scheme
+        self.wanted = wanted or {name: Wanted(schemes.FLOATS, [shape])}
         self.files = {name: found.get(name, []) for name in self.wanted}
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
@@ -336,26 +336,26 @@ class ShardedFloats(Floats):
 
 
 class QuantisedMatrix(SourceTensor):
-    """A matrix [N, K] that others have quantised, whose rows are given as Blocks."""
+    """A matrix [N, K] that others have quantised, whose rows are read as Quantised."""
 
-    def blocks(
+    def quantised(
         self, device: torch.device, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, Blocks]]:
+    ) -> Iterator[tuple[slice, Quantised]]:
         """Yields pairs: a slice of the requested rows, and these rows in the requested columns."""
         raise NotImplementedError
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
         N, K = self.shape
         values = torch.empty(len(range(N)[rows]), K, device=device)
-        for some, blocks in self.blocks(device, rows):
-            values[some] = layouts.decoded(self.kind, blocks)
+        for some, quantised in self.quantised(device, rows):
+            values[some] = schemes.decoded(self.scheme, quantised)
         return values[:, columns]
 
     def write(
         self, format: Format, out: Tensors, device: torch.device, rows: slice, columns: slice
     ) -> None:
-        for some, blocks in self.blocks(device, rows, columns):
-            format.write(blocks, tuple(tensor[some] for tensor in out))
+        for some, quantised in self.quantised(device, rows, columns):
+            format.write(quantised, tuple(tensor[some] for tensor in out))
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -369,40 +369,40 @@ class QuantisedMatrix(SourceTensor):
 class GgufMatrix(QuantisedMatrix):
     """A matrix in one of ggml's types: each row is a row of blocks."""
 
-    def blocks(
+    def quantised(
         self, device: torch.device, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, Blocks]]:
+    ) -> Iterator[tuple[slice, Quantised]]:
         N, K = self.shape
         on_gpu = device.type == "cuda"
-        in_bytes = lambda k: k // self.kind.block * self.kind.nbytes
+        in_bytes = lambda k: k // self.scheme.block * self.scheme.nbytes
         span = range(K)[columns]
         spans = [range(N)[rows], range(in_bytes(span.start), in_bytes(span.stop))]
         (whole,) = self.files[self.name]
         in_file = replace(whole, dtype=torch.uint8, shape=(N, in_bytes(K)))
         raw = self.in_pairs(in_file.read(on_gpu, spans).to(device, non_blocking=True))
-        at_once = max(1, (16 if on_gpu else 1) * layouts.AT_ONCE // K)
+        at_once = max(1, (16 if on_gpu else 1) * schemes.AT_ONCE // K)
         for first in range(0, len(raw), at_once):
             some = slice(first, first + at_once)
             with self.named_errors():
-                blocks = layouts.checked(layouts.blocks(self.kind, raw[some]))
-            yield some, blocks
+                quantised = schemes.checked(schemes.from_blocks(self.scheme, raw[some]))
+            yield some, quantised
 
 
-class LayoutMatrix(QuantisedMatrix):
-    """A matrix in a layout of safetensors. It is read as a whole, since the layout may store it
+class SafetensorsMatrix(QuantisedMatrix):
+    """A matrix in a scheme of safetensors. It is read as a whole, since the scheme may store it
     transposed."""
 
     def problems(self) -> Iterator[str]:
         N, K = self.shape
-        group = max(self.kind.group, self.kind.format.group)
+        group = max(self.scheme.group, self.scheme.format.group)
         if N % 8 or K % group:
             shape = list(self.shape)
             yield f"{self.name} is {shape}, not a multiple of 8 rows and {group} columns"
         yield from super().problems()
 
-    def blocks(
+    def quantised(
         self, device: torch.device, rows: slice, columns: slice = ALL
-    ) -> Iterator[tuple[slice, Blocks]]:
+    ) -> Iterator[tuple[slice, Quantised]]:
         K = self.shape[1]
         span = range(K)[columns]
         on_gpu = device.type == "cuda"
@@ -417,8 +417,8 @@ class LayoutMatrix(QuantisedMatrix):
             return self.in_pairs(t[rows].contiguous())[:, columns_in(span, K, t.shape[1])]
 
         with self.named_errors():
-            whole = layouts.checked(self.kind.blocks(tensors))
-        yield ALL, Blocks(*map(cut, whole))
+            whole = schemes.checked(self.scheme.read(tensors))
+        yield ALL, Quantised(*map(cut, whole))
 
 
 class SavedMatrix(SourceTensor):

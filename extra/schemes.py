@@ -1,5 +1,5 @@
 """How other programs store the matrices that they have quantised: blocks of ggml, llama.cpp's library
-of tensors, and layouts of safetensors. Either is read as formats.Blocks; extra/quants.py has the
+of tensors, and layouts of safetensors. Either is read as formats.Quantised; extra/quants.py has the
 formats that keep these exactly.
 
 The numbers of ggml's types, and how large a block is, are in extra/gguf.py. Sources: ggml-common.h
@@ -15,7 +15,8 @@ from torch import Tensor
 
 import fp8
 from extra import gguf, int4, quants
-from formats import Blocks, Format, Tensors
+from extra.files import Fields
+from formats import Format, Quantised, Tensors
 
 # ---- blocks of ggml
 
@@ -23,12 +24,12 @@ from formats import Blocks, Format, Tensors
 AT_ONCE = 1 << 20
 
 
-def blocks(kind: gguf.Type, raw: Tensor) -> Blocks:
+def from_blocks(type: gguf.Type, raw: Tensor) -> Quantised:
     """Codes and scales of rows of blocks as read, uint8 [N, bytes], on any device."""
     N = len(raw)
-    codes, scale, minimum, *parts = SPLIT[kind.name](raw.view(N, -1, kind.nbytes))
+    codes, scale, minimum, *parts = SPLIT[type.name](raw.view(N, -1, type.nbytes))
     flat = lambda t: t.reshape(N, -1)
-    return Blocks(
+    return Quantised(
         flat(codes),
         flat(scale),
         None if minimum is None else flat(minimum),
@@ -36,15 +37,15 @@ def blocks(kind: gguf.Type, raw: Tensor) -> Blocks:
     )
 
 
-def checked(b: Blocks) -> Blocks:
-    """The same blocks. Raises ValueError for scales and minimums that are NaN or infinite."""
-    if not all(t is None or torch.isfinite(t).all() for t in (b.scale, b.minimum)):
+def checked(rows: Quantised) -> Quantised:
+    """The same rows. Raises ValueError for scales and minimums that are NaN or infinite."""
+    if not all(t is None or torch.isfinite(t).all() for t in (rows.scale, rows.minimum)):
         raise ValueError("a scale that is NaN or infinite")
-    return b
+    return rows
 
 
 # Each of the following functions takes blocks, uint8 [N, B, bytes], apart into the fields of
-# Blocks: codes [N, B, ...] in the order of the columns, others [N, B, groups]. Eight codes are
+# Quantised: codes [N, B, ...] in the order of the columns, others [N, B, groups]. Eight codes are
 # handled at once, as the bytes of an int64: a mask clears what a shift moved from one byte to the
 # next.
 
@@ -148,28 +149,28 @@ SPLIT = {
 }
 
 
-# ---- layouts of safetensors, as their documents say
+# ---- schemes of safetensors, as their documents say
 
 
-class Layout(NamedTuple):
+class Scheme(NamedTuple):
     """How other programs store a quantised matrix W [N, K], where N is a multiple of 8: in several
     tensors, which have the name of the matrix with another last word than "weight"."""
 
     name: str
     format: Format  # that keeps it exactly
     shapes: Callable  # (N, K) -> types and shapes of the tensors by the last word, codes first
-    blocks: Callable  # tensors, by the last word -> Blocks of the whole matrix
+    read: Callable  # tensors, by the last word -> the whole matrix as Quantised
     group: int = -1  # columns that share a scale; -1 if all do
     optional: tuple[str, ...] = ()
 
 
-def decoded(kind: gguf.Type | Layout, b: Blocks) -> Tensor:
+def decoded(scheme: gguf.Type | Scheme, rows: Quantised) -> Tensor:
     """float32 [N, K]."""
-    if isinstance(kind, gguf.Type):
-        return b.decoded()
-    tensors = kind.format.empty(*b.codes.shape, b.codes.device)
-    kind.format.write(b, tensors)
-    return kind.format.decoded(tensors)
+    if isinstance(scheme, gguf.Type):
+        return rows.decoded()
+    tensors = scheme.format.empty(*rows.codes.shape, rows.codes.device)
+    scheme.format.write(rows, tensors)
+    return scheme.format.decoded(tensors)
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -184,10 +185,10 @@ def _format_for_groups(group: int) -> Format:
     ]
 
 
-def _blocks4(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Blocks:
-    """Blocks of the format's groups, for which scales and zero points [N, G] are repeated."""
+def _with_zeros(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Quantised:
+    """Rows with the format's groups, for which scales and zero points [N, G] are repeated."""
     groups = codes.shape[1] // format.group
-    return Blocks(codes, quants.spread(scale.float(), groups), zero=quants.spread(zero, groups))
+    return Quantised(codes, quants.spread(scale.float(), groups), zero=quants.spread(zero, groups))
 
 
 def _gemm(group: int, N: int, K: int, codes: tuple[int, int], bits: int = 4) -> dict:
@@ -200,7 +201,7 @@ def _gemm(group: int, N: int, K: int, codes: tuple[int, int], bits: int = 4) -> 
     }
 
 
-def awq(group: int) -> Layout:
+def awq(group: int) -> Scheme:
     """AutoAWQ's "gemm": columns of W^T, of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7."""
     format = _format_for_groups(group)
 
@@ -208,13 +209,13 @@ def awq(group: int) -> Layout:
         eights = int4.nibbles(words).unflatten(1, (-1, 8))
         return eights[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
 
-    def blocks(t: dict[str, Tensor]) -> Blocks:
-        return _blocks4(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
+    def read(t: dict[str, Tensor]) -> Quantised:
+        return _with_zeros(format, in_order(t["qweight"]), t["scales"].t(), in_order(t["qzeros"]))
 
-    return Layout("AWQ", format, lambda N, K: _gemm(group, N, K, (K, N // 8)), blocks, group)
+    return Scheme("AWQ", format, lambda N, K: _gemm(group, N, K, (K, N // 8)), read, group)
 
 
-def gptq(group: int, version_2: bool, bits: int = 4) -> Layout:
+def gptq(group: int, version_2: bool, bits: int = 4) -> Scheme:
     """GPTQ of 4 or 8 bits without act-order: rows of W, neighbours along K in a word. Zero points
     are stored less 1, but in version 2 as they are; where all of them are in the middle, files may
     say the wrong version."""
@@ -230,7 +231,7 @@ def gptq(group: int, version_2: bool, bits: int = 4) -> Layout:
     def shapes(N: int, K: int) -> dict:
         return _gemm(group, N, K, (K * bits // 32, N), bits) | {"g_idx": (INT32, [(K,)])}
 
-    def blocks(t: dict[str, Tensor]) -> Blocks:
+    def read(t: dict[str, Tensor]) -> Quantised:
         codes = unpacked(t["qweight"].t())
         zero = unpacked(t["qzeros"]).t()
         check_order(t.get("g_idx"), codes.shape[1], zero.shape[1])
@@ -240,17 +241,17 @@ def gptq(group: int, version_2: bool, bits: int = 4) -> Layout:
             # 1 was subtracted in whole words, so a zero point of 0 has borrowed from the next one
             zero = unpacked(t["qzeros"] + ones).t()
         if bits == 8:
-            return _blocks8(codes - quants.spread(zero, codes.shape[1]), t["scales"].t())
-        return _blocks4(format, codes, t["scales"].t(), zero)
+            return _without_zeros(codes - quants.spread(zero, codes.shape[1]), t["scales"].t())
+        return _with_zeros(format, codes, t["scales"].t(), zero)
 
-    return Layout("GPTQ", format, shapes, blocks, group, ("g_idx",))
+    return Scheme("GPTQ", format, shapes, read, group, ("g_idx",))
 
 
-def _blocks8(codes: Tensor, scale: Tensor) -> Blocks:
-    """Blocks of quants.Q8_0, whose codes stand for themselves."""
+def _without_zeros(codes: Tensor, scale: Tensor) -> Quantised:
+    """Rows for quants.Q8_0, whose codes stand for themselves."""
     if codes.min() < -128 or codes.max() > 127:
         raise ValueError("zero points that 8 bits cannot hold: take a symmetric GPTQ or a GGUF")
-    return Blocks(
+    return Quantised(
         codes.to(torch.int8), quants.spread(scale.float(), codes.shape[1] // quants.Q8_0.group)
     )
 
@@ -267,7 +268,7 @@ def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
         )
 
 
-def w4a16(group: int, symmetric: bool) -> Layout:
+def w4a16(group: int, symmetric: bool) -> Scheme:
     """compressed-tensors' "pack-quantized": rows of W, eight neighbours along K in a word; zero
     points, if there are any, in words along N."""
     format = _format_for_groups(group)
@@ -280,7 +281,7 @@ def w4a16(group: int, symmetric: bool) -> Layout:
         found["weight_g_idx"] = INT32, [(K,)]
         return found
 
-    def blocks(t: dict[str, Tensor]) -> Blocks:
+    def read(t: dict[str, Tensor]) -> Quantised:
         codes = int4.nibbles(t["weight_packed"])
         scale = t["weight_scale"]
         check_order(t.get("weight_g_idx"), codes.shape[1], scale.shape[1])
@@ -288,12 +289,12 @@ def w4a16(group: int, symmetric: bool) -> Layout:
             zero = torch.full_like(scale, 8)
         else:
             zero = int4.nibbles(t["weight_zero_point"].t()).t()
-        return _blocks4(format, codes, scale, zero)
+        return _with_zeros(format, codes, scale, zero)
 
-    return Layout("W4A16", format, shapes, blocks, group, ("weight_g_idx",))
+    return Scheme("W4A16", format, shapes, read, group, ("weight_g_idx",))
 
 
-def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
+def fp8_scaled(scale: str, in_blocks: bool) -> Scheme:
     """E4M3 codes, to be multiplied (despite the name "weight_scale_inv") by one scale for the
     matrix, one for each row, or one for each 128 x 128 weights."""
 
@@ -304,35 +305,106 @@ def fp8_scaled(scale: str, in_blocks: bool) -> Layout:
             of_scale = [(N, 1), (1,), (N,), (1, 1)]
         return {"weight": ((torch.float8_e4m3fn,), [(N, K)]), scale: (FLOATS, of_scale)}
 
-    def blocks(t: dict[str, Tensor]) -> Blocks:
+    def read(t: dict[str, Tensor]) -> Quantised:
         codes = t["weight"].view(torch.int8)
         factor = t[scale].float()
         if ((codes & 0x7F) == 0x7F).any():
             raise ValueError("codes of NaN")
         if in_blocks:
-            return Blocks(codes, factor.repeat_interleave(128, 0)[: len(codes)])
-        return Blocks(codes, factor.reshape(-1, 1).expand(len(codes), 1))
+            return Quantised(codes, factor.repeat_interleave(128, 0)[: len(codes)])
+        return Quantised(codes, factor.reshape(-1, 1).expand(len(codes), 1))
 
     if in_blocks:
-        return Layout("FP8", quants.E4M3_128, shapes, blocks, 128)
-    return Layout("FP8", fp8.E4M3, shapes, blocks)
+        return Scheme("FP8", quants.E4M3_128, shapes, read, 128)
+    return Scheme("FP8", fp8.E4M3, shapes, read)
+
+
+# ---- which scheme it is
+
+INSTEAD = "take the original model, with --fp8 or --int4 if you like, or a GGUF file"
+
+
+def scheme_of(f: Fields) -> Scheme | None:
+    """How others have quantised the matrices of a folder, by the fields of its config.json. Returns
+    None if they are floats. Raises ValueError for a scheme that is not supported."""
+    if f.get("quantization"):
+        raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
+    q = f.sub("quantization_config")
+    alone = f.file.with_name("hf_quant_config.json")
+    if not q and f.file.suffix == ".json" and alone.is_file():  # as nvidia wrote it at first
+        q = Fields(alone).sub("quantization")
+        q["quant_method"] = "modelopt"
+    if not q:
+        return None
+    method = q.get("quant_method")
+    if method == "compressed-tensors":
+        method = q.get("format")
+        groups = q.sub("config_groups")
+        weights = [groups.sub(name).sub("weights") for name in groups]
+        if any(of_group != weights[0] for of_group in weights):
+            raise ValueError(f"{f.file}: quantised with several kinds of config_groups: {INSTEAD}")
+        q.update(weights[0] if weights else {})
+    if q.sub("transform_config"):
+        raise ValueError(f"{f.file}: quantised as {method} with transforms: {INSTEAD}")
+    # what "-:" names is not quantised
+    if any(not pattern.startswith("-:") for pattern in q.sub("dynamic")):
+        raise ValueError(f"{f.file}: quantised as {method} with dynamic settings: {INSTEAD}")
+    group = q.number("group_size", -1, 1 << 20, -1)
+    if group == 0 or group > 0 and group % 32:
+        raise ValueError(
+            f"{f.file}: group_size is {group}; it must be -1 or a multiple of 32: {INSTEAD}"
+        )
+
+    def only(**fields) -> None:
+        for name, allowed in fields.items():
+            if q.get(name) not in allowed:
+                raise ValueError(
+                    f"{f.file}: quantised as {method} with {name} {q.get(name)!r}: {INSTEAD}"
+                )
+
+    if method == "awq":
+        only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
+        return awq(group)
+    if method == "gptq":
+        only(bits=(4, 8), checkpoint_format=(None, "", "gptq", "gptq_v2"))
+        return gptq(group, q.get("checkpoint_format") == "gptq_v2", q["bits"])
+    if method == "modelopt":
+        only(quant_algo=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+        return fp8_scaled("weight_scale", in_blocks=False)
+    if method == "fbgemm_fp8":
+        return fp8_scaled("weight_scale", in_blocks=False)
+    if method == "fp8":
+        only(fmt=(None, "e4m3"), weight_block_size=(None, [128, 128]))
+        if q.get("weight_block_size"):
+            return fp8_scaled("weight_scale_inv", in_blocks=True)
+        return fp8_scaled("weight_scale", in_blocks=False)
+    if method == "pack-quantized":
+        only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
+        return w4a16(group, q.get("symmetric") is not False)
+    if method == "float-quantized":
+        only(num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"))
+        only(block_structure=(None, [128, 128]))
+        return fp8_scaled("weight_scale", q.get("strategy") == "block")
+    raise ValueError(f"{f.file}: quantised as {method}, which is not supported: {INSTEAD}")
+
+
+# ---- the format that keeps it
 
 
 def format_for(
-    kinds: set[gguf.Type | Layout | None], columns: int, most_bits: int = 8
+    schemes: set[gguf.Type | Scheme | None], columns: int, most_bits: int = 8
 ) -> Format | None:
-    """The smallest format that keeps matrices of all of these kinds exactly, side by side and cut
-    to `columns` columns. The kinds are types of ggml, or one layout. Returns None if there is no
-    such format."""
+    """The smallest format that keeps matrices of all of these schemes exactly, side by side and cut
+    to `columns` columns. None stands for floats. Returns None if there is no such format."""
 
     def fits(format: Format) -> bool:
         if columns % format.group:
             return False
         return format.bits <= most_bits or format.group == 1
 
-    kind, *others = kinds
-    if isinstance(kind, Layout):
-        return None if others or not fits(kind.format) else kind.format
-    names = {kind.name if kind else "" for kind in kinds}
+    scheme, *others = schemes
+    if isinstance(scheme, Scheme):
+        return None if others or not fits(scheme.format) else scheme.format
+    names = {scheme.name if scheme else "" for scheme in schemes}
     fitting = (format for format, types in quants.EXACT.items() if names <= types and fits(format))
     return next(fitting, None)
