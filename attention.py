@@ -258,21 +258,21 @@ def _merge_splits(
     rows = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
     splits = tl.arange(0, SPLITS)
-    slots = (head * SPLITS + splits[:, None]) * BLOCK_M + rows[None, :]
+    indices = (head * SPLITS + splits[:, None]) * BLOCK_M + rows[None, :]
     mask = (splits[:, None] < used) & (rows[None, :] < count)
-    row_max = tl.max(tl.load(ends + slots * 2, mask=mask, other=-1e30, cache_modifier=".cg"), 0)
+    row_max = tl.max(tl.load(ends + indices * 2, mask=mask, other=-1e30, cache_modifier=".cg"), 0)
     row_sum = tl.zeros([ROWS], tl.float32)
     y = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for first in tl.static_range(0, SPLITS, MERGE):
         split = first + tl.arange(0, MERGE)
-        slot = (head * SPLITS + split[:, None]) * BLOCK_M + rows[None, :]
+        index = (head * SPLITS + split[:, None]) * BLOCK_M + rows[None, :]
         mask = (split[:, None] < used) & (rows[None, :] < count)
-        peak = tl.load(ends + slot * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        peak = tl.load(ends + index * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
         weight = tl.exp2(peak - row_max[None, :])
-        total = tl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        total = tl.load(ends + index * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
         row_sum += tl.sum(weight * total, 0)
         mask_part = mask[:, :, None] & (offs_d < D)[None, None, :]
-        offs_part = slot[:, :, None] * D + offs_d[None, None, :]
+        offs_part = index[:, :, None] * D + offs_d[None, None, :]
         part = tl.load(partial + offs_part, mask=mask_part, other=0.0, cache_modifier=".cg")
         y += tl.sum(weight[:, :, None] * part, 0)
     offs = ((rows // G)[:, None] * H + head * G + (rows % G)[:, None]) * D + offs_d[None, :]
@@ -334,10 +334,10 @@ def _split_attention_kernel(
         if used == 1:
             tl.store(out + offs_q, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask_q)
         else:
-            slot = (head * SPLITS + split) * BLOCK_M + rows
-            tl.store(ends + slot * 2, row_max * qk_scale)
-            tl.store(ends + slot * 2 + 1, row_sum)
-            tl.store(partial + slot[:, None] * D + offs_d[None, :], acc, mask=mask_q)
+            index = (head * SPLITS + split) * BLOCK_M + rows
+            tl.store(ends + index * 2, row_max * qk_scale)
+            tl.store(ends + index * 2 + 1, row_sum)
+            tl.store(partial + index[:, None] * D + offs_d[None, :], acc, mask=mask_q)
             if is_last(arrived + head, used):
                 count = T * G
                 _merge_splits(
@@ -400,10 +400,10 @@ def _single_attention_kernel(
         if used == 1:
             tl.store(out + head * D + offs_d, (y / total).to(out.dtype.element_ty), mask=offs_d < D)
         else:
-            slot = head * SPLITS + split
-            tl.store(ends + slot * 2, peak)
-            tl.store(ends + slot * 2 + 1, total)
-            tl.store(partial + slot * D + offs_d, y, mask=offs_d < D)
+            index = head * SPLITS + split
+            tl.store(ends + index * 2, peak)
+            tl.store(ends + index * 2 + 1, total)
+            tl.store(partial + index * D + offs_d, y, mask=offs_d < D)
             if is_last(arrived + head, used):
                 _merge_splits(
                     out, partial, ends, head, used, 1, H, 1, D, SPLITS, MERGE, 1, 1, BLOCK_D

@@ -7033,7 +7033,7 @@ def stress(ranks: Ranks, cuda: torch.device, rounds: int = 4000) -> None:
         number.copy_((number + 1) % 1009)
         x[:, 0] = number[0]
         y.zero_()
-        for m in exchange.slots:
+        for m in exchange.inboxes:
             if is_late and late.random() < 0.1:
                 torch.cuda._sleep(late.randrange(100_000))
             exchange.linear_add(x, m, y)

@@ -343,7 +343,7 @@ def _merge(
     partial, ends, first, used, mask_row, columns, BLOCK_D: gl.constexpr, AT_ONCE: gl.constexpr
 ):
     """Merge the softmaxes of the splits into one: sum and unnormalised result of each row. first:
-    the slots of the first split's rows."""
+    the indices of the first split's rows."""
     ROW: gl.constexpr = first.type.layout
     Y: gl.constexpr = ROW.parent
     peak = gl.full([16], -1e30, gl.float32, ROW)
@@ -355,13 +355,13 @@ def _merge(
         parts = ()
         new_peak = peak
         for s in gl.static_range(AT_ONCE):
-            slot = first + (begin + s) * 16
+            index = first + (begin + s) * 16
             mask = mask_row & (begin + s < used)
-            top = gl.load(ends + slot * 2, mask=mask, other=-1e30, cache_modifier=".cg")
+            top = gl.load(ends + index * 2, mask=mask, other=-1e30, cache_modifier=".cg")
             maxima = maxima + (top,)
-            sum_ = gl.load(ends + slot * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+            sum_ = gl.load(ends + index * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
             sums = sums + (sum_,)
-            place = partial + slot[:, None] * BLOCK_D + columns[None, :]
+            place = partial + index[:, None] * BLOCK_D + columns[None, :]
             part = gl.load(place, mask=mask[:, None], other=0.0, cache_modifier=".cg")
             parts = parts + (part,)
             new_peak = gl.maximum(new_peak, maxima[s])
@@ -461,12 +461,14 @@ def few_attention_kernel(
         mask_row = row < T * G
         if used > 1:
             first = pid * SPLITS * 16 + row - top
-            slot = first + split * 16
-            maximum = ends + slot * 2
+            index = first + split * 16
+            maximum = ends + index * 2
             scaled = gl.convert_layout(peak, gl.SliceLayout(1, Y)) * qk_scale
             gl.store(maximum, scaled, mask=mask_row)
-            gl.store(ends + slot * 2 + 1, total, mask=mask_row)
-            gl.store(partial + slot[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None])
+            gl.store(ends + index * 2 + 1, total, mask=mask_row)
+            gl.store(
+                partial + index[:, None] * BLOCK_D + column[None, :], y, mask=mask_row[:, None]
+            )
             if is_last(arrived + pid, used):
                 AT_ONCE: gl.constexpr = SPLITS if SPLITS < 8 else 8
                 total, y = _merge(partial, ends, first, used, mask_row, column, BLOCK_D, AT_ONCE)

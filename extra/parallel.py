@@ -218,11 +218,11 @@ def share(count: int, rank: int, size: int) -> slice:
 #      up.
 #
 #      Why no entry is stale, or overwritten before it is read. A round is a step of the model, and
-#      every matrix has entries of its own, its slot. A reader waits for exactly this round's
+#      every matrix has entries of its own, its inbox. A reader waits for exactly this round's
 #      number, so it takes no entry of an earlier round. And a writer never gets ahead: before a
-#      rank writes to a slot again, a round later, it has finished another sum (of another slot, of
+#      rank writes to an inbox again, a round later, it has finished another sum (of another inbox, of
 #      which each layer has two, or NCCL's), which needs a term from every rank; and a rank sends
-#      its term only after all its earlier kernels have ended, so after it has read the slot.
+#      its term only after all its earlier kernels have ended, so after it has read the inbox.
 #      Numbers repeat every 2^32 rounds.
 
 
@@ -255,8 +255,8 @@ def _prepare_entries(
     """This round's number, and where each rank's memory begins; neither changes within a step."""
     ranks = tl.arange(0, triton.next_power_of_2(SIZES.ranks))
     addresses = tl.load(args[0] + ranks, mask=ranks < SIZES.ranks, other=0)
-    slots = addresses.to(tl.pointer_type(tl.int64))
-    return _number(args[1]), slots
+    inboxes = addresses.to(tl.pointer_type(tl.int64))
+    return _number(args[1]), inboxes
 
 
 @jit
@@ -265,12 +265,12 @@ def _store_entries(
 ):
     """An epilogue: y [ROWS] written as entries to every rank. args: addresses, one a rank, and the
     round's number."""
-    number, slots = ready
+    number, inboxes = ready
     rows = row + tl.arange(0, ROWS)
     ranks = tl.arange(0, triton.next_power_of_2(SIZES.ranks))
     entries = number | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     mask = (ranks[:, None] < SIZES.ranks) & (rows[None, :] < N)
-    tl.store(slots[:, None] + rows[None, :], entries[None, :], mask=mask)
+    tl.store(inboxes[:, None] + rows[None, :], entries[None, :], mask=mask)
 
 
 @jit
@@ -307,28 +307,28 @@ def _gather_received_kernel(
 
 
 class Exchange:
-    """The entries of all slots in this rank's memory, and where to write on the other ranks."""
+    """The inboxes in this rank's memory, one for each matrix, and where those of the other ranks are."""
 
     def __init__(self, rows: dict[Matrix, int], rank: int, buffers: list[int], entries: Tensor):
         """rows: of the products that are exchanged, each by its matrix, in the same order on all
         ranks. buffers: the address of each rank's entries, int64 [ranks * rows of all products] and
         zero; `entries` are this rank's."""
         self.ranks = len(buffers)
-        self.slots: dict[Matrix, tuple[Tensor, Tensor]] = {}  # addresses, and this rank's entries
+        self.inboxes: dict[Matrix, tuple[Tensor, Tensor]] = {}  # all addresses, own entries
         start = 0
         self.round_number = torch.ones(1, dtype=torch.int32, device=entries.device)
         for w, count in rows.items():
             addresses = [buffer + 8 * (start + rank * count) for buffer in buffers]
-            slot = entries[start : start + self.ranks * count].view(self.ranks, count)
-            self.slots[w] = (torch.tensor(addresses, device=entries.device), slot)
-            start += slot.numel()
+            inbox = entries[start : start + self.ranks * count].view(self.ranks, count)
+            self.inboxes[w] = (torch.tensor(addresses, device=entries.device), inbox)
+            start += inbox.numel()
 
     def linear_add(
         self, x: Tensor, w: Matrix, residual: Tensor, routes: Routes | None = None
     ) -> Tensor:
         """residual += x W^T over all ranks, in place, as kernels.linear_add does. x [1, K], W [C,
         K], residual [1, C]"""
-        _, entries = self.slots[w]
+        _, entries = self.inboxes[w]
         assert residual.shape == (1, entries.shape[1]) and residual.is_contiguous(), residual.shape
         if routes is None:
             self.send("linear_add", x, None, w, 0.0)
@@ -357,14 +357,14 @@ class Exchange:
         eps: float,
         stack: kernels.Stack | None = None,
     ) -> None:
-        addresses, _ = self.slots[w]
+        addresses, _ = self.inboxes[w]
         args = (addresses, self.round_number)
         epilogue = kernels.Epilogue(_prepare_entries, _store_entries, args, Peers(self.ranks))
         kernels.launch_single(op, x, norm, w, eps, epilogue, stack)
 
     def add_received(self, w: Matrix, residual: Tensor) -> Tensor:
         block = 128  # one warp, so that nothing waits for other warps
-        _, entries = self.slots[w]
+        _, entries = self.inboxes[w]
         args = (entries, self.round_number, residual)
         rows = entries.shape[1]
         sizes = dict(N=rows, RANKS=self.ranks, BLOCK=block, warps=1)
@@ -375,7 +375,7 @@ class Exchange:
     def gather_received(self, w: Matrix, out: Tensor) -> Tensor:
         V = out.shape[1]
         block = 256
-        _, entries = self.slots[w]
+        _, entries = self.inboxes[w]
         args = (entries, self.round_number, out)
         sizes = dict(N=w.rows, V=V, BLOCK=block, warps=1)
         launch(_gather_received_kernel, (triton.cdiv(V, block),), out.device, *args, **sizes)
