@@ -1,10 +1,29 @@
-"""Checkpoints on disk: the configuration, the tensors of each layout, and the loader that makes a
-model of them.
+"""How the name of a checkpoint becomes the weights of a model, step by step, as `load` does it.
+Files without a place beside them lie in extra/.
 
-A source is one layout on disk: a folder of Hugging Face's or of Meta's, a GGUF file, a folder that
-`--save` wrote. It says where the configuration and the tokenizer are, and gives the tensors under
-names of our own, whatever quantised them. A Checkpoint is an opened source. The loader reads its
-tensors without knowing the layout."""
+      a name: "owner/name", a folder or a GGUF file
+    1   |  hub.py        finds it on this machine, or downloads it
+      a path
+    2   |  source_of     (here) which layout is it: Hugging Face's, Meta's, GGUF, or --save's?
+      a Source
+    3   |  config.py     reads config.json or params.json, and refuses what is not supported
+        |  families.py   what tells Llama, Qwen3 and other families apart: a row each
+        |  gguf.py       translates the header of a GGUF file into the fields of a config.json
+      a Config
+    4   |  names.py      the tensors of such a model, and what each layout calls their parts
+      names and shapes
+    5   |  tensors.py    finds them in the files, reading only headers, and checks them
+        |  schemes.py    how other programs store the matrices that they have quantised
+      a Checkpoint: the Config and its tensors
+    6   |  hardware.py   chooses device, type and backend, and asks whether it all fits into memory
+    7   |  Loader        (here) reads rows and joins them to the tensors of the model. A matrix
+        |               stays in floats, is encoded (fp8.py at the root, int4.py), or
+        |  quants.py     keeps what other programs have quantised, bit for bit
+      Weights, in a Llama (model.py at the root)
+
+Only a Source knows its layout. It gives the Loader tensors under names of our own, whatever has
+quantised them. files.py opens all files, since none is trusted. save.py goes the other way, and
+writes the weights of a Loader to a folder."""
 
 import itertools
 import json
@@ -80,14 +99,45 @@ BIAS = re.compile(r"(_proj|\.w[123]|\.gate|attn_output|ffn_\w+)\.bias$")
 MOST_BIASES = 1 << 20  # numbers in one of them
 
 
-# ---- sources: the layouts on disk
+# ---- step 1: from a name to a path
+
+
+@one_line_errors()
+def find_checkpoint(name: str | Path) -> Path:
+    """The path of a checkpoint: a folder or a GGUF file. It is given as such a path or as a
+    repository of the Hugging Face hub, "owner/name", or "owner/name:Q4_K_M" for one of its GGUF
+    files. A repository is looked up in the hub's cache, and downloaded if it is not there. Raises
+    OSError or ValueError, in one line that says what to do, and TypeError for what is neither a
+    text nor a path."""
+    if not isinstance(name, str | Path):
+        kinds = 'a folder, a GGUF file or "owner/name" on the hub'
+        raise TypeError(f"a model is given as {kinds}, not as a {type(name).__name__}")
+    return hub.find_checkpoint(str(name), read_config, is_whole)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether everything that a checkpoint refers to is there."""
+    try:
+        if path.is_dir():
+            weight_files(path)
+        try:
+            read_config(path)
+        except ValueError:  # it is not supported, and `load` will say why
+            return True
+        Checkpoint(path).source.tokenizer()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+# ---- steps 2 to 5: sources, the layouts on disk
 
 
 class Source(ABC):
-    """One layout on disk: where the configuration, the tokenizer and the tensors are."""
+    """One layout on disk: it knows where configuration, tokenizer and tensors are."""
 
     naming: str  # which of a Part's names its tensors have: see Part.name_in
-    format: Format | None = None  # of the matrices, where --save encoded them
+    format: Format | None = None  # of the matrices, if --save has encoded them
 
     def __init__(self, path: Path):
         self.path = path
@@ -104,7 +154,8 @@ class Source(ABC):
         return c
 
     @abstractmethod
-    def unchecked_config(self) -> Config: ...
+    def unchecked_config(self) -> Config:
+        """What the file says, if each field is right by itself. Raises OSError, ValueError."""
 
     @abstractmethod
     def tokenizer(self) -> Path:
@@ -121,13 +172,13 @@ class Source(ABC):
 
     @abstractmethod
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
-        """What `tensors` returns, not checked yet, made of what was found in the files."""
+        """The tensors that `tensors` returns, not yet checked, made from those in the files."""
 
     def tensors(self, c: Config) -> tuple[Config, dict[str, SourceTensor]]:
-        """The configuration, in which tie_embeddings may have become False, and the tensors by our
-        names: those of a model's parts or, where it has joined them, of the model itself. Raises
-        ValueError for those that are missing, unexpected, or of another shape or type than the
-        config says."""
+        """Returns the configuration, in which tie_embeddings may have become False, and the tensors
+        by our names. They are a model's parts, or the tensors of the model if --save has joined
+        the parts. Raises ValueError if one is missing, unexpected, or of another shape or type than
+        the config says."""
         found: Found = {}
         for tensor in self.file_tensors():
             if not NOT_NEEDED.search(tensor.name):
@@ -139,8 +190,8 @@ class Source(ABC):
         return c, tensors
 
     def untied(self, c: Config, found: Found) -> Config:
-        """The configuration as the tensors have it: a tied model may be saved under either name,
-        and if both are there, they may differ."""
+        """Returns the configuration, with tie_embeddings False if the files hold two different
+        matrices. The one matrix of a tied model may have either name, or be stored under both."""
         embedding = EMBEDDING.name_in(self.naming)
         outputs = found.pop(OUTPUT.name_in(self.naming), [])
         if not outputs:
@@ -153,6 +204,7 @@ class Source(ABC):
         return c
 
     def check(self, tensors: Collection[SourceTensor], found: Found) -> None:
+        """Raise ValueError unless the files hold these tensors and no others."""
         problems = [problem for tensor in tensors for problem in tensor.problems()]
         expected = {name for tensor in tensors for name in tensor.wanted}
         for name in found:
@@ -175,7 +227,10 @@ def equal(one: FileTensor, other: FileTensor) -> bool:
     """Whether two tensors of floats have the same values."""
     if one.shape != other.shape or not {one.dtype, other.dtype} <= set(schemes.FLOATS):
         return False
-    if (one.file, one.offset) == (other.file, other.offset):  # a torch file has shared ones once
+    if (one.file, one.offset) == (
+        other.file,
+        other.offset,
+    ):  # a torch file stores shared tensors once
         return True
     columns = [range(size) for size in one.shape[1:]]
     at_once = max(1, schemes.AT_ONCE // math.prod(one.shape[1:]))
@@ -257,15 +312,15 @@ class GgufFile(Source):
 
 
 class WeightFiles(NamedTuple):
-    """The files of a folder that hold its weights, and which of them an index names for a
-    tensor."""
+    """The files of a folder that hold its weights, and in which of them its index says that a
+    tensor is, if it has an index."""
 
     files: list[Path]
     named: dict[str, Path] = {}
 
 
 def weight_files(folder: Path) -> WeightFiles:
-    """Of several candidates, those that transformers would take. Raises OSError, ValueError."""
+    """The files that transformers would take, if there are several. Raises OSError, ValueError."""
     picked = hub.weights_in(folder)
     if not picked:
         usual = "model.safetensors or pytorch_model.bin, or an index of their shards, or Meta's consolidated.*.pth"
@@ -281,7 +336,7 @@ def weight_files(folder: Path) -> WeightFiles:
 
 
 def _nothing_in(folder: Path, usual: str) -> FileNotFoundError:
-    """What a folder without a model holds instead, and what to do about it."""
+    """The error for a folder without a model: what it holds instead, and what to do about it."""
     if (folder / "adapter_config.json").is_file():
         base = Fields(folder / "adapter_config.json").get("base_model_name_or_path")
         usual = f"an adapter without its base: merge it into {base or 'that'} first (peft: merge_and_unload)"
@@ -377,9 +432,8 @@ SAVED_LAYOUT = "2"  # of such a file; any other is refused
 
 
 class SavedFolder(Folder):
-    """A folder that --save wrote: a model.safetensors whose metadata says the format of the
-    matrices, with the original's other small files. It stores the tensors of the model, whose parts
-    are joined."""
+    """A folder that --save wrote: the original's small files, and a model.safetensors that holds
+    the tensors of the model, their parts joined. Its metadata name the format of the matrices."""
 
     naming = "meta"
 
@@ -430,8 +484,8 @@ def saved_format(folder: Path) -> Format | None:
 
 
 def small_source(path: Path) -> Source:
-    """The source that a path stands for, by its small files: what --save wrote is taken for the
-    layout of the original. Raises OSError, ValueError."""
+    """The source of a path's small files. What --save wrote has those of the original, so it is
+    taken for the original's layout. Raises OSError, ValueError."""
     if path.is_file():
         return GgufFile(path)
     of_meta = (path / "params.json").is_file()
@@ -444,7 +498,7 @@ def small_source(path: Path) -> Source:
 
 
 def source_of(path: Path) -> Source:
-    """The source that a path stands for. Raises OSError, ValueError."""
+    """The source of a path. Raises OSError, ValueError."""
     format = saved_format(path)
     if format:
         return SavedFolder(path, format)
@@ -458,16 +512,19 @@ def read_config(folder: Path) -> Config:
     return small_source(folder).config()
 
 
+# ---- what steps 1 to 5 lead to
+
+
 class Checkpoint:
-    """A checkpoint that was opened: its configuration, and its tensors, of which only the headers
-    have been read."""
+    """An opened checkpoint: its configuration and its tensors, of which only headers have been
+    read."""
 
     def __init__(self, folder: Path):
         """folder: that of the checkpoint, or a GGUF file. Raises OSError, ValueError."""
         self.folder = folder
         self.source = source_of(folder)
         config = self.source.config()
-        self.format = self.source.format  # of the matrices, where --save encoded them
+        self.format = self.source.format  # of the matrices, if --save has encoded them
         self.config, self.tensors = self.source.tensors(config)
 
     @property
@@ -513,40 +570,12 @@ class Checkpoint:
         return next(filter(None, (tensor.flaw(dtype) for tensor in floats)), None)
 
 
-@one_line_errors()
-def find_checkpoint(name: str | Path) -> Path:
-    """The path of a checkpoint: a folder or a GGUF file. It is given as such a path or as a
-    repository of the Hugging Face hub, "owner/name", or "owner/name:Q4_K_M" for one of its GGUF
-    files. A repository is looked up in the hub's cache, and downloaded if it is not there. Raises
-    OSError or ValueError, in one line that says what to do, and TypeError for what is neither a
-    text nor a path."""
-    if not isinstance(name, str | Path):
-        kinds = 'a folder, a GGUF file or "owner/name" on the hub'
-        raise TypeError(f"a model is given as {kinds}, not as a {type(name).__name__}")
-    return hub.find_checkpoint(str(name), read_config, is_whole)
-
-
-def is_whole(path: Path) -> bool:
-    """Whether all that a checkpoint refers to is there."""
-    try:
-        if path.is_dir():
-            weight_files(path)
-        try:
-            read_config(path)
-        except ValueError:  # it is not supported: load says why
-            return True
-        Checkpoint(path).source.tokenizer()
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-# ---- the loader: tensors of a source, moved to the device and converted
+# ---- step 7: the loader
 
 
 def largest_read(c: Config) -> int:
-    """Elements of the largest matrix that is read to be encoded. Rows are read whole, even where a
-    rank has only some of their columns."""
+    """Elements of the largest matrix that is read to be encoded. Whole rows are read, even if a
+    rank keeps only some of their columns."""
     sizes = []
     for t in model_tensors(c):
         if t.is_matrix:
@@ -578,10 +607,10 @@ class Piece(NamedTuple):
 
 @dataclass
 class Loader:
-    """Loads the tensors one by one, since the model must never be in memory twice. Matrices are in
-    matrix_dtype or in a format, in which they are encoded here unless they are encoded in the file;
-    all else is in dtype (the norms are small, and a token reads only one row of the embedding).
-    With several ranks, each loads its share of every matrix."""
+    """Loads the tensors one by one, so that the model is never in memory twice. A matrix is in
+    matrix_dtype or in a format; unless the file has it in that format, it is encoded here. All else
+    is in dtype: norms are small, and a token reads only one row of the embedding. With several
+    ranks, each loads its share of every matrix."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -649,8 +678,8 @@ class Loader:
         return slice(taken.start * size // count, taken.stop * size // count)
 
     def pieces(self, t: ModelTensor) -> list[Piece]:
-        """Where the rows of a tensor come from: from its parts, unless the source has joined
-        them."""
+        """Where the rows of a tensor come from: its parts, or the tensor itself if the source has
+        joined them."""
         tensors = self.checkpoint.tensors
         shares = [self.share(part.dims[0]) for part in t.parts]
         if t.name not in tensors:
@@ -695,8 +724,8 @@ class Loader:
         return kernels.in_cpu_layout(made, self.backend, self.dtype, self.formats.values())
 
     def encode(self, format: Format, t: ModelTensor, columns: slice) -> Tensors:
-        """A matrix encoded from whole rows, so that its codes do not depend on how many ranks there
-        are. Where the format cannot be cut, it is encoded from this rank's columns."""
+        """Encode a matrix from whole rows, so that its codes do not depend on the number of ranks;
+        if the format cannot be cut, from this rank's columns."""
         N, part = self.shapes[t.name]
         K = t.shape(self.whole)[1]
         data = self.workspace[: N * K].view(N, K)
@@ -721,7 +750,7 @@ def check_original(checkpoint: Checkpoint, format: str | None) -> None:
         raise ValueError(f"{checkpoint.folder}: {lossy}: run it as it is, or encode the original")
 
 
-# ---- loading
+# ---- all steps
 
 
 @one_line_errors()

@@ -1,5 +1,6 @@
-"""The configuration of a model, from Hugging Face's config.json and generation_config.json or from
-Meta's params.json: what they say is checked, and refused by name where it is not implemented."""
+"""Step 3 of loading (see checkpoint.py): the configuration of a model, from Hugging Face's
+config.json and generation_config.json or from Meta's params.json. Every field is checked, and what
+is not implemented is refused by name."""
 
 import itertools
 import math
@@ -19,7 +20,7 @@ from model import Config
 
 
 def generation_of(folder: Path) -> Fields:
-    """The fields of a folder's generation_config.json; none if there is no such file."""
+    """The fields of a folder's generation_config.json. There are none if there is no such file."""
     file = folder / "generation_config.json"
     if file.is_file():
         return Fields(file)
@@ -47,7 +48,7 @@ def read_sampling(folder: Path, overridden: Collection[str] = ()) -> dict[str, f
     return said
 
 
-# Further settings that change the text, which are not implemented, and their value that is off
+# Settings that would change the text but are not implemented, and the value that turns each off
 UNSUPPORTED = {
     "num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "dola_layers": None,
     "guidance_scale": 1, "watermarking_config": None, "token_healing": False,
@@ -61,7 +62,7 @@ UNSUPPORTED_SAMPLING = {"typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta
 
 
 def unsupported_settings(folder: Path) -> list[str]:
-    """The names of settings in a checkpoint's generation_config.json that would change its text in
+    """The names of settings in a checkpoint's generation_config.json that change its text in
     transformers, but not here. Raises ValueError."""
     f = generation_of(folder)
     off = UNSUPPORTED
@@ -129,8 +130,8 @@ def hugging_face_config(f: Fields, generation: Fields) -> Config:
 
 
 def experts_of(f: Fields, norm_topk: bool | None) -> dict[str, int | bool]:
-    """What a config.json says about experts, by the names of Config. norm_topk: of the family.
-    Raises ValueError."""
+    """What a config.json says about experts, by the names of Config. norm_topk: see Family. Raises
+    ValueError."""
     f.refuse_unless("mlp_only_layers", None, [])
     f.refuse_unless("decoder_sparse_step", None, 1)
     f.refuse_unless("n_shared_experts", None, 0)
@@ -159,7 +160,7 @@ def meta_config(f: Fields) -> Config:
     hidden = int(f.number("ffn_dim_multiplier", 1e-3, 1e3, 1.0, float) * int(2 * 4 * dim / 3))
     hidden = multiple_of * -(-hidden // multiple_of)
     window = None
-    if f.get("sliding_window") is not None:  # as Mistral writes, and hidden_dim
+    if f.get("sliding_window") is not None:  # Mistral writes it, and hidden_dim
         window = f.number("sliding_window", 1, 1 << 24)
     return Config(
         dim=dim,
@@ -184,9 +185,9 @@ class Rope(NamedTuple):
 
 
 def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
-    """RoPE's settings in rope_parameters, or in the older rope_scaling and rope_theta. The kinds
-    are linear (Chen et al., 2023), llama3 (Meta, 2024), yarn, and longrope (Ding et al., 2024).
-    Raises ValueError."""
+    """RoPE's settings in rope_parameters, or in the older rope_scaling and rope_theta. Supported
+    types are linear (Chen et al., 2023), llama3 (Meta, 2024), yarn, and longrope (Ding et al.,
+    2024). Raises ValueError."""
     newer = _renamed(f.sub("rope_parameters"))
     older = _renamed(f.sub("rope_scaling"))
     by_layer = [name for name, value in (newer | older).items() if isinstance(value, dict)]
@@ -195,8 +196,9 @@ def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
         raise ValueError(f"{f.file}: {what}")
     beside = {"rope_theta": f.get("rope_theta")}
     last = {"original_max_position_embeddings": f.get("original_max_position_embeddings")}
-    # Merged twice, with either winning, which must give the same. The rope_theta beside them is only
-    # a default; an original_max_position_embeddings beside them overrides both
+    # A file may have both, if they agree: each overrides the other in turn, and the results must be
+    # equal. A rope_theta beside them is only a default, but an original_max_position_embeddings
+    # beside them overrides both
     merged = []
     for fields in (older | newer, newer | older):
         fields = _said(beside) | fields | _said(last)
@@ -209,11 +211,12 @@ def rope_of(f: Fields, D: int, max_seq_len: int) -> Rope:
 
 
 def _said(fields: dict) -> dict:
+    """The fields that are not null."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _renamed(fields: dict) -> dict:
-    """Fields of RoPE that say something, by their newer names."""
+    """RoPE's fields that are not null, by their newer names."""
     fields = _said(fields)
     if "type" in fields:
         fields.setdefault("rope_type", fields.pop("type"))
@@ -221,8 +224,8 @@ def _renamed(fields: dict) -> dict:
 
 
 def _scaled(rope: Fields, D: int, max_seq_len: int) -> Rope:
-    """What one set of fields says, and what GGUF says in addition for any type: factors that
-    divide the frequencies, and a scale of q and k."""
+    """What one set of fields says. Whatever the type, a GGUF file may add factors that divide the
+    frequencies, and a gain of q and k."""
     theta, factors, gain = _of_type(rope, D, max_seq_len)
     if "gguf_factors" in rope:
         more = _listed_factors(rope, "gguf_factors", D)
@@ -254,8 +257,8 @@ def _of_type(rope: Fields, D: int, max_seq_len: int) -> Rope:
 
 
 def _factors(part: Tensor, factor: float) -> tuple[float, ...]:
-    """The divisor of each frequency if `part` of it [D/2] is divided by `factor`, and the rest
-    stays."""
+    """The divisor of each frequency if a part of it is divided by `factor` and the rest stays. part
+    [D/2]: how much of each frequency is divided, from 0 to 1."""
     return tuple((1 / (1 - part + part / factor)).tolist())
 
 

@@ -1,4 +1,4 @@
-"""The families of models: all that tells them apart, a row each.
+"""Step 3 of loading (see checkpoint.py): what tells families of models apart, a row each.
 
 This needs no torch."""
 
@@ -35,7 +35,8 @@ def in_some_layers(f: Fields) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Family:
     gguf: str  # its general.architecture in a GGUF file, which families may share
-    # transformers' defaults for fields that a config.json leaves out, where they differ from Llama's
+    # transformers' defaults for fields that a config.json leaves out, where they differ from
+    # Llama's
     defaults: dict[str, Any] = field(default_factory=dict)
     naming: str = "hugging_face"  # the names of its tensors in a folder, see Part.name_in
     has_window: Callable[[Fields], bool] = in_some_layers

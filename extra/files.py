@@ -1,5 +1,5 @@
-"""Files of a checkpoint, which are not trusted: only regular files of a sane size are read, and an
-error that quotes them is one printable line."""
+"""How the files of a checkpoint are opened and read, in every step of loading. None is trusted:
+only regular files of a sane size are read, and an error that quotes them is one printable line."""
 
 import io
 import json
@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-MESSAGE = 500  # characters in a message, at most
-FILE_BYTES = 64_000_000  # of a file that is read whole, at most
+MESSAGE = 500  # the most characters in a message
+FILE_BYTES = 64_000_000  # the most bytes of a file that is read whole
 GIT_LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
 
 
 def one_line(text: str) -> str:
-    """The text made short and printable: names and values in a message may come from a hostile
-    file."""
+    """The text, short and printable. Names and values in a message may come from a hostile file."""
     if len(text) > MESSAGE:
         text = f"{text[: MESSAGE - 155]} ... {text[-150:]}"
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
@@ -24,7 +23,7 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Reduce the message of any exception raised inside to one short, printable line. It is also a
+    """Make the message of any exception raised inside one short, printable line. It also works as a
     decorator."""
     try:
         yield
@@ -36,7 +35,7 @@ def one_line_errors() -> Iterator[None]:
 
 def open_regular(file: Path) -> io.FileIO:
     """Open a file for reading. Raises FileNotFoundError; ValueError for a pipe, a socket or a
-    device, which could block for ever, and for the pointer that git leaves without git-lfs."""
+    device, which could block forever, and for the pointer that git without git-lfs leaves."""
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a regular file")
     f = file.open("rb", buffering=0)
@@ -48,7 +47,7 @@ def open_regular(file: Path) -> io.FileIO:
 
 
 def version_of(stat: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file is replaced or written: inode, size, time of the last change."""
+    """What changes when a file is replaced or written: inode, size and time of last change."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
@@ -96,8 +95,8 @@ def read_json(file: Path) -> dict:
 
 
 class Fields(dict):
-    """A JSON object of a checkpoint with checked access: every error names the file, the field and
-    its value."""
+    """A JSON object of a checkpoint whose fields are checked as they are read: every error names
+    the file, the field and its value."""
 
     def __init__(self, file: Path, fields: dict | None = None):
         if fields is None:
@@ -134,7 +133,8 @@ class Fields(dict):
         return Fields(self.file, value)
 
     def refuse_unless(self, name: str, *allowed) -> None:
-        """For a field whose other values would change the result in a way not implemented here."""
+        """Raise ValueError for a field with another value than these, which would change the result
+        in a way that is not implemented. An absent field has the first."""
         value = self.get(name, allowed[0])
         if value not in allowed:
             names = ("absent" if value is None else json.dumps(value) for value in allowed)
@@ -144,7 +144,7 @@ class Fields(dict):
             )
 
     def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """The ids of tokens in a field: one, a list of them, or none. Raises ValueError."""
+        """The tokens' ids in a field, which may hold one, a list, or none. Raises ValueError."""
         value = self.get(name)
         if value is None:
             return ()

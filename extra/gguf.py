@@ -1,10 +1,10 @@
-"""GGUF, the file format of llama.cpp: the header, and what it says about model and tokenizer,
-translated into the files of a Hugging Face folder.
+"""Step 3 of loading a GGUF file (see checkpoint.py), the file format of llama.cpp: the header, and
+what it says about model and tokenizer, translated into the files of a Hugging Face folder.
 
-A file is a header (metadata and a table of tensors, in little-endian order), followed by the
-tensors' bytes, aligned. Nothing in it is trusted: counts, sizes and offsets are compared with the
-file's size before memory is taken. Sources: ggml's docs/gguf.md; llama.cpp's llama-vocab.cpp and
-llama-model.cpp for what keys mean and for their defaults.
+A file is a header (metadata and a table of tensors, in little-endian order), followed by the bytes
+of the tensors, aligned. Nothing in it is trusted: counts, sizes and offsets are compared with the
+file's size before memory is allocated. Sources: ggml's docs/gguf.md; llama.cpp's llama-vocab.cpp
+and llama-model.cpp for the meaning of keys and for their defaults.
 
 This needs no torch. It lies in extra/, where its name does not hide the package `gguf`, which
 transformers imports."""
@@ -34,7 +34,8 @@ class Type(NamedTuple):
     nbytes: int  # of a block
 
 
-# By their numbers in files. llama.cpp takes Q5_0 instead of Q4_K for rows that are no multiple of 256.
+# By their numbers in files. llama.cpp takes Q5_0 instead of Q4_K for rows that are no multiple of
+# 256.
 TYPES = {
     0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 30: Type("BF16", 1, 2),
     2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20), 6: Type("Q5_0", 32, 22),
@@ -58,8 +59,9 @@ SCALARS = {  # types of numbers, as struct names them
 }  # fmt: skip
 STRING = 8
 ARRAY = 9
-# What a sparse file can make us hold is bounded; the largest vocabularies take a quarter of this
-STRINGS = 1 << 21  # in an array
+# The most strings in an array, four times as many as the largest vocabularies have. Without a
+# limit, a sparse file could fill the memory
+STRINGS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,15 @@ class TensorInfo:
     shape: tuple[int, ...]  # of its values, rows first, as in torch
     file: Path
     offset: int  # of its first byte in the file
-    version: tuple[int, ...] = ()  # of the file, see version_of
+    version: tuple[int, ...] = ()  # of the file, see files.version_of
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) // self.type.block * self.type.nbytes
 
     def of_expert(self, expert: int, count: int) -> "TensorInfo":
-        """One of the `count` matrices that lie one after the other in this tensor. Raises
-        ValueError if there are not as many."""
+        """One of the `count` matrices that follow one another in this tensor. Raises ValueError if
+        it has another number of them."""
         if self.shape[0] != count:
             what = f"{self.name} is {list(self.shape)}, but there must be {count} experts"
             raise ValueError(f"{self.file}: the tensors do not fit the config: {what}")
@@ -96,8 +98,8 @@ class GGUF:
     tensors: dict[str, TensorInfo]
 
     def get(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
-        """A value of the metadata that must have a type. Returns the default if there is none.
-        Raises ValueError."""
+        """A value of the metadata, or the default if there is none. Raises ValueError if it is of
+        another type than `kind`."""
         value = self.metadata.get(key)
         if value is None:
             return default
@@ -107,7 +109,7 @@ class GGUF:
         return value
 
     def need(self, key: str, kind: type) -> Any:
-        """A value of the metadata that must be there, and of this type. Raises ValueError."""
+        """A value of the metadata. Raises ValueError if there is none, or of another type."""
         value = self.get(key, kind)
         if value is None:
             raise ValueError(
@@ -116,7 +118,7 @@ class GGUF:
         return value
 
     def choice(self, key: str, supported: Iterable[str]) -> str:
-        """A text of the metadata that must be one of these. Raises ValueError."""
+        """A string of the metadata. Raises ValueError if it is none of these."""
         value = self.need(key, str)
         if value not in supported:
             listed = ", ".join(supported)
@@ -127,11 +129,11 @@ class GGUF:
 
 
 class Header:
-    """Reads a header from the first bytes of a file. Raises ValueError, or struct.error where they
-    end too early."""
+    """Reads a header from the first bytes of a file. Raises ValueError, or struct.error if they end
+    too early."""
 
     def __init__(self, file: Path, data: bytes, size: int, version: tuple[int, ...]):
-        """data: at most FILE_BYTES, as a sparse file may have any size."""
+        """data: the first bytes of the file, at most FILE_BYTES."""
         self.file = file
         self.data = data
         self.size = size  # of the whole file
@@ -142,14 +144,14 @@ class Header:
         return ValueError(f"{self.file} is damaged: {what}: download it again")
 
     def scalar(self, code: str) -> int | float | bool:
-        """A number, of a type named as in struct."""
+        """A number of a type that is named as in struct."""
         (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
         self.at += struct.calcsize(code)
         return value
 
     def strings(self, count: int) -> list[str]:
-        """Strings, each after its length. The loop does little else, since vocabularies have
-        hundreds of thousands of them."""
+        """Strings, each preceded by its length. The loop does as little as it can: vocabularies
+        have hundreds of thousands of strings."""
         data = self.data
         size = len(data)
         if count > min(STRINGS, (size - self.at) // 8):
@@ -235,9 +237,9 @@ class Header:
         return gguf
 
 
-@lru_cache(maxsize=1)  # configuration, tokenizer and tensors are read in turn; it takes a while
+@lru_cache(maxsize=1)  # since configuration, tokenizer and tensors all need it
 def _read_version(file: Path, version: tuple[int, ...]) -> GGUF:
-    """The header of one file. It is read again if the version is another."""
+    """The header of one file, which is read again once the file has another version."""
     with open_regular(file) as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{file} is not a GGUF file")
@@ -257,8 +259,8 @@ def _read_part(file: Path) -> GGUF:
 
 
 def read_header(file: Path) -> GGUF:
-    """A file's header. Any part of a split one (A-00001-of-00003.gguf) stands for all. Raises
-    OSError, ValueError."""
+    """A file's header. If it is one part of a split file (A-00001-of-00003.gguf), that of all parts
+    together. Raises OSError, ValueError."""
     found = _read_part(file)
     count = found.get("split.count", int, 1)
     if count <= 1:
@@ -277,7 +279,8 @@ def read_header(file: Path) -> GGUF:
 
 ROPE_FACTORS = "rope_freqs.weight"
 MOST_FACTORS = 512  # half of the largest head_dim
-# Control tokens, whatever their type, that end an answer whatever eos_token_id says, as in llama.cpp
+# As in llama.cpp, these are control tokens whatever the file says their type is, and they end an
+# answer whatever it says about eos_token_id
 ENDS = (
     "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>", "<|end|>",
     "<end_of_turn>", "<end_of_utterance>", "</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]",
@@ -290,7 +293,7 @@ NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
 def family_of(gguf: GGUF) -> str:
-    """A name in FAMILIES. Raises ValueError."""
+    """The model's family, a name in FAMILIES. Raises ValueError."""
     names = dict.fromkeys(family.gguf for family in FAMILIES.values())
     arch = gguf.choice("general.architecture", names)
     of_arch = {name: family for name, family in FAMILIES.items() if family.gguf == arch}
@@ -304,8 +307,8 @@ def family_of(gguf: GGUF) -> str:
 
 
 def config_json(gguf: GGUF) -> dict[str, Any]:
-    """The model's configuration as a config.json would have it, whose reader checks the values.
-    Raises ValueError for what a config.json could not say."""
+    """The model's configuration as the fields of a config.json, whose reader checks the values.
+    Raises ValueError for what a config.json cannot say."""
     family = family_of(gguf)
     arch = FAMILIES[family].gguf
 
@@ -340,7 +343,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
         "moe_intermediate_size": said("expert_feed_forward_length"),
         "num_local_experts": said("expert_count"),
         "num_experts_per_tok": said("expert_used_count"),
-        "norm_topk_prob": True,  # as llama.cpp does for Qwen3
+        "norm_topk_prob": True,  # llama.cpp always does it for Qwen3
         "routed_scaling_factor": said("expert_weights_scale") or None,
         "vocab_size": rows,
         "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
@@ -359,7 +362,7 @@ def config_json(gguf: GGUF) -> dict[str, Any]:
 
 
 def _dtype(gguf: GGUF) -> str:
-    """The type of a model whose norms are in fp32, whatever that of its matrices."""
+    """The type of the model. Norms are in fp32 whatever the type of the matrices."""
     types = {info.type.name for info in gguf.tensors.values()} - {"F32"}
     if not types:
         return "float32"
@@ -367,8 +370,9 @@ def _dtype(gguf: GGUF) -> str:
 
 
 def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
-    """What Hugging Face calls rope_scaling, with two fields of our own: Llama 3.1 has a tensor of
-    what to divide each frequency by, and any type may have a scale of q and k."""
+    """Hugging Face's rope_scaling, with two fields of our own: gguf_factors, what each frequency is
+    divided by, which Llama 3.1 stores in a tensor; and gguf_gain, by which q and k are
+    multiplied."""
     scaling: dict[str, Any] = {}
     if info := gguf.tensors.get(ROPE_FACTORS):
         if info.type.name != "F32":
@@ -399,7 +403,7 @@ def _rope_scaling(gguf: GGUF, key: str) -> dict[str, Any] | None:
 
 
 def _eos_ids(gguf: GGUF) -> list[int]:
-    """The ids of tokens that end an answer: those that the file names, then those of ENDS."""
+    """The ids of the tokens that end an answer: those that the file names, then those in ENDS."""
     named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in NAMED_ENDS]
     tokens, _ = _tokens(gguf)
     ends = [i for i, token in enumerate(tokens) if token in ENDS]
@@ -408,11 +412,11 @@ def _eos_ids(gguf: GGUF) -> list[int]:
 
 # ---- the tokenizer
 
-# types of tokens, as in SentencePiece
+# Types of tokens, as in SentencePiece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-# control tokens in templates, even where a vocabulary has them as text
+# Chat templates use these as control tokens, even if a vocabulary has them as text
 TURN_MARKS = ("<|im_start|>", "<|im_end|>")
-# tokens with a name: the word for it in a file's keys, and the id unless the file says otherwise
+# Tokens with a name: what a file's keys call it, and its id unless the file says otherwise
 NAMED = {
     "llama": {"bos": ("bos", 1), "eos": ("eos", 2), "unk": ("unknown", 0), "pad": ("padding", -1)},
     "gpt2": {"bos": ("bos", 11), "eos": ("eos", 11), "unk": ("unknown", -1), "pad": ("padding", -1)},
@@ -420,13 +424,12 @@ NAMED = {
 
 
 class PreTokenizer(NamedTuple):
-    """How a vocabulary of byte pairs cuts a text before merging, which a GGUF file only names. The
-    patterns are those of the models' own tokenizer.json. Each is applied to the pieces that the one
-    before it left."""
+    """How a text is cut before byte pairs are merged. A GGUF file only names it; the patterns are
+    those of the models' own tokenizer.json. Each cuts the pieces that the one before has left."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token is that token
-    nfc: bool = False  # the text is normalised first
+    nfc: bool = False  # the text is normalised (NFC) first
     add_bos: bool = False  # unless the file says otherwise
 
 
@@ -530,8 +533,8 @@ def _adds_first(token: str, i: int) -> dict[str, Any]:
 def _byte_pairs(
     gguf: GGUF, tokens: list[str], types: list[int], pre: PreTokenizer
 ) -> dict[str, Any]:
-    """The object in a tokenizer.json. Tokens that only fill up the vocabulary are left out, as
-    there."""
+    """The object in a tokenizer.json, where tokens that only fill up the vocabulary are left
+    out."""
     added = []
     for i, kind in enumerate(types):
         if kind in (CONTROL, USER_DEFINED, UNKNOWN):
@@ -571,9 +574,8 @@ def _sentencepiece(gguf: GGUF, tokens: list[str], types: list[int]) -> bytes:
         if i == unknown:
             kind = UNKNOWN
         elif kind in (UNKNOWN, USER_DEFINED):
-            kind = (
-                UNUSED  # old files say UNKNOWN of what only fills up; the others are added tokens
-            )
+            # Old files call a token UNKNOWN if it only fills up; USER_DEFINED ones are added apart
+            kind = UNUSED
         piece = _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind)
         pieces.append(_field(1, piece))
     trainer = _field(3, 2) + _field(35, int(BYTE in types))  # model_type: BPE; byte_fallback

@@ -1,4 +1,5 @@
-"""What a model runs on: the device, the type, the backend; and whether it fits into memory."""
+"""Step 6 of loading (see checkpoint.py): what a model runs on, that is the device, the type and the
+backend, and whether it fits into memory."""
 
 import math
 import re
@@ -49,9 +50,9 @@ def check_choice(what: str, value: object, choices: Collection) -> None:
 def pick_dtype(
     name: str, stored: torch.dtype, device: torch.device, elements: float = math.inf
 ) -> torch.dtype:
-    """auto is the checkpoint's own type on a GPU. On a CPU it is fp32 for a checkpoint in fp32, and
-    for one of so few elements that it fits into the caches of a CPU without bf16 products;
-    otherwise bf16."""
+    """On a GPU, auto is the checkpoint's own type. On a CPU it is fp32 if the checkpoint is in
+    fp32, or if it has so few elements that they fit into the caches and the CPU has no bf16
+    products; otherwise bf16."""
     check_choice("dtype", name, ("auto", *DTYPES))
     if name != "auto":
         return DTYPES[name]
@@ -65,7 +66,7 @@ def pick_dtype(
 
 
 def pick_backend(name: str, device: torch.device) -> str:
-    """Whose ops run the model: "torch" (reference) or "triton" (fused, the default on a GPU).
+    """Whose ops run the model: "torch" (the reference) or "triton" (fused; the default on a GPU).
     Raises ValueError."""
     check_choice("backend", name, ("auto", "torch", "triton"))
     if name == "torch" or name == "auto" and device.type == "cpu":
@@ -87,23 +88,24 @@ def pick_backend(name: str, device: torch.device) -> str:
 def check_accumulate(
     accumulate: str, backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise ValueError if a prompt's products are to be accumulated in half precision where that
-    cannot be done."""
+    """Raise ValueError if a prompt's products shall be accumulated in half precision, but cannot
+    be."""
     check_choice("accumulate", accumulate, ("auto", "fp32", "fp16"))
     can_be_done = backend == "triton" and device.type == "cuda" and dtype == torch.float16
     if accumulate == "fp16" and not can_be_done:
         raise ValueError("--accumulate fp16 needs a GPU, the Triton kernels and --dtype fp16")
 
 
-CGROUPS = (  # of a container, version 2 and version 1: the folder, its limit, what it uses
+# Files of a container's memory, in cgroups of version 2 and of version 1: folder, limit, use
+CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated on a GPU, or in this machine and its container; infinity
-    where the system does not say."""
+    """Bytes that can still be allocated on a GPU, or in this machine and its container. Returns
+    infinity if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = math.inf
@@ -115,17 +117,18 @@ def free_memory(device: torch.device) -> float:
             most = int(Path(folder, limit).read_text())
             taken = int(Path(folder, used).read_text())
             stat = Path(folder, "memory.stat").read_text()
-            dropped = re.findall(r"^(?:in)?active_file (\d+)", stat, re.MULTILINE)  # if need be
-            free = min(free, most - taken + sum(map(int, dropped)))
+            # Cached files, which the system drops if it needs the memory
+            cached = re.findall(r"^(?:in)?active_file (\d+)", stat, re.MULTILINE)
+            free = min(free, most - taken + sum(map(int, cached)))
     return free
 
 
-# What a model needs beside weights and cache, in multiples of its largest matrix in dtype: two
-# decoded copies of it (the graphs of prompts have memory of their own) and two workspaces for the
-# activations of the longest of model.LENGTHS, each 1.3 times as large (7B); the rest is for the
-# graphs themselves. On a CPU: one of each for a chunk, and a second copy of the output matrix where
-# it is the embedding. An expert counts as a matrix of its own; but all of a layer are in memory
-# once more while they are encoded.
+# What a model needs besides weights and cache, in multiples of its largest matrix in dtype. On a
+# GPU: two decoded copies of that matrix (the graphs of prompts have memory of their own), two
+# workspaces for the activations of the longest of model.LENGTHS, each 1.3 times as large (7B), and
+# the graphs themselves. On a CPU: one copy and one workspace for a chunk, and a second copy of the
+# output matrix if it is the embedding. An expert counts as a matrix of its own, but while they are
+# encoded, all experts of a layer are in memory once more.
 MARGIN = 6
 
 
@@ -138,8 +141,8 @@ def check_memory(
     kv_fp8: bool = False,
     ranks: Ranks = Ranks(),
 ) -> None:
-    """Raise MemoryError if weights, cache and workspace (of one rank, if the config is cut) will
-    not fit, before any of them is allocated."""
+    """Raise MemoryError if weights, cache and workspace do not fit, before any of them is
+    allocated. If the config is cut, they are those of one rank."""
     on_cpu = device.type == "cpu"
     weights = weight_bytes(c, dtype, formats)
     matrices = [t for t in model_tensors(c) if t.is_matrix]
@@ -164,9 +167,11 @@ def check_memory(
     if on_cpu:
         free /= ranks.local_size  # the ranks of a host share its memory
     if need > free:
-        w, k, o, total, has = (f"{n / 1e9:.2f} GB" for n in (weights, cache, workspace, need, free))
+        gb = lambda size: f"{size / 1e9:.2f} GB"
+        terms = f"weights {gb(weights)} + cache of {ctx_size} tokens {gb(cache)}"
+        terms += f" + workspace {gb(workspace)} = {gb(need)}"
         smaller = "" if formats else " --fp8, --int4"
         raise MemoryError(
-            f"weights {w} + cache of {ctx_size} tokens {k} + workspace {o} = {total}, but {where} has {has} free:"
+            f"{terms}, but {where} has {gb(free)} free:"
             f" try a smaller context (-c), a smaller --dtype,{smaller} or --kv-fp8"
         )

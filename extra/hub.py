@@ -1,5 +1,6 @@
-"""Where a checkpoint is: a folder or a file here, or a repository of the Hugging Face hub, which is
-downloaded to the hub's cache when it is used for the first time.
+"""Step 1 of loading (see checkpoint.py): find a checkpoint. It is a folder or a file on this
+machine, or a repository of the Hugging Face hub, which is downloaded to the hub's cache when it is
+first used.
 
 It needs neither torch nor, for a checkpoint on this machine, huggingface_hub."""
 
@@ -28,14 +29,14 @@ WEIGHTS = (  # what a folder or a repository may hold, in the order in which tra
 
 
 def pick_weights(names: Collection[str]) -> list[str]:
-    """Of several weights in a folder or a repository, those that are meant: a file, an index of
-    shards, or Meta's shards. Returns an empty list if there are none."""
+    """The weights to use if a folder or a repository has several: a file, an index of shards, or
+    Meta's shards. Returns an empty list if there are none."""
     kinds = (sorted(fnmatch.filter(names, pattern)) for pattern in WEIGHTS)
     return next(filter(None, kinds), [])
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """The same for a folder; none for anything else."""
+    """The same for a folder. Anything else has none."""
     names = [file.name for file in folder.glob("*") if file.is_file()]
     return [folder / name for name in pick_weights(names)]
 
@@ -57,9 +58,9 @@ def weight_map(index: Path) -> dict[str, Path]:
 
 
 def local_checkpoint(name: str) -> Path | None:
-    """A checkpoint's folder or GGUF file, here or beside this program. Returns None for what may be
-    "owner/name" on the hub; if there is a folder "owner", it is a path. Raises OSError,
-    ValueError."""
+    """A checkpoint's folder or GGUF file, in the working directory or beside this program. Returns
+    None if the name may be "owner/name" on the hub; if there is a folder "owner", it is a path.
+    Raises OSError, ValueError."""
     path = Path(os.path.expanduser(name))  # unchanged if there is no such user
     if path.is_dir():
         return find_gguf(path) or path
@@ -80,8 +81,8 @@ def local_checkpoint(name: str) -> Path | None:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path stands for: the file itself, or the only model of a folder without
-    other weights. Returns None if there is none. Raises ValueError if the folder holds several."""
+    """The GGUF file that a path means: the file itself, or the only model in a folder that has no
+    other weights. Returns None if there is none. Raises ValueError if the folder has several."""
     if path.is_file():
         return path
     if weights_in(path):
@@ -101,9 +102,9 @@ def find_gguf(path: Path) -> Path | None:
 def find_checkpoint(
     name: str, read_config: Callable[[Path], object], is_whole: Callable[[Path], bool]
 ) -> Path:
-    """The path of a checkpoint, as checkpoint.find_checkpoint says, which hands over what it knows
-    of checkpoints: read_config raises ValueError for a model that is not supported; is_whole says
-    whether nothing is missing that a checkpoint refers to. Raises OSError or ValueError."""
+    """The path of a checkpoint, see checkpoint.find_checkpoint, which hands over what it knows of
+    checkpoints: read_config raises ValueError for a model that is not supported; is_whole says
+    whether everything is there that a checkpoint refers to. Raises OSError or ValueError."""
     if path := local_checkpoint(name):
         return path
     from huggingface_hub import constants, errors, is_offline_mode
@@ -117,7 +118,7 @@ def find_checkpoint(
             wanted.append("")
     for gguf_kind in wanted:
         path = _cached(repository, gguf_kind)
-        # If another program filled the cache, it does not know whether it is complete
+        # Another program may have cached only some of the files
         if path and is_whole(path):
             return path
     try:
@@ -134,8 +135,8 @@ def find_checkpoint(
 
 
 def pick_gguf(names: Collection[str], kind: str) -> list[str]:
-    """The files that llama.cpp would take of a repository: all parts of the model whose name says
-    this kind. If kind is empty, Q4_K_M, or else the first that can be read."""
+    """The files that llama.cpp would take from a repository: all parts of the model whose name says
+    this kind. Without a kind, that is Q4_K_M, or else the first that can be read."""
     models = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
 
     def naming(kinds: str) -> list[str]:
@@ -152,14 +153,14 @@ def pick_gguf(names: Collection[str], kind: str) -> list[str]:
 
 
 def _cached(name: str, gguf_kind: str | None) -> Path | None:
-    """A repository's folder in the hub's cache. With gguf_kind, its GGUF file of that kind, or of
-    any kind if that is empty. Returns None if it is not there."""
+    """A repository's folder in the hub's cache. With gguf_kind, its GGUF file of that kind; if the
+    kind is empty, of any. Returns None if it is not there."""
     from huggingface_hub import is_offline_mode, snapshot_download
 
     if gguf_kind is not None:
         wanted = []
     elif is_offline_mode():
-        wanted = SMALL_FILES[:2]  # what is cached has to do
+        wanted = SMALL_FILES[:2]  # whatever is cached must do
     else:
         wanted = SMALL_FILES
     try:
@@ -176,7 +177,7 @@ def _cached(name: str, gguf_kind: str | None) -> Path | None:
 
 
 def _download(name: str, kind: str, read_config: Callable[[Path], object]) -> Path:
-    """Download what this program reads of a repository to the hub's cache, except for files that
+    """Download the files of a repository that this program reads to the hub's cache, unless they
     are there already."""
     from huggingface_hub import HfApi, snapshot_download, utils
 
@@ -197,7 +198,7 @@ def _download(name: str, kind: str, read_config: Callable[[Path], object]) -> Pa
     if not from_gguf:
         indices = fnmatch.filter(weights, "*.index.json")
         folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *indices]))
-        # what is not supported is refused before the weights are fetched
+        # A model that is not supported is refused before its weights are fetched
         if "config.json" in names:
             read_config(folder)
         files += SMALL_FILES

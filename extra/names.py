@@ -1,5 +1,5 @@
-"""The tensors of a model: what each layout on disk calls them, their shapes, and how they are divided
-over ranks."""
+"""Step 4 of loading (see checkpoint.py): the tensors of a model, their shapes, what each layout
+calls the parts that make them up, and how they are divided over ranks."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from model import Config
 
 
 class Kind(Enum):
-    """What becomes of a part."""
+    """What a part is to the model."""
 
     VECTOR = "a norm or a bias"
     ROW = "a vector that becomes a row of a matrix"
@@ -26,20 +26,20 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor as checkpoints store it: a row of the table below. One or several parts make up a
-    tensor of the model."""
+    """A tensor as checkpoints store it. One or several make up a tensor of the model. The table
+    below has a row for each."""
 
     field: str  # of LayerWeights or Weights; parts of one field are joined in the table's order
     kind: Kind
-    dims: tuple[str, ...]  # its shape, by names in Config; each rank has a share of those in CUT
+    dims: tuple[str, ...]  # its shape, in names of Config's sizes; ranks share those in CUT
     meta: str  # its name in Meta's layout
     hugging_face: str  # its name in Hugging Face's
     gguf: str  # its name in GGUF's
-    rotated: bool = False  # RoPE rotates its rows, which layouts store in different orders
-    mixtral: str = ""  # its name in Mixtral's folders of Hugging Face, if it is another one there
-    in_turn: int = 1  # how many parts are joined row by row in turn; 1: one is below the other
-    layer: int | None = None  # the layer that it belongs to, if any
-    expert: int | None = None  # the expert that it belongs to, whose number is the {} of a name
+    rotated: bool = False  # RoPE rotates its rows; layouts store them in different orders
+    mixtral: str = ""  # its name in Hugging Face's folders of Mixtral, if it differs
+    in_turn: int = 1  # how many parts take turns, row by row; with 1, one is below the other
+    layer: int | None = None  # the layer it belongs to, if any
+    expert: int | None = None  # the expert it belongs to; its number replaces the {} in a name
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Part:
         return tuple(getattr(c, dim) for dim in self.dims)
 
     def joined_shape(self, c: Config) -> tuple[int, ...]:
-        """Its shape within the tensor of the model."""
+        """Its shape as part of the model's tensor."""
         shape = self.shape(c)
         return (1, *shape) if self.kind is Kind.ROW else shape
 
@@ -104,7 +104,7 @@ NORM = Part("norm", VECTOR, ("dim",), "norm.weight", "model.norm.weight", "outpu
 OUTPUT = Part("output", MATRIX, ("output_rows", "dim"), "output.weight", "lm_head.weight", "output.weight")
 # fmt: on
 TIED_OUTPUT = replace(EMBEDDING, field="output", kind=MATRIX, dims=OUTPUT.dims)
-CUT = {  # sizes of which each rank has a share, and what is shared out
+CUT = {  # sizes of which each rank has a share, and what is divided among the ranks
     "q_dim": "n_heads",
     "kv_dim": "n_kv_heads",
     "hidden_dim": "hidden_dim",
@@ -114,8 +114,8 @@ CUT = {  # sizes of which each rank has a share, and what is shared out
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor of the model: a part, or several joined. One stands below the other, or their rows
-    take turns, as those of w1 and w3 do. So do the tensors of experts."""
+    """A tensor of the model: a part, or several joined. Either one is below the other, or their
+    rows take turns, as those of w1 and w3 do. Experts are below one another."""
 
     name: str  # as --save writes it, such as layers.3.wqkv
     parts: tuple[Part, ...]
@@ -134,12 +134,12 @@ class ModelTensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is applied as y = x W^T, so that a format may be chosen for it."""
+        """Whether a format may be chosen for it."""
         return self.kind is Kind.MATRIX
 
     @property
     def experts(self) -> int:
-        """How many experts have their rows in it; 0 if it is none of theirs."""
+        """How many experts have rows in it; 0 if it does not belong to experts."""
         return len({part.expert for part in self.parts} - {None})
 
     def shape(self, c: Config) -> tuple[int, ...]:
@@ -159,20 +159,19 @@ class ModelTensor:
 
     def joined_rows(self, c: Config, shares: list[slice]) -> list[slice]:
         """Where a rank's rows lie in this tensor: one slice for all parts that take turns. shares:
-        the rank's rows of each part, which are the same of parts that take turns."""
-        if self.kind is Kind.ROW:  # no rank has less than a row
+        the rank's rows of each part; parts that take turns have the same."""
+        if self.kind is Kind.ROW:  # every rank has whole rows
             return [ALL]
         turns = self.parts[0].in_turn
-        pairs = zip(self.places(c)[::turns], shares[::turns])
-        return [
-            slice(place.start + turns * rows.start, place.start + turns * rows.stop)
-            for place, rows in pairs
-        ]
+        found = []
+        for place, rows in zip(self.places(c)[::turns], shares[::turns]):
+            found.append(slice(place.start + turns * rows.start, place.start + turns * rows.stop))
+        return found
 
 
 def layer_tensors(c: Config, layer: int = 0) -> list[ModelTensor]:
-    """The tensors of a layer. For those that only some models have, such as qkv_bias, the config
-    has a flag of the same name."""
+    """The tensors of a layer. Of those that only some models have, such as qkv_bias, a flag of that
+    name in the config says whether they are there."""
     rows = [row for row in LAYER if getattr(c, row.field, True)]
     if c.n_experts:
         rows.append(ROUTER)
@@ -196,28 +195,31 @@ def model_tensors(c: Config) -> tuple[ModelTensor, ...]:
 
 
 def model_parts(c: Config) -> dict[str, Part]:
-    """The parts of a model by our names. A tied embedding appears once."""
+    """The parts of a model by our names. The embedding of a tied model appears once."""
     return {part.name: part for tensor in model_tensors(c) for part in tensor.parts}
 
 
 def matrix_shapes(c: Config) -> dict[str, tuple[int, int]]:
-    """Shapes [N, K] of the model's matrices, for all of which a format may be chosen."""
+    """The shapes [N, K] of the matrices for which a format may be chosen."""
     return {t.name: t.shape(c) for t in model_tensors(c) if t.is_matrix}
 
 
-# Of a model's matrices, by their names; without those that stay in 16 or 32 bits
+# The formats of a model's matrices by their names, without those that stay in 16 or 32 bits
 Formats = dict[str, Format]
 
 
 def formats_of(c: Config, format: Format | None) -> Formats:
-    """What a format stores each matrix in."""
-    formats = {name: format and format.at(name) for name in matrix_shapes(c)}
+    """The formats of all matrices if `format` is chosen for the model. It may keep some in another
+    one, or none."""
+    if format is None:
+        return {}
+    formats = {name: format.at(name) for name in matrix_shapes(c)}
     return {name: of_matrix for name, of_matrix in formats.items() if of_matrix}
 
 
 def weight_bytes(c: Config, dtype: torch.dtype, formats: Formats) -> int:
-    """Bytes of a model's weights. A tied output matrix that is in no format is the embedding
-    itself."""
+    """Bytes of a model's weights. A tied output matrix without a format is the embedding itself,
+    and takes none."""
     total = 0
     for t in model_tensors(c):
         if t.name in formats:

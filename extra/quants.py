@@ -1,5 +1,6 @@
-"""The formats that keep matrices exactly as other programs have quantised them: see formats.Quantised.
-How files store such matrices is in extra/schemes.py."""
+"""Step 7 of loading (see checkpoint.py): the formats that keep matrices exactly as other programs
+have quantised them. They are written from formats.Quantised, as which extra/schemes.py reads
+files."""
 
 from __future__ import annotations  # tl.constexpr is not evaluated where there is no Triton
 
@@ -55,26 +56,26 @@ def _rotated_2(places, K):
 
 
 def spread(groups: Tensor, columns: int) -> Tensor:
-    """Repeat what belongs to each group for all of its columns: [N, G] to [N, columns]."""
+    """Repeat each group's number for all of its columns: [N, G] to [N, columns]."""
     return groups.repeat_interleave(columns // groups.shape[1], 1)
 
 
 def _joined(low: Tensor, high: Tensor) -> Tensor:
-    """Interleave two tensors [N, G] to [N, 2 G], whose neighbours are to be viewed as wider
-    numbers."""
+    """Interleave two tensors [N, G] to [N, 2 G]. Neighbours can then be viewed as one wider
+    number."""
     return torch.stack((low, high), 2).flatten(1)
 
 
 class Form:
-    """A way to store the scales and the minimums of groups. The base class is the simplest way: for
-    formats without minimums, the scales as halves [N, K / group]."""
+    """A way to store the scales and minimums of groups. This class is the simplest one, for formats
+    without minimums: scales as halves [N, K / group]."""
 
     def shapes(self, N: int, K: int, group: int) -> Shapes:
-        """Type and shape of each tensor, see Format.shapes."""
+        """The type and shape of each tensor, see Format.shapes."""
         return {"scale": (torch.float16, (N, K // group))}
 
     def encode(self, rows: Quantised, scale: Tensor, minimum: Tensor) -> Tensors:
-        """The tensors to store. scale, minimum: those of the rows, scaled so that they fit
+        """The tensors to store. scale, minimum: those of the rows, multiplied so that they fit
         halves."""
         return (scale,)
 
@@ -141,12 +142,13 @@ class Parts(Form):
 
 @dataclass(frozen=True, eq=False)
 class FileGroups(Grouped):
-    """Codes as a file has them, int8 [N, K] with the sign bit flipped, so that as unsigned bytes
-    they are 128 more; then what `form` stores for their groups; float32 row [N, 1].
+    """Three things are stored: the codes of a file, int8 [N, K] with the sign bit flipped, so that
+    as unsigned bytes they are 128 more; what `form` stores for their groups; and a factor for each
+    row, float32 [N, 1].
 
-    A row's halves are multiplied by a power of two so that the largest is at least 2^14: of those
-    that were halves in the file, none loses a bit. Kernels multiply them by `unit`, so that decoded
-    weights also fit halves."""
+    The halves of a row are multiplied by a power of two, such that the largest is at least 2^14.
+    Those that were halves in the file lose no bit. Kernels multiply them by `unit`, so that decoded
+    weights fit halves, too."""
 
     form: Form = Form()
     unit: float = 1.0

@@ -1,6 +1,6 @@
-"""Saving a checkpoint with its matrices in a format, so that later runs need not encode them: a
-folder whose model.safetensors says in its metadata which format it is, with the original's other
-small files."""
+"""The way back from loading (see checkpoint.py): save a checkpoint with its matrices in a format,
+so that later runs need not encode them. The result is a folder with the original's small files and
+a model.safetensors whose metadata names the format. checkpoint.SavedFolder reads it."""
 
 import os
 import shutil
@@ -43,9 +43,9 @@ def save(
     quiet: bool = False,
 ) -> Path:
     """Write a checkpoint with its matrices in a format to the folder `target`, which must be new or
-    empty: whole or not at all. Returns its model.safetensors. All other tensors are in dtype; auto
-    is the checkpoint's own, even on a CPU. Raises ValueError, OSError or MemoryError, in one line
-    that says what to do."""
+    empty. After an error nothing is left there. Returns its model.safetensors. All other tensors
+    are in dtype; auto is the checkpoint's own, even on a CPU. Raises ValueError, OSError or
+    MemoryError, in one line that says what to do."""
     check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, ("auto", *DTYPES))
     folder = find_checkpoint(name)
@@ -86,10 +86,10 @@ def is_empty(folder: Path) -> bool:
 
 @contextmanager
 def filled(to: Path) -> Iterator[Path]:
-    """A folder inside `to`, which is new or empty, for the files that `to` is to contain. They move
-    there when all are written, the tensors last, without which it is no checkpoint. After an error
-    `to` is as before. Nothing is written beside it: it may be a mount point, or in a folder that is
-    not writable."""
+    """A folder inside `to`, which is new or empty, for the files that `to` shall contain. When all
+    are written they move there, the tensors last, since without them it is no checkpoint. After an
+    error `to` is as before. Nothing is written beside it: it may be a mount point, or its parent
+    may not be writable."""
     is_new = not to.exists()
     to.mkdir(exist_ok=True)
     names = []
@@ -108,12 +108,12 @@ def filled(to: Path) -> Iterator[Path]:
 
 
 def write_small_files(checkpoint: Checkpoint, to: Path) -> None:
-    """Write all that Checkpoint and Tokenizer read besides tensors, so that they find the same in
-    `to` as in the checkpoint. Raises OSError, ValueError."""
+    """Write everything but the tensors that Checkpoint and Tokenizer read, so that they find the
+    same in `to` as in the checkpoint. Raises OSError, ValueError."""
     tokenizer = Tokenizer(checkpoint.folder)
     for name, content in checkpoint.source.small_files().items():
         (to / name).write_bytes(content)
-    # It may have been recognised by the folder's path, which is another one now
+    # The template may have been recognised by the path of the original's folder
     if tokenizer.chat_template != find_template(to, tokenizer.config)[0]:
         (to / "chat_template.jinja").write_text(tokenizer.chat_template)
 

@@ -1,9 +1,10 @@
-"""How other programs store the matrices that they have quantised: blocks of ggml, llama.cpp's library
-of tensors, and layouts of safetensors. Either is read as formats.Quantised; extra/quants.py has the
-formats that keep these exactly.
+"""Step 5 of loading (see checkpoint.py): how other programs store the matrices that they have
+quantised. GGUF files hold blocks of ggml, llama.cpp's library of tensors; safetensors follow one of
+several schemes. Both are read as formats.Quantised, which the formats in extra/quants.py keep
+exactly.
 
-The numbers of ggml's types, and how large a block is, are in extra/gguf.py. Sources: ggml-common.h
-and ggml-quants.c."""
+ggml's types, and how large their blocks are, stand in extra/gguf.py. Sources: ggml-common.h and
+ggml-quants.c."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ from formats import Format, Quantised, Tensors
 
 # ---- blocks of ggml
 
-# How many weights are decoded at a time: they fit into a CPU's caches, which halves the time
+# Weights that are decoded at a time. They fit into a CPU's caches, which halves the time
 AT_ONCE = 1 << 20
 
 
 def from_blocks(type: gguf.Type, raw: Tensor) -> Quantised:
-    """Codes and scales of rows of blocks as read, uint8 [N, bytes], on any device."""
+    """Codes and scales of rows of blocks, uint8 [N, bytes] as they are in the file, on any
+    device."""
     N = len(raw)
     codes, scale, minimum, *parts = SPLIT[type.name](raw.view(N, -1, type.nbytes))
     flat = lambda t: t.reshape(N, -1)
@@ -38,16 +40,16 @@ def from_blocks(type: gguf.Type, raw: Tensor) -> Quantised:
 
 
 def checked(rows: Quantised) -> Quantised:
-    """The same rows. Raises ValueError for scales and minimums that are NaN or infinite."""
+    """Returns the rows. Raises ValueError if a scale or a minimum is NaN or infinite."""
     if not all(t is None or torch.isfinite(t).all() for t in (rows.scale, rows.minimum)):
         raise ValueError("a scale that is NaN or infinite")
     return rows
 
 
 # Each of the following functions takes blocks, uint8 [N, B, bytes], apart into the fields of
-# Quantised: codes [N, B, ...] in the order of the columns, others [N, B, groups]. Eight codes are
-# handled at once, as the bytes of an int64: a mask clears what a shift moved from one byte to the
-# next.
+# Quantised: codes [N, B, ...] in the order of the columns, the other fields [N, B, groups]. Eight
+# codes are handled at once, as the bytes of an int64: a mask clears the bits that a shift has moved
+# from one byte to the next.
 
 ONES = 0x0101010101010101
 
@@ -60,22 +62,22 @@ def _eights(raw: Tensor, run: int) -> Tensor:
 
 
 def _nibbles(raw: Tensor, run: int) -> Tensor:
-    """Bytes [N, B, n * run] to codes, int64 [N, B, n, 2, run / 8]: of each run, the low nibbles,
-    then the high ones."""
+    """Bytes [N, B, n * run] to codes, int64 [N, B, n, 2, run / 8]: the low nibbles of each run,
+    then its high ones."""
     words = _eights(raw, run)
     return torch.cat((words & 15 * ONES, words >> 4 & 15 * ONES), -2)
 
 
 def _high_bits(raw: Tensor, run: int, bits: int) -> Tensor:
-    """Bytes [N, B, n * run] to int64 [N, B, n, 8 / bits, run / 8]: of each run, the lowest bits of
-    each byte first, in the place of bits 4 and up."""
+    """Bytes [N, B, n * run] to int64 [N, B, n, 8 / bits, run / 8]: from each run the lowest bits of
+    all bytes, then the next ones, moved to bit 4 and up."""
     shifts = torch.arange(0, 8, bits, device=raw.device)[:, None]
     return (_eights(raw, run) >> shifts & (2**bits - 1) * ONES) << 4
 
 
 def _five_bits(raw: Tensor) -> Tensor:
-    """Codes int8 of 32 columns, from 4 bytes with their fifth bits, the lowest first, and 16 bytes
-    of nibbles."""
+    """int8 codes of 32 columns, from 4 bytes with the fifth bits, the lowest first, and 16 bytes of
+    nibbles."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     # The eight bits of each byte, as bytes
     table = (bits << 4).to(torch.uint8).view(torch.int64).to(raw.device)
@@ -89,10 +91,10 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _k_scales(b: Tensor) -> Tensors:
-    """Scale, minimum, and their parts [N, B, 8], of Q4_K and Q5_K. The parts have 6 bits each and
-    take up 12 bytes. The first four of the scale's or the minimum's are the low 6 bits of a byte;
-    of the last four, the low 4 bits are in the last bytes and the 2 high bits at the top of the
-    first ones."""
+    """Scale, minimum, and their parts [N, B, 8], in Q4_K and Q5_K. The parts have 6 bits each, in
+    12 bytes. The first four parts of the scale, and of the minimum, are the low 6 bits of a byte
+    each. The last four have their low 4 bits in the last bytes, and their 2 high bits at the top of
+    the first bytes."""
     low_scale, low_minimum, last = b[..., 4:16].split(4, -1)
     scale = torch.cat((low_scale & 63, last & 15 | low_scale >> 6 << 4), -1)
     minimum = torch.cat((low_minimum & 63, last >> 4 | low_minimum >> 6 << 4), -1)
@@ -106,15 +108,15 @@ def _q5_k(b: Tensor):
 
 
 def _q6_k(b: Tensor):
-    """Each half of a block has 64 bytes of low nibbles, and 32 bytes of two high bits, those of
-    columns i, i + 32, i + 64 and i + 96 in byte i."""
+    """Each half of a block has 64 bytes of low nibbles, and 32 bytes of high bits, two a code: byte
+    i has those of columns i, i + 32, i + 64 and i + 96."""
     low = _nibbles(b[..., :128], 64).view(*b.shape[:2], 2, 4, 4)
     codes = low | _high_bits(b[..., 128:192], 32, 2)
     parts = b[..., 192:208].view(torch.int8)
     return codes.view(torch.int8) - 32, _half(b, 208), None, parts, torch.zeros_like(parts)
 
 
-# what the codes of IQ4_NL and IQ4_XS stand for
+# The values that the codes of IQ4_NL and IQ4_XS stand for
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -125,8 +127,8 @@ def _levels(raw: Tensor) -> Tensor:
 
 
 def _iq4_xs(b: Tensor):
-    """Of each 32 columns, the part of the scale has 4 bits in a nibble of bytes 4 to 7 and 2, above
-    them, in bytes 2 and 3."""
+    """For each 32 columns the scale has a part of 6 bits: the low 4 are a nibble of bytes 4 to 7,
+    the high 2 are in bytes 2 and 3."""
     groups = torch.arange(8, device=b.device)
     low = b[..., 4:8].repeat_interleave(2, -1) >> groups % 2 * 4 & 15
     high = b.view(torch.int16)[..., 1, None] >> 2 * groups & 3
@@ -153,15 +155,15 @@ SPLIT = {
 
 
 class Scheme(NamedTuple):
-    """How other programs store a quantised matrix W [N, K], where N is a multiple of 8: in several
-    tensors, which have the name of the matrix with another last word than "weight"."""
+    """How another program stores a quantised matrix W [N, K], where N is a multiple of 8: as
+    several tensors, named like the matrix with another last word than "weight"."""
 
     name: str
-    format: Format  # that keeps it exactly
+    format: Format  # the one that keeps it exactly
     shapes: Callable  # (N, K) -> types and shapes of the tensors by the last word, codes first
     read: Callable  # tensors, by the last word -> the whole matrix as Quantised
     group: int = -1  # columns that share a scale; -1 if all do
-    optional: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # tensors that may be absent, by the last word
 
 
 def decoded(scheme: gguf.Type | Scheme, rows: Quantised) -> Tensor:
@@ -202,7 +204,8 @@ def _gemm(group: int, N: int, K: int, codes: tuple[int, int], bits: int = 4) -> 
 
 
 def awq(group: int) -> Scheme:
-    """AutoAWQ's "gemm": columns of W^T, of each eight in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    """AutoAWQ's "gemm": W^T, with eight neighbouring columns in each word, in the order 0, 2, 4, 6,
+    1, 3, 5, 7."""
     format = _format_for_groups(group)
 
     def in_order(words: Tensor) -> Tensor:
@@ -216,9 +219,9 @@ def awq(group: int) -> Scheme:
 
 
 def gptq(group: int, version_2: bool, bits: int = 4) -> Scheme:
-    """GPTQ of 4 or 8 bits without act-order: rows of W, neighbours along K in a word. Zero points
-    are stored less 1, but in version 2 as they are; where all of them are in the middle, files may
-    say the wrong version."""
+    """GPTQ of 4 or 8 bits without act-order: W^T, with neighbours along K in a word. Zero points
+    are stored less 1, in version 2 as they are. A file whose zero points are all in the middle may
+    state the wrong version."""
     format = _format_for_groups(group) if bits == 4 else quants.Q8_0
     middle = 1 << bits - 1
     ones = 0x11111111 if bits == 4 else 0x01010101
@@ -248,7 +251,7 @@ def gptq(group: int, version_2: bool, bits: int = 4) -> Scheme:
 
 
 def _without_zeros(codes: Tensor, scale: Tensor) -> Quantised:
-    """Rows for quants.Q8_0, whose codes stand for themselves."""
+    """Rows for quants.Q8_0, from codes without a zero point."""
     if codes.min() < -128 or codes.max() > 127:
         raise ValueError("zero points that 8 bits cannot hold: take a symmetric GPTQ or a GGUF")
     return Quantised(
@@ -257,7 +260,7 @@ def _without_zeros(codes: Tensor, scale: Tensor) -> Quantised:
 
 
 def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
-    """Raise ValueError if neighbouring columns are not in one group."""
+    """Raise ValueError unless each group has neighbouring columns."""
     if g_idx is None:
         return
     in_order = torch.arange(K) // (K // groups)
@@ -269,8 +272,8 @@ def check_order(g_idx: Tensor | None, K: int, groups: int) -> None:
 
 
 def w4a16(group: int, symmetric: bool) -> Scheme:
-    """compressed-tensors' "pack-quantized": rows of W, eight neighbours along K in a word; zero
-    points, if there are any, in words along N."""
+    """compressed-tensors' "pack-quantized": W, with eight neighbours along K in a word. Zero
+    points, if there are any, are packed along N."""
     format = _format_for_groups(group)
 
     def shapes(N: int, K: int) -> dict:
@@ -295,8 +298,8 @@ def w4a16(group: int, symmetric: bool) -> Scheme:
 
 
 def fp8_scaled(scale: str, in_blocks: bool) -> Scheme:
-    """E4M3 codes, to be multiplied (despite the name "weight_scale_inv") by one scale for the
-    matrix, one for each row, or one for each 128 x 128 weights."""
+    """E4M3 codes and the scales that they are multiplied by, even if those are called
+    "weight_scale_inv": one for the matrix, one for each row, or one for each 128 x 128 weights."""
 
     def shapes(N: int, K: int) -> dict:
         if in_blocks:
@@ -331,7 +334,7 @@ def scheme_of(f: Fields) -> Scheme | None:
         raise ValueError(f"{f.file}: quantised for mlx: {INSTEAD}")
     q = f.sub("quantization_config")
     alone = f.file.with_name("hf_quant_config.json")
-    if not q and f.file.suffix == ".json" and alone.is_file():  # as nvidia wrote it at first
+    if not q and f.file.suffix == ".json" and alone.is_file():  # as NVIDIA's first files have it
         q = Fields(alone).sub("quantization")
         q["quant_method"] = "modelopt"
     if not q:
@@ -346,7 +349,7 @@ def scheme_of(f: Fields) -> Scheme | None:
         q.update(weights[0] if weights else {})
     if q.sub("transform_config"):
         raise ValueError(f"{f.file}: quantised as {method} with transforms: {INSTEAD}")
-    # what "-:" names is not quantised
+    # A pattern that begins with "-:" names tensors that are not quantised
     if any(not pattern.startswith("-:") for pattern in q.sub("dynamic")):
         raise ValueError(f"{f.file}: quantised as {method} with dynamic settings: {INSTEAD}")
     group = q.number("group_size", -1, 1 << 20, -1)

@@ -1,5 +1,5 @@
-"""The settings of a sampler, a row each: default, range, and what it is called elsewhere. The flags of
-run.py, the checks of requests and the reader of generation_config.json are made from these rows.
+"""The settings of a sampler, a row each: default, range, and what it is called elsewhere. The flags
+of run.py, the checks of requests and the reader of generation_config.json are made from these rows.
 What the settings do is in sampling.py.
 
 This needs no torch, so flags are checked before it is imported."""

@@ -1,6 +1,7 @@
-"""The tensors of a checkpoint, as the loader sees them: floats in one file or in several, matrices
-that others have quantised, and those that `--save` wrote. Until a tensor, or some of its rows and
-columns, is asked for, only headers are read.
+"""Step 5 of loading (see checkpoint.py): the tensors in files, and the tensors of a checkpoint that
+the loader reads. These are floats in one file or in several, matrices that others have quantised,
+or matrices that `--save` wrote. Only headers are read until rows and columns of a tensor are asked
+for.
 
 Nothing in a file is trusted: names, types and shapes are compared with what the configuration says,
 and codes and scales are checked as they are read."""
@@ -32,10 +33,10 @@ ALL = slice(None)
 
 # ---- the tensors of a file
 
-READ_BYTES = 1 << 20  # read at a time
-# Threads that read: a single one copies from the page cache at a fraction of the memory bandwidth
+READ_BYTES = 1 << 20  # that a thread reads at a time
+# Threads that read. One alone copies from the page cache at a fraction of the memory bandwidth
 READERS = 4
-TYPES = {  # by their names in safetensors, which for floats are GGUF's as well
+TYPES = {  # by their names in safetensors; floats have the same names in GGUF
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -44,8 +45,8 @@ TYPES = {  # by their names in safetensors, which for floats are GGUF's as well
 
 @cache
 def readers(process: int) -> ThreadPoolExecutor:
-    """The threads of a process that read. A forked one does not have those of its parent; they are
-    not started for each tensor, of which models with experts have tens of thousands."""
+    """The reading threads of a process, since a forked one has none of its parent's. They are
+    started once, as models with experts have tens of thousands of tensors."""
     return ThreadPoolExecutor(READERS)
 
 
@@ -55,14 +56,14 @@ class FileTensor:
 
     file: Path
     name: str
-    dtype: torch.dtype | None  # None: one that no model here uses
+    dtype: torch.dtype | None  # None if no model here uses its type
     shape: tuple[int, ...]
     offset: int = 0  # of its first byte
-    version: tuple[int, ...] = ()  # of the file whose header was read, see version_of
+    version: tuple[int, ...] = ()  # of the file whose header was read, see files.version_of
 
     def read(self, pinned: bool = False, spans: list[range] | None = None) -> Tensor:
-        """Read all of it, or what lies in these spans of its dimensions; into pinned memory if a
-        GPU is to copy it while the next one is read. Raises OSError."""
+        """Read all of it, or these spans of its dimensions; into pinned memory if a GPU is to copy
+        it while the next tensor is read. Raises OSError."""
         if spans is None:
             spans = [range(size) for size in self.shape]
         element = self.dtype.itemsize
@@ -93,7 +94,7 @@ class FileTensor:
 
 @dataclass(frozen=True, eq=False)
 class StridedTensor(FileTensor):
-    """A tensor of a torch file, whose elements may lie apart or in another order."""
+    """A tensor of a torch file. Its elements may lie apart, or in another order."""
 
     strides: tuple[int, ...] = ()
 
@@ -115,8 +116,8 @@ def tensors_of(file: Path) -> list[FileTensor]:
 
 
 def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
-    """The metadata and the tensors of a safetensors file whose header the library finds sound. A
-    tensor without dimensions is taken for one of a single number. Raises ValueError."""
+    """The metadata and the tensors of a safetensors file. The library checks its header. A tensor
+    without dimensions counts as one with a single element. Raises ValueError."""
     with open_regular(file) as f:
         version = version_of(os.fstat(f.fileno()))
         try:
@@ -138,23 +139,23 @@ def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
 
 
 def torch_tensors(file: Path) -> list[FileTensor]:
-    """The tensors of a file that torch.save wrote. Its pickle is read by torch's own unpickler,
-    which runs no code (weights_only) and, for the device "meta", reads no values but says where
-    they are; what it accepts besides named, dense tensors is refused here. Raises ValueError."""
+    """The tensors of a file that torch.save wrote. torch's own unpickler reads its pickle, without
+    running code (weights_only); with the device "meta" it reads no values, but says where they are.
+    It accepts more than named, dense tensors; the rest is refused here. Raises ValueError."""
     with open_regular(file) as f:
         version = version_of(os.fstat(f.fileno()))
     try:
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED:
-                    raise ValueError("it is compressed")  # a few bytes could unpack to any size
+                    raise ValueError("it is compressed")  # a few bytes could become any number
                 if entry.filename.endswith("/byteorder") and archive.read(entry) != b"little":
                     raise ValueError("it is in big-endian order")
         with warnings.catch_warnings(action="ignore"):  # about types that are refused below
             tensors = torch.load(file, "meta", weights_only=True)
         if not isinstance(tensors, dict) or not all(itertools.starmap(_is_dense, tensors.items())):
             raise ValueError("it holds something other than named, dense tensors")
-    except Exception as error:  # whatever a damaged file makes of zipfile and of torch
+    except Exception as error:  # whatever zipfile and torch raise for a damaged file
         # The reason alone, without torch's advice to trust the file
         reason = re.split(r"\n|\. ", str(error))[0] or type(error).__name__
         raise ValueError(
@@ -174,7 +175,7 @@ def _is_dense(name: object, value: object) -> bool:
         return False
     if value.is_quantized or value.is_nested:
         return False
-    # one that was saved without values lies nowhere in the file
+    # One that was saved without values is nowhere in the file
     if value.layout != torch.strided:
         return False
     return value.untyped_storage()._checkpoint_offset is not None
@@ -184,7 +185,7 @@ def _is_dense(name: object, value: object) -> bool:
 
 
 class Wanted(NamedTuple):
-    """What a file's tensor must be: of one of these types, and of one of these shapes."""
+    """The types and the shapes that a file's tensor may have."""
 
     types: tuple[torch.dtype, ...]
     shapes: list[tuple[int, ...]]
@@ -194,9 +195,9 @@ Found = dict[str, list[FileTensor]]  # by name; only Meta's shards have several 
 
 
 class SourceTensor:
-    """A tensor of a checkpoint as the loader sees it, whatever its files hold for it."""
+    """A tensor of a checkpoint as the loader sees it, however files store it."""
 
-    dtype: torch.dtype | None = torch.float32  # of its floats, or of the decoded values
+    dtype: torch.dtype | None = torch.float32  # of the floats, or of decoded values
 
     def __init__(
         self,
@@ -207,10 +208,10 @@ class SourceTensor:
         scheme: gguf.Type | schemes.Scheme | None = None,
         wanted: dict[str, Wanted] | None = None,
     ):
-        """name: in the file. found: all tensors of the files. head_dim: given for q and k where
-        their rows are in halves (RoPE rotates rows i and i + D/2 of a head, not neighbours); they
-        are put into pairs as they are read. scheme: how others have quantised it, if they have. wanted: what the
-        files must have for it, by name; by default floats of its own name and shape."""
+        """name: in the file. found: all tensors of the files. head_dim: for q and k, if RoPE
+        rotates rows i and i + D/2 of a head in this layout, not neighbours; they are put into pairs
+        as they are read. scheme: how others have quantised it, if they have. wanted: the tensors
+        that the files must have for it, by name; by default, floats of its own name and shape."""
         self.name = name
         self.shape = shape
         self.head_dim = head_dim
@@ -219,21 +220,21 @@ class SourceTensor:
         self.files = {name: found.get(name, []) for name in self.wanted}
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
-        """Read these rows and columns. For a GPU they are returned in pinned memory, so that they
-        are copied while the next ones are read, or already on their way to the GPU. For a CPU,
-        floats are returned in fp32, since torch is slow at converting between 16-bit types. Rows of
-        q and k are always those of whole heads."""
+        """Read these rows and columns. For a GPU they are returned in pinned memory, from which
+        they are copied while the next ones are read, or on the GPU. For a CPU, floats are returned
+        in fp32, since torch is slow at converting between 16-bit types. Rows of q and k are always
+        those of whole heads."""
         raise NotImplementedError
 
     def write(
         self, format: Format, out: Tensors, device: torch.device, rows: slice, columns: slice
     ) -> None:
-        """Write these rows and columns into the tensors of a format, as they are encoded in the
-        file. Raises ValueError for codes or scales that are not finite."""
+        """Write these rows and columns into the tensors of a format, without changing a weight.
+        Raises ValueError for codes or scales that are not finite."""
         raise NotImplementedError
 
     def problems(self) -> Iterator[str]:
-        """What does not fit the config, in words."""
+        """What does not fit the config, a message each."""
         for name, wanted in self.wanted.items():
             files = self.files[name]
             if not files:
@@ -246,7 +247,7 @@ class SourceTensor:
         return not others and tensor.dtype in wanted.types and tensor.shape in wanted.shapes
 
     def in_pairs(self, rows: Tensor) -> Tensor:
-        """The rows in an order in which RoPE rotates neighbours."""
+        """The rows in the order in which RoPE rotates neighbours."""
         if self.head_dim is None:
             return rows
         heads = rows.view(-1, 2, self.head_dim // 2, *rows.shape[1:])
@@ -272,7 +273,7 @@ class Floats(SourceTensor):
         return self.files[self.name][0].dtype
 
     def values(self, spans: list[range], pinned: bool) -> Tensor:
-        """These spans of its dimensions, as they are stored in the file."""
+        """These spans of its dimensions, as the file has them."""
         return self.files[self.name][0].read(pinned, spans)
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
@@ -283,11 +284,12 @@ class Floats(SourceTensor):
             return self.in_pairs(values).float()
         if self.head_dim is None:
             return values.pin_memory()
-        # A CPU takes longer to permute rows than to read them
+        # A GPU permutes them, since a CPU takes longer to do that than to read them
         return self.in_pairs(values.to(device, non_blocking=True))
 
     def flaw(self, dtype: torch.dtype) -> str | None:
-        """What is wrong with its values, in the file or once converted to dtype."""
+        """What is wrong with its values, in the file or converted to dtype. Returns None if nothing
+        is."""
         for tensor in self.files[self.name]:
             values = tensor.read()
             holds = None
@@ -301,10 +303,10 @@ class Floats(SourceTensor):
 
 
 class ShardedFloats(Floats):
-    """A tensor of floats that is divided among Meta's shards, by rows or by columns."""
+    """A tensor of floats whose rows or columns are divided among Meta's shards."""
 
     def axis(self, files: list[FileTensor]) -> int | None:
-        """The axis along which to join the shards. If each is already the whole tensor, any axis.
+        """The axis along which to join the shards; any axis if each is already the whole tensor.
         Returns None if they do not add up to the expected shape."""
         first = files[0].shape
         count = 1 if len(self.shape) == 1 else len(files)  # every shard repeats the norms
@@ -341,7 +343,7 @@ class QuantisedMatrix(SourceTensor):
     def quantised(
         self, device: torch.device, rows: slice, columns: slice = ALL
     ) -> Iterator[tuple[slice, Quantised]]:
-        """Yields pairs: a slice of the requested rows, and these rows in the requested columns."""
+        """Yields a slice of the requested rows, and the requested columns of these rows."""
         raise NotImplementedError
 
     def read(self, device: torch.device, rows: slice, columns: slice = ALL) -> Tensor:
@@ -367,7 +369,7 @@ class QuantisedMatrix(SourceTensor):
 
 
 class GgufMatrix(QuantisedMatrix):
-    """A matrix in one of ggml's types: each row is a row of blocks."""
+    """A matrix in one of ggml's types, each row of which is a row of blocks."""
 
     def quantised(
         self, device: torch.device, rows: slice, columns: slice = ALL
@@ -389,7 +391,7 @@ class GgufMatrix(QuantisedMatrix):
 
 
 class SafetensorsMatrix(QuantisedMatrix):
-    """A matrix in a scheme of safetensors. It is read as a whole, since the scheme may store it
+    """A matrix in one of the schemes of safetensors. It is read as a whole, since it may be stored
     transposed."""
 
     def problems(self) -> Iterator[str]:
@@ -422,7 +424,7 @@ class SafetensorsMatrix(QuantisedMatrix):
 
 
 class SavedMatrix(SourceTensor):
-    """A matrix of the model, its parts joined, in the format in which --save wrote it."""
+    """A matrix of the model, its parts joined, in the format in which `--save` wrote it."""
 
     def write(
         self, format: Format, out: Tensors, device: torch.device, rows: slice, columns: slice
@@ -448,5 +450,5 @@ class SavedMatrix(SourceTensor):
 
 
 def columns_in(columns: range | slice, K: int, M: int) -> slice:
-    """Where these columns of a matrix of K are in a tensor that holds them in M columns."""
+    """Where these of a matrix's K columns are in a tensor that stores them in M columns."""
     return slice(columns.start * M // K, -(-columns.stop * M // K))
