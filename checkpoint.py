@@ -85,7 +85,7 @@ from extra.tensors import (
 )
 from formats import Format, Matrix, Tensors
 from kernels import FORMATS
-from model import Config, LayerWeights, Llama, Weights
+from model import Config, LayerWeights, Llama, Weights, listed
 from sampling import Sampling
 from tokenizer import tokenizer_file
 
@@ -283,7 +283,9 @@ class GgufFile(Source):
         return None
 
     def file_tensor(self, info: gguf.TensorInfo) -> FileTensor:
-        dtype = torch.float32 if self.scheme(info) else TYPES.get(info.type.name)
+        dtype = TYPES.get(info.type.name)
+        if self.scheme(info):
+            dtype = torch.float32  # once it is decoded
         return FileTensor(info.file, info.name, dtype, info.shape, info.offset, info.version)
 
     def file_tensors(self) -> list[FileTensor]:
@@ -460,9 +462,13 @@ def saved_matrix(t: ModelTensor, c: Config, format: Format) -> dict[str, Wanted]
     """The tensors that --save writes for a matrix, by name. The codes bear the name of the matrix
     itself, and a tensor of a single column is written as a vector."""
     wanted = {}
+    name = t.name  # of the first
     for key, (dtype, (rows, columns)) in format.at(t.name).shapes(*t.shape(c)).items():
-        name = f"{t.name}.{key}" if wanted else t.name
-        shape = (rows, columns) if columns > 1 else (rows,)
+        if wanted:
+            name = f"{t.name}.{key}"
+        shape = (rows, columns)
+        if columns == 1:
+            shape = (rows,)
         wanted[name] = Wanted((dtype,), [shape])
     return wanted
 
@@ -538,8 +544,7 @@ class Checkpoint:
     @property
     def quantised(self) -> str:
         """How others have quantised matrices, in words; empty if they are floats."""
-        names = sorted({tensor.scheme.name for tensor in self.tensors.values() if tensor.scheme})
-        return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+        return listed({tensor.scheme.name for tensor in self.tensors.values() if tensor.scheme})
 
     @property
     def is_encoded(self) -> bool:
@@ -566,8 +571,11 @@ class Checkpoint:
     def first_bad_tensor(self, dtype: torch.dtype) -> str | None:
         """What is wrong with the first tensor of floats that holds NaN or inf, in the file or once
         converted to dtype. Returns None if there is none. Codes are checked as they are read."""
-        floats = (tensor for tensor in self.tensors.values() if isinstance(tensor, Floats))
-        return next(filter(None, (tensor.flaw(dtype) for tensor in floats)), None)
+        for tensor in self.tensors.values():
+            flaw = tensor.flaw(dtype) if isinstance(tensor, Floats) else None
+            if flaw:
+                return flaw
+        return None
 
 
 # ---- step 7: the loader
@@ -768,23 +776,24 @@ def load(
     ranks: Ranks = Ranks(),
     sampling: dict[str, float] | None = None,
 ) -> Llama:
-    """Load a checkpoint, which may be open already, or else as find_checkpoint finds it: a folder
-    in Hugging Face's or Meta's layout, a GGUF file, or a repository of the hub.
+    """Load a checkpoint: a folder in Hugging Face's or Meta's layout, a GGUF file or a repository of
+    the hub, see find_checkpoint, or one that is open already.
 
     ctx_size: the context, which must fit into memory beside the weights; 0 is the model's own; None
-    is that, but at most 4096. format: in which to keep the matrices, a name of kernels.FORMATS;
-    what `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's
-    products are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the
-    model, if several. sampling: settings that replace the checkpoint's own. Raises ValueError,
+    is that, but at most 4096. format: the one for the matrices, a name of kernels.FORMATS; what
+    `save` wrote has its own. kv_fp8: keys and values in 8 bits. accumulate: how a prompt's products
+    are summed, see kernels.py. quiet: no progress bar. ranks: the processes that share the model,
+    if there are several. sampling: settings that replace the checkpoint's own. Raises ValueError,
     OSError or MemoryError, in one line that says what to do."""
     check_choice("format", format, (None, *FORMATS))
     if ctx_size is not None and ctx_size < 0:
         raise ValueError(
             f"ctx_size is {ctx_size}; it must be a number of tokens, or 0 for the model's own"
         )
-    if isinstance(name, Checkpoint):
-        checkpoint = name
-    else:
+
+    # Steps 1 to 5, unless they have been taken
+    checkpoint = name
+    if not isinstance(name, Checkpoint):
         checkpoint = Checkpoint(find_checkpoint(name))
     folder = checkpoint.folder
     config = checkpoint.config
@@ -792,6 +801,8 @@ def load(
     own = read_sampling(folder, given)
     if not checkpoint.format or format != checkpoint.format.name:
         check_original(checkpoint, format)
+
+    # Step 6
     on = pick_device(device, ranks)
     backend = pick_backend(backend, on)
     if backend == "triton" and config.head_dim % 8:
@@ -817,6 +828,8 @@ def load(
     check_groups(config, formats)
     ranks.join(on)
     check_memory(config, as_dtype, on, ctx_size, formats, kv_fp8, ranks)
+
+    # Step 7
     loader = Loader(checkpoint, as_dtype, matrix_dtype, on, formats, backend, ranks, quiet)
     with torch.inference_mode():
         weights = loader.load()
@@ -824,15 +837,15 @@ def load(
         del loader
         torch.cuda.empty_cache()  # what loading needed in addition to the weights
     return Llama(
-        config,
-        weights,
-        backend,
-        on,
-        as_dtype,
-        ctx_size,
-        checkpoint,
-        kv_fp8,
-        accumulate,
-        ranks,
-        Sampling(**own | given),
+        config=config,
+        weights=weights,
+        backend=backend,
+        device=on,
+        dtype=as_dtype,
+        ctx_size=ctx_size,
+        checkpoint=checkpoint,
+        kv_fp8=kv_fp8,
+        accumulate=accumulate,
+        ranks=ranks,
+        sampling=Sampling(**own | given),
     )

@@ -154,8 +154,13 @@ class Weights:
     @property
     def held(self) -> str:
         """The formats of its matrices, in words; empty if there are none."""
-        names = sorted({m.format.name for m in self.matrices if m.format})
-        return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+        return listed({m.format.name for m in self.matrices if m.format})
+
+
+def listed(names: Collection[str]) -> str:
+    """The names in order, as in "a, b and c"."""
+    *others, last = sorted(names) or [""]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 # ---- the model

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -490,8 +491,7 @@ def tokenizer_files(gguf: GGUF) -> tuple[bytes | dict[str, Any], dict[str, Any]]
     tokens, types = _tokens(gguf)
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as in llama.cpp
     if len(set(tokens)) < len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))
+        twice, _ = Counter(tokens).most_common(1)[0]
         raise ValueError(f"{gguf.file} has the token {twice!r} twice: convert the model again")
     config: dict[str, Any] = {}
     for name, (key, usual) in NAMED[kind].items():

@@ -31,8 +31,11 @@ WEIGHTS = (  # what a folder or a repository may hold, in the order in which tra
 def pick_weights(names: Collection[str]) -> list[str]:
     """The weights to use if a folder or a repository has several: a file, an index of shards, or
     Meta's shards. Returns an empty list if there are none."""
-    kinds = (sorted(fnmatch.filter(names, pattern)) for pattern in WEIGHTS)
-    return next(filter(None, kinds), [])
+    for pattern in WEIGHTS:
+        found = sorted(fnmatch.filter(names, pattern))
+        if found:
+            return found
+    return []
 
 
 def weights_in(folder: Path) -> list[Path]:

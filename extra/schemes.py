@@ -31,12 +31,9 @@ def from_blocks(type: gguf.Type, raw: Tensor) -> Quantised:
     N = len(raw)
     codes, scale, minimum, *parts = SPLIT[type.name](raw.view(N, -1, type.nbytes))
     flat = lambda t: t.reshape(N, -1)
-    return Quantised(
-        flat(codes),
-        flat(scale),
-        None if minimum is None else flat(minimum),
-        tuple(map(flat, parts)) or None,
-    )
+    if minimum is not None:
+        minimum = flat(minimum)
+    return Quantised(flat(codes), flat(scale), minimum, tuple(map(flat, parts)) or None)
 
 
 def checked(rows: Quantised) -> Quantised:
@@ -182,9 +179,8 @@ INT32 = (torch.int32,)
 def _format_for_groups(group: int) -> Format:
     """The format for groups of `group` columns, a multiple of 32, or of a whole row if it is -1.
     One group may become several in the format."""
-    return quants.WITH_ZEROS[
-        next(size for size in (128, 64, 32) if group == -1 or group % size == 0)
-    ]
+    sizes = [size for size in (128, 64, 32) if group == -1 or group % size == 0]
+    return quants.WITH_ZEROS[sizes[0]]
 
 
 def _with_zeros(format: Format, codes: Tensor, scale: Tensor, zero: Tensor) -> Quantised:
@@ -405,9 +401,12 @@ def format_for(
             return False
         return format.bits <= most_bits or format.group == 1
 
-    scheme, *others = schemes
-    if isinstance(scheme, Scheme):
-        return None if others or not fits(scheme.format) else scheme.format
-    names = {scheme.name if scheme else "" for scheme in schemes}
-    fitting = (format for format, types in quants.EXACT.items() if names <= types and fits(format))
-    return next(fitting, None)
+    if None in schemes:
+        return None
+    of_safetensors = [scheme for scheme in schemes if isinstance(scheme, Scheme)]
+    if of_safetensors:  # it has one format, and no other
+        candidates = [scheme.format for scheme in of_safetensors if len(schemes) == 1]
+    else:
+        types = {type.name for type in schemes}
+        candidates = [format for format, kept in quants.EXACT.items() if types <= kept]
+    return next(filter(fits, candidates), None)

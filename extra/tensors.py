@@ -6,7 +6,6 @@ for.
 Nothing in a file is trusted: names, types and shapes are compared with what the configuration says,
 and codes and scales are checked as they are read."""
 
-import itertools
 import json
 import math
 import os
@@ -112,7 +111,10 @@ class StridedTensor(FileTensor):
 
 def tensors_of(file: Path) -> list[FileTensor]:
     """The tensors of a file. Raises ValueError."""
-    return safetensors_header(file)[1] if file.suffix == ".safetensors" else torch_tensors(file)
+    if file.suffix == ".safetensors":
+        _, tensors = safetensors_header(file)
+        return tensors
+    return torch_tensors(file)
 
 
 def safetensors_header(file: Path) -> tuple[dict[str, str], list[FileTensor]]:
@@ -153,7 +155,7 @@ def torch_tensors(file: Path) -> list[FileTensor]:
                     raise ValueError("it is in big-endian order")
         with warnings.catch_warnings(action="ignore"):  # about types that are refused below
             tensors = torch.load(file, "meta", weights_only=True)
-        if not isinstance(tensors, dict) or not all(itertools.starmap(_is_dense, tensors.items())):
+        if not isinstance(tensors, dict) or not all(_is_dense(*item) for item in tensors.items()):
             raise ValueError("it holds something other than named, dense tensors")
     except Exception as error:  # whatever zipfile and torch raise for a damaged file
         # The reason alone, without torch's advice to trust the file
@@ -309,7 +311,9 @@ class ShardedFloats(Floats):
         """The axis along which to join the shards; any axis if each is already the whole tensor.
         Returns None if they do not add up to the expected shape."""
         first = files[0].shape
-        count = 1 if len(self.shape) == 1 else len(files)  # every shard repeats the norms
+        count = len(files)
+        if len(self.shape) == 1:  # every shard repeats the norms
+            count = 1
         if any(tensor.shape != first for tensor in files):
             return None
         for axis in range(len(first)):
@@ -382,7 +386,10 @@ class GgufMatrix(QuantisedMatrix):
         (whole,) = self.files[self.name]
         in_file = replace(whole, dtype=torch.uint8, shape=(N, in_bytes(K)))
         raw = self.in_pairs(in_file.read(on_gpu, spans).to(device, non_blocking=True))
-        at_once = max(1, (16 if on_gpu else 1) * schemes.AT_ONCE // K)
+        weights = schemes.AT_ONCE
+        if on_gpu:
+            weights *= 16
+        at_once = max(1, weights // K)
         for first in range(0, len(raw), at_once):
             some = slice(first, first + at_once)
             with self.named_errors():
