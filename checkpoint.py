@@ -42,7 +42,7 @@ from tqdm import tqdm
 import kernels
 from extra import gguf, hub, schemes
 from extra.config import generation_of, hugging_face_config, meta_config, read_sampling
-from extra.families import FAMILIES
+from extra.families import FAMILIES, family_of
 from extra.files import Fields, one_line_errors, read_bytes
 from extra.hardware import (
     check_accumulate,
@@ -293,7 +293,7 @@ class GgufFile(Source):
 
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
         header = self.header
-        in_pairs = FAMILIES[gguf.family_of(header)].in_pairs
+        in_pairs = FAMILIES[gguf.family_name(header)].in_pairs
         tensors = {}
         for name, part in model_parts(c).items():
             head_dim = c.head_dim if part.rotated and not in_pairs else None
@@ -372,7 +372,7 @@ class HuggingFaceFolder(Folder):
     def named(self, c: Config, found: Found) -> dict[str, SourceTensor]:
         config = Fields(self.path / "config.json")
         scheme = schemes.scheme_of(config)
-        naming = FAMILIES[config["model_type"]].naming
+        naming = family_of(config).naming
         tensors = {}
         for name, part in model_parts(c).items():
             in_file = part.name_in(naming)

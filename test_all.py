@@ -4242,6 +4242,13 @@ def test_sizes_of_the_context(copy, fields, asked, size):
         load(copy, device="cpu", ctx_size=-1)
 
 
+def test_config_without_a_family_is_of_llama(copy):
+    expected = read_config(copy)
+    with changed_json(copy / "config.json") as value:
+        del value["model_type"]
+    assert load(copy, device="cpu").config == expected
+
+
 def test_config_eos_of_both_files(copy):
     edit(copy / "config.json", eos_token_id=[7, 2], bos_token_id=5)
     edit(copy / "generation_config.json", eos_token_id=[2, 9])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from extra.families import FAMILIES
+from extra.families import family_of
 from extra.files import Fields, one_line_errors
 from extra.schemes import scheme_of
 from extra.settings import SETTINGS
@@ -76,8 +76,7 @@ MOST_EXPERTS = 1 << 16  # of all layers
 
 def hugging_face_config(f: Fields, generation: Fields) -> Config:
     """The configuration in a config.json. Raises ValueError for what is not implemented."""
-    f.refuse_unless("model_type", *FAMILIES)
-    family = FAMILIES[f.get("model_type")]
+    family = family_of(f)
     for name, value in family.defaults.items():
         f.setdefault(name, value)
     f.refuse_unless("hidden_act", "silu")

@@ -34,9 +34,10 @@ def in_some_layers(f: Fields) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
+    """What is different in a family; the defaults of these fields are Llama's."""
+
     gguf: str  # its general.architecture in a GGUF file, which families may share
-    # transformers' defaults for fields that a config.json leaves out, where they differ from
-    # Llama's
+    # For fields that a config.json leaves out: transformers' defaults, if they are not Llama's
     defaults: dict[str, Any] = field(default_factory=dict)
     naming: str = "hugging_face"  # the names of its tensors in a folder, see Part.name_in
     has_window: Callable[[Fields], bool] = in_some_layers
@@ -107,3 +108,9 @@ FAMILIES = {
         experts=True,
     ),
 }
+
+
+def family_of(f: Fields) -> Family:
+    """The family that a config.json names, or Llama. Raises ValueError."""
+    f.refuse_unless("model_type", *FAMILIES)
+    return FAMILIES[f.get("model_type", "llama")]

@@ -293,7 +293,7 @@ ENDS = (
 NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
-def family_of(gguf: GGUF) -> str:
+def family_name(gguf: GGUF) -> str:
     """The model's family, a name in FAMILIES. Raises ValueError."""
     names = dict.fromkeys(family.gguf for family in FAMILIES.values())
     arch = gguf.choice("general.architecture", names)
@@ -310,7 +310,7 @@ def family_of(gguf: GGUF) -> str:
 def config_json(gguf: GGUF) -> dict[str, Any]:
     """The model's configuration as the fields of a config.json, whose reader checks the values.
     Raises ValueError for what a config.json cannot say."""
-    family = family_of(gguf)
+    family = family_name(gguf)
     arch = FAMILIES[family].gguf
 
     def said(name: str) -> Any:
