@@ -104,11 +104,10 @@ MOST_BIASES = 1 << 20  # numbers in one of them
 
 @one_line_errors()
 def find_checkpoint(name: str | Path) -> Path:
-    """The path of a checkpoint: a folder or a GGUF file. It is given as such a path or as a
-    repository of the Hugging Face hub, "owner/name", or "owner/name:Q4_K_M" for one of its GGUF
-    files. A repository is looked up in the hub's cache, and downloaded if it is not there. Raises
-    OSError or ValueError, in one line that says what to do, and TypeError for what is neither a
-    text nor a path."""
+    """The path of a checkpoint, a folder or a GGUF file. name: such a path, or a repository of the
+    Hugging Face hub, "owner/name", or "owner/name:Q4_K_M" for one of its GGUF files. A repository
+    that is not in the hub's cache is downloaded. Raises OSError or ValueError, in one line that
+    says what to do, and TypeError for a name that is neither a text nor a path."""
     if not isinstance(name, str | Path):
         kinds = 'a folder, a GGUF file or "owner/name" on the hub'
         raise TypeError(f"a model is given as {kinds}, not as a {type(name).__name__}")
@@ -155,7 +154,7 @@ class Source(ABC):
 
     @abstractmethod
     def unchecked_config(self) -> Config:
-        """What the file says, if each field is right by itself. Raises OSError, ValueError."""
+        """The same, before fields are compared with one another."""
 
     @abstractmethod
     def tokenizer(self) -> Path:
@@ -227,10 +226,8 @@ def equal(one: FileTensor, other: FileTensor) -> bool:
     """Whether two tensors of floats have the same values."""
     if one.shape != other.shape or not {one.dtype, other.dtype} <= set(schemes.FLOATS):
         return False
-    if (one.file, one.offset) == (
-        other.file,
-        other.offset,
-    ):  # a torch file stores shared tensors once
+    # A torch file stores shared tensors once
+    if one.file == other.file and one.offset == other.offset:
         return True
     columns = [range(size) for size in one.shape[1:]]
     at_once = max(1, schemes.AT_ONCE // math.prod(one.shape[1:]))
@@ -276,8 +273,8 @@ class GgufFile(Source):
         return files | {"tokenizer.json": as_json(vocabulary)}
 
     def scheme(self, info: gguf.TensorInfo) -> gguf.Type | None:
-        """The ggml type in which a tensor is quantised. Returns None if it is not quantised, which
-        those of one dimension never are."""
+        """The ggml type in which a tensor is quantised. Returns None if it is not; those of one
+        dimension never are."""
         if info.type.block > 1 and len(info.shape) == 2:
             return info.type
         return None
@@ -393,7 +390,7 @@ class HuggingFaceFolder(Folder):
         """What the scheme stores for a matrix, by name. Empty if this one is not quantised."""
         stem = name.removesuffix("weight")
         words = scheme.shapes(*shape)
-        codes = next(iter(words))
+        codes, *_ = words
         if stem + codes not in found:
             return {}
         if codes == "weight" and found[f"{stem}weight"][0].dtype in schemes.FLOATS:
