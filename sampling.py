@@ -1,4 +1,5 @@
-"""How the next token is chosen: the settings, the reference in plain torch, the Triton kernels.
+"""How the next token is chosen: the reference in plain torch, and the Triton kernels. Their
+settings, a Sampling, are in extra/settings.py.
 
 The order is llama.cpp's: repetition penalty over the last tokens, top-k, top-p, min-p, temperature,
 draw. Each filter keeps the tokens at or above one threshold, so ties at the edge stay together. To
@@ -8,19 +9,17 @@ seed, position and token alone, so a seed gives the same text on every device, a
 mostly draws what the model itself will (Daliri, Musco and Suresh, 2024).
 
 The op `sample` reads logits float32 [T, V] of the T tokens before pos, which it may overwrite. It
-writes the token chosen to follow each of them to `drawn` (int32, up to drawn[pos]), or -1 where
-the logits are not finite. `tokens`, int32 [S], holds what comes before each position. The token of
-a single row is also written there, as 0 if it is -1. The settings come as a Sampler.
+writes the token chosen to follow each of them to `drawn` (int32, up to drawn[pos]), or -1 where the
+logits are not finite. `tokens`, int32 [S], holds what comes before each position. The token of a
+single row is also written there, as 0 if it is -1. The settings come as a Sampler.
 
 To add a setting, touch four places:
 
 1. extra/settings.py: its row, from which flags, requests and the reader of generation_config.json
-   are made;
-2. _choose_ref, which says what it does;
-3. the kernels: _sample_best_kernel if it changes logits, otherwise _draw and the two kernels that
-   call it. They load its number by its place in `numbers`. If it costs time when it is off, it gets
-   a switch;
-4. its values in test_sampling_equals_the_reference.
+are made; 2. _choose_ref, which says what it does; 3. the kernels: _sample_best_kernel if it changes
+logits, otherwise _draw and the two kernels that call it. They load its number by its place in
+`numbers`. If it costs time when it is off, it gets a switch; 4. its values in
+test_sampling_equals_the_reference.
 
 Banned tokens have the logit model.BANNED, which is finite."""
 
